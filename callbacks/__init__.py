@@ -1,0 +1,55 @@
+"""Callbacks that watch a run, in anybody's Lightning project; this import itself costs nothing.
+
+A metric's prefix is the name of the callback that owns it, and nobody else writes under it:
+
+| prefix                 | callback          | module         |
+|------------------------|-------------------|----------------|
+| `grad/`                | `GradNormMonitor` | `grad_norm`    |
+| `throughput/` `time/`  | `SpeedMonitor`    | `throughput`   |
+| `memory/`              | `MemoryMonitor`   | `memory`       |
+| none, writes log lines | `ProgressLine`    | `progress`     |
+| none, `samples.jsonl`  | `SampleText`      | `sample_text`  |
+| none, `report.html`    | `RunReport`       | `report`       |
+
+They read what a module offers (`num_tokens`, `num_samples`, `grad_norm`, `generate_text`) and do
+with less where it offers nothing. A name is imported when it is first asked for, so that
+`from callbacks.report_page import write_report` does not pay for Lightning.
+"""
+
+from importlib import import_module
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from callbacks.grad_norm import GradNormMonitor
+    from callbacks.memory import MemoryMonitor
+    from callbacks.progress import ProgressLine
+    from callbacks.report import RunReport
+    from callbacks.report_page import write_report
+    from callbacks.sample_text import SampleText
+    from callbacks.throughput import SpeedMonitor
+
+_HOME = {
+    "GradNormMonitor": "grad_norm",
+    "MemoryMonitor": "memory",
+    "ProgressLine": "progress",
+    "RunReport": "report",
+    "SampleText": "sample_text",
+    "SpeedMonitor": "throughput",
+    "write_report": "report_page",
+}
+
+__all__ = [
+    "GradNormMonitor",
+    "MemoryMonitor",
+    "ProgressLine",
+    "RunReport",
+    "SampleText",
+    "SpeedMonitor",
+    "write_report",
+]
+
+
+def __getattr__(name: str) -> object:
+    if name not in _HOME:
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    return getattr(import_module(f"{__name__}.{_HOME[name]}"), name)

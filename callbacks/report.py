@@ -1,0 +1,49 @@
+"""Leaves curves.png and report.html in the run folder, however a fit ends: a second or two."""
+
+import logging
+from pathlib import Path
+
+from lightning.pytorch import Callback, LightningModule, Trainer
+
+from callbacks.report_page import write_report
+from callbacks.run_folder import run_folder
+
+log = logging.getLogger("lightning_recipes")
+
+
+class RunReport(Callback):
+    """Writes the report of the run folder, on rank 0, when a fit ends or an exception ends it.
+
+    Needs a logger that leaves `metrics.csv` in its `log_dir`; without one, a line in the log says
+    so. Call `write(folder)` again once `summary.json` is there. A report that cannot be written
+    costs the run nothing: the traceback goes to the log and the fit ends as it would have.
+    """
+
+    def teardown(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
+        if stage == "fit":
+            self._write(trainer)
+
+    def on_exception(
+        self, trainer: Trainer, pl_module: LightningModule, exception: BaseException
+    ) -> None:
+        if trainer.state.fn == "fit":
+            self._write(trainer)
+
+    def _write(self, trainer: Trainer) -> None:
+        if not trainer.is_global_zero:
+            return
+        for logger in trainer.loggers:
+            logger.save()  # rows that wait in memory
+        folder = run_folder(trainer)
+        if folder is None or not (folder / "metrics.csv").exists():
+            log.info("no report: no logger left a metrics.csv")
+            return
+        self.write(folder)
+
+    @staticmethod
+    def write(folder: Path) -> None:
+        """`write_report(folder)`, with a failure in the log instead of an exception."""
+        try:
+            write_report(folder)
+        except Exception:
+            log.exception("the report of %s could not be written", folder)

@@ -1,0 +1,36 @@
+"""Activation checkpointing: every n-th block keeps only its input and is recomputed in the backward pass."""
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+from torch import nn
+from torch.utils.checkpoint import checkpoint
+
+
+@dataclass(frozen=True, kw_only=True)
+class ActivationCheckpoint:
+    """Which blocks are recomputed.
+
+    Attributes:
+        every_nth_block: 1: all blocks; 2: every second one; 0: none.
+    """
+
+    every_nth_block: int
+
+    def apply(self, blocks: nn.ModuleList) -> None:
+        """Wrap the chosen blocks' forward in place; parameter names stay as they are."""
+        if self.every_nth_block == 0:
+            return
+        for index, block in enumerate(blocks):
+            if index % self.every_nth_block == 0:
+                block.forward = _recomputed(block, block.forward)  # type: ignore[method-assign]
+
+
+def _recomputed(block: nn.Module, forward: Callable[..., Any]) -> Callable[..., Any]:
+    def recomputed_forward(*inputs: Any, **options: Any) -> Any:
+        if not block.training:
+            return forward(*inputs, **options)
+        return checkpoint(forward, *inputs, use_reentrant=False, **options)
+
+    return recomputed_forward

@@ -1,0 +1,182 @@
+"""The only file that instantiates: config -> Run(task, data, trainer). No weights exist yet when it returns."""
+
+import functools
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import lightning.pytorch as lightning
+import torch
+from hydra.utils import instantiate
+from lightning.pytorch.callbacks import Callback
+from lightning.pytorch.loggers import Logger
+
+from recipes.accumulation import Accumulation, divide
+from recipes.check.batches import num_devices
+from recipes.checkpoint.folder_io import FolderCheckpointIO
+from recipes.checkpoint.resume import find_checkpoint
+from recipes.compose import Config, folder_of_run
+from recipes.data.datamodule import StreamData
+from recipes.logger.summary import SummaryWriter
+from recipes.mistake import Mistake
+from recipes.precision import Precision
+from recipes.task.learning import LearningTask
+
+TOKENIZER_FOLDER = "tokenizer"
+
+
+@dataclass(frozen=True, kw_only=True)
+class Run:
+    """A run, built and not begun.
+
+    Attributes:
+        checkpoint: Where it resumes from; None: from the beginning.
+        vocab_size: Tokens the model knows; None for a model of anything else.
+        overrides: What was typed.
+        tags: Typed words that say what it is.
+    """
+
+    name: str
+    folder: Path
+    task: LearningTask
+    data: StreamData
+    trainer: lightning.Trainer
+    accumulation: Accumulation
+    checkpoint: Path | None
+    vocab_size: int | None
+    overrides: list[str]
+    tags: list[str]
+
+
+def carry_out(config: Config, folder: Path, overrides: list[str]) -> int:
+    """Build a run and do what `mode=` says; its exit code."""
+    mode = _make(config["mode"])
+    exit_code: int = mode(build(config, folder, overrides))
+    return exit_code
+
+
+def build(config: Config, folder: Path, overrides: list[str]) -> Run:
+    """Instantiate every node of a checked config.
+
+    Raises:
+        Mistake: The machine or a checkpoint cannot do what the config asks.
+    """
+    trains = config["mode"]["_target_"].endswith(".fit")
+    checkpoint = find_checkpoint(config["resume"], folder)
+    if checkpoint is not None:
+        config = _as_saved(config, checkpoint)
+    lightning.seed_everything(config["seed"], verbose=False)
+    precision: Precision = _make(config["precision"])
+    device = _device(config["trainer"]["accelerator"], precision)
+    accumulation = divide(
+        global_batch_size=config["global_batch_size"],
+        micro_batch_size=config["micro_batch_size"],
+        num_devices=num_devices(config["trainer"]),
+        accumulate_grad_batches=config["trainer"]["accumulate_grad_batches"],
+    )
+    data: StreamData = _make(config["loader"])(
+        source=_make(config["data"]),
+        accumulation=accumulation,
+        seed=config["seed"],
+        eval_samples=config["eval_samples"] if trains else None,
+    )
+    return Run(
+        name=config["name"],
+        folder=folder,
+        task=_task(config, precision),
+        data=data,
+        trainer=_trainer(config, folder, device, precision, accumulation, trains=trains),
+        accumulation=accumulation,
+        checkpoint=checkpoint,
+        vocab_size=config["model"].get("vocab_size"),
+        overrides=overrides,
+        tags=config["tags"],
+    )
+
+
+def _task(config: Config, precision: Precision) -> LearningTask:
+    task: LearningTask = _make(config["task"])(
+        make_model=functools.partial(_make, config["model"]),
+        make_optimizer=_make(config["optimizer"]),
+        schedule=_make(config["scheduler"]),
+        activation_checkpoint=_make(config["activation_checkpoint"]),
+        compile_blocks=config["compile"],
+        fused_optimizer=not precision.scales_loss,
+        seed=config["seed"],
+    )
+    return task
+
+
+def _trainer(
+    config: Config,
+    folder: Path,
+    device: torch.device,
+    precision: Precision,
+    accumulation: Accumulation,
+    *,
+    trains: bool,
+) -> lightning.Trainer:
+    callbacks: list[Callback] = []
+    loggers: list[Logger] = []
+    if trains:
+        loggers = [_make(node)(run_folder=folder) for node in config["logger"].values()]
+        watching = [_make(node) for node in config["callbacks"].values()]
+        callbacks = [SummaryWriter(run_folder=folder), *watching, _make(config["checkpoint"])]
+    strategy = _make(config["strategy"])(device=device, checkpoint_io=FolderCheckpointIO())
+    make_trainer = _make(config["trainer"] | {"_partial_": True})
+    trainer: lightning.Trainer = make_trainer(
+        accelerator=device.type,
+        accumulate_grad_batches=accumulation.num_micro_batches,
+        strategy=strategy,
+        precision=precision.name,
+        callbacks=callbacks,
+        logger=loggers,
+        max_epochs=-1,
+        val_check_interval=config["eval_every"] * accumulation.num_micro_batches,
+        check_val_every_n_epoch=None,
+        log_every_n_steps=config["log_every"],
+        num_sanity_val_steps=0,
+        default_root_dir=folder,
+        use_distributed_sampler=False,
+        enable_checkpointing=trains,
+        enable_progress_bar=False,
+        enable_model_summary=False,
+    )
+    return trainer
+
+
+def _as_saved(config: Config, checkpoint: Path) -> Config:
+    """Weights come from the checkpoint, not from a hub; text is cut by the tokenizer the run began with."""
+    model = config["model"]
+    if model.get("pretrained") is not None:
+        model = model | {"pretrained": None}
+    data, run = config["data"], folder_of_run(str(checkpoint))
+    if run is not None and (run / TOKENIZER_FOLDER).is_dir() and data.get("tokenizer") is not None:
+        saved = {
+            "_target_": "recipes.tokenizer.huggingface.HuggingFace",
+            "name": str(run / TOKENIZER_FOLDER),
+        }
+        data = data | {"tokenizer": saved}
+    return config | {"model": model, "data": data}
+
+
+def _device(accelerator: str, precision: Precision) -> torch.device:
+    has_gpu = torch.cuda.is_available()
+    if accelerator in ("gpu", "cuda") and not has_gpu:
+        raise Mistake(
+            f"trainer.accelerator={accelerator}",
+            "torch sees no GPU on this machine",
+            "trainer.accelerator=auto",
+        )
+    device = torch.device("cuda", 0) if has_gpu and accelerator != "cpu" else torch.device("cpu")
+    if precision.scales_loss and device.type != "cuda":
+        raise Mistake(
+            f"precision={precision.name}",
+            "float16 and its loss scaler need a GPU, and torch sees none",
+            "precision=bf16-mixed",
+        )
+    return device
+
+
+def _make(node: dict[str, Any]) -> Any:
+    return instantiate(node, _convert_="all")

@@ -1,0 +1,155 @@
+"""What was typed, one override at a time: every one that Hydra cannot compose, with the nearest name that exists."""
+
+from collections.abc import Sequence
+from difflib import get_close_matches
+from pathlib import Path
+from typing import Any
+
+from hydra import compose, initialize_config_dir
+from hydra.core.override_parser.types import Override
+from hydra.errors import HydraException
+from omegaconf import OmegaConf
+
+from recipes.check.words import CONF, WORDS
+from recipes.compose import Composed, compose_run, parse
+from recipes.mistake import Mistake
+from recipes.signature import TargetNotFoundError, read_signature
+
+
+def compose_typed(
+    overrides: Sequence[str], *, config_folder: Path = CONF, config_name: str = "config"
+) -> tuple[Composed | None, list[Mistake]]:
+    """Compose a run, or as much of it as can be, and report every override that cannot.
+
+    An argument that a node's target takes but its YAML does not list (`trainer.benchmark=true`) is added.
+
+    Returns:
+        The run composed without the bad overrides (None if not even that can be), and the mistakes.
+    """
+    where = {"config_folder": config_folder, "config_name": config_name}
+    try:
+        return compose_run(overrides, **where), []  # type: ignore[arg-type]
+    except (HydraException, Mistake) as error:
+        first = error
+    good, mistakes = _sift(overrides, where)
+    try:
+        composed = compose_run(good, **where)
+    except (HydraException, Mistake) as error:
+        left = error if isinstance(error, Mistake) else _as_mistake(error)
+        return None, [*mistakes, left] if good != list(overrides) or not mistakes else mistakes
+    if not mistakes and good == list(overrides):
+        mistakes = [_as_mistake(first)]
+    return composed, mistakes
+
+
+def _sift(overrides: Sequence[str], where: dict[str, Any]) -> tuple[list[str], list[Mistake]]:
+    """Split into overrides that compose (mended where the meaning is plain) and mistakes."""
+    good: list[str] = []
+    values: list[tuple[str, Override]] = []
+    mistakes: list[Mistake] = []
+    for typed in overrides:
+        try:
+            override = parse(typed)
+        except HydraException:
+            mistakes.append(
+                Mistake(typed, "it is no key=value", "key=value; quote a value with spaces or commas")
+            )
+            continue
+        group = CONF / override.key_or_group
+        if where["config_folder"] == CONF and group.is_dir() and not override.is_delete():
+            mistake = _unknown_option(override, typed)
+            mistakes += [mistake] if mistake else []
+            good += [] if mistake else [typed]
+        else:
+            values.append((typed, override))
+    config = _skeleton(good, where)
+    for typed, override in values:
+        mended = _mend(typed, override, config)
+        if isinstance(mended, Mistake):
+            mistakes.append(mended)
+        else:
+            good.append(mended)
+    return good, mistakes
+
+
+def _skeleton(group_overrides: list[str], where: dict[str, Any]) -> Any:
+    """The config of the chosen groups alone, unresolved: the keys that values may be typed for."""
+    with initialize_config_dir(str(where["config_folder"].resolve()), version_base="1.3"):
+        return compose(where["config_name"], group_overrides, return_hydra_config=True)
+
+
+def _unknown_option(override: Override, typed: str) -> Mistake | None:
+    options = sorted(path.stem for path in (CONF / override.key_or_group).glob("*.yaml"))
+    value = override.value()
+    chosen = value if isinstance(value, list) else [value]
+    wrong = [str(option) for option in chosen if str(option) not in options]
+    if not wrong:
+        return None
+    near = get_close_matches(wrong[0], options, 1)
+    listed = " ".join(options)
+    remedy = f"{override.key_or_group}={near[0]}" if near else f"{override.key_or_group}=<option>"
+    return Mistake(typed, f"the options are {listed}", remedy)
+
+
+def _mend(typed: str, override: Override, config: Any) -> str | Mistake:
+    """The override as it is, with `+` where the target takes the argument, or the mistake in it."""
+    key = override.key_or_group
+    if override.is_add() or override.is_force_add() or _exists(config, key):
+        return typed
+    parent_key, _, last = key.rpartition(".")
+    parent = OmegaConf.select(config, parent_key) if parent_key else config
+    if parent is None or not OmegaConf.is_dict(parent):
+        known = [str(name) for name in config if name != "hydra"] + _groups()
+        return _unknown_key(typed, override, key.split(".")[0], known, key.split(".")[1:])
+    known = [str(name) for name in parent if not str(name).startswith("_") and name != "hydra"]
+    target = OmegaConf.select(parent, "_target_")
+    if isinstance(target, str):
+        try:
+            signature = read_signature(target)
+        except TargetNotFoundError:
+            return typed
+        if last in signature.parameters or signature.takes_any:
+            return f"+{typed}"
+        known += [name for name in signature.parameters if name not in known]
+    elif not parent_key:
+        known = [*WORDS, *known, *_groups()]
+    return _unknown_key(typed, override, last, known, [], parent_key)
+
+
+def _unknown_key(
+    typed: str,
+    override: Override,
+    wrong: str,
+    known: list[str],
+    below: list[str],
+    parent_key: str = "",
+) -> Mistake:
+    near = get_close_matches(wrong, known, 1)
+    _, _, value = typed.partition("=")
+    prefix = f"{parent_key}." if parent_key else ""
+    if near:
+        remedy = f"{prefix}{'.'.join([near[0], *below])}={value}"
+    elif not parent_key:
+        remedy = "python train.py --help for the words there are"
+    else:
+        remedy = f"one of {' '.join(f'{prefix}{name}=' for name in dict.fromkeys(known))}"
+    return Mistake(typed, f"there is no {override.key_or_group!r}", remedy)
+
+
+def _groups() -> list[str]:
+    return sorted(path.name for path in CONF.iterdir() if path.is_dir())
+
+
+def _exists(config: Any, key: str) -> bool:
+    *parents, last = key.split(".")
+    node = config
+    for parent in parents:
+        if not OmegaConf.is_dict(node) or parent not in node:
+            return False
+        node = node._get_node(parent)
+    return OmegaConf.is_dict(node) and last in node
+
+
+def _as_mistake(error: Exception) -> Mistake:
+    lines = [line for line in str(error).splitlines() if line.strip()]
+    return Mistake("the command line", " ".join(lines), "python train.py --help")

@@ -1,0 +1,149 @@
+"""Choices that are each right and cannot go together."""
+
+from collections.abc import Iterator, Mapping
+from typing import Any
+
+from recipes.check.batches import num_devices
+from recipes.mistake import Mistake
+from recipes.signature import read_signature
+
+# Trainer arguments that a group or a word of ours sets: argument -> what to type instead
+_OURS = {
+    "strategy": "strategy=<option>",
+    "precision": "precision=<option>",
+    "logger": "logger=<option>",
+    "callbacks": "callbacks=<option>",
+    "plugins": "strategy=<option>",
+    "default_root_dir": "hydra.run.dir=<folder>",
+    "log_every_n_steps": "log_every=<optimizer steps>",
+    "val_check_interval": "eval_every=<optimizer steps>",
+    "check_val_every_n_epoch": "eval_every=<optimizer steps>",
+    "max_epochs": "trainer.max_steps=<optimizer steps>",
+    "min_epochs": "trainer.min_steps=<optimizer steps>",
+    "enable_checkpointing": "save_every=null for no checkpoints",
+    "enable_progress_bar": "'~callbacks.progress' for no progress",
+    "enable_model_summary": "mode=fit, which prints the number of parameters",
+    "limit_val_batches": "eval_samples=<samples>",
+    "limit_train_batches": "trainer.max_steps=<optimizer steps>",
+    "num_sanity_val_steps": "eval_every=<optimizer steps>",
+    "use_distributed_sampler": "nothing: the order is the same for every number of ranks",
+    "reload_dataloaders_every_n_epochs": "nothing: training is one stream without epochs",
+}
+
+
+def check_pairs(config: Mapping[str, Any], choices: Mapping[str, str]) -> Iterator[Mistake]:
+    """Trainer against groups, model against data, precision against device, schedule against length."""
+    yield from _trainer(config)
+    yield from _kinds(config, choices)
+    yield from _vocabulary(config)
+    yield from _model_shape(config["model"])
+    yield from _schedule(config)
+    if config["precision"]["name"] == "16-mixed" and config["trainer"]["accelerator"] == "cpu":
+        yield Mistake(
+            "precision=16-mixed", "float16 and its loss scaler need a GPU", "precision=bf16-mixed"
+        )
+    if config["mode"]["_target_"].endswith((".sample", ".export")):
+        mode = config["mode"]["_target_"].rpartition(".")[2]
+        if not config["task"]["_target_"].endswith("LanguageModeling"):
+            yield Mistake(
+                f"mode={mode}", "it is for language models alone", "mode=evaluate resume=<run folder>"
+            )
+
+
+def _trainer(config: Mapping[str, Any]) -> Iterator[Mistake]:
+    trainer = config["trainer"]
+    for argument, remedy in _OURS.items():
+        if argument in trainer:
+            yield Mistake(
+                f"trainer.{argument}={trainer[argument]}", "another word sets it", remedy
+            )
+    devices = num_devices(trainer)
+    if devices > 1 and config["strategy"]["_target_"].endswith("SingleDevice"):
+        yield Mistake(
+            f"trainer.devices={trainer['devices']} trainer.num_nodes={trainer['num_nodes']}",
+            "strategy=single trains on one device",
+            "trainer.devices=1 trainer.num_nodes=1",
+        )
+
+
+def _kinds(config: Mapping[str, Any], choices: Mapping[str, str]) -> Iterator[Mistake]:
+    takes = {
+        group: read_signature(config[group]["_target_"]).constants[attribute]
+        for group, attribute in (("task", "input_kind"), ("model", "input_kind"), ("data", "sample_kind"))
+    }
+    named = {group: f"{group}={_option(config, choices, group)}" for group in takes}
+    if takes["model"] != takes["data"]:
+        remedy = "data=stdlib_text" if takes["model"] == "tokens" else "data=digits"
+        yield Mistake(
+            f"{named['model']} {named['data']}",
+            f"the model takes {takes['model']}, the data gives {takes['data']}",
+            remedy,
+        )
+    if takes["model"] != takes["task"]:
+        remedy = "task=language_modeling" if takes["model"] == "tokens" else "task=classification"
+        yield Mistake(
+            f"{named['model']} {named['task']}",
+            f"the model takes {takes['model']}, the task {takes['task']}",
+            remedy,
+        )
+
+
+def _vocabulary(config: Mapping[str, Any]) -> Iterator[Mistake]:
+    known = config["model"].get("vocab_size")
+    if known is None:
+        return
+    for section in ("tokenizer", "data"):
+        node = config[section] or {}
+        size = node.get("vocab_size")
+        if isinstance(size, int) and size > known:
+            yield Mistake(
+                f"{section}.vocab_size={size}",
+                f"the model knows model.vocab_size={known} tokens",
+                f"model.vocab_size={size}",
+            )
+
+
+def _model_shape(model: Mapping[str, Any]) -> Iterator[Mistake]:
+    width, heads, kv_heads = (model.get(key) for key in ("width", "num_heads", "num_kv_heads"))
+    if width and heads and width % heads:
+        yield Mistake(
+            f"model.num_heads={heads}",
+            f"model.width={width} does not divide into {heads} heads",
+            f"model.num_heads={_nearest_divisor(width, heads)}",
+        )
+    elif width and heads and kv_heads and (width // heads) % 2:
+        yield Mistake(
+            f"model.num_heads={heads}",
+            f"rotary positions turn pairs, and model.width={width} makes heads of {width // heads}",
+            f"model.width={2 * heads * max(1, width // heads // 2)}",
+        )
+    if heads and kv_heads and heads % kv_heads:
+        yield Mistake(
+            f"model.num_kv_heads={kv_heads}",
+            f"model.num_heads={heads} does not divide into {kv_heads} groups",
+            f"model.num_kv_heads={_nearest_divisor(heads, kv_heads)}",
+        )
+
+
+def _schedule(config: Mapping[str, Any]) -> Iterator[Mistake]:
+    """A decay must fit behind the warm-up; a run that ends within its warm-up is short, not wrong."""
+    scheduler, max_steps = config["scheduler"], config["trainer"]["max_steps"]
+    for key in ("decay_steps", "cooldown_steps"):
+        warmup, decay = scheduler.get("warmup_steps", 0), scheduler.get(key)
+        if decay is not None and warmup + decay > max_steps > 0:
+            yield Mistake(
+                f"scheduler.warmup_steps={warmup} scheduler.{key}={decay}",
+                f"together they are longer than trainer.max_steps={max_steps}",
+                f"scheduler.warmup_steps={max_steps // 10} scheduler.{key}={max_steps // 5}",
+            )
+
+
+def _nearest_divisor(number: int, wanted: int) -> int:
+    divisors = [candidate for candidate in range(1, number + 1) if number % candidate == 0]
+    return min(divisors, key=lambda divisor: (abs(divisor - wanted), divisor))
+
+
+def _option(config: Mapping[str, Any], choices: Mapping[str, str], group: str) -> str:
+    if group in choices:
+        return choices[group]
+    return str(config[group]["_target_"]).split(".")[2]

@@ -1,0 +1,69 @@
+"""Does a value fit an annotation? The small part of Python's type language that config nodes use."""
+
+import ast
+
+_SCALARS: dict[str, tuple[type, ...]] = {"int": (int,), "float": (int, float), "str": (str,)}
+_DESCRIBED = {
+    "int": "whole number",
+    "float": "number",
+    "str": "text",
+    "bool": "true or false",
+    "None": "null",
+}
+_LISTS = {"list", "List", "Sequence", "tuple", "Tuple", "Iterable"}
+_DICTS = {"dict", "Dict", "Mapping"}
+
+
+def fits(value: object, annotation: ast.expr) -> bool:
+    """Whether a plain config value may be passed where the annotation stands; unknown annotations take anything."""
+    match annotation:
+        case ast.Constant(value=None):
+            return value is None
+        case ast.Constant(value=str(source)):
+            return fits(value, ast.parse(source, mode="eval").body)
+        case ast.Name(id="bool"):
+            return isinstance(value, bool)
+        case ast.Name(id=name) if name in _SCALARS:
+            return isinstance(value, _SCALARS[name]) and not isinstance(value, bool)
+        case ast.BinOp(left=left, op=ast.BitOr(), right=right):
+            return fits(value, left) or fits(value, right)
+        case ast.Subscript(value=ast.Name(id="Optional"), slice=inner):
+            return value is None or fits(value, inner)
+        case ast.Subscript(value=ast.Name(id="Union"), slice=ast.Tuple(elts=options)):
+            return any(fits(value, option) for option in options)
+        case ast.Subscript(value=ast.Name(id="Literal"), slice=inner):
+            return value in _literals(inner)
+        case ast.Subscript(value=ast.Name(id=name), slice=inner) if name in _LISTS:
+            item = inner.elts[0] if isinstance(inner, ast.Tuple) else inner
+            return isinstance(value, list) and all(fits(entry, item) for entry in value)
+        case ast.Subscript(value=ast.Name(id=name)) if name in _DICTS:
+            return isinstance(value, dict)
+    return True
+
+
+def describe(annotation: ast.expr) -> str:
+    """An annotation in words, for the end of a message."""
+    match annotation:
+        case ast.Constant(value=str(source)):
+            return describe(ast.parse(source, mode="eval").body)
+        case ast.Constant(value=None):
+            return "null"
+        case ast.Name(id=name) if name in _DESCRIBED:
+            return _DESCRIBED[name]
+        case ast.BinOp(left=left, op=ast.BitOr(), right=right):
+            return f"{describe(left)} or {describe(right)}"
+        case ast.Subscript(value=ast.Name(id="Optional"), slice=inner):
+            return f"{describe(inner)} or null"
+        case ast.Subscript(value=ast.Name(id="Union"), slice=ast.Tuple(elts=options)):
+            return " or ".join(describe(option) for option in options)
+        case ast.Subscript(value=ast.Name(id="Literal"), slice=inner):
+            return " or ".join(str(option) for option in _literals(inner))
+        case ast.Subscript(value=ast.Name(id=name), slice=inner) if name in _LISTS:
+            item = inner.elts[0] if isinstance(inner, ast.Tuple) else inner
+            return f"list of {describe(item)}s"
+    return ast.unparse(annotation)
+
+
+def _literals(inner: ast.expr) -> list[object]:
+    options = inner.elts if isinstance(inner, ast.Tuple) else [inner]
+    return [ast.literal_eval(option) for option in options]

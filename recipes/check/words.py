@@ -1,0 +1,52 @@
+"""The words at the top of the config: which there are, of what type, and the sections that hold nodes."""
+
+import ast
+from collections.abc import Iterator, Mapping
+from difflib import get_close_matches
+from pathlib import Path
+from typing import Any
+
+from recipes.check.types import describe, fits
+from recipes.mistake import Mistake
+
+CONF = Path(__file__).parent.parent.parent / "conf"
+
+WORDS: dict[str, str] = {
+    "name": "str",
+    "seed": "int",
+    "tags": "list[str]",
+    "resume": "str | None",
+    "global_batch_size": "int",
+    "micro_batch_size": "int | None",
+    "seq_len": "int | None",
+    "log_every": "int",
+    "eval_every": "int",
+    "save_every": "int | None",
+    "eval_samples": "int | None",
+    "compile": "bool",
+}
+NODES = ("loader",)  # sections of config.yaml that are no group
+
+
+def groups() -> list[str]:
+    """The config groups that leave a section: the folders of conf/, less the purely composing ones."""
+    return sorted(path.name for path in CONF.iterdir() if path.is_dir() and path.name != "recipe")
+
+
+def check_words(config: Mapping[str, Any]) -> Iterator[Mistake]:
+    """Unknown sections, missing sections, words of the wrong type."""
+    sections = [*groups(), *NODES]
+    for key, value in config.items():
+        if key in WORDS:
+            annotation = ast.parse(WORDS[key], mode="eval").body
+            if not fits(value, annotation):
+                yield Mistake(
+                    f"{key}={value}", f"it takes a {describe(annotation)}", f"{key}=<{describe(annotation)}>"
+                )
+        elif key not in sections:
+            near = get_close_matches(key, [*WORDS, *sections], 1)
+            remedy = f"{near[0]}=…" if near else f"one of {', '.join([*WORDS, *sections])}"
+            yield Mistake(f"{key}=…", "there is no such word or section", remedy)
+    for key in [*WORDS, *sections]:
+        if key not in config:
+            yield Mistake(f"no {key}", "every run has one", f"{key}=… (see conf/config.yaml)")

@@ -1,0 +1,1 @@
+"""What is written, and where a run resumes from."""

@@ -1,0 +1,76 @@
+"""A checkpoint is a folder, written beside its place and renamed when whole. One write of the state's size."""
+
+import json
+import os
+import shutil
+from pathlib import Path
+from typing import Any
+
+import torch
+from lightning.pytorch.plugins.io import CheckpointIO
+
+STATE_FILE = "state.pt"
+MANIFEST_FILE = "manifest.json"
+
+
+class FolderCheckpointIO(CheckpointIO):
+    """Writes `state.pt` and, last, `manifest.json` with its size; reads only folders that have both."""
+
+    def save_checkpoint(
+        self, checkpoint: dict[str, Any], path: str | Path, storage_options: Any = None
+    ) -> None:
+        folder = Path(path)
+        unfinished = folder.with_name(f"{folder.name}.tmp-{os.getpid()}")
+        unfinished.mkdir(parents=True)
+        torch.save(checkpoint, unfinished / STATE_FILE)
+        _sync(unfinished / STATE_FILE)
+        manifest = {
+            "step": checkpoint["global_step"],
+            "files": {STATE_FILE: {"bytes": (unfinished / STATE_FILE).stat().st_size}},
+        }
+        (unfinished / MANIFEST_FILE).write_text(json.dumps(manifest, indent=2) + "\n")
+        _sync(unfinished / MANIFEST_FILE)
+        if folder.exists():
+            self.remove_checkpoint(folder)
+        unfinished.rename(folder)
+        _sync(folder.parent)
+
+    def load_checkpoint(
+        self, path: str | Path, map_location: Any = None, weights_only: bool | None = None
+    ) -> dict[str, Any]:
+        folder = Path(path)
+        if not is_whole(folder):
+            raise ValueError(
+                f"{folder} is no whole checkpoint: {MANIFEST_FILE} is missing or {STATE_FILE} has another size"
+            )
+        state: dict[str, Any] = torch.load(
+            folder / STATE_FILE, map_location=map_location or "cpu", weights_only=True
+        )
+        return state
+
+    def remove_checkpoint(self, path: str | Path) -> None:
+        """Rename first, so that a half-deleted folder never has a checkpoint's name."""
+        folder = Path(path)
+        doomed = folder.with_name(f"{folder.name}.trash-{os.getpid()}")
+        folder.rename(doomed)
+        shutil.rmtree(doomed)
+
+
+def is_whole(folder: Path) -> bool:
+    """Whether a folder holds a manifest and every file it names in its full size."""
+    manifest_file = folder / MANIFEST_FILE
+    if not manifest_file.is_file():
+        return False
+    files = json.loads(manifest_file.read_text())["files"]
+    return all(
+        (folder / name).is_file() and (folder / name).stat().st_size == entry["bytes"]
+        for name, entry in files.items()
+    )
+
+
+def _sync(path: Path) -> None:
+    descriptor = os.open(path, os.O_RDONLY)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)

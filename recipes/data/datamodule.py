@@ -1,0 +1,142 @@
+"""The training stream and the validation split as loaders; the position in the stream is one counter of samples."""
+
+import os
+import sys
+from collections.abc import Iterator
+from typing import Any
+
+import lightning.pytorch as lightning
+import torch
+from torch import Tensor
+from torch.utils.data import DataLoader, Subset
+
+from recipes.accumulation import Accumulation
+from recipes.data import DataSource, SampleDataset
+from recipes.data.order import PositionSampler, ShuffledOrder
+from recipes.data.windows import Batch, with_num_targets
+
+GPU_WORKERS = (
+    4  # processes a device: enough to hide a memory map or small images behind a 50 ms step
+)
+
+
+class StreamData(lightning.LightningDataModule):
+    """An endless stream of training samples in an order that (seed, position) fixes, and a fixed validation split.
+
+    Args:
+        source: Where samples come from.
+        accumulation: Global batch and micro-batches.
+        seed: Of the order.
+        eval_samples: Validation samples per evaluation, spread evenly over the split; None: all.
+        num_workers: Loader processes a device; None: some where there is a GPU, else none.
+
+    Attributes:
+        position: Training samples consumed so far over all ranks. Saved in checkpoints as it is, so that it
+            survives another number of ranks, workers or micro-batches.
+    """
+
+    def __init__(
+        self,
+        *,
+        source: DataSource,
+        accumulation: Accumulation,
+        seed: int,
+        eval_samples: int | None,
+        num_workers: int | None,
+    ) -> None:
+        super().__init__()
+        self.source = source
+        self.position = 0
+        self._accumulation = accumulation
+        self._seed = seed
+        self._eval_samples = eval_samples
+        self._num_workers = num_workers
+
+    def prepare_data(self) -> None:
+        self.source.prepare()
+
+    def setup(self, stage: str) -> None:
+        self.source.prepare()  # cached by now: every rank opens what one rank prepared
+
+    def train_dataloader(self) -> "Stream":
+        return Stream(self, self.source.train())
+
+    def val_dataloader(self) -> DataLoader[Batch]:
+        return self._loader(_evenly(self.source.val(), self._eval_samples), shuffle=False)
+
+    def split_dataloader(self, split: str) -> DataLoader[Batch]:
+        """The whole of one split in order, for `mode=evaluate`."""
+        return self._loader(self.source.train() if split == "train" else self.source.val())
+
+    def state_dict(self) -> dict[str, Any]:
+        return {"position": self.position}
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        self.position = state_dict["position"]
+
+    def micro_batches(self, dataset: SampleDataset) -> Iterator[Batch]:
+        """This rank's micro-batches from `position` on; `position` moves on when a window's last one is handed out."""
+        trainer, plan = self._trainer(), self._accumulation
+        sampler = PositionSampler(
+            ShuffledOrder(len(dataset), self._seed),
+            start_position=self.position,
+            micro_batch_size=plan.micro_batch_size,
+            rank=trainer.global_rank,
+            world_size=trainer.world_size,
+        )
+        constant = dataset.targets_per_sample
+        stream = with_num_targets(
+            self._loader(dataset, batch_sampler=sampler),
+            num_micro_batches=plan.num_micro_batches,
+            targets_per_window=None if constant is None else constant * plan.global_batch_size,
+            sum_over_ranks=trainer.strategy.sum_over_ranks,  # type: ignore[attr-defined]
+        )
+        for number, batch in enumerate(stream, start=1):
+            if number % plan.num_micro_batches == 0:
+                self.position += plan.global_batch_size
+            yield batch
+
+    def _loader(self, dataset: Any, **order: Any) -> DataLoader[Batch]:
+        on_gpu = self._trainer().strategy.root_device.type == "cuda"
+        workers = self._num_workers
+        if workers is None:
+            workers = min(GPU_WORKERS, os.cpu_count() or 1) if on_gpu else 0
+        if "batch_sampler" not in order:
+            order |= {"batch_size": self._accumulation.micro_batch_size}
+        return DataLoader(
+            dataset,
+            **order,
+            num_workers=workers,
+            pin_memory=on_gpu,
+            persistent_workers=workers > 0,
+            prefetch_factor=4 if workers else None,
+            generator=torch.Generator().manual_seed(
+                self._seed
+            ),  # never the run's own random numbers
+        )
+
+    def _trainer(self) -> lightning.Trainer:
+        assert self.trainer is not None, "the loaders need the Trainer's ranks and device"
+        return self.trainer
+
+
+class Stream:
+    """What Lightning iterates: endless, so that no epoch ever ends and no partial window reaches the optimizer."""
+
+    def __init__(self, data: StreamData, dataset: SampleDataset) -> None:
+        self._data = data
+        self._dataset = dataset
+
+    def __iter__(self) -> Iterator[Batch]:
+        return self._data.micro_batches(self._dataset)
+
+    def __len__(self) -> int:
+        # a length, however large, keeps Lightning from reading one batch ahead
+        return sys.maxsize
+
+
+def _evenly(dataset: SampleDataset, num_samples: int | None) -> Any:
+    """`num_samples` samples spread evenly over a data set; all where there are no more."""
+    if num_samples is None or num_samples >= len(dataset):
+        return dataset
+    return Subset(dataset, [i * len(dataset) // num_samples for i in range(num_samples)])  # type: ignore[arg-type]

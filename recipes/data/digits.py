@@ -1,0 +1,80 @@
+"""scikit-learn's 1797 scanned digits, bundled with the library: 8 x 8 gray images, held in 0.5 MB.
+
+Letters: N images, 1 channel, 8 rows, 8 columns.
+"""
+
+from typing import ClassVar
+
+import numpy as np
+import torch
+from torch import Tensor
+from torch.utils.data import Dataset
+
+from recipes.data.order import mix64
+from recipes.mistake import Mistake
+from recipes.tokenizer import Tokenizer
+
+_MAX_INK = 16.0  # a pixel counts the dark points of a 4 x 4 field of the scan
+_VAL_EVERY = 5  # one image in five, chosen by a hash of its number, is for validation
+
+
+class LabeledImages(Dataset[dict[str, Tensor]]):
+    """Images and their classes, in memory."""
+
+    targets_per_sample: int | None = 1
+    tokens_per_sample: int = 0
+
+    def __init__(self, images: Tensor, labels: Tensor) -> None:
+        """Hold `images` [N, 1, 8, 8] float and `labels` [N] int64."""
+        self.images = images
+        self.labels = labels
+
+    def __len__(self) -> int:
+        """N."""
+        return len(self.labels)
+
+    def __getitem__(self, index: int) -> dict[str, Tensor]:
+        """One sample: inputs [1, 8, 8] in 0 to 1, targets a class, 0-dim."""
+        return {"inputs": self.images[index], "targets": self.labels[index]}
+
+
+class Digits:
+    """Ten classes, about 180 images of each; the split is fixed and knows no seed."""
+
+    sample_kind: ClassVar[str] = "images"
+    num_classes: int = 10
+    num_channels: int = 1
+    image_size: int = 8
+
+    @property
+    def tokenizer(self) -> Tokenizer | None:
+        """None: there is no text."""
+        return None
+
+    def prepare(self) -> None:
+        """Read the images once.
+
+        Raises:
+            Mistake: scikit-learn is not installed.
+        """
+        try:
+            from sklearn.datasets import load_digits
+        except ImportError as error:
+            raise Mistake(
+                "data=digits",
+                "these images come with scikit-learn, which is not installed",
+                "pip install -e '.[digits]'",
+            ) from error
+        pixels, labels = load_digits(return_X_y=True)
+        self._images = torch.from_numpy(pixels / _MAX_INK).float().view(-1, 1, 8, 8)  # [N, 1, 8, 8]
+        self._labels = torch.from_numpy(labels.astype(np.int64))  # [N]
+        drawn = mix64(np.arange(len(labels), dtype=np.uint64)) % np.uint64(_VAL_EVERY)
+        self._is_val = torch.from_numpy(drawn == 0)  # [N] bool
+
+    def train(self) -> LabeledImages:
+        """Four images in five."""
+        return LabeledImages(self._images[~self._is_val], self._labels[~self._is_val])
+
+    def val(self) -> LabeledImages:
+        """One image in five."""
+        return LabeledImages(self._images[self._is_val], self._labels[self._is_val])

@@ -1,0 +1,124 @@
+"""What every source of text does: list, make the tokenizer, tokenize once, cut windows."""
+
+from abc import ABC, abstractmethod
+from collections.abc import Sequence
+
+from recipes.data.cache_folder import open_cache_dir
+from recipes.data.corpus import Corpus, Document
+from recipes.data.token_cache import Split, TokenCache, cached_tokens
+from recipes.data.token_windows import TokenWindows, check_length
+from recipes.mistake import Mistake
+from recipes.tokenizer import Tokenizer, TokenizerConfig
+
+
+class TextSource(ABC):
+    """Documents -> windows of tokens; a subclass says which documents."""
+
+    def __init__(
+        self,
+        *,
+        tokenizer: TokenizerConfig,
+        seq_len: int,
+        val_fraction: float,
+        cache_dir: str,
+        num_processes: int | None,
+    ) -> None:
+        """Take the settings; nothing is read before `prepare`.
+
+        Raises:
+            Mistake: `seq_len` or `val_fraction` is out of range, or there is no tokenizer.
+        """
+        check_windows(seq_len=seq_len, val_fraction=val_fraction)
+        if not hasattr(tokenizer, "make"):
+            raise Mistake("tokenizer=none", "text needs a tokenizer", "tokenizer=bpe or =bytes")
+        self.seq_len = seq_len
+        self.val_fraction = val_fraction
+        self._tokenizer_config = tokenizer
+        self._cache_dir = cache_dir
+        self._num_processes = num_processes
+        self._prepared: tuple[Tokenizer, TokenCache] | None = None
+
+    @abstractmethod
+    def list_documents(self) -> Sequence[Document]:
+        """The files to read, in a fixed order.
+
+        Raises:
+            Mistake: There are none.
+        """
+
+    @abstractmethod
+    def more_text(self) -> str:
+        """What to type for more text, where there is too little."""
+
+    def prepare(self) -> None:
+        """Tokenize what has not been tokenized before.
+
+        Raises:
+            Mistake: No text, text that is not UTF-8, or too little for one sample of each split.
+        """
+        corpus = Corpus(self.list_documents(), cache_dir=open_cache_dir(self._cache_dir))
+        tokenizer = self._tokenizer_config.make(corpus)
+        cache = cached_tokens(
+            corpus, tokenizer, val_fraction=self.val_fraction, num_processes=self._num_processes
+        )
+        self._prepared = tokenizer, cache
+        self.train()
+        self.val()
+
+    def train(self) -> TokenWindows:
+        """The training samples."""
+        return check_length(self._windows("train"), split="training", remedy=self.more_text())
+
+    def val(self) -> TokenWindows:
+        """The validation samples, the same for every seed."""
+        remedy = f"a larger data.val_fraction, or {self.more_text()}"
+        return check_length(self._windows("val"), split="validation", remedy=remedy)
+
+    @property
+    def tokenizer(self) -> Tokenizer:
+        """The tokenizer, after `prepare`."""
+        return self._ready()[0]
+
+    @property
+    def cache(self) -> TokenCache:
+        """The tokens on disk and their numbers, after `prepare`."""
+        return self._ready()[1]
+
+    @property
+    def vocab_size(self) -> int:
+        """Ids of the tokenizer; a model may have more, never fewer."""
+        return self.tokenizer.vocab_size
+
+    def document_names(self, split: Split, sample: int) -> list[str]:
+        """The files that a sample was cut from: evidence about a bad batch."""
+        start = sample * self.seq_len
+        return self.cache.document_names(split, start=start, stop=start + self.seq_len + 1)
+
+    def _ready(self) -> tuple[Tokenizer, TokenCache]:
+        assert self._prepared is not None, "prepare() comes first"
+        return self._prepared
+
+    def _windows(self, split: Split) -> TokenWindows:
+        return TokenWindows(
+            self.cache.path(split),
+            dtype=self.cache.meta.dtype,
+            seq_len=self.seq_len,
+            start=0,
+            stop=self.cache.num_tokens(split),
+        )
+
+
+def check_windows(*, seq_len: int, val_fraction: float) -> None:
+    """Refuse lengths and shares that no data could have.
+
+    Raises:
+        Mistake: Out of range.
+    """
+    if seq_len < 1:
+        raise Mistake(f"seq_len={seq_len}", "a sample has at least one token", "seq_len=256")
+    if not 0.0 < val_fraction < 1.0:
+        raise Mistake(
+            f"data.val_fraction={val_fraction}",
+            "a share between 0 and 1 is held out, and something must be left on both sides",
+            "data.val_fraction=0.05",
+        )

@@ -1,0 +1,192 @@
+"""Text that is tokens already: raw uint16 or uint32, or .npy; mapped, and read in full once."""
+
+import hashlib
+from dataclasses import dataclass
+from pathlib import Path
+from typing import ClassVar, Literal
+
+import numpy as np
+
+from recipes.data.cache_folder import build_once, open_cache_dir
+from recipes.data.text_source import check_windows
+from recipes.data.token_windows import TokenWindows, check_length
+from recipes.mistake import Mistake
+from recipes.tokenizer import Tokenizer
+
+_CHUNK_TOKENS = 4 * 1024 * 1024
+_DTYPES = ("uint16", "uint32")
+
+
+@dataclass(frozen=True)
+class _Layout:
+    """Where the tokens lie in a file."""
+
+    path: Path
+    dtype: str
+    byte_offset: int
+    num_tokens: int
+
+
+class TokenFile:
+    """Training reads `path` from its beginning; validation its tail, or all of `val_path`."""
+
+    sample_kind: ClassVar[str] = "tokens"
+
+    def __init__(
+        self,
+        *,
+        path: str,
+        dtype: Literal["uint16", "uint32"],
+        val_path: str | None,
+        val_fraction: float,
+        vocab_size: int,
+        seq_len: int,
+        cache_dir: str,
+    ) -> None:
+        """Take the settings; nothing is read before `prepare`.
+
+        Args:
+            path: File of tokens; `~` stands for the home folder.
+            dtype: Of a raw file, little-endian; a .npy file says it itself.
+            val_path: File of validation tokens; None: the tail of `path`.
+            val_fraction: Length of that tail as a share of the tokens.
+            vocab_size: Every token must be below it.
+            seq_len: Tokens a sample.
+            cache_dir: Where the largest token of a file is remembered.
+
+        Raises:
+            Mistake: `dtype`, `seq_len` or `val_fraction` is none that could be.
+        """
+        check_windows(seq_len=seq_len, val_fraction=val_fraction)
+        if dtype not in _DTYPES:
+            raise Mistake(
+                f"data.dtype={dtype}",
+                "tokens are whole numbers from 0",
+                "data.dtype=uint16 or uint32",
+            )
+        self.path = path
+        self.dtype = dtype
+        self.val_path = val_path
+        self.val_fraction = val_fraction
+        self.vocab_size = vocab_size
+        self.seq_len = seq_len
+        self.cache_dir = cache_dir
+        self._prepared: tuple[TokenWindows, TokenWindows] | None = None
+
+    @property
+    def tokenizer(self) -> Tokenizer | None:
+        """None: what the tokens stand for is not in the file."""
+        return None
+
+    def prepare(self) -> None:
+        """Check the files; the tokens themselves only when the file is new or changed.
+
+        Raises:
+            Mistake: Missing, empty, cut off, too short, or with tokens beyond the vocabulary.
+        """
+        train = self._check("path", self.path)
+        if self.val_path is None:
+            cut = train.num_tokens - round(train.num_tokens * self.val_fraction)
+            windows = self._windows(train, 0, cut), self._windows(train, cut, train.num_tokens)
+        else:
+            val = self._check("val_path", self.val_path)
+            windows = (
+                self._windows(train, 0, train.num_tokens),
+                self._windows(val, 0, val.num_tokens),
+            )
+        check_length(windows[0], split="training", remedy="data.path=<more tokens>")
+        remedy = "a larger data.val_fraction, or data.val_path=<more tokens>"
+        check_length(windows[1], split="validation", remedy=remedy)
+        self._prepared = windows
+
+    def train(self) -> TokenWindows:
+        """The training samples."""
+        assert self._prepared is not None, "prepare() comes first"
+        return self._prepared[0]
+
+    def val(self) -> TokenWindows:
+        """The validation samples, the same for every seed."""
+        assert self._prepared is not None, "prepare() comes first"
+        return self._prepared[1]
+
+    def _windows(self, layout: _Layout, start: int, stop: int) -> TokenWindows:
+        return TokenWindows(
+            layout.path,
+            dtype=layout.dtype,
+            seq_len=self.seq_len,
+            start=start,
+            stop=stop,
+            byte_offset=layout.byte_offset,
+        )
+
+    def _check(self, key: str, value: str) -> _Layout:
+        """Where the tokens of a file lie, if all of them are the model's."""
+        layout = _layout(key, value, dtype=self.dtype)
+        largest = largest_token(layout, cache_dir=open_cache_dir(self.cache_dir))
+        if largest >= self.vocab_size:
+            raise Mistake(
+                f"data.{key}={value}",
+                f"it has token {largest} and the vocabulary ends at {self.vocab_size - 1}",
+                f"model.vocab_size={largest + 1} or more, or the right data.dtype",
+            )
+        return layout
+
+
+def _layout(key: str, value: str, *, dtype: str) -> _Layout:
+    path = Path(value).expanduser()
+    remedy = f"data.{key}=<file of {dtype} tokens>"
+    if not path.is_file():
+        raise Mistake(f"data.{key}={value}", "there is no such file", remedy)
+    num_bytes, byte_offset = path.stat().st_size, 0
+    if path.suffix == ".npy" and num_bytes > 0:
+        dtype, byte_offset, num_bytes = _npy_layout(key, path)
+    item_bytes = np.dtype(dtype).itemsize
+    if num_bytes == 0:
+        raise Mistake(f"data.{key}={value}", "the file is empty", remedy)
+    if num_bytes % item_bytes != 0:
+        raise Mistake(
+            f"data.{key}={value}",
+            f"{num_bytes} bytes are no whole number of {dtype} tokens: the file was cut off",
+            f"{remedy}, copied again, or the right data.dtype",
+        )
+    return _Layout(path, dtype, byte_offset, num_bytes // item_bytes)
+
+
+def _npy_layout(key: str, path: Path) -> tuple[str, int, int]:
+    """Type, first byte and number of bytes of the tokens in a .npy file."""
+    remedy = f"data.{key}=<one-dimensional .npy of uint16 or uint32>"
+    try:
+        array = np.load(path, mmap_mode="r")
+    except ValueError as error:
+        raise Mistake(
+            f"data.{key}={path}", f"it is no whole .npy file ({error})", remedy
+        ) from error
+    if (
+        not isinstance(array, np.memmap)
+        or array.ndim != 1
+        or array.dtype.str[1:] not in ("u2", "u4")
+    ):
+        raise Mistake(f"data.{key}={path}", f"it holds {array.dtype} {array.shape}", remedy)
+    if array.dtype.byteorder == ">":
+        raise Mistake(f"data.{key}={path}", "its bytes are big-endian", remedy)
+    return array.dtype.name, array.offset, array.nbytes
+
+
+def largest_token(layout: _Layout, *, cache_dir: Path) -> int:
+    """The largest token of a file, read in full once per (path, size, time of change)."""
+    status = layout.path.stat()
+    state = f"{layout.path.resolve()} {status.st_size} {status.st_mtime_ns} {layout.dtype}"
+    key = hashlib.blake2b(state.encode("utf-8", "surrogateescape"), digest_size=12).hexdigest()
+    folder = cache_dir / "token_files" / key
+
+    def build(temporary: Path) -> None:
+        largest = 0
+        with layout.path.open("rb") as file:
+            file.seek(layout.byte_offset)
+            dtype = np.dtype(layout.dtype).newbyteorder("<")
+            while len(chunk := np.fromfile(file, dtype=dtype, count=_CHUNK_TOKENS)):
+                largest = max(largest, int(chunk.max()))
+        (temporary / "largest_token").write_text(str(largest))
+
+    build_once(folder, build, is_whole=lambda path: (path / "largest_token").is_file())
+    return int((folder / "largest_token").read_text())

@@ -1,0 +1,66 @@
+"""What a run ran on: versions, devices, git state, the command. A few milliseconds, two git calls."""
+
+import os
+import platform
+import subprocess
+import sys
+from importlib.metadata import PackageNotFoundError, version
+from pathlib import Path
+from typing import Any
+
+import torch
+
+_PACKAGES = ("torch", "lightning", "hydra-core", "omegaconf", "numpy", "tokenizers", "wandb")
+
+
+def describe_environment(overrides: list[str]) -> dict[str, Any]:
+    """Everything that a later reader needs to know where the numbers of a run come from."""
+    return {
+        "command": " ".join(["python", *sys.argv]),
+        "overrides": overrides,
+        "python": platform.python_version(),
+        "platform": platform.platform(),
+        "hostname": platform.node(),
+        "packages": {name: found for name in _PACKAGES if (found := _version(name))},
+        "cuda": torch.version.cuda,
+        "devices": _devices(),
+        "num_cpus": os.cpu_count(),
+        "num_threads": torch.get_num_threads(),
+        "git": _git(Path(__file__).parent),
+    }
+
+
+def _version(package: str) -> str | None:
+    try:
+        return version(package)
+    except PackageNotFoundError:
+        return None
+
+
+def _devices() -> list[str]:
+    if torch.cuda.is_available():
+        return [torch.cuda.get_device_name(index) for index in range(torch.cuda.device_count())]
+    return [_cpu_name()]
+
+
+def _cpu_name() -> str:
+    info = Path("/proc/cpuinfo")
+    if info.is_file():
+        for line in info.read_text().splitlines():
+            if line.startswith("model name"):
+                return line.partition(":")[2].strip()
+    return platform.processor() or platform.machine()
+
+
+def _git(folder: Path) -> dict[str, Any] | None:
+    """Commit and whether the tree was dirty; None outside a repository or without git."""
+    try:
+        commit = _run(["git", "rev-parse", "HEAD"], folder)
+        return {"commit": commit, "dirty": bool(_run(["git", "status", "--porcelain"], folder))}
+    except (OSError, subprocess.CalledProcessError):
+        return None
+
+
+def _run(command: list[str], folder: Path) -> str:
+    done = subprocess.run(command, cwd=folder, check=True, capture_output=True, text=True)
+    return done.stdout.strip()

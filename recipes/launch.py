@@ -1,0 +1,75 @@
+"""Start one run from its composed config: folder, frozen config, log, build, mode; and how it ends."""
+
+import traceback
+from collections.abc import Sequence
+from pathlib import Path
+
+from recipes.check import check
+from recipes.check.command_line import compose_typed
+from recipes.compose import CONF, Composed, freeze
+from recipes.console import LOGGER, open_console
+from recipes.mistake import Mistake
+
+EXIT_FINISHED = 0
+EXIT_CRASHED = 1
+EXIT_WRONG_CONFIG = 2
+
+
+def compose_and_check(
+    overrides: Sequence[str], *, config_folder: Path = CONF, config_name: str = "config"
+) -> tuple[Composed | None, list[Mistake]]:
+    """Compose a run and gather every mistake in it. No torch, nothing built, no folder made."""
+    composed, mistakes = compose_typed(
+        overrides, config_folder=config_folder, config_name=config_name
+    )
+    if composed is not None:
+        mistakes = [*mistakes, *check(composed.config, composed.choices)]
+    return composed, mistakes
+
+
+def report(mistakes: Sequence[Mistake]) -> str:
+    """All mistakes, numbered, three lines each."""
+    count = "1 mistake" if len(mistakes) == 1 else f"{len(mistakes)} mistakes"
+    lines = [f"The config has {count}; nothing was built."]
+    for number, mistake in enumerate(mistakes, start=1):
+        lines += [
+            "",
+            f"{number}. {mistake.you_set}",
+            f"   {mistake.why}",
+            f"   type: {mistake.remedy}",
+        ]
+    return "\n".join(lines)
+
+
+def launch(composed: Composed) -> int:
+    """Carry out one checked run in this process.
+
+    Returns:
+        The exit code: 0 finished, 2 the config is wrong, 1 a crash (its traceback is printed and logged).
+    """
+    fits = composed.config["mode"]["_target_"].endswith(".fit")
+    composed.run_folder.mkdir(parents=True, exist_ok=True)
+    if fits:
+        freeze(composed)
+    open_console(composed.run_folder / "train.log" if fits else None)
+    try:
+        from recipes.build import carry_out
+
+        return carry_out(composed.config, composed.run_folder, composed.overrides)
+    except Mistake as mistake:
+        LOGGER.error(report([mistake]))
+        return EXIT_WRONG_CONFIG
+    except KeyboardInterrupt:
+        LOGGER.error(f"Interrupted; the run's folder is {composed.run_folder}")
+        return 130
+    except Exception:
+        LOGGER.error(traceback.format_exc())
+        LOGGER.error(f"The run crashed; its folder is {composed.run_folder}{_last(composed)}")
+        return EXIT_CRASHED
+
+
+def _last(composed: Composed) -> str:
+    from recipes.checkpoint.resume import newest_checkpoint
+
+    checkpoint = newest_checkpoint(composed.run_folder)
+    return f", its last whole checkpoint {checkpoint.name}" if checkpoint else ""

@@ -1,0 +1,84 @@
+"""summary.json: how a run ended, in one object. Written once, at the end, however it ends."""
+
+import json
+import math
+import time
+from pathlib import Path
+from typing import Any
+
+import lightning.pytorch as lightning
+from lightning.pytorch.callbacks import Callback
+
+SUMMARY_FILE = "summary.json"
+# what other callbacks may answer in their `summary()`; each has one owner
+_FROM_CALLBACKS = ("tokens_per_second", "mfu", "peak_memory_gib", "rollbacks", "skipped_steps")
+
+
+class SummaryWriter(Callback):
+    """Collects the final numbers. Other callbacks add theirs through a `summary()` that returns a dict.
+
+    Args:
+        run_folder: Where the file lies.
+    """
+
+    def __init__(self, *, run_folder: Path) -> None:
+        self._folder = run_folder
+        self._began = time.perf_counter()
+        self._best_val_loss: float | None = None
+
+    def on_train_start(self, trainer: lightning.Trainer, pl_module: Any) -> None:
+        self._began = time.perf_counter()
+
+    def on_validation_end(self, trainer: lightning.Trainer, pl_module: Any) -> None:
+        val_loss = _metric(trainer, "val/loss")
+        if val_loss is not None:
+            best = self._best_val_loss
+            self._best_val_loss = val_loss if best is None else min(best, val_loss)
+
+    def on_fit_end(self, trainer: lightning.Trainer, pl_module: Any) -> None:
+        self._write(trainer, pl_module, "finished")
+
+    def on_exception(
+        self, trainer: lightning.Trainer, pl_module: Any, exception: BaseException
+    ) -> None:
+        interrupted = isinstance(exception, KeyboardInterrupt)
+        self._write(trainer, pl_module, "interrupted" if interrupted else "failed")
+
+    def state_dict(self) -> dict[str, Any]:
+        return {"best_val_loss": self._best_val_loss}
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        self._best_val_loss = state_dict["best_val_loss"]
+
+    def _write(self, trainer: lightning.Trainer, pl_module: Any, status: str) -> None:
+        if not trainer.is_global_zero:
+            return
+        summary: dict[str, Any] = {
+            "status": status,
+            "steps": trainer.global_step,
+            "samples": pl_module.num_samples,
+            "tokens": pl_module.num_tokens,
+            "train_loss": _metric(trainer, "train/loss"),
+            "val_loss": _metric(trainer, "val/loss"),
+            "best_val_loss": self._best_val_loss,
+            "seconds": round(time.perf_counter() - self._began, 3),
+            "tokens_per_second": None,
+            "mfu": None,
+            "peak_memory_gib": None,
+            "rollbacks": 0,
+            "skipped_steps": 0,
+            "num_parameters": sum(p.numel() for p in pl_module.parameters()),
+        }
+        for callback in trainer.callbacks:  # type: ignore[attr-defined]
+            if callback is not self and hasattr(callback, "summary"):
+                theirs = callback.summary()
+                summary |= {key: theirs[key] for key in _FROM_CALLBACKS if key in theirs}
+        (self._folder / SUMMARY_FILE).write_text(json.dumps(summary, indent=2) + "\n")
+
+
+def _metric(trainer: lightning.Trainer, name: str) -> float | None:
+    """A logged number; None where there is none, or where it is not finite (JSON has no NaN)."""
+    if name not in trainer.callback_metrics:
+        return None
+    value = float(trainer.callback_metrics[name])
+    return value if math.isfinite(value) else None

@@ -1,0 +1,36 @@
+"""Loss as a sum over targets and their number: the only form that adds up over micro-batches and ranks."""
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+IGNORE_INDEX = -100  # a target with this value carries no loss; the default of F.cross_entropy
+
+
+def cross_entropy_sum(logits: Tensor, targets: Tensor) -> Tensor:
+    """Sum of the cross-entropies of all targets that carry loss, in float32.
+
+    Args:
+        logits: [..., V] scores in any float dtype.
+        targets: [...] class or token indices; `IGNORE_INDEX` carries no loss.
+
+    Returns:
+        A 0-dim float32 tensor, in nats.
+    """
+    return F.cross_entropy(
+        logits.float().flatten(0, -2),  # [N, V]
+        targets.flatten(),  # [N]
+        ignore_index=IGNORE_INDEX,
+        reduction="sum",
+    )
+
+
+def count_targets(targets: Tensor) -> Tensor:
+    """Number of targets that carry loss, as a 0-dim int64 tensor on the device of `targets`."""
+    return (targets != IGNORE_INDEX).sum()
+
+
+def count_correct(logits: Tensor, targets: Tensor) -> Tensor:
+    """Number of targets whose class has the largest logit, as a 0-dim int64 tensor."""
+    predictions = logits.argmax(dim=-1)  # [...]
+    return torch.logical_and(predictions == targets, targets != IGNORE_INDEX).sum()

@@ -1,0 +1,29 @@
+"""Loss, and perplexity or accuracy, of a checkpoint on a whole split. One pass over the split."""
+
+import json
+from typing import Literal
+
+from recipes.build import Run
+from recipes.console import LOGGER
+from recipes.mode.weights import load_task
+
+
+def evaluate(run: Run, *, split: Literal["train", "val"]) -> int:
+    """Evaluate and print; the numbers also go to `evaluate_<split>.json` in the run folder.
+
+    Args:
+        run: With a checkpoint to evaluate.
+        split: Which part of the data.
+    """
+    task = load_task(run)
+    run.data.trainer = run.trainer
+    run.data.prepare_data()
+    [metrics] = run.trainer.validate(
+        task, dataloaders=run.data.split_dataloader(split), verbose=False
+    )
+    results = {name.removeprefix("val/"): value for name, value in metrics.items()}
+    record = {"checkpoint": str(run.checkpoint), "split": split} | results
+    (run.folder / f"evaluate_{split}.json").write_text(json.dumps(record, indent=2) + "\n")
+    shown = ", ".join(f"{name} {value:.4f}" for name, value in results.items())
+    LOGGER.info(f"{run.checkpoint} on {split}: {shown}")
+    return 0

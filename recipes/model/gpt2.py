@@ -1,0 +1,181 @@
+"""GPT-2 (Radford et al. 2019): learned positions, LayerNorm, GELU. 6 N + 12 L W T FLOPs a token.
+
+Shapes: B sequences, T tokens, W width, H heads, Q = W / H head size, V vocabulary padded to a
+multiple.
+"""
+
+import math
+from collections.abc import Callable
+from typing import ClassVar, Self
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from recipes.mistake import Mistake
+from recipes.model.attention import attend
+from recipes.model.flops import Flops, decoder_flops_per_token
+from recipes.model.init import init_decoder
+from recipes.model.kv_cache import KeyValueCache, LayerCache
+from recipes.model.vocabulary import hide_padding, padded_vocab_size
+
+
+class Attention(nn.Module):
+    """Multi-head causal self-attention; one matrix makes queries, keys and values."""
+
+    def __init__(self, *, width: int, num_heads: int, dropout: float) -> None:
+        super().__init__()
+        self.num_heads = num_heads
+        self.dropout = dropout
+        self.qkv = nn.Linear(width, 3 * width)
+        self.out = nn.Linear(width, width)
+
+    def forward(self, x: Tensor, cache: LayerCache | None) -> Tensor:
+        """[B, T, W] -> [B, T, W]"""
+        batch, num_tokens, width = x.shape
+        heads = self.qkv(x).view(batch, num_tokens, 3, self.num_heads, width // self.num_heads)
+        queries, keys, values = heads.permute(2, 0, 3, 1, 4).unbind(0)  # [B, H, T, Q] each, views
+        dropout = self.dropout if self.training else 0.0
+        mixed = attend(queries, keys, values, dropout=dropout, cache=cache)  # [B, H, T, Q]
+        out: Tensor = self.out(mixed.transpose(1, 2).reshape(batch, num_tokens, width))
+        return out
+
+
+class Mlp(nn.Module):
+    """Two linear layers, four times as wide between them."""
+
+    def __init__(self, *, width: int) -> None:
+        super().__init__()
+        self.up = nn.Linear(width, 4 * width)
+        self.out = nn.Linear(4 * width, width)
+
+    def forward(self, x: Tensor) -> Tensor:
+        """[B, T, W] -> [B, T, W]"""
+        out: Tensor = self.out(F.gelu(self.up(x), approximate="tanh"))
+        return out
+
+
+class Block(nn.Module):
+    """Attention, then the MLP, each on a normalized copy of the residual stream."""
+
+    def __init__(self, *, width: int, num_heads: int, dropout: float) -> None:
+        super().__init__()
+        self.attention_norm = nn.LayerNorm(width)
+        self.attention = Attention(width=width, num_heads=num_heads, dropout=dropout)
+        self.mlp_norm = nn.LayerNorm(width)
+        self.mlp = Mlp(width=width)
+        self.dropout = nn.Dropout(dropout)
+
+    def forward(self, x: Tensor, cache: LayerCache | None = None) -> Tensor:
+        """[B, T, W] -> [B, T, W]"""
+        x = x + self.dropout(self.attention(self.attention_norm(x), cache))
+        out: Tensor = x + self.dropout(self.mlp(self.mlp_norm(x)))
+        return out
+
+
+class GPT2(nn.Module):
+    """Decoder-only transformer with learned positions; weights interchange with `GPT2LMHeadModel`.
+
+    Args:
+        vocab_size: Tokens that exist.
+        max_seq_len: Positions that exist; longer inputs are refused.
+        num_layers: Blocks.
+        num_heads: Attention heads; divides `width`.
+        width: Size of the residual stream.
+        dropout: On the embedding, attention weights and residual branches.
+        pad_vocab_to: Embedding rows are rounded up to a multiple of this; 1: none are added.
+        tie_head: The head is the token embedding.
+        pretrained: Folder or hub name of weights to start from; None: `init_weights`.
+
+    Raises:
+        Mistake: `num_heads` does not divide `width`.
+    """
+
+    input_kind: ClassVar[str] = "tokens"
+
+    def __init__(
+        self,
+        *,
+        vocab_size: int,
+        max_seq_len: int,
+        num_layers: int,
+        num_heads: int,
+        width: int,
+        dropout: float,
+        pad_vocab_to: int = 64,
+        tie_head: bool = True,
+        pretrained: str | None = None,
+    ) -> None:
+        super().__init__()
+        _check_heads(num_heads, width=width)
+        self.vocab_size = vocab_size
+        self.max_seq_len = max_seq_len
+        self.num_layers = num_layers
+        self.num_heads = num_heads
+        self.width = width
+        self.tie_head = tie_head
+        self.pretrained = pretrained
+        num_rows = padded_vocab_size(vocab_size, multiple=pad_vocab_to)
+        self.embedding = nn.Embedding(num_rows, width)
+        self.position = nn.Embedding(max_seq_len, width)
+        self.dropout = nn.Dropout(dropout)
+        self.blocks = nn.ModuleList(
+            Block(width=width, num_heads=num_heads, dropout=dropout) for _ in range(num_layers)
+        )
+        self.norm = nn.LayerNorm(width)
+        self.head = nn.Linear(width, num_rows, bias=False)
+        self._tie()
+
+    def _tie(self) -> None:
+        if self.tie_head:
+            self.head.weight = self.embedding.weight
+
+    def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> Self:
+        """Move or convert; `to_empty` gives each module a parameter of its own: tie again."""
+        super()._apply(fn, recurse)  # type: ignore[no-untyped-call]
+        self._tie()
+        return self
+
+    def forward(self, tokens: Tensor, cache: KeyValueCache | None = None) -> Tensor:
+        """Scores of the next token.
+
+        Args:
+            tokens: [B, T] int64.
+            cache: Earlier tokens of the same sequences, extended by this call.
+
+        Returns:
+            Logits [B, T, V] in the compute dtype, -inf in padded columns; with a cache, of the last
+            position: [B, 1, V].
+        """
+        start = 0 if cache is None else cache.length
+        end = start + tokens.shape[1]
+        assert end <= self.max_seq_len, f"{end} tokens > max_seq_len {self.max_seq_len}"
+        positions = torch.arange(start, end, device=tokens.device)  # [T]
+        x = self.dropout(self.embedding(tokens) + self.position(positions))  # [B, T, W]
+        for index, block in enumerate(self.blocks):
+            x = block(x, None if cache is None else cache.layers[index])
+        if cache is not None:
+            x = x[:, -1:]  # [B, 1, W]
+        return hide_padding(self.head(self.norm(x)), vocab_size=self.vocab_size)
+
+    def init_weights(self, seed: int) -> None:
+        """Every parameter, in place, from (seed, name, shape); see `init_decoder`."""
+        init_decoder(self, seed=seed, num_layers=self.num_layers, vocab_size=self.vocab_size)
+
+    def init_buffers(self) -> None:
+        """GPT-2 has no buffers."""
+
+    def flops_per_token(self, seq_len: int) -> Flops:
+        """FLOPs per trained token at `seq_len`, forward and backward."""
+        return decoder_flops_per_token(
+            self, embedding=self.embedding, attention_width=self.width, seq_len=seq_len
+        )
+
+
+def _check_heads(num_heads: int, *, width: int) -> None:
+    if width % num_heads != 0:
+        raise Mistake(
+            f"model.num_heads={num_heads}",
+            f"heads share model.width={width} evenly and {width} / {num_heads} is not whole",
+            f"model.width={math.ceil(width / num_heads) * num_heads}",
+        )

@@ -1,0 +1,103 @@
+"""First weights from (seed, parameter name, shape) alone: one draw on the CPU, 2 s for 124M.
+
+A parameter's values do not depend on the number of ranks, on the device, on the order of the
+modules, or on the parameters beside it. A sharded parameter (DTensor) is drawn whole on every rank,
+one parameter at a time, and the rank keeps its own shard: no collective, at the price of drawing
+the other shards in vain.
+"""
+
+import hashlib
+import math
+from collections.abc import Iterator
+
+import torch
+from torch import Tensor, nn
+from torch.distributed.tensor import DTensor, distribute_tensor
+
+INIT_STD = 0.02  # Radford et al. 2019 (GPT-2)
+
+# Wrappers that stand between a parameter and its name; the same parameter draws the same values
+# under them.
+_WRAPPERS = ("_orig_mod.", "_checkpoint_wrapped_module.")
+
+
+def named_parameters(model: nn.Module) -> Iterator[tuple[str, nn.Parameter]]:
+    """`model.named_parameters()`, tied ones once, under names that no wrapper changes."""
+    for name, parameter in model.named_parameters():
+        for wrapper in _WRAPPERS:
+            name = name.replace(wrapper, "")
+        yield name, parameter
+
+
+def init_decoder(model: nn.Module, *, seed: int, num_layers: int, vocab_size: int) -> None:
+    """Every parameter of a language model, by its name.
+
+    Biases 0; norms 1; `out` layers, which end the 2 L residual branches, normal 0.02 / sqrt(2 L),
+    so that the residual stream does not grow with depth (Radford et al. 2019, section 2.3); all
+    else normal 0.02; padded tokens 0.
+    """
+    for name, parameter in named_parameters(model):
+        if name.endswith("bias"):
+            constant_(parameter, 0.0)
+        elif name.endswith("norm.weight"):
+            constant_(parameter, 1.0)
+        else:
+            residual = name.endswith(".out.weight")
+            std = INIT_STD / math.sqrt(2 * num_layers) if residual else INIT_STD
+            num_rows = vocab_size if name in ("embedding.weight", "head.weight") else None
+            normal_(parameter, name=name, seed=seed, std=std, num_rows=num_rows)
+
+
+def generator_for(name: str, *, seed: int) -> torch.Generator:
+    """A CPU generator for the parameter `name`: seeded by 63 bits of sha256("seed/name")."""
+    digest = hashlib.sha256(f"{seed}/{name}".encode()).digest()
+    return torch.Generator().manual_seed(int.from_bytes(digest[:8], "big") >> 1)
+
+
+@torch.no_grad()
+def fill(parameter: Tensor, values: Tensor) -> None:
+    """Copy `values`, the whole tensor, into `parameter`, or into this rank's shard of it."""
+    assert parameter.shape == values.shape, f"{tuple(parameter.shape)} != {tuple(values.shape)}"
+    if isinstance(parameter, DTensor):
+        shard = distribute_tensor(
+            values.to(parameter.device, parameter.dtype),
+            parameter.device_mesh,
+            parameter.placements,
+            src_data_rank=None,  # every rank has drawn or read the whole: nothing is sent
+        )
+        parameter.to_local().copy_(shard.to_local())
+    else:
+        parameter.copy_(values)
+
+
+@torch.no_grad()
+def normal_(
+    parameter: Tensor, *, name: str, seed: int, std: float, num_rows: int | None = None
+) -> None:
+    """Fill with draws from a normal distribution of mean zero.
+
+    Args:
+        parameter: Any device, dtype, sharding.
+        name: The parameter's name in its model.
+        seed: The run's seed.
+        std: Standard deviation.
+        num_rows: Rows that are drawn, the rest is zero. None: all. Padding so changes no other row.
+    """
+    rows = parameter.shape[0] if num_rows is None else num_rows
+    drawn = torch.randn(rows, *parameter.shape[1:], generator=generator_for(name, seed=seed))
+    fill(parameter, pad_rows(drawn.mul_(std), num_rows=parameter.shape[0]))
+
+
+@torch.no_grad()
+def constant_(parameter: Tensor, value: float) -> None:
+    """Fill with one value."""
+    local = parameter.to_local() if isinstance(parameter, DTensor) else parameter
+    local.fill_(value)
+
+
+def pad_rows(values: Tensor, *, num_rows: int) -> Tensor:
+    """`values` followed by rows of zeros, so that it has `num_rows`; itself if it has them."""
+    if len(values) == num_rows:
+        return values
+    padding = values.new_zeros(num_rows - len(values), *values.shape[1:])
+    return torch.cat([values, padding])

@@ -1,0 +1,206 @@
+"""Llama (arXiv:2302.13971, 2407.21783): RMSNorm, RoPE, SwiGLU, GQA. 6 N + 12 L H Q T FLOPs a token.
+
+Shapes: B sequences, T tokens, W width, Q head size, V padded vocabulary.
+"""
+
+import math
+from collections.abc import Callable
+from typing import ClassVar, Self
+
+import torch
+from torch import Tensor, nn
+
+from recipes.mistake import Mistake
+from recipes.model.flops import Flops, decoder_flops_per_token
+from recipes.model.init import init_decoder
+from recipes.model.kv_cache import KeyValueCache
+from recipes.model.llama_block import Attention, Block, Mlp
+from recipes.model.rms_norm import RMSNorm
+from recipes.model.rope import Rotation, rope_tables
+from recipes.model.vocabulary import hide_padding, padded_vocab_size
+
+
+class Llama(nn.Module):
+    """Decoder-only transformer; weights interchange with `LlamaForCausalLM` (`qk_norm`: Qwen3's).
+
+    Args:
+        vocab_size: Tokens that exist.
+        max_seq_len: Positions in the rotary tables; longer inputs are refused.
+        num_layers: Blocks.
+        num_heads: Query heads.
+        num_kv_heads: Key-value heads; divides `num_heads`.
+        width: Size of the residual stream.
+        hidden_width: Size between the linear layers of the MLP.
+        rope_theta: Base of the rotary wavelengths.
+        rope_scaling_factor: Llama 3.1's stretch of the long wavelengths (8; Llama 3.2: 32); None:
+            none.
+        rms_eps: Added to the mean square.
+        head_dim: Size of a head; None: `width / num_heads`.
+        tie_head: The head is the token embedding.
+        qk_norm: RMSNorm on each query and key head before it is rotated, as in Qwen3.
+        pad_vocab_to: Embedding rows are rounded up to a multiple of this; 1: none are added.
+        pretrained: Folder or hub name of weights to start from; None: `init_weights`.
+
+    Raises:
+        Mistake: heads do not divide what they share.
+    """
+
+    input_kind: ClassVar[str] = "tokens"
+    rope_cos: Tensor  # [max_seq_len, Q / 2] float32
+    rope_sin: Tensor
+
+    def __init__(
+        self,
+        *,
+        vocab_size: int,
+        max_seq_len: int,
+        num_layers: int,
+        num_heads: int,
+        num_kv_heads: int,
+        width: int,
+        hidden_width: int,
+        rope_theta: float,
+        rope_scaling_factor: float | None = None,
+        rms_eps: float = 1e-5,
+        head_dim: int | None = None,
+        tie_head: bool = False,
+        qk_norm: bool = False,
+        pad_vocab_to: int = 64,
+        pretrained: str | None = None,
+    ) -> None:
+        super().__init__()
+        _check_heads(num_heads, num_kv_heads=num_kv_heads, width=width, head_dim=head_dim)
+        self.vocab_size = vocab_size
+        self.max_seq_len = max_seq_len
+        self.num_layers = num_layers
+        self.num_heads = num_heads
+        self.num_kv_heads = num_kv_heads
+        self.width = width
+        self.hidden_width = hidden_width
+        self.rope_theta = rope_theta
+        self.rope_scaling_factor = rope_scaling_factor
+        self.rms_eps = rms_eps
+        self.head_dim = width // num_heads if head_dim is None else head_dim
+        self.tie_head = tie_head
+        self.qk_norm = qk_norm
+        self.pretrained = pretrained
+        self._build(num_rows=padded_vocab_size(vocab_size, multiple=pad_vocab_to))
+
+    def _build(self, *, num_rows: int) -> None:
+        self.embedding = nn.Embedding(num_rows, self.width)
+        self.blocks = nn.ModuleList(self._block() for _ in range(self.num_layers))
+        self.norm = RMSNorm(self.width, eps=self.rms_eps)
+        self.head = nn.Linear(self.width, num_rows, bias=False)
+        self._tie()
+        self._make_tables(device=self.embedding.weight.device)
+        self.init_buffers()
+
+    def _block(self) -> Block:
+        attention = Attention(
+            width=self.width,
+            num_heads=self.num_heads,
+            num_kv_heads=self.num_kv_heads,
+            head_dim=self.head_dim,
+            rms_eps=self.rms_eps,
+            qk_norm=self.qk_norm,
+        )
+        mlp = Mlp(width=self.width, hidden_width=self.hidden_width)
+        return Block(attention=attention, mlp=mlp, width=self.width, rms_eps=self.rms_eps)
+
+    def _tie(self) -> None:
+        if self.tie_head:
+            self.head.weight = self.embedding.weight
+
+    def _make_tables(self, *, device: torch.device) -> None:
+        for name in ("rope_cos", "rope_sin"):
+            table = torch.empty(
+                self.max_seq_len, self.head_dim // 2, dtype=torch.float32, device=device
+            )
+            self.register_buffer(name, table, persistent=False)
+
+    def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> Self:
+        """Move or convert; `to_empty` gives each module a parameter of its own: tie again.
+
+        The rotary tables stay float32: bfloat16 does not tell positions above 256 apart.
+        """
+        super()._apply(fn, recurse)  # type: ignore[no-untyped-call]
+        self._tie()
+        if self.rope_cos.dtype != torch.float32:
+            self._make_tables(device=self.rope_cos.device)
+            self.init_buffers()
+        return self
+
+    def forward(self, tokens: Tensor, cache: KeyValueCache | None = None) -> Tensor:
+        """Scores of the next token.
+
+        Args:
+            tokens: [B, T] int64.
+            cache: Earlier tokens of the same sequences, extended by this call.
+
+        Returns:
+            Logits [B, T, V] in the compute dtype, -inf in padded columns; with a cache, of the last
+            position: [B, 1, V].
+        """
+        start = 0 if cache is None else cache.length
+        end = start + tokens.shape[1]
+        assert end <= self.max_seq_len, f"{end} tokens > max_seq_len {self.max_seq_len}"
+        rotation = Rotation(
+            cos=self.rope_cos[start:end, None],  # [T, 1, Q / 2]
+            sin=self.rope_sin[start:end, None],
+        )
+        x = self.embedding(tokens)  # [B, T, W]
+        for index, block in enumerate(self.blocks):
+            x = block(x, rotation, None if cache is None else cache.layers[index])
+        if cache is not None:
+            x = x[:, -1:]  # [B, 1, W]
+        return hide_padding(self.head(self.norm(x)), vocab_size=self.vocab_size)
+
+    def init_weights(self, seed: int) -> None:
+        """Every parameter and buffer, in place, from (seed, name, shape); see `init_decoder`."""
+        init_decoder(self, seed=seed, num_layers=self.num_layers, vocab_size=self.vocab_size)
+        self.init_buffers()
+
+    @torch.no_grad()
+    def init_buffers(self) -> None:
+        """The rotary tables, in place; nothing on the meta device."""
+        if self.rope_cos.is_meta:
+            return
+        cos, sin = rope_tables(
+            self.max_seq_len,
+            head_size=self.head_dim,
+            theta=self.rope_theta,
+            scaling_factor=self.rope_scaling_factor,
+        )
+        self.rope_cos.copy_(cos)
+        self.rope_sin.copy_(sin)
+
+    def flops_per_token(self, seq_len: int) -> Flops:
+        """FLOPs per trained token at `seq_len`, forward and backward."""
+        return decoder_flops_per_token(
+            self,
+            embedding=self.embedding,
+            attention_width=self.num_heads * self.head_dim,
+            seq_len=seq_len,
+        )
+
+
+def _check_heads(num_heads: int, *, num_kv_heads: int, width: int, head_dim: int | None) -> None:
+    if head_dim is None and width % num_heads != 0:
+        raise Mistake(
+            f"model.num_heads={num_heads}",
+            f"heads share model.width={width} evenly and {width} / {num_heads} is not whole",
+            f"model.width={math.ceil(width / num_heads) * num_heads}",
+        )
+    if num_heads % num_kv_heads != 0:
+        raise Mistake(
+            f"model.num_kv_heads={num_kv_heads}",
+            f"query heads share them evenly and {num_heads} / {num_kv_heads} is not whole",
+            f"model.num_kv_heads={math.gcd(num_heads, num_kv_heads)}",
+        )
+    size = width // num_heads if head_dim is None else head_dim
+    if size % 2 != 0:
+        raise Mistake(
+            f"model.width={width}" if head_dim is None else f"model.head_dim={head_dim}",
+            f"rotary positions turn pairs of channels and a head has {size}",
+            f"model.head_dim={size + 1}",
+        )

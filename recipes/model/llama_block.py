@@ -1,0 +1,89 @@
+"""A Llama block: grouped-query attention and SwiGLU, each behind an RMSNorm.
+
+Shapes: B sequences, T tokens, W width, H query heads, G key-value heads, Q head size.
+"""
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from recipes.model.attention import attend
+from recipes.model.kv_cache import LayerCache
+from recipes.model.rms_norm import RMSNorm
+from recipes.model.rope import Rotation, rotate
+
+
+class Attention(nn.Module):
+    """Grouped-query causal self-attention; one matrix makes queries, keys and values."""
+
+    def __init__(
+        self,
+        *,
+        width: int,
+        num_heads: int,
+        num_kv_heads: int,
+        head_dim: int,
+        rms_eps: float,
+        qk_norm: bool,
+    ) -> None:
+        super().__init__()
+        self.num_heads = num_heads
+        self.num_kv_heads = num_kv_heads
+        self.head_dim = head_dim
+        self.qkv = nn.Linear(width, (num_heads + 2 * num_kv_heads) * head_dim, bias=False)
+        self.out = nn.Linear(num_heads * head_dim, width, bias=False)
+        self.query_norm = RMSNorm(head_dim, eps=rms_eps) if qk_norm else None
+        self.key_norm = RMSNorm(head_dim, eps=rms_eps) if qk_norm else None
+
+    def forward(self, x: Tensor, rotation: Rotation, cache: LayerCache | None) -> Tensor:
+        """[B, T, W] -> [B, T, W]"""
+        batch, num_tokens, _ = x.shape
+        heads = self.qkv(x).view(batch, num_tokens, -1, self.head_dim)  # [B, T, H + 2 G, Q]
+        num_turning = self.num_heads + self.num_kv_heads  # values have no position
+        turning, values = heads[:, :, :num_turning], heads[:, :, num_turning:]
+        if self.query_norm is not None and self.key_norm is not None:
+            queries, keys = turning[:, :, : self.num_heads], turning[:, :, self.num_heads :]
+            turning = torch.cat((self.query_norm(queries), self.key_norm(keys)), dim=2)
+        turned = rotate(turning, rotation)  # [B, T, H + G, Q]: queries and keys in one go
+        queries, keys = turned[:, :, : self.num_heads], turned[:, :, self.num_heads :]
+        mixed = attend(
+            queries.transpose(1, 2),  # [B, H, T, Q]
+            keys.transpose(1, 2),  # [B, G, T, Q]
+            values.transpose(1, 2),
+            dropout=0.0,
+            cache=cache,
+        )  # [B, H, T, Q]
+        out: Tensor = self.out(mixed.transpose(1, 2).reshape(batch, num_tokens, -1))
+        return out
+
+
+class Mlp(nn.Module):
+    """SwiGLU (Shazeer 2020, arXiv:2002.05202)."""
+
+    def __init__(self, *, width: int, hidden_width: int) -> None:
+        super().__init__()
+        self.gate = nn.Linear(width, hidden_width, bias=False)
+        self.up = nn.Linear(width, hidden_width, bias=False)
+        self.out = nn.Linear(hidden_width, width, bias=False)
+
+    def forward(self, x: Tensor) -> Tensor:
+        """[B, T, W] -> [B, T, W]"""
+        out: Tensor = self.out(F.silu(self.gate(x)) * self.up(x))
+        return out
+
+
+class Block(nn.Module):
+    """Attention, then the MLP, each on a normalized copy of the residual stream."""
+
+    def __init__(self, *, attention: Attention, mlp: Mlp, width: int, rms_eps: float) -> None:
+        super().__init__()
+        self.attention_norm = RMSNorm(width, eps=rms_eps)
+        self.attention = attention
+        self.mlp_norm = RMSNorm(width, eps=rms_eps)
+        self.mlp = mlp
+
+    def forward(self, x: Tensor, rotation: Rotation, cache: LayerCache | None = None) -> Tensor:
+        """[B, T, W] -> [B, T, W]"""
+        x = x + self.attention(self.attention_norm(x), rotation, cache)
+        out: Tensor = x + self.mlp(self.mlp_norm(x))
+        return out

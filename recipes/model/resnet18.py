@@ -1,0 +1,135 @@
+"""ResNet-18 (He et al. 2015, arXiv:1512.03385). 10.9 GFLOP a 224 x 224 image, forward and backward.
+
+Shapes: B images, C channels, H x W pixels, V classes.
+"""
+
+import math
+from typing import ClassVar
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from recipes.model.flops import Flops
+from recipes.model.init import constant_, named_parameters, normal_
+
+STAGE_CHANNELS = (64, 128, 256, 512)  # two blocks each; every stage but the first halves the image
+HEAD_STD = 0.01  # Goyal et al. 2017, arXiv:1706.02677, section 5.1
+
+
+class ResidualBlock(nn.Module):
+    """Two 3 x 3 convolutions and a shortcut, a 1 x 1 convolution where the shape changes."""
+
+    def __init__(self, *, in_channels: int, out_channels: int, stride: int) -> None:
+        super().__init__()
+        self.stride = stride
+        self.conv1 = nn.Conv2d(in_channels, out_channels, 3, stride=stride, padding=1, bias=False)
+        self.norm1 = nn.BatchNorm2d(out_channels)
+        self.conv2 = nn.Conv2d(out_channels, out_channels, 3, padding=1, bias=False)
+        self.norm2 = nn.BatchNorm2d(out_channels)
+        self.shortcut: nn.Module = nn.Identity()
+        if stride != 1 or in_channels != out_channels:
+            self.shortcut = nn.Sequential(
+                nn.Conv2d(in_channels, out_channels, 1, stride=stride, bias=False),
+                nn.BatchNorm2d(out_channels),
+            )
+
+    def forward(self, x: Tensor) -> Tensor:
+        """[B, C, H, W] -> [B, C', H / stride, W / stride]"""
+        branch = F.relu(self.norm1(self.conv1(x)))
+        branch = self.norm2(self.conv2(branch))
+        return F.relu(branch + self.shortcut(x))
+
+
+class ResNet18(nn.Module):
+    """Residual convolutional classifier; reads torchvision's published weights.
+
+    Args:
+        num_classes: Classes to tell apart.
+        in_channels: 1: gray; 3: color.
+        small_images: 3 x 3 stem without pooling, for images of 8 to 64 pixels; False: 7 x 7, stride
+            2, max-pool.
+        pretrained: A .safetensors or .pth file with torchvision's names; None: `init_weights`.
+    """
+
+    input_kind: ClassVar[str] = "images"
+
+    def __init__(
+        self,
+        *,
+        num_classes: int,
+        in_channels: int,
+        small_images: bool,
+        pretrained: str | None = None,
+    ) -> None:
+        super().__init__()
+        self.num_classes = num_classes
+        self.in_channels = in_channels
+        self.small_images = small_images
+        self.pretrained = pretrained
+        size, stride = (3, 1) if small_images else (7, 2)
+        self.stem_conv = nn.Conv2d(
+            in_channels, STAGE_CHANNELS[0], size, stride=stride, padding=size // 2, bias=False
+        )
+        self.stem_norm = nn.BatchNorm2d(STAGE_CHANNELS[0])
+        self.blocks = nn.ModuleList()
+        channels = STAGE_CHANNELS[0]
+        for stage, out_channels in enumerate(STAGE_CHANNELS):
+            for stride in (1 if stage == 0 else 2, 1):
+                self.blocks.append(
+                    ResidualBlock(in_channels=channels, out_channels=out_channels, stride=stride)
+                )
+                channels = out_channels
+        self.head = nn.Linear(channels, num_classes)
+
+    def forward(self, images: Tensor) -> Tensor:
+        """Images [B, C, H, W] float -> logits [B, V] in the compute dtype."""
+        x = F.relu(self.stem_norm(self.stem_conv(images)))
+        if not self.small_images:
+            x = F.max_pool2d(x, 3, stride=2, padding=1)
+        for block in self.blocks:
+            x = block(x)
+        logits: Tensor = self.head(x.mean(dim=(2, 3)))
+        return logits
+
+    def init_weights(self, seed: int) -> None:
+        """Every parameter and buffer, in place, from (seed, name, shape).
+
+        Convolutions normal sqrt(2 / fan_out) (He et al. 2015, arXiv:1502.01852); the last norm of
+        each block 0, so that blocks begin as identities (Goyal et al. 2017), other norms 1; head
+        normal 0.01; biases 0.
+        """
+        for name, parameter in named_parameters(self):
+            if parameter.dim() == 4:
+                fan_out = parameter.shape[0] * parameter.shape[2] * parameter.shape[3]
+                normal_(parameter, name=name, seed=seed, std=math.sqrt(2.0 / fan_out))
+            elif name == "head.weight":
+                normal_(parameter, name=name, seed=seed, std=HEAD_STD)
+            else:
+                zero = name.endswith(("bias", "norm2.weight"))
+                constant_(parameter, 0.0 if zero else 1.0)
+        self.init_buffers()
+
+    @torch.no_grad()
+    def init_buffers(self) -> None:
+        """Running means 0, variances 1, counts 0."""
+        for module in self.modules():
+            if isinstance(module, nn.BatchNorm2d):
+                module.reset_running_stats()
+
+    def flops_per_sample(self, image_size: int) -> Flops:
+        """FLOPs per trained image of `image_size` squared pixels: six per multiply-add of the forward.
+
+        Convolutions and head only; there is no attention, so both conventions agree.
+        """
+        size = image_size if self.small_images else -(-image_size // 2)
+        num_multiply_adds = self.stem_conv.weight.numel() * size**2
+        size = size if self.small_images else -(-size // 2)  # max-pool
+        for block in self.blocks:
+            assert isinstance(block, ResidualBlock)
+            size = -(-size // block.stride)
+            for module in block.modules():
+                if isinstance(module, nn.Conv2d):
+                    num_multiply_adds += module.weight.numel() * size**2
+        num_multiply_adds += self.head.weight.numel()
+        return Flops(palm=6.0 * num_multiply_adds, causal=6.0 * num_multiply_adds)

@@ -1,0 +1,32 @@
+"""Adam (arXiv 1412.6980), fused into one kernel a group where the engine allows it."""
+
+from collections.abc import Sequence
+
+import torch
+from torch import nn
+
+from recipes.optimizer.groups import decay_groups
+
+
+def adam(
+    model: nn.Module,
+    *,
+    lr: float,
+    betas: Sequence[float],
+    eps: float,
+    weight_decay: float,
+    fused: bool,
+) -> torch.optim.Adam:
+    """Make the optimizer of a model.
+
+    Args:
+        model: Its trainable parameters are optimized; vectors are not decayed.
+        lr: Peak learning rate, which the scheduler multiplies.
+        betas: Decay rates of the first and second moment.
+        eps: Added to the root of the second moment.
+        weight_decay: Decay of matrices.
+        fused: One kernel per group. Not under a loss scaler: it would hide the unscaled gradients.
+    """
+    first, second = betas
+    groups = decay_groups(model, weight_decay=weight_decay)
+    return torch.optim.Adam(groups, lr=lr, betas=(first, second), eps=eps, fused=fused)

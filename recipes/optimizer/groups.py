@@ -1,0 +1,25 @@
+"""Decay groups: weight decay acts on matrices, never on biases and norms."""
+
+from typing import Any
+
+from torch import nn
+
+
+def decay_groups(model: nn.Module, *, weight_decay: float) -> list[dict[str, Any]]:
+    """Split trainable parameters into those that are decayed and those that are not.
+
+    Matrices, embeddings and convolution kernels (two axes or more) are decayed; biases, norm gains and other
+    vectors are not: shrinking them towards zero changes a function's shape, not its complexity. A tied
+    parameter is listed once.
+
+    Returns:
+        One or two groups with `params`, `weight_decay` and `group_name` (`decay`, `no_decay`).
+    """
+    trainable = [parameter for parameter in model.parameters() if parameter.requires_grad]
+    matrices = [parameter for parameter in trainable if parameter.ndim >= 2]
+    vectors = [parameter for parameter in trainable if parameter.ndim < 2]
+    groups = [
+        {"params": matrices, "weight_decay": weight_decay, "group_name": "decay"},
+        {"params": vectors, "weight_decay": 0.0, "group_name": "no_decay"},
+    ]
+    return [group for group in groups if group["params"]]

@@ -1,0 +1,29 @@
+"""SGD with momentum, fused into one kernel a group where the engine allows it."""
+
+import torch
+from torch import nn
+
+from recipes.optimizer.groups import decay_groups
+
+
+def sgd(
+    model: nn.Module,
+    *,
+    lr: float,
+    momentum: float,
+    nesterov: bool,
+    weight_decay: float,
+    fused: bool,
+) -> torch.optim.SGD:
+    """Make the optimizer of a model.
+
+    Args:
+        model: Its trainable parameters are optimized; vectors are not decayed.
+        lr: Peak learning rate, which the scheduler multiplies.
+        momentum: Share of the last update kept.
+        nesterov: Look ahead by one momentum step.
+        weight_decay: Decay of matrices.
+        fused: One kernel per group. Not under a loss scaler: it would hide the unscaled gradients.
+    """
+    groups = decay_groups(model, weight_decay=weight_decay)
+    return torch.optim.SGD(groups, lr=lr, momentum=momentum, nesterov=nesterov, fused=fused)

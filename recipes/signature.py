@@ -1,0 +1,169 @@
+"""Constructor signatures read from source, without importing: what a config node may say. A few ms a file, once."""
+
+import ast
+import importlib.util
+from dataclasses import dataclass, field
+from functools import cache
+from pathlib import Path
+
+Scope = list[ast.stmt]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Parameter:
+    """One argument: its annotation as source, None where there is none; whether it must be given."""
+
+    annotation: ast.expr | None
+    required: bool
+
+
+@dataclass(frozen=True, kw_only=True)
+class Signature:
+    """What a class or function takes.
+
+    Attributes:
+        parameters: By name.
+        takes_any: Whether further keywords are taken (`**kwargs`, or a base class that cannot be read).
+        constants: Literal class attributes, such as `input_kind`.
+    """
+
+    parameters: dict[str, Parameter]
+    takes_any: bool = False
+    constants: dict[str, object] = field(default_factory=dict)
+
+
+class TargetNotFoundError(LookupError):
+    """A dotted path names nothing that can be read."""
+
+
+@cache
+def read_signature(target: str) -> Signature:
+    """Read the signature of a dotted path from its source.
+
+    Re-exports (`from .trainer import Trainer`) are followed; nothing is imported.
+
+    Raises:
+        TargetNotFoundError: No such module, or no such name in it.
+    """
+    module, _, name = target.rpartition(".")
+    path = _module_file(module)
+    node = _find(name, _parse(path).body)
+    if isinstance(node, ast.ImportFrom):
+        return read_signature(_import_source(node, name, module, path))
+    if isinstance(node, ast.ClassDef):
+        return _class_signature(node, module, path)
+    if isinstance(node, ast.FunctionDef):
+        return _function_signature(node, skip_first=False)
+    raise TargetNotFoundError(f"{target}: no class or function {name!r} in {module}")
+
+
+def _module_file(module: str) -> Path:
+    root, *rest = module.split(".")
+    spec = importlib.util.find_spec(root) if root else None
+    if spec is None or not spec.submodule_search_locations:
+        raise TargetNotFoundError(f"{module}: no package {root!r} is installed")
+    path = Path(spec.submodule_search_locations[0]).joinpath(*rest)
+    for candidate in (path / "__init__.py", path.with_suffix(".py")):
+        if candidate.is_file():
+            return candidate
+    raise TargetNotFoundError(f"{module}: no such module")
+
+
+@cache
+def _parse(path: Path) -> ast.Module:
+    return ast.parse(path.read_text())
+
+
+def _find(name: str, body: Scope) -> ast.stmt | None:
+    """The statement at module level that defines or imports a name; `if` and `try` blocks are entered."""
+    for node in body:
+        if isinstance(node, ast.ClassDef | ast.FunctionDef) and node.name == name:
+            return node
+        if isinstance(node, ast.ImportFrom) and any(
+            (alias.asname or alias.name) == name for alias in node.names
+        ):
+            return node
+        if isinstance(node, ast.If | ast.Try) and (found := _find(name, node.body)):
+            return found
+    return None
+
+
+def _import_source(node: ast.ImportFrom, name: str, module: str, path: Path) -> str:
+    original = next(alias.name for alias in node.names if (alias.asname or alias.name) == name)
+    if not node.level:
+        return f"{node.module}.{original}"
+    parts = module.split(".")
+    kept = len(parts) - node.level + (1 if path.name == "__init__.py" else 0)
+    return ".".join([*parts[:kept], *([node.module] if node.module else []), original])
+
+
+def _class_signature(node: ast.ClassDef, module: str, path: Path) -> Signature:
+    constants = dict(_literals(node.body))
+    init = _find("__init__", node.body)
+    if isinstance(init, ast.FunctionDef):
+        own = _function_signature(init, skip_first=True)
+        if not own.takes_any:
+            return Signature(parameters=own.parameters, constants=constants)
+        base = _base_signature(node, module, path)
+        return Signature(
+            parameters=base.parameters | own.parameters,
+            takes_any=base.takes_any,
+            constants=base.constants | constants,
+        )
+    if any("dataclass" in ast.unparse(decorator) for decorator in node.decorator_list):
+        fields = {
+            item.target.id: Parameter(annotation=item.annotation, required=item.value is None)
+            for item in node.body
+            if isinstance(item, ast.AnnAssign)
+            and isinstance(item.target, ast.Name)
+            and "ClassVar" not in ast.unparse(item.annotation)
+        }
+        return Signature(parameters=fields, constants=constants)
+    base = _base_signature(node, module, path)
+    return Signature(
+        parameters=base.parameters, takes_any=base.takes_any, constants=base.constants | constants
+    )
+
+
+def _base_signature(node: ast.ClassDef, module: str, path: Path) -> Signature:
+    """The first base class's signature; open to anything where it cannot be read from source."""
+    for base in node.bases:
+        if isinstance(base, ast.Name):
+            try:
+                return read_signature(f"{module}.{base.id}")
+            except TargetNotFoundError:
+                break
+    return Signature(parameters={}, takes_any=bool(node.bases))
+
+
+def _function_signature(node: ast.FunctionDef, *, skip_first: bool) -> Signature:
+    arguments = node.args
+    positional = [*arguments.posonlyargs, *arguments.args]
+    num_required = len(positional) - len(arguments.defaults)
+    parameters = {
+        argument.arg: Parameter(annotation=argument.annotation, required=index < num_required)
+        for index, argument in enumerate(positional)
+        if not (skip_first and index == 0)
+    }
+    for argument, default in zip(arguments.kwonlyargs, arguments.kw_defaults, strict=True):
+        parameters[argument.arg] = Parameter(
+            annotation=argument.annotation, required=default is None
+        )
+    return Signature(parameters=parameters, takes_any=arguments.kwarg is not None)
+
+
+def _literals(body: Scope) -> list[tuple[str, object]]:
+    """Class attributes whose value is a plain literal."""
+    found: list[tuple[str, object]] = []
+    for node in body:
+        target = node.target if isinstance(node, ast.AnnAssign) else None
+        if isinstance(node, ast.AnnAssign) and isinstance(node.value, ast.Constant):
+            if isinstance(target, ast.Name):
+                found.append((target.id, node.value.value))
+        elif (
+            isinstance(node, ast.Assign)
+            and isinstance(node.value, ast.Constant)
+            and isinstance(node.targets[0], ast.Name)
+        ):
+            found.append((node.targets[0].id, node.value.value))
+    return found

@@ -1,0 +1,69 @@
+"""Next-token prediction: loss per token, perplexity; text from the model where there is a tokenizer."""
+
+import math
+from typing import ClassVar
+
+import torch
+from torch import Tensor
+
+from recipes.loss import count_targets, cross_entropy_sum
+from recipes.model.generate import generate
+from recipes.task.learning import Batch, LearningTask
+from recipes.tokenizer import Tokenizer
+
+
+class LanguageModeling(LearningTask):
+    """A model of tokens [B, T] -> logits [B, T, V]. Arguments: see `LearningTask`.
+
+    Attributes:
+        tokenizer: For `generate_text`; None where the data is not text.
+    """
+
+    input_kind: ClassVar[str] = "tokens"
+
+    tokenizer: Tokenizer | None = None
+
+    def setup(self, stage: str) -> None:
+        if self.trainer.datamodule is not None:  # type: ignore[attr-defined]
+            self.tokenizer = self.trainer.datamodule.source.tokenizer  # type: ignore[attr-defined]
+
+    def loss_and_counts(self, batch: Batch) -> tuple[Tensor, Tensor]:
+        logits = self.model(batch["inputs"])  # [B, T, V], compute dtype
+        loss_sum = cross_entropy_sum(logits, batch["targets"])
+        return loss_sum, count_targets(batch["targets"]).reshape(1)
+
+    def val_metrics(self, sums: list[float]) -> dict[str, float]:
+        loss_sum, num_tokens = sums
+        loss = loss_sum / num_tokens
+        # beyond e^700 a float64 overflows; a loss that large is a broken model, not a perplexity
+        return {"val/loss": loss, "val/perplexity": math.exp(min(loss, 700.0))}
+
+    def _tokens_per_sample(self, batch: Batch) -> int:
+        return int(batch["inputs"].shape[1])
+
+    def generate_text(
+        self,
+        prompt: str,
+        num_tokens: int,
+        *,
+        temperature: float,
+        top_k: int | None,
+        top_p: float | None,
+        seed: int,
+    ) -> str | None:
+        """The prompt's continuation, without the prompt; None where there is no tokenizer."""
+        if self.tokenizer is None:
+            return None
+        prompt_tokens = self.tokenizer.encode(prompt) or [self.tokenizer.end_of_text]
+        with torch.inference_mode(), self.trainer.precision_plugin.forward_context():
+            tokens = generate(
+                self.model,
+                prompt_tokens,
+                num_tokens,
+                temperature=temperature,
+                top_k=top_k,
+                top_p=top_p,
+                seed=seed,
+                end_of_text=self.tokenizer.end_of_text,
+            )
+        return self.tokenizer.decode(tokens)

@@ -1,0 +1,186 @@
+"""What every task shares: exact accumulation, one clipping pass, counters, one log call per logged step."""
+
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Iterator
+from typing import Any, ClassVar
+
+import lightning.pytorch as lightning
+import torch
+from lightning.pytorch.utilities.types import OptimizerLRScheduler
+from torch import Tensor, nn
+from torch.optim.lr_scheduler import LambdaLR
+
+from recipes.activation_checkpoint import ActivationCheckpoint
+from recipes.model import initialize
+
+Batch = dict[str, Any]
+
+
+class LearningTask(lightning.LightningModule, ABC):
+    """A model, its optimizer and schedule, and the loss as a sum over targets.
+
+    Args:
+        make_model: Constructs the model; called under the meta device.
+        make_optimizer: model, `fused` -> optimizer.
+        schedule: Optimizer step -> multiplier of the peak learning rate.
+        activation_checkpoint: Which blocks are recomputed in the backward pass.
+        compile_blocks: Whether each block is compiled.
+        fused_optimizer: Whether the optimizer may use fused kernels (not under a loss scaler).
+        seed: Of the initial weights.
+
+    Attributes:
+        num_samples, num_tokens: Consumed so far over all ranks; host integers.
+        grad_norm: Global norm before clipping of the last optimizer step, a 0-dim tensor.
+    """
+
+    input_kind: ClassVar[str]
+    model: nn.Module
+
+    def __init__(
+        self,
+        *,
+        make_model: Callable[[], nn.Module],
+        make_optimizer: Callable[..., torch.optim.Optimizer],
+        schedule: Callable[[int], float],
+        activation_checkpoint: ActivationCheckpoint,
+        compile_blocks: bool,
+        fused_optimizer: bool,
+        seed: int,
+    ) -> None:
+        super().__init__()
+        self._make_model = make_model
+        self._make_optimizer = make_optimizer
+        self._schedule = schedule
+        self._activation_checkpoint = activation_checkpoint
+        self._compile_blocks = compile_blocks
+        self._fused_optimizer = fused_optimizer
+        self._seed = seed
+        self.num_samples = 0
+        self.num_tokens = 0
+        self.grad_norm: Tensor | None = None
+        self._micro_batches_in_window = 0
+        self._window_loss: Tensor | None = None
+        self._val_sums: Tensor | None = None
+
+    @abstractmethod
+    def loss_and_counts(self, batch: Batch) -> tuple[Tensor, Tensor]:
+        """One batch to the sum of its losses and a 1-dim tensor of counts (targets first).
+
+        The counts are summed over a validation and given to `val_metrics` with the sum of losses in front.
+        """
+
+    @abstractmethod
+    def val_metrics(self, sums: list[float]) -> dict[str, float]:
+        """Sums over the whole validation, [loss, targets, …], to named metrics; `val/loss` among them."""
+
+    def configure_model(self) -> None:
+        """Make the model on the meta device, let the engine place it, then give it weights. Repeatable."""
+        if hasattr(self, "model"):
+            return
+        with torch.device("meta"):
+            model = self._make_model()
+        self._activation_checkpoint.apply(model.blocks)  # type: ignore[arg-type]
+        if self._compile_blocks:
+            for block in model.blocks:  # type: ignore[union-attr]
+                block.compile()
+        model = self.trainer.strategy.parallelize(model)  # type: ignore[attr-defined]
+        model.to_empty(device=self.trainer.strategy.root_device)
+        initialize(model, seed=self._seed)
+        self.model = model
+
+    def configure_optimizers(self) -> OptimizerLRScheduler:
+        optimizer = self._make_optimizer(self.model, fused=self._fused_optimizer)
+        scheduler = LambdaLR(optimizer, self._schedule)
+        return {
+            "optimizer": optimizer,
+            "lr_scheduler": {"scheduler": scheduler, "interval": "step"},
+        }
+
+    def training_step(self, batch: Batch, batch_idx: int) -> Tensor:
+        trainer = self.trainer
+        loss_sum, _ = self.loss_and_counts(batch)
+        self._count(batch)
+        share = loss_sum.detach() / batch["num_targets"]
+        self._window_loss = share if self._window_loss is None else self._window_loss + share
+        if self._micro_batches_in_window == trainer.accumulate_grad_batches:
+            self._end_window()
+        # Lightning divides by the number of passes, engines average over ranks: undo both
+        passes_and_ranks = trainer.accumulate_grad_batches * trainer.world_size
+        return loss_sum * (passes_and_ranks / batch["num_targets"])
+
+    def configure_gradient_clipping(
+        self,
+        optimizer: torch.optim.Optimizer,
+        gradient_clip_val: int | float | None = None,
+        gradient_clip_algorithm: str | None = None,
+    ) -> None:
+        """One pass gives the norm and clips. Lightning 2.6's own refuses fused AdamW under bf16-mixed (#21435)."""
+        by_value = gradient_clip_algorithm == "value"
+        self.grad_norm = self.trainer.strategy.clip_gradients(  # type: ignore[attr-defined]
+            self.parameters(),
+            max_norm=None if by_value else gradient_clip_val,
+            max_value=gradient_clip_val if by_value else None,
+        )
+
+    def on_validation_epoch_start(self) -> None:
+        self._val_sums = None
+
+    def validation_step(self, batch: Batch, batch_idx: int) -> None:
+        loss_sum, counts = self.loss_and_counts(batch)
+        # float64: sums over a large validation split stay exact enough to add in any order
+        sums = torch.cat([loss_sum.double().reshape(1), counts.double()])
+        self._val_sums = sums if self._val_sums is None else self._val_sums + sums
+
+    def on_validation_epoch_end(self) -> None:
+        assert self._val_sums is not None, "a validation without a single batch"
+        sums = self._sum_over_ranks(self._val_sums).tolist()
+        self.log_dict(self.val_metrics(sums), rank_zero_only=True)
+
+    def on_save_checkpoint(self, checkpoint: dict[str, Any]) -> None:
+        checkpoint["consumed"] = {"samples": self.num_samples, "tokens": self.num_tokens}
+
+    def on_load_checkpoint(self, checkpoint: dict[str, Any]) -> None:
+        self.num_samples = checkpoint["consumed"]["samples"]
+        self.num_tokens = checkpoint["consumed"]["tokens"]
+
+    def _count(self, batch: Batch) -> None:
+        num_samples = len(batch["targets"]) * self.trainer.world_size
+        self.num_samples += num_samples
+        self.num_tokens += num_samples * self._tokens_per_sample(batch)
+        self._micro_batches_in_window += 1
+
+    def _tokens_per_sample(self, batch: Batch) -> int:
+        return 0
+
+    def _end_window(self) -> None:
+        """Log the step that the optimizer is about to make: its loss over all ranks, its learning rates."""
+        trainer, window_loss = self.trainer, self._window_loss
+        self._window_loss, self._micro_batches_in_window = None, 0
+        step = trainer.global_step + 1
+        if step == trainer.max_steps:
+            trainer.should_stop = True  # so that Lightning logs and validates the last step, whatever its number
+        if window_loss is None or (step % trainer.log_every_n_steps and not trainer.should_stop):
+            return
+        row: dict[str, Any] = {
+            "train/loss": self._sum_over_ranks(window_loss),
+            "train/samples": _exact(self.num_samples),
+        }
+        if self.num_tokens:
+            row["train/tokens"] = _exact(self.num_tokens)
+        self.log_dict(row | dict(self._learning_rates()))
+
+    def _learning_rates(self) -> Iterator[tuple[str, Tensor]]:
+        groups = self.trainer.optimizers[0].param_groups
+        yield "lr", _exact(groups[0]["lr"])
+        if len({group["lr"] for group in groups}) > 1:
+            for group in groups:
+                yield f"lr/{group['group_name']}", _exact(group["lr"])
+
+    def _sum_over_ranks(self, value: Tensor) -> Tensor:
+        summed: Tensor = self.trainer.strategy.sum_over_ranks(value)  # type: ignore[attr-defined]
+        return summed
+
+
+def _exact(number: float) -> Tensor:
+    """A number for the log. Lightning makes float32 of a Python number, which miscounts tokens beyond 2^24."""
+    return torch.tensor(number, dtype=torch.float64)

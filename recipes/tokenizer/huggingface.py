@@ -1,0 +1,84 @@
+"""A published tokenizer: `tokenizer.json` of a folder or of the Hugging Face hub; one download."""
+
+import json
+from pathlib import Path
+from typing import Any
+
+from tokenizers import Tokenizer as Backend
+
+from recipes.mistake import Mistake
+from recipes.tokenizer import END_OF_TEXT, TextCorpus, Tokenizer, token_text
+
+_SETTINGS_FILE = "tokenizer_config.json"
+
+
+class HuggingFace:
+    """The tokenizer of a published model, with the model's own ids."""
+
+    def __init__(self, *, name: str) -> None:
+        """Say which: a folder that holds `tokenizer.json`, or an id of the hub such as "gpt2"."""
+        self.name = name
+
+    def make(self, corpus: TextCorpus) -> Tokenizer:
+        """Read it; the corpus has no say.
+
+        Raises:
+            Mistake: No such tokenizer, no way to fetch it, or no token that ends a document.
+        """
+        tokenizer_file, settings_file = self._files()
+        try:
+            backend = Backend.from_file(str(tokenizer_file))
+        except Exception as error:  # the library raises nothing narrower
+            raise self._mistake(f"{tokenizer_file} is no tokenizer ({error})") from error
+        settings: dict[str, Any] = {}
+        if settings_file is not None:
+            settings = json.loads(settings_file.read_text(encoding="utf-8"))
+        spelling = END_OF_TEXT
+        if "eos_token" in settings and settings["eos_token"] is not None:
+            spelling = token_text(settings["eos_token"])
+        end_of_text = backend.token_to_id(spelling)
+        if end_of_text is None:
+            raise self._mistake(f"its vocabulary has no {spelling} to end a document with")
+        return Tokenizer(
+            backend, end_of_text=end_of_text, settings=settings | {"eos_token": spelling}
+        )
+
+    def _files(self) -> tuple[Path, Path | None]:
+        folder = Path(self.name).expanduser()
+        if folder.is_dir():
+            if not (folder / "tokenizer.json").is_file():
+                raise self._mistake("the folder has no tokenizer.json")
+            settings = folder / _SETTINGS_FILE
+            return folder / "tokenizer.json", settings if settings.is_file() else None
+        if self.name.startswith((".", "/", "~")):
+            raise self._mistake("there is no such folder")
+        return self._download()
+
+    def _download(self) -> tuple[Path, Path | None]:
+        try:
+            from huggingface_hub import hf_hub_download
+            from huggingface_hub.errors import EntryNotFoundError, HfHubHTTPError
+        except ImportError as error:
+            raise Mistake(
+                f"tokenizer.name={self.name}",
+                "it is no folder here, and the hub needs huggingface-hub, which is not installed",
+                "pip install -e '.[huggingface]', or tokenizer.name=<folder with tokenizer.json>",
+            ) from error
+        try:
+            tokenizer_file = Path(hf_hub_download(self.name, "tokenizer.json"))
+        except (OSError, ValueError, HfHubHTTPError) as error:
+            first_line = str(error).strip().partition("\n")[0]
+            raise self._mistake(
+                f"the hub did not give its tokenizer.json ({first_line})"
+            ) from error
+        try:
+            return tokenizer_file, Path(hf_hub_download(self.name, _SETTINGS_FILE))
+        except EntryNotFoundError:  # a repository need not have one
+            return tokenizer_file, None
+
+    def _mistake(self, why: str) -> Mistake:
+        return Mistake(
+            f"tokenizer.name={self.name}",
+            why,
+            "tokenizer.name=<folder with tokenizer.json>, which works offline, or another hub id",
+        )

@@ -1,0 +1,50 @@
+"""Ten digits, split once and for all."""
+
+import sys
+
+import pytest
+import torch
+
+from recipes.data.digits import Digits
+from recipes.mistake import Mistake
+
+
+@pytest.fixture(scope="module")
+def digits():
+    pytest.importorskip("sklearn")
+    source = Digits()
+    source.prepare()
+    return source
+
+
+def test_images_are_8_by_8_between_0_and_1(digits):
+    sample = digits.train()[0]
+    assert sample["inputs"].shape == (1, 8, 8)
+    assert sample["inputs"].dtype == torch.float32
+    assert sample["targets"].dtype == torch.int64
+    assert digits.train().images.min() == 0
+    assert digits.train().images.max() == 1
+
+
+def test_a_fifth_is_held_out_and_every_image_is_on_one_side(digits):
+    train, val = digits.train(), digits.val()
+    assert len(train) + len(val) == 1797
+    assert 0.17 < len(val) / 1797 < 0.23
+    assert set(val.labels.tolist()) == set(train.labels.tolist()) == set(range(10))
+
+
+def test_the_split_is_the_same_in_every_run(digits):
+    again = Digits()
+    again.prepare()
+    assert torch.equal(again.val().images, digits.val().images)
+    assert digits.val().labels[:8].tolist() == again.val().labels[:8].tolist()
+
+
+def test_a_missing_library_names_the_extra(monkeypatch):
+    monkeypatch.setitem(sys.modules, "sklearn.datasets", None)
+    with pytest.raises(Mistake) as caught:
+        Digits().prepare()
+    assert str(caught.value) == (
+        "data=digits: these images come with scikit-learn, which is not installed; "
+        "type pip install -e '.[digits]'"
+    )
