@@ -11,7 +11,14 @@ def main() -> int:
     from hydra._internal.utils import get_args_parser
 
     args = get_args_parser().parse_args()
-    if args.multirun or args.help or args.hydra_help or args.cfg or args.info or args.shell_completion:
+    if (
+        args.multirun
+        or args.help
+        or args.hydra_help
+        or args.cfg
+        or args.info
+        or args.shell_completion
+    ):
         return through_hydra()
     config_folder = Path(args.config_path) if args.config_path else Path(__file__).parent / "conf"
     composed, mistakes = compose_and_check(

@@ -17,10 +17,7 @@ UNITS = 1000
 def chart_html(chart: Chart, marks: list[Mark], *, index: int) -> str:
     """One `<figure>`; the script of the page finds its points by `index`."""
     scale = _Scale(chart)
-    lines = "".join(
-        f'<path class="curve c{i}" d="{_path(curve, scale)}"/>'
-        for i, curve in enumerate(chart.curves)
-    )
+    lines = "".join(_curve(curve, scale, css=f"c{i}") for i, curve in enumerate(chart.curves))
     return (
         f'<figure class="chart" data-chart="{index}">'
         f"<figcaption><b>{escape(chart.title)}</b>{_legend(chart)}{_note(chart)}</figcaption>"
@@ -59,13 +56,17 @@ def y_ticks(chart: Chart) -> list[float]:
     return powers if len(powers) > 1 else linear_ticks(*chart.y_range)
 
 
-def _path(curve: Curve, scale: _Scale) -> str:
-    """SVG path data; a point alone becomes a line of no length, which a round cap makes a dot."""
-    parts = []
+def _curve(curve: Curve, scale: _Scale, *, css: str) -> str:
+    """The lines, and the points that stand alone: lines of no length, which round caps make dots."""
+    lines, dots = [], []
     for segment in curve.segments():
         head, *rest = (f"{scale.x(step):g} {scale.y(value):g}" for step, value in segment)
-        parts.append(f"M{head}" + (f"L{' '.join(rest)}" if rest else "h0"))
-    return "".join(parts)
+        if rest:
+            lines.append(f"M{head}L{' '.join(rest)}")
+        else:
+            dots.append(f"M{head}h0")
+    paths = [("curve", lines), ("curve dots", dots)]
+    return "".join(f'<path class="{kind} {css}" d="{"".join(d)}"/>' for kind, d in paths if d)
 
 
 def _grid(chart: Chart, scale: _Scale) -> str:

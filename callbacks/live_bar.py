@@ -53,13 +53,14 @@ class LiveBar:
 def bar_line(width: int, *, fraction: float | None, before: str, after: str) -> Text:
     """`before ━━━━━─── after` in at most `width` cells; the bar goes first where room is short."""
     line = Text(before, no_wrap=True, overflow="ellipsis")
+    width -= 1  # a line as wide as the terminal would wrap on some
     cells = min(MAX_BAR_CELLS, width - len(before) - len(after) - 4)
     if fraction is not None and cells >= MIN_BAR_CELLS:
         done = round(min(1.0, max(0.0, fraction)) * cells)
         line.append("  ").append("━" * done, style="cyan")
         line.append("━" * (cells - done), style="bright_black")
     line.append("  ").append(after)
-    line.truncate(max(1, width - 1), overflow="ellipsis")
+    line.truncate(max(1, width), overflow="ellipsis")
     return line
 
 

@@ -16,7 +16,13 @@ from callbacks.run_record import RunRecord, read_run
 
 TRAIN_LOSS = ("train/loss", "train_loss", "train_loss_step", "loss")
 MAX_EVENT_ROWS = 200
-_STATUS_CLASSES = {"finished": "good", "preempted": "warn", "running": "warn"}  # any other: bad
+_STATUS_CLASSES = {
+    "finished": "good",
+    "preempted": "warn",
+    "stopped": "warn",
+    "running": "warn",
+}  # any other: bad
+_STATUS_OF_EVENT = {"end": "finished", "stop": "stopped", "preempted": "preempted"}
 
 
 def write_report(run_folder: Path) -> None:
@@ -56,19 +62,22 @@ def page_html(run: RunRecord, charts: list[Chart], marks: list[Mark]) -> str:
     )
 
 
-def how_it_ended(run: RunRecord) -> str:
-    """The summary's status; before there is one, what the last telling event says."""
+def how_it_ended(run: RunRecord) -> str | None:
+    """The summary's status; before there is one, what the last event says; None if nothing does."""
     if "status" in run.summary:
         return str(run.summary["status"])
-    last = run.events[-1]["event"] if run.events and "event" in run.events[-1] else "running"
-    return {"end": "finished", "stop": "stopped"}.get(
-        last, last if last == "preempted" else "running"
-    )
+    if not run.events:
+        return None
+    last = str(run.events[-1].get("event"))
+    return _STATUS_OF_EVENT.get(last, "running")
 
 
 def _head(run: RunRecord) -> str:
     status = how_it_ended(run)
-    kind = _STATUS_CLASSES.get(status, "bad")
+    pill = ""
+    if status is not None:
+        kind = _STATUS_CLASSES.get(status, "bad")
+        pill = f'<span class="status {kind}">{escape(status)}</span>'
     words = [
         str(run.environment[key]) for key in ("devices", "hostname") if run.environment.get(key)
     ]
@@ -77,8 +86,7 @@ def _head(run: RunRecord) -> str:
         words.append(command if isinstance(command, str) else " ".join(map(str, command)))
     where = " · ".join(f"<code>{escape(word)}</code>" for word in words)
     return (
-        f'<header><div class="head"><h1>{escape(run.name)}</h1>'
-        f'<span class="status {kind}">{escape(status)}</span></div>'
+        f'<header><div class="head"><h1>{escape(run.name)}</h1>{pill}</div>'
         f'<p class="where">{where}</p></header>'
     )
 

@@ -23,7 +23,7 @@ def compose_and_check(
         overrides, config_folder=config_folder, config_name=config_name
     )
     if composed is not None:
-        mistakes = [*mistakes, *check(composed.config, composed.choices)]
+        mistakes = [*mistakes, *check(composed.config, composed.choices, overrides)]
     return composed, mistakes
 
 

@@ -23,9 +23,7 @@ def _cosine(share: float) -> float:
     return 0.5 * (1.0 - math.cos(math.pi * share))
 
 
-def warmup_cosine(
-    step: int, *, num_steps: int, warmup_steps: int, final_fraction: float
-) -> float:
+def warmup_cosine(step: int, *, num_steps: int, warmup_steps: int, final_fraction: float) -> float:
     """Linear up to 1, half a cosine down to `final_fraction` at the last step (SGDR, arXiv 1608.03983)."""
     if step < warmup_steps:
         return _warmup(step, warmup_steps)
@@ -61,14 +59,14 @@ def constant_cooldown(
     cooldown_begins = num_steps - cooldown_steps
     if step < cooldown_begins:
         return _warmup(step, warmup_steps)
-    return _between(
-        1.0, final_fraction, math.sqrt(_progress(step, cooldown_begins, num_steps))
-    )
+    return _between(1.0, final_fraction, math.sqrt(_progress(step, cooldown_begins, num_steps)))
 
 
 def step(step: int, *, milestones: Sequence[int], factor: float, warmup_steps: int) -> float:
     """`factor` to the power of the milestones already passed (ResNet, arXiv 1512.03385)."""
-    return _warmup(step, warmup_steps) * factor ** sum(step >= milestone for milestone in milestones)
+    return _warmup(step, warmup_steps) * factor ** sum(
+        step >= milestone for milestone in milestones
+    )
 
 
 def one_cycle(

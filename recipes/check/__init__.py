@@ -1,9 +1,10 @@
 """Every mistake that names, types and arithmetic can show, before anything is built. Milliseconds; no torch."""
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 from recipes.check.batches import check_batches
+from recipes.check.kinds import check_kinds
 from recipes.check.nodes import check_nodes
 from recipes.check.pairs import check_pairs
 from recipes.check.ranges import check_ranges
@@ -12,23 +13,30 @@ from recipes.check.words import check_words
 from recipes.mistake import Mistake
 
 
-def check(config: Mapping[str, Any], choices: Mapping[str, str]) -> list[Mistake]:
+def check(
+    config: Mapping[str, Any], choices: Mapping[str, str], overrides: Sequence[str]
+) -> list[Mistake]:
     """Read a whole config and report every mistake in it.
 
     Args:
         config: Plain values, every interpolation resolved.
         choices: The option typed or defaulted for each group, to name it in messages.
+        overrides: What was typed.
 
     Returns:
         The mistakes, in the order of the checks; empty if the run may be built.
     """
     mistakes = [*check_words(config), *check_nodes(config)]
+    if mismatches := [*check_kinds(config, choices)]:
+        # data of the wrong kind cannot be filled in: what is missing there is no mistake of its own
+        rest = [m for m in mistakes if not m.you_set.startswith(("data.", "tokenizer."))]
+        return [*rest, *mismatches]
     if mistakes:
         # what follows computes with these values: it would only repeat the same mistakes in other words
         return mistakes
     return [
         *check_ranges(config),
         *check_batches(config),
-        *check_pairs(config, choices),
-        *check_run(config),
+        *check_pairs(config),
+        *check_run(config, overrides),
     ]

@@ -15,6 +15,15 @@ from recipes.compose import Composed, compose_run, parse
 from recipes.mistake import Mistake
 from recipes.signature import TargetNotFoundError, read_signature
 
+# what people type for a precision, and the option that means it
+_ALIASES = {
+    "bf16": "bf16-mixed",
+    "fp16": "16-mixed",
+    "16": "16-mixed",
+    "fp32": "32-true",
+    "32": "32-true",
+}
+
 
 def compose_typed(
     overrides: Sequence[str], *, config_folder: Path = CONF, config_name: str = "config"
@@ -52,7 +61,9 @@ def _sift(overrides: Sequence[str], where: dict[str, Any]) -> tuple[list[str], l
             override = parse(typed)
         except HydraException:
             mistakes.append(
-                Mistake(typed, "it is no key=value", "key=value; quote a value with spaces or commas")
+                Mistake(
+                    typed, "it is no key=value", "key=value; quote a value with spaces or commas"
+                )
             )
             continue
         group = CONF / override.key_or_group
@@ -85,7 +96,8 @@ def _unknown_option(override: Override, typed: str) -> Mistake | None:
     wrong = [str(option) for option in chosen if str(option) not in options]
     if not wrong:
         return None
-    near = get_close_matches(wrong[0], options, 1)
+    alias = _ALIASES[wrong[0]] if wrong[0] in _ALIASES else None
+    near = [alias] if alias in options else get_close_matches(wrong[0], options, 1, cutoff=0.5)
     listed = " ".join(options)
     remedy = f"{override.key_or_group}={near[0]}" if near else f"{override.key_or_group}=<option>"
     return Mistake(typed, f"the options are {listed}", remedy)

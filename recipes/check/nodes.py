@@ -4,12 +4,30 @@ from collections.abc import Iterator, Mapping
 from difflib import get_close_matches
 from typing import Any
 
-from recipes.check.types import describe, fits
+from recipes.check.types import describe, fits, placeholder
 from recipes.mistake import Mistake
 from recipes.signature import Signature, TargetNotFoundError, read_signature
 
 # null here means that build.py works it out, whatever the target's own annotation says
 _DERIVED = {"trainer.accumulate_grad_batches"}
+# what build.py hands to partial nodes: live objects, and words that several nodes share
+_PROVIDED: dict[str, set[str]] = {
+    "optimizer": {"model", "fused"},
+    "scheduler": {"step"},
+    "strategy": {"device", "checkpoint_io"},
+    "task": {
+        "make_model",
+        "make_optimizer",
+        "schedule",
+        "activation_checkpoint",
+        "compile_blocks",
+        "fused_optimizer",
+        "seed",
+    },
+    "loader": {"source", "accumulation", "seed", "eval_samples"},
+    "logger.csv": {"run_folder"},
+    "mode": {"run"},
+}
 _INSTANTIATE = {"_target_", "_partial_", "_convert_", "_recursive_", "_args_"}
 
 
@@ -29,7 +47,9 @@ def _bind(path: str, node: Mapping[str, Any]) -> Iterator[Mistake]:
     try:
         signature = read_signature(target)
     except TargetNotFoundError as error:
-        yield Mistake(f"{path}._target_={target}", str(error), f"{path}=<an option of conf/{path}/>")
+        yield Mistake(
+            f"{path}._target_={target}", str(error), f"{path}=<an option of conf/{path}/>"
+        )
         return
     for key, value in node.items():
         if key in _INSTANTIATE:
@@ -38,23 +58,24 @@ def _bind(path: str, node: Mapping[str, Any]) -> Iterator[Mistake]:
             yield from _check_value(f"{path}.{key}", value, signature, key)
         elif not signature.takes_any:
             yield _unknown(f"{path}.{key}", value, signature, target)
-    if "_partial_" in node:
-        return
+    provided = _PROVIDED[path] if path in _PROVIDED else set()
     for key, parameter in signature.parameters.items():
-        if parameter.required and key not in node:
-            yield Mistake(f"no {path}.{key}", f"{_short(target)} needs it", f"+{path}.{key}=<value>")
+        if parameter.required and key not in node and key not in provided:
+            yield Mistake(
+                f"no {path}.{key}", f"{_short(target)} needs it", f"+{path}.{key}=<value>"
+            )
 
 
 def _check_value(where: str, value: object, signature: Signature, key: str) -> Iterator[Mistake]:
     if value is None and where in _DERIVED:
         return
     annotation = signature.parameters[key].annotation
-    described = describe(annotation) if annotation is not None else "value"
+    blank = placeholder(annotation) if annotation is not None else "value"
     if value == "???":
-        yield Mistake(f"no {where}", "it has no default", f"{where}=<{described}>")
+        yield Mistake(f"no {where}", "it has no default", f"{where}=<{blank}>")
     elif annotation is not None and not _is_node(value) and not fits(value, annotation):
         shown = "null" if value is None else value
-        yield Mistake(f"{where}={shown}", f"it takes a {described}", f"{where}=<{described}>")
+        yield Mistake(f"{where}={shown}", f"it takes {describe(annotation)}", f"{where}=<{blank}>")
 
 
 def _unknown(where: str, value: object, signature: Signature, target: str) -> Mistake:

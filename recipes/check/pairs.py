@@ -31,10 +31,9 @@ _OURS = {
 }
 
 
-def check_pairs(config: Mapping[str, Any], choices: Mapping[str, str]) -> Iterator[Mistake]:
-    """Trainer against groups, model against data, precision against device, schedule against length."""
+def check_pairs(config: Mapping[str, Any]) -> Iterator[Mistake]:
+    """Trainer against groups, tokenizer against model, precision against device, schedule against length."""
     yield from _trainer(config)
-    yield from _kinds(config, choices)
     yield from _vocabulary(config)
     yield from _model_shape(config["model"])
     yield from _schedule(config)
@@ -46,7 +45,9 @@ def check_pairs(config: Mapping[str, Any], choices: Mapping[str, str]) -> Iterat
         mode = config["mode"]["_target_"].rpartition(".")[2]
         if not config["task"]["_target_"].endswith("LanguageModeling"):
             yield Mistake(
-                f"mode={mode}", "it is for language models alone", "mode=evaluate resume=<run folder>"
+                f"mode={mode}",
+                "it is for language models alone",
+                "mode=evaluate resume=<run folder>",
             )
 
 
@@ -54,37 +55,13 @@ def _trainer(config: Mapping[str, Any]) -> Iterator[Mistake]:
     trainer = config["trainer"]
     for argument, remedy in _OURS.items():
         if argument in trainer:
-            yield Mistake(
-                f"trainer.{argument}={trainer[argument]}", "another word sets it", remedy
-            )
+            yield Mistake(f"trainer.{argument}={trainer[argument]}", "another word sets it", remedy)
     devices = num_devices(trainer)
     if devices > 1 and config["strategy"]["_target_"].endswith("SingleDevice"):
         yield Mistake(
             f"trainer.devices={trainer['devices']} trainer.num_nodes={trainer['num_nodes']}",
             "strategy=single trains on one device",
             "trainer.devices=1 trainer.num_nodes=1",
-        )
-
-
-def _kinds(config: Mapping[str, Any], choices: Mapping[str, str]) -> Iterator[Mistake]:
-    takes = {
-        group: read_signature(config[group]["_target_"]).constants[attribute]
-        for group, attribute in (("task", "input_kind"), ("model", "input_kind"), ("data", "sample_kind"))
-    }
-    named = {group: f"{group}={_option(config, choices, group)}" for group in takes}
-    if takes["model"] != takes["data"]:
-        remedy = "data=stdlib_text" if takes["model"] == "tokens" else "data=digits"
-        yield Mistake(
-            f"{named['model']} {named['data']}",
-            f"the model takes {takes['model']}, the data gives {takes['data']}",
-            remedy,
-        )
-    if takes["model"] != takes["task"]:
-        remedy = "task=language_modeling" if takes["model"] == "tokens" else "task=classification"
-        yield Mistake(
-            f"{named['model']} {named['task']}",
-            f"the model takes {takes['model']}, the task {takes['task']}",
-            remedy,
         )
 
 
@@ -95,6 +72,8 @@ def _vocabulary(config: Mapping[str, Any]) -> Iterator[Mistake]:
     for section in ("tokenizer", "data"):
         node = config[section] or {}
         size = node.get("vocab_size")
+        if size is None and "_target_" in node:
+            size = read_signature(node["_target_"]).constants.get("vocab_size")
         if isinstance(size, int) and size > known:
             yield Mistake(
                 f"{section}.vocab_size={size}",
@@ -141,9 +120,3 @@ def _schedule(config: Mapping[str, Any]) -> Iterator[Mistake]:
 def _nearest_divisor(number: int, wanted: int) -> int:
     divisors = [candidate for candidate in range(1, number + 1) if number % candidate == 0]
     return min(divisors, key=lambda divisor: (abs(divisor - wanted), divisor))
-
-
-def _option(config: Mapping[str, Any], choices: Mapping[str, str], group: str) -> str:
-    if group in choices:
-        return choices[group]
-    return str(config[group]["_target_"]).split(".")[2]

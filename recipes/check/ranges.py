@@ -50,17 +50,23 @@ def check_ranges(config: Mapping[str, Any]) -> Iterator[Mistake]:
             continue
         inside = lowest <= value <= highest if closed else lowest < value < highest
         if not inside:
-            bounds = f"from {lowest:g}" if closed else f"above {lowest:g}"
-            if highest not in (float("inf"), 2**63 - 1):
-                bounds += f" to {highest:g}" if closed else f" and below {highest:g}"
-            yield Mistake(f"{key}={value}", f"{what} lies {bounds}", f"{key}=<{bounds}>")
+            bounds = _describe(lowest, highest, closed=closed)
+            yield Mistake(f"{key}={value}", f"{what} is {bounds}", f"{key}=<{bounds}>")
     for index, beta in enumerate(_lookup(config, "optimizer.betas") or []):
         if not 0 <= beta < 1:
             yield Mistake(
                 f"optimizer.betas[{index}]={beta}",
-                "a decay rate lies from 0 to below 1",
+                "a decay rate is from 0 to below 1",
                 "'optimizer.betas=[0.9,0.95]'",
             )
+
+
+def _describe(lowest: float, highest: float, *, closed: bool) -> str:
+    if highest in (float("inf"), 2**63 - 1):
+        return f"at least {lowest:g}" if closed else f"above {lowest:g}"
+    return (
+        f"from {lowest:g} to {highest:g}" if closed else f"above {lowest:g} and below {highest:g}"
+    )
 
 
 def _lookup(config: Mapping[str, Any], key: str) -> Any:

@@ -1,7 +1,8 @@
 """Paths and folders that must exist before a run starts: names and sizes only, nothing is opened."""
 
 import glob
-from collections.abc import Iterator, Mapping
+import os
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -10,10 +11,10 @@ from recipes.mistake import Mistake
 _NEED_CHECKPOINT = ("evaluate", "sample", "export")
 
 
-def check_run(config: Mapping[str, Any]) -> Iterator[Mistake]:
+def check_run(config: Mapping[str, Any], overrides: Sequence[str]) -> Iterator[Mistake]:
     """The data's path, the folder to resume from."""
     yield from _data_path(config["data"])
-    yield from _resume(config)
+    yield from _resume(config, overrides)
 
 
 def _data_path(data: Mapping[str, Any]) -> Iterator[Mistake]:
@@ -27,12 +28,18 @@ def _data_path(data: Mapping[str, Any]) -> Iterator[Mistake]:
         )
 
 
-def _resume(config: Mapping[str, Any]) -> Iterator[Mistake]:
+def _resume(config: Mapping[str, Any], overrides: Sequence[str]) -> Iterator[Mistake]:
     resume, mode = config["resume"], config["mode"]["_target_"].rpartition(".")[2]
     if resume in (None, "auto"):
         if mode in _NEED_CHECKPOINT and resume is None:
             yield Mistake(
                 f"mode={mode}", "it needs a checkpoint", f"mode={mode} resume=<run folder>"
+            )
+        if resume == "auto" and not _stable_folder(overrides):
+            yield Mistake(
+                "resume=auto",
+                "each start of this command makes a new run folder, so there is nothing to find",
+                "resume=auto hydra.run.dir=<folder>",
             )
         return
     folder = Path(resume)
@@ -44,5 +51,13 @@ def _resume(config: Mapping[str, Any]) -> Iterator[Mistake]:
         (folder / "checkpoints").glob("step_*.ckpt/manifest.json")
     ):
         yield Mistake(
-            f"resume={resume}", "there is no whole checkpoint in it", "resume=<a run that saved one>"
+            f"resume={resume}",
+            "there is no whole checkpoint in it",
+            "resume=<a run that saved one>",
         )
+
+
+def _stable_folder(overrides: Sequence[str]) -> bool:
+    """Whether the same command finds the same folder again: it is typed, or keyed by a cluster's job."""
+    typed = any(override.startswith("hydra.run.dir=") for override in overrides)
+    return typed or any(os.environ.get(name) for name in ("SLURM_JOB_ID", "TORCHELASTIC_RUN_ID"))

@@ -4,8 +4,8 @@ import ast
 
 _SCALARS: dict[str, tuple[type, ...]] = {"int": (int,), "float": (int, float), "str": (str,)}
 _DESCRIBED = {
-    "int": "whole number",
-    "float": "number",
+    "int": "a whole number",
+    "float": "a number",
     "str": "text",
     "bool": "true or false",
     "None": "null",
@@ -60,8 +60,18 @@ def describe(annotation: ast.expr) -> str:
             return " or ".join(str(option) for option in _literals(inner))
         case ast.Subscript(value=ast.Name(id=name), slice=inner) if name in _LISTS:
             item = inner.elts[0] if isinstance(inner, ast.Tuple) else inner
-            return f"list of {describe(item)}s"
+            return f"a list of {placeholder(item)}s"
     return ast.unparse(annotation)
+
+
+def placeholder(annotation: ast.expr) -> str:
+    """An annotation in words without articles, to stand between angle brackets."""
+    return (
+        describe(annotation)
+        .replace("a list", "list")
+        .replace("a whole", "whole")
+        .replace("a n", "n")
+    )
 
 
 def _literals(inner: ast.expr) -> list[object]:

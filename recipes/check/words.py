@@ -6,7 +6,7 @@ from difflib import get_close_matches
 from pathlib import Path
 from typing import Any
 
-from recipes.check.types import describe, fits
+from recipes.check.types import describe, fits, placeholder
 from recipes.mistake import Mistake
 
 CONF = Path(__file__).parent.parent.parent / "conf"
@@ -14,6 +14,7 @@ CONF = Path(__file__).parent.parent.parent / "conf"
 WORDS: dict[str, str] = {
     "name": "str",
     "seed": "int",
+    "warmup_steps": "int",
     "tags": "list[str]",
     "resume": "str | None",
     "global_batch_size": "int",
@@ -41,7 +42,9 @@ def check_words(config: Mapping[str, Any]) -> Iterator[Mistake]:
             annotation = ast.parse(WORDS[key], mode="eval").body
             if not fits(value, annotation):
                 yield Mistake(
-                    f"{key}={value}", f"it takes a {describe(annotation)}", f"{key}=<{describe(annotation)}>"
+                    f"{key}={value}",
+                    f"it takes {describe(annotation)}",
+                    f"{key}=<{placeholder(annotation)}>",
                 )
         elif key not in sections:
             near = get_close_matches(key, [*WORDS, *sections], 1)

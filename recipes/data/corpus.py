@@ -140,10 +140,10 @@ class Corpus:
         seen = taken = 0
         for piece in self.pieces():
             num_bytes = piece.stop - piece.start
-            seen += num_bytes
-            if taken + num_bytes <= seen * share or taken == 0:
+            if taken <= seen * share:
                 taken += num_bytes
                 yield piece.read()
+            seen += num_bytes
 
     def check_unchanged(self) -> None:
         """Make sure that what was read is what was hashed.

@@ -7,7 +7,6 @@ from typing import Any
 
 import lightning.pytorch as lightning
 import torch
-from torch import Tensor
 from torch.utils.data import DataLoader, Subset
 
 from recipes.accumulation import Accumulation

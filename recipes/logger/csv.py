@@ -112,7 +112,11 @@ def _read(path: Path) -> list[dict[str, str]]:
         return []
     with path.open(newline="") as file:
         # a killed run may leave half a line: a row without all its fields, or with a torn step
-        return [row for row in csv.DictReader(file) if None not in row.values() and row["step"].isdigit()]
+        return [
+            row
+            for row in csv.DictReader(file)
+            if None not in row.values() and row["step"].isdigit()
+        ]
 
 
 def _write(path: Path, columns: list[str], rows: list[dict[str, str]]) -> None:

@@ -15,7 +15,9 @@ def load_task(run: Run) -> LearningTask:
     """
     if run.checkpoint is None:
         raise Mistake(
-            "resume=auto", f"{run.folder} holds no whole checkpoint", "resume=<a run that saved one>"
+            "resume=auto",
+            f"{run.folder} holds no whole checkpoint",
+            "resume=<a run that saved one>",
         )
     task = run.task
     task.trainer = run.trainer

@@ -139,7 +139,7 @@ class LlamaFormat:
         return name
 
     def config(self) -> dict[str, Any]:
-        """config.json, without dtype and special tokens; transformers 4 and 5 read the rope keys."""
+        """config.json, without dtype and special tokens, as transformers 4 and 5 read it."""
         model = self.model
         factor = model.rope_scaling_factor
         return {

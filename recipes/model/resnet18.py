@@ -118,7 +118,7 @@ class ResNet18(nn.Module):
                 module.reset_running_stats()
 
     def flops_per_sample(self, image_size: int) -> Flops:
-        """FLOPs per trained image of `image_size` squared pixels: six per multiply-add of the forward.
+        """FLOPs per trained image of `image_size` squared pixels: six per multiply-add forward.
 
         Convolutions and head only; there is no attention, so both conventions agree.
         """

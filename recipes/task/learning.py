@@ -158,7 +158,9 @@ class LearningTask(lightning.LightningModule, ABC):
         self._window_loss, self._micro_batches_in_window = None, 0
         step = trainer.global_step + 1
         if step == trainer.max_steps:
-            trainer.should_stop = True  # so that Lightning logs and validates the last step, whatever its number
+            trainer.should_stop = (
+                True  # so that Lightning logs and validates the last step, whatever its number
+            )
         if window_loss is None or (step % trainer.log_every_n_steps and not trainer.should_stop):
             return
         row: dict[str, Any] = {

@@ -8,11 +8,11 @@ import pytest
 
 from recipes.data.corpus import Corpus, Document
 
-_SYLLABLES = "ba ko ti ren sal mu vo pe lin dar é ß 漢 😀".split()
+_SYLLABLES = ["ba", "ko", "ti", "ren", "sal", "mu", "vo", "pe", "lin", "dar", "é", "ß", "漢", "😀"]
 
 
 def make_text(num_bytes: int, seed: int = 0) -> str:
-    """Lines of made-up words with code-like indentation and blank lines, at least `num_bytes` long."""
+    """Lines of made-up words, some indented, some blank; at least `num_bytes` long."""
     source = random.Random(seed)
     words = ["".join(source.choices(_SYLLABLES, k=source.randint(1, 4))) for _ in range(500)]
     lines, size = [], 0

@@ -114,7 +114,9 @@ def test_more_micro_batches_than_one_block_are_seamless():
     )
     batches = list(sampler)
     assert len(sampler) == len(batches) == 7
-    assert sum(batches, []) == order.indices(np.arange(5, 21005)).tolist()
+    assert [sample for batch in batches for sample in batch] == order.indices(
+        np.arange(5, 21005)
+    ).tolist()
 
 
 def test_an_endless_stream_has_no_length():

@@ -1,0 +1,46 @@
+# make train   set up what is missing, then train the quickstart recipe
+# make test    set up what is missing, then lint, types and tests: what CI runs
+# Both repeat in seconds when pyproject.toml has not changed. PYTHON=python3.12 make train takes another Python.
+
+PYTHON ?= python3
+VENV := .venv
+RUN := $(VENV)/bin/python
+
+.PHONY: train test test-long lint types benchmark clean
+
+train: $(VENV)/.installed
+	$(RUN) train.py
+
+test: $(VENV)/.installed-test lint types
+	$(RUN) -m pytest -m "not slow"
+
+test-long: $(VENV)/.installed-test
+	$(RUN) -m pytest
+
+lint: $(VENV)/.installed-test
+	$(RUN) -m ruff check .
+	$(RUN) -m ruff format --check .
+
+types: $(VENV)/.installed-test
+	$(RUN) -m mypy
+
+benchmark: $(VENV)/.installed-test
+	$(RUN) benchmarks/step_overhead.py
+	$(RUN) benchmarks/throughput.py
+	$(RUN) benchmarks/start.py
+
+$(VENV)/bin/python:
+	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11))' \
+	  || { echo "Python 3.11 or later is needed: PYTHON=python3.11 make $(MAKECMDGOALS)"; exit 1; }
+	$(PYTHON) -m venv $(VENV)
+
+$(VENV)/.installed: pyproject.toml | $(VENV)/bin/python
+	$(RUN) -m pip install --quiet --disable-pip-version-check --editable .
+	@touch $@
+
+$(VENV)/.installed-test: pyproject.toml | $(VENV)/bin/python
+	$(RUN) -m pip install --quiet --disable-pip-version-check --editable '.[test]'
+	@touch $(VENV)/.installed $@
+
+clean:
+	rm -rf $(VENV) logs build *.egg-info

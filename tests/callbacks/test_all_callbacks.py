@@ -1,0 +1,112 @@
+"""Every default callback at once, as conf/ names them, in a project that knows none of them."""
+
+import ast
+import subprocess
+import sys
+from importlib import import_module
+from pathlib import Path
+from typing import Any
+
+import pytest
+import yaml
+from torch import Tensor
+
+import callbacks
+
+CONF = Path(__file__).parents[2] / "conf" / "callbacks"
+DEFAULT: list[str] = yaml.safe_load((CONF / "default.yaml").read_text())["defaults"]
+
+
+def build(name: str) -> Any:
+    """What Hydra would make of one file: a single node, named like its file, by keyword."""
+    (key, node) = next(iter(yaml.safe_load((CONF / f"{name}.yaml").read_text()).items()))
+    assert key == name
+    module, _, cls = node.pop("_target_").rpartition(".")
+    assert module == f"callbacks.{name}"
+    return getattr(import_module(module), cls)(**node)
+
+
+@pytest.mark.parametrize("accumulate", [1, 2])
+def test_a_stranger_trains_with_all_of_them(
+    stranger, make_trainer, tmp_path, read_column, accumulate
+) -> None:
+    make_trainer(
+        callbacks=[build(name) for name in DEFAULT],
+        accumulate_grad_batches=accumulate,
+        limit_val_batches=1,
+        num_sanity_val_steps=1,
+        gradient_clip_val=1.0,
+    ).fit(stranger())
+    for name in ("grad/norm", "time/step_seconds", "memory/host_peak_gib", "train_loss"):
+        assert len(read_column(name)) == 8 // accumulate
+    assert (tmp_path / "run" / "report.html").exists()
+
+
+def test_they_change_no_weight(stranger, make_trainer) -> None:
+    import torch
+
+    weights: list[Tensor] = []
+    for watchers in ([], [build(name) for name in DEFAULT]):
+        torch.manual_seed(0)
+        module = stranger()
+        make_trainer(callbacks=watchers, limit_val_batches=1, gradient_clip_val=0.1).fit(module)
+        weights.append(module.layer.weight.detach())
+    assert torch.equal(*weights)
+
+
+def test_two_optimizers_stepped_by_hand_get_their_rows(stranger, make_trainer, read_column) -> None:
+    import torch
+
+    class ByHand(stranger):  # type: ignore[misc, valid-type]
+        def __init__(self) -> None:
+            super().__init__()
+            self.automatic_optimization = False
+
+        def training_step(self, batch: list[Tensor], batch_idx: int) -> None:
+            for optimizer in self.optimizers():
+                optimizer.zero_grad()
+                self.manual_backward(self.layer(batch[0]).square().mean())
+                optimizer.step()
+
+        def configure_optimizers(self) -> Any:
+            return [torch.optim.SGD([p], lr=0.01) for p in self.layer.parameters()]
+
+    make_trainer(callbacks=[build(name) for name in DEFAULT], log_every_n_steps=4).fit(ByHand())
+    assert len(read_column("grad/norm")) == 2
+    assert len(read_column("time/step_seconds")) == 2
+
+
+def test_default_is_every_callback_that_has_a_file() -> None:
+    assert sorted(DEFAULT) == sorted(
+        path.stem for path in CONF.glob("*.yaml") if path.stem != "default"
+    )
+
+
+def test_no_callback_imports_recipes_or_hydra() -> None:
+    allowed = {"callbacks", "lightning", "matplotlib", "rich", "torch"} | set(
+        sys.stdlib_module_names
+    )
+    for path in Path(callbacks.__file__).parent.glob("*.py"):
+        for node in ast.walk(ast.parse(path.read_text())):
+            names = [node.module or ""] if isinstance(node, ast.ImportFrom) else []
+            names += [alias.name for alias in node.names] if isinstance(node, ast.Import) else []
+            assert {name.partition(".")[0] for name in names} <= allowed, path.name
+
+
+def test_the_report_can_be_written_without_lightning_and_imports_matplotlib_late() -> None:
+    code = (
+        "import sys; from callbacks import write_report;"
+        "print([m for m in ('torch', 'lightning', 'matplotlib', 'rich') if m in sys.modules])"
+    )
+    root = CONF.parents[1]
+    done = subprocess.run(
+        [sys.executable, "-c", code], cwd=root, capture_output=True, text=True, check=True
+    )
+    assert done.stdout == "[]\n"
+
+
+def test_every_public_name_is_there_and_no_other() -> None:
+    for name in callbacks.__all__:
+        assert getattr(callbacks, name).__name__ == name
+    with pytest.raises(AttributeError, match="no attribute 'Nothing'"):
+        callbacks.Nothing  # noqa: B018

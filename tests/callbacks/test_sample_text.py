@@ -1,0 +1,114 @@
+"""SampleText: what it asks for, what it writes, and what it leaves as it was."""
+
+import json
+import random
+from typing import Any
+
+import pytest
+import torch
+
+from callbacks.sample_text import SampleText, framed
+
+
+def sampler(**changes: Any) -> SampleText:
+    arguments: dict[str, Any] = {
+        "prompts": ["a", "b"],
+        "num_tokens": 3,
+        "temperature": 0.5,
+        "top_k": 4,
+        "top_p": None,
+        "every_n_steps": None,
+    }
+    return SampleText(**{**arguments, **changes})
+
+
+def writing(base: type, text: str | None = "<{prompt}>") -> Any:
+    """A module that writes, and that draws random numbers in order to."""
+
+    class Writing(base):  # type: ignore[misc]
+        calls: list[Any]
+
+        def generate_text(self, prompt: str, num_tokens: int, **how: Any) -> str | None:
+            self.calls.append((prompt, num_tokens, how, self.training, torch.is_grad_enabled()))
+            torch.manual_seed(how["seed"])
+            torch.rand(5)
+            random.random()
+            return None if text is None else text.format(prompt=prompt)
+
+    module = Writing()
+    module.calls = []
+    return module
+
+
+def lines_of(folder: Any) -> list[Any]:
+    return [json.loads(line) for line in (folder / "run" / "samples.jsonl").open()]
+
+
+def test_the_end_of_training_is_sampled_once(stranger, make_trainer, tmp_path) -> None:
+    module = writing(stranger)
+    make_trainer(callbacks=[sampler()]).fit(module)
+    how = {"temperature": 0.5, "top_k": 4, "top_p": None, "seed": 0}
+    assert module.calls == [("a", 3, how, False, False), ("b", 3, how, False, False)]
+    assert lines_of(tmp_path) == [
+        {"step": 8, "prompt": "a", "text": "<a>"},
+        {"step": 8, "prompt": "b", "text": "<b>"},
+    ]
+
+
+@pytest.mark.parametrize(("every", "steps"), [(3, [3, 6, 8]), (4, [4, 8]), (100, [8])])
+def test_every_n_steps_and_the_end_but_no_step_twice(
+    stranger, make_trainer, tmp_path, every, steps
+) -> None:
+    module = writing(stranger)
+    trainer = make_trainer(callbacks=[sampler(prompts=["a"], every_n_steps=every)])
+    trainer.fit(module)
+    assert [line["step"] for line in lines_of(tmp_path)] == steps
+
+
+def test_training_goes_on_as_if_nothing_had_been_sampled(stranger, make_trainer) -> None:
+    module = writing(stranger)
+    module.frozen = torch.nn.Dropout().eval()  # a part that its owner keeps in eval mode
+    trainer = make_trainer(callbacks=[sampler()], max_steps=1)
+    states = []
+    random.seed(1)
+    torch.manual_seed(1)
+    module.on_train_start = lambda: states.append((torch.get_rng_state(), random.getstate()))
+    module.on_fit_end = lambda: states.append((torch.get_rng_state(), random.getstate()))
+    trainer.fit(module)
+    assert len(module.calls) == 2
+    assert torch.equal(states[0][0], states[1][0])
+    assert states[0][1] == states[1][1]
+    assert module.training
+    assert not module.frozen.training
+
+
+@pytest.mark.parametrize("silent", ["no method", "None"])
+def test_a_model_without_text_is_left_alone(stranger, make_trainer, tmp_path, silent) -> None:
+    module = stranger() if silent == "no method" else writing(stranger, text=None)
+    make_trainer(callbacks=[sampler(every_n_steps=2)]).fit(module)
+    assert not (tmp_path / "run" / "samples.jsonl").exists()
+
+
+def test_a_run_without_a_folder_still_logs_its_sample(
+    stranger, make_trainer, caplog: pytest.LogCaptureFixture
+) -> None:
+    caplog.set_level("INFO", logger="lightning_recipes")
+    make_trainer(callbacks=[sampler(prompts=["a"])], logger=False).fit(writing(stranger))
+    assert [
+        record.getMessage() for record in caplog.records if "sample" in record.msg % record.args
+    ]
+    assert "<a>" in caplog.text
+
+
+def test_a_frame_is_as_wide_above_as_below() -> None:
+    top, text, bottom = framed("one line\n\n", title="sample at step 8").split("\n")
+    assert (len(top), text, len(bottom)) == (78, "one line", 78)
+
+
+def test_an_interval_of_zero_says_what_to_type() -> None:
+    with pytest.raises(ValueError, match=r"type callbacks\.sample_text\.every_n_steps=null"):
+        sampler(every_n_steps=0)
+
+
+def test_there_is_no_state_to_carry_over() -> None:
+    assert sampler().state_dict() == {}

@@ -1,0 +1,206 @@
+"""Mistakes in a config, each with its exact message: what was set, why it cannot be, what to type."""
+
+import shlex
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+from support import ROOT, composed_config, run_train
+
+from recipes.launch import compose_and_check, report
+from recipes.mistake import Mistake
+
+MESSAGES = {
+    "recipe=fsdp_bf61": (
+        "recipe=fsdp_bf61: the options are quickstart single_bf16 single_fp16 single_fp32; type recipe=single_bf16"
+    ),
+    "model=gtp2": (
+        "model=gtp2: the options are gpt2 gpt2_large gpt2_medium gpt2_nano gpt2_xl llama_160m llama_1b llama_8b llama_nano resnet18; type model=gpt2"
+    ),
+    "presicion=bf16-mixed": (
+        "presicion=bf16-mixed: there is no 'presicion'; type precision=bf16-mixed"
+    ),
+    "precision=bf16": (
+        "precision=bf16: the options are 16-mixed 32-true bf16-mixed bf16-true; type precision=bf16-mixed"
+    ),
+    "trainer.max_stepz=9": (
+        "trainer.max_stepz=9: there is no 'trainer.max_stepz'; type trainer.max_steps=9"
+    ),
+    "trainer.strategy=ddp": ("trainer.strategy=ddp: another word sets it; type strategy=<option>"),
+    "trainer.max_epochs=3": (
+        "trainer.max_epochs=3: another word sets it; type trainer.max_steps=<optimizer steps>"
+    ),
+    "trainer.limit_val_batches=3": (
+        "trainer.limit_val_batches=3: another word sets it; type eval_samples=<samples>"
+    ),
+    "optimizer.lr=fast": ("optimizer.lr=fast: it takes a number; type optimizer.lr=<number>"),
+    "optimizer.lr=-1": ("optimizer.lr=-1: a learning rate is above 0; type optimizer.lr=<above 0>"),
+    "'optimizer.betas=[0.9,1.5]'": (
+        "optimizer.betas[1]=1.5: a decay rate is from 0 to below 1; type 'optimizer.betas=[0.9,0.95]'"
+    ),
+    "optimizer.betas=0.9": (
+        "optimizer.betas=0.9: it takes a list of numbers; type optimizer.betas=<list of numbers>"
+    ),
+    "model.width=100 model.num_heads=3": (
+        "model.num_heads=3: model.width=100 does not divide into 3 heads; type model.num_heads=2"
+    ),
+    "model=llama_nano model.num_kv_heads=3": (
+        "model.num_kv_heads=3: model.num_heads=4 does not divide into 3 groups; type model.num_kv_heads=2"
+    ),
+    "model=llama_nano model.width=36 model.num_heads=4": (
+        "model.num_heads=4: rotary positions turn pairs, and model.width=36 makes heads of 9; type model.width=32"
+    ),
+    "global_batch_size=10 micro_batch_size=4": (
+        "global_batch_size=10: 10 samples do not divide into micro-batches of 4 on 1 device; type global_batch_size=12 (or 8)"
+    ),
+    "global_batch_size=16 trainer.accumulate_grad_batches=3": (
+        "global_batch_size=16: 16 samples do not divide into 3 micro-batches on 1 device; type global_batch_size=18 (or 15)"
+    ),
+    "global_batch_size=16 micro_batch_size=4 trainer.accumulate_grad_batches=2": (
+        "trainer.accumulate_grad_batches=2: global_batch_size=16 in micro-batches of 4 on 1 device takes 4 passes; type trainer.accumulate_grad_batches=4"
+    ),
+    "trainer.devices=2": (
+        "trainer.devices=2 trainer.num_nodes=1: strategy=single trains on one device; type trainer.devices=1 trainer.num_nodes=1"
+    ),
+    "seq_len=4096": (
+        "seq_len=4096: the model sees at most model.max_seq_len=256 tokens; type seq_len=256"
+    ),
+    "tokenizer=bytes model.vocab_size=100": (
+        "tokenizer.vocab_size=257: the model knows model.vocab_size=100 tokens; type model.vocab_size=257"
+    ),
+    "tokenizer.vocab_size=5000": (
+        "tokenizer.vocab_size=5000: the model knows model.vocab_size=2048 tokens; type model.vocab_size=5000"
+    ),
+    "data=digits": (
+        "model=gpt2_nano data=digits: the model takes tokens, the data gives images; type data=stdlib_text"
+    ),
+    "model=resnet18 data=stdlib_text": (
+        "model=resnet18 data=stdlib_text: the model takes images, the data gives tokens; type data=digits"
+    ),
+    "task=classification": (
+        "model=gpt2_nano task=classification: the model takes tokens, the task images; type task=language_modeling"
+    ),
+    "precision=16-mixed trainer.accelerator=cpu": (
+        "precision=16-mixed: float16 and its loss scaler need a GPU; type precision=bf16-mixed"
+    ),
+    "scheduler=warmup_stable_decay trainer.max_steps=100": (
+        "scheduler.warmup_steps=40 scheduler.decay_steps=200: together they are longer than trainer.max_steps=100; type scheduler.warmup_steps=10 scheduler.decay_steps=20"
+    ),
+    "scheduler=constant_cooldown scheduler.cooldown_steps=500": (
+        "scheduler.warmup_steps=0 scheduler.cooldown_steps=500: together they are longer than trainer.max_steps=400; type scheduler.warmup_steps=40 scheduler.cooldown_steps=80"
+    ),
+    "data=text_files": ("no data.path: it has no default; type data.path=<text>"),
+    "data=text_files data.path=no/such/folder": (
+        "data.path=no/such/folder: there is no such file or folder; type data.path=<a path that exists>"
+    ),
+    "resume=no/such/run": (
+        "resume=no/such/run: there is no such folder; type resume=<a run folder or a checkpoint>"
+    ),
+    "resume=auto": (
+        "resume=auto: each start of this command makes a new run folder, so there is nothing to find; type resume=auto hydra.run.dir=<folder>"
+    ),
+    "mode=sample": ("mode=sample: it needs a checkpoint; type mode=sample resume=<run folder>"),
+    "mode=export model=resnet18 resume=auto hydra.run.dir=x": (
+        "mode=export: it is for language models alone; type mode=evaluate resume=<run folder>"
+    ),
+    "mode=sample mode.temperature=-1 resume=auto hydra.run.dir=x": (
+        "mode.temperature=-1: a temperature is at least 0; type mode.temperature=<at least 0>"
+    ),
+    "mode=sample mode.top_p=1.5 resume=auto hydra.run.dir=x": (
+        "mode.top_p=1.5: a probability is from 0 to 1; type mode.top_p=<from 0 to 1>"
+    ),
+    "trainer.max_steps=0": (
+        "trainer.max_steps=0: a number of optimizer steps is at least 1; type trainer.max_steps=<at least 1>"
+    ),
+    "log_every=0": (
+        "log_every=0: a number of optimizer steps is at least 1; type log_every=<at least 1>"
+    ),
+    "seed=-1": ("seed=-1: a seed is at least 0; type seed=<at least 0>"),
+    "compile=yes_please": (
+        "compile=yes_please: it takes true or false; type compile=<true or false>"
+    ),
+    "foo": ("foo: it is no key=value; type key=value; quote a value with spaces or commas"),
+    "scheduler.warmup=3": (
+        "scheduler.warmup=3: there is no 'scheduler.warmup'; type scheduler.warmup_steps=3"
+    ),
+    "model.dropout=1.0": (
+        "model.dropout=1.0: a probability is from 0 to 0.999; type model.dropout=<from 0 to 0.999>"
+    ),
+    "eval_samples=0": (
+        "eval_samples=0: a number of samples is at least 1; type eval_samples=<at least 1>"
+    ),
+    "data.val_fraction=0.95": (
+        "data.val_fraction=0.95: a fraction is above 0 and below 0.9; type data.val_fraction=<above 0 and below 0.9>"
+    ),
+    "+model.nonsense=3": (
+        "model.nonsense=3: GPT2 has no argument 'nonsense'; type '~model.nonsense' to leave it out"
+    ),
+    "~optimizer.lr": ("no optimizer.lr: adamw needs it; type +optimizer.lr=<value>"),
+    "checkpoint.keep_last=0": (
+        "checkpoint.keep_last=0: a number of checkpoints is at least 1; type checkpoint.keep_last=<at least 1>"
+    ),
+    "name=[a]": ("name=['a']: it takes text; type name=<text>"),
+    "resume=3": ("resume=3: it takes text or null; type resume=<text or null>"),
+}
+
+
+@pytest.mark.parametrize("typed", MESSAGES)
+def test_a_mistake_is_one_sentence_that_says_what_to_type(typed: str) -> None:
+    _, mistakes = compose_and_check(shlex.split(typed))
+    assert [str(mistake) for mistake in mistakes] == [MESSAGES[typed]]
+
+
+def test_there_are_more_than_thirty_kinds_of_mistakes() -> None:
+    assert len(MESSAGES) > 30
+
+
+def test_five_mistakes_are_reported_together_in_three_lines_each() -> None:
+    _, mistakes = compose_and_check(
+        ["modle=gpt2", "optimizer.lrr=1", "trainer.max_stepz=3", "recipe=quick", "seed=-1"]
+    )
+    text = report(mistakes)
+    assert text.splitlines()[0] == "The config has 5 mistakes; nothing was built."
+    assert text.count("\n   type: ") == 5
+
+
+def test_a_typo_inside_a_yaml_file_is_found_although_hydra_takes_it(tmp_path: Path) -> None:
+    config = composed_config()
+    config["model"]["num_layer"] = 4
+    config["callbacks"]["progress"]["colour"] = "red"
+    config["strtegy"] = {}
+    from recipes.check import check
+
+    assert [str(mistake) for mistake in check(config, {}, [])] == [
+        "strtegy=…: there is no such word or section; type strategy=…",
+        "model.num_layer=4: GPT2 has no argument 'num_layer'; type model.num_layers=4",
+        "callbacks.progress.colour=red: ProgressLine has no argument 'colour';"
+        " type '~callbacks.progress.colour' to leave it out",
+    ]
+
+
+def test_an_argument_of_the_trainer_that_no_yaml_lists_may_be_typed() -> None:
+    assert composed_config("trainer.benchmark=true")["trainer"]["benchmark"] is True
+
+
+def test_a_mistake_ends_with_exit_code_2_and_leaves_no_folder(tmp_path: Path) -> None:
+    done = run_train(["model=gpt3"], folder=tmp_path)
+    assert done.returncode == 2
+    assert "type: model=gpt2" in done.stderr
+    assert list(tmp_path.iterdir()) == []
+
+
+@pytest.mark.parametrize("typed", ["optimizer.lr=fast", "trainer.max_stepz=3", "data=digits"])
+def test_a_mistake_is_found_without_importing_torch_or_lightning(typed: str) -> None:
+    program = (
+        "import sys; from recipes.launch import compose_and_check;"
+        f"_, mistakes = compose_and_check([{typed!r}]); assert mistakes;"
+        "assert not {'torch', 'lightning', 'numpy', 'transformers'} & set(sys.modules)"
+    )
+    subprocess.run([sys.executable, "-c", program], check=True, cwd=ROOT)
+
+
+def test_a_mistake_is_an_error_with_three_clauses() -> None:
+    mistake = Mistake("seed=-1", "a seed is at least 0", "seed=0")
+    assert isinstance(mistake, ValueError)
+    assert str(mistake) == "seed=-1: a seed is at least 0; type seed=0"

@@ -1,0 +1,122 @@
+"""A file, a folder or a glob; every mistake says what to type."""
+
+import pytest
+
+from recipes.data.text_files import TEXT_SUFFIXES, TextFiles
+from recipes.mistake import Mistake
+from recipes.tokenizer.bytes import Bytes
+
+USUAL = "data.path=<file, folder or 'glob/**/*.txt' of UTF-8 text>"
+
+
+@pytest.fixture
+def source(tmp_path):
+    def make(path, **changes):
+        settings = {
+            "tokenizer": Bytes(),
+            "seq_len": 8,
+            "val_fraction": 0.2,
+            "cache_dir": str(tmp_path / "cache"),
+        }
+        return TextFiles(path=str(path), **(settings | changes))
+
+    return make
+
+
+@pytest.fixture
+def folder(tmp_path):
+    texts = tmp_path / "texts"
+    for name in ("b.txt", "a/z.md", "a/c.bin", ".hidden/h.txt", "a/.h.txt", "d.TXT"):
+        (texts / name).parent.mkdir(parents=True, exist_ok=True)
+        (texts / name).write_text(f"text of {name}; " * 9)
+    return texts
+
+
+def names(source):
+    return [document.name for document in source.list_documents()]
+
+
+def test_a_folder_gives_its_text_files_by_relative_path(source, folder):
+    assert names(source(folder)) == ["a/z.md", "b.txt", "d.TXT"]
+
+
+def test_a_glob_gives_whatever_it_names(source, folder):
+    assert names(source(f"{folder}/**/*.bin")) == ["c.bin"]
+    assert names(source(f"{folder}/**/*")) == ["a/c.bin", "a/z.md", "b.txt", "d.TXT"]
+
+
+def test_a_file_gives_itself(source, folder):
+    assert names(source(folder / "a/c.bin")) == ["c.bin"]
+
+
+def test_windows_of_both_splits_hold_the_text(source, folder):
+    text_files = source(folder / "b.txt")
+    text_files.prepare()
+    first = text_files.train()[0]["inputs"].tolist()
+    assert text_files.tokenizer.decode(first) == "text of "
+    assert len(text_files.val()) > 0
+    assert text_files.vocab_size == 257
+    assert text_files.document_names("train", 0) == ["b.txt"]
+
+
+@pytest.mark.parametrize(
+    ("path", "why", "remedy"),
+    [
+        ("missing", "there is no such file or folder", USUAL),
+        ("*.nothing", "no file matches", USUAL),
+        ("empty.txt", "there is no text in it, 0 bytes", USUAL),
+    ],
+)
+def test_a_path_without_text_is_refused(source, tmp_path, path, why, remedy):
+    (tmp_path / "empty.txt").write_text("")
+    with pytest.raises(Mistake) as caught:
+        source(tmp_path / path).prepare()
+    assert str(caught.value) == f"data.path={tmp_path / path}: {why}; type {remedy}"
+    assert not (tmp_path / "cache").exists()
+
+
+def test_a_folder_without_text_files_lists_the_suffixes(source, tmp_path):
+    (tmp_path / "data").mkdir()
+    (tmp_path / "data/a.bin").write_text("text")
+    with pytest.raises(Mistake) as caught:
+        source(tmp_path / "data").prepare()
+    shown = " ".join(sorted(TEXT_SUFFIXES))
+    assert caught.value.why == f"the folder has no text files (by suffix: {shown})"
+    assert caught.value.remedy == f"data.path='{tmp_path}/data/**/*' to read every file in it"
+
+
+def test_too_little_text_is_refused_for_either_split(source, tmp_path):
+    (tmp_path / "short.txt").write_text("0123456789")
+    with pytest.raises(Mistake) as caught:
+        source(tmp_path / "short.txt", seq_len=20).prepare()
+    assert str(caught.value) == (
+        "seq_len=20: the training split has 9 tokens and one sample takes 21; "
+        "type seq_len=8 or less, or data.path=<more text>"
+    )
+    with pytest.raises(Mistake) as caught:
+        source(tmp_path / "short.txt").prepare()
+    assert str(caught.value) == (
+        "seq_len=8: the validation split has 2 tokens and one sample takes 9; "
+        "type seq_len=1 or less, or a larger data.val_fraction, or data.path=<more text>"
+    )
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"seq_len": 0}, "seq_len=0: a sample has at least one token; type seq_len=256"),
+        (
+            {"val_fraction": 1.0},
+            "data.val_fraction=1.0: a share between 0 and 1 is held out, and something must be "
+            "left on both sides; type data.val_fraction=0.05",
+        ),
+        (
+            {"tokenizer": {}},
+            "tokenizer=none: text needs a tokenizer; type tokenizer=bpe or =bytes",
+        ),
+    ],
+)
+def test_settings_out_of_range_are_refused(source, changes, message):
+    with pytest.raises(Mistake) as caught:
+        source("anything", **changes)
+    assert str(caught.value) == message

@@ -1,0 +1,139 @@
+"""Tokens made elsewhere are mapped as they are, and refused where they cannot be right."""
+
+import numpy as np
+import pytest
+
+from recipes.data.token_file import TokenFile
+from recipes.mistake import Mistake
+
+
+@pytest.fixture
+def source(tmp_path):
+    def make(path, **changes):
+        settings = {
+            "dtype": "uint16",
+            "val_path": None,
+            "val_fraction": 0.2,
+            "vocab_size": 1000,
+            "seq_len": 10,
+            "cache_dir": str(tmp_path / "cache"),
+        }
+        return TokenFile(path=str(path), **(settings | changes))
+
+    return make
+
+
+def write(path, values, dtype="uint16"):
+    np.array(values, dtype=dtype).tofile(path)
+    return path
+
+
+def test_the_tail_is_for_validation(source, tmp_path):
+    data = source(write(tmp_path / "t.bin", range(100)))
+    data.prepare()
+    assert data.train()[0]["inputs"].tolist() == list(range(10))
+    assert (len(data.train()), len(data.val())) == (7, 1)
+    assert data.val()[0]["inputs"].tolist() == list(range(80, 90))
+    assert data.tokenizer is None
+
+
+def test_a_file_of_its_own_for_validation_leaves_the_whole_of_the_other(source, tmp_path):
+    val = write(tmp_path / "v.bin", range(500, 521))
+    data = source(write(tmp_path / "t.bin", range(101)), val_path=str(val))
+    data.prepare()
+    assert (len(data.train()), len(data.val())) == (10, 2)
+    assert data.val()[1]["targets"].tolist() == list(range(511, 521))
+
+
+@pytest.mark.parametrize("dtype", ["uint16", "uint32"])
+def test_npy_and_raw_files_give_the_same_samples(source, tmp_path, dtype):
+    np.save(tmp_path / "t.npy", np.arange(100, dtype=dtype))
+    raw = source(write(tmp_path / "t.bin", range(100), dtype), dtype=dtype)
+    npy = source(tmp_path / "t.npy")
+    raw.prepare()
+    npy.prepare()
+    for i in range(7):
+        assert raw.train()[i]["inputs"].tolist() == npy.train()[i]["inputs"].tolist()
+
+
+def test_a_token_beyond_the_vocabulary_is_refused_also_in_a_late_chunk(
+    source, tmp_path, monkeypatch
+):
+    monkeypatch.setattr("recipes.data.token_file._CHUNK_TOKENS", 16)
+    path = write(tmp_path / "t.bin", [*range(99), 1000])
+    with pytest.raises(Mistake) as caught:
+        source(path).prepare()
+    assert str(caught.value) == (
+        f"data.path={path}: it has token 1000 and the vocabulary ends at 999; "
+        "type model.vocab_size=1001 or more, or the right data.dtype"
+    )
+    source(path, vocab_size=1001).prepare()
+
+
+def test_the_verdict_is_remembered_until_the_file_changes(source, tmp_path, monkeypatch):
+    path = write(tmp_path / "t.bin", range(100))
+    source(path).prepare()
+    with monkeypatch.context() as patch:
+        patch.setattr(np, "fromfile", lambda *_, **__: pytest.fail("read again"))
+        source(path).prepare()
+    write(path, range(950, 1060))
+    with pytest.raises(Mistake, match="token 1059"):
+        source(path).prepare()
+
+
+@pytest.mark.parametrize(
+    ("content", "why", "remedy"),
+    [
+        (None, "there is no such file", "data.path=<file of uint16 tokens>"),
+        (b"", "the file is empty", "data.path=<file of uint16 tokens>"),
+        (
+            b"abc",
+            "3 bytes are no whole number of uint16 tokens: the file was cut off",
+            "data.path=<file of uint16 tokens>, copied again, or the right data.dtype",
+        ),
+    ],
+)
+def test_a_file_that_is_no_tokens_is_refused(source, tmp_path, content, why, remedy):
+    path = tmp_path / "t.bin"
+    if content is not None:
+        path.write_bytes(content)
+    with pytest.raises(Mistake) as caught:
+        source(path).prepare()
+    assert str(caught.value) == f"data.path={path}: {why}; type {remedy}"
+    assert not (tmp_path / "cache").exists()
+
+
+def test_a_file_shorter_than_one_sequence_is_refused_for_either_split(source, tmp_path):
+    path = write(tmp_path / "t.bin", range(12))
+    with pytest.raises(Mistake) as caught:
+        source(path).prepare()
+    assert str(caught.value) == (
+        "seq_len=10: the training split has 10 tokens and one sample takes 11; "
+        "type seq_len=9 or less, or data.path=<more tokens>"
+    )
+    with pytest.raises(Mistake, match="the validation split has 4 tokens"):
+        source(write(path, range(20))).prepare()
+
+
+def test_other_arrays_are_refused(source, tmp_path):
+    remedy = "data.path=<one-dimensional .npy of uint16 or uint32>"
+    path = tmp_path / "t.npy"
+    for array in (np.zeros(9), np.zeros((3, 3), np.uint16)):
+        np.save(path, array)
+        with pytest.raises(Mistake) as caught:
+            source(path).prepare()
+        assert str(caught.value) == (
+            f"data.path={path}: it holds {array.dtype} {array.shape}; type {remedy}"
+        )
+    np.save(path, np.arange(100, dtype=np.uint16))
+    path.write_bytes(path.read_bytes()[:-7])
+    with pytest.raises(Mistake, match=r"it is no whole \.npy file"):
+        source(path).prepare()
+
+
+def test_a_type_that_no_tokens_have_is_refused(source):
+    with pytest.raises(Mistake) as caught:
+        source("t.bin", dtype="int64")
+    assert str(caught.value) == (
+        "data.dtype=int64: tokens are whole numbers from 0; type data.dtype=uint16 or uint32"
+    )

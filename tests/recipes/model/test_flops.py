@@ -1,0 +1,108 @@
+"""FLOPs per token: published figures, and torch's own counter with every difference named."""
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch.nn.attention import SDPBackend, sdpa_kernel
+from torch.utils.flop_counter import FlopCounterMode
+
+from recipes.model.flops import Flops
+from recipes.model.gpt2 import GPT2
+from recipes.model.llama import Llama
+from recipes.model.resnet18 import ResNet18
+
+GPT2_SHAPES = {  # layers, heads, width
+    "124M": (12, 12, 768),
+    "350M": (24, 16, 1024),
+    "774M": (36, 20, 1280),
+    "1558M": (48, 25, 1600),
+}
+
+
+@pytest.mark.parametrize(
+    ("name", "palm", "causal"),  # GFLOP at T = 1024, vocabulary 50304, positional table included
+    [
+        ("124M", 0.860, 0.803),
+        ("350M", 2.431, 2.280),
+        ("774M", 5.210, 4.927),
+        ("1558M", 10.289, 9.817),
+    ],
+)
+def test_gpt2_family_in_both_conventions(name: str, palm: float, causal: float) -> None:
+    num_layers, num_heads, width = GPT2_SHAPES[name]
+    with torch.device("meta"):
+        model = GPT2(
+            vocab_size=50257,
+            max_seq_len=1024,
+            num_layers=num_layers,
+            num_heads=num_heads,
+            width=width,
+            dropout=0.0,
+        )
+    flops = model.flops_per_token(1024)
+    # The published digits are cut off, not rounded.
+    assert int(flops.palm / 1e6) == round(palm * 1e3)
+    assert int(flops.causal / 1e6) == round(causal * 1e3)
+
+
+def test_llama_3_8b_at_8192_tokens_leaves_the_untied_embedding_out() -> None:
+    with torch.device("meta"):
+        model = Llama(
+            vocab_size=128256,
+            max_seq_len=8192,
+            num_layers=32,
+            num_heads=32,
+            num_kv_heads=8,
+            width=4096,
+            hidden_width=14336,
+            rope_theta=500000.0,
+        )
+    flops = model.flops_per_token(8192)
+    num_parameters = 8_030_261_248 - 128256 * 4096
+    assert flops == Flops(
+        palm=6 * num_parameters + 12 * 32 * 4096 * 8192,
+        causal=6 * num_parameters + 6 * 32 * 4096 * 8192,
+    )
+    assert (round(flops.palm / 1e9, 1), round(flops.causal / 1e9, 1)) == (57.9, 51.5)
+
+
+@pytest.mark.parametrize("tie_head", [True, False])
+def test_gpt2_differs_from_torchs_counter_by_norms_biases_and_positions_alone(
+    tie_head: bool,
+) -> None:
+    with torch.device("meta"):
+        model = GPT2(
+            vocab_size=64,
+            max_seq_len=32,
+            num_layers=2,
+            num_heads=2,
+            width=16,
+            dropout=0.0,
+            tie_head=tie_head,
+        )
+    inputs = torch.zeros(3, 32, dtype=torch.long, device="meta")
+    # The math backend: torch counts a fused backward as five products of T x T instead of four.
+    with FlopCounterMode(display=False) as counter, sdpa_kernel(SDPBackend.MATH):
+        logits = model(inputs)
+        F.cross_entropy(logits.flatten(0, 1), inputs.flatten()).backward()
+    counted = counter.get_total_flops() / inputs.numel()
+    not_multiplied = model.position.weight.numel() + sum(
+        parameter.numel() for parameter in model.parameters() if parameter.dim() == 1
+    )
+    assert model.flops_per_token(32).palm - counted == 6 * not_multiplied
+
+
+@pytest.mark.parametrize(("small_images", "image_size"), [(False, 224), (True, 32), (True, 8)])
+def test_resnet18_forward_equals_torchs_counter(small_images: bool, image_size: int) -> None:
+    with torch.device("meta"):
+        model = ResNet18(num_classes=1000, in_channels=3, small_images=small_images)
+        images = torch.empty(2, 3, image_size, image_size)
+    with FlopCounterMode(display=False) as counter:
+        model(images)
+    assert model.flops_per_sample(image_size).palm == 3 * counter.get_total_flops() / 2
+
+
+def test_resnet18_forward_takes_the_published_1_81_billion_multiply_adds() -> None:
+    with torch.device("meta"):
+        model = ResNet18(num_classes=1000, in_channels=3, small_images=False)
+    assert model.flops_per_sample(224).palm / 6 == 1_814_073_344

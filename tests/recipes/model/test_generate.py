@@ -1,0 +1,210 @@
+"""Generation: with the cache and without it the same tokens; sampling by numbers."""
+
+import math
+
+import pytest
+import torch
+from torch import nn
+
+from recipes.mistake import Mistake
+from recipes.model.generate import generate, sampling_probabilities
+from recipes.model.gpt2 import GPT2
+from recipes.model.kv_cache import KeyValueCache, causal_mask
+from recipes.model.llama import Llama
+
+torch.set_num_threads(1)
+
+ARCHITECTURES = ["gpt2", "llama", "llama_qk_norm"]
+MAX_SEQ_LEN = 16
+
+
+def model_of(architecture: str) -> GPT2 | Llama:
+    """A small model whose weights are large enough that the likeliest token changes."""
+    model: GPT2 | Llama
+    if architecture == "gpt2":
+        model = GPT2(
+            vocab_size=50,
+            max_seq_len=MAX_SEQ_LEN,
+            num_layers=2,
+            num_heads=4,
+            width=32,
+            dropout=0.1,
+        )
+    else:
+        model = Llama(
+            vocab_size=50,
+            max_seq_len=MAX_SEQ_LEN,
+            num_layers=2,
+            num_heads=4,
+            num_kv_heads=2,
+            width=32,
+            hidden_width=48,
+            rope_theta=10000.0,
+            qk_norm=architecture == "llama_qk_norm",
+        )
+    model.init_weights(0)
+    with torch.no_grad():
+        for parameter in model.parameters():
+            if parameter.dim() == 2:
+                parameter.mul_(8.0)
+    return model
+
+
+def greedy(model: GPT2 | Llama, num_tokens: int, **options: bool) -> list[int]:
+    return generate(
+        model, [1, 2, 3], num_tokens, temperature=0.0, top_k=None, top_p=None, seed=0, **options
+    )
+
+
+def sampled(model: GPT2 | Llama, seed: int) -> list[int]:
+    return generate(model, [1, 2, 3], 20, temperature=1.0, top_k=None, top_p=None, seed=seed)
+
+
+@pytest.mark.parametrize("architecture", ARCHITECTURES)
+@pytest.mark.parametrize("chunks", [(16,), (1,) * 16, (5, 1, 7, 3)])
+def test_logits_with_the_cache_equal_those_without(
+    architecture: str, chunks: tuple[int, ...]
+) -> None:
+    model = model_of(architecture).eval()
+    tokens = torch.randint(0, 50, (2, 16), generator=torch.Generator().manual_seed(0))
+    whole = model(tokens)
+    cache = KeyValueCache(num_layers=2, capacity=16)
+    for chunk in tokens.split(chunks, dim=1):
+        last = model(chunk, cache=cache)
+        assert last.shape == (2, 1, 64)
+        # One row instead of 16 in the same sums: float32 rounding of logits of order 1.
+        expected = whole[:, cache.length - 1]
+        torch.testing.assert_close(last[:, 0], expected, rtol=1e-5, atol=1e-5)
+    assert cache.length == 16
+
+
+@pytest.mark.parametrize("architecture", ARCHITECTURES)
+def test_greedy_tokens_are_the_same_with_and_without_the_cache_past_two_windows(
+    architecture: str,
+) -> None:
+    model = model_of(architecture)
+    with_cache = greedy(model, 40)
+    assert with_cache == greedy(model, 40, use_cache=False)
+    assert len(with_cache) == 40
+    assert len(set(with_cache)) > 5  # no fixed point that would prove nothing
+    assert max(with_cache) < 50
+
+
+def test_a_full_window_slides_to_its_newest_half() -> None:
+    model = model_of("llama")
+    seen: list[int] = []
+    handle = model.embedding.register_forward_pre_hook(
+        lambda module, inputs: seen.append(inputs[0].shape[1])
+    )
+    greedy(model, 24)
+    handle.remove()
+    # 3 of the prompt, then one by one to 16; the 17th makes the window the newest 8.
+    assert seen == [3, *[1] * 13, 8, *[1] * 8, 8]
+
+
+def test_a_prompt_longer_than_the_window_is_cut_to_its_newest_half() -> None:
+    model = model_of("gpt2")
+    long = list(range(40))
+    options = dict(temperature=0.0, top_k=None, top_p=None, seed=0)
+    assert generate(model, long, 5, **options) == generate(model, long[-8:], 5, **options)
+
+
+def test_same_seed_same_text_other_seed_other_text() -> None:
+    model = model_of("gpt2")
+    assert sampled(model, 1) == sampled(model, 1)
+    assert sampled(model, 1) != sampled(model, 2)
+
+
+def test_generation_stops_before_end_of_text() -> None:
+    model = model_of("gpt2")
+    tokens = greedy(model, 20)
+    end = tokens[7]
+    stopped = generate(
+        model, [1, 2, 3], 20, temperature=0.0, top_k=None, top_p=None, seed=0, end_of_text=end
+    )
+    assert stopped == tokens[: tokens.index(end)]
+
+
+def test_the_model_is_left_as_it_was_and_no_gradient_is_recorded() -> None:
+    model = model_of("gpt2").train()
+    model.blocks[0].eval()
+    modes = {name: module.training for name, module in model.named_modules()}
+    state = torch.get_rng_state()
+    sampled(model, 1)
+    assert modes == {name: module.training for name, module in model.named_modules()}
+    assert torch.equal(state, torch.get_rng_state())
+    assert all(parameter.grad is None for parameter in model.parameters())
+
+
+def test_compiled_blocks_generate_eagerly_and_are_not_compiled_again() -> None:
+    model = model_of("llama")
+    expected = greedy(model, 20)
+    compiled: list[nn.Module] = []
+
+    def backend(module: nn.Module, inputs: list[torch.Tensor]) -> nn.Module:
+        compiled.append(module)
+        return module
+
+    for block in model.blocks:
+        block.compile(backend=backend)
+    assert greedy(model, 20) == expected
+    assert compiled == []
+
+
+LOGITS = torch.tensor([0.5, 0.25, 0.125, 0.125]).log()
+
+
+def probabilities(**changes: float | None) -> list[float]:
+    options: dict[str, float | None] = dict(temperature=1.0, top_k=None, top_p=None)
+    result = sampling_probabilities(LOGITS, **(options | changes))  # type: ignore[arg-type]
+    return [round(value, 6) for value in result.tolist()]
+
+
+def test_temperature_divides_the_logits() -> None:
+    assert probabilities() == [0.5, 0.25, 0.125, 0.125]
+    squares = [0.25, 0.0625, 0.015625, 0.015625]
+    assert probabilities(temperature=0.5) == [round(x / sum(squares), 6) for x in squares]
+    assert probabilities(temperature=0.0) == [1.0, 0.0, 0.0, 0.0]
+
+
+def test_top_k_keeps_the_k_likeliest_and_ties_of_the_last() -> None:
+    assert probabilities(top_k=1) == [1.0, 0.0, 0.0, 0.0]
+    assert probabilities(top_k=2) == [0.666667, 0.333333, 0.0, 0.0]
+    assert probabilities(top_k=3) == [0.5, 0.25, 0.125, 0.125]
+    assert probabilities(top_k=99) == [0.5, 0.25, 0.125, 0.125]
+
+
+def test_top_p_keeps_the_fewest_tokens_that_hold_p() -> None:
+    assert probabilities(top_p=0.5) == [1.0, 0.0, 0.0, 0.0]
+    assert probabilities(top_p=0.51) == [0.666667, 0.333333, 0.0, 0.0]
+    assert probabilities(top_p=0.75) == [0.666667, 0.333333, 0.0, 0.0]
+    assert probabilities(top_p=1.0) == [0.5, 0.25, 0.125, 0.125]
+
+
+def test_top_p_counts_what_top_k_leaves() -> None:
+    assert probabilities(top_k=2, top_p=0.6) == [1.0, 0.0, 0.0, 0.0]
+
+
+def test_padded_tokens_are_never_drawn() -> None:
+    logits = torch.tensor([0.0, 0.0, -math.inf, -math.inf])
+    result = sampling_probabilities(logits, temperature=2.0, top_k=3, top_p=1.0)
+    assert result.tolist() == [0.5, 0.5, 0.0, 0.0]
+
+
+@pytest.mark.parametrize(
+    "changes", [{"temperature": -1.0}, {"top_k": 0}, {"top_p": 0.0}, {"top_p": 1.1}]
+)
+def test_settings_that_cannot_be_are_refused(changes: dict[str, float]) -> None:
+    options = dict(temperature=1.0, top_k=None, top_p=None, seed=0) | changes
+    with pytest.raises(Mistake, match=next(iter(changes))):
+        generate(model_of("gpt2"), [1], 1, **options)
+
+
+def test_an_empty_prompt_is_refused() -> None:
+    with pytest.raises(Mistake, match="an empty prompt"):
+        generate(model_of("gpt2"), [], 1, temperature=0.0, top_k=None, top_p=None, seed=0)
+
+
+def test_the_mask_of_two_new_tokens_after_three_held() -> None:
+    mask = causal_mask(2, num_held=5, device=torch.device("cpu"))
+    assert mask.tolist() == [[True] * 4 + [False], [True] * 5]

@@ -1,0 +1,114 @@
+"""First weights depend on the seed, the name and the shape, and on nothing else."""
+
+import math
+from pathlib import Path
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.distributed.fsdp import fully_shard
+from torch.distributed.tensor import DTensor
+
+from recipes.model import initialize
+from recipes.model.gpt2 import GPT2
+from recipes.model.init import generator_for, named_parameters, normal_
+
+torch.set_num_threads(1)
+
+
+def small(**changes: object) -> GPT2:
+    settings = dict(
+        vocab_size=100, max_seq_len=16, num_layers=2, num_heads=4, width=32, dropout=0.0
+    )
+    return GPT2(**(settings | changes))  # type: ignore[arg-type]
+
+
+def weights(model: nn.Module) -> dict[str, torch.Tensor]:
+    return {name: parameter.detach().clone() for name, parameter in named_parameters(model)}
+
+
+def test_same_seed_and_name_draw_the_same_and_each_difference_draws_another() -> None:
+    def draw(name: str, seed: int) -> torch.Tensor:
+        return torch.randn(8, generator=generator_for(name, seed=seed))
+
+    assert torch.equal(draw("a", 1), draw("a", 1))
+    assert not torch.equal(draw("a", 1), draw("b", 1))
+    assert not torch.equal(draw("a", 1), draw("a", 2))
+    # Pinned: a change of the rule would change every run that is repeated from its seed.
+    assert generator_for("blocks.0.mlp.up.weight", seed=1234).initial_seed() == 926403507
+
+
+def test_a_deeper_model_begins_with_the_weights_of_the_shallow_one() -> None:
+    shallow, deep = small(num_layers=2), small(num_layers=3)
+    shallow.init_weights(7)
+    torch.manual_seed(99)  # the global generator has no say
+    deep.init_weights(7)
+    deeper = weights(deep)
+    for name, values in weights(shallow).items():
+        scale = math.sqrt(3 / 2) if name.endswith(".out.weight") else 1.0
+        torch.testing.assert_close(values, deeper[name] * scale, rtol=1e-6, atol=0)
+
+
+def test_padding_changes_no_row_that_existed() -> None:
+    padded, plain = small(pad_vocab_to=64), small(pad_vocab_to=1)
+    for model in (padded, plain):
+        model.init_weights(7)
+    assert torch.equal(padded.embedding.weight[:100], plain.embedding.weight)
+    assert torch.equal(padded.embedding.weight[100:], torch.zeros(28, 32))
+
+
+def test_every_parameter_has_the_spread_it_is_given() -> None:
+    model = small(width=256, num_layers=2)
+    model.init_weights(0)
+    for name, values in weights(model).items():
+        if values.dim() == 1:
+            expected = 0.0 if name.endswith("bias") else 1.0
+            assert torch.equal(values, torch.full_like(values, expected)), name
+            continue
+        std = 0.02 / 2.0 if name.endswith(".out.weight") else 0.02  # sqrt(2 L) = 2
+        real = values[:100] if name == "embedding.weight" else values
+        # The spread of n draws is known to 1 / sqrt(2 n): 1.1 % for the smallest, 4096 draws; 5 sigma.
+        assert real.std().item() == pytest.approx(std, rel=0.055), name
+
+
+def test_wrapped_blocks_draw_what_plain_blocks_draw() -> None:
+    plain, wrapped = small(), small()
+    for index, block in enumerate(wrapped.blocks):
+        wrapped.blocks[index] = torch.compile(block, backend="eager")  # type: ignore[assignment]
+    plain.init_weights(0)
+    wrapped.init_weights(0)
+    assert "blocks.0._orig_mod.mlp.up.weight" in dict(wrapped.named_parameters())
+    for name, values in weights(plain).items():
+        assert torch.equal(values, weights(wrapped)[name]), name
+
+
+def test_bfloat16_parameters_are_the_rounded_float32_ones() -> None:
+    wide = torch.empty(64, 64)
+    narrow = torch.empty(64, 64, dtype=torch.bfloat16)
+    for parameter in (wide, narrow):
+        normal_(parameter, name="x", seed=0, std=0.02)
+    assert torch.equal(wide.bfloat16(), narrow)
+
+
+def test_a_sharded_model_draws_the_weights_of_the_whole_one(tmp_path: Path) -> None:
+    dist.init_process_group("gloo", init_method=f"file://{tmp_path}/store", rank=0, world_size=1)
+    try:
+        mesh = dist.init_device_mesh("cpu", (1,))
+        with torch.device("meta"):
+            model = small()
+        for block in model.blocks:
+            fully_shard(block, mesh=mesh)
+        fully_shard(model, mesh=mesh)
+        model.to_empty(device="cpu")
+        initialize(model, seed=3)
+        assert model.head.weight is model.embedding.weight
+        whole = small()
+        initialize(whole, seed=3)
+        for name, parameter in named_parameters(model):
+            assert isinstance(parameter, DTensor)
+            assert torch.equal(parameter.full_tensor(), weights(whole)[name]), name
+        inputs = torch.arange(16)[None]
+        assert torch.equal(model(inputs), whole(inputs))
+    finally:
+        dist.destroy_process_group()

@@ -1,0 +1,59 @@
+"""Every conf/model/*.yaml builds, on the meta device, with exactly the parameters it is known for."""
+
+import importlib
+from pathlib import Path
+
+import pytest
+import torch
+import yaml
+from torch import nn
+
+FOLDER = Path(__file__).parents[3] / "conf" / "model"
+NUM_PARAMETERS = {  # without vocabulary padding
+    "gpt2_nano": 1_088_256,
+    "gpt2": 124_439_808,
+    "gpt2_medium": 354_823_168,
+    "gpt2_large": 774_030_080,
+    "gpt2_xl": 1_557_611_200,
+    "llama_nano": 1_000_576,
+    "llama_160m": 162_417_408,
+    "llama_1b": 1_235_814_400,
+    "llama_8b": 8_030_261_248,
+    "resnet18": 11_172_810,
+}
+
+
+def build(option: str, **changes: object) -> nn.Module:
+    node = yaml.safe_load((FOLDER / f"{option}.yaml").read_text())
+    node.pop("defaults", None)
+    module, name = node.pop("_target_").rsplit(".", 1)
+    assert module == f"recipes.model.{option.split('_')[0]}"
+    with torch.device("meta"):
+        model: nn.Module = getattr(importlib.import_module(module), name)(**(node | changes))
+    return model
+
+
+def count(model: nn.Module) -> int:
+    return sum(parameter.numel() for parameter in model.parameters())
+
+
+def test_every_option_is_counted_here() -> None:
+    assert {file.stem for file in FOLDER.glob("*.yaml")} == set(NUM_PARAMETERS)
+
+
+@pytest.mark.parametrize("option", NUM_PARAMETERS)
+def test_number_of_parameters(option: str) -> None:
+    changes = {} if option == "resnet18" else {"pad_vocab_to": 1}
+    model = build(option, **changes)
+    assert count(model) == NUM_PARAMETERS[option]
+    everything = [*model.parameters(), *model.buffers()]
+    assert all(tensor.is_meta for tensor in everything)  # llama_8b: 32 GB that nobody takes
+
+
+def test_padding_gpt2_to_50304_tokens_adds_47_rows() -> None:
+    assert count(build("gpt2")) - NUM_PARAMETERS["gpt2"] == 47 * 768
+
+
+def test_resnet18_for_a_thousand_classes_of_large_images_has_the_published_size() -> None:
+    model = build("resnet18", num_classes=1000, in_channels=3, small_images=False)
+    assert count(model) == 11_689_512

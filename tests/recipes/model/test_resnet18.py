@@ -1,0 +1,88 @@
+"""ResNet-18: shapes, first weights, torchvision's names."""
+
+import math
+from pathlib import Path
+
+import pytest
+import torch
+import torch.nn.functional as F
+from safetensors.torch import save_file
+
+from recipes.mistake import Mistake
+from recipes.model import initialize
+from recipes.model.resnet18 import ResNet18
+
+torch.set_num_threads(1)
+
+
+def digits(**changes: object) -> ResNet18:
+    settings = dict(num_classes=10, in_channels=1, small_images=True)
+    model = ResNet18(**(settings | changes))  # type: ignore[arg-type]
+    initialize(model, seed=0)
+    return model
+
+
+def their_name(name: str) -> str:
+    """Ours -> torchvision's, written a second time, the other way round."""
+    if name.startswith("blocks."):
+        _, index, rest = name.split(".", 2)
+        rest = rest.replace("norm", "bn").replace("shortcut", "downsample")
+        return f"layer{int(index) // 2 + 1}.{int(index) % 2}.{rest}"
+    for ours, theirs in (("stem_conv", "conv1"), ("stem_norm", "bn1"), ("head", "fc")):
+        name = name.replace(ours, theirs)
+    return name
+
+
+def test_first_loss_is_ln_of_the_classes_and_logits_have_one_row_a_picture() -> None:
+    model = digits()
+    images = torch.rand(4, 1, 8, 8, generator=torch.Generator().manual_seed(0))
+    logits = model(images)
+    assert logits.shape == (4, 10)
+    loss = F.cross_entropy(logits, torch.arange(4))
+    # The head's 0.01 on 512 features of order 1 makes logits of std 0.2.
+    assert loss.item() == pytest.approx(math.log(10), abs=0.3)
+
+
+def test_init_sets_statistics_of_batch_norm_as_well_as_weights() -> None:
+    model = digits()
+    model(torch.rand(4, 1, 8, 8))  # moves the running statistics
+    model.to_empty(device="cpu")
+    model.init_weights(0)
+    assert torch.equal(model.stem_norm.running_mean, torch.zeros(64))
+    assert torch.equal(model.stem_norm.running_var, torch.ones(64))
+    assert model.stem_norm.num_batches_tracked.item() == 0
+    for name, value in digits().state_dict().items():
+        assert torch.equal(value, model.state_dict()[name]), name
+
+
+def test_blocks_begin_as_identities() -> None:
+    block = digits().blocks[0]
+    x = torch.rand(2, 64, 4, 4)
+    assert torch.equal(block(x), x)
+
+
+@pytest.mark.parametrize("suffix", [".safetensors", ".pth"])
+def test_torchvisions_names_are_read_back_into_equal_weights(tmp_path: Path, suffix: str) -> None:
+    source = digits()
+    source(torch.rand(4, 1, 8, 8))
+    named = {their_name(name): value for name, value in source.state_dict().items()}
+    assert {"layer2.0.downsample.1.running_var", "layer4.1.bn2.bias", "fc.weight"} <= set(named)
+    file = tmp_path / f"resnet18{suffix}"
+    save_file(named, file) if suffix == ".safetensors" else torch.save(named, file)
+    model = digits(pretrained=str(file))
+    for name, value in source.state_dict().items():
+        assert torch.equal(value, model.state_dict()[name]), name
+
+
+def test_weights_of_another_shape_are_refused_and_every_difference_is_listed(
+    tmp_path: Path,
+) -> None:
+    named = {their_name(name): value for name, value in digits().state_dict().items()}
+    save_file(named, tmp_path / "resnet18.safetensors")
+    with pytest.raises(ValueError, match="stem_conv.weight is .*; head.weight is .*; head.bias is"):
+        digits(num_classes=7, in_channels=3, pretrained=str(tmp_path / "resnet18.safetensors"))
+
+
+def test_a_file_that_is_not_there_is_refused() -> None:
+    with pytest.raises(Mistake, match=r"model\.pretrained=nowhere\.pth: there is no such file"):
+        digits(pretrained="nowhere.pth")

@@ -1,0 +1,91 @@
+"""What several tests build: composed configs, runs in this process, data with uneven masks."""
+
+import csv
+import subprocess
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any, ClassVar
+
+import torch
+from torch import Tensor
+
+from recipes.launch import compose_and_check
+
+ROOT = Path(__file__).parent.parent
+
+# a run of a second: bytes, 24 small texts, no report
+TINY = (
+    "tokenizer=bytes",
+    "data=text_files",
+    "model.vocab_size=257",
+    "model.num_layers=2",
+    "model.num_heads=2",
+    "model.width=32",
+    "model.max_seq_len=32",
+    "global_batch_size=8",
+    "eval_samples=8",
+    "~callbacks.report",
+    "~callbacks.sample_text",
+)
+
+
+def composed_config(*overrides: str) -> dict[str, Any]:
+    """The config of overrides that hold no mistake."""
+    composed, mistakes = compose_and_check(overrides)
+    assert composed is not None, [str(mistake) for mistake in mistakes]
+    assert not mistakes, [str(mistake) for mistake in mistakes]
+    return composed.config
+
+
+def run_train(
+    overrides: Sequence[str], *, folder: Path = ROOT, timeout: float = 240.0
+) -> subprocess.CompletedProcess[str]:
+    """`python train.py …` as a person types it."""
+    return subprocess.run(
+        [sys.executable, str(ROOT / "train.py"), *overrides],
+        cwd=folder,
+        capture_output=True,
+        text=True,
+        timeout=timeout,
+        check=False,
+    )
+
+
+def read_metrics(run_folder: Path) -> list[dict[str, float]]:
+    """The rows of metrics.csv; empty cells left out."""
+    with (run_folder / "metrics.csv").open(newline="") as file:
+        return [
+            {name: float(value) for name, value in row.items() if value}
+            for row in csv.DictReader(file)
+        ]
+
+
+class MaskedTokens:
+    """Random tokens of which sample i has 1 + (5 i) % T targets that carry loss: uneven on purpose."""
+
+    sample_kind: ClassVar[str] = "tokens"
+    tokenizer = None
+    targets_per_sample = None
+
+    def __init__(self, *, num_samples: int, seq_len: int, vocab_size: int) -> None:
+        generator = torch.Generator().manual_seed(0)
+        shape = (num_samples, seq_len + 1)
+        self.tokens = torch.randint(vocab_size, shape, generator=generator)  # [N, T + 1]
+        self.tokens_per_sample = seq_len
+
+    def prepare(self) -> None: ...
+
+    def train(self) -> "MaskedTokens":
+        return self
+
+    def val(self) -> "MaskedTokens":
+        return self
+
+    def __len__(self) -> int:
+        return len(self.tokens)
+
+    def __getitem__(self, index: int) -> dict[str, Tensor]:
+        targets = self.tokens[index, 1:].clone()  # [T]
+        targets[1 + 5 * index % len(targets) :] = -100
+        return {"inputs": self.tokens[index, :-1], "targets": targets}

@@ -1,0 +1,93 @@
+"""conf/ is the index of the code: each option names its module, and every recipe builds every model."""
+
+import importlib
+from pathlib import Path
+
+import pytest
+import torch
+import yaml
+from support import composed_config
+
+from recipes.build import build
+from recipes.signature import read_signature
+
+ROOT = Path(__file__).parent.parent
+CONF = ROOT / "conf"
+OPTIONS = sorted(CONF.glob("*/*.yaml"))
+RECIPES = sorted(path.stem for path in (CONF / "recipe").glob("*.yaml"))
+MODELS = sorted(path.stem for path in (CONF / "model").glob("*.yaml"))
+
+
+def _targets(node: object) -> list[str]:
+    if not isinstance(node, dict):
+        return []
+    own = [node["_target_"]] if "_target_" in node else []
+    return own + [target for child in node.values() for target in _targets(child)]
+
+
+@pytest.mark.parametrize("path", OPTIONS, ids=lambda path: f"{path.parent.name}/{path.stem}")
+def test_an_option_names_the_module_of_its_group(path: Path) -> None:
+    group, option = path.parent.name, path.stem
+    for target in _targets(yaml.safe_load(path.read_text())):
+        if group == "trainer":
+            assert target == "lightning.pytorch.Trainer"
+            continue
+        if group == "callbacks":
+            assert target.startswith(f"callbacks.{option}.")
+        else:
+            assert target.startswith(f"recipes.{group}.")
+            own = ROOT / "recipes" / group / f"{option.split('_')[0]}.py"
+            if own.is_file():
+                assert target.startswith(f"recipes.{group}.{own.stem}.")
+        module, _, name = target.rpartition(".")
+        assert hasattr(importlib.import_module(module), name)
+
+
+@pytest.mark.parametrize("path", OPTIONS, ids=lambda path: f"{path.parent.name}/{path.stem}")
+def test_an_option_opens_with_what_it_is_and_its_command(path: Path) -> None:
+    lines = [line for line in path.read_text().splitlines() if not line.startswith("# @package")]
+    assert lines[0].startswith("# "), lines[0]
+    comment = [line for line in lines[:6] if line.startswith("#")]
+    assert any("python train.py" in line for line in comment), comment
+
+
+def test_every_group_has_a_module_or_is_pure_composition() -> None:
+    for folder in (path for path in CONF.iterdir() if path.is_dir()):
+        if folder.name in ("recipe", "trainer"):
+            continue
+        homes = [
+            ROOT / "callbacks",
+            ROOT / "recipes" / folder.name,
+            ROOT / f"recipes/{folder.name}.py",
+        ]
+        assert any(home.exists() for home in homes), folder.name
+
+
+def test_a_default_lives_in_the_yaml_or_in_the_signature_never_in_both() -> None:
+    for path in OPTIONS:
+        node = yaml.safe_load(path.read_text())
+        if not isinstance(node, dict) or not str(node.get("_target_", "")).startswith("recipes."):
+            continue
+        parameters = read_signature(node["_target_"]).parameters
+        both = [key for key in node if key in parameters and not parameters[key].required]
+        assert not both, f"{path.relative_to(ROOT)}: {both}"
+
+
+@pytest.mark.parametrize("model", MODELS)
+@pytest.mark.parametrize("recipe", RECIPES)
+def test_every_recipe_composes_checks_and_builds_every_model_on_the_meta_device(
+    recipe: str, model: str, tmp_path: Path
+) -> None:
+    config = composed_config(f"recipe={recipe}", f"model={model}")
+    if config["precision"]["name"] == "16-mixed":
+        if not torch.cuda.is_available():
+            config["precision"] |= {
+                "name": "32-true",
+                "compute": "float32",
+            }  # composed and checked above
+    run = build(config, tmp_path, [])
+    with torch.device("meta"):
+        made = run.task._make_model()
+    assert all(parameter.is_meta for parameter in made.parameters())
+    assert sum(parameter.numel() for parameter in made.parameters()) > 500_000
+    assert len(made.blocks) >= 2

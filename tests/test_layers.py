@@ -1,0 +1,75 @@
+"""The table of layers, kept: who may import whom."""
+
+import ast
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parent.parent
+L3 = {"build", "check", "compose", "launch", "mode", "signature"}
+L2_FOLDERS = {"task", "strategy", "checkpoint", "logger"}
+L2_FILES = {"recipes/data/datamodule.py"}
+C1 = {"callbacks/spike_detector.py", "callbacks/snapshot.py", "callbacks/peak_flops.py"}
+FILES = sorted([*ROOT.glob("recipes/**/*.py"), *ROOT.glob("callbacks/**/*.py"), ROOT / "train.py"])
+
+
+def _imports(path: Path) -> set[str]:
+    found: set[str] = set()
+    for node in ast.walk(ast.parse(path.read_text())):
+        if isinstance(node, ast.Import):
+            found |= {alias.name for alias in node.names}
+        elif isinstance(node, ast.ImportFrom) and node.module and not node.level:
+            found |= {node.module, *(f"{node.module}.{alias.name}" for alias in node.names)}
+    return found
+
+
+def _forbidden(name: str) -> set[str]:
+    """Prefixes of modules that a file must not import."""
+    parts = Path(name).parts
+    room = parts[1].removesuffix(".py") if len(parts) > 1 else ""
+    if name == "train.py":
+        return {"torch", "lightning", "callbacks"}
+    if parts[0] == "callbacks":
+        return {"recipes", "hydra", "omegaconf"} | ({"lightning"} if name in C1 else set())
+    l3 = {f"recipes.{module}" for module in L3}
+    if room in L3:
+        return {"callbacks"}
+    if room in L2_FOLDERS or name in L2_FILES:
+        return {"hydra", "callbacks"} | l3
+    l2 = {f"recipes.{folder}" for folder in L2_FOLDERS} | {"recipes.data.datamodule"}
+    return {"lightning", "hydra", "omegaconf", "wandb", "deepspeed", "callbacks"} | l3 | l2
+
+
+@pytest.mark.parametrize("path", FILES, ids=lambda path: str(path.relative_to(ROOT)))
+def test_a_file_imports_only_what_its_layer_may(path: Path) -> None:
+    name = str(path.relative_to(ROOT))
+    forbidden = _forbidden(name)
+    wrong = {
+        module
+        for module in _imports(path)
+        for prefix in forbidden
+        if module == prefix or module.startswith(f"{prefix}.")
+    }
+    assert not wrong, f"{name} imports {wrong}"
+
+
+def test_strategies_do_not_import_each_other() -> None:
+    for path in ROOT.glob("recipes/strategy/*.py"):
+        siblings = {name for name in _imports(path) if name.startswith("recipes.strategy.")}
+        assert not siblings, f"{path.name} imports {siblings}"
+
+
+def test_every_module_opens_with_a_line_that_says_what_it_is() -> None:
+    for path in FILES:
+        docstring = ast.get_docstring(ast.parse(path.read_text()))
+        assert docstring, f"{path} has no docstring"
+        assert len(docstring.splitlines()[0]) > 20, f"{path}: {docstring.splitlines()[0]!r}"
+
+
+def test_files_stay_one_idea_long() -> None:
+    long = {
+        str(path.relative_to(ROOT)): lines
+        for path in FILES
+        if (lines := len(path.read_text().splitlines())) > 280
+    }
+    assert not long
