@@ -21,19 +21,21 @@ class LiveBar:
 
     While it is alive, `sys.stdout` and `sys.stderr` lead through its console, and so does every
     logging handler that was writing to one of them: a handler keeps the stream it was born with, so
-    it has to be told.
+    it has to be told. A stream that goes to a file or a pipe is left alone.
     """
 
     def __init__(self, console: Console | None = None) -> None:
         self._console = console if console is not None else Console(stderr=True)
-        self._live = Live(console=self._console, auto_refresh=False)
+        self._live = Live(
+            console=self._console, auto_refresh=False, redirect_stdout=sys.stdout.isatty()
+        )
         self._moved: list[tuple[logging.StreamHandler[TextIO], TextIO]] = []
 
     def start(self) -> None:
         originals = (sys.stdout, sys.stderr)
         self._live.start()
         for handler in _stream_handlers():
-            if handler.stream in originals:
+            if handler.stream in originals and handler.stream.isatty():
                 stream = handler.stream
                 handler.setStream(cast(TextIO, FileProxy(self._console, stream)))
                 self._moved.append((handler, stream))

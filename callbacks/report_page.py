@@ -158,7 +158,7 @@ def _samples(run: RunRecord) -> str:
     cards = "".join(
         f'<div class="card sample"><p>step {escape(str(sample.get("step")))}, prompt'
         f" <code>{escape(repr(sample.get('prompt')))}</code></p>"
-        f"<pre>{escape(str(sample.get('text')))}</pre></div>"
+        f"<pre><b>{escape(str(sample.get('prompt')))}</b>{escape(str(sample.get('text')))}</pre></div>"
         for sample in last
     )
     return f"<h2>What it writes</h2>{cards}" if cards else ""

@@ -22,8 +22,8 @@ FRAME_WIDTH = 78
 class SampleText(Callback):
     """Samples at the end of training and, if `every_n_steps` is set, every that many steps.
 
-    Calls `pl_module.generate_text(prompt, num_tokens, temperature=, top_k=, top_p=, seed=) -> str`
-    on every rank, because a sharded model needs them all; rank 0 logs the text and appends
+    Calls `pl_module.generate_text(prompt, num_tokens, temperature=, top_k=, top_p=, seed=) -> str`,
+    the prompt's continuation, on every rank (a sharded model needs them all); rank 0 logs and appends
     `{"step", "prompt", "text"}` to `samples.jsonl` in the run folder. A module that has no
     `generate_text`, or whose `generate_text` returns None, has no text and is left alone. The
     module's train and eval modes and every global random state are afterwards as they were.
@@ -107,7 +107,7 @@ def _undisturbed(module: torch.nn.Module) -> Iterator[None]:
 
 def _emit(trainer: Trainer, *, prompt: str, text: str) -> None:
     step = trainer.global_step
-    log.info("%s", framed(text, title=f"sample at step {step}, prompt {prompt!r}"))
+    log.info("%s", framed(prompt + text, title=f"sample at step {step}, prompt {prompt!r}"))
     folder = run_folder(trainer)
     if folder is not None:
         folder.mkdir(parents=True, exist_ok=True)

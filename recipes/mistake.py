@@ -1,7 +1,7 @@
 """A mistake in what a person set: what it is, why it cannot be, what to type instead. No cost, no imports."""
 
 
-class Mistake(ValueError):
+class Mistake(ValueError):  # noqa: N818  what a person made, not what failed
     """A wrong setting, in three clauses; several are reported together.
 
     Attributes:

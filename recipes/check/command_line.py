@@ -35,9 +35,9 @@ def compose_typed(
     Returns:
         The run composed without the bad overrides (None if not even that can be), and the mistakes.
     """
-    where = {"config_folder": config_folder, "config_name": config_name}
+    where: dict[str, Any] = {"config_folder": config_folder, "config_name": config_name}
     try:
-        return compose_run(overrides, **where), []  # type: ignore[arg-type]
+        return compose_run(overrides, **where), []
     except (HydraException, Mistake) as error:
         first = error
     good, mistakes = _sift(overrides, where)

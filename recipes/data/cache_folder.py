@@ -30,7 +30,7 @@ def open_cache_dir(cache_dir: str) -> Path:
     Raises:
         Mistake: It cannot be made or written to.
     """
-    path = Path(cache_dir).expanduser()
+    path = Path(cache_dir).expanduser().absolute()
     remedy = "RECIPES_CACHE=<folder> before the command, or data.cache_dir=<folder>"
     try:
         path.mkdir(parents=True, exist_ok=True)

@@ -11,7 +11,7 @@ from pathlib import Path
 from recipes.data.content_hash import content_digests
 from recipes.mistake import Mistake
 
-PIECE_BYTES = 1024 * 1024
+PIECE_BYTES = 256 * 1024  # encoding takes ~170 bytes of memory for each byte of text
 _CUT_WINDOW_BYTES = (
     PIECE_BYTES  # how far a cut looks for a good place: a piece is twice as long at most
 )
@@ -98,7 +98,8 @@ class Corpus:
         """A hash of all names and contents, in order; where the files lie is not part of it."""
         digest = hashlib.blake2b(digest_size=16)
         for document, content in zip(self.documents, self.digests, strict=True):
-            digest.update(f"{content} {document.num_bytes} {document.name}\0".encode())
+            line = f"{content} {document.num_bytes} {document.name}\0"
+            digest.update(line.encode("utf-8", "surrogateescape"))  # a file name may be any bytes
         return digest.hexdigest()
 
     def val_documents(self, val_fraction: float) -> frozenset[str]:
@@ -128,7 +129,7 @@ class Corpus:
         return frozenset(chosen)
 
     def pieces(self, *, cut: bool = True) -> Iterator[Piece]:
-        """All documents in pieces of about 1 MiB; `cut=False` gives whole documents."""
+        """All documents in pieces of about 256 KiB; `cut=False` gives whole documents."""
         for document in self.documents:
             starts = [0, *(_cuts(document) if cut else ()), document.num_bytes]
             for start, stop in pairwise(starts):

@@ -140,28 +140,15 @@ def _build(
     num_processes: int | None,
 ) -> None:
     dtype = "uint16" if tokenizer.vocab_size <= 1 << 16 else "uint32"
-    held_out = corpus.val_documents(val_fraction)
-    end = np.array([tokenizer.end_of_text], dtype=dtype)
-    rows = []
-    with (
-        (folder / "train.bin").open("wb") as train_file,
-        (folder / "val.bin").open("wb") as val_file,
-    ):
-        train, val = _SplitWriter("train", train_file), _SplitWriter("val", val_file)
-        for piece, tokens in tokenize(corpus, tokenizer, dtype=dtype, num_processes=num_processes):
-            writer = val if piece.document.name in held_out else train
-            writer.write(tokens)
-            if piece.ends_document:
-                writer.write(end)
-                rows.append(writer.end_document(piece.document.name))
+    num_train, num_val = _write_tokens(
+        folder,
+        corpus,
+        tokenizer,
+        dtype=dtype,
+        val_fraction=val_fraction,
+        num_processes=num_processes,
+    )
     corpus.check_unchanged()
-    num_train, num_val = train.num_tokens, val.num_tokens
-    if not held_out:
-        num_val = round(num_train * val_fraction)
-        num_train -= num_val
-        _move_tail(folder, num_bytes=num_train * np.dtype(dtype).itemsize)
-        rows = list(_cut_rows(rows, num_train=num_train))
-    _write_index(folder / "documents.jsonl", rows)
     meta = TokenCacheMeta(
         format_version=FORMAT_VERSION,
         content_hash=corpus.content_hash,
@@ -177,6 +164,38 @@ def _build(
         unigram_entropy_nats=_unigram_entropy(folder, dtype=dtype, vocab_size=tokenizer.vocab_size),
     )
     (folder / "meta.json").write_text(json.dumps(asdict(meta), indent=2) + "\n", "utf-8")
+
+
+def _write_tokens(
+    folder: Path,
+    corpus: Corpus,
+    tokenizer: Tokenizer,
+    *,
+    dtype: str,
+    val_fraction: float,
+    num_processes: int | None,
+) -> tuple[int, int]:
+    """Fill `train.bin`, `val.bin` and `documents.jsonl`; the tokens of the two splits."""
+    held_out = corpus.val_documents(val_fraction)
+    end = np.array([tokenizer.end_of_text], dtype=dtype)
+    rows = []
+    train_path, val_path = folder / "train.bin", folder / "val.bin"
+    with train_path.open("wb") as train_file, val_path.open("wb") as val_file:
+        train, val = _SplitWriter("train", train_file), _SplitWriter("val", val_file)
+        for piece, tokens in tokenize(corpus, tokenizer, dtype=dtype, num_processes=num_processes):
+            writer = val if piece.document.name in held_out else train
+            writer.write(tokens)
+            if piece.ends_document:
+                writer.write(end)
+                rows.append(writer.end_document(piece.document.name))
+    num_train, num_val = train.num_tokens, val.num_tokens
+    if not held_out:
+        num_val = round(num_train * val_fraction)
+        num_train -= num_val
+        _move_tail(folder, num_bytes=num_train * np.dtype(dtype).itemsize)
+        rows = list(_cut_rows(rows, num_train=num_train))
+    _write_index(folder / "documents.jsonl", rows)
+    return num_train, num_val
 
 
 Row = tuple[str, Split, int, int]  # name, split, first token in it, number of tokens

@@ -133,7 +133,7 @@ class TokenFile:
 
 
 def _layout(key: str, value: str, *, dtype: str) -> _Layout:
-    path = Path(value).expanduser()
+    path = Path(value).expanduser().absolute()
     remedy = f"data.{key}=<file of {dtype} tokens>"
     if not path.is_file():
         raise Mistake(f"data.{key}={value}", "there is no such file", remedy)

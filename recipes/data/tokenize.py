@@ -17,7 +17,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from recipes.data.corpus import PIECE_BYTES, Corpus, Piece
+from recipes.data.corpus import Corpus, Piece
 from recipes.tokenizer import Tokenizer
 
 log = logging.getLogger(__name__)
@@ -28,6 +28,7 @@ Task = list[Piece]
 # Less text than this for one more process is not worth its start of ~0.3 s.
 _MIN_BYTES_PER_PROCESS = 2 * 1024**2
 _MIN_BYTES_PER_PROCESS_OF_BYTES = 256 * 1024**2  # bytes are copied, not searched
+_TASK_BYTES = 1024 * 1024
 _TASKS_PER_PROCESS = 2  # one in work, one waiting: what bounds the memory
 
 _worker_tokenizer: Tokenizer | None = None  # set once in each worker process
@@ -65,7 +66,8 @@ def num_workers(num_bytes: int, tokenizer: Tokenizer, *, num_processes: int | No
     if multiprocessing.current_process().daemon:
         return 1  # a daemonic process may not have children
     per_process = _MIN_BYTES_PER_PROCESS_OF_BYTES if tokenizer.is_bytes else _MIN_BYTES_PER_PROCESS
-    return max(1, min(num_processes or _num_cores(), num_bytes // per_process))
+    most = _num_cores() if num_processes is None else num_processes
+    return max(1, min(most, num_bytes // per_process))
 
 
 def _num_cores() -> int:
@@ -76,13 +78,13 @@ def _num_cores() -> int:
 
 
 def _group(pieces: Iterable[Piece]) -> Iterator[Task]:
-    """Short pieces together, about 1 MiB a task."""
+    """Pieces together, about 1 MiB a task."""
     task: Task = []
     num_bytes = 0
     for piece in pieces:
         task.append(piece)
         num_bytes += piece.stop - piece.start
-        if num_bytes >= PIECE_BYTES:
+        if num_bytes >= _TASK_BYTES:
             yield task
             task, num_bytes = [], 0
     if task:

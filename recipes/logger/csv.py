@@ -7,7 +7,8 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from lightning.pytorch.loggers.logger import Logger, rank_zero_experiment
+from lightning.fabric.loggers.logger import rank_zero_experiment
+from lightning.pytorch.loggers.logger import Logger
 from lightning.pytorch.utilities import rank_zero_only
 
 METRICS_FILE = "metrics.csv"
@@ -110,13 +111,9 @@ def _format(value: float) -> str:
 def _read(path: Path) -> list[dict[str, str]]:
     if not path.is_file():
         return []
-    with path.open(newline="") as file:
-        # a killed run may leave half a line: a row without all its fields, or with a torn step
-        return [
-            row
-            for row in csv.DictReader(file)
-            if None not in row.values() and row["step"].isdigit()
-        ]
+    lines = path.read_text().splitlines(keepends=True)
+    # a killed run may leave half a line at the end
+    return list(csv.DictReader(line for line in lines if line.endswith("\n")))
 
 
 def _write(path: Path, columns: list[str], rows: list[dict[str, str]]) -> None:

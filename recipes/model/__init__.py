@@ -56,7 +56,7 @@ class ImageModel(Model, Protocol):
 
 
 @torch.no_grad()
-def initialize(model: Model, *, seed: int) -> None:
+def initialize(model: Model, seed: int) -> None:
     """Give `model` its first weights: `model.pretrained` if it is set, else `init_weights(seed)`.
 
     Call after `to_empty`, on the device of the run, sharded or not. No collectives: every rank

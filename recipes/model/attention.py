@@ -34,8 +34,8 @@ def attend(
             mask = causal_mask(num_new, num_held=num_held, device=queries.device)
     grouped = keys.shape[1] != queries.shape[1]
     if grouped and queries.dtype == torch.float32:
-        # In float32 the CUDA kernel that knows groups is the one that stores all T x T scores: copy
-        # the heads instead.
+        # CUDA has no flash kernel for float32 and the memory-efficient one takes no groups (torch
+        # 2.13): what is left would store all T x T scores. So the heads are copied.
         repeats = queries.shape[1] // keys.shape[1]
         keys = keys.repeat_interleave(repeats, dim=1)  # [B, H, T, Q]
         values = values.repeat_interleave(repeats, dim=1)

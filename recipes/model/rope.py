@@ -5,7 +5,6 @@ Shapes: B sequences, T tokens, H heads, Q head size.
 """
 
 import math
-from dataclasses import dataclass
 
 import torch
 from torch import Tensor
@@ -18,17 +17,17 @@ HIGH_FREQ_FACTOR = 4.0
 ORIGINAL_CONTEXT = 8192
 
 
-@dataclass(frozen=True)
 class Rotation:
     """Cosines and sines of T positions, [T, 1, Q / 2] float32 each.
 
-    An object, not two tensors: FSDP's mixed precision casts every tensor argument of a block to
-    bfloat16, in which positions above 256 are no longer told apart. What is not a tensor passes
-    through untouched.
+    A plain class, and no dataclass, tuple or dict on purpose: FSDP2's mixed precision casts every
+    tensor that it finds in those, among the arguments of a block, to bfloat16, in which positions
+    above 256 are no longer told apart (`torch.distributed.utils._apply_to_tensors`).
     """
 
-    cos: Tensor
-    sin: Tensor
+    def __init__(self, *, cos: Tensor, sin: Tensor) -> None:
+        self.cos = cos
+        self.sin = sin
 
 
 def frequencies(head_size: int, *, theta: float, scaling_factor: float | None) -> Tensor:

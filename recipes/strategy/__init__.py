@@ -1,4 +1,4 @@
-"""How a step is carried out on the devices. Every engine is a small subclass of Lightning's strategy and answers `Engine`."""
+"""How a step is carried out on the devices: each engine a small subclass of Lightning's, answering `Engine`."""
 
 from collections.abc import Iterable
 from typing import Protocol

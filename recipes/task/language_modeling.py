@@ -1,12 +1,13 @@
 """Next-token prediction: loss per token, perplexity; text from the model where there is a tokenizer."""
 
 import math
-from typing import ClassVar
+from typing import ClassVar, cast
 
 import torch
 from torch import Tensor
 
 from recipes.loss import count_targets, cross_entropy_sum
+from recipes.model import LanguageModel
 from recipes.model.generate import generate
 from recipes.task.learning import Batch, LearningTask
 from recipes.tokenizer import Tokenizer
@@ -57,7 +58,7 @@ class LanguageModeling(LearningTask):
         prompt_tokens = self.tokenizer.encode(prompt) or [self.tokenizer.end_of_text]
         with torch.inference_mode(), self.trainer.precision_plugin.forward_context():
             tokens = generate(
-                self.model,
+                cast(LanguageModel, self.model),
                 prompt_tokens,
                 num_tokens,
                 temperature=temperature,

@@ -106,7 +106,8 @@ class LearningTask(lightning.LightningModule, ABC):
             self._end_window()
         # Lightning divides by the number of passes, engines average over ranks: undo both
         passes_and_ranks = trainer.accumulate_grad_batches * trainer.world_size
-        return loss_sum * (passes_and_ranks / batch["num_targets"])
+        loss: Tensor = loss_sum * (passes_and_ranks / batch["num_targets"])
+        return loss
 
     def configure_gradient_clipping(
         self,
@@ -161,7 +162,10 @@ class LearningTask(lightning.LightningModule, ABC):
             trainer.should_stop = (
                 True  # so that Lightning logs and validates the last step, whatever its number
             )
-        if window_loss is None or (step % trainer.log_every_n_steps and not trainer.should_stop):
+        if window_loss is None or (
+            step % trainer.log_every_n_steps  # type: ignore[attr-defined]
+            and not trainer.should_stop
+        ):
             return
         row: dict[str, Any] = {
             "train/loss": self._sum_over_ranks(window_loss),

@@ -50,6 +50,13 @@ def test_the_hash_is_of_names_and_contents_not_of_dates_and_folders(make_corpus)
     assert make_corpus({"a.txt": b"onet", "b.txt": b"wo"}).content_hash != first
 
 
+def test_a_file_name_may_be_any_bytes(make_corpus):
+    name = os.fsdecode(b"caf\xe9.txt")
+    corpus = make_corpus({name: b"text"})
+    assert len(corpus.content_hash) == 32
+    assert list(corpus.texts(100)) == ["text"]
+
+
 def test_remembered_digests_are_those_of_the_content(tmp_path, monkeypatch):
     monkeypatch.setattr(content_hash, "MIN_BYTES_TO_REMEMBER", 1)
     path = tmp_path / "a.txt"

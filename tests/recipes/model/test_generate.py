@@ -105,7 +105,7 @@ def test_a_full_window_slides_to_its_newest_half() -> None:
 def test_a_prompt_longer_than_the_window_is_cut_to_its_newest_half() -> None:
     model = model_of("gpt2")
     long = list(range(40))
-    options = dict(temperature=0.0, top_k=None, top_p=None, seed=0)
+    options = {"temperature": 0.0, "top_k": None, "top_p": None, "seed": 0}
     assert generate(model, long, 5, **options) == generate(model, long[-8:], 5, **options)
 
 
@@ -155,7 +155,7 @@ LOGITS = torch.tensor([0.5, 0.25, 0.125, 0.125]).log()
 
 
 def probabilities(**changes: float | None) -> list[float]:
-    options: dict[str, float | None] = dict(temperature=1.0, top_k=None, top_p=None)
+    options: dict[str, float | None] = {"temperature": 1.0, "top_k": None, "top_p": None}
     result = sampling_probabilities(LOGITS, **(options | changes))  # type: ignore[arg-type]
     return [round(value, 6) for value in result.tolist()]
 
@@ -195,7 +195,7 @@ def test_padded_tokens_are_never_drawn() -> None:
     "changes", [{"temperature": -1.0}, {"top_k": 0}, {"top_p": 0.0}, {"top_p": 1.1}]
 )
 def test_settings_that_cannot_be_are_refused(changes: dict[str, float]) -> None:
-    options = dict(temperature=1.0, top_k=None, top_p=None, seed=0) | changes
+    options = {"temperature": 1.0, "top_k": None, "top_p": None, "seed": 0} | changes
     with pytest.raises(Mistake, match=next(iter(changes))):
         generate(model_of("gpt2"), [1], 1, **options)
 

@@ -14,9 +14,14 @@ torch.set_num_threads(1)
 
 
 def small(**changes: object) -> GPT2:
-    settings = dict(
-        vocab_size=100, max_seq_len=16, num_layers=2, num_heads=4, width=32, dropout=0.0
-    )
+    settings = {
+        "vocab_size": 100,
+        "max_seq_len": 16,
+        "num_layers": 2,
+        "num_heads": 4,
+        "width": 32,
+        "dropout": 0.0,
+    }
     model = GPT2(**(settings | changes))  # type: ignore[arg-type]
     model.init_weights(0)
     return model
@@ -53,13 +58,15 @@ def test_padded_tokens_get_probability_zero_and_gradient_exactly_zero(tie_head: 
     logits = model(tokens())
     assert logits.shape == (2, 16, 128)
     assert torch.equal(logits[..., 100:], torch.full((2, 16, 28), -math.inf))
+    assert logits.grad_fn.name() != "CopySlices"  # autograd has not seen the fill
     loss_of(model).backward()
     assert torch.equal(model.head.weight.grad[100:], torch.zeros(28, 32))
     assert all(torch.isfinite(parameter.grad).all() for parameter in model.parameters())
 
 
 def test_first_loss_is_ln_of_the_vocabulary() -> None:
-    # Logits of std 0.02 sqrt(W) = 0.11 raise it by half their variance, 0.006; one sample of 32 targets moves it 0.02.
+    # Logits of std 0.02 sqrt(W) = 0.11 raise it by half their variance, 0.006; 32 targets are a
+    # sample that moves it by 0.11 / sqrt(32) = 0.02.
     assert loss_of(small()).item() == pytest.approx(math.log(100), abs=0.05)
 
 

@@ -1,4 +1,4 @@
-"""Weights in and out against transformers itself: same logits both ways, and refusals that say what to type."""
+"""Weights in and out against transformers itself: the same logits both ways."""
 
 import json
 from pathlib import Path
@@ -10,33 +10,36 @@ import transformers
 from safetensors.torch import load_file, save_file
 from torch import nn
 
-from recipes.mistake import Mistake
-from recipes.model import initialize, published_weights
+from recipes.model import huggingface, initialize
 from recipes.model.gpt2 import GPT2
 from recipes.model.huggingface import export_pretrained, load_pretrained
 from recipes.model.llama import Llama
-from recipes.model.resnet18 import ResNet18
 
 torch.set_num_threads(1)
 
 VOCAB_SIZE = 101  # pads to 128
-# Logits are of order 1 and sums of at most 96 products; another order of the same float32 sums moves them by a few
-# times 2^-24 per layer. A wrong transpose, rotation or epsilon moves them by more than 1e-2.
-TOLERANCE = dict(rtol=0.0, atol=1e-5)
+# Logits are of order 1 and sums of at most 96 products; another order of the same float32 sums
+# moves them by a few times 2^-24 per layer. A wrong transpose or rotation moves them by over 1e-2.
+TOLERANCE = {"rtol": 0.0, "atol": 1e-5}
 
-GPT2_SHAPES = dict(
-    vocab_size=VOCAB_SIZE, max_seq_len=24, num_layers=2, num_heads=4, width=32, dropout=0.0
-)
-LLAMA_SHAPES = dict(
-    vocab_size=VOCAB_SIZE,
-    max_seq_len=24,
-    num_layers=2,
-    num_heads=4,
-    num_kv_heads=4,
-    width=32,
-    hidden_width=96,
-    rope_theta=500.0,
-)
+GPT2_SHAPES = {
+    "vocab_size": VOCAB_SIZE,
+    "max_seq_len": 24,
+    "num_layers": 2,
+    "num_heads": 4,
+    "width": 32,
+    "dropout": 0.0,
+}
+LLAMA_SHAPES = {
+    "vocab_size": VOCAB_SIZE,
+    "max_seq_len": 24,
+    "num_layers": 2,
+    "num_heads": 4,
+    "num_kv_heads": 4,
+    "width": 32,
+    "hidden_width": 96,
+    "rope_theta": 500.0,
+}
 VARIANTS: dict[str, dict[str, Any]] = {
     "gpt2": GPT2_SHAPES,
     "gpt2_untied": GPT2_SHAPES | {"tie_head": False},
@@ -60,7 +63,7 @@ def ours(variant: str, **changes: object) -> GPT2 | Llama:
 def theirs(variant: str) -> transformers.PreTrainedModel:
     """A model of transformers with random weights, norms and biases included."""
     shapes = VARIANTS[variant]
-    common = dict(vocab_size=VOCAB_SIZE, bos_token_id=None, eos_token_id=None)
+    common = {"vocab_size": VOCAB_SIZE, "bos_token_id": None, "eos_token_id": None}
     common["tie_word_embeddings"] = shapes.get("tie_head", variant == "gpt2")
     if variant.startswith("gpt2"):
         config = transformers.GPT2Config(n_positions=24, n_embd=32, n_layer=2, n_head=4, **common)
@@ -94,7 +97,7 @@ def theirs(variant: str) -> transformers.PreTrainedModel:
 
 @torch.no_grad()
 def scramble(model: nn.Module) -> None:
-    """Random values everywhere, so that no norm is 1, no bias 0 and the likeliest token depends on all of them."""
+    """Random values everywhere: no norm is 1, no bias 0, and the logits depend on all of them."""
     generator = torch.Generator().manual_seed(5)
     for parameter in model.parameters():
         noise = torch.randn(parameter.shape, generator=generator)
@@ -180,7 +183,7 @@ def test_sharded_safetensors_and_pickled_weights_load_alike(tmp_path: Path) -> N
 
 
 def test_the_oldest_gpt2_files_load_too(tmp_path: Path) -> None:
-    """No `transformer.` before the names, masks among the weights, defaults missing in config.json."""
+    """No `transformer.` in names, masks among the weights, defaults missing in config.json."""
     theirs("gpt2").save_pretrained(tmp_path)
     file = tmp_path / "model.safetensors"
     weights = {
@@ -189,89 +192,11 @@ def test_the_oldest_gpt2_files_load_too(tmp_path: Path) -> None:
     weights["h.0.attn.bias"] = torch.ones(1, 1, 24, 24)
     weights["h.1.attn.masked_bias"] = torch.tensor(-1e4)
     save_file(weights, file)
-    sizes = dict(vocab_size=VOCAB_SIZE, n_positions=24, n_layer=2, n_head=4, n_embd=32)
+    sizes = {"vocab_size": VOCAB_SIZE, "n_positions": 24, "n_layer": 2, "n_head": 4, "n_embd": 32}
     (tmp_path / "config.json").write_text(json.dumps({"model_type": "gpt2"} | sizes))
     model = ours("gpt2")
     load_pretrained(model, tmp_path)
     assert torch.equal(model.blocks[1].mlp.up.weight, weights["h.1.mlp.c_fc.weight"].t())
-
-
-def test_every_difference_is_listed_with_its_override_and_nothing_is_loaded(
-    tmp_path: Path,
-) -> None:
-    theirs("gpt2").save_pretrained(tmp_path)
-    model = ours("gpt2", num_layers=3, width=48, tie_head=False)
-    model.init_weights(0)
-    before = [parameter.clone() for parameter in model.parameters()]
-    with pytest.raises(ValueError, match="does not fit") as error:
-        load_pretrained(model, tmp_path)
-    for override in ("model.num_layers=2", "model.width=32", "model.tie_head=true"):
-        assert f"type {override}" in str(error.value)
-    assert str(error.value).count("type ") == 3
-    for parameter, value in zip(model.parameters(), before, strict=True):
-        assert torch.equal(parameter, value)
-
-
-@pytest.mark.parametrize(
-    ("changes", "override"),
-    [
-        ({"num_kv_heads": 4}, "model.num_kv_heads=2"),
-        ({"qk_norm": True}, "model.qk_norm=false"),
-        ({"rope_scaling_factor": 8.0}, "model.rope_scaling_factor=null"),
-        ({"rope_theta": 10000.0}, "model.rope_theta=500.0"),
-        ({"rms_eps": 1e-6}, "model.rms_eps=1e-05"),
-        ({"max_seq_len": 25}, "model.max_seq_len=24"),
-        ({"vocab_size": 100}, "model.vocab_size=101"),
-        ({"head_dim": 16}, "model.head_dim=8"),
-    ],
-)
-def test_each_setting_of_llama_is_compared(
-    changes: dict[str, object], override: str, tmp_path: Path
-) -> None:
-    theirs("llama_grouped").save_pretrained(tmp_path)
-    with pytest.raises(ValueError, match="does not fit") as error:
-        load_pretrained(ours("llama_grouped", **changes), tmp_path)
-    assert str(error.value).count("type ") == 1
-    assert f"type {override}" in str(error.value)
-
-
-def test_a_shorter_context_than_the_weights_were_made_for_is_no_difference(tmp_path: Path) -> None:
-    theirs("llama").save_pretrained(tmp_path)
-    model = ours("llama", max_seq_len=12)
-    load_pretrained(model, tmp_path)
-    assert model.rope_cos.shape == (12, 4)
-
-
-@pytest.mark.parametrize(
-    ("key", "value"),
-    [
-        ("model_type", "phi3"),
-        ("attention_bias", True),
-        ("hidden_act", "gelu"),
-        ("rope_parameters", {"rope_type": "yarn", "factor": 4.0, "rope_theta": 500.0}),
-    ],
-)
-def test_what_no_override_can_mend_is_refused(key: str, value: object, tmp_path: Path) -> None:
-    theirs("llama").save_pretrained(tmp_path)
-    config = json.loads((tmp_path / "config.json").read_text())
-    (tmp_path / "config.json").write_text(json.dumps(config | {key: value}))
-    with pytest.raises(ValueError, match="type another model=…"):
-        load_pretrained(ours("llama"), tmp_path)
-
-
-def test_missing_unknown_and_misshapen_tensors_are_refused(tmp_path: Path) -> None:
-    theirs("gpt2").save_pretrained(tmp_path)
-    file = tmp_path / "model.safetensors"
-    whole = {name: value.clone() for name, value in load_file(file).items()}
-    name = "transformer.h.0.ln_1.weight"
-    save_file(
-        {key: value for key, value in whole.items() if key != name} | {"x": whole[name]}, file
-    )
-    with pytest.raises(ValueError, match=rf"missing: {name}\n  unknown: transformer\.x"):
-        load_pretrained(ours("gpt2"), tmp_path)
-    save_file(whole | {name: torch.ones(31)}, file)
-    with pytest.raises(ValueError, match=r"\(31,\) cannot fill blocks\.0\.attention_norm\.weight"):
-        load_pretrained(ours("gpt2"), tmp_path)
 
 
 def test_the_tokenizer_travels_with_the_weights_and_names_the_end_of_text(tmp_path: Path) -> None:
@@ -291,45 +216,6 @@ def test_the_tokenizer_travels_with_the_weights_and_names_the_end_of_text(tmp_pa
     assert reference.generation_config.eos_token_id == 7
 
 
-def test_a_model_without_a_published_form_is_refused(tmp_path: Path) -> None:
-    model = ResNet18(num_classes=2, in_channels=1, small_images=True)
-    with pytest.raises(ValueError, match="model=ResNet18: no published form is known"):
-        export_pretrained(model, tmp_path)
-
-
-def test_a_folder_without_config_or_weights_is_refused(tmp_path: Path) -> None:
-    with pytest.raises(Mistake, match=r"no config\.json"):
-        load_pretrained(ours("gpt2"), tmp_path)
-    theirs("gpt2").config.save_pretrained(tmp_path)
-    with pytest.raises(Mistake, match=r"neither model\.safetensors nor pytorch_model\.bin"):
-        load_pretrained(ours("gpt2"), tmp_path)
-
-
-def test_a_shard_that_is_missing_is_named(tmp_path: Path) -> None:
-    theirs("llama").save_pretrained(tmp_path, max_shard_size="20KB")
-    gone = sorted(tmp_path.glob("model-*.safetensors"))[1]
-    gone.unlink()
-    with pytest.raises(Mistake, match=gone.name):
-        load_pretrained(ours("llama"), tmp_path)
-
-
-def test_a_hub_name_offline_and_without_huggingface_hub_says_what_to_type(
-    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
-) -> None:
-    import huggingface_hub
-
-    def offline(*arguments: object, **options: object) -> str:
-        raise huggingface_hub.errors.LocalEntryNotFoundError("no network")
-
-    with monkeypatch.context() as patch:
-        patch.setattr(huggingface_hub, "snapshot_download", offline)
-        with pytest.raises(Mistake, match="the hub did not give it .*no network.* or null"):
-            published_weights.locate("openai-community/gpt2")
-    monkeypatch.setitem(__import__("sys").modules, "huggingface_hub", None)
-    with pytest.raises(ImportError, match=r"pip install -e '\.\[huggingface\]'"):
-        published_weights.locate("openai-community/gpt2")
-
-
 def test_a_hub_name_loads_what_the_hub_gives(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
@@ -340,3 +226,17 @@ def test_a_hub_name_loads_what_the_hub_gives(
     model = ours("gpt2", pretrained="somebody/gpt2")
     initialize(model, seed=0)
     assert model.position.weight.abs().sum() > 0
+
+
+def test_an_export_that_reads_back_differently_is_an_error(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    def rotten(tensors: dict[str, torch.Tensor], file: Path, metadata: dict[str, str]) -> None:
+        tensors["transformer.h.1.ln_1.bias"][3] += 2**-20
+        save_file(tensors, file, metadata)
+
+    monkeypatch.setattr(huggingface, "save_file", rotten)
+    model = ours("gpt2")
+    model.init_weights(0)
+    with pytest.raises(OSError, match=r"blocks\.1\.attention_norm\.bias reads back differently"):
+        export_pretrained(model, tmp_path)

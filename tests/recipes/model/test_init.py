@@ -8,19 +8,25 @@ import torch
 import torch.distributed as dist
 from torch import nn
 from torch.distributed.fsdp import fully_shard
-from torch.distributed.tensor import DTensor
+from torch.distributed.tensor import DTensor, Shard, distribute_tensor
+from torch.testing._internal.distributed.fake_pg import FakeStore
 
 from recipes.model import initialize
 from recipes.model.gpt2 import GPT2
-from recipes.model.init import generator_for, named_parameters, normal_
+from recipes.model.init import fill, generator_for, named_parameters, normal_
 
 torch.set_num_threads(1)
 
 
 def small(**changes: object) -> GPT2:
-    settings = dict(
-        vocab_size=100, max_seq_len=16, num_layers=2, num_heads=4, width=32, dropout=0.0
-    )
+    settings = {
+        "vocab_size": 100,
+        "max_seq_len": 16,
+        "num_layers": 2,
+        "num_heads": 4,
+        "width": 32,
+        "dropout": 0.0,
+    }
     return GPT2(**(settings | changes))  # type: ignore[arg-type]
 
 
@@ -68,7 +74,7 @@ def test_every_parameter_has_the_spread_it_is_given() -> None:
             continue
         std = 0.02 / 2.0 if name.endswith(".out.weight") else 0.02  # sqrt(2 L) = 2
         real = values[:100] if name == "embedding.weight" else values
-        # The spread of n draws is known to 1 / sqrt(2 n): 1.1 % for the smallest, 4096 draws; 5 sigma.
+        # The spread of n draws is known to 1 / sqrt(2 n), 1.1 % for the smallest of 4096: 5 sigma.
         assert real.std().item() == pytest.approx(std, rel=0.055), name
 
 
@@ -110,5 +116,18 @@ def test_a_sharded_model_draws_the_weights_of_the_whole_one(tmp_path: Path) -> N
             assert torch.equal(parameter.full_tensor(), weights(whole)[name]), name
         inputs = torch.arange(16)[None]
         assert torch.equal(model(inputs), whole(inputs))
+    finally:
+        dist.destroy_process_group()
+
+
+@pytest.mark.parametrize("rank", [0, 2])
+def test_each_of_three_ranks_fills_its_own_rows_without_a_collective(rank: int) -> None:
+    dist.init_process_group("fake", store=FakeStore(), rank=rank, world_size=3)
+    try:
+        mesh = dist.init_device_mesh("cpu", (3,))
+        parameter = distribute_tensor(torch.zeros(10, 4), mesh, [Shard(0)], src_data_rank=None)
+        values = torch.arange(40.0).view(10, 4)
+        fill(parameter, values)  # the fake group answers a collective with garbage
+        assert torch.equal(parameter.to_local(), values.chunk(3)[rank])  # 4, 4 and 2 rows
     finally:
         dist.destroy_process_group()

@@ -1,29 +1,32 @@
 """Llama: rotary positions in float32 whatever the precision, grouped queries, first loss."""
 
 import math
+from pathlib import Path
 
 import pytest
 import torch
+import torch.distributed as dist
 import torch.nn.functional as F
-from torch.utils import _pytree
+from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 
 from recipes.mistake import Mistake
+from recipes.model import llama_block
 from recipes.model.llama import Llama
 from recipes.model.rms_norm import RMSNorm
 from recipes.model.rope import Rotation, rope_tables, rotate
 
 torch.set_num_threads(1)
 
-SETTINGS = dict(
-    vocab_size=100,
-    max_seq_len=16,
-    num_layers=2,
-    num_heads=4,
-    num_kv_heads=2,
-    width=32,
-    hidden_width=48,
-    rope_theta=10000.0,
-)
+SETTINGS = {
+    "vocab_size": 100,
+    "max_seq_len": 16,
+    "num_layers": 2,
+    "num_heads": 4,
+    "num_kv_heads": 2,
+    "width": 32,
+    "hidden_width": 48,
+    "rope_theta": 10000.0,
+}
 
 
 def small(**changes: object) -> Llama:
@@ -66,15 +69,33 @@ def test_rotary_tables_stay_float32_and_right_through_every_move(move: str) -> N
     assert not [name for name in model.state_dict() if "rope" in name]
 
 
-def test_no_wrapper_finds_the_rotary_tables_among_the_arguments_of_a_block() -> None:
-    # FSDP2 casts every floating-point tensor that tree_map finds in a block's arguments to bfloat16.
-    rotation = Rotation(torch.ones(2), torch.zeros(2))
-    assert _pytree.tree_leaves((rotation,)) == [rotation]
+def test_positions_stay_float32_where_fsdp_casts_the_inputs_of_blocks_to_bfloat16(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    seen: list[tuple[torch.dtype, torch.dtype]] = []
+
+    def spy(heads: torch.Tensor, rotation: Rotation) -> torch.Tensor:
+        seen.append((heads.dtype, rotation.cos.dtype))
+        return rotate(heads, rotation)
+
+    monkeypatch.setattr(llama_block, "rotate", spy)
+    dist.init_process_group("gloo", init_method=f"file://{tmp_path}/store", rank=0, world_size=1)
+    try:
+        mesh = dist.init_device_mesh("cpu", (1,))
+        policy = MixedPrecisionPolicy(param_dtype=torch.bfloat16)
+        model = small()
+        for block in model.blocks:
+            fully_shard(block, mesh=mesh, mp_policy=policy)
+        fully_shard(model, mesh=mesh, mp_policy=policy)
+        model(tokens())
+    finally:
+        dist.destroy_process_group()
+    assert seen == [(torch.bfloat16, torch.float32)] * 2
 
 
 def test_scores_of_rotated_heads_depend_on_the_distance_alone() -> None:
     cos, sin = rope_tables(64, head_size=8, theta=10000.0, scaling_factor=None)
-    rotation = Rotation(cos[:, None], sin[:, None])
+    rotation = Rotation(cos=cos[:, None], sin=sin[:, None])
     query, key = torch.randn(2, 8, generator=torch.Generator().manual_seed(2))
     queries = rotate(query.expand(1, 64, 1, 8), rotation)[0, :, 0]  # [T, Q]
     keys = rotate(key.expand(1, 64, 1, 8), rotation)[0, :, 0]
@@ -105,7 +126,8 @@ def test_rms_norm_of_bfloat16_takes_its_statistics_in_float32() -> None:
     x[0, 0] = 100.0
     exact = 3.0 / math.sqrt((4095 * 9.0 + 1e4) / 4096 + 1e-5)
     assert norm(x).dtype == torch.bfloat16
-    # One rounding to bfloat16, relative 2^-9; a sum kept in bfloat16 stops growing at 2304 (9 < half its last place).
+    # One rounding to bfloat16, relative 2^-9, of x / rms and one of the weight's product. A square
+    # or a mean kept in bfloat16 is off by as much again, a sum kept in it stops growing at 2304.
     assert norm(x)[0, 1].item() == pytest.approx(exact, rel=2**-8)
 
 

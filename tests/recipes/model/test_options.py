@@ -1,4 +1,4 @@
-"""Every conf/model/*.yaml builds, on the meta device, with exactly the parameters it is known for."""
+"""Every conf/model/*.yaml builds on the meta device, with exactly the parameters it should."""
 
 import importlib
 from pathlib import Path

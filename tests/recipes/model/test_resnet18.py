@@ -16,7 +16,7 @@ torch.set_num_threads(1)
 
 
 def digits(**changes: object) -> ResNet18:
-    settings = dict(num_classes=10, in_channels=1, small_images=True)
+    settings = {"num_classes": 10, "in_channels": 1, "small_images": True}
     model = ResNet18(**(settings | changes))  # type: ignore[arg-type]
     initialize(model, seed=0)
     return model
@@ -79,7 +79,9 @@ def test_weights_of_another_shape_are_refused_and_every_difference_is_listed(
 ) -> None:
     named = {their_name(name): value for name, value in digits().state_dict().items()}
     save_file(named, tmp_path / "resnet18.safetensors")
-    with pytest.raises(ValueError, match="stem_conv.weight is .*; head.weight is .*; head.bias is"):
+    with pytest.raises(
+        ValueError, match=r"stem_conv\.weight is .*; head\.weight is .*; head\.bias is"
+    ):
         digits(num_classes=7, in_channels=3, pretrained=str(tmp_path / "resnet18.safetensors"))
 
 

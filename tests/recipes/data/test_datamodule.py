@@ -1,0 +1,107 @@
+"""The stream of samples is a function of (seed, position): the same for every way of carrying it out."""
+
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+from support import MaskedTokens
+
+from recipes.accumulation import Accumulation
+from recipes.data.datamodule import StreamData
+
+
+class Numbered(MaskedTokens):
+    """Samples that carry their own index."""
+
+    targets_per_sample = 1  # type: ignore[assignment]
+
+    def __getitem__(self, index: int) -> dict[str, torch.Tensor]:
+        return {"inputs": torch.tensor(index), "targets": torch.tensor(index)}
+
+
+def stream(
+    *,
+    micro_batch_size: int,
+    passes: int,
+    num_workers: int = 0,
+    world_size: int = 1,
+    rank: int = 0,
+    position: int = 0,
+) -> tuple[StreamData, Any]:
+    """The data module of one rank and its batches."""
+    data = StreamData(
+        source=Numbered(num_samples=37, seq_len=4, vocab_size=8),
+        accumulation=Accumulation(
+            global_batch_size=micro_batch_size * passes * world_size,
+            micro_batch_size=micro_batch_size,
+            num_micro_batches=passes,
+        ),
+        seed=3,
+        eval_samples=5,
+        num_workers=num_workers,
+    )
+    strategy = SimpleNamespace(root_device=torch.device("cpu"), sum_over_ranks=lambda value: value)
+    data.trainer = SimpleNamespace(  # type: ignore[assignment]
+        strategy=strategy, world_size=world_size, global_rank=rank
+    )
+    data.load_state_dict({"position": position})
+    return data, iter(data.train_dataloader())
+
+
+def take(batches: Any, number: int) -> list[int]:
+    """The sample indices of the next micro-batches."""
+    return [index for _ in range(number) for index in next(batches)["inputs"].tolist()]
+
+
+def test_the_order_is_the_same_for_every_split_into_micro_batches() -> None:
+    orders = [take(stream(micro_batch_size=8 // n, passes=n)[1], 6 * n) for n in (1, 2, 4, 8)]
+    assert len(orders[0]) == 48
+    assert all(order == orders[0] for order in orders)
+
+
+def test_two_ranks_share_the_stream_of_one() -> None:
+    alone = take(stream(micro_batch_size=8, passes=1)[1], 4)
+    ranks = [stream(micro_batch_size=2, passes=2, world_size=2, rank=rank)[1] for rank in (0, 1)]
+    together = [index for _ in range(8) for batches in ranks for index in take(batches, 1)]
+    assert together == alone
+
+
+@pytest.mark.parametrize("num_workers", [0, 2])
+def test_a_stream_resumed_at_a_position_goes_on_with_the_next_sample(num_workers: int) -> None:
+    whole = take(stream(micro_batch_size=4, passes=2, num_workers=num_workers)[1], 12)
+    first, batches = stream(micro_batch_size=4, passes=2, num_workers=num_workers)
+    head = take(batches, 6)  # three windows of two
+    position = first.state_dict()["position"]
+    assert position == 24
+    tail = take(stream(micro_batch_size=8, passes=1, position=position)[1], 3)
+    assert head + tail == whole
+
+
+def test_the_position_moves_on_at_whole_windows_only() -> None:
+    data, batches = stream(micro_batch_size=2, passes=4)
+    positions = []
+    for _ in range(9):
+        next(batches)
+        positions.append(data.position)
+    assert positions == [0, 0, 0, 8, 8, 8, 8, 16, 16]
+
+
+def test_every_sample_comes_once_before_any_comes_twice() -> None:
+    order = take(stream(micro_batch_size=1, passes=1)[1], 74)
+    assert sorted(order[:37]) == list(range(37))
+    assert sorted(order[37:]) == list(range(37))
+    assert order[:37] != order[37:]
+
+
+def test_the_global_random_numbers_are_left_alone() -> None:
+    torch.manual_seed(5)
+    before = torch.get_rng_state()
+    take(stream(micro_batch_size=4, passes=1, num_workers=2)[1], 5)
+    assert torch.equal(torch.get_rng_state(), before)
+
+
+def test_five_validation_samples_are_spread_over_the_split() -> None:
+    data, _ = stream(micro_batch_size=2, passes=1)
+    indices = [i for batch in data.val_dataloader() for i in batch["inputs"].tolist()]
+    assert indices == [0, 7, 14, 22, 29]

@@ -1,0 +1,58 @@
+"""One row per logged optimizer step, whatever is logged when; a resumed file has no row twice."""
+
+import json
+from pathlib import Path
+
+from support import read_metrics
+
+from recipes.logger.csv import CsvLogger
+
+
+def test_all_that_is_logged_for_a_step_is_one_row_and_the_first_step_is_one(tmp_path: Path) -> None:
+    logger = CsvLogger(run_folder=tmp_path)
+    logger.log_metrics({"train/loss": 3.0, "epoch": 0}, step=0)
+    logger.log_metrics({"train/loss": 2.0, "lr": 0.1, "epoch": 0}, step=1)
+    logger.log_metrics({"val/loss": 2.5}, step=1)
+    logger.finalize("success")
+    assert (tmp_path / "metrics.csv").read_text().splitlines() == [
+        "step,train/loss,lr,val/loss",
+        "1,3,,",
+        "2,2,0.1,2.5",
+    ]
+
+
+def test_a_float32_loss_and_a_count_beyond_float32_are_written_exactly(tmp_path: Path) -> None:
+    logger = CsvLogger(run_folder=tmp_path)
+    logger.log_metrics({"train/loss": 0.10000000149011612, "train/tokens": 2.0**40 + 1}, step=0)
+    logger.finalize("success")
+    assert (tmp_path / "metrics.csv").read_text().splitlines()[1] == "1,0.100000001,1099511627777"
+
+
+def test_a_resumed_run_replaces_the_rows_from_its_step_on(tmp_path: Path) -> None:
+    before = CsvLogger(run_folder=tmp_path)
+    for step in range(5):
+        before.log_metrics({"train/loss": float(step)}, step=step)
+    before.finalize("failed")
+    after = CsvLogger(run_folder=tmp_path)
+    after.log_metrics({"train/loss": 30.0}, step=3)
+    after.finalize("success")
+    rows = read_metrics(tmp_path)
+    assert [row["step"] for row in rows] == [1, 2, 3, 4]
+    assert [row["train/loss"] for row in rows] == [0, 1, 2, 30]
+
+
+def test_a_line_torn_by_a_kill_is_dropped_at_resume(tmp_path: Path) -> None:
+    (tmp_path / "metrics.csv").write_text("step,train/loss,lr\n1,3.0,0.1\n2,2.")
+    logger = CsvLogger(run_folder=tmp_path)
+    logger.log_metrics({"train/loss": 1.0, "lr": 0.2}, step=2)
+    logger.finalize("success")
+    assert [row["step"] for row in read_metrics(tmp_path)] == [1, 3]
+
+
+def test_an_event_is_one_line_of_json(tmp_path: Path) -> None:
+    logger = CsvLogger(run_folder=tmp_path)
+    logger.log_event("checkpoint", 4, path="step_0000004.ckpt")
+    logger.log_event("end", 5)
+    first, second = (json.loads(line) for line in (tmp_path / "events.jsonl").open())
+    assert (first["event"], first["step"], first["path"]) == ("checkpoint", 4, "step_0000004.ckpt")
+    assert second["event"] == "end"

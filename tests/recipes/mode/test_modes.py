@@ -1,0 +1,234 @@
+"""One small run, then everything that is done with it: its remains, evaluate, sample, export, resume."""
+
+import json
+from pathlib import Path
+
+import pytest
+import torch
+import yaml
+from support import TINY, composed_config, read_metrics
+
+from recipes.launch import compose_and_check, launch
+
+REMAINS = [
+    "checkpoints",
+    "config.yaml",
+    "curves.png",
+    "environment.json",
+    "events.jsonl",
+    "metrics.csv",
+    "report.html",
+    "samples.jsonl",
+    "summary.json",
+    "tokenizer",
+    "train.log",
+]
+SUMMARY = [
+    "best_val_loss",
+    "mfu",
+    "num_parameters",
+    "peak_memory_gib",
+    "rollbacks",
+    "samples",
+    "seconds",
+    "skipped_steps",
+    "status",
+    "steps",
+    "tokens",
+    "tokens_per_second",
+    "train_loss",
+    "val_loss",
+]
+
+
+def carry_out(*overrides: str) -> int:
+    composed, mistakes = compose_and_check(overrides)
+    assert composed is not None
+    assert not mistakes, [str(mistake) for mistake in mistakes]
+    return launch(composed)
+
+
+@pytest.fixture(scope="module")
+def texts(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("texts")
+    for number in range(24):
+        lines = [f"value_{index} = {number * index % 97}\n" for index in range(96)]
+        (folder / f"text_{number:02d}.txt").write_text("".join(lines))
+    return folder
+
+
+@pytest.fixture(scope="module")
+def typed(texts: Path) -> list[str]:
+    """What the run is started with, the report and a sample included."""
+    small = [word for word in TINY if not word.startswith("~")]
+    return [
+        *small,
+        f"data.path={texts}",
+        "scheduler=constant",
+        "warmup_steps=4",
+        "model.dropout=0.1",
+    ]
+
+
+@pytest.fixture(scope="module")
+def run(typed: list[str], tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("run")
+    words = ["trainer.max_steps=12", "save_every=6", "eval_every=6", "eval_samples=null"]
+    assert carry_out(*typed, *words, f"hydra.run.dir={folder}") == 0
+    return folder
+
+
+def test_a_run_leaves_what_the_contract_names(run: Path) -> None:
+    assert sorted(entry.name for entry in run.iterdir()) == REMAINS
+    assert sorted(json.loads((run / "summary.json").read_text())) == SUMMARY
+    kept = sorted(entry.name for entry in (run / "checkpoints").iterdir())
+    assert kept == ["last", "step_0000006.ckpt", "step_0000012.ckpt"]
+    assert (run / "checkpoints" / "last").resolve().name == "step_0000012.ckpt"
+
+
+def test_metrics_have_one_row_a_step_with_validation_in_the_row_of_its_step(run: Path) -> None:
+    rows = read_metrics(run)
+    assert (run / "metrics.csv").read_text().startswith("step,train/loss,")
+    assert [row["step"] for row in rows] == list(range(1, 13))
+    assert [row["step"] for row in rows if "val/loss" in row] == [6, 12]
+    assert [row["train/samples"] for row in rows] == [8.0 * step for step in range(1, 13)]
+    assert [row["train/tokens"] for row in rows] == [8.0 * 32 * step for step in range(1, 13)]
+    assert [row["lr"] for row in rows[:5]] == pytest.approx(
+        [0.00075, 0.0015, 0.00225, 0.003, 0.003]
+    )
+    assert rows[-1]["train/loss"] < rows[0]["train/loss"] - 1.0
+
+
+def test_the_summary_is_that_of_the_last_row(run: Path) -> None:
+    summary, last = json.loads((run / "summary.json").read_text()), read_metrics(run)[-1]
+    assert summary["status"] == "finished"
+    assert (summary["steps"], summary["samples"], summary["tokens"]) == (12, 96, 3072)
+    assert summary["train_loss"] == pytest.approx(last["train/loss"], rel=1e-8)
+    assert summary["val_loss"] == pytest.approx(last["val/loss"], rel=1e-6)
+    assert summary["best_val_loss"] <= summary["val_loss"]
+    assert summary["tokens_per_second"] > 0
+    assert summary["mfu"] is None
+
+
+def test_events_tell_the_run_in_order(run: Path) -> None:
+    events = [json.loads(line) for line in (run / "events.jsonl").open()]
+    told = [(event["event"], event["step"]) for event in events]
+    assert told == [("start", 0), ("checkpoint", 6), ("checkpoint", 12), ("end", 12)]
+
+
+def test_the_frozen_config_composes_to_itself(run: Path) -> None:
+    composed, mistakes = compose_and_check([], config_folder=run, config_name="config")
+    assert not mistakes
+    assert composed is not None
+    frozen = yaml.safe_load((run / "config.yaml").read_text())
+    frozen.pop("hydra")
+    assert composed.config == frozen
+
+
+def test_the_environment_names_versions_devices_and_the_command(run: Path) -> None:
+    environment = json.loads((run / "environment.json").read_text())
+    assert environment["packages"]["torch"] == torch.__version__
+    assert environment["devices"]
+    assert "tokenizer=bytes" in environment["overrides"]
+
+
+def test_the_log_holds_every_row_and_the_last_line_names_losses_and_folder(run: Path) -> None:
+    lines = (run / "train.log").read_text().splitlines()
+    assert sum(line.lstrip().startswith("step") and "loss" in line for line in lines) >= 12
+    assert lines[-1].startswith("Finished: 12 steps, train loss ")
+    assert str(run) in lines[-1]
+
+
+def test_evaluate_gives_the_validation_loss_of_the_run(run: Path) -> None:
+    assert carry_out(f"resume={run}", "mode=evaluate") == 0
+    found = json.loads((run / "evaluate_val.json").read_text())
+    last = read_metrics(run)[-1]
+    # the same sums over the same samples, in float64
+    assert found["loss"] == pytest.approx(last["val/loss"], rel=1e-7)
+    assert found["perplexity"] == pytest.approx(last["val/perplexity"], rel=1e-6)
+    (run / "evaluate_val.json").unlink()
+
+
+def test_evaluate_on_other_data_keeps_the_tokenizer_of_the_run(run: Path, tmp_path: Path) -> None:
+    (tmp_path / "other.txt").write_text("value_1 = 2\n" * 400)
+    words = [
+        f"resume={run}",
+        "mode=evaluate",
+        f"data.path={tmp_path}/other.txt",
+        "mode.split=train",
+    ]
+    assert carry_out(*words) == 0
+    found = json.loads((run / "evaluate_train.json").read_text())
+    assert found["split"] == "train"
+    assert 0.0 < found["loss"] < 5.5
+    (run / "evaluate_train.json").unlink()
+
+
+def test_a_sample_is_the_same_for_the_same_seed_and_another_for_another(
+    run: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    texts = []
+    for seed in (1, 1, 2):
+        words = ["mode.prompt=value", f"mode.seed={seed}", "mode.num_tokens=40"]
+        assert carry_out(f"resume={run}", "mode=sample", *words) == 0
+        texts.append(capsys.readouterr().out)
+    assert texts[0] == texts[1] != texts[2]
+    assert all(text.startswith("value") for text in texts)
+
+
+def test_an_export_is_loaded_by_transformers_with_the_same_logits(
+    run: Path, tmp_path: Path
+) -> None:
+    from transformers import AutoModelForCausalLM, AutoTokenizer
+
+    folder = tmp_path / "exported"
+    assert carry_out(f"resume={run}", "mode=export", f"mode.path={folder}") == 0
+    theirs = AutoModelForCausalLM.from_pretrained(folder).eval()
+    tokens = AutoTokenizer.from_pretrained(folder)("value_1 = 2", return_tensors="pt")["input_ids"]
+    assert tokens.tolist() == [list(b"value_1 = 2")]
+    config = composed_config(f"resume={run}", "mode=export")
+    from recipes.build import build
+    from recipes.mode.weights import load_task
+
+    ours = load_task(build(config, run, []))
+    with torch.inference_mode():
+        difference = ours.model(tokens)[..., :257] - theirs(tokens).logits
+    assert difference.abs().max().item() < 1e-5  # float32, other kernels for the same sums
+
+
+def test_a_resumed_run_goes_on_as_if_it_had_never_stopped(
+    run: Path, typed: list[str], tmp_path: Path
+) -> None:
+    """Two runs to step 18: one stopped at 12 and resumed with other micro-batches' worth of data order."""
+    import shutil
+
+    whole, resumed = tmp_path / "whole", tmp_path / "resumed"
+    words = ["trainer.max_steps=18", "save_every=6", "eval_every=6", "eval_samples=null"]
+    assert carry_out(*typed, *words, "model.dropout=0.0", f"hydra.run.dir={whole}") == 0
+    first = ["trainer.max_steps=12", *words[1:], "model.dropout=0.0", f"hydra.run.dir={resumed}"]
+    assert carry_out(*typed, *first) == 0
+    assert carry_out(f"resume={resumed}", "trainer.max_steps=18") == 0
+    expected, found = read_metrics(whole), read_metrics(resumed)
+    assert [row["step"] for row in found] == list(range(1, 19))
+    for ours, theirs in zip(found, expected, strict=True):
+        for name in ("train/loss", "grad/norm", "lr", "train/samples", "train/tokens"):
+            assert ours[name] == theirs[name], (ours["step"], name)
+    assert found[17]["val/loss"] == expected[17]["val/loss"]
+    shutil.rmtree(resumed)
+
+
+def test_resume_auto_starts_where_there_is_nothing_and_goes_on_where_there_is(
+    typed: list[str], tmp_path: Path
+) -> None:
+    again = [*typed, "resume=auto", f"hydra.run.dir={tmp_path}/run", "save_every=2", "eval_every=9"]
+    quiet = ["~callbacks.report", "~callbacks.sample_text"]
+    assert carry_out(*again, *quiet, "trainer.max_steps=2") == 0
+    assert carry_out(*again, *quiet, "trainer.max_steps=4") == 0
+    events = [json.loads(line) for line in (tmp_path / "run" / "events.jsonl").open()]
+    assert [event["event"] for event in events if event["event"] != "checkpoint"] == [
+        "start",
+        "end",
+        "resume",
+        "end",
+    ]
+    assert [row["step"] for row in read_metrics(tmp_path / "run")] == [1, 2, 3, 4]

@@ -1,0 +1,94 @@
+"""The gradient norm is that before clipping; clipping works where Lightning 2.6 refuses it."""
+
+from pathlib import Path
+
+import lightning
+import pytest
+import torch
+from packaging.version import Version
+from support import TINY, composed_config, read_metrics
+from torch import nn
+
+from recipes.build import build
+from recipes.strategy.single import SingleDevice
+
+
+def gradients() -> list[nn.Parameter]:
+    """Two parameters whose gradients have the norm 13 together."""
+    parameters = [nn.Parameter(torch.zeros(2)), nn.Parameter(torch.zeros(1))]
+    parameters[0].grad, parameters[1].grad = torch.tensor([3.0, 4.0]), torch.tensor([12.0])
+    return parameters
+
+
+def test_clipping_by_norm_gives_the_norm_before_and_leaves_one_after() -> None:
+    parameters = gradients()
+    engine = SingleDevice(device=torch.device("cpu"))
+    norm = engine.clip_gradients(parameters, max_norm=1.0, max_value=None)
+    assert norm.item() == 13.0
+    assert nn.utils.get_total_norm([p.grad for p in parameters]).item() == pytest.approx(1.0)
+
+
+def test_clipping_by_value_gives_the_norm_before_too() -> None:
+    parameters = gradients()
+    engine = SingleDevice(device=torch.device("cpu"))
+    norm = engine.clip_gradients(parameters, max_norm=None, max_value=5.0)
+    assert norm.item() == 13.0
+    assert [p.grad.tolist() for p in parameters] == [[3.0, 4.0], [5.0]]
+
+
+def test_without_clipping_the_norm_is_measured_and_nothing_changes() -> None:
+    parameters = gradients()
+    engine = SingleDevice(device=torch.device("cpu"))
+    norm = engine.clip_gradients(parameters, max_norm=None, max_value=None)
+    assert norm.item() == 13.0
+    assert parameters[1].grad.tolist() == [12.0]
+
+
+@pytest.mark.parametrize("precision", ["32-true", "bf16-mixed", "bf16-true"])
+def test_fused_adamw_is_clipped_under_every_precision(
+    precision: str, tmp_path: Path, text_folder: str
+) -> None:
+    config = composed_config(
+        *TINY,
+        f"data.path={text_folder}",
+        f"precision={precision}",
+        "trainer.max_steps=2",
+        "trainer.gradient_clip_val=0.01",
+    )
+    run = build(config, tmp_path, [])
+    run.trainer.fit(run.task, datamodule=run.data)
+    rows = read_metrics(tmp_path)
+    assert run.trainer.optimizers[0].param_groups[0]["fused"] is True
+    assert all(row["grad/norm"] > 0.1 for row in rows)
+    assert all(row["grad/clipped_fraction"] == 1.0 for row in rows)
+
+
+class Plain(lightning.LightningModule):
+    """A stranger's module with fused AdamW, which Lightning clips itself."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer = nn.Linear(2, 1)
+
+    def training_step(self, batch: torch.Tensor, batch_idx: int) -> torch.Tensor:
+        return self.layer(batch).sum()
+
+    def configure_optimizers(self) -> torch.optim.Optimizer:
+        return torch.optim.AdamW(self.parameters(), fused=True)
+
+
+def test_lightning_still_refuses_fused_adamw_with_clipping_under_bf16_mixed() -> None:
+    """When this fails, Lightning has mended #21435: `configure_gradient_clipping` may become simpler."""
+    assert Version(lightning.__version__) < Version("2.7")
+    trainer = lightning.Trainer(
+        accelerator="cpu",
+        precision="bf16-mixed",
+        max_steps=1,
+        gradient_clip_val=1.0,
+        logger=False,
+        enable_checkpointing=False,
+        enable_progress_bar=False,
+        enable_model_summary=False,
+    )
+    with pytest.raises(RuntimeError, match="unscaling"):
+        trainer.fit(Plain(), torch.utils.data.DataLoader(torch.ones(4, 2)))

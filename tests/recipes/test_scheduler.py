@@ -1,0 +1,65 @@
+"""Schedules are pure functions of the step: their values at the steps that matter."""
+
+from collections.abc import Callable
+from functools import partial
+
+import pytest
+
+from recipes import scheduler
+
+SCHEDULES: dict[str, Callable[[int], float]] = {
+    "warmup_cosine": partial(
+        scheduler.warmup_cosine, num_steps=100, warmup_steps=10, final_fraction=0.1
+    ),
+    "warmup_stable_decay": partial(
+        scheduler.warmup_stable_decay,
+        num_steps=100,
+        warmup_steps=10,
+        decay_steps=20,
+        final_fraction=0.0,
+    ),
+    "linear": partial(scheduler.linear, num_steps=100, warmup_steps=10, final_fraction=0.0),
+    "constant": partial(scheduler.constant, warmup_steps=10),
+    "constant_cooldown": partial(
+        scheduler.constant_cooldown,
+        num_steps=100,
+        warmup_steps=0,
+        cooldown_steps=25,
+        final_fraction=0.0,
+    ),
+    "step": partial(scheduler.step, milestones=[50, 80], factor=0.1, warmup_steps=0),
+    "one_cycle": partial(
+        scheduler.one_cycle,
+        num_steps=100,
+        warmup_fraction=0.3,
+        start_fraction=0.04,
+        final_fraction=1e-4,
+    ),
+}
+VALUES: dict[str, dict[int, float]] = {
+    "warmup_cosine": {0: 0.1, 9: 1.0, 54: 0.55, 99: 0.1, 150: 0.1},
+    "warmup_stable_decay": {0: 0.1, 9: 1.0, 79: 1.0, 80: 0.95, 89: 0.5, 99: 0.0},
+    "linear": {0: 0.1, 9: 1.0, 54: 0.5, 99: 0.0, 200: 0.0},
+    "constant": {0: 0.1, 4: 0.5, 9: 1.0, 10_000: 1.0},
+    "constant_cooldown": {0: 1.0, 74: 1.0, 75: 0.8, 83: 0.4, 99: 0.0},
+    "step": {0: 1.0, 49: 1.0, 50: 0.1, 79: 0.1, 80: 0.01},
+    "one_cycle": {14: 0.52, 29: 1.0, 64: 0.50005, 99: 1e-4},
+}
+
+
+@pytest.mark.parametrize("name", SCHEDULES)
+def test_a_schedule_has_its_values_at_the_steps_that_matter(name: str) -> None:
+    for step, expected in VALUES[name].items():
+        assert SCHEDULES[name](step) == pytest.approx(expected, abs=1e-12), step
+
+
+@pytest.mark.parametrize("name", SCHEDULES)
+def test_a_multiplier_never_leaves_zero_to_one(name: str) -> None:
+    assert all(0.0 <= SCHEDULES[name](step) <= 1.0 for step in range(300))
+
+
+@pytest.mark.parametrize("name", ["warmup_cosine", "linear", "warmup_stable_decay"])
+def test_a_run_that_ends_within_its_warmup_only_warms_up(name: str) -> None:
+    short = partial(SCHEDULES[name], num_steps=3) if name != "warmup_stable_decay" else None
+    if short is not None:
+        assert [short(step) for step in range(3)] == pytest.approx([0.1, 0.2, 0.3])
