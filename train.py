@@ -39,14 +39,17 @@ def through_hydra() -> int:
 
     from recipes.compose import register_resolvers
 
-    def job(_: DictConfig) -> int:
+    exit_codes = [0]
+
+    def job(_: DictConfig) -> None:
         overrides = list(HydraConfig.get().overrides.task)
         overrides.append(f"hydra.run.dir='{HydraConfig.get().runtime.output_dir}'")
         composed, mistakes = compose_and_check(overrides)
         if mistakes or composed is None:
             print(report(mistakes), file=sys.stderr)
-            sys.exit(EXIT_WRONG_CONFIG)
-        return launch(composed)
+            exit_codes.append(EXIT_WRONG_CONFIG)
+        else:
+            exit_codes.append(launch(composed))
 
     os.environ["HYDRA_FULL_ERROR"] = "1"  # so that its errors reach this function
     register_resolvers()
@@ -55,7 +58,7 @@ def through_hydra() -> int:
     except HydraException as error:
         print(error, file=sys.stderr)
         return EXIT_WRONG_CONFIG
-    return 0
+    return max(exit_codes)
 
 
 if __name__ == "__main__":

@@ -5,6 +5,7 @@ stretch; everything that has letters is HTML at a position in percent. So one pa
 a wide screen without a script having to draw anything.
 """
 
+import json
 import math
 from html import escape
 
@@ -114,3 +115,28 @@ def _note(chart: Chart) -> str:
         if curve.first_not_finite is not None
     ]
     return "".join(f'<span class="note">{escape(note)}</span>' for note in notes)
+
+
+def points_json(charts: list[Chart], marks: list[Mark]) -> str:
+    """The read-out's points; `<` is spelled so that no text can end the script element."""
+    data = {
+        "charts": [
+            {
+                "first": chart.x_range[0] - (chart.x_range[0] == chart.x_range[1]),
+                "last": chart.x_range[1] + (chart.x_range[0] == chart.x_range[1]),
+                "curves": [
+                    {
+                        "metric": curve.metric,
+                        "points": [
+                            [step, float(f"{value:.6g}") if math.isfinite(value) else None]
+                            for step, value in curve.points
+                        ],
+                    }
+                    for curve in chart.curves
+                ],
+            }
+            for chart in charts
+        ],
+        "marks": [[mark.step, mark.event] for mark in marks],
+    }
+    return json.dumps(data, separators=(",", ":"), allow_nan=False).replace("<", "\\u003c")

@@ -24,6 +24,7 @@ class MemoryMonitor(Callback):
 
     def __init__(self) -> None:
         self._steps = StepCounter()
+        self._peaks: dict[str, float] = {}  # at the last row
 
     def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
         self._steps.start(trainer)
@@ -33,7 +34,15 @@ class MemoryMonitor(Callback):
     ) -> None:
         if self._steps.stepped(trainer) and is_logged_step(trainer):
             device = trainer.strategy.root_device
-            log_row(pl_module, max_over_ranks(read_peaks(device), device))
+            self._peaks = max_over_ranks(read_peaks(device), device)
+            log_row(pl_module, self._peaks)
+
+    def summary(self) -> dict[str, float | None]:
+        """The peak at the last row: of the device's allocations, or of the host where there is none."""
+        for name in ("memory/allocated_peak_gib", "memory/host_peak_gib"):
+            if name in self._peaks:
+                return {"peak_memory_gib": self._peaks[name]}
+        return {"peak_memory_gib": None}
 
 
 def read_peaks(device: torch.device) -> dict[str, float]:

@@ -1,7 +1,7 @@
 """A run as one picture and one page that opens offline: a second or two, no Lightning."""
 
-import json
 import math
+from collections import Counter
 from collections.abc import Iterable
 from html import escape
 from pathlib import Path
@@ -10,7 +10,7 @@ from typing import Any
 from callbacks.axis import value_label
 from callbacks.curves import Chart, Mark, charts_of, marks_of
 from callbacks.curves_png import write_png
-from callbacks.curves_svg import chart_html
+from callbacks.curves_svg import chart_html, points_json
 from callbacks.progress_text import VAL_LOSS, clock_text
 from callbacks.run_record import RunRecord, read_run
 
@@ -57,7 +57,7 @@ def page_html(run: RunRecord, charts: list[Chart], marks: list[Mark]) -> str:
         f"{_table('Environment', run.environment)}</div>"
         f"{_events(run)}{_config(run)}"
         f"<footer>{escape(str(run.folder))}</footer></main>"
-        f'<script type="application/json" id="points">{_points_json(charts, marks)}</script>'
+        f'<script type="application/json" id="points">{points_json(charts, marks)}</script>'
         f"<script>{script}</script></body></html>\n"
     )
 
@@ -78,12 +78,8 @@ def _head(run: RunRecord) -> str:
     if status is not None:
         kind = _STATUS_CLASSES.get(status, "bad")
         pill = f'<span class="status {kind}">{escape(status)}</span>'
-    words = [
-        str(run.environment[key]) for key in ("devices", "hostname") if run.environment.get(key)
-    ]
-    command = run.environment.get("command")
-    if command:
-        words.append(command if isinstance(command, str) else " ".join(map(str, command)))
+    present = [key for key in ("devices", "hostname", "command") if run.environment.get(key)]
+    words = (_words(run.environment[key]) for key in present)
     where = " · ".join(f"<code>{escape(word)}</code>" for word in words)
     return (
         f'<header><div class="head"><h1>{escape(run.name)}</h1>{pill}</div>'
@@ -190,7 +186,10 @@ def _words(value: Any) -> str:
         return "yes" if value else "no"
     if isinstance(value, (int, float)):
         return value_label(value)
-    return ", ".join(map(str, value)) if isinstance(value, list) else str(value)
+    if isinstance(value, list):  # `8 x NVIDIA H100`, not eight times its name
+        counts = Counter(map(str, value)).items()
+        return ", ".join(f"{count} x {word}" if count > 1 else word for word, count in counts)
+    return str(value)
 
 
 def _events(run: RunRecord) -> str:
@@ -225,28 +224,3 @@ def _config(run: RunRecord) -> str:
         "<details><summary>Config</summary>"
         f'<div class="card"><pre>{escape(run.config_text)}</pre></div></details>'
     )
-
-
-def _points_json(charts: list[Chart], marks: list[Mark]) -> str:
-    """The read-out's points; `<` is spelled so that no text can end the script element."""
-    data = {
-        "charts": [
-            {
-                "first": chart.x_range[0] - (chart.x_range[0] == chart.x_range[1]),
-                "last": chart.x_range[1] + (chart.x_range[0] == chart.x_range[1]),
-                "curves": [
-                    {
-                        "metric": curve.metric,
-                        "points": [
-                            [step, float(f"{value:.6g}") if math.isfinite(value) else None]
-                            for step, value in curve.points
-                        ],
-                    }
-                    for curve in chart.curves
-                ],
-            }
-            for chart in charts
-        ],
-        "marks": [[mark.step, mark.event] for mark in marks],
-    }
-    return json.dumps(data, separators=(",", ":"), allow_nan=False).replace("<", "\\u003c")

@@ -26,13 +26,14 @@ def fit(run: Run) -> int:
     if tokenizer is not None:
         tokenizer.save(run.folder / TOKENIZER_FOLDER)
     _log_event(run, "resume" if run.checkpoint else "start")
-    run.trainer.fit(
-        run.task,
-        datamodule=run.data,
-        ckpt_path=run.checkpoint,
-        weights_only=True,
-    )
-    _log_event(run, "end", status="finished")
+    try:
+        run.trainer.fit(run.task, datamodule=run.data, ckpt_path=run.checkpoint, weights_only=True)
+        _log_event(run, "end", status="finished")
+    except BaseException as error:
+        _log_event(run, "end", status="failed", error=f"{type(error).__name__}: {error}")
+        raise
+    finally:
+        _write_reports(run)
     LOGGER.info(_last_line(run))
     return 0
 
@@ -55,6 +56,13 @@ def _log_event(run: Run, event: str, **fields: Any) -> None:
     for logger in run.trainer.loggers:
         if hasattr(logger, "log_event"):
             logger.log_event(event, run.trainer.global_step, **fields)
+
+
+def _write_reports(run: Run) -> None:
+    """Again, now that the loggers have written their last row, which they do after every callback."""
+    for callback in run.trainer.callbacks:  # type: ignore[attr-defined]
+        if hasattr(callback, "write"):
+            callback.write(run.folder)
 
 
 def _last_line(run: Run) -> str:

@@ -3,7 +3,6 @@
 import math
 from typing import ClassVar, cast
 
-import torch
 from torch import Tensor
 
 from recipes.loss import count_targets, cross_entropy_sum
@@ -56,7 +55,7 @@ class LanguageModeling(LearningTask):
         if self.tokenizer is None:
             return None
         prompt_tokens = self.tokenizer.encode(prompt) or [self.tokenizer.end_of_text]
-        with torch.inference_mode(), self.trainer.precision_plugin.forward_context():
+        with self.trainer.precision_plugin.forward_context():
             tokens = generate(
                 cast(LanguageModel, self.model),
                 prompt_tokens,

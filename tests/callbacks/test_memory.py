@@ -27,10 +27,13 @@ def test_the_host_peak_rises_by_what_is_touched() -> None:
 
 
 def test_every_row_has_the_host_peak(stranger, make_trainer, read_column) -> None:
-    make_trainer(callbacks=[MemoryMonitor()], log_every_n_steps=4).fit(stranger())
+    monitor = MemoryMonitor()
+    assert monitor.summary() == {"peak_memory_gib": None}
+    make_trainer(callbacks=[monitor], log_every_n_steps=4).fit(stranger())
     peaks = read_column("memory/host_peak_gib")
     assert len(peaks) == 2
     assert 0.05 < peaks[0] <= peaks[1] < 64
+    assert monitor.summary() == {"peak_memory_gib": peaks[1]}
 
 
 def _worker(rank: int, store: str, results: "multiprocessing.Queue[dict[str, float]]") -> None:

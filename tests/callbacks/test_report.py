@@ -64,7 +64,11 @@ def test_everything_that_a_run_left_is_on_its_page(tmp_path: Path) -> None:
                 "tokens_per_second": 41230.4,
                 "mfu": None,
             },
-            environment={"command": "python train.py seed=3", "versions": {"torch": "2.13.0"}},
+            environment={
+                "devices": ["H100"] * 8,
+                "command": "python train.py seed=3",
+                "versions": {"torch": "2.13.0"},
+            },
             events=[{"time": 0, "step": 2, "event": "spike", "score": 11.25}],
             samples=[
                 {"step": 1, "prompt": "old", "text": "old"},
@@ -73,7 +77,14 @@ def test_everything_that_a_run_left_is_on_its_page(tmp_path: Path) -> None:
             config="name: my_run\nseed: 3\n",
         )
     )
-    for words in ("my_run", "finished", "41,230", "python train.py seed=3", "versions.torch"):
+    for words in (
+        "my_run",
+        "finished",
+        "41,230",
+        "python train.py seed=3",
+        "versions.torch",
+        "8 x H100",
+    ):
         assert words in page
     for words in ("score 11.25", "yz", "seed: 3", "1 spike", "unknown", "grad/norm"):
         assert words in page

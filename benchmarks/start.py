@@ -1,0 +1,66 @@
+"""Seconds from a command to its answer: help, a mistake, the first optimizer step. Fresh processes, the cache warm."""
+
+import statistics
+import subprocess
+import sys
+import tempfile
+import time
+from pathlib import Path
+
+from measure import in_turn, report
+
+ROOT = Path(__file__).parent.parent
+NUM_ROUNDS = 7
+
+
+def seconds_until(words: list[str], sign: str) -> float:
+    """From starting the command to the first line that starts with a sign."""
+    began = time.perf_counter()
+    process = subprocess.Popen(
+        [sys.executable, "train.py", *words],
+        cwd=ROOT,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        text=True,
+    )
+    assert process.stdout is not None
+    for line in process.stdout:
+        if line.lstrip().startswith(sign):
+            break
+    else:
+        raise RuntimeError(f"{words} ended without {sign!r}")
+    seconds = time.perf_counter() - began
+    process.kill()
+    process.wait()
+    return seconds
+
+
+def main() -> None:
+    cases = {
+        "python train.py --help": (["--help"], "lightning-recipes"),
+        "python train.py modle=gpt2 (a mistake)": (["modle=gpt2"], "The config has"),
+        "python train.py, first optimizer step": (
+            [f"hydra.run.dir={tempfile.mkdtemp()}"],
+            "step   1/",
+        ),
+    }
+    found: dict[str, list[float]] = {name: [] for name in cases}
+    seconds_until(*cases["python train.py, first optimizer step"])  # fills the cache
+    for _ in in_turn(NUM_ROUNDS):
+        for name, (words, sign) in cases.items():
+            found[name].append(seconds_until(words, sign))
+    report(
+        "start",
+        [
+            {
+                "command": name,
+                "median, s": f"{statistics.median(seconds):.2f}",
+                "slowest, s": f"{max(seconds):.2f}",
+            }
+            for name, seconds in found.items()
+        ],
+    )
+
+
+if __name__ == "__main__":
+    main()
