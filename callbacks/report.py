@@ -15,7 +15,7 @@ class RunReport(Callback):
     """Writes the report of the run folder, on rank 0, when a fit ends or an exception ends it.
 
     Needs a logger that leaves `metrics.csv` in its `log_dir`; without one, a line in the log says
-    so. Call `write(folder)` again once `summary.json` is there. A report that cannot be written
+    so. Call `write_report(folder)` again once `summary.json` is there. A report that cannot be written
     costs the run nothing: the traceback goes to the log and the fit ends as it would have.
     """
 
@@ -38,10 +38,10 @@ class RunReport(Callback):
         if folder is None or not (folder / "metrics.csv").exists():
             log.info("no report: no logger left a metrics.csv")
             return
-        self.write(folder)
+        self.write_report(folder)
 
     @staticmethod
-    def write(folder: Path) -> None:
+    def write_report(folder: Path) -> None:
         """`write_report(folder)`, with a failure in the log instead of an exception."""
         try:
             write_report(folder)

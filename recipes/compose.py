@@ -102,9 +102,10 @@ def compose_run(
 
 
 def freeze(composed: Composed) -> None:
-    """Write the config into the run folder, so that it can be run again from there."""
+    """Write the config into the run folder, so that it can be run again from there, from its beginning."""
     again = {"run": {"dir": "${run_folder:${name},${resume}}"}, "output_subdir": None}
-    text = yaml.safe_dump(composed.config | {"hydra": again}, sort_keys=False, allow_unicode=True)
+    config = composed.config | {"resume": None, "hydra": again}
+    text = yaml.safe_dump(config, sort_keys=False, allow_unicode=True)
     header = "# Run it again: python train.py --config-path <this folder> --config-name config\n"
     (composed.run_folder / CONFIG_FILE).write_text(header + text)
 

@@ -10,10 +10,10 @@ import torch
 torch.set_num_threads(1)
 
 
-@pytest.fixture(autouse=True)
-def _own_cache(tmp_path_factory: pytest.TempPathFactory, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.fixture(autouse=True, scope="session")
+def _own_cache(tmp_path_factory: pytest.TempPathFactory) -> None:
     """Token caches of tests never meet those of the person who runs them."""
-    monkeypatch.setenv("RECIPES_CACHE", str(tmp_path_factory.getbasetemp() / "cache"))
+    os.environ["RECIPES_CACHE"] = str(tmp_path_factory.getbasetemp() / "cache")
 
 
 @pytest.fixture

@@ -105,61 +105,58 @@ def _unknown_option(override: Override, typed: str) -> Mistake | None:
 
 def _mend(typed: str, override: Override, config: Any) -> str | Mistake:
     """The override as it is, with `+` where the target takes the argument, or the mistake in it."""
-    key = override.key_or_group
-    if override.is_add() or override.is_force_add() or _exists(config, key):
+    if override.is_add() or override.is_force_add():
         return typed
-    parent_key, _, last = key.rpartition(".")
-    parent = OmegaConf.select(config, parent_key) if parent_key else config
-    if parent is None or not OmegaConf.is_dict(parent):
-        known = [str(name) for name in config if name != "hydra"] + _groups()
-        return _unknown_key(typed, override, key.split(".")[0], known, key.split(".")[1:])
-    known = [str(name) for name in parent if not str(name).startswith("_") and name != "hydra"]
-    target = OmegaConf.select(parent, "_target_")
+    node, known_parts, missing = _deepest(config, override.key_or_group.split("."))
+    if not missing:
+        return typed
+    names = [str(name) for name in node if not str(name).startswith("_") and name != "hydra"]
+    target = OmegaConf.select(node, "_target_") if OmegaConf.is_dict(node) else None
     if isinstance(target, str):
         try:
             signature = read_signature(target)
         except TargetNotFoundError:
             return typed
-        if last in signature.parameters or signature.takes_any:
+        if len(missing) == 1 and (missing[0] in signature.parameters or signature.takes_any):
             return f"+{typed}"
-        known += [name for name in signature.parameters if name not in known]
-    elif not parent_key:
-        known = [*WORDS, *known, *_groups()]
-    return _unknown_key(typed, override, last, known, [], parent_key)
+        names += [name for name in signature.parameters if name not in names]
+    elif not known_parts:
+        names = [*WORDS, *names, *_groups()]
+    return Mistake(
+        typed,
+        f"there is no {override.key_or_group!r}",
+        _nearest(known_parts, missing, list(dict.fromkeys(names)), typed.partition("=")[2]),
+    )
 
 
-def _unknown_key(
-    typed: str,
-    override: Override,
-    wrong: str,
-    known: list[str],
-    below: list[str],
-    parent_key: str = "",
-) -> Mistake:
-    near = get_close_matches(wrong, known, 1)
-    _, _, value = typed.partition("=")
-    prefix = f"{parent_key}." if parent_key else ""
+def _deepest(config: Any, parts: list[str]) -> tuple[Any, list[str], list[str]]:
+    """The deepest section on the way to a key, the parts that lead to it, and those that do not exist."""
+    node = config
+    for number, part in enumerate(parts):
+        if part not in node:
+            return node, parts[:number], parts[number:]
+        child = node._get_node(part)
+        if number + 1 < len(parts) and not OmegaConf.is_dict(child):
+            return node, parts[:number], parts[number:]
+        node = child
+    return node, parts, []
+
+
+def _nearest(known: list[str], missing: list[str], names: list[str], value: str) -> str:
+    """What to type instead of a key: the nearest name, the option that brings it, or the names there are."""
+    wrong, *below = missing
+    near = get_close_matches(wrong, [name for name in names if name != wrong], 1)
     if near:
-        remedy = f"{prefix}{'.'.join([near[0], *below])}={value}"
-    elif not parent_key:
-        remedy = "python train.py --help for the words there are"
-    else:
-        remedy = f"one of {' '.join(f'{prefix}{name}=' for name in dict.fromkeys(known))}"
-    return Mistake(typed, f"there is no {override.key_or_group!r}", remedy)
+        return f"{'.'.join([*known, near[0], *below])}={value}"
+    if (CONF.joinpath(*known) / f"{wrong}.yaml").is_file():
+        return f"+{'/'.join(known)}={wrong}, which brings it"
+    if not known:
+        return "python train.py --help for the words there are"
+    return "one of " + " ".join(f"{'.'.join([*known, name])}=" for name in names)
 
 
 def _groups() -> list[str]:
     return sorted(path.name for path in CONF.iterdir() if path.is_dir())
-
-
-def _exists(config: Any, key: str) -> bool:
-    *parents, last = key.split(".")
-    node = config
-    for parent in parents:
-        if not OmegaConf.is_dict(node) or parent not in node:
-            return False
-        node = node._get_node(parent)
-    return OmegaConf.is_dict(node) and last in node
 
 
 def _as_mistake(error: Exception) -> Mistake:

@@ -61,8 +61,8 @@ def _log_event(run: Run, event: str, **fields: Any) -> None:
 def _write_reports(run: Run) -> None:
     """Again, now that the loggers have written their last row, which they do after every callback."""
     for callback in run.trainer.callbacks:  # type: ignore[attr-defined]
-        if hasattr(callback, "write"):
-            callback.write(run.folder)
+        if hasattr(callback, "write_report"):
+            callback.write_report(run.folder)
 
 
 def _last_line(run: Run) -> str:

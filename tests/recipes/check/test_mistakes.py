@@ -12,6 +12,14 @@ from recipes.launch import compose_and_check, report
 from recipes.mistake import Mistake
 
 MESSAGES = {
+    "callbacks=[grad_norm] callbacks.sample_text.num_tokens=8": (
+        "callbacks.sample_text.num_tokens=8: there is no 'callbacks.sample_text.num_tokens';"
+        " type +callbacks=sample_text, which brings it"
+    ),
+    "optimizer.lr.warm=3": (
+        "optimizer.lr.warm=3: there is no 'optimizer.lr.warm'; type one of optimizer.lr="
+        " optimizer.betas= optimizer.eps= optimizer.weight_decay= optimizer.model= optimizer.fused="
+    ),
     "recipe=fsdp_bf61": (
         "recipe=fsdp_bf61: the options are quickstart single_bf16 single_fp16 single_fp32; type recipe=single_bf16"
     ),

@@ -1,0 +1,145 @@
+"""The commands of the README, typed in a subprocess as a person types them."""
+
+import os
+import re
+import shlex
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+from support import ROOT, read_metrics, run_train
+
+README = (ROOT / "README.md").read_text()
+BLOCKS = "\n".join(re.findall(r"```sh\n(.*?)```", README, re.DOTALL))
+COMMANDS = [
+    shlex.split(line, comments=True)[2:]
+    for line in BLOCKS.splitlines()
+    if line.startswith("python train.py")
+]
+# what keeps a command of the README to some seconds here; what it says itself stays
+SHORT = [
+    "trainer.max_steps=2",
+    "global_batch_size=2",
+    "eval_samples=2",
+    "save_every=2",
+    "warmup_steps=1",
+    "callbacks.sample_text.num_tokens=8",
+]
+
+
+def shortened(command: list[str]) -> list[str]:
+    """A command with fewer steps, less data and a schedule that fits into it."""
+    if "--help" in command or "--config-path" in command or any("mode=" in w for w in command):
+        return command
+    typed = {word.split("=")[0] for word in command}
+    words = [word for word in SHORT if word.split("=")[0] not in typed]
+    return [re.sub("decay_steps=80", "decay_steps=1", word) for word in command] + words
+
+
+@pytest.fixture(scope="module")
+def workplace(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A folder to type in, with text of one's own, raw tokens and a finished run in it."""
+    folder = tmp_path_factory.mktemp("workplace")
+    texts = folder / "my_texts"
+    texts.mkdir()
+    for number in range(3):
+        (texts / f"{number}.txt").write_text("".join(f"line {i * number}\n" for i in range(4000)))
+    (folder / "tokens.bin").write_bytes(bytes(range(200)) * 400)
+    done = run_train(["hydra.run.dir=logs/mine", *SHORT], folder=folder)
+    assert done.returncode == 0, done.stdout + done.stderr
+    return folder
+
+
+@pytest.mark.parametrize("command", COMMANDS, ids=" ".join)
+def test_a_command_of_the_readme_works(command: list[str], workplace: Path) -> None:
+    done = run_train(shortened(command), folder=workplace)
+    assert done.returncode == 0, done.stdout + done.stderr
+
+
+def test_the_readme_names_enough_commands_to_be_worth_testing() -> None:
+    assert len(COMMANDS) >= 14
+
+
+def test_a_run_says_nothing_but_its_own_lines(workplace: Path) -> None:
+    words = ["hydra.run.dir=logs/quiet", *SHORT[:-1], "tokenizer=bytes"]
+    words += ["callbacks=[grad_norm,progress,throughput]"]
+    done = run_train(words, folder=workplace)
+    assert done.stderr == ""
+    lines = done.stdout.splitlines()
+    assert lines[0] == "quickstart: the run's folder is logs/quiet"
+    assert lines[-1].startswith("Finished: 2 steps, train loss ")
+    assert all(line.lstrip().startswith(("step", "quickstart:", "Finished:")) for line in lines)
+    assert (workplace / "logs/quiet/train.log").read_text() == done.stdout
+
+
+def test_help_and_a_mistake_answer_without_torch_or_lightning(tmp_path: Path) -> None:
+    """What costs seconds is never imported for them: speed itself is measured in benchmarks/start.py."""
+    program = (
+        "import sys, runpy\n"
+        "try: runpy.run_path('train.py', run_name='__main__')\n"
+        "except SystemExit as end: code = end.code\n"
+        "assert not {'torch', 'lightning', 'transformers'} & set(sys.modules), sys.modules\n"
+        "sys.exit(code)\n"
+    )
+    for word, code in (("--help", 0), ("modle=gpt2", 2)):
+        done = subprocess.run(
+            [sys.executable, "-c", program, word], cwd=ROOT, capture_output=True, check=False
+        )
+        assert done.returncode == code, done.stderr.decode()
+
+
+def test_a_crash_names_the_folder_and_the_last_checkpoint_and_leaves_a_summary(
+    workplace: Path,
+) -> None:
+    words = ["hydra.run.dir=logs/crash", *SHORT[:-1], "trainer.max_steps=6", "data=text_files"]
+    broken = [
+        "data.path=my_texts",
+        "callbacks=[grad_norm]",
+        "+callbacks.crash._target_=crash.Crash",
+    ]
+    (workplace / "crash.py").write_text(
+        "from lightning.pytorch import Callback\n"
+        "class Crash(Callback):\n"
+        "    def on_train_batch_end(self, trainer, *_):\n"
+        "        if trainer.global_step == 5:\n"
+        "            raise OSError('the disk is gone')\n"
+    )
+    env = os.environ | {"PYTHONPATH": str(workplace)}
+    done = subprocess.run(
+        [sys.executable, str(ROOT / "train.py"), *words, *broken],
+        cwd=workplace,
+        env=env,
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    assert done.returncode == 1, done.stdout + done.stderr
+    assert "the disk is gone" in done.stdout
+    last = "The run crashed; its folder is logs/crash, its last whole checkpoint step_0000004.ckpt"
+    assert done.stdout.splitlines()[-1] == last
+    assert '"status": "failed"' in (workplace / "logs/crash/summary.json").read_text()
+    assert [row["step"] for row in read_metrics(workplace / "logs/crash")][-1] >= 4
+
+
+def test_an_interrupted_run_ends_within_seconds_with_130(workplace: Path) -> None:
+    words = ["hydra.run.dir=logs/interrupted", "tokenizer=bytes", "save_every=null"]
+    process = subprocess.Popen(
+        [sys.executable, str(ROOT / "train.py"), *words],
+        cwd=workplace,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        text=True,
+    )
+    assert process.stdout is not None
+    for line in process.stdout:
+        if "step" in line and "loss" in line:
+            break
+    process.send_signal(2)
+    began = time.monotonic()
+    process.communicate(timeout=60)
+    assert time.monotonic() - began < 30
+    assert process.returncode == 130
+    summary = (workplace / "logs/interrupted/summary.json").read_text()
+    assert '"status": "interrupted"' in summary
