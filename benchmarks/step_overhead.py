@@ -10,9 +10,15 @@ from torch import nn
 
 NUM_ROUNDS, NUM_STEPS, SKIP = 5, 60, 10
 CASES: dict[str, tuple[str, ...]] = {
-    "small step": ("model.num_layers=1", "model.width=32", "seq_len=32", "global_batch_size=4"),
-    "step of 250 ms": ("global_batch_size=16",),
-    "4 micro-batches": ("global_batch_size=16", "micro_batch_size=4"),
+    "small step": (
+        "model.num_layers=1",
+        "model.num_heads=2",
+        "model.width=32",
+        "seq_len=32",
+        "global_batch_size=4",
+    ),
+    "step of 250 ms": ("global_batch_size=32",),
+    "4 micro-batches": ("global_batch_size=32", "micro_batch_size=8"),
 }
 
 

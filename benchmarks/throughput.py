@@ -9,9 +9,9 @@ from plain_gpt2 import train
 NUM_ROUNDS = 4
 # vocabulary (padded), length, layers, heads, channels; batch; steps; steps skipped; the recipe's words
 CASES: dict[str, Any] = {
-    "gpt2_nano float32": ((2048, 256, 4, 4, 128), 16, 40, 10, False, ("model=gpt2_nano",)),
+    "gpt2_nano float32": ((2048, 128, 3, 6, 192), 16, 40, 10, False, ("model=gpt2_nano",)),
     "gpt2_nano bf16": (
-        (2048, 256, 4, 4, 128),
+        (2048, 128, 3, 6, 192),
         16,
         40,
         10,

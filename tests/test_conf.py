@@ -1,6 +1,8 @@
 """conf/ is the index of the code: each option names its module, and every recipe builds every model."""
 
 import importlib
+import inspect
+import shlex
 from pathlib import Path
 
 import pytest
@@ -9,7 +11,7 @@ import yaml
 from support import composed_config
 
 from recipes.build import build
-from recipes.signature import read_signature
+from recipes.launch import compose_and_check
 
 ROOT = Path(__file__).parent.parent
 CONF = ROOT / "conf"
@@ -68,9 +70,27 @@ def test_a_default_lives_in_the_yaml_or_in_the_signature_never_in_both() -> None
         node = yaml.safe_load(path.read_text())
         if not isinstance(node, dict) or not str(node.get("_target_", "")).startswith("recipes."):
             continue
-        parameters = read_signature(node["_target_"]).parameters
-        both = [key for key in node if key in parameters and not parameters[key].required]
-        assert not both, f"{path.relative_to(ROOT)}: {both}"
+        module, _, name = node["_target_"].rpartition(".")
+        signature = inspect.signature(getattr(importlib.import_module(module), name))
+        twice = [
+            key
+            for key, value in node.items()
+            if key in signature.parameters and signature.parameters[key].default == value
+        ]
+        assert not twice, f"{path.relative_to(ROOT)}: {twice}"
+
+
+@pytest.mark.parametrize("path", OPTIONS, ids=lambda path: f"{path.parent.name}/{path.stem}")
+def test_the_command_in_an_options_comment_composes(path: Path) -> None:
+    lines = [line.lstrip("# ") for line in path.read_text().splitlines() if line.startswith("#")]
+    commands = [line for line in lines if line.startswith("python train.py")]
+    assert commands
+    for command in commands:
+        _, mistakes = compose_and_check(shlex.split(command)[2:])
+        # runs and texts named there are the reader's own
+        theirs = ("resume=", "mode=", "data.path=")
+        serious = [str(mistake) for mistake in mistakes if not mistake.you_set.startswith(theirs)]
+        assert not serious, (command, serious)
 
 
 @pytest.mark.parametrize("model", MODELS)

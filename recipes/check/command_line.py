@@ -56,15 +56,10 @@ def _sift(overrides: Sequence[str], where: dict[str, Any]) -> tuple[list[str], l
     good: list[str] = []
     values: list[tuple[str, Override]] = []
     mistakes: list[Mistake] = []
-    for typed in overrides:
-        try:
-            override = parse(typed)
-        except HydraException:
-            mistakes.append(
-                Mistake(
-                    typed, "it is no key=value", "key=value; quote a value with spaces or commas"
-                )
-            )
+    for as_typed in overrides:
+        override, typed = _parse(as_typed)
+        if override is None:
+            mistakes.append(Mistake(typed, "it is no key=value", "key=value"))
             continue
         group = CONF / override.key_or_group
         if where["config_folder"] == CONF and group.is_dir() and not override.is_delete():
@@ -81,6 +76,18 @@ def _sift(overrides: Sequence[str], where: dict[str, Any]) -> tuple[list[str], l
         else:
             good.append(mended)
     return good, mistakes
+
+
+def _parse(typed: str) -> tuple[Override | None, str]:
+    """An override and how to write it: text that Hydra's grammar cannot read, `mode.prompt=f(x`, is quoted."""
+    key, equals, value = typed.partition("=")
+    escaped = value.replace("'", "\\'")
+    for written in (typed, f"{key}='{escaped}'") if equals else (typed,):
+        try:
+            return parse(written), written
+        except HydraException:
+            continue
+    return None, typed
 
 
 def _skeleton(group_overrides: list[str], where: dict[str, Any]) -> Any:

@@ -10,12 +10,12 @@ from torch import nn
 
 FOLDER = Path(__file__).parents[3] / "conf" / "model"
 NUM_PARAMETERS = {  # without vocabulary padding
-    "gpt2_nano": 1_088_256,
+    "gpt2_nano": 1_752_768,
     "gpt2": 124_439_808,
     "gpt2_medium": 354_823_168,
     "gpt2_large": 774_030_080,
     "gpt2_xl": 1_557_611_200,
-    "llama_nano": 1_000_576,
+    "llama_nano": 1_574_208,
     "llama_160m": 162_417_408,
     "llama_1b": 1_235_814_400,
     "llama_8b": 8_030_261_248,
