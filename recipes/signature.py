@@ -60,6 +60,8 @@ def read_signature(target: str) -> Signature:
 def _module_file(module: str) -> Path:
     root, *rest = module.split(".")
     spec = importlib.util.find_spec(root) if root else None
+    if spec is not None and spec.origin is not None and not rest and spec.origin.endswith(".py"):
+        return Path(spec.origin)
     if spec is None or not spec.submodule_search_locations:
         raise TargetNotFoundError(f"{module}: no package {root!r} is installed")
     path = Path(spec.submodule_search_locations[0]).joinpath(*rest)

@@ -6,6 +6,7 @@ import shlex
 import subprocess
 import sys
 import time
+from array import array
 from pathlib import Path
 
 import pytest
@@ -46,7 +47,7 @@ def workplace(tmp_path_factory: pytest.TempPathFactory) -> Path:
     texts.mkdir()
     for number in range(3):
         (texts / f"{number}.txt").write_text("".join(f"line {i * number}\n" for i in range(4000)))
-    (folder / "tokens.bin").write_bytes(bytes(range(200)) * 400)
+    (folder / "tokens.bin").write_bytes(array("H", [*range(200)] * 2000).tobytes())
     done = run_train(["hydra.run.dir=logs/mine", *SHORT], folder=folder)
     assert done.returncode == 0, done.stdout + done.stderr
     return folder

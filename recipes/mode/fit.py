@@ -27,15 +27,25 @@ def fit(run: Run) -> int:
         tokenizer.save(run.folder / TOKENIZER_FOLDER)
     _log_event(run, "resume" if run.checkpoint else "start")
     try:
-        run.trainer.fit(run.task, datamodule=run.data, ckpt_path=run.checkpoint, weights_only=True)
-        _log_event(run, "end", status="finished")
+        _fit(run)
     except BaseException as error:
         _log_event(run, "end", status="failed", error=f"{type(error).__name__}: {error}")
         raise
     finally:
         _write_reports(run)
+    _log_event(run, "end", status="finished")
     LOGGER.info(_last_line(run))
     return 0
+
+
+def _fit(run: Run) -> None:
+    try:
+        run.trainer.fit(run.task, datamodule=run.data, ckpt_path=run.checkpoint, weights_only=True)
+    except SystemExit as left:
+        # Lightning turns Ctrl-C into exit(1), which a crash looks like too
+        if run.trainer.interrupted:
+            raise KeyboardInterrupt from left
+        raise
 
 
 def _agree(run: Run) -> None:
