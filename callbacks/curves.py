@@ -111,7 +111,7 @@ def _chart(title: str, curves: list[Curve], may_be_log: bool, steps: tuple[int, 
     if log_scale:
         low, high = low / 1.15, high * 1.15
     else:
-        if low >= 0 and low < 0.5 * high:
+        if low >= 0 and low < 0.3 * high:
             low = 0.0  # near enough to zero to show the zero
         margin = 0.05 * (high - low) or 0.05 * abs(high) or 0.5
         low, high = (low - margin if low != 0 else low), high + margin

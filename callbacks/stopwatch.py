@@ -46,10 +46,14 @@ class Stopwatch:
         self._running_since = self._clock()
 
     def pause(self, reason: str, *, at: float | None = None) -> None:
-        """Stop counting from `at` (now, if not given) until every reason has been resumed."""
+        """Stop counting from `at` (now, if not given) until every reason has been resumed.
+
+        A moment `at` before the last resume counts as that resume: no stretch is left out twice.
+        """
         self._reasons.add(reason)
         if self._running_since is not None:
-            self._seconds += (self._clock() if at is None else at) - self._running_since
+            until = self._clock() if at is None else max(at, self._running_since)
+            self._seconds += until - self._running_since
             self._running_since = None
 
     def resume(self, reason: str) -> None:

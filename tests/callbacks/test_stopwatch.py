@@ -1,0 +1,44 @@
+"""A stopwatch that pauses: every stretch is counted once or left out once."""
+
+from callbacks.stopwatch import Stopwatch
+
+
+class FakeClock:
+    def __init__(self) -> None:
+        self.now = 0.0
+
+    def __call__(self) -> float:
+        return self.now
+
+
+def test_a_save_and_a_validation_after_one_step_are_each_left_out_once() -> None:
+    clock = FakeClock()
+    watch = Stopwatch(clock)
+    watch.start()
+    clock.now = 10.0  # the step ends here, and both pauses are told so
+    clock.now = 10.5
+    watch.pause("save", at=10.0)
+    clock.now = 13.0
+    watch.resume("save")
+    clock.now = 13.25
+    watch.pause("validation", at=10.0)
+    clock.now = 20.0
+    watch.resume("validation")
+    clock.now = 21.0
+    assert watch.seconds() == 11.0
+
+
+def test_two_reasons_that_overlap_are_left_out_once() -> None:
+    clock = FakeClock()
+    watch = Stopwatch(clock)
+    watch.start()
+    for moment, action, reason in [
+        (1.0, watch.pause, "a"),
+        (2.0, watch.pause, "b"),
+        (3.0, watch.resume, "a"),
+        (5.0, watch.resume, "b"),
+    ]:
+        clock.now = moment
+        action(reason)
+    clock.now = 6.0
+    assert watch.seconds() == 2.0
