@@ -1,0 +1,50 @@
+"""What only the machine can tell is told before anything is built, in the same three clauses."""
+
+from pathlib import Path
+
+import pytest
+import torch
+from support import TINY, composed_config
+
+from recipes.build import build
+from recipes.mistake import Mistake
+
+needs_no_gpu = pytest.mark.skipif(torch.cuda.is_available(), reason="there is a GPU here")
+
+
+@needs_no_gpu
+def test_float16_without_a_gpu_names_the_precision_that_works(tmp_path: Path) -> None:
+    with pytest.raises(Mistake) as caught:
+        build(composed_config("recipe=single_fp16"), tmp_path, [])
+    assert str(caught.value) == (
+        "precision=16-mixed: float16 and its loss scaler need a GPU, and torch sees none;"
+        " type precision=bf16-mixed"
+    )
+
+
+@needs_no_gpu
+def test_a_gpu_that_is_asked_for_and_not_there_is_a_mistake(tmp_path: Path) -> None:
+    with pytest.raises(Mistake) as caught:
+        build(composed_config("trainer.accelerator=gpu"), tmp_path, [])
+    assert caught.value.remedy == "trainer.accelerator=auto"
+
+
+def test_a_build_makes_no_weights_and_touches_no_data(tmp_path: Path) -> None:
+    run = build(composed_config("model=llama_8b", "recipe=single_bf16"), tmp_path, [])
+    assert list(run.task.parameters()) == []
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_a_tokenizer_larger_than_the_model_is_found_before_training(
+    tmp_path: Path, text_folder: str
+) -> None:
+    from recipes.mode.fit import fit
+
+    small = [word for word in TINY if not word.startswith("tokenizer")]
+    words = [*small, f"data.path={text_folder}", "tokenizer=huggingface", "tokenizer.name=x"]
+    config = composed_config(*words)
+    config["data"]["tokenizer"] = {"_target_": "recipes.tokenizer.bytes.Bytes"}
+    config["model"]["vocab_size"] = 200
+    with pytest.raises(Mistake) as caught:
+        fit(build(config, tmp_path, []))
+    assert caught.value.remedy == "model.vocab_size=257"
