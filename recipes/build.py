@@ -121,7 +121,11 @@ def _trainer(
     if trains:
         loggers = [_make(node)(run_folder=folder) for node in config["logger"].values()]
         watching = [_make(node) for node in config["callbacks"].values()]
-        callbacks = [SummaryWriter(run_folder=folder), *watching, _make(config["checkpoint"])]
+        callbacks = [
+            SummaryWriter(run_folder=folder, counts_skipped_steps=not precision.scales_loss),
+            *watching,
+            _make(config["checkpoint"]),
+        ]
     strategy = _make(config["strategy"])(device=device, checkpoint_io=FolderCheckpointIO())
     make_trainer = _make(config["trainer"] | {"_partial_": True})
     trainer: lightning.Trainer = make_trainer(

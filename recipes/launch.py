@@ -23,7 +23,10 @@ def compose_and_check(
         overrides, config_folder=config_folder, config_name=config_name
     )
     if composed is not None:
-        mistakes = [*mistakes, *check(composed.config, composed.choices, overrides)]
+        mistakes = [
+            *mistakes,
+            *check(composed.config, composed.choices, overrides, composed.run_folder),
+        ]
     return composed, mistakes
 
 

@@ -7,7 +7,9 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, ClassVar
 
+import lightning.pytorch as lightning
 import torch
+from lightning.pytorch.callbacks import Callback
 from torch import Tensor
 
 from recipes.launch import compose_and_check
@@ -59,6 +61,29 @@ def read_metrics(run_folder: Path) -> list[dict[str, float]]:
             {name: float(value) for name, value in row.items() if value}
             for row in csv.DictReader(file)
         ]
+
+
+class CrashAt(Callback):
+    """Fails in the batch after an optimizer step, as a kill would: nothing more is written."""
+
+    def __init__(self, *, step: int) -> None:
+        self.step = step
+
+    def on_train_batch_start(
+        self, trainer: lightning.Trainer, pl_module: Any, batch: Any, batch_idx: int
+    ) -> None:
+        if trainer.global_step == self.step:
+            raise OSError(f"crash at {self.step}")
+
+
+class StopAt(Callback):
+    """Asks to stop after an optimizer step, as a time limit does."""
+
+    def __init__(self, *, step: int) -> None:
+        self.step = step
+
+    def on_train_batch_end(self, trainer: lightning.Trainer, *_: Any) -> None:
+        trainer.should_stop = trainer.global_step == self.step
 
 
 class MaskedTokens:

@@ -1,6 +1,7 @@
 """Every mistake that names, types and arithmetic can show, before anything is built. Milliseconds; no torch."""
 
 from collections.abc import Mapping, Sequence
+from pathlib import Path
 from typing import Any
 
 from recipes.check.batches import check_batches
@@ -14,7 +15,10 @@ from recipes.mistake import Mistake
 
 
 def check(
-    config: Mapping[str, Any], choices: Mapping[str, str], overrides: Sequence[str]
+    config: Mapping[str, Any],
+    choices: Mapping[str, str],
+    overrides: Sequence[str],
+    run_folder: Path,
 ) -> list[Mistake]:
     """Read a whole config and report every mistake in it.
 
@@ -22,6 +26,7 @@ def check(
         config: Plain values, every interpolation resolved.
         choices: The option typed or defaulted for each group, to name it in messages.
         overrides: What was typed.
+        run_folder: Where the run would leave its files.
 
     Returns:
         The mistakes, in the order of the checks; empty if the run may be built.
@@ -38,5 +43,5 @@ def check(
         *check_ranges(config),
         *check_batches(config),
         *check_pairs(config),
-        *check_run(config, overrides),
+        *check_run(config, overrides, run_folder),
     ]

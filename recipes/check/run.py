@@ -1,20 +1,23 @@
 """Paths and folders that must exist before a run starts: names and sizes only, nothing is opened."""
 
 import glob
-import os
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+from recipes.compose import job_of_cluster
 from recipes.mistake import Mistake
 
 _NEED_CHECKPOINT = ("evaluate", "sample", "export")
 
 
-def check_run(config: Mapping[str, Any], overrides: Sequence[str]) -> Iterator[Mistake]:
+def check_run(
+    config: Mapping[str, Any], overrides: Sequence[str], run_folder: Path
+) -> Iterator[Mistake]:
     """The data's path, the folder to resume from."""
     yield from _data_path(config["data"])
     yield from _resume(config, overrides)
+    yield from _folder_in_use(config, run_folder)
 
 
 def _data_path(data: Mapping[str, Any]) -> Iterator[Mistake]:
@@ -60,4 +63,16 @@ def _resume(config: Mapping[str, Any], overrides: Sequence[str]) -> Iterator[Mis
 def _stable_folder(overrides: Sequence[str]) -> bool:
     """Whether the same command finds the same folder again: it is typed, or keyed by a cluster's job."""
     typed = any(override.startswith("hydra.run.dir=") for override in overrides)
-    return typed or any(os.environ.get(name) for name in ("SLURM_JOB_ID", "TORCHELASTIC_RUN_ID"))
+    return typed or job_of_cluster() is not None
+
+
+def _folder_in_use(config: Mapping[str, Any], run_folder: Path) -> Iterator[Mistake]:
+    """A start from the beginning in the folder of another run would destroy that run."""
+    fits = config["mode"]["_target_"].endswith(".fit")
+    used = any((run_folder / name).exists() for name in ("metrics.csv", "checkpoints"))
+    if fits and config["resume"] is None and used:
+        yield Mistake(
+            f"hydra.run.dir={run_folder}",
+            "a run has been there, which this one would overwrite",
+            f"resume=auto hydra.run.dir={run_folder} to go on, or hydra.run.dir=<another folder>",
+        )

@@ -21,6 +21,7 @@ class FolderCheckpointIO(CheckpointIO):
     ) -> None:
         folder = Path(path)
         unfinished = folder.with_name(f"{folder.name}.tmp-{os.getpid()}")
+        shutil.rmtree(unfinished, ignore_errors=True)  # of a killed run: in a container, ids repeat
         unfinished.mkdir(parents=True)
         torch.save(checkpoint, unfinished / STATE_FILE)
         _sync(unfinished / STATE_FILE)
@@ -52,20 +53,27 @@ class FolderCheckpointIO(CheckpointIO):
         """Rename first, so that a half-deleted folder never has a checkpoint's name."""
         folder = Path(path)
         doomed = folder.with_name(f"{folder.name}.trash-{os.getpid()}")
+        shutil.rmtree(doomed, ignore_errors=True)
         folder.rename(doomed)
         shutil.rmtree(doomed)
 
 
 def is_whole(folder: Path) -> bool:
     """Whether a folder holds a manifest and every file it names in its full size."""
-    manifest_file = folder / MANIFEST_FILE
-    if not manifest_file.is_file():
-        return False
-    files = json.loads(manifest_file.read_text())["files"]
-    return all(
+    manifest = read_manifest(folder)
+    return manifest is not None and all(
         (folder / name).is_file() and (folder / name).stat().st_size == entry["bytes"]
-        for name, entry in files.items()
+        for name, entry in manifest["files"].items()
     )
+
+
+def read_manifest(folder: Path) -> dict[str, Any] | None:
+    """The manifest of a checkpoint folder; None where there is none that can be read."""
+    try:
+        manifest: dict[str, Any] = json.loads((folder / MANIFEST_FILE).read_text())
+    except (OSError, ValueError):
+        return None
+    return manifest if {"step", "files"} <= manifest.keys() else None
 
 
 def _sync(path: Path) -> None:

@@ -3,7 +3,8 @@
 import re
 from pathlib import Path
 
-from recipes.checkpoint.folder_io import is_whole
+from recipes.checkpoint.folder_io import is_whole, read_manifest
+from recipes.mistake import Mistake
 
 _STEP = re.compile(r"step_(\d+)\.ckpt")
 
@@ -19,27 +20,44 @@ def find_checkpoint(resume: str | None, run_folder: Path) -> Path | None:
         A whole checkpoint, or None to start from the beginning.
 
     Raises:
-        ValueError: A folder was named and holds no whole checkpoint.
+        Mistake: A folder was named and holds no whole checkpoint.
     """
     if resume is None:
         return None
     if resume == "auto":
         return newest_checkpoint(run_folder)
     named = Path(resume)
-    checkpoint = named if _STEP.fullmatch(named.name) else newest_checkpoint(named)
-    if checkpoint is None or not is_whole(checkpoint):
-        raise ValueError(
-            f"resume={resume}: there is no whole checkpoint in it; type resume=<run folder>"
-            " of a run that saved one, or leave resume= out to start anew"
+    if is_whole(named):
+        return named.resolve()  # `last` is a link
+    checkpoint = newest_checkpoint(named)
+    if checkpoint is None:
+        raise Mistake(
+            f"resume={resume}",
+            "there is no whole checkpoint in it",
+            "resume=<a run that saved one>",
         )
     return checkpoint
 
 
 def newest_checkpoint(run_folder: Path) -> Path | None:
-    """The whole checkpoint with the largest step, whatever `last` says."""
+    """The checkpoint that `last` names or, where that is not whole, the whole one with the largest step.
+
+    `last` comes first: a run resumed from an older checkpoint has abandoned the later ones.
+    """
+    folder = run_folder / "checkpoints"
+    if is_whole(folder / "last"):
+        return (folder / "last").resolve()
     found = [
-        (int(match[1]), folder)
-        for folder in (run_folder / "checkpoints").glob("step_*.ckpt")
-        if (match := _STEP.fullmatch(folder.name)) and is_whole(folder)
+        (int(match[1]), path)
+        for path in folder.glob("step_*.ckpt")
+        if (match := _STEP.fullmatch(path.name)) and is_whole(path)
     ]
     return max(found)[1] if found else None
+
+
+def step_of(checkpoint: Path) -> int:
+    """The optimizer step at which a whole checkpoint was written."""
+    manifest = read_manifest(checkpoint)
+    assert manifest is not None, f"{checkpoint} was whole when it was found"
+    step: int = manifest["step"]
+    return step

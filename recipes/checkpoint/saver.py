@@ -10,31 +10,51 @@ from lightning.pytorch.callbacks import Checkpoint
 
 
 class CheckpointSaver(Checkpoint):
-    """Saves every so many optimizer steps and at the last one; keeps the newest.
+    """Saves every so many optimizer steps and where training ends; keeps the newest.
+
+    A step that is validated is saved after its validation, so that no checkpoint is ahead of its own numbers.
 
     Args:
         save_every: Optimizer steps between checkpoints; None: never save.
+        eval_every: Optimizer steps between validations.
         keep_last: How many of the newest stay on disk.
     """
 
-    def __init__(self, *, save_every: int | None, keep_last: int) -> None:
+    def __init__(self, *, save_every: int | None, eval_every: int, keep_last: int) -> None:
         self._save_every = save_every
+        self._eval_every = eval_every
         self._keep_last = keep_last
         self._saved_step = -1
         self._kept: list[Path] = []
 
     def on_train_start(self, trainer: lightning.Trainer, pl_module: Any) -> None:
-        folder = self._folder(trainer)
-        self._saved_step = trainer.global_step
-        self._kept = sorted(folder.glob("step_*.ckpt")) if folder.is_dir() else []
+        folder, step = self._folder(trainer), trainer.global_step
+        self._saved_step = step
+        present = {int(path.name[5:12]): path for path in sorted(folder.glob("step_*.ckpt"))}
+        self._kept = [path for saved, path in present.items() if saved <= step]
+        if not trainer.is_global_zero:
+            return
+        for saved, path in present.items():
+            if (
+                saved > step
+            ):  # of a branch that this resume abandons; kept, under a name nobody resumes from
+                path.rename(path.with_name(f"abandoned_{saved:07d}_{int(time.time())}"))
 
     def on_train_batch_end(
         self, trainer: lightning.Trainer, pl_module: Any, outputs: Any, batch: Any, batch_idx: int
     ) -> None:
+        if not trainer.should_stop and trainer.global_step % self._eval_every:
+            self._save_if_due(trainer)
+
+    def on_validation_end(self, trainer: lightning.Trainer, pl_module: Any) -> None:
+        if trainer.state.fn == "fit":
+            self._save_if_due(trainer)
+
+    def _save_if_due(self, trainer: lightning.Trainer) -> None:
         step = trainer.global_step
         if self._save_every is None or step == self._saved_step:
             return
-        if step % self._save_every == 0 or step == trainer.max_steps:
+        if step % self._save_every == 0 or trainer.should_stop:
             self._save(trainer, step)
 
     def _save(self, trainer: lightning.Trainer, step: int) -> None:

@@ -2,6 +2,7 @@
 
 import csv
 import json
+import os
 import time
 from collections.abc import Mapping
 from pathlib import Path
@@ -16,10 +17,7 @@ EVENTS_FILE = "events.jsonl"
 
 
 class CsvLogger(Logger):
-    """Merges all that is logged for one optimizer step into one row.
-
-    A row is written when a later step is logged, or at the end: a validation belongs to the row of its step.
-    A resumed run continues the file; rows from the step on where it resumed are replaced.
+    """Merges all that is logged for one optimizer step into one row, on disk as soon as it is logged.
 
     Args:
         run_folder: Where the two files lie.
@@ -28,9 +26,10 @@ class CsvLogger(Logger):
     def __init__(self, *, run_folder: Path) -> None:
         super().__init__()
         self._folder = Path(run_folder)
-        self._columns: list[str] = ["step"]
+        self._columns: list[str] | None = None  # None: the file has not been opened
         self._row: dict[str, float] = {}
-        self._opened = False
+        self._row_offset = 0  # bytes of the file before the newest row
+        self._last_step = -1.0  # of the newest row in the file
 
     @property
     def name(self) -> str:
@@ -59,9 +58,18 @@ class CsvLogger(Logger):
         assert step is not None, "Lightning always names the step"
         row_step = step + 1
         if self._row and self._row["step"] != row_step:
-            self._write_row()
-        self._row["step"] = row_step
+            self._row = {}
+        self._row |= {"step": row_step}
         self._row |= {name: value for name, value in metrics.items() if name != "epoch"}
+        self._write_row()
+
+    @rank_zero_only
+    def resume_at(self, step: int) -> None:
+        """Drop the rows after a step: the run goes on from there and will write them again."""
+        rows = _read(self._folder / METRICS_FILE)
+        kept = [row for row in rows if int(row["step"]) <= step]
+        self._columns = list(rows[0]) if rows else ["step"]
+        self._write(kept)
 
     @rank_zero_only
     def log_event(self, event: str, step: int, **fields: Any) -> None:
@@ -70,37 +78,38 @@ class CsvLogger(Logger):
         with (self._folder / EVENTS_FILE).open("a") as file:
             file.write(json.dumps(line) + "\n")
 
-    @rank_zero_only
-    def finalize(self, status: str) -> None:
-        """Write the row that is still open."""
-        if self._row:
-            self._write_row()
-
     def _write_row(self) -> None:
-        row, self._row = self._row, {}
+        """Append the newest row, or write it again where its step has just been logged to."""
         path = self._folder / METRICS_FILE
-        if not self._opened:
-            self._opened = True
-            self._continue(path, before_step=int(row["step"]))
-        fresh = [name for name in row if name not in self._columns]
+        if self._columns is None:
+            self._columns = ["step"]
+            self._write([])
+        fresh = [name for name in self._row if name not in self._columns]
         if fresh:
-            self._widen(path, fresh)
-        with path.open("a", newline="") as file:
-            formatted = {name: _format(value) for name, value in row.items()}
+            self._columns += fresh
+            step = str(self._row["step"])
+            self._write([row for row in _read(path) if row["step"] != step])
+        with path.open("r+", newline="") as file:
+            file.seek(0, os.SEEK_END)
+            if self._row["step"] != self._last_step:
+                self._row_offset = file.tell()
+            file.seek(self._row_offset)
+            formatted = {name: _format(value) for name, value in self._row.items()}
             csv.DictWriter(file, self._columns).writerow(formatted)
+            file.truncate()
+        self._last_step = self._row["step"]
 
-    def _continue(self, path: Path, *, before_step: int) -> None:
-        """Start the file, or cut one that is there back to the rows before a step."""
-        rows = _read(path)
-        if rows:
-            self._columns = list(rows[0])
-        kept = [row for row in rows if int(row["step"]) < before_step]
-        _write(path, self._columns, kept)
-
-    def _widen(self, path: Path, fresh: list[str]) -> None:
-        """Give the file new columns at the right."""
-        self._columns += fresh
-        _write(path, self._columns, _read(path))
+    def _write(self, rows: list[dict[str, str]]) -> None:
+        """The whole file anew, by one rename."""
+        assert self._columns is not None, "the columns are known by now"
+        path = self._folder / METRICS_FILE
+        unfinished = path.with_suffix(".tmp")
+        with unfinished.open("w", newline="") as file:
+            writer = csv.DictWriter(file, self._columns)
+            writer.writeheader()
+            writer.writerows(rows)
+        unfinished.replace(path)
+        self._last_step = -1.0
 
 
 def _format(value: float) -> str:
@@ -114,12 +123,3 @@ def _read(path: Path) -> list[dict[str, str]]:
     lines = path.read_text().splitlines(keepends=True)
     # a killed run may leave half a line at the end
     return list(csv.DictReader(line for line in lines if line.endswith("\n")))
-
-
-def _write(path: Path, columns: list[str], rows: list[dict[str, str]]) -> None:
-    unfinished = path.with_suffix(".tmp")
-    with unfinished.open("w", newline="") as file:
-        writer = csv.DictWriter(file, columns)
-        writer.writeheader()
-        writer.writerows(rows)
-    unfinished.replace(path)

@@ -19,11 +19,14 @@ class SummaryWriter(Callback):
 
     Args:
         run_folder: Where the file lies.
+        counts_skipped_steps: Whether skipped steps are known: without a loss scaler there are none.
     """
 
-    def __init__(self, *, run_folder: Path) -> None:
+    def __init__(self, *, run_folder: Path, counts_skipped_steps: bool) -> None:
         self._folder = run_folder
+        self._skipped_steps = 0 if counts_skipped_steps else None
         self._began = time.perf_counter()
+        self._seconds_before = 0.0  # of the processes that this run resumes
         self._best_val_loss: float | None = None
 
     def on_train_start(self, trainer: lightning.Trainer, pl_module: Any) -> None:
@@ -45,10 +48,14 @@ class SummaryWriter(Callback):
         self._write(trainer, pl_module, "interrupted" if interrupted else "failed")
 
     def state_dict(self) -> dict[str, Any]:
-        return {"best_val_loss": self._best_val_loss}
+        return {"best_val_loss": self._best_val_loss, "seconds": self._seconds()}
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         self._best_val_loss = state_dict["best_val_loss"]
+        self._seconds_before = state_dict["seconds"]
+
+    def _seconds(self) -> float:
+        return self._seconds_before + time.perf_counter() - self._began
 
     def _write(self, trainer: lightning.Trainer, pl_module: Any, status: str) -> None:
         if not trainer.is_global_zero:
@@ -61,12 +68,12 @@ class SummaryWriter(Callback):
             "train_loss": _metric(trainer, "train/loss"),
             "val_loss": _metric(trainer, "val/loss"),
             "best_val_loss": self._best_val_loss,
-            "seconds": round(time.perf_counter() - self._began, 3),
+            "seconds": round(self._seconds(), 3),
             "tokens_per_second": None,
             "mfu": None,
             "peak_memory_gib": None,
             "rollbacks": 0,
-            "skipped_steps": 0,
+            "skipped_steps": self._skipped_steps,
             "num_parameters": sum(p.numel() for p in pl_module.parameters()),
         }
         for callback in trainer.callbacks:  # type: ignore[attr-defined]

@@ -4,6 +4,7 @@ import json
 from typing import Any
 
 from recipes.build import TOKENIZER_FOLDER, Run
+from recipes.checkpoint.resume import step_of
 from recipes.compose import ENVIRONMENT_FILE
 from recipes.console import LOGGER
 from recipes.environment import describe_environment
@@ -17,23 +18,23 @@ def fit(run: Run) -> int:
     Returns:
         0; a crash leaves by its exception, after the summary is written.
     """
+    step = step_of(run.checkpoint) if run.checkpoint else 0
+    if step >= run.trainer.max_steps:
+        LOGGER.info(f"Nothing to do: {run.checkpoint} is at step {step} of {run.trainer.max_steps}")
+        return 0
+    LOGGER.info(f"{run.name}: the run's folder is {run.folder}")
     record = json.dumps(describe_environment(run.overrides), indent=2)
     (run.folder / ENVIRONMENT_FILE).write_text(record + "\n")
-    LOGGER.info(f"{run.name}: the run's folder is {run.folder}")
     run.data.prepare_data()
     _agree(run)
     tokenizer = run.data.source.tokenizer
     if tokenizer is not None:
         tokenizer.save(run.folder / TOKENIZER_FOLDER)
-    _log_event(run, "resume" if run.checkpoint else "start")
-    try:
-        _fit(run)
-    except BaseException as error:
-        _log_event(run, "end", status="failed", error=f"{type(error).__name__}: {error}")
-        raise
-    finally:
-        _write_reports(run)
-    _log_event(run, "end", status="finished")
+    for logger in run.trainer.loggers:
+        if step and hasattr(logger, "resume_at"):
+            logger.resume_at(step)
+    _log_event(run, "resume" if run.checkpoint else "start", step)
+    _fit(run)
     LOGGER.info(_last_line(run))
     return 0
 
@@ -42,10 +43,16 @@ def _fit(run: Run) -> None:
     try:
         run.trainer.fit(run.task, datamodule=run.data, ckpt_path=run.checkpoint, weights_only=True)
     except SystemExit as left:
+        _log_event(run, "end", run.trainer.global_step, status="interrupted")
         # Lightning turns Ctrl-C into exit(1), which a crash looks like too
         if run.trainer.interrupted:
             raise KeyboardInterrupt from left
         raise
+    except Exception as error:
+        what = f"{type(error).__name__}: {error}"
+        _log_event(run, "end", run.trainer.global_step, status="failed", error=what)
+        raise
+    _log_event(run, "end", run.trainer.global_step, status="finished")
 
 
 def _agree(run: Run) -> None:
@@ -62,17 +69,10 @@ def _agree(run: Run) -> None:
         )
 
 
-def _log_event(run: Run, event: str, **fields: Any) -> None:
+def _log_event(run: Run, event: str, step: int, **fields: Any) -> None:
     for logger in run.trainer.loggers:
         if hasattr(logger, "log_event"):
-            logger.log_event(event, run.trainer.global_step, **fields)
-
-
-def _write_reports(run: Run) -> None:
-    """Again, now that the loggers have written their last row, which they do after every callback."""
-    for callback in run.trainer.callbacks:  # type: ignore[attr-defined]
-        if hasattr(callback, "write_report"):
-            callback.write_report(run.folder)
+            logger.log_event(event, step, **fields)
 
 
 def _last_line(run: Run) -> str:

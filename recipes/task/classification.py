@@ -2,7 +2,6 @@
 
 from typing import ClassVar
 
-import torch
 from torch import Tensor
 
 from recipes.loss import count_correct, count_targets, cross_entropy_sum
@@ -14,11 +13,12 @@ class Classification(LearningTask):
 
     input_kind: ClassVar[str] = "images"
 
-    def loss_and_counts(self, batch: Batch) -> tuple[Tensor, Tensor]:
+    def loss_sum(self, batch: Batch) -> tuple[Tensor, Tensor]:
         logits = self.model(batch["inputs"])  # [B, V], compute dtype
-        loss_sum = cross_entropy_sum(logits, batch["targets"])
-        counts = [count_targets(batch["targets"]), count_correct(logits, batch["targets"])]
-        return loss_sum, torch.stack(counts)
+        return cross_entropy_sum(logits, batch["targets"]), logits
+
+    def counts(self, logits: Tensor, batch: Batch) -> list[Tensor]:
+        return [count_targets(batch["targets"]), count_correct(logits, batch["targets"])]
 
     def val_metrics(self, sums: list[float]) -> dict[str, float]:
         loss_sum, num_samples, num_correct = sums

@@ -27,10 +27,12 @@ class LanguageModeling(LearningTask):
         if self.trainer.datamodule is not None:  # type: ignore[attr-defined]
             self.tokenizer = self.trainer.datamodule.source.tokenizer  # type: ignore[attr-defined]
 
-    def loss_and_counts(self, batch: Batch) -> tuple[Tensor, Tensor]:
+    def loss_sum(self, batch: Batch) -> tuple[Tensor, Tensor]:
         logits = self.model(batch["inputs"])  # [B, T, V], compute dtype
-        loss_sum = cross_entropy_sum(logits, batch["targets"])
-        return loss_sum, count_targets(batch["targets"]).reshape(1)
+        return cross_entropy_sum(logits, batch["targets"]), logits
+
+    def counts(self, logits: Tensor, batch: Batch) -> list[Tensor]:
+        return [count_targets(batch["targets"])]
 
     def val_metrics(self, sums: list[float]) -> dict[str, float]:
         loss_sum, num_tokens = sums

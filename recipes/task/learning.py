@@ -11,6 +11,7 @@ from torch import Tensor, nn
 from torch.optim.lr_scheduler import LambdaLR
 
 from recipes.activation_checkpoint import ActivationCheckpoint
+from recipes.mistake import Mistake
 from recipes.model import initialize
 
 Batch = dict[str, Any]
@@ -58,16 +59,19 @@ class LearningTask(lightning.LightningModule, ABC):
         self.num_samples = 0
         self.num_tokens = 0
         self.grad_norm: Tensor | None = None
-        self._micro_batches_in_window = 0
+        self._micro_batches_in_window = self._window_samples = self._window_tokens = 0
         self._window_loss: Tensor | None = None
+        self._hyperparameters: list[dict[str, Any]] = []
+        self._resumed_optimizer: str | None = None
         self._val_sums: Tensor | None = None
 
     @abstractmethod
-    def loss_and_counts(self, batch: Batch) -> tuple[Tensor, Tensor]:
-        """One batch to the sum of its losses and a 1-dim tensor of counts (targets first).
+    def loss_sum(self, batch: Batch) -> tuple[Tensor, Tensor]:
+        """One batch to the sum of its losses over targets, and the logits [..., V]."""
 
-        The counts are summed over a validation and given to `val_metrics` with the sum of losses in front.
-        """
+    @abstractmethod
+    def counts(self, logits: Tensor, batch: Batch) -> list[Tensor]:
+        """What a validation adds up beside the losses: the number of targets first."""
 
     @abstractmethod
     def val_metrics(self, sums: list[float]) -> dict[str, float]:
@@ -90,15 +94,33 @@ class LearningTask(lightning.LightningModule, ABC):
 
     def configure_optimizers(self) -> OptimizerLRScheduler:
         optimizer = self._make_optimizer(self.model, fused=self._fused_optimizer)
+        self._refuse_other_optimizer(optimizer)
+        self._hyperparameters = [
+            {key: value for key, value in group.items() if key != "params"}
+            for group in optimizer.param_groups
+        ]
         scheduler = LambdaLR(optimizer, self._schedule)
         return {
             "optimizer": optimizer,
             "lr_scheduler": {"scheduler": scheduler, "interval": "step"},
         }
 
+    def on_train_start(self) -> None:
+        """After a resume: moments come from the checkpoint, hyper-parameters and schedule from the config."""
+        optimizer, scheduler = self.trainer.optimizers[0], self.lr_schedulers()
+        assert isinstance(scheduler, LambdaLR), "configure_optimizers makes one schedule"
+        for group, wanted in zip(optimizer.param_groups, self._hyperparameters, strict=True):
+            group |= wanted | {"initial_lr": wanted["lr"]}
+            group["lr"] = wanted["lr"] * self._schedule(scheduler.last_epoch)
+        scheduler.base_lrs = [wanted["lr"] for wanted in self._hyperparameters]
+
+    def on_train_batch_start(self, batch: Batch, batch_idx: int) -> None:
+        # Lightning 2.6 numbers rows by a counter of its own, which some resumes leave one behind
+        self.trainer.fit_loop.epoch_loop._batches_that_stepped = self.trainer.global_step
+
     def training_step(self, batch: Batch, batch_idx: int) -> Tensor:
         trainer = self.trainer
-        loss_sum, _ = self.loss_and_counts(batch)
+        loss_sum, _ = self.loss_sum(batch)
         self._count(batch)
         share = loss_sum.detach() / batch["num_targets"]
         self._window_loss = share if self._window_loss is None else self._window_loss + share
@@ -127,27 +149,44 @@ class LearningTask(lightning.LightningModule, ABC):
         self._val_sums = None
 
     def validation_step(self, batch: Batch, batch_idx: int) -> None:
-        loss_sum, counts = self.loss_and_counts(batch)
+        loss_sum, logits = self.loss_sum(batch)
         # float64: sums over a large validation split stay exact enough to add in any order
-        sums = torch.cat([loss_sum.double().reshape(1), counts.double()])
+        sums = torch.stack([loss_sum, *self.counts(logits, batch)]).double()  # [1 + counts]
         self._val_sums = sums if self._val_sums is None else self._val_sums + sums
 
     def on_validation_epoch_end(self) -> None:
         assert self._val_sums is not None, "a validation without a single batch"
         sums = self._sum_over_ranks(self._val_sums).tolist()
-        self.log_dict(self.val_metrics(sums), rank_zero_only=True)
+        self.log_dict(self.val_metrics(sums))
 
     def on_save_checkpoint(self, checkpoint: dict[str, Any]) -> None:
         checkpoint["consumed"] = {"samples": self.num_samples, "tokens": self.num_tokens}
+        checkpoint["optimizer"] = type(self.trainer.optimizers[0]).__name__
 
     def on_load_checkpoint(self, checkpoint: dict[str, Any]) -> None:
         self.num_samples = checkpoint["consumed"]["samples"]
         self.num_tokens = checkpoint["consumed"]["tokens"]
+        self._resumed_optimizer = checkpoint["optimizer"]
+        # Lightning counts micro-batches, of which the resumed run may have another number per step
+        progress = checkpoint["loops"]["fit_loop"]["epoch_loop.batch_progress"]
+        done = checkpoint["global_step"] * self.trainer.accumulate_grad_batches
+        for counts in (progress["total"], progress["current"]):
+            open_batches = counts["ready"] - counts["completed"]
+            counts |= dict.fromkeys(counts, done) | {"completed": done - open_batches}
+
+    def _refuse_other_optimizer(self, optimizer: torch.optim.Optimizer) -> None:
+        name = type(optimizer).__name__
+        if self._resumed_optimizer not in (None, name):
+            raise Mistake(
+                f"optimizer={name.lower()}",
+                f"the checkpoint holds the state of {self._resumed_optimizer}",
+                f"optimizer={self._resumed_optimizer.lower()}, or leave it out",
+            )
 
     def _count(self, batch: Batch) -> None:
         num_samples = len(batch["targets"]) * self.trainer.world_size
-        self.num_samples += num_samples
-        self.num_tokens += num_samples * self._tokens_per_sample(batch)
+        self._window_samples += num_samples
+        self._window_tokens += num_samples * self._tokens_per_sample(batch)
         self._micro_batches_in_window += 1
 
     def _tokens_per_sample(self, batch: Batch) -> int:
@@ -156,7 +195,10 @@ class LearningTask(lightning.LightningModule, ABC):
     def _end_window(self) -> None:
         """Log the step that the optimizer is about to make: its loss over all ranks, its learning rates."""
         trainer, window_loss = self.trainer, self._window_loss
-        self._window_loss, self._micro_batches_in_window = None, 0
+        self.num_samples += self._window_samples
+        self.num_tokens += self._window_tokens
+        self._window_samples = self._window_tokens = self._micro_batches_in_window = 0
+        self._window_loss = None
         step = trainer.global_step + 1
         if step == trainer.max_steps:
             trainer.should_stop = (

@@ -54,9 +54,18 @@ def test_a_resumed_run_keeps_its_config_and_changes_only_what_is_typed(tmp_path:
     again = compose_run([resume, "trainer.max_steps=9"])
     assert again.run_folder == tmp_path
     assert again.config["trainer"]["max_steps"] == 9
-    changed = {"resume", "trainer"}
+    assert again.config["scheduler"]["num_steps"] == 9  # which is interpolated from it
+    changed = {"resume", "trainer", "scheduler"}
     for key in began.config.keys() - changed:
         assert again.config[key] == began.config[key], key
+    words = ["save_every=2", "warmup_steps=4", "seq_len=16", "optimizer=sgd"]
+    many = compose_run([resume, *words]).config
+    assert many["checkpoint"]["save_every"] == 2
+    assert many["scheduler"]["warmup_steps"] == 4
+    assert many["data"]["seq_len"] == 16
+    assert many["optimizer"]["_target_"] == "recipes.optimizer.sgd.sgd"
+    assert "betas" not in many["optimizer"]
+    assert many["tokenizer"] == began.config["tokenizer"]
     sampling = compose_run([resume, "mode=sample", "mode.seed=5"]).config
     assert sampling["mode"]["_target_"] == "recipes.mode.sample.sample"
     assert sampling["mode"]["seed"] == 5

@@ -179,7 +179,7 @@ def test_a_typo_inside_a_yaml_file_is_found_although_hydra_takes_it(tmp_path: Pa
     config["strtegy"] = {}
     from recipes.check import check
 
-    assert [str(mistake) for mistake in check(config, {}, [])] == [
+    assert [str(mistake) for mistake in check(config, {}, [], tmp_path)] == [
         "strtegy=…: there is no such word or section; type strategy=…",
         "model.num_layer=4: GPT2 has no argument 'num_layer'; type model.num_layers=4",
         "callbacks.progress.colour=red: ProgressLine has no argument 'colour';"

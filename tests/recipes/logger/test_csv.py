@@ -21,6 +21,18 @@ def test_all_that_is_logged_for_a_step_is_one_row_and_the_first_step_is_one(tmp_
     ]
 
 
+def test_a_row_is_on_disk_as_soon_as_it_is_logged(tmp_path: Path) -> None:
+    logger = CsvLogger(run_folder=tmp_path)
+    logger.log_metrics({"train/loss": 3.0}, step=0)
+    assert read_metrics(tmp_path) == [{"step": 1, "train/loss": 3}]
+    logger.log_metrics({"train/loss": 2.0}, step=1)
+    logger.log_metrics({"val/loss": 2.5}, step=1)
+    logger.log_metrics({"train/loss": 1.0}, step=2)
+    logger.log_metrics({"val/loss": 0.5}, step=2)
+    assert [row["step"] for row in read_metrics(tmp_path)] == [1, 2, 3]
+    assert [row.get("val/loss") for row in read_metrics(tmp_path)] == [None, 2.5, 0.5]
+
+
 def test_a_float32_loss_and_a_count_beyond_float32_are_written_exactly(tmp_path: Path) -> None:
     logger = CsvLogger(run_folder=tmp_path)
     logger.log_metrics({"train/loss": 0.10000000149011612, "train/tokens": 2.0**40 + 1}, step=0)
@@ -34,8 +46,8 @@ def test_a_resumed_run_replaces_the_rows_from_its_step_on(tmp_path: Path) -> Non
         before.log_metrics({"train/loss": float(step)}, step=step)
     before.finalize("failed")
     after = CsvLogger(run_folder=tmp_path)
+    after.resume_at(3)
     after.log_metrics({"train/loss": 30.0}, step=3)
-    after.finalize("success")
     rows = read_metrics(tmp_path)
     assert [row["step"] for row in rows] == [1, 2, 3, 4]
     assert [row["train/loss"] for row in rows] == [0, 1, 2, 30]
@@ -44,8 +56,8 @@ def test_a_resumed_run_replaces_the_rows_from_its_step_on(tmp_path: Path) -> Non
 def test_a_line_torn_by_a_kill_is_dropped_at_resume(tmp_path: Path) -> None:
     (tmp_path / "metrics.csv").write_text("step,train/loss,lr\n1,3.0,0.1\n2,2.")
     logger = CsvLogger(run_folder=tmp_path)
+    logger.resume_at(2)
     logger.log_metrics({"train/loss": 1.0, "lr": 0.2}, step=2)
-    logger.finalize("success")
     assert [row["step"] for row in read_metrics(tmp_path)] == [1, 3]
 
 

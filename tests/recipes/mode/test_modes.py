@@ -196,25 +196,136 @@ def test_an_export_is_loaded_by_transformers_with_the_same_logits(
     assert difference.abs().max().item() < 1e-5  # float32, other kernels for the same sums
 
 
-def test_a_resumed_run_goes_on_as_if_it_had_never_stopped(
-    run: Path, typed: list[str], tmp_path: Path
-) -> None:
-    """Two runs to step 18: one stopped at 12 and resumed with other micro-batches' worth of data order."""
-    import shutil
+SAME = ("train/loss", "grad/norm", "lr", "train/samples", "train/tokens", "val/loss")
+QUIET = [
+    "~callbacks.report",
+    "~callbacks.sample_text",
+    "~callbacks.memory",
+    "~callbacks.throughput",
+]
 
-    whole, resumed = tmp_path / "whole", tmp_path / "resumed"
-    words = ["trainer.max_steps=18", "save_every=6", "eval_every=6", "eval_samples=null"]
-    assert carry_out(*typed, *words, "model.dropout=0.0", f"hydra.run.dir={whole}") == 0
-    first = ["trainer.max_steps=12", *words[1:], "model.dropout=0.0", f"hydra.run.dir={resumed}"]
-    assert carry_out(*typed, *first) == 0
-    assert carry_out(f"resume={resumed}", "trainer.max_steps=18") == 0
-    expected, found = read_metrics(whole), read_metrics(resumed)
+
+@pytest.fixture(scope="module")
+def whole(typed: list[str], tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, float]]:
+    """The rows of 18 steps that nothing interrupts, without dropout, on a decaying schedule."""
+    folder = tmp_path_factory.mktemp("whole")
+    assert carry_out(*typed, *QUIET, *DECAYING, f"hydra.run.dir={folder}") == 0
+    return read_metrics(folder)
+
+
+DECAYING = [
+    "trainer.max_steps=18",
+    "save_every=4",
+    "eval_every=6",
+    "scheduler=linear",
+    "model.dropout=0.0",
+    "micro_batch_size=4",
+]
+
+
+@pytest.mark.parametrize(
+    ("stop", "resume_from", "resumed_micro_batch_size"),
+    [(13, 12, 4), (11, 8, 4), (5, 4, 4), (13, 12, 2), (11, 8, 8), (5, 4, 1)],
+)
+def test_a_run_resumed_from_any_step_goes_on_as_if_it_had_never_stopped(
+    whole: list[dict[str, float]],
+    typed: list[str],
+    tmp_path: Path,
+    stop: int,
+    resume_from: int,
+    resumed_micro_batch_size: int,
+) -> None:
+    """It is stopped between two checkpoints, as a kill would, and goes on in micro-batches of another size."""
+    folder = tmp_path / "run"
+    crash = f"+callbacks.crash={{_target_: support.CrashAt, step: {stop}}}"
+    assert carry_out(*typed, *QUIET, *DECAYING, crash, f"hydra.run.dir={folder}") == 1
+    assert (folder / "checkpoints" / "last").resolve().name == f"step_{resume_from:07d}.ckpt"
+    again = ["~callbacks.crash", f"micro_batch_size={resumed_micro_batch_size}"]
+    assert carry_out(f"resume={folder}", *again) == 0
+    found = read_metrics(folder)
     assert [row["step"] for row in found] == list(range(1, 19))
-    for ours, theirs in zip(found, expected, strict=True):
-        for name in ("train/loss", "grad/norm", "lr", "train/samples", "train/tokens"):
-            assert ours[name] == theirs[name], (ours["step"], name)
-    assert found[17]["val/loss"] == expected[17]["val/loss"]
-    shutil.rmtree(resumed)
+    assert [row["step"] for row in found if "val/loss" in row] == [6, 12, 18]
+    # the same sums in another order where the micro-batches are others
+    tolerance = 0.0 if resumed_micro_batch_size == 4 else 1e-5
+    for ours, theirs in zip(found, whole, strict=True):
+        for name in SAME:
+            assert (name in ours) == (name in theirs)
+            if name in ours:
+                assert ours[name] == pytest.approx(theirs[name], rel=tolerance), (
+                    ours["step"],
+                    name,
+                )
+    events = [json.loads(line) for line in (folder / "events.jsonl").open()]
+    assert [event["step"] for event in events if event["event"] == "resume"] == [resume_from]
+
+
+def test_what_is_typed_at_a_resume_counts_from_its_first_step(
+    typed: list[str], tmp_path: Path
+) -> None:
+    folder = tmp_path / "run"
+    words = ["trainer.max_steps=4", "save_every=4", "eval_every=4", "scheduler=constant"]
+    assert carry_out(*typed, *QUIET, *words, f"hydra.run.dir={folder}") == 0
+    longer = [
+        "trainer.max_steps=6",
+        "optimizer.lr=1e-5",
+        "optimizer.weight_decay=0",
+        "eval_every=2",
+    ]
+    assert carry_out(f"resume={folder}", *longer) == 0
+    rows = read_metrics(folder)
+    assert [row["lr"] for row in rows[4:]] == [1e-5, 1e-5]
+    assert [row["step"] for row in rows if "val/loss" in row] == [4, 6]
+    state = torch.load(folder / "checkpoints" / "last" / "state.pt", weights_only=True)
+    decays = [group["weight_decay"] for group in state["optimizer_states"][0]["param_groups"]]
+    assert decays == [0, 0]
+
+
+def test_another_optimizer_cannot_go_on_from_the_state_of_this_one(
+    run: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert carry_out(f"resume={run}", "trainer.max_steps=20", "optimizer=sgd", *QUIET) == 2
+    told = capsys.readouterr().out
+    assert "the checkpoint holds the state of AdamW" in told
+    assert "type: optimizer=adamw, or leave it out" in told
+
+
+def test_a_finished_run_resumed_has_nothing_to_do_and_keeps_its_summary(run: Path) -> None:
+    before = (run / "summary.json").read_text()
+    assert carry_out(f"resume={run}", "trainer.max_steps=12") == 0
+    assert (run / "summary.json").read_text() == before
+
+
+def test_a_run_resumed_from_an_older_checkpoint_abandons_the_later_ones(
+    typed: list[str], tmp_path: Path
+) -> None:
+    folder = tmp_path / "run"
+    words = ["trainer.max_steps=8", "save_every=2", "eval_every=8", "checkpoint.keep_last=4"]
+    assert carry_out(*typed, *QUIET, *words, f"hydra.run.dir={folder}") == 0
+    older = folder / "checkpoints" / "step_0000004.ckpt"
+    assert carry_out(f"resume={older}", "trainer.max_steps=6") == 0
+    assert (folder / "checkpoints" / "last").resolve().name == "step_0000006.ckpt"
+    names = sorted(path.name for path in (folder / "checkpoints").glob("step_*"))
+    assert names == [f"step_{step:07d}.ckpt" for step in (2, 4, 6)]
+    assert len(list((folder / "checkpoints").glob("abandoned_*"))) == 2
+    assert [row["step"] for row in read_metrics(folder)] == [1, 2, 3, 4, 5, 6]
+
+
+def test_a_run_that_stops_early_leaves_a_checkpoint_of_where_it_stopped(
+    typed: list[str], tmp_path: Path
+) -> None:
+    folder = tmp_path / "run"
+    stop = "+callbacks.stop={_target_: support.StopAt, step: 5}"
+    words = ["save_every=100", "eval_every=100", "micro_batch_size=2", stop]
+    assert carry_out(*typed, *QUIET, *words, f"hydra.run.dir={folder}") == 0
+    assert (folder / "checkpoints" / "last").resolve().name == "step_0000005.ckpt"
+    assert "val/loss" in read_metrics(folder)[-1]
+
+
+def test_a_second_start_in_the_folder_of_a_run_is_a_mistake(run: Path, typed: list[str]) -> None:
+    _, mistakes = compose_and_check([*typed, f"hydra.run.dir={run}"])
+    assert [mistake.remedy for mistake in mistakes] == [
+        f"resume=auto hydra.run.dir={run} to go on, or hydra.run.dir=<another folder>"
+    ]
 
 
 def test_resume_auto_starts_where_there_is_nothing_and_goes_on_where_there_is(
