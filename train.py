@@ -1,63 +1,66 @@
-"""Compose, check, launch. `python train.py --help` says what may be typed; nothing heavy is imported before it must."""
+"""Compose, check, launch. `python train.py --help` says what may be typed; nothing heavy is imported early."""
 
 import os
 import sys
 from pathlib import Path
 
-from recipes.launch import EXIT_WRONG_CONFIG, compose_and_check, launch, report
+from recipes.launch import (
+    EXIT_INTERRUPTED,
+    EXIT_WRONG_CONFIG,
+    compose_and_check,
+    launch,
+    report,
+)
+
+HYDRAS_OWN = ("multirun", "help", "hydra_help", "cfg", "info", "shell_completion")
 
 
 def main() -> int:
     from hydra._internal.utils import get_args_parser
 
     args = get_args_parser().parse_args()
-    if (
-        args.multirun
-        or args.help
-        or args.hydra_help
-        or args.cfg
-        or args.info
-        or args.shell_completion
-    ):
-        return through_hydra()
-    config_folder = Path(args.config_path) if args.config_path else Path(__file__).parent / "conf"
-    composed, mistakes = compose_and_check(
-        args.overrides, config_folder=config_folder, config_name=args.config_name or "config"
-    )
+    folder = Path(args.config_path) if args.config_path else Path(__file__).parent / "conf"
+    name = args.config_name or "config"
+    if any(getattr(args, flag) for flag in HYDRAS_OWN):
+        return through_hydra(folder, name)
+    return run(args.overrides, folder, name)
+
+
+def run(overrides: list[str], folder: Path, name: str) -> int:
+    """One run; its exit code."""
+    composed, mistakes = compose_and_check(overrides, config_folder=folder, config_name=name)
     if mistakes or composed is None:
         print(report(mistakes), file=sys.stderr)
         return EXIT_WRONG_CONFIG
     return launch(composed)
 
 
-def through_hydra() -> int:
+def through_hydra(folder: Path, name: str) -> int:
     """Hydra's own flags: help, printing the config, sweeps (one job after the other in this process)."""
     import hydra
     from hydra.core.hydra_config import HydraConfig
     from hydra.errors import HydraException
-    from omegaconf import DictConfig
 
     from recipes.compose import register_resolvers
 
     exit_codes = [0]
 
-    def job(_: DictConfig) -> None:
+    def job(_: object) -> None:
         overrides = list(HydraConfig.get().overrides.task)
         overrides.append(f"hydra.run.dir='{HydraConfig.get().runtime.output_dir}'")
-        composed, mistakes = compose_and_check(overrides)
-        if mistakes or composed is None:
-            print(report(mistakes), file=sys.stderr)
-            exit_codes.append(EXIT_WRONG_CONFIG)
-        else:
-            exit_codes.append(launch(composed))
+        exit_codes.append(run(overrides, folder, name))
+        if exit_codes[-1] == EXIT_INTERRUPTED:
+            raise KeyboardInterrupt  # ends the sweep, not only this job
 
     os.environ["HYDRA_FULL_ERROR"] = "1"  # so that its errors reach this function
     register_resolvers()
     try:
-        hydra.main(version_base="1.3", config_path="conf", config_name="config")(job)()
+        hydra.main(version_base="1.3", config_path=str(folder.resolve()), config_name=name)(job)()
     except HydraException as error:
         print(error, file=sys.stderr)
         return EXIT_WRONG_CONFIG
+    except KeyboardInterrupt:
+        return EXIT_INTERRUPTED
     return max(exit_codes)
 
 

@@ -56,7 +56,7 @@ class ProgressLine(Callback):
             return
         self._begin(total=_total_steps(trainer))
         self._steps.start(trainer)
-        if sys.stderr.isatty():
+        if sys.stderr.isatty() and sys.stdout.isatty():  # `| tee log` wants plain lines
             from callbacks.live_bar import LiveBar  # rich: 50 ms that only a terminal needs
 
             self._bar = LiveBar()

@@ -31,7 +31,7 @@ class Run:
 
     Attributes:
         checkpoint: Where it resumes from; None: from the beginning.
-        vocab_size: Tokens the model knows; None for a model of anything else.
+        tokenizer_folder: Where the run that `checkpoint` belongs to keeps its tokenizer; else this run.
         overrides: What was typed.
         tags: Typed words that say what it is.
     """
@@ -43,7 +43,7 @@ class Run:
     trainer: lightning.Trainer
     accumulation: Accumulation
     checkpoint: Path | None
-    vocab_size: int | None
+    tokenizer_folder: Path
     overrides: list[str]
     tags: list[str]
 
@@ -67,7 +67,7 @@ def build(config: Config, folder: Path, overrides: list[str]) -> Run:
         config = _as_saved(config, checkpoint)
     lightning.seed_everything(config["seed"], verbose=False)
     precision: Precision = _make(config["precision"])
-    device = _device(config["trainer"]["accelerator"], precision)
+    device = _device(config["trainer"], precision)
     accumulation = divide(
         global_batch_size=config["global_batch_size"],
         micro_batch_size=config["micro_batch_size"],
@@ -88,7 +88,7 @@ def build(config: Config, folder: Path, overrides: list[str]) -> Run:
         trainer=_trainer(config, folder, device, precision, accumulation, trains=trains),
         accumulation=accumulation,
         checkpoint=checkpoint,
-        vocab_size=config["model"].get("vocab_size"),
+        tokenizer_folder=_tokenizer_folder(checkpoint) or folder / TOKENIZER_FOLDER,
         overrides=overrides,
         tags=config["tags"],
     )
@@ -151,20 +151,26 @@ def _trainer(
 
 def _as_saved(config: Config, checkpoint: Path) -> Config:
     """Weights come from the checkpoint, not from a hub; text is cut by the tokenizer the run began with."""
-    model = config["model"]
+    model, data = config["model"], config["data"]
     if model.get("pretrained") is not None:
         model = model | {"pretrained": None}
-    data, run = config["data"], folder_of_run(str(checkpoint))
-    if run is not None and (run / TOKENIZER_FOLDER).is_dir() and data.get("tokenizer") is not None:
-        saved = {
-            "_target_": "recipes.tokenizer.huggingface.HuggingFace",
-            "name": str(run / TOKENIZER_FOLDER),
-        }
-        data = data | {"tokenizer": saved}
+    saved = _tokenizer_folder(checkpoint)
+    if saved is not None and data.get("tokenizer") is not None:
+        target = "recipes.tokenizer.huggingface.HuggingFace"
+        data = data | {"tokenizer": {"_target_": target, "name": str(saved)}}
     return config | {"model": model, "data": data}
 
 
-def _device(accelerator: str, precision: Precision) -> torch.device:
+def _tokenizer_folder(checkpoint: Path | None) -> Path | None:
+    """The tokenizer beside a checkpoint, in the folder of its run."""
+    run = folder_of_run(str(checkpoint)) if checkpoint is not None else None
+    folder = run / TOKENIZER_FOLDER if run is not None else None
+    return folder if folder is not None and folder.is_dir() else None
+
+
+def _device(trainer: Config, precision: Precision) -> torch.device:
+    """The GPU that `trainer.devices` names, the first one, or the CPU."""
+    accelerator, devices = trainer["accelerator"], trainer["devices"]
     has_gpu = torch.cuda.is_available()
     if accelerator in ("gpu", "cuda") and not has_gpu:
         raise Mistake(
@@ -172,7 +178,10 @@ def _device(accelerator: str, precision: Precision) -> torch.device:
             "torch sees no GPU on this machine",
             "trainer.accelerator=auto",
         )
-    device = torch.device("cuda", 0) if has_gpu and accelerator != "cpu" else torch.device("cpu")
+    if not has_gpu or accelerator == "cpu":
+        device = torch.device("cpu")
+    else:
+        device = torch.device("cuda", devices[0] if isinstance(devices, list) else 0)
     if precision.scales_loss and device.type != "cuda":
         raise Mistake(
             f"precision={precision.name}",

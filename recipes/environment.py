@@ -2,6 +2,7 @@
 
 import os
 import platform
+import shlex
 import subprocess
 import sys
 from importlib.metadata import PackageNotFoundError, version
@@ -16,7 +17,7 @@ _PACKAGES = ("torch", "lightning", "hydra-core", "omegaconf", "numpy", "tokenize
 def describe_environment(overrides: list[str]) -> dict[str, Any]:
     """Everything that a later reader needs to know where the numbers of a run come from."""
     return {
-        "command": " ".join(["python", *sys.argv]),
+        "command": shlex.join(["python", *sys.argv]),
         "overrides": overrides,
         "python": platform.python_version(),
         "platform": platform.platform(),

@@ -13,6 +13,7 @@ from recipes.mistake import Mistake
 EXIT_FINISHED = 0
 EXIT_CRASHED = 1
 EXIT_WRONG_CONFIG = 2
+EXIT_INTERRUPTED = 130  # what a shell calls Ctrl-C
 
 
 def compose_and_check(
@@ -48,7 +49,8 @@ def launch(composed: Composed) -> int:
     """Carry out one checked run in this process.
 
     Returns:
-        The exit code: 0 finished, 2 the config is wrong, 1 a crash (its traceback is printed and logged).
+        The exit code: 0 finished, 2 the config is wrong, 130 interrupted, 1 a crash (its traceback is
+        printed and logged).
     """
     fits = composed.config["mode"]["_target_"].endswith(".fit")
     composed.run_folder.mkdir(parents=True, exist_ok=True)
@@ -63,8 +65,8 @@ def launch(composed: Composed) -> int:
         LOGGER.error(report([mistake]))
         return EXIT_WRONG_CONFIG
     except KeyboardInterrupt:
-        LOGGER.error(f"Interrupted; the run's folder is {composed.run_folder}")
-        return 130
+        LOGGER.error(f"Interrupted; the run's folder is {composed.run_folder}{_last(composed)}")
+        return EXIT_INTERRUPTED
     except Exception:
         LOGGER.error(traceback.format_exc())
         LOGGER.error(f"The run crashed; its folder is {composed.run_folder}{_last(composed)}")

@@ -5,41 +5,41 @@ from typing import Literal
 
 import torch
 
-Dtype = Literal["float32", "bfloat16", "float16"]
-
 
 @dataclass(frozen=True, kw_only=True)
 class Precision:
-    """Three dtypes behind one of Lightning's words.
+    """One of Lightning's words.
 
     Attributes:
-        name: The word that Lightning's Trainer takes: `32-true`, `bf16-mixed`, `16-mixed`, `bf16-true`.
-        param: Dtype of weights and optimizer state.
-        compute: Dtype of matrix products.
-        reduce: Dtype in which gradients are summed over ranks.
+        name: The word.
     """
 
     name: Literal["32-true", "bf16-mixed", "16-mixed", "bf16-true"]
-    param: Literal["float32", "bfloat16", "float16"]
-    compute: Literal["float32", "bfloat16", "float16"]
-    reduce: Literal["float32", "bfloat16", "float16"]
 
     @property
     def param_dtype(self) -> torch.dtype:
-        return _TORCH[self.param]
+        """Of weights and optimizer state."""
+        return _DTYPES[self.name][0]
 
     @property
     def compute_dtype(self) -> torch.dtype:
-        return _TORCH[self.compute]
+        """Of matrix products."""
+        return _DTYPES[self.name][1]
+
+    @property
+    def reduce_dtype(self) -> torch.dtype:
+        """In which gradients are summed over ranks."""
+        return _DTYPES[self.name][2]
 
     @property
     def scales_loss(self) -> bool:
-        """Whether gradients carry a loss scale until the optimizer step (float16 alone needs one)."""
-        return self.compute == "float16"
+        """Whether gradients carry a loss scale until the optimizer step; float16 alone needs one."""
+        return self.compute_dtype == torch.float16
 
 
-_TORCH: dict[Dtype, torch.dtype] = {
-    "float32": torch.float32,
-    "bfloat16": torch.bfloat16,
-    "float16": torch.float16,
+_DTYPES: dict[str, tuple[torch.dtype, torch.dtype, torch.dtype]] = {
+    "32-true": (torch.float32, torch.float32, torch.float32),
+    "bf16-mixed": (torch.float32, torch.bfloat16, torch.float32),
+    "16-mixed": (torch.float32, torch.float16, torch.float32),
+    "bf16-true": (torch.bfloat16, torch.bfloat16, torch.bfloat16),
 }

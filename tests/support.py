@@ -92,6 +92,7 @@ class MaskedTokens:
     sample_kind: ClassVar[str] = "tokens"
     tokenizer = None
     targets_per_sample = None
+    fingerprint = "masked"
 
     def __init__(self, *, num_samples: int, seq_len: int, vocab_size: int) -> None:
         generator = torch.Generator().manual_seed(0)
@@ -100,6 +101,9 @@ class MaskedTokens:
         self.tokens_per_sample = seq_len
 
     def prepare(self) -> None: ...
+
+    def describe(self) -> str:
+        return f"{len(self)} samples"
 
     def train(self) -> "MaskedTokens":
         return self

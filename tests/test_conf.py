@@ -101,7 +101,7 @@ def test_every_recipe_composes_checks_and_builds_every_model_on_the_meta_device(
     config = composed_config(f"recipe={recipe}", f"model={model}")
     if config["precision"]["name"] == "16-mixed" and not torch.cuda.is_available():
         # composed and checked above; only a machine with a GPU builds its loss scaler
-        config["precision"] |= {"name": "32-true", "compute": "float32"}
+        config["precision"] |= {"name": "32-true"}
     run = build(config, tmp_path, [])
     with torch.device("meta"):
         made = run.task._make_model()

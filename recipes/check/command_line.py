@@ -10,6 +10,7 @@ from hydra.core.override_parser.types import Override
 from hydra.errors import HydraException
 from omegaconf import OmegaConf
 
+from recipes.check.nodes import PROVIDED
 from recipes.check.words import CONF, WORDS
 from recipes.compose import Composed, compose_run, parse
 from recipes.mistake import Mistake
@@ -126,7 +127,9 @@ def _mend(typed: str, override: Override, config: Any) -> str | Mistake:
             return typed
         if len(missing) == 1 and (missing[0] in signature.parameters or signature.takes_any):
             return f"+{typed}"
-        names += [name for name in signature.parameters if name not in names]
+        section = ".".join(known_parts)
+        provided = PROVIDED[section] if section in PROVIDED else set()
+        names += [name for name in signature.parameters if name not in {*names, *provided}]
     elif not known_parts:
         names = [*WORDS, *names, *_groups()]
     return Mistake(
@@ -152,8 +155,9 @@ def _deepest(config: Any, parts: list[str]) -> tuple[Any, list[str], list[str]]:
 def _nearest(known: list[str], missing: list[str], names: list[str], value: str) -> str:
     """What to type instead of a key: the nearest name, the option that brings it, or the names there are."""
     wrong, *below = missing
-    near = get_close_matches(wrong, [name for name in names if name != wrong], 1)
+    near = get_close_matches(wrong, [name for name in names if name != wrong], 3)
     if near:
+        near.sort(key=lambda name: not (CONF / name / f"{value}.yaml").is_file())
         return f"{'.'.join([*known, near[0], *below])}={value}"
     if (CONF.joinpath(*known) / f"{wrong}.yaml").is_file():
         return f"+{'/'.join(known)}={wrong}, which brings it"

@@ -4,14 +4,14 @@ from collections.abc import Iterator, Mapping
 from difflib import get_close_matches
 from typing import Any
 
-from recipes.check.types import describe, fits, placeholder
+from recipes.check.types import describe, fits, placeholder, written
 from recipes.mistake import Mistake
 from recipes.signature import Signature, TargetNotFoundError, read_signature
 
 # null here means that build.py works it out, whatever the target's own annotation says
 _DERIVED = {"trainer.accumulate_grad_batches"}
 # what build.py hands to partial nodes: live objects, and words that several nodes share
-_PROVIDED: dict[str, set[str]] = {
+PROVIDED: dict[str, set[str]] = {
     "optimizer": {"model", "fused"},
     "scheduler": {"step"},
     "strategy": {"device", "checkpoint_io"},
@@ -51,14 +51,20 @@ def _bind(path: str, node: Mapping[str, Any]) -> Iterator[Mistake]:
             f"{path}._target_={target}", str(error), f"{path}=<an option of conf/{path}/>"
         )
         return
+    provided = PROVIDED[path] if path in PROVIDED else set()
     for key, value in node.items():
         if key in _INSTANTIATE:
+            continue
+        if key in provided:
+            where = f"{path}.{key}"
+            yield Mistake(
+                f"{where}={written(value)}", "the run itself provides it", f"nothing for {where}"
+            )
             continue
         if key in signature.parameters:
             yield from _check_value(f"{path}.{key}", value, signature, key)
         elif not signature.takes_any:
             yield _unknown(f"{path}.{key}", value, signature, target)
-    provided = _PROVIDED[path] if path in _PROVIDED else set()
     for key, parameter in signature.parameters.items():
         if parameter.required and key not in node and key not in provided:
             yield Mistake(
@@ -74,8 +80,9 @@ def _check_value(where: str, value: object, signature: Signature, key: str) -> I
     if value == "???":
         yield Mistake(f"no {where}", "it has no default", f"{where}=<{blank}>")
     elif annotation is not None and not _is_node(value) and not fits(value, annotation):
-        shown = "null" if value is None else value
-        yield Mistake(f"{where}={shown}", f"it takes {describe(annotation)}", f"{where}=<{blank}>")
+        yield Mistake(
+            f"{where}={written(value)}", f"it takes {describe(annotation)}", f"{where}=<{blank}>"
+        )
 
 
 def _unknown(where: str, value: object, signature: Signature, target: str) -> Mistake:

@@ -25,9 +25,23 @@ _OURS = {
     "enable_model_summary": "mode=fit, which prints the number of parameters",
     "limit_val_batches": "eval_samples=<samples>",
     "limit_train_batches": "trainer.max_steps=<optimizer steps>",
+    "limit_test_batches": "mode=evaluate resume=<run folder>",
+    "limit_predict_batches": "mode=sample resume=<run folder>",
+    "overfit_batches": "trainer.max_steps=<optimizer steps>",
+    "fast_dev_run": "trainer.max_steps=1 eval_samples=1 save_every=null",
+    "barebones": "'~callbacks.report' '~callbacks.sample_text' save_every=null",
+    "enable_autolog_hparams": "nothing: config.yaml holds them",
+    "inference_mode": "nothing: evaluation takes no gradients",
     "num_sanity_val_steps": "eval_every=<optimizer steps>",
     "use_distributed_sampler": "nothing: the order is the same for every number of ranks",
     "reload_dataloaders_every_n_epochs": "nothing: training is one stream without epochs",
+}
+
+
+# Trainer arguments of which only some values mean something here
+_OPTIONS: dict[str, tuple[str | None, ...]] = {
+    "accelerator": ("auto", "cpu", "gpu", "cuda"),
+    "gradient_clip_algorithm": ("norm", "value", None),
 }
 
 
@@ -35,6 +49,7 @@ def check_pairs(config: Mapping[str, Any]) -> Iterator[Mistake]:
     """Trainer against groups, tokenizer against model, precision against device, schedule against length."""
     yield from _trainer(config)
     yield from _vocabulary(config)
+    yield from _published_weights(config)
     yield from _model_shape(config["model"])
     yield from _schedule(config)
     if config["precision"]["name"] == "16-mixed" and config["trainer"]["accelerator"] == "cpu":
@@ -56,12 +71,32 @@ def _trainer(config: Mapping[str, Any]) -> Iterator[Mistake]:
     for argument, remedy in _OURS.items():
         if argument in trainer:
             yield Mistake(f"trainer.{argument}={trainer[argument]}", "another word sets it", remedy)
+    for argument, options in _OPTIONS.items():
+        if argument in trainer and trainer[argument] not in options:
+            told = " ".join(str(option) for option in options if option is not None)
+            yield Mistake(
+                f"trainer.{argument}={trainer[argument]}",
+                f"the options are {told}",
+                f"trainer.{argument}={options[0]}",
+            )
     devices = num_devices(trainer)
     if devices > 1 and config["strategy"]["_target_"].endswith("SingleDevice"):
         yield Mistake(
             f"trainer.devices={trainer['devices']} trainer.num_nodes={trainer['num_nodes']}",
             "strategy=single trains on one device",
             "trainer.devices=1 trainer.num_nodes=1",
+        )
+
+
+def _published_weights(config: Mapping[str, Any]) -> Iterator[Mistake]:
+    """Weights that know the ids of their own tokenizer learn nonsense from another one's."""
+    pretrained = config["model"].get("pretrained")
+    tokenizer = str(config["tokenizer"].get("_target_"))
+    if pretrained is not None and tokenizer.endswith((".Bpe", ".Bytes")):
+        yield Mistake(
+            f"model.pretrained={pretrained} tokenizer={tokenizer.split('.')[2]}",
+            "published weights know the ids of their own tokenizer",
+            f"tokenizer=huggingface tokenizer.name={pretrained}",
         )
 
 
@@ -108,8 +143,8 @@ def _schedule(config: Mapping[str, Any]) -> Iterator[Mistake]:
     """A decay must fit behind the warm-up; a run that ends within its warm-up is short, not wrong."""
     scheduler, max_steps = config["scheduler"], config["trainer"]["max_steps"]
     for key in ("decay_steps", "cooldown_steps"):
-        warmup, decay = scheduler.get("warmup_steps", 0), scheduler.get(key)
-        if decay is not None and warmup + decay > max_steps > 0:
+        warmup, decay = scheduler.get("warmup_steps"), scheduler.get(key)
+        if None not in (warmup, decay) and warmup + decay > max_steps > 0:
             yield Mistake(
                 f"scheduler.warmup_steps={warmup} scheduler.{key}={decay}",
                 f"together they are longer than trainer.max_steps={max_steps}",

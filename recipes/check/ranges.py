@@ -7,7 +7,7 @@ from recipes.mistake import Mistake
 
 # dotted key: (lowest, highest, may the bounds themselves be taken, what the number is)
 _RANGES: dict[str, tuple[float, float, bool, str]] = {
-    "seed": (0, 2**63 - 1, True, "a seed"),
+    "seed": (0, 2**32 - 1, True, "a seed"),
     "global_batch_size": (1, float("inf"), True, "a number of samples"),
     "micro_batch_size": (1, float("inf"), True, "a number of samples"),
     "seq_len": (1, float("inf"), True, "a number of tokens"),
@@ -30,13 +30,32 @@ _RANGES: dict[str, tuple[float, float, bool, str]] = {
     "scheduler.warmup_steps": (0, float("inf"), True, "a number of optimizer steps"),
     "scheduler.decay_steps": (0, float("inf"), True, "a number of optimizer steps"),
     "scheduler.cooldown_steps": (0, float("inf"), True, "a number of optimizer steps"),
+    "model.num_layers": (1, float("inf"), True, "a number of blocks"),
+    "model.num_heads": (1, float("inf"), True, "a number of heads"),
+    "model.num_kv_heads": (1, float("inf"), True, "a number of heads"),
+    "model.width": (1, float("inf"), True, "a width"),
+    "model.hidden_width": (1, float("inf"), True, "a width"),
+    "model.vocab_size": (2, float("inf"), True, "a number of tokens"),
+    "model.max_seq_len": (1, float("inf"), True, "a number of tokens"),
+    "model.pad_vocab_to": (1, float("inf"), True, "a multiple"),
+    "model.num_classes": (2, float("inf"), True, "a number of classes"),
+    "model.in_channels": (1, float("inf"), True, "a number of channels"),
+    "warmup_steps": (0, float("inf"), True, "a number of optimizer steps"),
+    "tokenizer.vocab_size": (257, float("inf"), True, "a vocabulary of all bytes and more"),
+    "activation_checkpoint.every_nth_block": (0, float("inf"), True, "a number of blocks"),
+    "callbacks.progress.refresh_per_second": (0, float("inf"), False, "a rate"),
+    "callbacks.sample_text.num_tokens": (1, float("inf"), True, "a number of tokens"),
+    "callbacks.sample_text.temperature": (0, float("inf"), True, "a temperature"),
+    "callbacks.sample_text.top_k": (1, float("inf"), True, "a number of tokens"),
+    "callbacks.sample_text.top_p": (0.001, 1, True, "a probability"),
+    "callbacks.sample_text.every_n_steps": (1, float("inf"), True, "a number of optimizer steps"),
     "model.dropout": (0, 0.999, True, "a probability"),
     "data.val_fraction": (0, 0.9, False, "a fraction"),
     "checkpoint.keep_last": (1, float("inf"), True, "a number of checkpoints"),
     "loader.num_workers": (0, float("inf"), True, "a number of processes"),
     "mode.temperature": (0, float("inf"), True, "a temperature"),
     "mode.top_k": (1, float("inf"), True, "a number of tokens"),
-    "mode.top_p": (0, 1, True, "a probability"),
+    "mode.top_p": (0.001, 1, True, "a probability"),
     "mode.num_tokens": (1, float("inf"), True, "a number of tokens"),
     "mode.num_samples": (1, float("inf"), True, "a number of texts"),
 }
@@ -52,7 +71,12 @@ def check_ranges(config: Mapping[str, Any]) -> Iterator[Mistake]:
         if not inside:
             bounds = _describe(lowest, highest, closed=closed)
             yield Mistake(f"{key}={value}", f"{what} is {bounds}", f"{key}=<{bounds}>")
-    for index, beta in enumerate(_lookup(config, "optimizer.betas") or []):
+    betas = _lookup(config, "optimizer.betas")
+    if betas is not None and len(betas) != 2:
+        yield Mistake(
+            f"optimizer.betas={betas}", "Adam has two decay rates", "'optimizer.betas=[0.9,0.95]'"
+        )
+    for index, beta in enumerate(betas or []):
         if not 0 <= beta < 1:
             yield Mistake(
                 f"optimizer.betas[{index}]={beta}",
@@ -62,10 +86,12 @@ def check_ranges(config: Mapping[str, Any]) -> Iterator[Mistake]:
 
 
 def _describe(lowest: float, highest: float, *, closed: bool) -> str:
-    if highest in (float("inf"), 2**63 - 1):
-        return f"at least {lowest:g}" if closed else f"above {lowest:g}"
+    if highest == float("inf"):
+        return f"at least {lowest:.10g}" if closed else f"above {lowest:.10g}"
     return (
-        f"from {lowest:g} to {highest:g}" if closed else f"above {lowest:g} and below {highest:g}"
+        f"from {lowest:.10g} to {highest:.10g}"
+        if closed
+        else f"above {lowest:.10g} and below {highest:.10g}"
     )
 
 

@@ -74,6 +74,13 @@ def placeholder(annotation: ast.expr) -> str:
     )
 
 
+def written(value: object) -> str:
+    """A value as it is typed on the command line."""
+    if value is None:
+        return "null"
+    return str(value).lower() if isinstance(value, bool) else str(value)
+
+
 def _literals(inner: ast.expr) -> list[object]:
     options = inner.elts if isinstance(inner, ast.Tuple) else [inner]
     return [ast.literal_eval(option) for option in options]

@@ -46,10 +46,18 @@ def check_words(config: Mapping[str, Any]) -> Iterator[Mistake]:
                     f"it takes {describe(annotation)}",
                     f"{key}=<{placeholder(annotation)}>",
                 )
-        elif key not in sections:
+        elif key in sections:
+            if not isinstance(value, dict):
+                yield Mistake(f"{key}={value}", "it is a section of settings", _section(key))
+        else:
             near = get_close_matches(key, [*WORDS, *sections], 1)
             remedy = f"{near[0]}=…" if near else f"one of {', '.join([*WORDS, *sections])}"
             yield Mistake(f"{key}=…", "there is no such word or section", remedy)
     for key in [*WORDS, *sections]:
         if key not in config:
             yield Mistake(f"no {key}", "every run has one", f"{key}=… (see conf/config.yaml)")
+
+
+def _section(key: str) -> str:
+    options = sorted(path.stem for path in (CONF / key).glob("*.yaml"))
+    return f"{key}=<{' | '.join(options)}>" if options else f"{key}.<setting>=<value>"

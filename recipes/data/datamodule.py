@@ -1,5 +1,6 @@
 """The training stream and the validation split as loaders; the position in the stream is one counter of samples."""
 
+import logging
 import os
 import sys
 from collections.abc import Iterator
@@ -14,6 +15,7 @@ from recipes.data import DataSource, SampleDataset
 from recipes.data.order import PositionSampler, ShuffledOrder
 from recipes.data.windows import Batch, with_num_targets
 
+LOGGER = logging.getLogger("lightning_recipes")
 GPU_WORKERS = (
     4  # processes a device: enough to hide a memory map or small images behind a 50 ms step
 )
@@ -68,10 +70,28 @@ class StreamData(lightning.LightningDataModule):
         return self._loader(self.source.train() if split == "train" else self.source.val())
 
     def state_dict(self) -> dict[str, Any]:
-        return {"position": self.position}
+        return {"position": self.position} | self._identity()
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         self.position = state_dict["position"]
+        now = self._identity()
+        changed = [
+            f"{key} {state_dict[key]} -> {now[key]}" for key in now if now[key] != state_dict[key]
+        ]
+        if changed:
+            LOGGER.warning(
+                "The training data is not that of the checkpoint (%s): position %d now means other samples",
+                ", ".join(changed),
+                self.position,
+            )
+
+    def _identity(self) -> dict[str, Any]:
+        """What makes a position mean the same sample again."""
+        return {
+            "seed": self._seed,
+            "num_samples": len(self.source.train()),
+            "fingerprint": self.source.fingerprint,
+        }
 
     def micro_batches(self, dataset: SampleDataset) -> Iterator[Batch]:
         """This rank's micro-batches from `position` on; `position` moves on when a window's last one is handed out."""

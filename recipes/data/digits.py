@@ -42,9 +42,11 @@ class Digits:
     """Ten classes, about 180 images of each; the split is fixed and knows no seed."""
 
     sample_kind: ClassVar[str] = "images"
-    num_classes: int = 10
-    num_channels: int = 1
-    image_size: int = 8
+    fingerprint: str = "digits"
+
+    def describe(self) -> str:
+        """How many images."""
+        return f"{len(self.train()):,} training and {len(self.val()):,} validation images of 8 x 8"
 
     @property
     def tokenizer(self) -> Tokenizer | None:

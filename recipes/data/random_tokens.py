@@ -101,6 +101,15 @@ class RandomTokens:
     def prepare(self) -> None:
         """Nothing to do."""
 
+    @property
+    def fingerprint(self) -> str:
+        """What the noise is a function of."""
+        return f"noise/{self.vocab_size}/{self.seq_len}/{self.seed}"
+
+    def describe(self) -> str:
+        """How many samples of noise."""
+        return f"{self.num_samples:,} samples of {self.seq_len} random tokens, which teach nothing"
+
     def train(self) -> NoiseWindows:
         """The training noise."""
         return self._windows(num_samples=self.num_samples, first_token=0)

@@ -9,7 +9,6 @@ from recipes.data.corpus import Document
 from recipes.data.list_files import list_files
 from recipes.data.text_source import TextSource
 from recipes.mistake import Mistake
-from recipes.tokenizer import TokenizerConfig
 
 # Not the library (installed packages), not text for people (tables, generated help), or mostly
 # data (tests).
@@ -30,35 +29,9 @@ _GENERATED_PREFIX = "_sysconfigdata"  # the build's variables, with the paths of
 
 
 class StdlibText(TextSource):
-    """One document a module; differs between Python versions, and so does its cache."""
+    """One document a module; differs between Python versions, and so does its cache. Arguments: `TextSource`."""
 
     sample_kind: ClassVar[str] = "tokens"
-
-    def __init__(
-        self,
-        *,
-        tokenizer: TokenizerConfig,
-        seq_len: int,
-        val_fraction: float,
-        cache_dir: str,
-        num_processes: int | None = None,
-    ) -> None:
-        """Take the settings.
-
-        Args:
-            tokenizer: Makes the tokenizer, from this text if it is trained.
-            seq_len: Tokens a sample.
-            val_fraction: Share of the text held out, whole modules.
-            cache_dir: Where tokens and tokenizers are kept.
-            num_processes: That tokenize; None: one a core.
-        """
-        super().__init__(
-            tokenizer=tokenizer,
-            seq_len=seq_len,
-            val_fraction=val_fraction,
-            cache_dir=cache_dir,
-            num_processes=num_processes,
-        )
 
     def list_documents(self) -> Sequence[Document]:
         """Every module of the library.

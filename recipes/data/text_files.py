@@ -32,6 +32,7 @@ class TextFiles(TextSource):
         seq_len: int,
         val_fraction: float,
         cache_dir: str,
+        vocab_size: int | None = None,
         num_processes: int | None = None,
     ) -> None:
         """Take the settings.
@@ -42,6 +43,7 @@ class TextFiles(TextSource):
             seq_len: Tokens a sample.
             val_fraction: Share held out: whole files where there are 20 or more, else the tail.
             cache_dir: Where tokens and tokenizers are kept.
+            vocab_size: Ids that the model knows; None: any number.
             num_processes: That tokenize; None: one a core.
         """
         super().__init__(
@@ -49,6 +51,7 @@ class TextFiles(TextSource):
             seq_len=seq_len,
             val_fraction=val_fraction,
             cache_dir=cache_dir,
+            vocab_size=vocab_size,
             num_processes=num_processes,
         )
         self.path = path

@@ -21,9 +21,18 @@ class TextSource(ABC):
         seq_len: int,
         val_fraction: float,
         cache_dir: str,
-        num_processes: int | None,
+        vocab_size: int | None = None,
+        num_processes: int | None = None,
     ) -> None:
         """Take the settings; nothing is read before `prepare`.
+
+        Args:
+            tokenizer: Makes the tokenizer, from this text if it is trained.
+            seq_len: Tokens a sample.
+            val_fraction: Share of the text held out: whole documents where there are 20 or more, else the tail.
+            cache_dir: Where tokens and tokenizers are kept.
+            vocab_size: Ids that the model knows; None: any number.
+            num_processes: That tokenize; None: one a core.
 
         Raises:
             Mistake: `seq_len` or `val_fraction` is out of range, or there is no tokenizer.
@@ -35,6 +44,7 @@ class TextSource(ABC):
         self.val_fraction = val_fraction
         self._tokenizer_config = tokenizer
         self._cache_dir = cache_dir
+        self._known_ids = vocab_size
         self._num_processes = num_processes
         self._prepared: tuple[Tokenizer, TokenCache] | None = None
 
@@ -51,13 +61,22 @@ class TextSource(ABC):
         """What to type for more text, where there is too little."""
 
     def prepare(self) -> None:
-        """Tokenize what has not been tokenized before.
+        """Tokenize what has not been tokenized before; the second call does nothing.
 
         Raises:
-            Mistake: No text, text that is not UTF-8, or too little for one sample of each split.
+            Mistake: No text, text that is not UTF-8, a tokenizer with more ids than the model knows, or too
+                little text for one sample of each split.
         """
+        if self._prepared is not None:
+            return
         corpus = Corpus(self.list_documents(), cache_dir=open_cache_dir(self._cache_dir))
         tokenizer = self._tokenizer_config.make(corpus)
+        if self._known_ids is not None and tokenizer.vocab_size > self._known_ids:
+            raise Mistake(
+                f"model.vocab_size={self._known_ids}",
+                f"the tokenizer has {tokenizer.vocab_size} tokens",
+                f"model.vocab_size={tokenizer.vocab_size}",
+            )
         cache = cached_tokens(
             corpus, tokenizer, val_fraction=self.val_fraction, num_processes=self._num_processes
         )
@@ -85,9 +104,18 @@ class TextSource(ABC):
         return self._ready()[1]
 
     @property
-    def vocab_size(self) -> int:
-        """Ids of the tokenizer; a model may have more, never fewer."""
-        return self.tokenizer.vocab_size
+    def fingerprint(self) -> str:
+        """The same for the same tokens in the same split."""
+        meta = self.cache.meta
+        return f"{meta.content_hash}/{meta.tokenizer_fingerprint}/{meta.val_fraction}"
+
+    def describe(self) -> str:
+        """How much text, and what a model that knows nothing but token frequencies would reach."""
+        meta = self.cache.meta
+        counts = f"{meta.num_train_tokens:,} training and {meta.num_val_tokens:,} validation tokens"
+        entropy = meta.unigram_entropy_nats
+        known = "" if entropy is None else f"; unigram entropy {entropy:.3f} nats"
+        return f"{meta.num_documents:,} documents, {counts}{known}"
 
     def document_names(self, split: Split, sample: int) -> list[str]:
         """The files that a sample was cut from: evidence about a bad batch."""

@@ -84,6 +84,8 @@ class TokenFile:
         Raises:
             Mistake: Missing, empty, cut off, too short, or with tokens beyond the vocabulary.
         """
+        if self._prepared is not None:
+            return
         train = self._check("path", self.path)
         if self.val_path is None:
             cut = train.num_tokens - round(train.num_tokens * self.val_fraction)
@@ -98,6 +100,18 @@ class TokenFile:
         remedy = "a larger data.val_fraction, or data.val_path=<more tokens>"
         check_length(windows[1], split="validation", remedy=remedy)
         self._prepared = windows
+
+    @property
+    def fingerprint(self) -> str:
+        """Names, numbers and sizes of the files: their content is the reader's own to keep."""
+        files = [self.path] if self.val_path is None else [self.path, self.val_path]
+        sizes = [f"{Path(file).name}:{Path(file).expanduser().stat().st_size}" for file in files]
+        return f"{'+'.join(sizes)}/{self.dtype}/{self.val_fraction}"
+
+    def describe(self) -> str:
+        """How many samples of how many tokens."""
+        counts = f"{len(self.train()):,} training and {len(self.val()):,} validation samples"
+        return f"{counts} of {self.seq_len} tokens in {self.path}"
 
     def train(self) -> TokenWindows:
         """The training samples."""

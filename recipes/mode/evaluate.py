@@ -22,7 +22,8 @@ def evaluate(run: Run, *, split: Literal["train", "val"]) -> int:
         task, dataloaders=run.data.split_dataloader(split), verbose=False
     )
     results = {name.removeprefix("val/"): value for name, value in metrics.items()}
-    record = {"checkpoint": str(run.checkpoint), "split": split} | results
+    what = {"data": run.data.source.fingerprint, "split": split}
+    record = {"checkpoint": str(run.checkpoint)} | what | results
     (run.folder / f"evaluate_{split}.json").write_text(json.dumps(record, indent=2) + "\n")
     shown = ", ".join(f"{name} {value:.4f}" for name, value in results.items())
     LOGGER.info(f"{run.checkpoint} on {split}: {shown}")

@@ -2,7 +2,7 @@
 
 from pathlib import Path
 
-from recipes.build import TOKENIZER_FOLDER, Run
+from recipes.build import Run
 from recipes.console import LOGGER
 from recipes.mode.weights import load_task
 from recipes.model.huggingface import export_pretrained
@@ -17,7 +17,7 @@ def export(run: Run, *, path: str | None) -> int:
     """
     task = load_task(run)
     folder = Path(path) if path is not None else run.folder / "export"
-    tokenizer = run.folder / TOKENIZER_FOLDER
+    tokenizer = run.tokenizer_folder
     export_pretrained(
         task.model, folder, tokenizer_folder=tokenizer if tokenizer.is_dir() else None
     )

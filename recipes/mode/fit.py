@@ -9,7 +9,6 @@ from recipes.compose import ENVIRONMENT_FILE
 from recipes.console import LOGGER
 from recipes.environment import describe_environment
 from recipes.logger.summary import SUMMARY_FILE
-from recipes.mistake import Mistake
 
 
 def fit(run: Run) -> int:
@@ -26,7 +25,7 @@ def fit(run: Run) -> int:
     record = json.dumps(describe_environment(run.overrides), indent=2)
     (run.folder / ENVIRONMENT_FILE).write_text(record + "\n")
     run.data.prepare_data()
-    _agree(run)
+    LOGGER.info(f"data: {run.data.source.describe()}")
     tokenizer = run.data.source.tokenizer
     if tokenizer is not None:
         tokenizer.save(run.folder / TOKENIZER_FOLDER)
@@ -53,20 +52,6 @@ def _fit(run: Run) -> None:
         _log_event(run, "end", run.trainer.global_step, status="failed", error=what)
         raise
     _log_event(run, "end", run.trainer.global_step, status="finished")
-
-
-def _agree(run: Run) -> None:
-    """The tokenizer's size is known only once it is made: compare it with the model's vocabulary."""
-    tokenizer = run.data.source.tokenizer
-    if tokenizer is None:
-        return
-    known = run.vocab_size
-    if known is not None and tokenizer.vocab_size > known:
-        raise Mistake(
-            f"model.vocab_size={known}",
-            f"the tokenizer has {tokenizer.vocab_size} tokens",
-            f"model.vocab_size={tokenizer.vocab_size}",
-        )
 
 
 def _log_event(run: Run, event: str, step: int, **fields: Any) -> None:

@@ -1,6 +1,6 @@
 """The weights of a checkpoint in a model ready to be asked. One read of the checkpoint."""
 
-from recipes.build import TOKENIZER_FOLDER, Run
+from recipes.build import Run
 from recipes.checkpoint.folder_io import FolderCheckpointIO
 from recipes.mistake import Mistake
 from recipes.task.learning import LearningTask
@@ -21,13 +21,13 @@ def load_task(run: Run) -> LearningTask:
         )
     task = run.task
     task.trainer = run.trainer
-    task.configure_model()
+    with run.trainer.precision_plugin.module_init_context():
+        task.configure_model()
     state = FolderCheckpointIO().load_checkpoint(run.checkpoint)
     task.load_state_dict(state["state_dict"])
     return task.eval()
 
 
 def load_tokenizer(run: Run) -> Tokenizer | None:
-    """The tokenizer the run began with, from its folder; None where the data is not text."""
-    folder = run.folder / TOKENIZER_FOLDER
-    return Tokenizer.load(folder) if folder.is_dir() else None
+    """The tokenizer the run began with, from that run's folder; None where the data is not text."""
+    return Tokenizer.load(run.tokenizer_folder) if run.tokenizer_folder.is_dir() else None

@@ -11,6 +11,7 @@ from safetensors.torch import save_file
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
+from recipes.mistake import Mistake
 from recipes.model.gpt2 import GPT2
 from recipes.model.huggingface_format import Config, Entry, Format
 from recipes.model.huggingface_gpt2 import GPT2Format
@@ -98,9 +99,10 @@ def _format(model: nn.Module) -> Format:
 
 def _language_model(model: nn.Module) -> Any:
     if not isinstance(model, GPT2 | Llama):
-        raise ValueError(
-            f"model={type(model).__name__}: no published form is known; "
-            "type model=gpt2 or model=llama_160m"
+        raise Mistake(
+            f"model={type(model).__name__}",
+            "no published form is known",
+            "model=gpt2 or model=llama_160m",
         )
     return model
 
@@ -110,7 +112,12 @@ def _check_config(layout: Format, *, config: Config, folder: Path) -> None:
     found = [setting.difference(full) for setting in layout.settings(full)]
     differences = [line for line in found if line is not None]
     if differences:
-        raise ValueError(f"model.pretrained={folder} does not fit:\n  " + "\n  ".join(differences))
+        raise Mistake(
+            f"model.pretrained={folder}",
+            "it does not fit:\n   "
+            + "\n   ".join(line.partition("; type ")[0] for line in differences),
+            " ".join(line.rpartition("; type ")[2] for line in differences),
+        )
 
 
 def _check_names(layout: Format, *, weights: PublishedWeights, folder: Path) -> dict[str, str]:
@@ -121,9 +128,10 @@ def _check_names(layout: Format, *, weights: PublishedWeights, folder: Path) -> 
     lines = [f"missing: {name}" for name in sorted(wanted - in_file.keys())]
     lines += [f"unknown: {name}" for name in sorted(in_file.keys() - wanted, key=str)]
     if lines:
-        raise ValueError(
-            f"model.pretrained={folder}: the tensors are not those its config.json describes; "
-            "type model.pretrained=<a whole folder>\n  " + "\n  ".join(lines)
+        raise Mistake(
+            f"model.pretrained={folder}",
+            "the tensors are not those its config.json describes: " + "\n  ".join(lines),
+            "model.pretrained=<a whole folder>",
         )
     return {str(full): name for full, name in in_file.items()}
 

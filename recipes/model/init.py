@@ -87,7 +87,12 @@ def normal_(
         num_rows: Rows that are drawn, the rest is zero. None: all. Padding so changes no other row.
     """
     rows = parameter.shape[0] if num_rows is None else num_rows
-    drawn = torch.randn(rows, *parameter.shape[1:], generator=generator_for(name, seed=seed))
+    drawn = torch.randn(  # in float32 whatever the default dtype is: the same draws for every precision
+        rows,
+        *parameter.shape[1:],
+        dtype=torch.float32,
+        generator=generator_for(name, seed=seed),
+    )
     fill(parameter, pad_rows(drawn.mul_(std), num_rows=parameter.shape[0]))
 
 

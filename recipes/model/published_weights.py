@@ -36,9 +36,10 @@ def locate(name_or_folder: str) -> Path:
     try:
         from huggingface_hub import snapshot_download  # optional
     except ImportError as error:
-        raise ImportError(
-            f"model.pretrained={name_or_folder}: it is no folder here, and the hub needs "
-            "huggingface_hub; type pip install -e '.[huggingface]'"
+        raise Mistake(
+            f"model.pretrained={name_or_folder}",
+            "it is no folder here, and the hub needs huggingface_hub",
+            "pip install -e '.[huggingface]'",
         ) from error
     try:
         return _download(snapshot_download, name_or_folder)

@@ -51,9 +51,10 @@ def load_pretrained(model: ResNet18, file: str | Path) -> None:
             theirs = tuple(weights[name].shape)
             differences.append(f"{name} is {theirs}, the model's {tuple(target.shape)}")
     if differences:
-        raise ValueError(
-            f"model.pretrained={file} does not fit: {'; '.join(differences)}. "
-            "Published weights: model.num_classes=1000 model.in_channels=3 model.small_images=false"
+        raise Mistake(
+            f"model.pretrained={file}",
+            f"it does not fit: {'; '.join(differences)}",
+            "model.num_classes=1000 model.in_channels=3 model.small_images=false for published weights",
         )
     for name, target in targets.items():
         fill(target, weights[name])

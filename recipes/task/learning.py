@@ -85,8 +85,7 @@ class LearningTask(lightning.LightningModule, ABC):
             model = self._make_model()
         self._activation_checkpoint.apply(model.blocks)  # type: ignore[arg-type]
         if self._compile_blocks:
-            for block in model.blocks:  # type: ignore[union-attr]
-                block.compile()
+            _compile(model.blocks)  # type: ignore[arg-type]
         model = self.trainer.strategy.parallelize(model)  # type: ignore[attr-defined]
         model.to_empty(device=self.trainer.strategy.root_device)
         initialize(model, seed=self._seed)
@@ -232,3 +231,13 @@ class LearningTask(lightning.LightningModule, ABC):
 def _exact(number: float) -> Tensor:
     """A number for the log. Lightning makes float32 of a Python number, which miscounts tokens beyond 2^24."""
     return torch.tensor(number, dtype=torch.float64)
+
+
+def _compile(blocks: nn.ModuleList) -> None:
+    """Compile each block. All share one code object, so that every shape among them, in training and in
+    evaluation, counts towards its limit of compilations; beyond it torch falls back to eager."""
+    from torch._dynamo import config
+
+    config.recompile_limit = max(config.recompile_limit, 4 * len(blocks))  # type: ignore[attr-defined]
+    for block in blocks:
+        block.compile(dynamic=False)

@@ -44,7 +44,7 @@ def test_a_tokenizer_larger_than_the_model_is_found_before_training(
     words = [*small, f"data.path={text_folder}", "tokenizer=huggingface", "tokenizer.name=x"]
     config = composed_config(*words)
     config["data"]["tokenizer"] = {"_target_": "recipes.tokenizer.bytes.Bytes"}
-    config["model"]["vocab_size"] = 200
+    config["data"]["vocab_size"] = 200
     with pytest.raises(Mistake) as caught:
         fit(build(config, tmp_path, []))
     assert caught.value.remedy == "model.vocab_size=257"

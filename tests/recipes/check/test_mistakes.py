@@ -12,13 +12,34 @@ from recipes.launch import compose_and_check, report
 from recipes.mistake import Mistake
 
 MESSAGES = {
+    "modle=gpt2": "modle=gpt2: there is no 'modle'; type model=gpt2",
+    "optimizer.fused=false": (
+        "optimizer.fused=false: the run itself provides it; type nothing for optimizer.fused"
+    ),
+    "model.pretrained=gpt2": (
+        "model.pretrained=gpt2 tokenizer=bpe: published weights know the ids of their own tokenizer;"
+        " type tokenizer=huggingface tokenizer.name=gpt2"
+    ),
+    "trainer.accelerator=tpu": (
+        "trainer.accelerator=tpu: the options are auto cpu gpu cuda; type trainer.accelerator=auto"
+    ),
+    "trainer.overfit_batches=3": (
+        "trainer.overfit_batches=3: another word sets it; type trainer.max_steps=<optimizer steps>"
+    ),
+    "model.num_layers=0": (
+        "model.num_layers=0: a number of blocks is at least 1; type model.num_layers=<at least 1>"
+    ),
+    "loader=3": "loader=3: it is a section of settings; type loader.<setting>=<value>",
+    "optimizer.betas=[0.9]": (
+        "optimizer.betas=[0.9]: Adam has two decay rates; type 'optimizer.betas=[0.9,0.95]'"
+    ),
     "callbacks=[grad_norm] callbacks.sample_text.num_tokens=8": (
         "callbacks.sample_text.num_tokens=8: there is no 'callbacks.sample_text.num_tokens';"
         " type +callbacks=sample_text, which brings it"
     ),
     "optimizer.lr.warm=3": (
         "optimizer.lr.warm=3: there is no 'optimizer.lr.warm'; type one of optimizer.lr="
-        " optimizer.betas= optimizer.eps= optimizer.weight_decay= optimizer.model= optimizer.fused="
+        " optimizer.betas= optimizer.eps= optimizer.weight_decay="
     ),
     "recipe=fsdp_bf61": (
         "recipe=fsdp_bf61: the options are quickstart single_bf16 single_fp16 single_fp32; type recipe=single_bf16"
@@ -116,7 +137,7 @@ MESSAGES = {
         "mode.temperature=-1: a temperature is at least 0; type mode.temperature=<at least 0>"
     ),
     "mode=sample mode.top_p=1.5 resume=auto hydra.run.dir=x": (
-        "mode.top_p=1.5: a probability is from 0 to 1; type mode.top_p=<from 0 to 1>"
+        "mode.top_p=1.5: a probability is from 0.001 to 1; type mode.top_p=<from 0.001 to 1>"
     ),
     "trainer.max_steps=0": (
         "trainer.max_steps=0: a number of optimizer steps is at least 1; type trainer.max_steps=<at least 1>"
@@ -124,7 +145,7 @@ MESSAGES = {
     "log_every=0": (
         "log_every=0: a number of optimizer steps is at least 1; type log_every=<at least 1>"
     ),
-    "seed=-1": ("seed=-1: a seed is at least 0; type seed=<at least 0>"),
+    "seed=-1": ("seed=-1: a seed is from 0 to 4294967295; type seed=<from 0 to 4294967295>"),
     "compile=yes_please": (
         "compile=yes_please: it takes true or false; type compile=<true or false>"
     ),

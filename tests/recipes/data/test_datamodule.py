@@ -1,5 +1,6 @@
 """The stream of samples is a function of (seed, position): the same for every way of carrying it out."""
 
+import logging
 from types import SimpleNamespace
 from typing import Any
 
@@ -45,7 +46,7 @@ def stream(
     data.trainer = SimpleNamespace(  # type: ignore[assignment]
         strategy=strategy, world_size=world_size, global_rank=rank
     )
-    data.load_state_dict({"position": position})
+    data.load_state_dict(data.state_dict() | {"position": position})
     return data, iter(data.train_dataloader())
 
 
@@ -99,6 +100,17 @@ def test_the_global_random_numbers_are_left_alone() -> None:
     before = torch.get_rng_state()
     take(stream(micro_batch_size=4, passes=1, num_workers=2)[1], 5)
     assert torch.equal(torch.get_rng_state(), before)
+
+
+def test_a_position_in_other_data_is_told_in_one_line(caplog: pytest.LogCaptureFixture) -> None:
+    data, _ = stream(micro_batch_size=2, passes=1)
+    logging.getLogger("lightning_recipes").propagate = True
+    data.load_state_dict(data.state_dict() | {"position": 8})
+    assert caplog.records == []
+    data.load_state_dict(data.state_dict() | {"seed": 4, "num_samples": 36})
+    [record] = caplog.records
+    assert "seed 4 -> 3, num_samples 36 -> 37" in record.getMessage()
+    assert data.position == 8
 
 
 def test_five_validation_samples_are_spread_over_the_split() -> None:

@@ -55,7 +55,7 @@ def test_windows_of_both_splits_hold_the_text(source, folder):
     first = text_files.train()[0]["inputs"].tolist()
     assert text_files.tokenizer.decode(first) == "text of "
     assert len(text_files.val()) > 0
-    assert text_files.vocab_size == 257
+    assert text_files.tokenizer.vocab_size == 257
     assert text_files.document_names("train", 0) == ["b.txt"]
 
 

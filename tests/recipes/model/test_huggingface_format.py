@@ -38,9 +38,8 @@ def test_every_difference_is_listed_with_its_override_and_nothing_is_loaded(
     before = [parameter.clone() for parameter in model.parameters()]
     with pytest.raises(ValueError, match="does not fit") as error:
         load_pretrained(model, tmp_path)
-    for override in ("model.num_layers=2", "model.width=32", "model.tie_head=true"):
-        assert f"type {override}" in str(error.value)
-    assert str(error.value).count("type ") == 3
+    assert str(error.value).endswith("type model.num_layers=2 model.width=32 model.tie_head=true")
+    assert str(error.value).count("the weights have") == 3
     for parameter, value in zip(model.parameters(), before, strict=True):
         assert torch.equal(parameter, value)
 
@@ -64,8 +63,7 @@ def test_each_setting_of_llama_is_compared(
     publish(ours("llama"), tmp_path)
     with pytest.raises(ValueError, match="does not fit") as error:
         load_pretrained(ours("llama", **changes), tmp_path)
-    assert str(error.value).count("type ") == 1
-    assert f"type {override}" in str(error.value)
+    assert str(error.value).endswith(f"; type {override}")
 
 
 def test_a_shorter_context_than_the_weights_were_made_for_is_no_difference(tmp_path: Path) -> None:
