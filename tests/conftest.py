@@ -1,11 +1,14 @@
 """Every test: one thread, its own cache and a quiet Lightning."""
 
+import logging
 import os
+from collections.abc import Iterator
 
 os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
 
 import pytest
 import torch
+from support import write_texts
 
 torch.set_num_threads(1)
 
@@ -19,12 +22,15 @@ def _own_cache(tmp_path_factory: pytest.TempPathFactory) -> None:
 @pytest.fixture
 def text_folder(tmp_path_factory: pytest.TempPathFactory) -> str:
     """A folder of 24 small texts with structure to learn, the same on every machine."""
-    folder = tmp_path_factory.getbasetemp() / "texts"
-    if not folder.is_dir():
-        folder.mkdir()
-        for number in range(24):
-            lines = [
-                f"{word} = {number * index % 97}\n" for index, word in enumerate("abcdefgh" * 12)
-            ]
-            (folder / f"text_{number:02d}.txt").write_text("".join(lines))
-    return str(folder)
+    return str(write_texts(tmp_path_factory.getbasetemp() / "texts"))
+
+
+@pytest.fixture(autouse=True)
+def _own_log() -> Iterator[None]:
+    """The handlers that one test's run opens do not outlive it."""
+    yield
+    logger = logging.getLogger("lightning_recipes")
+    for handler in list(logger.handlers):
+        logger.removeHandler(handler)
+        handler.close()
+    logger.propagate = True

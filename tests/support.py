@@ -63,6 +63,15 @@ def read_metrics(run_folder: Path) -> list[dict[str, float]]:
         ]
 
 
+def write_texts(folder: Path) -> Path:
+    """24 small texts with structure to learn, the same on every machine."""
+    folder.mkdir(parents=True, exist_ok=True)
+    for number in range(24):
+        lines = [f"{word} = {number * index % 97}\n" for index, word in enumerate("abcdefgh" * 12)]
+        (folder / f"text_{number:02d}.txt").write_text("".join(lines))
+    return folder
+
+
 class CrashAt(Callback):
     """Fails in the batch after an optimizer step, as a kill would: nothing more is written."""
 

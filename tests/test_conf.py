@@ -10,7 +10,7 @@ import torch
 import yaml
 from support import composed_config
 
-from recipes.build import build
+from recipes.build import _make, build
 from recipes.launch import compose_and_check
 
 ROOT = Path(__file__).parent.parent
@@ -38,9 +38,11 @@ def test_an_option_names_the_module_of_its_group(path: Path) -> None:
             assert target.startswith(f"callbacks.{option}.")
         else:
             assert target.startswith(f"recipes.{group}.")
-            own = ROOT / "recipes" / group / f"{option.split('_')[0]}.py"
-            if own.is_file():
-                assert target.startswith(f"recipes.{group}.{own.stem}.")
+            words = option.split("_")
+            prefixes = ["_".join(words[:number]) for number in range(len(words), 0, -1)]
+            own = [p for p in prefixes if (ROOT / "recipes" / group / f"{p}.py").is_file()]
+            if own:  # the longest prefix of the option that is a module
+                assert target.startswith(f"recipes.{group}.{own[0]}.")
         module, _, name = target.rpartition(".")
         assert hasattr(importlib.import_module(module), name)
 
@@ -105,6 +107,11 @@ def test_every_recipe_composes_checks_and_builds_every_model_on_the_meta_device(
     run = build(config, tmp_path, [])
     with torch.device("meta"):
         made = run.task._make_model()
+    optimizer = _make(config["optimizer"])(made, fused=False)
+    assert sum(len(group["params"]) for group in optimizer.param_groups) == len(
+        list(made.parameters())
+    )
+    assert 0.0 < run.task._schedule(0) <= 1.0
     assert all(parameter.is_meta for parameter in made.parameters())
     assert sum(parameter.numel() for parameter in made.parameters()) > 500_000
     assert len(made.blocks) >= 2

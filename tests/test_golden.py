@@ -12,7 +12,7 @@ import pytest
 
 sys.path[:0] = [str(Path(__file__).parent), str(Path(__file__).parent.parent)]
 
-from support import TINY, composed_config, read_metrics  # noqa: E402
+from support import TINY, composed_config, read_metrics, write_texts  # noqa: E402
 
 from recipes.build import build  # noqa: E402
 
@@ -38,16 +38,8 @@ CASES: dict[str, list[str]] = {
 TOLERANCE = {"gpt2": 5e-6, "llama": 5e-6, "resnet18": 4e-3}
 
 
-def write_texts(folder: Path) -> None:
-    """24 small texts with structure to learn, the same on every machine."""
-    for number in range(24):
-        lines = [f"{word} = {number * index % 97}\n" for index, word in enumerate("abcdefgh" * 12)]
-        (folder / f"text_{number:02d}.txt").write_text("".join(lines))
-
-
 def losses(case: str, folder: Path) -> list[float]:
     """`train/loss` of the first steps."""
-    (folder / "texts").mkdir()
     write_texts(folder / "texts")
     words = ["global_batch_size=8", "micro_batch_size=4", "warmup_steps=5", *CASES[case]]
     words += [f"trainer.max_steps={NUM_STEPS}", "save_every=null", "eval_samples=8"]

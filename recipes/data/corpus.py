@@ -12,9 +12,8 @@ from recipes.data.content_hash import content_digests
 from recipes.mistake import Mistake
 
 PIECE_BYTES = 256 * 1024  # encoding takes ~170 bytes of memory for each byte of text
-_CUT_WINDOW_BYTES = (
-    PIECE_BYTES  # how far a cut looks for a good place: a piece is twice as long at most
-)
+# how far a cut looks for a good place: a piece is twice as long at most
+_CUT_WINDOW_BYTES = PIECE_BYTES
 
 # A line's end between two lines of text, neither blank nor indented: no pre-tokenizer of a
 # byte-level vocabulary joins what stands on its two sides, so both parts keep their tokens.

@@ -16,9 +16,8 @@ from recipes.data.order import PositionSampler, ShuffledOrder
 from recipes.data.windows import Batch, with_num_targets
 
 LOGGER = logging.getLogger("lightning_recipes")
-GPU_WORKERS = (
-    4  # processes a device: enough to hide a memory map or small images behind a 50 ms step
-)
+# processes a device: enough to hide a memory map or small images behind a 50 ms step
+GPU_WORKERS = 4
 
 
 class StreamData(lightning.LightningDataModule):

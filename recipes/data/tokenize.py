@@ -99,11 +99,10 @@ def _in_parallel(
     tasks: Iterator[Task], tokenizer: Tokenizer, *, dtype: str, workers: int
 ) -> Iterator[tuple[Task, list[Tokens]]]:
     """Results in the order of the tasks, with a bounded number of them under way."""
+    # spawn: a fork of a process with threads may hang
     pool = ProcessPoolExecutor(
         workers,
-        mp_context=multiprocessing.get_context(
-            "spawn"
-        ),  # a fork of a process with threads may hang
+        mp_context=multiprocessing.get_context("spawn"),
         initializer=_start_worker,
         initargs=(tokenizer,),
     )

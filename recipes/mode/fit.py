@@ -22,7 +22,7 @@ def fit(run: Run) -> int:
         LOGGER.info(f"Nothing to do: {run.checkpoint} is at step {step} of {run.trainer.max_steps}")
         return 0
     LOGGER.info(f"{run.name}: the run's folder is {run.folder}")
-    record = json.dumps(describe_environment(run.overrides), indent=2)
+    record = json.dumps(describe_environment(run.overrides) | {"tags": run.tags}, indent=2)
     (run.folder / ENVIRONMENT_FILE).write_text(record + "\n")
     run.data.prepare_data()
     LOGGER.info(f"data: {run.data.source.describe()}")

@@ -200,9 +200,8 @@ class LearningTask(lightning.LightningModule, ABC):
         self._window_loss = None
         step = trainer.global_step + 1
         if step == trainer.max_steps:
-            trainer.should_stop = (
-                True  # so that Lightning logs and validates the last step, whatever its number
-            )
+            # so that Lightning logs and validates the last step, whatever its number
+            trainer.should_stop = True
         if window_loss is None or (
             step % trainer.log_every_n_steps  # type: ignore[attr-defined]
             and not trainer.should_stop

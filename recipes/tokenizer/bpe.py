@@ -26,9 +26,8 @@ _SIGNS = r" ?[^\s\p{L}\p{N}]+[\r\n]*"
 _SPACES = r"\s*[\r\n]+|\s+(?!\S)|\s+"
 _PATTERN = "|".join((_WORDS, _NUMBERS, _SIGNS, _SPACES))
 
-_FORMAT = (
-    1  # in the name of the cache folder: raise it where the same corpus gives another tokenizer
-)
+# in the name of the cache folder: raise it where the same corpus gives another tokenizer
+_FORMAT = 1
 
 
 class Bpe:

@@ -108,6 +108,7 @@ def test_on_a_terminal_the_rows_go_past_the_console_and_the_handlers_come_back(
 ) -> None:
     terminal, file = FakeTerminal(), io.StringIO()
     monkeypatch.setattr(sys, "stderr", terminal)
+    monkeypatch.setattr(sys.stdout, "isatty", lambda: True)
     console = Console(file=terminal, force_terminal=True, width=100, legacy_windows=False)
     monkeypatch.setattr(live_bar, "Console", lambda stderr: console)
     log = logging.getLogger(LOGGER)
@@ -136,6 +137,7 @@ def test_the_bar_is_redrawn_at_most_four_times_a_second(
 ) -> None:
     draws: list[str] = []
     monkeypatch.setattr(sys, "stderr", FakeTerminal())
+    monkeypatch.setattr(sys.stdout, "isatty", lambda: True)
     monkeypatch.setattr(LiveBar, "start", lambda self: None)
     monkeypatch.setattr(LiveBar, "draw", lambda self, **words: draws.append(words["before"]))
 

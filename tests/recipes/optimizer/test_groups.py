@@ -31,6 +31,8 @@ def test_frozen_parameters_are_left_out() -> None:
     for parameter in model.blocks.parameters():
         parameter.requires_grad_(False)
     groups = decay_groups(model, weight_decay=0.1)
+    left = [parameter for parameter in model.parameters() if parameter.requires_grad]
+    assert sum(len(group["params"]) for group in groups) == len(left) == 4  # embeddings, last norm
     assert all(parameter.requires_grad for group in groups for parameter in group["params"])
 
 
