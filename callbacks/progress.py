@@ -72,6 +72,8 @@ class ProgressLine(Callback):
     ) -> None:
         if self._pending_step is not None:
             self._write_row(trainer)
+        if self._bar is not None and self.clock() - self._redrawn_at >= self._min_redraw_seconds:
+            self._redraw(trainer.global_step)
 
     def on_train_batch_end(
         self, trainer: Trainer, pl_module: LightningModule, outputs: Any, batch: Any, batch_idx: int
@@ -83,8 +85,6 @@ class ProgressLine(Callback):
             self._timed_from = (step, self.clock())
         if is_logged_step(trainer):
             self._pending_step = step
-        if self._bar is not None and self.clock() - self._redrawn_at >= self._min_redraw_seconds:
-            self._redraw(step)
 
     def on_validation_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
         self._write_row(trainer)
@@ -101,6 +101,7 @@ class ProgressLine(Callback):
     def on_train_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
         self._write_row(trainer)
         if self._bar is not None:
+            self._train_words = train_text(_numbers(trainer), val_loss=self._val_loss)
             self._redraw(trainer.global_step)
         self._close()
 

@@ -27,7 +27,8 @@ def train_text(metrics: Mapping[str, float], *, val_loss: float | None = None) -
     if val_loss is not None:
         parts.append(f"val {val_loss:.4f}")
     if "grad/norm" in metrics:
-        parts.append(f"grad {metrics['grad/norm']:.2f}")
+        norm = metrics["grad/norm"]
+        parts.append(f"grad {norm:.2f}" if norm < 1e4 else f"grad {norm:.1e}")
     if "lr" in metrics:
         parts.append(f"lr {metrics['lr']:.1e}")
     parts.extend(_speed(metrics))
@@ -48,7 +49,8 @@ def val_text(metrics: Mapping[str, float]) -> str:
     for name, value in metrics.items():
         for prefix in ("val/", "val_"):
             if name.startswith(prefix):
-                parts.append(f"{name.removeprefix(prefix)} {value:.4f}")
+                short = name.removeprefix(prefix)
+                parts.append(f"{short} {value:.4f}" if value < 10 else f"{short} {value:.5g}")
     return "val " + "  ".join(parts) if parts else ""
 
 

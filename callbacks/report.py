@@ -36,7 +36,8 @@ class RunReport(Callback):
             logger.save()  # rows that wait in memory
         folder = run_folder(trainer)
         if folder is None or not (folder / "metrics.csv").exists():
-            log.info("no report: no logger left a metrics.csv")
+            if trainer.global_step:
+                log.info("no report: no logger left a metrics.csv")
             return
         self.write_report(folder)
 

@@ -1,7 +1,8 @@
 """The only file that instantiates: config -> Run(task, data, trainer). No weights exist yet when it returns."""
 
 import functools
-from dataclasses import dataclass
+from collections.abc import Callable
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -15,7 +16,7 @@ from recipes.accumulation import Accumulation, divide
 from recipes.check.batches import num_devices
 from recipes.checkpoint.folder_io import FolderCheckpointIO
 from recipes.checkpoint.resume import find_checkpoint
-from recipes.compose import Config, folder_of_run
+from recipes.compose import Composed, Config, folder_of_run, freeze
 from recipes.data.datamodule import StreamData
 from recipes.logger.summary import SummaryWriter
 from recipes.mistake import Mistake
@@ -34,6 +35,7 @@ class Run:
         tokenizer_folder: Where the run that `checkpoint` belongs to keeps its tokenizer; else this run.
         overrides: What was typed.
         tags: Typed words that say what it is.
+        freeze: Writes the config into the folder.
     """
 
     name: str
@@ -46,12 +48,15 @@ class Run:
     tokenizer_folder: Path
     overrides: list[str]
     tags: list[str]
+    freeze: Callable[[], None] = lambda: None
 
 
-def carry_out(config: Config, folder: Path, overrides: list[str]) -> int:
+def carry_out(composed: Composed) -> int:
     """Build a run and do what `mode=` says; its exit code."""
-    mode = _make(config["mode"])
-    exit_code: int = mode(build(config, folder, overrides))
+    mode = _make(composed.config["mode"])
+    run = build(composed.config, composed.run_folder, composed.overrides)
+    run = replace(run, freeze=functools.partial(freeze, composed))
+    exit_code: int = mode(run)
     return exit_code
 
 
@@ -120,7 +125,7 @@ def _trainer(
     loggers: list[Logger] = []
     if trains:
         loggers = [_make(node)(run_folder=folder) for node in config["logger"].values()]
-        watching = [_make(node) for node in config["callbacks"].values()]
+        watching = [_make(node) for node in config["callbacks"].values() if node is not None]
         callbacks = [
             SummaryWriter(run_folder=folder, counts_skipped_steps=not precision.scales_loss),
             *watching,

@@ -1,12 +1,13 @@
 """Start one run from its composed config: folder, frozen config, log, build, mode; and how it ends."""
 
+import sys
 import traceback
 from collections.abc import Sequence
 from pathlib import Path
 
 from recipes.check import check
 from recipes.check.command_line import compose_typed
-from recipes.compose import CONF, Composed, freeze
+from recipes.compose import CONF, Composed
 from recipes.console import LOGGER, open_console
 from recipes.mistake import Mistake
 
@@ -53,24 +54,39 @@ def launch(composed: Composed) -> int:
         printed and logged).
     """
     fits = composed.config["mode"]["_target_"].endswith(".fit")
-    composed.run_folder.mkdir(parents=True, exist_ok=True)
-    if fits:
-        freeze(composed)
-    open_console(composed.run_folder / "train.log" if fits else None)
+    try:
+        composed.run_folder.mkdir(parents=True, exist_ok=True)
+        open_console(composed.run_folder / "train.log" if fits else None)
+    except OSError as error:
+        mistake = Mistake(
+            f"hydra.run.dir={composed.run_folder}",
+            f"the folder cannot be written to: {error.strerror}",
+            "hydra.run.dir=<a folder of yours>",
+        )
+        print(report([mistake]), file=sys.stderr)
+        return EXIT_WRONG_CONFIG
     try:
         from recipes.build import carry_out
 
-        return carry_out(composed.config, composed.run_folder, composed.overrides)
-    except Mistake as mistake:
-        LOGGER.error(report([mistake]))
-        return EXIT_WRONG_CONFIG
+        return carry_out(composed)
     except KeyboardInterrupt:
         LOGGER.error(f"Interrupted; the run's folder is {composed.run_folder}{_last(composed)}")
+        LOGGER.error(f"To go on: python train.py resume={composed.run_folder}")
         return EXIT_INTERRUPTED
-    except Exception:
+    except Exception as error:
+        if (wrapped := _mistake_behind(error)) is not None:
+            LOGGER.error(report([wrapped]))
+            return EXIT_WRONG_CONFIG
         LOGGER.error(traceback.format_exc())
         LOGGER.error(f"The run crashed; its folder is {composed.run_folder}{_last(composed)}")
         return EXIT_CRASHED
+
+
+def _mistake_behind(error: BaseException | None) -> Mistake | None:
+    """The mistake that an error is or wraps: Hydra wraps whatever a constructor raises."""
+    while error is not None and not isinstance(error, Mistake):
+        error = error.__cause__
+    return error
 
 
 def _last(composed: Composed) -> str:

@@ -7,6 +7,7 @@ from typing import Any
 from recipes.check.batches import check_batches
 from recipes.check.kinds import check_kinds
 from recipes.check.nodes import check_nodes
+from recipes.check.origin import told_where
 from recipes.check.pairs import check_pairs
 from recipes.check.ranges import check_ranges
 from recipes.check.run import check_run
@@ -31,8 +32,8 @@ def check(
     Returns:
         The mistakes, in the order of the checks; empty if the run may be built.
     """
-    mistakes = [*check_words(config), *check_nodes(config)]
-    if mismatches := [*check_kinds(config, choices)]:
+    mistakes = told_where([*check_words(config), *check_nodes(config)], overrides)
+    if mismatches := [*check_kinds(config, choices, overrides)]:
         # data of the wrong kind cannot be filled in: what is missing there is no mistake of its own
         rest = [m for m in mistakes if not m.you_set.startswith(("data.", "tokenizer."))]
         return [*rest, *mismatches]

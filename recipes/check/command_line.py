@@ -9,6 +9,8 @@ from hydra import compose, initialize_config_dir
 from hydra.core.override_parser.types import Override
 from hydra.errors import HydraException
 from omegaconf import OmegaConf
+from omegaconf.errors import OmegaConfBaseException
+from yaml import YAMLError
 
 from recipes.check.nodes import PROVIDED
 from recipes.check.words import CONF, WORDS
@@ -16,6 +18,8 @@ from recipes.compose import Composed, compose_run, parse
 from recipes.mistake import Mistake
 from recipes.signature import TargetNotFoundError, read_signature
 
+# what a broken file under conf/ raises
+_UNREADABLE = (HydraException, OmegaConfBaseException, YAMLError)
 # what people type for a precision, and the option that means it
 _ALIASES = {
     "bf16": "bf16-mixed",
@@ -23,6 +27,19 @@ _ALIASES = {
     "16": "16-mixed",
     "fp32": "32-true",
     "32": "32-true",
+}
+
+
+# what people type at the top level, and the word that means it
+_MEANT = {
+    "batch_size": "global_batch_size",
+    "learning_rate": "optimizer.lr",
+    "gpus": "trainer.devices",
+    "steps": "trainer.max_steps",
+    "epochs": "trainer.max_steps",
+    "max_epochs": "trainer.max_steps",
+    "checkpoint_every": "save_every",
+    "ckpt_path": "resume",
 }
 
 
@@ -39,9 +56,12 @@ def compose_typed(
     where: dict[str, Any] = {"config_folder": config_folder, "config_name": config_name}
     try:
         return compose_run(overrides, **where), []
-    except (HydraException, Mistake) as error:
+    except (*_UNREADABLE, Mistake) as error:
         first = error
-    good, mistakes = _sift(overrides, where)
+    try:
+        good, mistakes = _sift(overrides, where)
+    except _UNREADABLE as error:
+        return None, [_as_mistake(error)]
     try:
         composed = compose_run(good, **where)
     except (HydraException, Mistake) as error:
@@ -104,6 +124,8 @@ def _unknown_option(override: Override, typed: str) -> Mistake | None:
     wrong = [str(option) for option in chosen if str(option) not in options]
     if not wrong:
         return None
+    if override.is_sweep_override():
+        return Mistake(typed, "a single run takes one option", f"python train.py -m {typed}")
     alias = _ALIASES[wrong[0]] if wrong[0] in _ALIASES else None
     near = [alias] if alias in options else get_close_matches(wrong[0], options, 1, cutoff=0.5)
     listed = " ".join(options)
@@ -132,11 +154,20 @@ def _mend(typed: str, override: Override, config: Any) -> str | Mistake:
         names += [name for name in signature.parameters if name not in {*names, *provided}]
     elif not known_parts:
         names = [*WORDS, *names, *_groups()]
-    return Mistake(
-        typed,
-        f"there is no {override.key_or_group!r}",
-        _nearest(known_parts, missing, list(dict.fromkeys(names)), typed.partition("=")[2]),
-    )
+    value = typed.partition("=")[2]
+    wrong = missing[-1]
+    homes = [
+        str(name) for name in config if OmegaConf.is_dict(config[name]) and wrong in config[name]
+    ]
+    if wrong in _MEANT:
+        remedy = f"{_MEANT[wrong]}={value}"
+    elif not known_parts and homes and homes != ["hydra"]:
+        remedy = f"{homes[0]}.{wrong}={value}"
+    else:
+        remedy = _nearest(known_parts, missing, list(dict.fromkeys(names)), value)
+    if override.is_delete():
+        remedy = f"'~{remedy.removesuffix('=')}'"
+    return Mistake(typed, f"there is no {override.key_or_group!r}", remedy)
 
 
 def _deepest(config: Any, parts: list[str]) -> tuple[Any, list[str], list[str]]:
@@ -170,6 +201,11 @@ def _groups() -> list[str]:
     return sorted(path.name for path in CONF.iterdir() if path.is_dir())
 
 
-def _as_mistake(error: Exception) -> Mistake:
-    lines = [line for line in str(error).splitlines() if line.strip()]
-    return Mistake("the command line", " ".join(lines), "python train.py --help")
+def _as_mistake(error: BaseException) -> Mistake:
+    """What Hydra or the YAML reader said, the innermost cause included: it names the file."""
+    said = [str(error)]
+    while error.__cause__ is not None:
+        error = error.__cause__
+        said.append(str(error))
+    lines = [line.strip() for text in said for line in text.splitlines() if line.strip()]
+    return Mistake("a file under conf/", " ".join(dict.fromkeys(lines)), "what it says there")

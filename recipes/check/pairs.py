@@ -50,6 +50,10 @@ def check_pairs(config: Mapping[str, Any]) -> Iterator[Mistake]:
     yield from _trainer(config)
     yield from _vocabulary(config)
     yield from _published_weights(config)
+    if "tokenizer" in config["data"] and not config["data"]["tokenizer"]:
+        yield Mistake(
+            "tokenizer=none", "text needs a tokenizer", "tokenizer=bpe or tokenizer=bytes"
+        )
     yield from _model_shape(config["model"])
     yield from _schedule(config)
     if config["precision"]["name"] == "16-mixed" and config["trainer"]["accelerator"] == "cpu":

@@ -1,6 +1,7 @@
 """The words at the top of the config: which there are, of what type, and the sections that hold nodes."""
 
 import ast
+import re
 from collections.abc import Iterator, Mapping
 from difflib import get_close_matches
 from pathlib import Path
@@ -53,6 +54,18 @@ def check_words(config: Mapping[str, Any]) -> Iterator[Mistake]:
             near = get_close_matches(key, [*WORDS, *sections], 1)
             remedy = f"{near[0]}=…" if near else f"one of {', '.join([*WORDS, *sections])}"
             yield Mistake(f"{key}=…", "there is no such word or section", remedy)
+    for name, node in dict(config.get("callbacks") or {}).items():
+        if node is not None and not (isinstance(node, dict) and "_target_" in node):
+            yield Mistake(
+                f"callbacks.{name}={node}",
+                "a callback is a section with a _target_",
+                f"callbacks.{name}=null",
+            )
+    name = config.get("name")
+    if isinstance(name, str) and not re.fullmatch(r"[\w.][\w.,=+ -]*", name):
+        yield Mistake(
+            f"name={name}", "it names a folder under logs/", "name=<letters, digits, . _ ->"
+        )
     for key in [*WORDS, *sections]:
         if key not in config:
             yield Mistake(f"no {key}", "every run has one", f"{key}=… (see conf/config.yaml)")

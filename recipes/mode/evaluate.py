@@ -22,9 +22,10 @@ def evaluate(run: Run, *, split: Literal["train", "val"]) -> int:
         task, dataloaders=run.data.split_dataloader(split), verbose=False
     )
     results = {name.removeprefix("val/"): value for name, value in metrics.items()}
-    what = {"data": run.data.source.fingerprint, "split": split}
+    num_samples = len(run.data.source.train() if split == "train" else run.data.source.val())
+    what = {"data": run.data.source.fingerprint, "split": split, "samples": num_samples}
     record = {"checkpoint": str(run.checkpoint)} | what | results
     (run.folder / f"evaluate_{split}.json").write_text(json.dumps(record, indent=2) + "\n")
     shown = ", ".join(f"{name} {value:.4f}" for name, value in results.items())
-    LOGGER.info(f"{run.checkpoint} on {split}: {shown}")
+    LOGGER.info(f"{run.checkpoint} on the {num_samples:,} samples of {split}: {shown}")
     return 0

@@ -1,7 +1,12 @@
 """Train, and leave behind what the contract names."""
 
 import json
+from collections.abc import Iterator
+from pathlib import Path
 from typing import Any
+
+import lightning.pytorch as lightning
+from lightning.pytorch.callbacks import Callback
 
 from recipes.build import TOKENIZER_FOLDER, Run
 from recipes.checkpoint.resume import step_of
@@ -10,31 +15,55 @@ from recipes.console import LOGGER
 from recipes.environment import describe_environment
 from recipes.logger.summary import SUMMARY_FILE
 
+EXIT_DIVERGED = 3
+
+
+class Began(Callback):
+    """Says what is trained, and writes the config, once everything is built and every state restored.
+
+    Until then a resume that fails leaves the run it meant as it was.
+    """
+
+    def __init__(self, run: Run) -> None:
+        self._run = run
+
+    def on_train_start(self, trainer: lightning.Trainer, pl_module: Any) -> None:
+        run, step = self._run, trainer.global_step
+        run.freeze()
+        record = describe_environment(run.overrides) | {"tags": run.tags}
+        (run.folder / ENVIRONMENT_FILE).write_text(json.dumps(record, indent=2) + "\n")
+        tokenizer = run.data.source.tokenizer
+        if tokenizer is not None:
+            tokenizer.save(run.folder / TOKENIZER_FOLDER)
+        for logger in trainer.loggers:
+            if step and hasattr(logger, "resume_at"):
+                logger.resume_at(step)
+        _log_event(run, "resume" if run.checkpoint else "start", step)
+        for line in _header(run):
+            LOGGER.info(line)
+
 
 def fit(run: Run) -> int:
     """Train from the beginning or from a checkpoint, to `trainer.max_steps`.
 
     Returns:
-        0; a crash leaves by its exception, after the summary is written.
+        0, or 3 where the loss is no number in the end; a crash leaves by its exception, after the summary is
+        written.
     """
     step = step_of(run.checkpoint) if run.checkpoint else 0
     if step >= run.trainer.max_steps:
         LOGGER.info(f"Nothing to do: {run.checkpoint} is at step {step} of {run.trainer.max_steps}")
         return 0
     LOGGER.info(f"{run.name}: the run's folder is {run.folder}")
-    record = json.dumps(describe_environment(run.overrides) | {"tags": run.tags}, indent=2)
-    (run.folder / ENVIRONMENT_FILE).write_text(record + "\n")
     run.data.prepare_data()
     LOGGER.info(f"data: {run.data.source.describe()}")
-    tokenizer = run.data.source.tokenizer
-    if tokenizer is not None:
-        tokenizer.save(run.folder / TOKENIZER_FOLDER)
-    for logger in run.trainer.loggers:
-        if step and hasattr(logger, "resume_at"):
-            logger.resume_at(step)
-    _log_event(run, "resume" if run.checkpoint else "start", step)
+    run.trainer.callbacks.insert(0, Began(run))  # type: ignore[attr-defined]
     _fit(run)
-    LOGGER.info(_last_line(run))
+    summary = json.loads((run.folder / SUMMARY_FILE).read_text())
+    if summary["train_loss"] is None:
+        LOGGER.error(f"Diverged: the training loss is no number; the run's folder is {run.folder}")
+        return EXIT_DIVERGED
+    LOGGER.info(_last_line(summary, run.folder))
     return 0
 
 
@@ -54,14 +83,31 @@ def _fit(run: Run) -> None:
     _log_event(run, "end", run.trainer.global_step, status="finished")
 
 
+def _header(run: Run) -> Iterator[str]:
+    """What is trained, on what, in which portions: three lines before the first step."""
+    trainer, plan = run.trainer, run.accumulation
+    num_parameters = sum(parameter.numel() for parameter in run.task.parameters())
+    name = type(run.task.model).__name__
+    where = f"{run.task.device}, {trainer.precision}"
+    yield f"model: {name}, {num_parameters:,} parameters on {where}"
+    num_samples = trainer.max_steps * plan.global_batch_size
+    epochs = num_samples / len(run.data.source.train())
+    passes = "1 pass" if plan.num_micro_batches == 1 else f"{plan.num_micro_batches} passes"
+    yield (
+        f"batch: {plan.global_batch_size} samples a step in {passes};"
+        f" {trainer.max_steps:,} steps are {num_samples:,} samples, {epochs:.3g} epochs"
+    )
+    if run.checkpoint:
+        yield f"resumed from {run.checkpoint} at step {trainer.global_step}"
+
+
 def _log_event(run: Run, event: str, step: int, **fields: Any) -> None:
     for logger in run.trainer.loggers:
         if hasattr(logger, "log_event"):
             logger.log_event(event, step, **fields)
 
 
-def _last_line(run: Run) -> str:
-    summary = json.loads((run.folder / SUMMARY_FILE).read_text())
+def _last_line(summary: dict[str, Any], folder: Path) -> str:
     parts = [f"{summary['steps']} steps"]
     parts += [
         f"{name.replace('_', ' ')} {summary[name]:.4f}"
@@ -70,4 +116,4 @@ def _last_line(run: Run) -> str:
     ]
     if summary["tokens_per_second"] is not None:
         parts.append(f"{summary['tokens_per_second']:,.0f} tokens/s")
-    return f"Finished: {', '.join(parts)}, in {run.folder}"
+    return f"Finished: {', '.join(parts)}, in {folder}"

@@ -24,6 +24,7 @@ def load_task(run: Run) -> LearningTask:
     with run.trainer.precision_plugin.module_init_context():
         task.configure_model()
     state = FolderCheckpointIO().load_checkpoint(run.checkpoint)
+    task.on_load_checkpoint(state)
     task.load_state_dict(state["state_dict"])
     return task.eval()
 

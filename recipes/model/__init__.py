@@ -17,7 +17,8 @@ class Model(Protocol):
 
     Attributes:
         input_kind: "tokens" or "images"; a plain literal, read from source.
-        pretrained: Where weights come from: a folder, a file or a hub name; None: `init_weights`.
+        pretrained: Where weights come from: a folder, a file or a hub name; None or no such attribute:
+            `init_weights`.
         blocks: The units that are compiled, checkpointed and sharded.
     """
 
@@ -66,7 +67,8 @@ def initialize(model: Model, seed: int) -> None:
         ValueError: the weights named by `model.pretrained` do not fit the model; nothing was
             loaded.
     """
-    if model.pretrained is None:
+    pretrained: str | None = getattr(model, "pretrained", None)
+    if pretrained is None:
         model.init_weights(seed)
         return
     # Imported here: only a run that starts from somebody's weights pays for safetensors.
@@ -76,4 +78,4 @@ def initialize(model: Model, seed: int) -> None:
         "tokens": huggingface.load_pretrained,
         "images": torchvision.load_pretrained,
     }
-    load[model.input_kind](model, model.pretrained)
+    load[model.input_kind](model, pretrained)

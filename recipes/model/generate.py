@@ -5,6 +5,7 @@ A full window slides by half: both kinds of positions here are absolute, so the 
 2 tokens).
 """
 
+import inspect
 from collections.abc import Iterator
 from contextlib import contextmanager
 
@@ -40,7 +41,8 @@ def generate(
         top_p: Sample among the fewest tokens that hold this probability; None: all.
         seed: Same seed, same logits: same tokens, on any device.
         end_of_text: Stop where this token is drawn; it is not returned.
-        use_cache: False reads the whole window for every token: the slow way to the same tokens.
+        use_cache: False reads the whole window for every token: the slow way to the same tokens, and the
+            only one for a model whose `forward` takes no `cache`.
 
     Returns:
         The new tokens alone.
@@ -50,7 +52,8 @@ def generate(
     """
     _check(prompt_tokens, temperature=temperature, top_k=top_k, top_p=top_p)
     draws = torch.Generator().manual_seed(seed)
-    window = _Window(model, use_cache=use_cache)
+    takes_cache = "cache" in inspect.signature(model.forward).parameters
+    window = _Window(model, use_cache=use_cache and takes_cache)
     new_tokens: list[int] = []
     with _evaluating(model), torch.compiler.set_stance("force_eager"):
         for step in range(num_tokens):
@@ -112,7 +115,10 @@ class _Window:
         if self.cache is None:
             unread = self.tokens
         device = next(iter(self.model.parameters())).device
-        logits: Tensor = self.model(torch.tensor([unread], device=device), cache=self.cache)
+        tokens = torch.tensor([unread], device=device)  # [1, T]
+        logits: Tensor = (
+            self.model(tokens) if self.cache is None else self.model(tokens, cache=self.cache)
+        )
         return logits[0, -1]
 
 

@@ -163,6 +163,7 @@ class LearningTask(lightning.LightningModule, ABC):
         checkpoint["optimizer"] = type(self.trainer.optimizers[0]).__name__
 
     def on_load_checkpoint(self, checkpoint: dict[str, Any]) -> None:
+        self._refuse_other_model(checkpoint["state_dict"])
         self.num_samples = checkpoint["consumed"]["samples"]
         self.num_tokens = checkpoint["consumed"]["tokens"]
         self._resumed_optimizer = checkpoint["optimizer"]
@@ -172,6 +173,18 @@ class LearningTask(lightning.LightningModule, ABC):
         for counts in (progress["total"], progress["current"]):
             open_batches = counts["ready"] - counts["completed"]
             counts |= dict.fromkeys(counts, done) | {"completed": done - open_batches}
+
+    def _refuse_other_model(self, saved: dict[str, Tensor]) -> None:
+        own = {name: tuple(tensor.shape) for name, tensor in self.state_dict().items()}
+        theirs = {name: tuple(tensor.shape) for name, tensor in saved.items()}
+        for name in own | theirs:
+            if own.get(name) != theirs.get(name):
+                raise Mistake(
+                    f"model={type(self.model).__name__}",
+                    f"the checkpoint is of another model: {name} is {theirs.get(name)} there and"
+                    f" {own.get(name)} here",
+                    "resume= without settings of the model",
+                )
 
     def _refuse_other_optimizer(self, optimizer: torch.optim.Optimizer) -> None:
         name = type(optimizer).__name__

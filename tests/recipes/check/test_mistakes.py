@@ -1,6 +1,7 @@
 """Mistakes in a config, each with its exact message: what was set, why it cannot be, what to type."""
 
 import shlex
+import shutil
 import subprocess
 import sys
 from pathlib import Path
@@ -12,6 +13,27 @@ from recipes.launch import compose_and_check, report
 from recipes.mistake import Mistake
 
 MESSAGES = {
+    "max_steps=10": "max_steps=10: there is no 'max_steps'; type trainer.max_steps=10",
+    "lr=1e-3": "lr=1e-3: there is no 'lr'; type optimizer.lr=1e-3",
+    "batch_size=32": "batch_size=32: there is no 'batch_size'; type global_batch_size=32",
+    "trainer.gpus=1": "trainer.gpus=1: there is no 'trainer.gpus'; type trainer.devices=1",
+    "model=gpt2,llama_nano": (
+        "model=gpt2,llama_nano: a single run takes one option;"
+        " type python train.py -m model=gpt2,llama_nano"
+    ),
+    "trainer.max_steps=ten": (
+        "trainer.max_steps=ten: it takes a whole number; type trainer.max_steps=<whole number>"
+    ),
+    "~callbacks.sampletext": (
+        "~callbacks.sampletext: there is no 'callbacks.sampletext'; type '~callbacks.sample_text'"
+    ),
+    "+callbacks.mine=bar": (
+        "callbacks.mine=bar: a callback is a section with a _target_; type callbacks.mine=null"
+    ),
+    "tokenizer=none": (
+        "tokenizer=none: text needs a tokenizer; type tokenizer=bpe or tokenizer=bytes"
+    ),
+    "name=a/b": "name=a/b: it names a folder under logs/; type name=<letters, digits, . _ ->",
     "modle=gpt2": "modle=gpt2: there is no 'modle'; type model=gpt2",
     "optimizer.fused=false": (
         "optimizer.fused=false: the run itself provides it; type nothing for optimizer.fused"
@@ -102,7 +124,7 @@ MESSAGES = {
         "tokenizer.vocab_size=5000: the model knows model.vocab_size=2048 tokens; type model.vocab_size=5000"
     ),
     "data=digits": (
-        "model=gpt2_nano data=digits: the model takes tokens, the data gives images; type data=stdlib_text"
+        "model=gpt2_nano data=digits: the model takes tokens, the data gives images; type model=resnet18"
     ),
     "model=resnet18 data=stdlib_text": (
         "model=resnet18 data=stdlib_text: the model takes images, the data gives tokens; type data=digits"
@@ -208,6 +230,32 @@ def test_a_typo_inside_a_yaml_file_is_found_although_hydra_takes_it(tmp_path: Pa
     ]
 
 
+def test_null_switches_a_callback_off() -> None:
+    assert composed_config("callbacks.sample_text=null")["callbacks"]["sample_text"] is None
+
+
+@pytest.mark.parametrize(
+    ("text", "told"),
+    [
+        ("trainer:\n  max_step: 9\n", "trainer.max_steps=9 (in conf/recipe/mine.yaml, line 3)"),
+        ("defaults:\n  - overide /optimizer: sgd\n", "what it says there"),
+        ("trainer: [", "what it says there"),
+    ],
+)
+def test_a_mistake_in_a_recipe_of_ones_own_names_its_file(
+    text: str, told: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from recipes.check import command_line, origin, words
+
+    conf = tmp_path / "conf"
+    shutil.copytree(ROOT / "conf", conf)
+    (conf / "recipe" / "mine.yaml").write_text(f"# @package _global_\n{text}")
+    for module in (command_line, origin, words):
+        monkeypatch.setattr(module, "CONF", conf)
+    _, mistakes = compose_and_check(["recipe=mine"], config_folder=conf)
+    assert [mistake.remedy for mistake in mistakes] == [told]
+
+
 def test_an_argument_of_the_trainer_that_no_yaml_lists_may_be_typed() -> None:
     assert composed_config("trainer.benchmark=true")["trainer"]["benchmark"] is True
 
@@ -216,7 +264,9 @@ def test_an_argument_of_the_trainer_that_no_yaml_lists_may_be_typed() -> None:
     "name", ["def main(", "it's {here}", 'say "hi", twice', "a: [1, 2", "x = 1"]
 )
 def test_text_that_is_no_hydra_value_may_be_typed_as_it_is(name: str) -> None:
-    assert composed_config(f"name={name}")["name"] == name
+    composed, _ = compose_and_check([f"name={name}"])
+    assert composed is not None
+    assert composed.config["name"] == name
 
 
 def test_a_mistake_ends_with_exit_code_2_and_leaves_no_folder(tmp_path: Path) -> None:
