@@ -8,7 +8,7 @@ import torch.nn.functional as F
 from measure import build_run, in_turn, milliseconds, recipe_step_seconds, report, wait_for_device
 from torch import nn
 
-NUM_ROUNDS, NUM_STEPS, SKIP = 5, 60, 10
+NUM_ROUNDS, NUM_STEPS, SKIP = 4, 50, 10
 CASES: dict[str, tuple[str, ...]] = {
     "small step": (
         "model.num_layers=1",

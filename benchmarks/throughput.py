@@ -6,7 +6,7 @@ from typing import Any
 from measure import in_turn, recipe_step_seconds, report
 from plain_gpt2 import train
 
-NUM_ROUNDS = 4
+NUM_ROUNDS = 3
 # vocabulary (padded), length, layers, heads, channels; batch; steps; steps skipped; the recipe's words
 CASES: dict[str, Any] = {
     "gpt2_nano float32": ((2048, 128, 3, 6, 192), 16, 40, 10, False, ("model=gpt2_nano",)),
@@ -21,7 +21,7 @@ CASES: dict[str, Any] = {
     "gpt2 (124M), 256 tokens, float32": (
         (50304, 256, 12, 12, 768),
         2,
-        6,
+        5,
         2,
         False,
         ("model=gpt2", "model.max_seq_len=256", "data=random_tokens"),

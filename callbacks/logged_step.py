@@ -36,7 +36,14 @@ def is_logged_step(trainer: Trainer) -> bool:
 
 
 def log_row(pl_module: LightningModule, metrics: Mapping[str, float | Tensor]) -> None:
-    """Add `metrics` to this step's row. Host numbers stay on the host, in float64."""
+    """Add `metrics` to this step's row. Host numbers stay on the host, in float64.
+
+    A module may gather its rows itself, in a `log_row` of its own: Lightning's `log` takes about 0.2 ms a metric.
+    """
+    own = getattr(pl_module, "log_row", None)
+    if callable(own):
+        own(metrics)
+        return
     row = {
         name: value if isinstance(value, Tensor) else torch.tensor(value, dtype=torch.float64)
         for name, value in metrics.items()

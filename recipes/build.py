@@ -18,6 +18,7 @@ from recipes.checkpoint.folder_io import FolderCheckpointIO
 from recipes.checkpoint.resume import find_checkpoint
 from recipes.compose import Composed, Config, folder_of_run, freeze
 from recipes.data.datamodule import StreamData
+from recipes.logger.rows import RowWriter
 from recipes.logger.summary import SummaryWriter
 from recipes.mistake import Mistake
 from recipes.precision import Precision
@@ -129,6 +130,7 @@ def _trainer(
         callbacks = [
             SummaryWriter(run_folder=folder, counts_skipped_steps=not precision.scales_loss),
             *watching,
+            RowWriter(),
             _make(config["checkpoint"]),
         ]
     strategy = _make(config["strategy"])(device=device, checkpoint_io=FolderCheckpointIO())

@@ -1,7 +1,7 @@
 """What every task shares: exact accumulation, one clipping pass, counters, one log call per logged step."""
 
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from typing import Any, ClassVar
 
 import lightning.pytorch as lightning
@@ -32,6 +32,7 @@ class LearningTask(lightning.LightningModule, ABC):
     Attributes:
         num_samples, num_tokens: Consumed so far over all ranks; host integers.
         grad_norm: Global norm before clipping of the last optimizer step, a 0-dim tensor.
+        row: What has been logged for the step that is under way.
     """
 
     input_kind: ClassVar[str]
@@ -59,6 +60,7 @@ class LearningTask(lightning.LightningModule, ABC):
         self.num_samples = 0
         self.num_tokens = 0
         self.grad_norm: Tensor | None = None
+        self.row: dict[str, float | Tensor] = {}
         self._micro_batches_in_window = self._window_samples = self._window_tokens = 0
         self._window_loss: Tensor | None = None
         self._hyperparameters: list[dict[str, Any]] = []
@@ -220,29 +222,27 @@ class LearningTask(lightning.LightningModule, ABC):
             and not trainer.should_stop
         ):
             return
-        row: dict[str, Any] = {
-            "train/loss": self._sum_over_ranks(window_loss),
-            "train/samples": _exact(self.num_samples),
-        }
+        self.log_row(
+            {"train/loss": self._sum_over_ranks(window_loss), "train/samples": self.num_samples}
+        )
         if self.num_tokens:
-            row["train/tokens"] = _exact(self.num_tokens)
-        self.log_dict(row | dict(self._learning_rates()))
+            self.log_row({"train/tokens": self.num_tokens})
+        self.log_row(dict(self._learning_rates()))
 
-    def _learning_rates(self) -> Iterator[tuple[str, Tensor]]:
+    def log_row(self, metrics: Mapping[str, float | Tensor]) -> None:
+        """Add to the row of this step; `RowWriter` hands it to the loggers when the step is over."""
+        self.row |= metrics
+
+    def _learning_rates(self) -> Iterator[tuple[str, float]]:
         groups = self.trainer.optimizers[0].param_groups
-        yield "lr", _exact(groups[0]["lr"])
+        yield "lr", groups[0]["lr"]
         if len({group["lr"] for group in groups}) > 1:
             for group in groups:
-                yield f"lr/{group['group_name']}", _exact(group["lr"])
+                yield f"lr/{group['group_name']}", group["lr"]
 
     def _sum_over_ranks(self, value: Tensor) -> Tensor:
         summed: Tensor = self.trainer.strategy.sum_over_ranks(value)  # type: ignore[attr-defined]
         return summed
-
-
-def _exact(number: float) -> Tensor:
-    """A number for the log. Lightning makes float32 of a Python number, which miscounts tokens beyond 2^24."""
-    return torch.tensor(number, dtype=torch.float64)
 
 
 def _compile(blocks: nn.ModuleList) -> None:
