@@ -4,7 +4,7 @@ from typing import ClassVar
 
 from torch import Tensor
 
-from recipes.loss import count_correct, count_targets, cross_entropy_sum
+from recipes.loss import count_correct, count_targets
 from recipes.task.learning import Batch, LearningTask
 
 
@@ -15,7 +15,7 @@ class Classification(LearningTask):
 
     def loss_sum(self, batch: Batch) -> tuple[Tensor, Tensor]:
         logits = self.model(batch["inputs"])  # [B, V], compute dtype
-        return cross_entropy_sum(logits, batch["targets"]), logits
+        return self.cross_entropy_sum(logits, batch["targets"]), logits
 
     def counts(self, logits: Tensor, batch: Batch) -> list[Tensor]:
         return [count_targets(batch["targets"]), count_correct(logits, batch["targets"])]

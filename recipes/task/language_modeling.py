@@ -5,7 +5,7 @@ from typing import ClassVar, cast
 
 from torch import Tensor
 
-from recipes.loss import count_targets, cross_entropy_sum
+from recipes.loss import count_targets
 from recipes.model import LanguageModel
 from recipes.model.generate import generate
 from recipes.task.learning import Batch, LearningTask
@@ -29,7 +29,7 @@ class LanguageModeling(LearningTask):
 
     def loss_sum(self, batch: Batch) -> tuple[Tensor, Tensor]:
         logits = self.model(batch["inputs"])  # [B, T, V], compute dtype
-        return cross_entropy_sum(logits, batch["targets"]), logits
+        return self.cross_entropy_sum(logits, batch["targets"]), logits
 
     def counts(self, logits: Tensor, batch: Batch) -> list[Tensor]:
         return [count_targets(batch["targets"])]

@@ -11,7 +11,12 @@ from torch import Tensor, nn
 from torch.optim.lr_scheduler import LambdaLR
 
 from recipes.activation_checkpoint import ActivationCheckpoint
-from recipes.mistake import Mistake
+from recipes.checkpoint.compatibility import (
+    recount_micro_batches,
+    refuse_other_model,
+    refuse_other_optimizer,
+)
+from recipes.loss import cross_entropy_sum
 from recipes.model import initialize
 
 Batch = dict[str, Any]
@@ -25,7 +30,7 @@ class LearningTask(lightning.LightningModule, ABC):
         make_optimizer: model, `fused` -> optimizer.
         schedule: Optimizer step -> multiplier of the peak learning rate.
         activation_checkpoint: Which blocks are recomputed in the backward pass.
-        compile_blocks: Whether each block is compiled.
+        compile_blocks: Whether each block and the loss, the largest elementwise part, are compiled.
         fused_optimizer: Whether the optimizer may use fused kernels (not under a loss scaler).
         seed: Of the initial weights.
 
@@ -55,6 +60,7 @@ class LearningTask(lightning.LightningModule, ABC):
         self._schedule = schedule
         self._activation_checkpoint = activation_checkpoint
         self._compile_blocks = compile_blocks
+        self.cross_entropy_sum: Callable[[Tensor, Tensor], Tensor] = cross_entropy_sum
         self._fused_optimizer = fused_optimizer
         self._seed = seed
         self.num_samples = 0
@@ -88,6 +94,7 @@ class LearningTask(lightning.LightningModule, ABC):
         self._activation_checkpoint.apply(model.blocks)  # type: ignore[arg-type]
         if self._compile_blocks:
             _compile(model.blocks)  # type: ignore[arg-type]
+            self.cross_entropy_sum = torch.compile(cross_entropy_sum, dynamic=False)
         model = self.trainer.strategy.parallelize(model)  # type: ignore[attr-defined]
         model.to_empty(device=self.trainer.strategy.root_device)
         initialize(model, seed=self._seed)
@@ -95,7 +102,7 @@ class LearningTask(lightning.LightningModule, ABC):
 
     def configure_optimizers(self) -> OptimizerLRScheduler:
         optimizer = self._make_optimizer(self.model, fused=self._fused_optimizer)
-        self._refuse_other_optimizer(optimizer)
+        refuse_other_optimizer(type(optimizer).__name__, self._resumed_optimizer)
         self._hyperparameters = [
             {key: value for key, value in group.items() if key != "params"}
             for group in optimizer.param_groups
@@ -165,37 +172,11 @@ class LearningTask(lightning.LightningModule, ABC):
         checkpoint["optimizer"] = type(self.trainer.optimizers[0]).__name__
 
     def on_load_checkpoint(self, checkpoint: dict[str, Any]) -> None:
-        self._refuse_other_model(checkpoint["state_dict"])
+        refuse_other_model(self.state_dict(), checkpoint["state_dict"])
         self.num_samples = checkpoint["consumed"]["samples"]
         self.num_tokens = checkpoint["consumed"]["tokens"]
         self._resumed_optimizer = checkpoint["optimizer"]
-        # Lightning counts micro-batches, of which the resumed run may have another number per step
-        progress = checkpoint["loops"]["fit_loop"]["epoch_loop.batch_progress"]
-        done = checkpoint["global_step"] * self.trainer.accumulate_grad_batches
-        for counts in (progress["total"], progress["current"]):
-            open_batches = counts["ready"] - counts["completed"]
-            counts |= dict.fromkeys(counts, done) | {"completed": done - open_batches}
-
-    def _refuse_other_model(self, saved: dict[str, Tensor]) -> None:
-        own = {name: tuple(tensor.shape) for name, tensor in self.state_dict().items()}
-        theirs = {name: tuple(tensor.shape) for name, tensor in saved.items()}
-        for name in own | theirs:
-            if own.get(name) != theirs.get(name):
-                raise Mistake(
-                    f"model={type(self.model).__name__}",
-                    f"the checkpoint is of another model: {name} is {theirs.get(name)} there and"
-                    f" {own.get(name)} here",
-                    "resume= without settings of the model",
-                )
-
-    def _refuse_other_optimizer(self, optimizer: torch.optim.Optimizer) -> None:
-        name = type(optimizer).__name__
-        if self._resumed_optimizer not in (None, name):
-            raise Mistake(
-                f"optimizer={name.lower()}",
-                f"the checkpoint holds the state of {self._resumed_optimizer}",
-                f"optimizer={self._resumed_optimizer.lower()}, or leave it out",
-            )
+        recount_micro_batches(checkpoint, passes=self.trainer.accumulate_grad_batches)
 
     def _count(self, batch: Batch) -> None:
         num_samples = len(batch["targets"]) * self.trainer.world_size
