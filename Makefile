@@ -35,10 +35,12 @@ $(VENV)/bin/python:
 	$(PYTHON) -m venv $(VENV)
 
 $(VENV)/.installed: pyproject.toml | $(VENV)/bin/python
+	@echo "Installing into $(VENV): a minute or two, once"
 	$(RUN) -m pip install --quiet --disable-pip-version-check --editable .
 	@touch $@
 
 $(VENV)/.installed-test: pyproject.toml | $(VENV)/bin/python
+	@echo "Installing into $(VENV), with the test extras: a minute or two, once"
 	$(RUN) -m pip install --quiet --disable-pip-version-check --editable '.[test]'
 	@touch $(VENV)/.installed $@
 

@@ -1,7 +1,6 @@
 """What the benchmarks share: a run built from overrides, timed steps, a table with where it was measured."""
 
 import json
-import statistics
 import sys
 import tempfile
 import time
@@ -72,11 +71,6 @@ def in_turn(num_rounds: int) -> Iterator[int]:
     for number in range(num_rounds):
         print(f"round {number + 1} of {num_rounds}", file=sys.stderr)
         yield number
-
-
-def milliseconds(seconds: Sequence[float]) -> float:
-    """The median in ms."""
-    return 1e3 * statistics.median(seconds)
 
 
 def report(name: str, rows: list[dict[str, Any]]) -> None:

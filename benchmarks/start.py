@@ -10,7 +10,7 @@ from pathlib import Path
 from measure import in_turn, report
 
 ROOT = Path(__file__).parent.parent
-NUM_ROUNDS = 7
+NUM_ROUNDS = 5
 
 
 def seconds_until(words: list[str], sign: str) -> float:

@@ -71,6 +71,7 @@ class LearningTask(lightning.LightningModule, ABC):
         self._window_loss: Tensor | None = None
         self._hyperparameters: list[dict[str, Any]] = []
         self._resumed_optimizer: str | None = None
+        self._resumed_rng: dict[str, Any] | None = None
         self._val_sums: Tensor | None = None
 
     @abstractmethod
@@ -121,6 +122,12 @@ class LearningTask(lightning.LightningModule, ABC):
             group |= wanted | {"initial_lr": wanted["lr"]}
             group["lr"] = wanted["lr"] * self._schedule(scheduler.last_epoch)
         scheduler.base_lrs = [wanted["lr"] for wanted in self._hyperparameters]
+        if (
+            self._resumed_rng is not None
+        ):  # here: what comes before may draw, what comes after must not
+            torch.set_rng_state(self._resumed_rng["cpu"])
+            if len(self._resumed_rng["cuda"]) == torch.cuda.device_count():
+                torch.cuda.set_rng_state_all(self._resumed_rng["cuda"])
 
     def on_train_batch_start(self, batch: Batch, batch_idx: int) -> None:
         # Lightning 2.6 numbers rows by a counter of its own, which some resumes leave one behind
@@ -170,12 +177,14 @@ class LearningTask(lightning.LightningModule, ABC):
     def on_save_checkpoint(self, checkpoint: dict[str, Any]) -> None:
         checkpoint["consumed"] = {"samples": self.num_samples, "tokens": self.num_tokens}
         checkpoint["optimizer"] = type(self.trainer.optimizers[0]).__name__
+        checkpoint["rng"] = {"cpu": torch.get_rng_state(), "cuda": torch.cuda.get_rng_state_all()}
 
     def on_load_checkpoint(self, checkpoint: dict[str, Any]) -> None:
         refuse_other_model(self.state_dict(), checkpoint["state_dict"])
         self.num_samples = checkpoint["consumed"]["samples"]
         self.num_tokens = checkpoint["consumed"]["tokens"]
         self._resumed_optimizer = checkpoint["optimizer"]
+        self._resumed_rng = checkpoint["rng"]
         recount_micro_batches(checkpoint, passes=self.trainer.accumulate_grad_batches)
 
     def _count(self, batch: Batch) -> None:

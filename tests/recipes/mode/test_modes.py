@@ -255,6 +255,17 @@ def test_a_run_resumed_from_any_step_goes_on_as_if_it_had_never_stopped(
     assert [event["step"] for event in events if event["event"] == "resume"] == [resume_from]
 
 
+def test_dropout_goes_on_bit_for_bit(typed: list[str], tmp_path: Path) -> None:
+    words = [*typed, *QUIET, *DECAYING, "model.dropout=0.1", "trainer.max_steps=10"]
+    assert carry_out(*words, f"hydra.run.dir={tmp_path}/whole") == 0
+    crash = "+callbacks.crash={_target_: support.CrashAt, step: 7}"
+    assert carry_out(*words, crash, f"hydra.run.dir={tmp_path}/run") == 1
+    assert carry_out(f"resume={tmp_path}/run", "~callbacks.crash") == 0
+    whole, found = read_metrics(tmp_path / "whole"), read_metrics(tmp_path / "run")
+    for name in ("train/loss", "grad/norm"):
+        assert [row[name] for row in found] == [row[name] for row in whole]
+
+
 def test_what_is_typed_at_a_resume_counts_from_its_first_step(
     typed: list[str], tmp_path: Path
 ) -> None:
