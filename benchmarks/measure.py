@@ -4,7 +4,7 @@ import json
 import sys
 import tempfile
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -22,22 +22,29 @@ from recipes.launch import compose_and_check
 RESULTS = Path(__file__).parent / "results"
 
 
-class StepClock(Callback):
-    """The time at which each optimizer step begins, after waiting for the device."""
+class InTurn(Callback):
+    """A step of another loop before each step of the recipe, both timed: drift hits both alike."""
 
-    def __init__(self) -> None:
-        self.times: list[float] = []
+    def __init__(self, other_step: Callable[[], None]) -> None:
+        self.other_step = other_step
+        self.other: list[float] = []
+        self.recipe: list[float] = []
+        self._began: float | None = None
 
     def on_train_batch_start(
         self, trainer: lightning.Trainer, pl_module: Any, batch: Any, batch_idx: int
     ) -> None:
-        if batch_idx % trainer.accumulate_grad_batches == 0:
-            wait_for_device()
-            self.times.append(time.perf_counter())
-
-    def seconds(self, skip: int) -> list[float]:
-        """Durations of the steps, less the first `skip`."""
-        return [b - a for a, b in zip(self.times[skip:-1], self.times[skip + 1 :], strict=True)]
+        if batch_idx % trainer.accumulate_grad_batches:
+            return
+        wait_for_device()
+        ended = time.perf_counter()
+        if self._began is not None:
+            self.recipe.append(ended - self._began)
+        began = time.perf_counter()
+        self.other_step()
+        wait_for_device()
+        self._began = time.perf_counter()
+        self.other.append(self._began - began)
 
 
 def wait_for_device() -> None:
@@ -58,12 +65,14 @@ def build_run(overrides: Sequence[str]) -> Run:
     return run
 
 
-def recipe_step_seconds(overrides: Sequence[str], *, skip: int) -> list[float]:
-    """Step durations of a whole run with every default callback, as a person gets it."""
-    run, clock = build_run(overrides), StepClock()
-    run.trainer.callbacks.insert(0, clock)  # type: ignore[attr-defined]
+def run_in_turn(
+    overrides: Sequence[str], other_step: Callable[[], object], *, skip: int
+) -> tuple[list[float], list[float]]:
+    """A whole run with every default callback, and another loop: seconds of the steps of both, paired."""
+    run, in_turn = build_run(overrides), InTurn(other_step)
+    run.trainer.callbacks.insert(0, in_turn)  # type: ignore[attr-defined]
     run.trainer.fit(run.task, datamodule=run.data)
-    return clock.seconds(skip)
+    return in_turn.recipe[skip:], in_turn.other[skip:-1]
 
 
 def in_turn(num_rounds: int) -> Iterator[int]:

@@ -1,14 +1,11 @@
 """An optimizer step of a recipe against a plain PyTorch loop around the same model and loader, step by step in turn."""
 
 import statistics
-import time
 from collections.abc import Callable
 from typing import Any
 
-import lightning.pytorch as lightning
 import torch.nn.functional as F
-from lightning.pytorch.callbacks import Callback
-from measure import build_run, report, wait_for_device
+from measure import build_run, report, run_in_turn
 from torch import nn
 
 SKIP = 10
@@ -67,38 +64,10 @@ def plain_loop(case: str) -> Callable[[], None]:
     return step
 
 
-class InTurn(Callback):
-    """A step of the plain loop before each step of the recipe, both timed."""
-
-    def __init__(self, plain_step: Callable[[], None]) -> None:
-        self.plain_step = plain_step
-        self.plain: list[float] = []
-        self.recipe: list[float] = []
-        self._began: float | None = None
-
-    def on_train_batch_start(
-        self, trainer: lightning.Trainer, pl_module: Any, batch: Any, batch_idx: int
-    ) -> None:
-        if batch_idx % trainer.accumulate_grad_batches:
-            return
-        wait_for_device()
-        ended = time.perf_counter()
-        if self._began is not None:
-            self.recipe.append(ended - self._began)
-        began = time.perf_counter()
-        self.plain_step()
-        wait_for_device()
-        self._began = time.perf_counter()
-        self.plain.append(self._began - began)
-
-
 def main() -> None:
     rows = []
     for case in CASES:
-        run, in_turn = build_run(overrides(case)), InTurn(plain_loop(case))
-        run.trainer.callbacks.insert(0, in_turn)  # type: ignore[attr-defined]
-        run.trainer.fit(run.task, datamodule=run.data)
-        plain, recipe = in_turn.plain[SKIP:-1], in_turn.recipe[SKIP:]
+        recipe, plain = run_in_turn(overrides(case), plain_loop(case), skip=SKIP)
         more = [1e3 * (ours - theirs) for ours, theirs in zip(recipe, plain, strict=True)]
         rows.append(
             {

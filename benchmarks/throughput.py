@@ -1,19 +1,19 @@
 """Tokens/s of a recipe against a hand-written GPT-2 script, same shapes and dtype, eager and compiled."""
 
+import functools
 import statistics
 from typing import Any
 
-from measure import in_turn, recipe_step_seconds, report
+from measure import report, run_in_turn
 from plain_gpt2 import train
 
-NUM_ROUNDS = 3
 # vocabulary (padded), length, layers, heads, channels; batch; steps; steps skipped; the recipe's words
 CASES: dict[str, Any] = {
-    "gpt2_nano float32": ((2048, 128, 3, 6, 192), 16, 40, 10, False, ("model=gpt2_nano",)),
+    "gpt2_nano float32": ((2048, 128, 3, 6, 192), 16, 120, 10, False, ("model=gpt2_nano",)),
     "gpt2_nano bf16": (
         (2048, 128, 3, 6, 192),
         16,
-        40,
+        120,
         10,
         True,
         ("model=gpt2_nano", "precision=bf16-mixed"),
@@ -21,7 +21,7 @@ CASES: dict[str, Any] = {
     "gpt2 (124M), 256 tokens, float32": (
         (50304, 256, 12, 12, 768),
         2,
-        5,
+        9,
         2,
         False,
         ("model=gpt2", "model.max_seq_len=256", "data=random_tokens"),
@@ -34,24 +34,18 @@ def main() -> None:
     for case, (shape, batch, steps, skip, bf16, words) in CASES.items():
         common = [f"global_batch_size={batch}", f"trainer.max_steps={steps}", "eval_samples=1"]
         common += ["save_every=null", f"eval_every={10 * steps}", *words]
-        seconds: dict[str, list[float]] = {}
-        for _ in in_turn(NUM_ROUNDS):
-            for compile_ in (False, True):
-                kind = "compiled" if compile_ else "eager"
-                by_hand = list(train(shape, batch=batch, steps=steps, bf16=bf16, compile_=compile_))
-                seconds.setdefault(f"by hand, {kind}", []).extend(by_hand[skip:])
-                ours = recipe_step_seconds([*common, f"compile={compile_}".lower()], skip=skip)
-                seconds.setdefault(f"recipe, {kind}", []).extend(ours)
-        per_second = {
-            name: batch * shape[1] / statistics.median(found) for name, found in seconds.items()
-        }
-        row = {"case": case} | {name: f"{value:,.0f}" for name, value in per_second.items()}
-        row["recipe / by hand"] = (
-            f"{per_second['recipe, eager'] / per_second['by hand, eager']:.3f}"
-        )
-        row["compiled / eager"] = (
-            f"{per_second['recipe, compiled'] / per_second['recipe, eager']:.3f}"
-        )
+        common += ["callbacks.sample_text.num_tokens=1"]
+        rate: dict[str, float] = {}
+        for kind in ("eager", "compiled"):
+            compiled = kind == "compiled"
+            by_hand = train(shape, batch=batch, steps=steps + 1, bf16=bf16, compile_=compiled)
+            overrides = [*common, f"compile={str(compiled).lower()}"]
+            found = run_in_turn(overrides, functools.partial(next, by_hand), skip=skip)
+            for name, seconds in zip(("recipe", "by hand"), found, strict=True):
+                rate[f"{name}, {kind}"] = batch * shape[1] / statistics.median(seconds)
+        row = {"case": case} | {name: f"{value:,.0f}" for name, value in rate.items()}
+        row["recipe / by hand"] = f"{rate['recipe, eager'] / rate['by hand, eager']:.3f}"
+        row["compiled / eager"] = f"{rate['recipe, compiled'] / rate['recipe, eager']:.3f}"
         rows.append(row)
     report("throughput", rows)
 
