@@ -34,7 +34,10 @@ def main() -> None:
     for case, (shape, batch, steps, skip, bf16, words) in CASES.items():
         common = [f"global_batch_size={batch}", f"trainer.max_steps={steps}", "eval_samples=1"]
         common += ["save_every=null", f"eval_every={10 * steps}", *words]
-        common += ["callbacks.sample_text.num_tokens=1"]
+        common += [
+            "callbacks.sample_text.num_tokens=1",
+            "log_every=10",
+        ]  # as single_bf16 and the like
         rate: dict[str, float] = {}
         for kind in ("eager", "compiled"):
             compiled = kind == "compiled"
