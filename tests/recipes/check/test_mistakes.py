@@ -230,6 +230,16 @@ def test_a_typo_inside_a_yaml_file_is_found_although_hydra_takes_it(tmp_path: Pa
     ]
 
 
+def test_several_ranks_of_torchrun_cannot_each_train_on_one_device(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setenv("WORLD_SIZE", "2")
+    _, mistakes = compose_and_check([])
+    assert [mistake.you_set for mistake in mistakes] == ["strategy=single with WORLD_SIZE=2"]
+    monkeypatch.setenv("WORLD_SIZE", "1")
+    assert compose_and_check([])[1] == []
+
+
 def test_null_switches_a_callback_off() -> None:
     assert composed_config("callbacks.sample_text=null")["callbacks"]["sample_text"] is None
 

@@ -20,6 +20,7 @@ def build(folder):
 def test_a_whole_folder_is_not_built_again(tmp_path):
     build_once(tmp_path / "x", build, is_whole=is_whole)
     build_once(tmp_path / "x", lambda _: pytest.fail("built twice"), is_whole=is_whole)
+    assert is_whole(tmp_path / "x")
 
 
 def test_a_builder_that_fails_leaves_nothing_but_an_open_lock(tmp_path):
