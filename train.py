@@ -11,6 +11,8 @@ from recipes.launch import (
     launch,
     report,
 )
+from recipes.rank import composed_by_rank_zero
+from recipes.ranks import global_rank
 
 HYDRAS_OWN = ("multirun", "help", "hydra_help", "cfg", "info", "shell_completion")
 
@@ -28,9 +30,12 @@ def main() -> int:
 
 def run(overrides: list[str], folder: Path, name: str) -> int:
     """One run; its exit code."""
-    composed, mistakes = compose_and_check(overrides, config_folder=folder, config_name=name)
+    composed, mistakes = composed_by_rank_zero(
+        lambda: compose_and_check(overrides, config_folder=folder, config_name=name)
+    )
     if mistakes or composed is None:
-        print(report(mistakes), file=sys.stderr)
+        if global_rank() == 0:  # one of the ranks that torchrun or srun started
+            print(report(mistakes), file=sys.stderr)
         return EXIT_WRONG_CONFIG
     return launch(composed)
 

@@ -7,6 +7,7 @@ A metric's prefix is the name of the callback that owns it, and nobody else writ
 | `grad/`                | `GradNormMonitor` | `grad_norm`    |
 | `throughput/` `time/`  | `SpeedMonitor`    | `throughput`   |
 | `memory/`              | `MemoryMonitor`   | `memory`       |
+| `precision/`           | `LossScaleMonitor`| `loss_scale`   |
 | none, writes log lines | `ProgressLine`    | `progress`     |
 | none, `samples.jsonl`  | `SampleText`      | `sample_text`  |
 | none, `report.html`    | `RunReport`       | `report`       |
@@ -21,6 +22,7 @@ from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
     from callbacks.grad_norm import GradNormMonitor
+    from callbacks.loss_scale import LossScaleMonitor
     from callbacks.memory import MemoryMonitor
     from callbacks.progress import ProgressLine
     from callbacks.report import RunReport
@@ -30,6 +32,7 @@ if TYPE_CHECKING:
 
 _HOME = {
     "GradNormMonitor": "grad_norm",
+    "LossScaleMonitor": "loss_scale",
     "MemoryMonitor": "memory",
     "ProgressLine": "progress",
     "RunReport": "report",
@@ -40,6 +43,7 @@ _HOME = {
 
 __all__ = [
     "GradNormMonitor",
+    "LossScaleMonitor",
     "MemoryMonitor",
     "ProgressLine",
     "RunReport",

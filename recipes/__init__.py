@@ -3,7 +3,10 @@
 compose.py      L3  command line -> one plain, resolved config and the run folder
 check/          L3  reads the config, builds nothing, reports every mistake at once
 signature.py    L3  constructor signatures read from source, without importing
-launch.py       L3  run folder, frozen config, log; then build and mode; exit codes
+ranks.py        L3  how many processes carry a run, and who started them
+launch.py       L3  run folder, log; then build and mode, here or on ranks of its own; exit codes
+start_ranks.py  L3  one process per rank from one frozen composition; the first failure ends all
+rank.py         L3  the main of such a process
 build.py        L3  the only file that instantiates: config -> Run(task, data, trainer)
 mode/           L3  one file per mode=: fit, evaluate, sample, export
 task/           L2  LightningModules, one per kind of learning
@@ -11,6 +14,8 @@ strategy/       L2  how a step is carried out on the devices; one file per engin
 checkpoint/     L2  what is written, where a run resumes from
 logger/         L2  one row per logged optimizer step, one line per event
 environment.py  L2  versions, devices, git state of a run
+precision_plugin.py L2  a precision word as Lightning's plugin for each engine
+zero_partition.py L2  ZeRO-3: a described model made and divided one parameter at a time
 data/           L1  where samples come from and in which order; datamodule.py is L2
 tokenizer/      L1  text <-> token ids
 model/          L1  one architecture a file, plain torch
@@ -18,6 +23,10 @@ optimizer/      L1  one optimizer a file; decay groups
 scheduler.py    L1  optimizer step -> multiplier of the learning rate
 precision.py    L1  three dtypes behind each precision word
 accumulation.py L1  global batch <-> micro-batches, by exact division
+gradients.py    L1  global norm and clipping, whole or sharded
+collectives.py  L1  sums and means over ranks
+compile_blocks.py L1  torch.compile block by block
+failure.py      L1  how a rank that fails tells its launcher
 mistake.py      L1  what you set, why it cannot be, what to type
 loss.py         L1  sums over targets, never means of means
 activation_checkpoint.py  L1  recompute blocks in the backward pass

@@ -9,11 +9,16 @@ from typing import Any
 import lightning.pytorch as lightning
 import torch
 from hydra.utils import instantiate
+from lightning.fabric.plugins.environments import (  # type: ignore[attr-defined]
+    ClusterEnvironment,
+    LightningEnvironment,
+    SLURMEnvironment,
+    TorchElasticEnvironment,
+)
 from lightning.pytorch.callbacks import Callback
 from lightning.pytorch.loggers import Logger
 
 from recipes.accumulation import Accumulation, divide
-from recipes.check.batches import num_devices
 from recipes.checkpoint.folder_io import FolderCheckpointIO
 from recipes.checkpoint.resume import find_checkpoint
 from recipes.compose import Composed, Config, folder_of_run, freeze
@@ -22,9 +27,11 @@ from recipes.logger.rows import RowWriter
 from recipes.logger.summary import SummaryWriter
 from recipes.mistake import Mistake
 from recipes.precision import Precision
+from recipes.ranks import Ranks, ranks_of
 from recipes.task.learning import LearningTask
 
 TOKENIZER_FOLDER = "tokenizer"
+SINGLE = {"_target_": "recipes.strategy.single.SingleDevice", "_partial_": True}
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -44,6 +51,7 @@ class Run:
     task: LearningTask
     data: StreamData
     trainer: lightning.Trainer
+    precision: Precision
     accumulation: Accumulation
     checkpoint: Path | None
     tokenizer_folder: Path
@@ -73,11 +81,12 @@ def build(config: Config, folder: Path, overrides: list[str]) -> Run:
         config = _as_saved(config, checkpoint)
     lightning.seed_everything(config["seed"], verbose=False)
     precision: Precision = _make(config["precision"])
-    device = _device(config["trainer"], precision)
+    ranks = ranks_of(config)
+    devices = _devices(config["trainer"], ranks)
     accumulation = divide(
         global_batch_size=config["global_batch_size"],
         micro_batch_size=config["micro_batch_size"],
-        num_devices=num_devices(config["trainer"]),
+        num_devices=ranks.world_size,
         accumulate_grad_batches=config["trainer"]["accumulate_grad_batches"],
     )
     data: StreamData = _make(config["loader"])(
@@ -91,7 +100,8 @@ def build(config: Config, folder: Path, overrides: list[str]) -> Run:
         folder=folder,
         task=_task(config, precision),
         data=data,
-        trainer=_trainer(config, folder, device, precision, accumulation, trains=trains),
+        trainer=_trainer(config, folder, ranks, devices, precision, accumulation, trains=trains),
+        precision=precision,
         accumulation=accumulation,
         checkpoint=checkpoint,
         tokenizer_folder=_tokenizer_folder(checkpoint) or folder / TOKENIZER_FOLDER,
@@ -116,7 +126,8 @@ def _task(config: Config, precision: Precision) -> LearningTask:
 def _trainer(
     config: Config,
     folder: Path,
-    device: torch.device,
+    ranks: Ranks,
+    devices: list[torch.device],
     precision: Precision,
     accumulation: Accumulation,
     *,
@@ -128,18 +139,22 @@ def _trainer(
         loggers = [_make(node)(run_folder=folder) for node in config["logger"].values()]
         watching = [_make(node) for node in config["callbacks"].values() if node is not None]
         callbacks = [
-            SummaryWriter(run_folder=folder, counts_skipped_steps=not precision.scales_loss),
+            SummaryWriter(run_folder=folder),
             *watching,
             RowWriter(),
             _make(config["checkpoint"]),
         ]
-    strategy = _make(config["strategy"])(device=device, checkpoint_io=FolderCheckpointIO())
+    # what does not train runs on one device: a checkpoint holds whole tensors, whoever wrote it
+    node = config["strategy"] if trains else SINGLE
+    strategy = _make(node)(devices=devices, precision=precision, checkpoint_io=FolderCheckpointIO())
     make_trainer = _make(config["trainer"] | {"_partial_": True})
     trainer: lightning.Trainer = make_trainer(
-        accelerator=device.type,
+        accelerator=devices[0].type,
+        devices=[d.index for d in devices] if devices[0].type == "cuda" else len(devices),
+        num_nodes=ranks.num_nodes,
         accumulate_grad_batches=accumulation.num_micro_batches,
         strategy=strategy,
-        precision=precision.name,
+        plugins=_cluster(ranks),
         callbacks=callbacks,
         logger=loggers,
         max_epochs=-1,
@@ -153,7 +168,21 @@ def _trainer(
         enable_progress_bar=False,
         enable_model_summary=False,
     )
+    _without_a_collective_a_batch(trainer)
     return trainer
+
+
+def _cluster(ranks: Ranks) -> list[ClusterEnvironment]:
+    """How ranks that exist find each other; Lightning finds a single one by itself."""
+    if ranks.started_by == "slurm":
+        return [SLURMEnvironment(auto_requeue=False)]
+    return [TorchElasticEnvironment()] if ranks.started_by else [LightningEnvironment()]
+
+
+def _without_a_collective_a_batch(trainer: lightning.Trainer) -> None:
+    """Lightning asks rank 0 before every micro-batch whether it was told to stop, and waits for the answer
+    (#21487, 2.6.6). Whoever starts several ranks sends SIGTERM to each."""
+    trainer.fit_loop.epoch_loop._broadcast_sigterm_tensor = lambda: None  # type: ignore[method-assign]
 
 
 def _as_saved(config: Config, checkpoint: Path) -> Config:
@@ -175,9 +204,9 @@ def _tokenizer_folder(checkpoint: Path | None) -> Path | None:
     return folder if folder is not None and folder.is_dir() else None
 
 
-def _device(trainer: Config, precision: Precision) -> torch.device:
-    """The GPU that `trainer.devices` names, the first one, or the CPU."""
-    accelerator, devices = trainer["accelerator"], trainer["devices"]
+def _devices(trainer: Config, ranks: Ranks) -> list[torch.device]:
+    """The devices of this node's ranks: the GPUs that `trainer.devices` names, the first ones, or the CPU."""
+    accelerator, wanted = trainer["accelerator"], trainer["devices"]
     has_gpu = torch.cuda.is_available()
     if accelerator in ("gpu", "cuda") and not has_gpu:
         raise Mistake(
@@ -186,16 +215,9 @@ def _device(trainer: Config, precision: Precision) -> torch.device:
             "trainer.accelerator=auto",
         )
     if not has_gpu or accelerator == "cpu":
-        device = torch.device("cpu")
-    else:
-        device = torch.device("cuda", devices[0] if isinstance(devices, list) else 0)
-    if precision.scales_loss and device.type != "cuda":
-        raise Mistake(
-            f"precision={precision.name}",
-            "float16 and its loss scaler need a GPU, and torch sees none",
-            "precision=bf16-mixed",
-        )
-    return device
+        return [torch.device("cpu")] * ranks.per_node
+    indices = wanted if isinstance(wanted, list) else range(ranks.per_node)
+    return [torch.device("cuda", index) for index in indices][: ranks.per_node]
 
 
 def _make(node: dict[str, Any]) -> Any:

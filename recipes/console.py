@@ -12,7 +12,10 @@ _NOISY_LOGGERS = (
     "lightning.pytorch.utilities.rank_zero",  # device and accelerator banners, tips
     "lightning.pytorch.accelerators.cuda",
     "lightning.fabric.utilities.seed",
+    "lightning.fabric.utilities.distributed",  # "Initializing distributed", one line a rank
     "lightning.pytorch.callbacks.model_summary",
+    "lightning.pytorch.strategies.deepspeed",  # "initializing deepspeed distributed", one line a rank
+    "lightning.pytorch.trainer.connectors.signal_connector",  # the launcher says what was asked of it
     "torch.distributed.elastic.multiprocessing.redirects",
 )
 _NOISY_WARNINGS = (
@@ -26,6 +29,10 @@ _NOISY_WARNINGS = (
     r".*The epoch parameter in `scheduler.step\(\)`.*",
     r".*Detected call of `lr_scheduler.step\(\)` before `optimizer.step\(\)`.*",  # a skipped fp16 step
     r".*`isinstance\(treespec.*",
+    r".*Since DeepSpeed handles gradient clipping internally.*",  # as the task knows
+    r".*`torch.distributed.(all_gather_into_tensor|reduce_scatter_tensor)` is deprecated.*",  # torch's own use
+    r".*`broadcast_buffers` is deprecated.*",  # torch, of an argument that its successor does not replace yet
+    r".*It is recommended to use `self.log\(.*sync_dist=True.*",  # the task adds over ranks itself
 )
 
 
@@ -36,9 +43,14 @@ class _ConsoleFilter(logging.Filter):
         return getattr(record, "console", True)
 
 
-def open_console(log_file: Path | None = None) -> None:
-    """Send the run's log to the console and, where a file is named, to it as well; drop known noise."""
-    LOGGER.setLevel(logging.INFO)
+def open_console(log_file: Path | None = None, *, speaks: bool = True) -> None:
+    """Send the run's log to the console and, where a file is named, to it as well; drop known noise.
+
+    Args:
+        log_file: Keeps what the console shows.
+        speaks: False in all ranks but one: their news are the same, and only warnings are shown.
+    """
+    LOGGER.setLevel(logging.INFO if speaks else logging.WARNING)
     LOGGER.propagate = False
     for handler in list(LOGGER.handlers):
         LOGGER.removeHandler(handler)

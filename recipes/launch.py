@@ -1,20 +1,27 @@
-"""Start one run from its composed config: folder, frozen config, log, build, mode; and how it ends."""
+"""Start one run from its composed config: folder, log, ranks, build, mode; and how it ends."""
 
+import signal
 import sys
+import time
 import traceback
 from collections.abc import Sequence
+from dataclasses import replace
 from pathlib import Path
 
 from recipes.check import check
 from recipes.check.command_line import compose_typed
 from recipes.compose import CONF, Composed
 from recipes.console import LOGGER, open_console
+from recipes.failure import Failure, error_file, failure_of, write_failure
 from recipes.mistake import Mistake
+from recipes.ranks import Ranks, global_rank, ranks_of, started_by
+from recipes.start_ranks import start_ranks
 
 EXIT_FINISHED = 0
 EXIT_CRASHED = 1
 EXIT_WRONG_CONFIG = 2
 EXIT_INTERRUPTED = 130  # what a shell calls Ctrl-C
+_PEER_SECONDS = 2.0
 
 
 def compose_and_check(
@@ -47,39 +54,102 @@ def report(mistakes: Sequence[Mistake]) -> str:
 
 
 def launch(composed: Composed) -> int:
-    """Carry out one checked run in this process.
+    """Carry out one checked run: here, or in as many processes as it asks for where nobody has started them.
 
     Returns:
-        The exit code: 0 finished, 2 the config is wrong, 130 interrupted, 1 a crash (its traceback is
-        printed and logged).
+        The exit code: 0 finished, 2 the config is wrong, 130 interrupted, 143 terminated, 1 a crash (the
+        traceback of the rank that failed first is printed and logged).
+    """
+    try:
+        ranks = ranks_of(composed.config)
+        _open(composed)
+    except Mistake as mistake:
+        return _refused(mistake)
+    if ranks.world_size == 1 or ranks.started_by is not None:
+        return _here(composed, ranks)
+    # train.log is rank 0's until all ranks have ended
+    ending = start_ranks(composed, ranks)
+    if ending.report is not None:
+        _open(composed)
+        LOGGER.error(ending.report)
+        if ending.crashed:
+            LOGGER.error(f"The run crashed; its folder is {_where(composed)}")
+        elif ending.exit_code != EXIT_WRONG_CONFIG:
+            LOGGER.error(f"The run ended early; its folder is {_where(composed)}")
+    return ending.exit_code
+
+
+def _open(composed: Composed) -> None:
+    """The run's folder and log. Only rank 0 speaks, and keeps what it says.
+
+    Raises:
+        Mistake: The folder cannot be written to.
     """
     fits = composed.config["mode"]["_target_"].endswith(".fit")
+    speaks = global_rank() == 0
     try:
         composed.run_folder.mkdir(parents=True, exist_ok=True)
-        open_console(composed.run_folder / "train.log" if fits else None)
+        open_console(composed.run_folder / "train.log" if fits and speaks else None, speaks=speaks)
     except OSError as error:
-        mistake = Mistake(
+        raise Mistake(
             f"hydra.run.dir={composed.run_folder}",
             f"the folder cannot be written to: {error.strerror}",
             "hydra.run.dir=<a folder of yours>",
-        )
+        ) from error
+
+
+def _refused(mistake: Mistake) -> int:
+    """A mistake before there is a log to write to; where several ranks make it, one says it."""
+    if (file := error_file()) is not None and started_by() is not None:
+        text = report([mistake])
+        write_failure(failure_of(mistake, exit_code=EXIT_WRONG_CONFIG, report=text), file)
+    elif global_rank() == 0:
         print(report([mistake]), file=sys.stderr)
-        return EXIT_WRONG_CONFIG
+    return EXIT_WRONG_CONFIG
+
+
+def _here(composed: Composed, ranks: Ranks) -> int:
+    """The run, or this rank of it, in this process."""
     try:
         from recipes.build import carry_out
 
         return carry_out(composed)
     except KeyboardInterrupt:
-        LOGGER.error(f"Interrupted; the run's folder is {composed.run_folder}{_last(composed)}")
-        LOGGER.error(f"To go on: python train.py resume={composed.run_folder}")
+        if global_rank() == 0:
+            LOGGER.error(f"Interrupted; the run's folder is {_where(composed)}")
+            LOGGER.error(f"To go on: python train.py resume={composed.run_folder}")
         return EXIT_INTERRUPTED
     except Exception as error:
         if (wrapped := _mistake_behind(error)) is not None:
-            LOGGER.error(report([wrapped]))
-            return EXIT_WRONG_CONFIG
-        LOGGER.error(traceback.format_exc())
-        LOGGER.error(f"The run crashed; its folder is {composed.run_folder}{_last(composed)}")
-        return EXIT_CRASHED
+            failure = failure_of(wrapped, exit_code=EXIT_WRONG_CONFIG, report=report([wrapped]))
+            last_line = None
+        else:
+            failure = failure_of(error, exit_code=EXIT_CRASHED, report=traceback.format_exc())
+            last_line = f"The run crashed; its folder is {_where(composed)}"
+        _tell(failure, last_line, ranks)
+        return failure.exit_code
+
+
+def _tell(failure: Failure, last_line: str | None, ranks: Ranks) -> None:
+    """Say it once for all ranks: in the file that their starter reads, else on the console."""
+    if failure.by_peer and ranks.started_by == "torchrun":
+        # torchrun counts whole seconds, and ends us within this time once it sees the rank that failed first
+        signal.signal(signal.SIGTERM, signal.SIG_DFL)
+        time.sleep(_PEER_SECONDS)
+    file = error_file() if ranks.started_by is not None else None
+    whole = failure.report if last_line is None else f"{failure.report}\n{last_line}"
+    if file is not None:
+        # the parent that we are adds the last line itself; torchrun shows what it is given
+        shown = failure.report if ranks.started_by == "us" else whole
+        write_failure(replace(failure, report=shown), file)
+        if ranks.started_by != "us" and global_rank() == 0:
+            LOGGER.error(whole, extra={"console": False})
+    elif failure.by_peer and ranks.world_size > 1 and global_rank() > 0:
+        LOGGER.error(f"rank {global_rank()} of {ranks.world_size} lost its peers")
+    else:
+        LOGGER.error(failure.report)
+        if last_line is not None:
+            LOGGER.error(last_line)
 
 
 def _mistake_behind(error: BaseException | None) -> Mistake | None:
@@ -89,8 +159,9 @@ def _mistake_behind(error: BaseException | None) -> Mistake | None:
     return error
 
 
-def _last(composed: Composed) -> str:
+def _where(composed: Composed) -> str:
     from recipes.checkpoint.resume import newest_checkpoint
 
     checkpoint = newest_checkpoint(composed.run_folder)
-    return f", its last whole checkpoint {checkpoint.name}" if checkpoint else ""
+    last = f", its last whole checkpoint {checkpoint.name}" if checkpoint else ""
+    return f"{composed.run_folder}{last}"

@@ -46,10 +46,10 @@ def read_signature(target: str) -> Signature:
         TargetNotFoundError: No such module, or no such name in it.
     """
     module, _, name = target.rpartition(".")
-    path = _module_file(module)
-    node = _find(name, _parse(path).body)
+    path = module_file(module)
+    node = find(name, parse(path).body)
     if isinstance(node, ast.ImportFrom):
-        return read_signature(_import_source(node, name, module, path))
+        return read_signature(import_source(node, name, module, path))
     if isinstance(node, ast.ClassDef):
         return _class_signature(node, module, path)
     if isinstance(node, ast.FunctionDef):
@@ -57,7 +57,7 @@ def read_signature(target: str) -> Signature:
     raise TargetNotFoundError(f"{target}: no class or function {name!r} in {module}")
 
 
-def _module_file(module: str) -> Path:
+def module_file(module: str) -> Path:
     root, *rest = module.split(".")
     spec = importlib.util.find_spec(root) if root else None
     if spec is not None and spec.origin is not None and not rest and spec.origin.endswith(".py"):
@@ -72,11 +72,11 @@ def _module_file(module: str) -> Path:
 
 
 @cache
-def _parse(path: Path) -> ast.Module:
+def parse(path: Path) -> ast.Module:
     return ast.parse(path.read_text())
 
 
-def _find(name: str, body: Scope) -> ast.stmt | None:
+def find(name: str, body: Scope) -> ast.stmt | None:
     """The statement at module level that defines or imports a name; `if` and `try` blocks are entered."""
     for node in body:
         if isinstance(node, ast.ClassDef | ast.FunctionDef) and node.name == name:
@@ -85,12 +85,12 @@ def _find(name: str, body: Scope) -> ast.stmt | None:
             (alias.asname or alias.name) == name for alias in node.names
         ):
             return node
-        if isinstance(node, ast.If | ast.Try) and (found := _find(name, node.body)):
+        if isinstance(node, ast.If | ast.Try) and (found := find(name, node.body)):
             return found
     return None
 
 
-def _import_source(node: ast.ImportFrom, name: str, module: str, path: Path) -> str:
+def import_source(node: ast.ImportFrom, name: str, module: str, path: Path) -> str:
     original = next(alias.name for alias in node.names if (alias.asname or alias.name) == name)
     if not node.level:
         return f"{node.module}.{original}"
@@ -101,7 +101,7 @@ def _import_source(node: ast.ImportFrom, name: str, module: str, path: Path) -> 
 
 def _class_signature(node: ast.ClassDef, module: str, path: Path) -> Signature:
     constants = dict(_literals(node.body))
-    init = _find("__init__", node.body)
+    init = find("__init__", node.body)
     if isinstance(init, ast.FunctionDef):
         own = _function_signature(init, skip_first=True)
         if not own.takes_any:

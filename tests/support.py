@@ -127,3 +127,35 @@ class MaskedTokens:
         targets = self.tokens[index, 1:].clone()  # [T]
         targets[1 + 5 * index % len(targets) :] = -100
         return {"inputs": self.tokens[index, :-1], "targets": targets}
+
+
+class MaskedImages:
+    """Noise of which every third image carries no loss: uneven on purpose."""
+
+    sample_kind: ClassVar[str] = "images"
+    tokenizer = None
+    targets_per_sample = None
+    fingerprint = "masked"
+
+    def __init__(self, *, num_samples: int) -> None:
+        generator = torch.Generator().manual_seed(0)
+        self.images = torch.randn(num_samples, 1, 8, 8, generator=generator)  # [N, C, H, W]
+        self.classes = torch.randint(10, (num_samples,), generator=generator)  # [N]
+        self.classes[::3] = -100
+
+    def prepare(self) -> None: ...
+
+    def describe(self) -> str:
+        return f"{len(self)} samples"
+
+    def train(self) -> "MaskedImages":
+        return self
+
+    def val(self) -> "MaskedImages":
+        return self
+
+    def __len__(self) -> int:
+        return len(self.images)
+
+    def __getitem__(self, index: int) -> dict[str, Tensor]:
+        return {"inputs": self.images[index], "targets": self.classes[index]}

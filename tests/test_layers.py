@@ -6,9 +6,13 @@ from pathlib import Path
 import pytest
 
 ROOT = Path(__file__).parent.parent
-L3 = {"build", "check", "compose", "launch", "mode", "signature"}
+L3 = {"build", "check", "compose", "launch", "mode", "rank", "ranks", "signature", "start_ranks"}
 L2_FOLDERS = {"task", "strategy", "checkpoint", "logger"}
-L2_FILES = {"recipes/data/datamodule.py"}
+L2_FILES = {
+    "recipes/data/datamodule.py",
+    "recipes/precision_plugin.py",
+    "recipes/zero_partition.py",
+}
 C1 = {
     f"callbacks/{name}.py"
     for name in (

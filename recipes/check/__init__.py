@@ -5,6 +5,8 @@ from pathlib import Path
 from typing import Any
 
 from recipes.check.batches import check_batches
+from recipes.check.devices import count_ranks
+from recipes.check.engines import check_engines
 from recipes.check.kinds import check_kinds
 from recipes.check.nodes import check_nodes
 from recipes.check.origin import told_where
@@ -40,9 +42,12 @@ def check(
     if mistakes:
         # what follows computes with these values: it would only repeat the same mistakes in other words
         return mistakes
+    world_size, wrong_devices = count_ranks(config)
     return [
         *check_ranges(config),
-        *check_batches(config),
+        *wrong_devices,
+        *check_batches(config, world_size),
         *check_pairs(config),
+        *check_engines(config, world_size),
         *check_run(config, overrides, run_folder),
     ]

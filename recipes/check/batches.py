@@ -7,28 +7,21 @@ from recipes.accumulation import divide
 from recipes.mistake import Mistake
 
 
-def num_devices(trainer: Mapping[str, Any]) -> int:
-    """Ranks of a run, as far as the config says; `auto` counts as one."""
-    devices = trainer["devices"]
-    if isinstance(devices, list):
-        per_node = len(devices)
-    elif isinstance(devices, int) and devices > 0:
-        per_node = devices
-    else:
-        per_node = 1
-    return per_node * int(trainer["num_nodes"])
+def check_batches(config: Mapping[str, Any], world_size: int | None) -> Iterator[Mistake]:
+    """The global batch into micro-batches; the sample into the model's window.
 
-
-def check_batches(config: Mapping[str, Any]) -> Iterator[Mistake]:
-    """The global batch into micro-batches; the sample into the model's window."""
+    Args:
+        config: Whole and bound.
+        world_size: Ranks of the run; None where they are a mistake of their own.
+    """
     positive = (config["global_batch_size"], config["micro_batch_size"] or 1)
     accumulate = config["trainer"]["accumulate_grad_batches"]
-    if min(*positive, accumulate or 1) > 0:
+    if world_size is not None and min(*positive, accumulate or 1) > 0:
         try:
             divide(
                 global_batch_size=config["global_batch_size"],
                 micro_batch_size=config["micro_batch_size"],
-                num_devices=num_devices(config["trainer"]),
+                num_devices=world_size,
                 accumulate_grad_batches=accumulate,
             )
         except Mistake as mistake:

@@ -13,6 +13,7 @@ from omegaconf.errors import OmegaConfBaseException
 from yaml import YAMLError
 
 from recipes.check.nodes import PROVIDED
+from recipes.check.offload import misplaced_offload
 from recipes.check.words import CONF, WORDS
 from recipes.compose import Composed, compose_run, parse
 from recipes.mistake import Mistake
@@ -20,13 +21,18 @@ from recipes.signature import TargetNotFoundError, read_signature
 
 # what a broken file under conf/ raises
 _UNREADABLE = (HydraException, OmegaConfBaseException, YAMLError)
-# what people type for a precision, and the option that means it
+# what people type for a precision or a strategy, and the option that means it
 _ALIASES = {
     "bf16": "bf16-mixed",
     "fp16": "16-mixed",
     "16": "16-mixed",
     "fp32": "32-true",
     "32": "32-true",
+    "fsdp2": "fsdp",
+    "deepspeed": "deepspeed_stage_2",
+    "zero1": "deepspeed_stage_1",
+    "zero2": "deepspeed_stage_2",
+    "zero3": "deepspeed_stage_3",
 }
 
 
@@ -150,6 +156,10 @@ def _mend(typed: str, override: Override, config: Any) -> str | Mistake:
         if len(missing) == 1 and (missing[0] in signature.parameters or signature.takes_any):
             return f"+{typed}"
         section = ".".join(known_parts)
+        if section == "strategy" and not override.is_delete():
+            offload = misplaced_offload(node, ".".join(missing), override.value(), typed)
+            if offload is not None:
+                return offload
         provided = PROVIDED[section] if section in PROVIDED else set()
         names += [name for name in signature.parameters if name not in {*names, *provided}]
     elif not known_parts:
@@ -165,7 +175,7 @@ def _mend(typed: str, override: Override, config: Any) -> str | Mistake:
         remedy = f"{homes[0]}.{wrong}={value}"
     else:
         remedy = _nearest(known_parts, missing, list(dict.fromkeys(names)), value)
-    if override.is_delete():
+    if override.is_delete() and not remedy.startswith("nothing"):
         remedy = f"'~{remedy.removesuffix('=')}'"
     return Mistake(typed, f"there is no {override.key_or_group!r}", remedy)
 
@@ -194,7 +204,8 @@ def _nearest(known: list[str], missing: list[str], names: list[str], value: str)
         return f"+{'/'.join(known)}={wrong}, which brings it"
     if not known:
         return "python train.py --help for the words there are"
-    return "one of " + " ".join(f"{'.'.join([*known, name])}=" for name in names)
+    offered = " ".join(f"{'.'.join([*known, name])}=" for name in names)
+    return f"one of {offered}" if offered else f"nothing for {'.'.join([*known, *missing])}"
 
 
 def _groups() -> list[str]:

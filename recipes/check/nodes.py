@@ -4,6 +4,7 @@ from collections.abc import Iterator, Mapping
 from difflib import get_close_matches
 from typing import Any
 
+from recipes.check.offload import misplaced_offload
 from recipes.check.types import describe, fits, placeholder, written
 from recipes.mistake import Mistake
 from recipes.signature import Signature, TargetNotFoundError, read_signature
@@ -14,7 +15,7 @@ _DERIVED = {"trainer.accumulate_grad_batches"}
 PROVIDED: dict[str, set[str]] = {
     "optimizer": {"model", "fused"},
     "scheduler": {"step"},
-    "strategy": {"device", "checkpoint_io"},
+    "strategy": {"devices", "precision", "checkpoint_io"},
     "task": {
         "make_model",
         "make_optimizer",
@@ -64,7 +65,10 @@ def _bind(path: str, node: Mapping[str, Any]) -> Iterator[Mistake]:
         if key in signature.parameters:
             yield from _check_value(f"{path}.{key}", value, signature, key)
         elif not signature.takes_any:
-            yield _unknown(f"{path}.{key}", value, signature, target)
+            where = f"{path}.{key}"
+            shown = f"{where}={written(value)}"
+            offload = misplaced_offload(node, key, value, shown) if path == "strategy" else None
+            yield offload or _unknown(where, value, signature, target)
     for key, parameter in signature.parameters.items():
         if parameter.required and key not in node and key not in provided:
             yield Mistake(

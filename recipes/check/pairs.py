@@ -3,7 +3,6 @@
 from collections.abc import Iterator, Mapping
 from typing import Any
 
-from recipes.check.batches import num_devices
 from recipes.mistake import Mistake
 from recipes.signature import read_signature
 
@@ -56,10 +55,6 @@ def check_pairs(config: Mapping[str, Any]) -> Iterator[Mistake]:
         )
     yield from _model_shape(config["model"])
     yield from _schedule(config)
-    if config["precision"]["name"] == "16-mixed" and config["trainer"]["accelerator"] == "cpu":
-        yield Mistake(
-            "precision=16-mixed", "float16 and its loss scaler need a GPU", "precision=bf16-mixed"
-        )
     if config["mode"]["_target_"].endswith((".sample", ".export")):
         mode = config["mode"]["_target_"].rpartition(".")[2]
         if not config["task"]["_target_"].endswith("LanguageModeling"):
@@ -83,13 +78,6 @@ def _trainer(config: Mapping[str, Any]) -> Iterator[Mistake]:
                 f"the options are {told}",
                 f"trainer.{argument}={options[0]}",
             )
-    devices = num_devices(trainer)
-    if devices > 1 and config["strategy"]["_target_"].endswith("SingleDevice"):
-        yield Mistake(
-            f"trainer.devices={trainer['devices']} trainer.num_nodes={trainer['num_nodes']}",
-            "strategy=single trains on one device",
-            "trainer.devices=1 trainer.num_nodes=1",
-        )
 
 
 def _published_weights(config: Mapping[str, Any]) -> Iterator[Mistake]:

@@ -1,7 +1,6 @@
 """Paths and folders that must exist before a run starts: names and sizes only, nothing is opened."""
 
 import glob
-import os
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -19,7 +18,6 @@ def check_run(
     yield from _data_path(config["data"])
     yield from _resume(config, overrides)
     yield from _folder_in_use(config, run_folder)
-    yield from _several_ranks(config)
 
 
 def _data_path(data: Mapping[str, Any]) -> Iterator[Mistake]:
@@ -77,15 +75,4 @@ def _folder_in_use(config: Mapping[str, Any], run_folder: Path) -> Iterator[Mist
             f"hydra.run.dir={run_folder}",
             "a run has been there, which this one would overwrite",
             f"resume=auto hydra.run.dir={run_folder} to go on, or hydra.run.dir=<another folder>",
-        )
-
-
-def _several_ranks(config: Mapping[str, Any]) -> Iterator[Mistake]:
-    """Under torchrun, one-device training would run once a rank, all in one folder."""
-    world_size = os.environ.get("WORLD_SIZE", "1")
-    if config["strategy"]["_target_"].endswith("SingleDevice") and world_size != "1":
-        yield Mistake(
-            f"strategy=single with WORLD_SIZE={world_size}",
-            "each of these ranks would train the whole run, in the same folder",
-            "python train.py … without torchrun",
         )

@@ -3,18 +3,19 @@
 from collections.abc import Mapping
 from typing import Any
 
+import torch
 from torch import Tensor
 
 from recipes.mistake import Mistake
 
 
-def refuse_other_model(own: Mapping[str, Tensor], saved: Mapping[str, Tensor]) -> None:
-    """Compare the tensors of a model with those of a checkpoint.
+def refuse_other_model(own: Mapping[str, torch.Size], saved: Mapping[str, Tensor]) -> None:
+    """Compare the shapes of a model's tensors with the tensors of a checkpoint.
 
     Raises:
         Mistake: One is missing, one too many, or one has another shape.
     """
-    here = {name: tuple(tensor.shape) for name, tensor in own.items()}
+    here = {name: tuple(shape) for name, shape in own.items()}
     there = {name: tuple(tensor.shape) for name, tensor in saved.items()}
     for name in here | there:
         if here.get(name) != there.get(name):

@@ -60,6 +60,7 @@ class CheckpointSaver(Checkpoint):
     def _save(self, trainer: lightning.Trainer, step: int) -> None:
         began = time.perf_counter()
         path = self._folder(trainer) / f"step_{step:07d}.ckpt"
+        trainer.lightning_module.share_statistics()  # type: ignore[operator]
         trainer.save_checkpoint(path, weights_only=False)
         self._saved_step = step
         if not trainer.is_global_zero:

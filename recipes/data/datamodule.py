@@ -13,6 +13,7 @@ from torch.utils.data import DataLoader, Subset
 from recipes.accumulation import Accumulation
 from recipes.data import DataSource, SampleDataset
 from recipes.data.order import PositionSampler, ShuffledOrder
+from recipes.data.rank_share import RankShare
 from recipes.data.windows import Batch, with_num_targets
 
 LOGGER = logging.getLogger("lightning_recipes")
@@ -62,11 +63,17 @@ class StreamData(lightning.LightningDataModule):
         return Stream(self, self.source.train())
 
     def val_dataloader(self) -> DataLoader[Batch]:
-        return self._loader(_evenly(self.source.val(), self._eval_samples), shuffle=False)
+        return self._loader(self._share(_evenly(self.source.val(), self._eval_samples)))
 
     def split_dataloader(self, split: str) -> DataLoader[Batch]:
         """The whole of one split in order, for `mode=evaluate`."""
-        return self._loader(self.source.train() if split == "train" else self.source.val())
+        whole = self.source.train() if split == "train" else self.source.val()
+        return self._loader(self._share(whole))
+
+    def _share(self, dataset: Any) -> Any:
+        """This rank's share of a split."""
+        trainer = self._trainer()
+        return RankShare(dataset, rank=trainer.global_rank, world_size=trainer.world_size)
 
     def state_dict(self) -> dict[str, Any]:
         return {"position": self.position} | self._identity()

@@ -9,6 +9,8 @@ from typing import Any
 import lightning.pytorch as lightning
 from lightning.pytorch.callbacks import Callback
 
+from recipes.model.init import whole_shape
+
 SUMMARY_FILE = "summary.json"
 # what other callbacks may answer in their `summary()`; each has one owner
 _FROM_CALLBACKS = ("tokens_per_second", "mfu", "peak_memory_gib", "rollbacks", "skipped_steps")
@@ -19,12 +21,10 @@ class SummaryWriter(Callback):
 
     Args:
         run_folder: Where the file lies.
-        counts_skipped_steps: Whether skipped steps are known: without a loss scaler there are none.
     """
 
-    def __init__(self, *, run_folder: Path, counts_skipped_steps: bool) -> None:
+    def __init__(self, *, run_folder: Path) -> None:
         self._folder = run_folder
-        self._skipped_steps = 0 if counts_skipped_steps else None
         self._began = time.perf_counter()
         self._seconds_before = 0.0  # of the processes that this run resumes
         self._best_val_loss: float | None = None
@@ -73,8 +73,8 @@ class SummaryWriter(Callback):
             "mfu": None,
             "peak_memory_gib": None,
             "rollbacks": 0,
-            "skipped_steps": self._skipped_steps,
-            "num_parameters": sum(p.numel() for p in pl_module.parameters()),
+            "skipped_steps": 0,
+            "num_parameters": sum(whole_shape(p).numel() for p in pl_module.parameters()),
         }
         for callback in trainer.callbacks:  # type: ignore[attr-defined]
             if callback is not self and hasattr(callback, "summary"):

@@ -14,6 +14,7 @@ from recipes.compose import ENVIRONMENT_FILE
 from recipes.console import LOGGER
 from recipes.environment import describe_environment
 from recipes.logger.summary import SUMMARY_FILE
+from recipes.model.init import whole_shape
 
 EXIT_DIVERGED = 3
 
@@ -28,6 +29,8 @@ class Began(Callback):
         self._run = run
 
     def on_train_start(self, trainer: lightning.Trainer, pl_module: Any) -> None:
+        if not trainer.is_global_zero:
+            return
         run, step = self._run, trainer.global_step
         run.freeze()
         record = describe_environment(run.overrides) | {"tags": run.tags}
@@ -59,6 +62,7 @@ def fit(run: Run) -> int:
     LOGGER.info(f"data: {run.data.source.describe()}")
     run.trainer.callbacks.insert(0, Began(run))  # type: ignore[attr-defined]
     _fit(run)
+    run.trainer.strategy.barrier()  # until rank 0 has written the summary
     summary = json.loads((run.folder / SUMMARY_FILE).read_text())
     if summary["train_loss"] is None:
         LOGGER.error(f"Diverged: the training loss is no number; the run's folder is {run.folder}")
@@ -86,10 +90,11 @@ def _fit(run: Run) -> None:
 def _header(run: Run) -> Iterator[str]:
     """What is trained, on what, in which portions: three lines before the first step."""
     trainer, plan = run.trainer, run.accumulation
-    num_parameters = sum(parameter.numel() for parameter in run.task.parameters())
-    name = type(run.task.model).__name__
-    where = f"{run.task.device}, {trainer.precision}"
-    yield f"model: {name}, {num_parameters:,} parameters on {where}"
+    num_parameters = sum(whole_shape(weight).numel() for weight in run.task.parameters())
+    ranks = trainer.world_size
+    devices = str(run.task.device) if ranks == 1 else f"{ranks} ranks of {run.task.device.type}"
+    where = f"{devices}, {run.precision.name}, {type(trainer.strategy).__name__}"
+    yield f"model: {run.task.model_name}, {num_parameters:,} parameters on {where}"
     num_samples = trainer.max_steps * plan.global_batch_size
     epochs = num_samples / len(run.data.source.train())
     passes = "1 pass" if plan.num_micro_batches == 1 else f"{plan.num_micro_batches} passes"
@@ -97,6 +102,8 @@ def _header(run: Run) -> Iterator[str]:
         f"batch: {plan.global_batch_size} samples a step in {passes};"
         f" {trainer.max_steps:,} steps are {num_samples:,} samples, {epochs:.3g} epochs"
     )
+    if run.precision.scales_loss and run.task.device.type == "cpu":
+        yield "float16 on a CPU is emulated, some ten times slower than precision=bf16-mixed"
     if run.checkpoint:
         yield f"resumed from {run.checkpoint} at step {trainer.global_step}"
 

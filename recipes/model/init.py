@@ -3,7 +3,7 @@
 A parameter's values do not depend on the number of ranks, on the device, on the order of the
 modules, or on the parameters beside it. A sharded parameter (DTensor) is drawn whole on every rank,
 one parameter at a time, and the rank keeps its own shard: no collective, at the price of drawing
-the other shards in vain.
+the other shards in vain. A parameter with a `fill_whole` of its own takes the whole values through it.
 """
 
 import hashlib
@@ -23,7 +23,9 @@ _WRAPPERS = ("_orig_mod.", "_checkpoint_wrapped_module.")
 
 def named_parameters(model: nn.Module) -> Iterator[tuple[str, nn.Parameter]]:
     """`model.named_parameters()`, tied ones once, under names that no wrapper changes."""
-    for name, parameter in model.named_parameters():
+    for name, parameter in list(
+        model.named_parameters()
+    ):  # filling one may put another in its place
         for wrapper in _WRAPPERS:
             name = name.replace(wrapper, "")
         yield name, parameter
@@ -61,7 +63,9 @@ def generator_for(name: str, *, seed: int) -> torch.Generator:
 def fill(parameter: Tensor, values: Tensor) -> None:
     """Copy `values`, the whole tensor, into `parameter`, or into this rank's shard of it."""
     assert parameter.shape == values.shape, f"{tuple(parameter.shape)} != {tuple(values.shape)}"
-    if isinstance(parameter, DTensor):
+    if hasattr(parameter, "fill_whole"):
+        parameter.fill_whole(values)
+    elif isinstance(parameter, DTensor):
         shard = distribute_tensor(
             values.to(parameter.device, parameter.dtype),
             parameter.device_mesh,
@@ -99,8 +103,17 @@ def normal_(
 @torch.no_grad()
 def constant_(parameter: Tensor, value: float) -> None:
     """Fill with one value."""
+    if hasattr(parameter, "fill_whole"):
+        fill(parameter, torch.full(parameter.shape, value, dtype=torch.float32))
+        return
     local = parameter.to_local() if isinstance(parameter, DTensor) else parameter
     local.fill_(value)
+
+
+def whole_shape(parameter: Tensor) -> torch.Size:
+    """The shape of a parameter that this rank may hold only a part of (DeepSpeed says it in `ds_shape`)."""
+    shape: torch.Size = getattr(parameter, "ds_shape", parameter.shape)
+    return shape
 
 
 def pad_rows(values: Tensor, *, num_rows: int) -> Tensor:

@@ -4,6 +4,8 @@ from typing import Any
 
 from torch import nn
 
+from recipes.model.init import whole_shape
+
 
 def decay_groups(model: nn.Module, *, weight_decay: float) -> list[dict[str, Any]]:
     """Split trainable parameters into those that are decayed and those that are not.
@@ -16,8 +18,8 @@ def decay_groups(model: nn.Module, *, weight_decay: float) -> list[dict[str, Any
         One or two groups with `params`, `weight_decay` and `group_name` (`decay`, `no_decay`).
     """
     trainable = [parameter for parameter in model.parameters() if parameter.requires_grad]
-    matrices = [parameter for parameter in trainable if parameter.ndim >= 2]
-    vectors = [parameter for parameter in trainable if parameter.ndim < 2]
+    matrices = [parameter for parameter in trainable if len(whole_shape(parameter)) >= 2]
+    vectors = [parameter for parameter in trainable if len(whole_shape(parameter)) < 2]
     groups = [
         {"params": matrices, "weight_decay": weight_decay, "group_name": "decay"},
         {"params": vectors, "weight_decay": 0.0, "group_name": "no_decay"},

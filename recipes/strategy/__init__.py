@@ -1,6 +1,6 @@
 """How a step is carried out on the devices: each engine a small subclass of Lightning's, answering `Engine`."""
 
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from typing import Protocol
 
 import torch
@@ -8,18 +8,39 @@ from torch import Tensor, nn
 
 
 class Engine(Protocol):
-    """The questions that tasks and modes ask; no other code asks which strategy it runs under."""
+    """The questions that tasks and modes ask; no other code asks which strategy it runs under.
+
+    Attributes:
+        grad_norm: Global L2 norm before clipping of the last optimizer step, a 0-dim tensor; None before it.
+        current_loss_scale: What the loss is multiplied by; None without a loss scaler. Read from the device.
+        num_overflows: Optimizer steps that this process skipped because a gradient was not finite.
+    """
+
+    grad_norm: Tensor | None
 
     @property
     def root_device(self) -> torch.device: ...
 
-    def parallelize(self, model: nn.Module) -> nn.Module:
-        """Prepare a model made on the meta device for this engine, before its weights exist."""
+    @property
+    def current_loss_scale(self) -> float | None: ...
+
+    @property
+    def num_overflows(self) -> int: ...
+
+    def place(self, model: nn.Module, initialize: Callable[[nn.Module], None]) -> None:
+        """Distribute a model made on the meta device, in place, and give it its first weights.
+
+        Args:
+            initialize: Sets every parameter and buffer of a model that has storage; no collectives.
+        """
+
+    def own_optimizer(self, optimizer: torch.optim.Optimizer) -> torch.optim.Optimizer:
+        """The optimizer this engine steps instead: the same one, or its own form of the same arithmetic."""
 
     def clip_gradients(
         self, parameters: Iterable[nn.Parameter], *, max_norm: float | None, max_value: float | None
-    ) -> Tensor:
-        """Clip in place, where asked; give the global L2 norm before clipping, a 0-dim tensor."""
+    ) -> None:
+        """Clip in place, where asked, before the optimizer steps; `grad_norm` is known after the step."""
 
     def sum_over_ranks(self, value: Tensor) -> Tensor:
-        """Add a tensor over all ranks."""
+        """Add a tensor over all ranks; with several, the sum lies on their device."""

@@ -1,5 +1,6 @@
 """What every task shares: exact accumulation, one clipping pass, counters, one log call per logged step."""
 
+import functools
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator, Mapping
 from typing import Any, ClassVar
@@ -16,8 +17,12 @@ from recipes.checkpoint.compatibility import (
     refuse_other_model,
     refuse_other_optimizer,
 )
+from recipes.checkpoint.random_state import State, random_states, restore, seed_rank
+from recipes.collectives import average_over_ranks
+from recipes.compile_blocks import compile_blocks
 from recipes.loss import cross_entropy_sum
 from recipes.model import initialize
+from recipes.model.init import whole_shape
 
 Batch = dict[str, Any]
 
@@ -36,7 +41,6 @@ class LearningTask(lightning.LightningModule, ABC):
 
     Attributes:
         num_samples, num_tokens: Consumed so far over all ranks; host integers.
-        grad_norm: Global norm before clipping of the last optimizer step, a 0-dim tensor.
         row: What has been logged for the step that is under way.
     """
 
@@ -65,13 +69,13 @@ class LearningTask(lightning.LightningModule, ABC):
         self._seed = seed
         self.num_samples = 0
         self.num_tokens = 0
-        self.grad_norm: Tensor | None = None
         self.row: dict[str, float | Tensor] = {}
         self._micro_batches_in_window = self._window_samples = self._window_tokens = 0
         self._window_loss: Tensor | None = None
         self._hyperparameters: list[dict[str, Any]] = []
+        self._optimizer: str | None = None
         self._resumed_optimizer: str | None = None
-        self._resumed_rng: dict[str, Any] | None = None
+        self._resumed_rng: list[State] | None = None
         self._val_sums: Tensor | None = None
 
     @abstractmethod
@@ -94,16 +98,18 @@ class LearningTask(lightning.LightningModule, ABC):
             model = self._make_model()
         self._activation_checkpoint.apply(model.blocks)  # type: ignore[arg-type]
         if self._compile_blocks:
-            _compile(model.blocks)  # type: ignore[arg-type]
+            compile_blocks(model.blocks)  # type: ignore[arg-type]
             self.cross_entropy_sum = torch.compile(cross_entropy_sum, dynamic=False)
-        model = self.trainer.strategy.parallelize(model)  # type: ignore[attr-defined]
-        model.to_empty(device=self.trainer.strategy.root_device)
-        initialize(model, seed=self._seed)
+        self.model_name = type(model).__name__  # engines may give it a class of their own
+        first_weights = functools.partial(initialize, seed=self._seed)
+        self.trainer.strategy.place(model, first_weights)  # type: ignore[attr-defined]
         self.model = model
 
     def configure_optimizers(self) -> OptimizerLRScheduler:
         optimizer = self._make_optimizer(self.model, fused=self._fused_optimizer)
-        refuse_other_optimizer(type(optimizer).__name__, self._resumed_optimizer)
+        self._optimizer = type(optimizer).__name__
+        refuse_other_optimizer(self._optimizer, self._resumed_optimizer)
+        optimizer = self.trainer.strategy.own_optimizer(optimizer)  # type: ignore[attr-defined]
         self._hyperparameters = [
             {key: value for key, value in group.items() if key != "params"}
             for group in optimizer.param_groups
@@ -122,12 +128,13 @@ class LearningTask(lightning.LightningModule, ABC):
             group |= wanted | {"initial_lr": wanted["lr"]}
             group["lr"] = wanted["lr"] * self._schedule(scheduler.last_epoch)
         scheduler.base_lrs = [wanted["lr"] for wanted in self._hyperparameters]
-        if (
-            self._resumed_rng is not None
-        ):  # here: what comes before may draw, what comes after must not
-            torch.set_rng_state(self._resumed_rng["cpu"])
-            if len(self._resumed_rng["cuda"]) == torch.cuda.device_count():
-                torch.cuda.set_rng_state_all(self._resumed_rng["cuda"])
+        rank, world_size = self.trainer.global_rank, self.trainer.world_size
+        step = self.trainer.global_step
+        # here: what comes before may draw, what comes after must not
+        if self._resumed_rng is None:
+            seed_rank(seed=self._seed, rank=rank, step=step)
+        else:
+            restore(self._resumed_rng, seed=self._seed, rank=rank, world_size=world_size, step=step)
 
     def on_train_batch_start(self, batch: Batch, batch_idx: int) -> None:
         # Lightning 2.6 numbers rows by a counter of its own, which some resumes leave one behind
@@ -154,14 +161,26 @@ class LearningTask(lightning.LightningModule, ABC):
     ) -> None:
         """One pass gives the norm and clips. Lightning 2.6's own refuses fused AdamW under bf16-mixed (#21435)."""
         by_value = gradient_clip_algorithm == "value"
-        self.grad_norm = self.trainer.strategy.clip_gradients(  # type: ignore[attr-defined]
+        self.trainer.strategy.clip_gradients(  # type: ignore[attr-defined]
             self.parameters(),
             max_norm=None if by_value else gradient_clip_val,
             max_value=gradient_clip_val if by_value else None,
         )
 
+    @property
+    def grad_norm(self) -> Tensor | None:
+        """Global norm before clipping of the last optimizer step, a 0-dim tensor."""
+        norm: Tensor | None = self.trainer.strategy.grad_norm  # type: ignore[attr-defined]
+        return norm
+
     def on_validation_epoch_start(self) -> None:
         self._val_sums = None
+        self.share_statistics()
+
+    def share_statistics(self) -> None:
+        """Running means and variances are of one rank's samples; what is evaluated or saved is their mean."""
+        buffers = (buffer for buffer in self.buffers() if buffer.is_floating_point())
+        average_over_ranks(buffers)
 
     def validation_step(self, batch: Batch, batch_idx: int) -> None:
         loss_sum, logits = self.loss_sum(batch)
@@ -176,14 +195,19 @@ class LearningTask(lightning.LightningModule, ABC):
 
     def on_save_checkpoint(self, checkpoint: dict[str, Any]) -> None:
         checkpoint["consumed"] = {"samples": self.num_samples, "tokens": self.num_tokens}
-        checkpoint["optimizer"] = type(self.trainer.optimizers[0]).__name__
-        checkpoint["rng"] = {"cpu": torch.get_rng_state(), "cuda": torch.cuda.get_rng_state_all()}
+        checkpoint["optimizer"] = self._optimizer
+        checkpoint["rng"] = random_states()
 
     def on_load_checkpoint(self, checkpoint: dict[str, Any]) -> None:
-        refuse_other_model(self.state_dict(), checkpoint["state_dict"])
+        own = self.state_dict(keep_vars=True)
+        refuse_other_model(
+            {name: whole_shape(tensor) for name, tensor in own.items()}, checkpoint["state_dict"]
+        )
         self.num_samples = checkpoint["consumed"]["samples"]
         self.num_tokens = checkpoint["consumed"]["tokens"]
         self._resumed_optimizer = checkpoint["optimizer"]
+        if self._optimizer is not None:  # engines that restore after they have started
+            refuse_other_optimizer(self._optimizer, self._resumed_optimizer)
         self._resumed_rng = checkpoint["rng"]
         recount_micro_batches(checkpoint, passes=self.trainer.accumulate_grad_batches)
 
@@ -233,13 +257,3 @@ class LearningTask(lightning.LightningModule, ABC):
     def _sum_over_ranks(self, value: Tensor) -> Tensor:
         summed: Tensor = self.trainer.strategy.sum_over_ranks(value)  # type: ignore[attr-defined]
         return summed
-
-
-def _compile(blocks: nn.ModuleList) -> None:
-    """Compile each block. All share one code object, so that every shape among them, in training and in
-    evaluation, counts towards its limit of compilations; beyond it torch falls back to eager."""
-    from torch._dynamo import config
-
-    config.recompile_limit = max(config.recompile_limit, 4 * len(blocks))  # type: ignore[attr-defined]
-    for block in blocks:
-        block.compile(dynamic=False)

@@ -13,16 +13,6 @@ needs_no_gpu = pytest.mark.skipif(torch.cuda.is_available(), reason="there is a 
 
 
 @needs_no_gpu
-def test_float16_without_a_gpu_names_the_precision_that_works(tmp_path: Path) -> None:
-    with pytest.raises(Mistake) as caught:
-        build(composed_config("recipe=single_fp16"), tmp_path, [])
-    assert str(caught.value) == (
-        "precision=16-mixed: float16 and its loss scaler need a GPU, and torch sees none;"
-        " type precision=bf16-mixed"
-    )
-
-
-@needs_no_gpu
 def test_a_gpu_that_is_asked_for_and_not_there_is_a_mistake(tmp_path: Path) -> None:
     with pytest.raises(Mistake) as caught:
         build(composed_config("trainer.accelerator=gpu"), tmp_path, [])

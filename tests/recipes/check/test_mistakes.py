@@ -64,7 +64,7 @@ MESSAGES = {
         " optimizer.betas= optimizer.eps= optimizer.weight_decay="
     ),
     "recipe=fsdp_bf61": (
-        "recipe=fsdp_bf61: the options are quickstart single_bf16 single_fp16 single_fp32; type recipe=single_bf16"
+        "recipe=fsdp_bf61: the options are ddp_bf16 ddp_fp16 ddp_fp32 fsdp_bf16 fsdp_bf16_offload fsdp_fp16 hsdp_bf16 quickstart single_bf16 single_fp16 single_fp32 zero1_bf16 zero1_fp16 zero2_bf16 zero2_bf16_offload zero2_fp16 zero2_fp16_offload zero3_bf16 zero3_bf16_nvme zero3_bf16_offload zero3_fp16 zero3_fp16_offload; type recipe=fsdp_bf16"
     ),
     "model=gtp2": (
         "model=gtp2: the options are gpt2 gpt2_large gpt2_medium gpt2_nano gpt2_xl llama_160m llama_1b llama_8b llama_nano resnet18; type model=gpt2"
@@ -112,7 +112,7 @@ MESSAGES = {
         "trainer.accumulate_grad_batches=2: global_batch_size=16 in micro-batches of 4 on 1 device takes 4 passes; type trainer.accumulate_grad_batches=4"
     ),
     "trainer.devices=2": (
-        "trainer.devices=2 trainer.num_nodes=1: strategy=single trains on one device; type trainer.devices=1 trainer.num_nodes=1"
+        "trainer.devices=2 trainer.num_nodes=1: strategy=single trains on one device; type strategy=ddp, or trainer.devices=1 trainer.num_nodes=1"
     ),
     "seq_len=4096": (
         "seq_len=4096: the model sees at most model.max_seq_len=128 tokens; type seq_len=128"
@@ -131,9 +131,6 @@ MESSAGES = {
     ),
     "task=classification": (
         "model=gpt2_nano task=classification: the model takes tokens, the task images; type task=language_modeling"
-    ),
-    "precision=16-mixed trainer.accelerator=cpu": (
-        "precision=16-mixed: float16 and its loss scaler need a GPU; type precision=bf16-mixed"
     ),
     "scheduler=warmup_stable_decay trainer.max_steps=100": (
         "scheduler.warmup_steps=70 scheduler.decay_steps=200: together they are longer than trainer.max_steps=100; type scheduler.warmup_steps=10 scheduler.decay_steps=20"
@@ -193,6 +190,42 @@ MESSAGES = {
     ),
     "name=[a]": ("name=['a']: it takes text; type name=<text>"),
     "resume=3": ("resume=3: it takes text or null; type resume=<text or null>"),
+    "trainer.devices=0": (
+        "trainer.devices=0: it takes a number from 1, a list of GPUs, or auto; type trainer.devices=auto"
+    ),
+    "trainer.devices=all strategy=ddp global_batch_size=7 micro_batch_size=2": (
+        "trainer.devices=all: it takes a number from 1, a list of GPUs, or auto; type trainer.devices=auto"
+    ),
+    "strategy=ddp trainer.accelerator=cpu trainer.devices=3 micro_batch_size=4": (
+        "global_batch_size=16: 16 samples do not divide into micro-batches of 4 on 3 devices; type global_batch_size=24 (or 12)"
+    ),
+    "strategy=ddp trainer.accelerator=cpu trainer.num_nodes=2": (
+        "trainer.num_nodes=2: a run on several machines is started on each of them; type torchrun --nnodes 2 --nproc-per-node 1 train.py …"
+    ),
+    "strategy=zero2": (
+        "strategy=zero2: the options are ddp deepspeed_stage_1 deepspeed_stage_2 deepspeed_stage_2_offload deepspeed_stage_3 deepspeed_stage_3_nvme deepspeed_stage_3_offload fsdp hsdp single; type strategy=deepspeed_stage_2"
+    ),
+    "strategy=ddp strategy.buckets=3": (
+        "strategy.buckets=3: there is no 'strategy.buckets'; type nothing for strategy.buckets"
+    ),
+    "strategy=ddp strategy.precision=bf16": (
+        "strategy.precision=bf16: the run itself provides it; type nothing for strategy.precision"
+    ),
+    "strategy=hsdp strategy.shard_size=3 trainer.accelerator=cpu trainer.devices=4": (
+        "strategy.shard_size=3: 4 ranks do not divide into groups of 3; type strategy.shard_size=2, or null for the ranks of one node"
+    ),
+    "strategy=hsdp strategy.shard_size=0": (
+        "strategy.shard_size=0: a number of ranks is at least 1; type strategy.shard_size=<at least 1>"
+    ),
+    "strategy=fsdp strategy.reduce_every=step": (
+        "strategy.reduce_every=step: it takes micro_batch or window; type strategy.reduce_every=<micro_batch or window>"
+    ),
+    "strategy=fsdp trainer.sync_batchnorm=true": (
+        "trainer.sync_batchnorm=true strategy=fsdp: batch norms are shared among ranks under strategy=ddp alone; type strategy=ddp"
+    ),
+    "strategy=deepspeed_stage_3 trainer.gradient_clip_algorithm=value": (
+        "trainer.gradient_clip_algorithm=value strategy=deepspeed_stage_3: DeepSpeed clips by the global norm alone; type trainer.gradient_clip_algorithm=norm"
+    ),
 }
 
 
@@ -235,7 +268,10 @@ def test_several_ranks_of_torchrun_cannot_each_train_on_one_device(
 ) -> None:
     monkeypatch.setenv("WORLD_SIZE", "2")
     _, mistakes = compose_and_check([])
-    assert [mistake.you_set for mistake in mistakes] == ["strategy=single with WORLD_SIZE=2"]
+    assert [str(mistake) for mistake in mistakes] == [
+        "strategy=single with WORLD_SIZE=2: each of these ranks would train the whole run, in the same folder;"
+        " type strategy=ddp, or python train.py … without torchrun"
+    ]
     monkeypatch.setenv("WORLD_SIZE", "1")
     assert compose_and_check([])[1] == []
 
@@ -286,12 +322,21 @@ def test_a_mistake_ends_with_exit_code_2_and_leaves_no_folder(tmp_path: Path) ->
     assert list(tmp_path.iterdir()) == []
 
 
-@pytest.mark.parametrize("typed", ["optimizer.lr=fast", "trainer.max_stepz=3", "data=digits"])
+@pytest.mark.parametrize(
+    "typed",
+    [
+        "optimizer.lr=fast",
+        "trainer.max_stepz=3",
+        "data=digits",
+        "strategy.cpu_offload=true",
+        "trainer.gradient_clip_algorithm=value strategy=deepspeed_stage_3 trainer.accelerator=cpu",
+    ],
+)
 def test_a_mistake_is_found_without_importing_torch_or_lightning(typed: str) -> None:
     program = (
         "import sys; from recipes.launch import compose_and_check;"
-        f"_, mistakes = compose_and_check([{typed!r}]); assert mistakes;"
-        "assert not {'torch', 'lightning', 'numpy', 'transformers'} & set(sys.modules)"
+        f"_, mistakes = compose_and_check({typed.split()!r}); assert mistakes;"
+        "assert not {'torch', 'lightning', 'numpy', 'transformers', 'deepspeed'} & set(sys.modules)"
     )
     subprocess.run([sys.executable, "-c", program], check=True, cwd=ROOT)
 

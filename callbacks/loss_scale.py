@@ -1,0 +1,84 @@
+"""The loss scale of float16 and the steps it has cost: one read of the device per logged step."""
+
+from typing import Any
+
+from lightning.pytorch import Callback, LightningModule, Trainer
+
+from callbacks.logged_step import StepCounter, is_logged_step, log_row
+
+
+class LossScaleMonitor(Callback):
+    """Logs `precision/loss_scale` and `precision/overflow_steps` at logged steps; nothing without a loss scaler.
+
+    A strategy that answers `current_loss_scale` (None: the loss is not scaled) and `num_overflows` (steps this
+    process has skipped) is asked. Of any other, Lightning's mixed precision is watched: a scale that has fallen
+    is a step that was skipped, which reads the scale at every step; and DeepSpeed's engine counts by itself.
+
+    `precision/overflow_steps` is the number of skipped steps since the run began, resumes included.
+    """
+
+    def __init__(self) -> None:
+        self._steps = StepCounter()
+        self._earlier = 0  # before this process
+        self._in_process = 0
+        self._last_scale: float | None = None
+
+    def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        self._steps.start(trainer)
+        self._earlier, self._in_process = self._earlier + self._in_process, 0
+        self._last_scale = _scale(trainer)
+        self._counted_before = _counted(trainer) or 0
+
+    def on_train_batch_end(
+        self, trainer: Trainer, pl_module: LightningModule, outputs: Any, batch: Any, batch_idx: int
+    ) -> None:
+        if not self._steps.stepped(trainer):
+            return
+        counted = _counted(trainer)
+        if counted is not None:
+            self._in_process = counted - self._counted_before
+        else:
+            self._watch(trainer)
+        if is_logged_step(trainer) and (scale := _scale(trainer)) is not None:
+            row = {"precision/loss_scale": scale, "precision/overflow_steps": self._total()}
+            log_row(pl_module, row)
+
+    def _watch(self, trainer: Trainer) -> None:
+        before, self._last_scale = self._last_scale, _scale(trainer)
+        if None not in (before, self._last_scale):
+            self._in_process += self._last_scale < before  # type: ignore[operator]
+
+    def _total(self) -> int:
+        return self._earlier + self._in_process
+
+    def summary(self) -> dict[str, int]:
+        """Steps skipped because a gradient was not finite."""
+        return {"skipped_steps": self._total()}
+
+    def state_dict(self) -> dict[str, int]:
+        return {"overflow_steps": self._total()}
+
+    def load_state_dict(self, state_dict: dict[str, int]) -> None:
+        self._earlier, self._in_process = state_dict["overflow_steps"], 0
+
+
+def _counted(trainer: Trainer) -> int | None:
+    """Steps skipped in this process, where somebody counts them."""
+    strategy: Any = trainer.strategy
+    if hasattr(strategy, "num_overflows"):
+        return int(strategy.num_overflows)
+    engine = getattr(strategy, "deepspeed_engine", None)
+    return None if engine is None else int(engine.skipped_steps)
+
+
+def _scale(trainer: Trainer) -> float | None:
+    """What the loss is multiplied by at present; None where it is not scaled."""
+    strategy: Any = trainer.strategy
+    if hasattr(strategy, "current_loss_scale"):
+        scale = strategy.current_loss_scale
+        return None if scale is None else float(scale)
+    scaler = getattr(trainer.precision_plugin, "scaler", None)
+    if scaler is not None:
+        return float(scaler.get_scale())
+    engine = getattr(strategy, "deepspeed_engine", None)
+    return float(engine.loss_scale()) if engine is not None and engine.fp16_enabled() else None

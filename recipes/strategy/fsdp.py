@@ -1,0 +1,209 @@
+"""FSDP2: each rank keeps 1/N of weights, gradients and optimizer state; a block is whole only while it computes."""
+
+from collections.abc import Callable, Generator, Iterable, Sequence
+from contextlib import contextmanager
+from typing import Any, Literal
+
+import torch
+from lightning.pytorch.plugins.io import CheckpointIO
+from lightning.pytorch.strategies import ModelParallelStrategy
+from torch import Tensor, nn
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.distributed.fsdp import (
+    CPUOffloadPolicy,
+    FSDPModule,
+    MixedPrecisionPolicy,
+    OffloadPolicy,
+    fully_shard,
+)
+
+from recipes.checkpoint.whole import WholeCheckpoint, gather, load_model, load_optimizer
+from recipes.collectives import sum_over_ranks
+from recipes.gradients import clip_gradients
+from recipes.precision import Precision
+from recipes.precision_plugin import lightning_plugin, loss_scale_of, num_overflows_of
+
+# what autocast computes in the low precision: their weights may be gathered in it, no other parameter
+_LOW_PRECISION = (nn.Linear, nn.Conv1d, nn.Conv2d, nn.Conv3d)
+
+
+class FullyShard(WholeCheckpoint, ModelParallelStrategy):
+    """Lightning's model-parallel strategy as plain FSDP2, answering the questions of `recipes.strategy.Engine`.
+
+    Under a mixed precision the matrices of a block travel in the low precision and all else in float32, and
+    autocast chooses as on one device: the same roundings, whatever the number of ranks. Gradients are reduced
+    in float32.
+
+    Args:
+        devices: Of this node, one a rank.
+        precision: Of weights and products.
+        checkpoint_io: How checkpoints are written and read.
+        cpu_offload: Shards, gradients and optimizer state live in host memory; the optimizer steps there.
+        reduce_every: `micro_batch`: a reduce-scatter after every backward pass. `window`: one an optimizer step;
+            each rank holds the gradients of the whole model until then, 4 bytes a parameter.
+    """
+
+    grad_norm: Tensor | None = None
+    _placed: FSDPModule
+
+    def __init__(
+        self,
+        *,
+        devices: Sequence[torch.device],
+        precision: Precision,
+        checkpoint_io: CheckpointIO | None = None,
+        cpu_offload: bool,
+        reduce_every: Literal["micro_batch", "window"],
+    ) -> None:
+        on_gpu = devices[0].type == "cuda"
+        super().__init__(
+            save_distributed_checkpoint=False,
+            # offloaded gradients are summed on the host, everything else on the device
+            process_group_backend="cpu:gloo,cuda:nccl" if on_gpu and cpu_offload else None,
+        )
+        self.precision_plugin = lightning_plugin(precision, devices[0])
+        if checkpoint_io is not None:
+            self.checkpoint_io = checkpoint_io
+        self._precision = precision
+        self._offload: OffloadPolicy = (
+            CPUOffloadPolicy(pin_memory=on_gpu) if cpu_offload else OffloadPolicy()
+        )
+        self._reduce_every = reduce_every
+
+    def mesh_shape(self) -> dict[str, int]:
+        """Axes of the device mesh: the last one shards, one before it replicates."""
+        return {"shard": self.world_size}
+
+    def setup_environment(self) -> None:
+        """Lightning's own would lay out a mesh for tensor parallelism."""
+        self._setup_distributed()
+        shape = self.mesh_shape()
+        self._device_mesh: DeviceMesh = init_device_mesh(
+            self.root_device.type, tuple(shape.values()), mesh_dim_names=tuple(shape)
+        )
+
+    def place(self, model: nn.Module, initialize: Callable[[nn.Module], None]) -> None:
+        """Shard block by block, then give each shard storage and weights: no rank ever holds the whole model."""
+        *others, last = model.blocks  # type: ignore[misc]
+        for block in others:
+            self._shard_block(block, reshard_after_forward=True)
+        # the backward pass begins with it: it would be gathered again at once
+        self._shard_block(last, reshard_after_forward=False)
+        self._shard([model], low_precision=False, reshard_after_forward=False)
+        offloaded = isinstance(self._offload, CPUOffloadPolicy)
+        model.to_empty(device="cpu" if offloaded else self.root_device)
+        if offloaded:  # buffers stay where the products are made
+            for module in model.modules():
+                for name, buffer in module.named_buffers(recurse=False):
+                    setattr(module, name, buffer.to(self.root_device))
+        initialize(model)
+        assert isinstance(model, FSDPModule)
+        self._placed = model
+
+    def _shard_block(self, block: nn.Module, *, reshard_after_forward: bool) -> None:
+        if self._precision.compute_dtype != self._precision.param_dtype:
+            full = [module for module in block.modules() if _stays_in_full_precision(module)]
+            if full:
+                self._shard(full, low_precision=False, reshard_after_forward=reshard_after_forward)
+        self._shard([block], low_precision=True, reshard_after_forward=reshard_after_forward)
+
+    def _shard(
+        self, modules: list[nn.Module], *, low_precision: bool, reshard_after_forward: bool
+    ) -> None:
+        """One group of parameters, gathered and reduced together."""
+        precision = self._precision
+        policy = MixedPrecisionPolicy(
+            param_dtype=precision.compute_dtype if low_precision else precision.param_dtype,
+            reduce_dtype=precision.reduce_dtype,
+            cast_forward_inputs=False,  # autocast casts where it must
+        )
+        fully_shard(
+            modules if len(modules) > 1 else modules[0],  # type: ignore[arg-type]
+            mesh=self.device_mesh,
+            mp_policy=policy,
+            offload_policy=self._offload,
+            reshard_after_forward=reshard_after_forward,
+        )
+
+    def model_to_device(self) -> None:
+        """Nothing: `place` has put every tensor where it belongs."""
+
+    @contextmanager
+    def block_backward_sync(self) -> Generator[None, None, None]:
+        """Lightning enters it for every micro-batch of a window but the last."""
+        if self._reduce_every == "micro_batch":
+            yield
+            return
+        self._placed.set_requires_gradient_sync(False)
+        try:
+            yield
+        finally:
+            self._placed.set_requires_gradient_sync(True)
+
+    def own_optimizer(self, optimizer: torch.optim.Optimizer) -> torch.optim.Optimizer:
+        """The optimizer as it is: it steps this rank's shards."""
+        return optimizer
+
+    def clip_gradients(
+        self, parameters: Iterable[nn.Parameter], *, max_norm: float | None, max_value: float | None
+    ) -> None:
+        """Clip in place, where asked, and keep the norm over all shards before."""
+        self.grad_norm = clip_gradients(parameters, max_norm=max_norm, max_value=max_value)
+
+    def sum_over_ranks(self, value: Tensor) -> Tensor:
+        """Add a tensor over all ranks."""
+        return sum_over_ranks(value, self.root_device)
+
+    @property
+    def current_loss_scale(self) -> float | None:
+        """What the loss is multiplied by; None without a loss scaler."""
+        return loss_scale_of(self.precision_plugin)
+
+    @property
+    def num_overflows(self) -> int:
+        """Optimizer steps skipped because a gradient was not finite."""
+        return num_overflows_of(self.precision_plugin)
+
+    def lightning_module_state_dict(self) -> dict[str, Any]:
+        """Every tensor whole, on the host, on rank 0; empty on the others. A collective."""
+        assert self.lightning_module is not None
+        whole: dict[str, Any] = gather(self.lightning_module.state_dict(), keep=self.is_global_zero)
+        return whole
+
+    def optimizer_state(self, optimizer: torch.optim.Optimizer) -> dict[str, Any]:
+        """The state that the optimizer would have on one device, on rank 0. A collective."""
+        inner = getattr(optimizer, "_optimizer", optimizer)
+        whole: dict[str, Any] = gather(inner.state_dict(), keep=self.is_global_zero)
+        return whole
+
+    def load_model_state_dict(self, checkpoint: Any, strict: bool = True) -> None:
+        """Into this rank's shards."""
+        assert self.lightning_module is not None
+        load_model(self.lightning_module, checkpoint["state_dict"])
+
+    def load_optimizer_state_dict(self, checkpoint: Any) -> None:
+        """Into the state of this rank's shards."""
+        for optimizer, state in zip(self.optimizers, checkpoint["optimizer_states"], strict=True):
+            load_optimizer(optimizer, state)
+
+
+class HybridShard(FullyShard):
+    """FSDP2 within groups of ranks, replicas across them: gradients are reduced inside a group, then between groups.
+
+    Args:
+        shard_size: Ranks that share one copy of the model; None: those of one node.
+    """
+
+    def __init__(self, *, shard_size: int | None, **fully_shard_arguments: Any) -> None:
+        super().__init__(**fully_shard_arguments)
+        self._shard_size = shard_size
+
+    def mesh_shape(self) -> dict[str, int]:
+        """Replicas, then shards."""
+        shard_size = self._shard_size or self.num_processes
+        return {"replicate": self.world_size // shard_size, "shard": shard_size}
+
+
+def _stays_in_full_precision(module: nn.Module) -> bool:
+    has_own = next(module.parameters(recurse=False), None) is not None
+    return has_own and not isinstance(module, _LOW_PRECISION)

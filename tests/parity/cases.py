@@ -1,0 +1,90 @@
+"""The experiment that every strategy must carry out alike: 20 steps with uneven masks, clipping, AdamW and warm-up."""
+
+from typing import Any
+
+NUM_STEPS = 20
+GLOBAL_BATCH_SIZE = 16
+
+COMMON = [
+    f"trainer.max_steps={NUM_STEPS}",
+    f"global_batch_size={GLOBAL_BATCH_SIZE}",
+    "trainer.accelerator=cpu",
+    "trainer.gradient_clip_val=0.5",
+    "warmup_steps=5",
+    "log_every=1",
+    f"eval_every={NUM_STEPS}",
+    "save_every=null",
+    "seed=7",
+    "callbacks=[grad_norm,loss_scale]",
+]
+TOKENS = {"_target_": "support.MaskedTokens", "num_samples": 50, "seq_len": 16, "vocab_size": 64}
+IMAGES = {"_target_": "support.MaskedImages", "num_samples": 50}
+DECODER = [
+    "data=random_tokens",
+    "model.vocab_size=64",
+    "model.max_seq_len=16",
+    "model.num_layers=2",
+    "model.num_heads=2",
+    "model.width=32",
+    "optimizer.lr=1e-3",
+]
+MODELS: dict[str, tuple[list[str], dict[str, Any]]] = {
+    "gpt2": (
+        [*DECODER, "model=gpt2_nano"],
+        TOKENS,
+    ),
+    "llama": (
+        [*DECODER, "model=llama_nano", "model.num_kv_heads=1", "model.hidden_width=64"],
+        TOKENS,
+    ),
+    "resnet18": (["model=resnet18", "data=digits", "optimizer.lr=1e-3"], IMAGES),
+}
+
+
+def case(
+    model: str, *, strategy: list[str], precision: str, accumulate: int, world_size: int
+) -> dict[str, Any]:
+    """One run of the experiment, carried out in one way."""
+    words, data = MODELS[model]
+    micro_batch_size = GLOBAL_BATCH_SIZE // (accumulate * world_size)
+    return {
+        "words": [
+            *words,
+            *COMMON,
+            *strategy,
+            f"precision={precision}",
+            f"micro_batch_size={micro_batch_size}",
+            f"trainer.devices={world_size}",
+        ],
+        "data": data,
+    }
+
+
+STRATEGIES: dict[str, list[str]] = {
+    "single": ["strategy=single"],
+    "ddp": ["strategy=ddp"],
+    "fsdp": ["strategy=fsdp"],
+    "fsdp, one reduce a window": ["strategy=fsdp", "strategy.reduce_every=window"],
+    "fsdp, cpu offload": ["strategy=fsdp", "strategy.cpu_offload=true"],
+    "hsdp": ["strategy=hsdp", "strategy.shard_size=2"],
+    "ZeRO-1": ["strategy=deepspeed_stage_1"],
+    "ZeRO-1, offload": ["strategy=deepspeed_stage_1", "strategy.offload_optimizer=cpu"],
+    "ZeRO-2": ["strategy=deepspeed_stage_2"],
+    "ZeRO-2, offload": ["strategy=deepspeed_stage_2_offload"],
+    "ZeRO-3": ["strategy=deepspeed_stage_3"],
+    "ZeRO-3, offload": ["strategy=deepspeed_stage_3_offload"],
+}
+
+
+def largest_difference(
+    rows: list[dict[str, float]], reference: list[dict[str, float]]
+) -> dict[str, float]:
+    """Largest relative difference of each number over all steps."""
+    assert len(rows) == len(reference), f"{len(rows)} rows != {len(reference)}"
+    return {
+        name: max(
+            abs(row[name] - other[name]) / abs(other[name])
+            for row, other in zip(rows, reference, strict=True)
+        )
+        for name in ("train/loss", "grad/norm")
+    }

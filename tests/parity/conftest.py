@@ -1,0 +1,39 @@
+"""Each group of cases runs once, in one process group; its tests read the results."""
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+from ranks import run_on_ranks
+
+Run = Callable[..., dict[str, Any]]
+
+
+@pytest.fixture(scope="session")
+def run_group(tmp_path_factory: pytest.TempPathFactory) -> Run:
+    """Cases, number of ranks -> results by name; the same group is run once a session."""
+    done: dict[str, dict[str, Any]] = {}
+
+    def run(name: str, cases: dict[str, Any], *, world_size: int) -> dict[str, Any]:
+        if name not in done:
+            folder: Path = tmp_path_factory.mktemp("group")
+            done[name] = run_on_ranks(cases, world_size=world_size, folder=folder)
+        return done[name]
+
+    return run
+
+
+@pytest.fixture
+def rows(run_group: Run) -> Callable[..., list[dict[str, float]]]:
+    """The rows of one case of a group; its traceback where it failed."""
+
+    def rows_of(
+        group: str, cases: dict[str, Any], name: str, *, world_size: int
+    ) -> list[dict[str, float]]:
+        result = run_group(group, cases, world_size=world_size)[name]
+        assert "error" not in result, result["error"]
+        found: list[dict[str, float]] = result["rows"]
+        return found
+
+    return rows_of

@@ -1,0 +1,50 @@
+"""Starts the ranks of a group of cases and collects their results."""
+
+import json
+import os
+import socket
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+WORKER = Path(__file__).parent / "run_cases.py"
+
+
+def run_on_ranks(
+    cases: dict[str, Any], *, world_size: int, folder: Path, timeout_seconds: float = 280.0
+) -> dict[str, Any]:
+    """Run every case in one process group of `world_size` real processes; results by name."""
+    folder.mkdir(parents=True, exist_ok=True)
+    cases_file, results_file = folder / "cases.json", folder / "results.json"
+    cases_file.write_text(json.dumps(cases))
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        port = probe.getsockname()[1]
+    common = os.environ | {
+        "MASTER_ADDR": "127.0.0.1",
+        "MASTER_PORT": str(port),
+        "OMP_NUM_THREADS": "1",
+        "RECIPES_RANK_FILE": str(cases_file),  # ranks that exist
+        "WORLD_SIZE": str(world_size),
+        "LOCAL_WORLD_SIZE": str(world_size),
+    }
+    command = [sys.executable, str(WORKER), str(cases_file), str(results_file)]
+    logs = [folder / f"rank_{rank}.log" for rank in range(world_size)]
+    processes = [
+        subprocess.Popen(
+            command,
+            env=common | {"RANK": str(rank), "LOCAL_RANK": str(rank)},
+            stdout=log.open("w"),
+            stderr=subprocess.STDOUT,
+        )
+        for rank, log in enumerate(logs)
+    ]
+    try:
+        codes = [process.wait(timeout=timeout_seconds) for process in processes]
+    finally:
+        for process in processes:
+            process.kill()
+    assert not any(codes), "\n".join(log.read_text()[-3000:] for log in logs)
+    results: dict[str, Any] = json.loads(results_file.read_text())
+    return results
