@@ -28,6 +28,8 @@ benchmark: $(VENV)/.installed-test
 	$(RUN) benchmarks/step_overhead.py
 	$(RUN) benchmarks/throughput.py
 	$(RUN) benchmarks/start.py
+	$(RUN) benchmarks/parity.py
+	$(RUN) benchmarks/memory.py
 
 $(VENV)/bin/python:
 	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11))' \

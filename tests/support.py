@@ -95,6 +95,20 @@ class StopAt(Callback):
         trainer.should_stop = trainer.global_step == self.step
 
 
+class OverflowAt(Callback):
+    """Makes the gradients of one rank overflow float16 in the step after an optimizer step."""
+
+    def __init__(self, *, step: int, rank: int) -> None:
+        self.step = step
+        self.rank = rank
+
+    def on_train_batch_start(
+        self, trainer: lightning.Trainer, pl_module: Any, batch: Any, batch_idx: int
+    ) -> None:
+        if trainer.global_step == self.step and trainer.global_rank == self.rank:
+            batch["num_targets"] = torch.tensor(1e-30)
+
+
 class MaskedTokens:
     """Random tokens of which sample i has 1 + (5 i) % T targets that carry loss: uneven on purpose."""
 

@@ -14,9 +14,11 @@ class Engine(Protocol):
         grad_norm: Global L2 norm before clipping of the last optimizer step, a 0-dim tensor; None before it.
         current_loss_scale: What the loss is multiplied by; None without a loss scaler. Read from the device.
         num_overflows: Optimizer steps that this process skipped because a gradient was not finite.
+        frees_gradients: Whether gradients are freed after the step; False: zeroed where they lie.
     """
 
     grad_norm: Tensor | None
+    frees_gradients: bool
 
     @property
     def root_device(self) -> torch.device: ...

@@ -16,10 +16,10 @@ from recipes.precision_plugin import lightning_plugin, loss_scale_of, num_overfl
 class DataParallel(DDPStrategy):
     """Lightning's DDP strategy, answering the questions of `recipes.strategy.Engine`.
 
-    Gradients are views of the communication buckets, which saves their copy, 4 bytes a parameter. Inside an
-    accumulation window Lightning suppresses the all-reduce. A static graph is not asked for: it serves reentrant
-    activation checkpoints and unused parameters, and there are neither here. Running statistics are not broadcast
-    at every forward pass; the task averages them over ranks where they are read.
+    Gradients are views of the communication buckets and stay so, zeroed in place, which saves their copy, 4 bytes
+    a parameter. Inside an accumulation window Lightning suppresses the all-reduce. A static graph is not asked
+    for: it serves reentrant activation checkpoints and unused parameters, and there are neither here. Running
+    statistics are not broadcast at every forward pass; the task averages them over ranks where they are read.
 
     Args:
         devices: Of this node, one a rank.
@@ -28,6 +28,7 @@ class DataParallel(DDPStrategy):
     """
 
     grad_norm: Tensor | None = None
+    frees_gradients = False
 
     def __init__(
         self,

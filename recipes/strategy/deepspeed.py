@@ -42,6 +42,8 @@ class Zero(WholeCheckpoint, DeepSpeedStrategy):
         nvme_path: Folder on the disk that `nvme` means.
     """
 
+    frees_gradients = True
+
     def __init__(
         self,
         *,
@@ -125,9 +127,10 @@ class Zero(WholeCheckpoint, DeepSpeedStrategy):
             partition(model, initialize, config=self.config, device=_device_alone(self.root_device))
 
     def _fit_buckets(self, num_parameters: int) -> None:
-        """A bucket larger than the model would only be memory."""
+        """At most an eighth of the model: a bucket as large as a small model would double its gradients."""
         assert isinstance(self.config, dict)
-        size = max(1, min(BUCKET_ELEMENTS, num_parameters))
+        size = min(BUCKET_ELEMENTS, num_parameters // 8)
+        size = max(1, size // BUCKET_ALIGNMENT) * BUCKET_ALIGNMENT
         self.config["zero_optimization"] |= {
             "reduce_bucket_size": size,
             "allgather_bucket_size": size,

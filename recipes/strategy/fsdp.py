@@ -44,6 +44,7 @@ class FullyShard(WholeCheckpoint, ModelParallelStrategy):
     """
 
     grad_norm: Tensor | None = None
+    frees_gradients = True
     _placed: FSDPModule
 
     def __init__(

@@ -22,6 +22,7 @@ class SingleDevice(SingleDeviceStrategy):
     """
 
     grad_norm: Tensor | None = None
+    frees_gradients = True
 
     def __init__(
         self,

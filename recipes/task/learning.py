@@ -153,6 +153,9 @@ class LearningTask(lightning.LightningModule, ABC):
         loss: Tensor = loss_sum * (passes_and_ranks / batch["num_targets"])
         return loss
 
+    def optimizer_zero_grad(self, epoch: int, batch_idx: int, optimizer: Any) -> None:
+        optimizer.zero_grad(set_to_none=self.trainer.strategy.frees_gradients)  # type: ignore[attr-defined]
+
     def configure_gradient_clipping(
         self,
         optimizer: torch.optim.Optimizer,
@@ -170,8 +173,7 @@ class LearningTask(lightning.LightningModule, ABC):
     @property
     def grad_norm(self) -> Tensor | None:
         """Global norm before clipping of the last optimizer step, a 0-dim tensor."""
-        norm: Tensor | None = self.trainer.strategy.grad_norm  # type: ignore[attr-defined]
-        return norm
+        return self.trainer.strategy.grad_norm  # type: ignore[attr-defined, no-any-return]
 
     def on_validation_epoch_start(self) -> None:
         self._val_sums = None
@@ -255,5 +257,4 @@ class LearningTask(lightning.LightningModule, ABC):
                 yield f"lr/{group['group_name']}", group["lr"]
 
     def _sum_over_ranks(self, value: Tensor) -> Tensor:
-        summed: Tensor = self.trainer.strategy.sum_over_ranks(value)  # type: ignore[attr-defined]
-        return summed
+        return self.trainer.strategy.sum_over_ranks(value)  # type: ignore[attr-defined, no-any-return]

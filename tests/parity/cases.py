@@ -88,3 +88,39 @@ def largest_difference(
         )
         for name in ("train/loss", "grad/norm")
     }
+
+
+def memory_case(name: str, *, world_size: int) -> dict[str, Any]:
+    """Three steps of a model of 31 million parameters on very little data: what is held is its state."""
+    words = {
+        "model.vocab_size": 4096,
+        "model.width": 768,
+        "model.num_heads": 4,
+        "model.num_layers": 4,
+    }
+    changed = [word for word in DECODER if word.partition("=")[0] not in words]
+    return {
+        "words": [
+            *changed,
+            *(f"{key}={value}" for key, value in words.items()),
+            *COMMON,
+            "model=gpt2_nano",
+            "trainer.max_steps=3",
+            "global_batch_size=4",
+            "micro_batch_size=1",
+            "eval_every=3",
+            f"trainer.devices={world_size}",
+            *STRATEGIES[name],
+        ],
+        "data": TOKENS,
+        "count": True,
+    }
+
+
+def overflow_case(name: str, *, world_size: int) -> dict[str, Any]:
+    """Six steps in float16; in the third one, the last rank's gradients overflow."""
+    made = case(
+        "gpt2", strategy=STRATEGIES[name], precision="16-mixed", accumulate=2, world_size=world_size
+    )
+    words = [*made["words"], "trainer.max_steps=6", "eval_every=6"]
+    return made | {"words": words, "overflow": {"step": 2, "rank": world_size - 1}}

@@ -1,7 +1,7 @@
 """One rank that runs many cases in one process group: python run_cases.py <cases.json> <results.json>.
 
 A case is the words of a command line and a data node that takes the place of the composed one; its result is the
-rows of metrics.csv.
+rows of metrics.csv and, where `count` is set, the bytes that this rank held. `overflow` names a step and a rank.
 """
 
 import gc
@@ -14,20 +14,32 @@ from typing import Any
 
 import torch
 
-sys.path[:0] = [str(Path(__file__).parent.parent), str(Path(__file__).parent.parent.parent)]
+sys.path[:0] = [str(folder) for folder in Path(__file__).parents[:3]]
 
-from support import composed_config, read_metrics  # noqa: E402
+from held_bytes import HeldBytes  # noqa: E402
+from support import OverflowAt, composed_config, read_metrics  # noqa: E402
 
 from recipes.build import build  # noqa: E402
+from recipes.model.init import whole_shape  # noqa: E402
 
 
 def run_case(case: dict[str, Any], folder: Path) -> dict[str, Any]:
     """Train; the rows of its metrics."""
     config = composed_config(*case["words"]) | {"data": case["data"]}
     run = build(config, folder, [])
+    counter = HeldBytes()
+    if "count" in case:
+        run.trainer.callbacks.append(counter)  # type: ignore[attr-defined]
+    if "overflow" in case:
+        run.trainer.callbacks.insert(0, OverflowAt(**case["overflow"]))  # type: ignore[attr-defined]
     run.trainer.fit(run.task, datamodule=run.data, ckpt_path=run.checkpoint, weights_only=True)
     run.trainer.strategy.barrier()
-    return {"rows": read_metrics(folder) if run.trainer.is_global_zero else []}
+    num_parameters = sum(whole_shape(weight).numel() for weight in run.task.parameters())
+    return {
+        "rows": read_metrics(folder) if run.trainer.is_global_zero else [],
+        "held_bytes": counter.most,
+        "num_parameters": num_parameters,
+    }
 
 
 def main() -> None:
