@@ -33,6 +33,10 @@ def check_engines(config: Mapping[str, Any], world_size: int | None) -> Iterator
             "DeepSpeed clips by the global norm alone",
             "trainer.gradient_clip_algorithm=norm",
         )
+    devices = trainer["devices"]
+    is_list = engine_of(strategy) == "Zero" and isinstance(devices, list)
+    if is_list and sorted(devices) != list(range(len(devices))):
+        yield _other_gpus(devices, strategy)
     if trainer.get("sync_batchnorm") and engine_of(strategy) not in _SHARE_BATCH_NORMS:
         yield Mistake(
             f"trainer.sync_batchnorm={written(trainer['sync_batchnorm'])} {option_of(strategy)}",
@@ -40,6 +44,16 @@ def check_engines(config: Mapping[str, Any], world_size: int | None) -> Iterator
             "strategy=ddp",
         )
     yield from check_toolchain(strategy, config["optimizer"])
+
+
+def _other_gpus(devices: list[int], strategy: Mapping[str, Any]) -> Mistake:
+    """DeepSpeed takes the GPU whose number is that of the rank on its node."""
+    ids = ",".join(str(device) for device in devices)
+    return Mistake(
+        f"trainer.devices=[{ids}] {option_of(strategy)}",
+        "DeepSpeed counts the GPUs it sees from 0",
+        f"CUDA_VISIBLE_DEVICES={ids} python train.py … trainer.devices={len(devices)}",
+    )
 
 
 def _groups_of_ranks(strategy: Mapping[str, Any], world_size: int | None) -> Iterator[Mistake]:

@@ -21,6 +21,7 @@ from recipes.precision import Precision
 from recipes.precision_plugin import ZeroPrecision
 from recipes.zero_partition import partition
 
+BUCKET_ALIGNMENT = 1024  # elements; DeepSpeed wants an even number for NCCL
 BUCKET_ELEMENTS = (
     200_000_000  # Lightning's default: 0.8 GB in float32, twice where communication overlaps
 )
