@@ -1,5 +1,6 @@
 """DeepSpeed ZeRO 1-3 through Lightning: optimizer state, then gradients, then weights are divided over ranks."""
 
+import importlib
 import logging
 import os
 import sys
@@ -17,6 +18,7 @@ from torch import Tensor, nn
 from recipes.checkpoint.whole import WholeCheckpoint
 from recipes.checkpoint.zero import ZeroState
 from recipes.collectives import sum_over_ranks
+from recipes.mistake import Mistake
 from recipes.precision import Precision
 from recipes.precision_plugin import ZeroPrecision
 from recipes.zero_partition import partition
@@ -85,6 +87,7 @@ class Zero(WholeCheckpoint, DeepSpeedStrategy):
                 "lower_precision_safe_modules": [],  # gathered and reduced in float32
             }
         self._offload_optimizer = offload_optimizer
+        self._on_disk = "nvme" in (offload_optimizer, offload_parameters)
         self._precision = precision
         self._state = ZeroState()
 
@@ -97,9 +100,9 @@ class Zero(WholeCheckpoint, DeepSpeedStrategy):
 
         On a CPU it would first compile a shared-memory all-reduce; gloo, which every strategy uses, is enough.
         """
-        import deepspeed.comm.torch as backend
-
         if self.root_device.type == "cpu":
+            backend: Any = importlib.import_module("deepspeed.comm.torch")
+            assert callable(backend.build_shm_op), "what the engine's backend calls first"
             backend.build_shm_op = lambda: None
         self.set_world_ranks()
         self._init_deepspeed_distributed()
@@ -229,8 +232,18 @@ class Zero(WholeCheckpoint, DeepSpeedStrategy):
         return self._state.optimizer(self.optimizers[0], keep=self.is_global_zero)
 
     def load_model_state_dict(self, checkpoint: Any, strict: bool = True) -> None:
-        """Into this rank's part of the weights and of their master copy."""
+        """Into this rank's part of the weights and of their master copy.
+
+        Raises:
+            Mistake: That part is on a disk, where DeepSpeed gives no way to write it.
+        """
         assert self.lightning_module is not None
+        if self._on_disk:
+            raise Mistake(
+                "resume=… with weights or moments on nvme",
+                "they cannot be put back there from a checkpoint",
+                "resume=… strategy=deepspeed_stage_3_offload strategy.nvme_path=null",
+            )
         self._state.load_model(self.lightning_module, checkpoint["state_dict"])
 
     def load_optimizer_state_dict(self, checkpoint: Any) -> None:
