@@ -42,7 +42,8 @@ def divide(
         passes = 1 if accumulate_grad_batches is None else accumulate_grad_batches
         once = passes * num_devices
         micro_batch_size = max(global_batch_size // once, 1)
-        what = f"{passes} micro-batches on {_devices(num_devices)}"
+        in_passes = "" if passes == 1 else f"{passes} micro-batches on "
+        what = f"{in_passes}{_devices(num_devices)}"
     else:
         once = micro_batch_size * num_devices
         passes = max(global_batch_size // once, 1)

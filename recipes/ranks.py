@@ -185,6 +185,12 @@ def _per_node(trainer: Mapping[str, Any]) -> int:
     if trainer["accelerator"] == "cpu" or (may_be_cpus and asked == 1):
         return asked
     gpus = num_gpus()
+    if gpus == 0 and trainer["accelerator"] in ("gpu", "cuda"):
+        raise Mistake(
+            f"trainer.accelerator={trainer['accelerator']}",
+            "this machine has no GPU that torch sees",
+            "trainer.accelerator=auto",
+        )
     if devices in ("auto", -1):
         return max(gpus, 1)
     missing = max(devices) >= gpus if isinstance(devices, list) else asked > gpus > 0
