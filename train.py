@@ -28,7 +28,7 @@ def main() -> int:
     return run(args.overrides, folder, name)
 
 
-def run(overrides: list[str], folder: Path, name: str) -> int:
+def run(overrides: list[str], folder: Path, name: str, *, in_sweep: bool = False) -> int:
     """One run; its exit code."""
     composed, mistakes = composed_by_rank_zero(
         lambda: compose_and_check(overrides, config_folder=folder, config_name=name)
@@ -37,11 +37,11 @@ def run(overrides: list[str], folder: Path, name: str) -> int:
         if global_rank() == 0:  # one of the ranks that torchrun or srun started
             print(report(mistakes), file=sys.stderr)
         return EXIT_WRONG_CONFIG
-    return launch(composed)
+    return launch(composed, in_sweep=in_sweep)
 
 
 def through_hydra(folder: Path, name: str) -> int:
-    """Hydra's own flags: help, printing the config, sweeps (one job after the other in this process)."""
+    """Hydra's own flags: help, printing the config, sweeps (one job after the other)."""
     import hydra
     from hydra.core.hydra_config import HydraConfig
     from hydra.errors import HydraException
@@ -53,7 +53,7 @@ def through_hydra(folder: Path, name: str) -> int:
     def job(_: object) -> None:
         overrides = list(HydraConfig.get().overrides.task)
         overrides.append(f"hydra.run.dir='{HydraConfig.get().runtime.output_dir}'")
-        exit_codes.append(run(overrides, folder, name))
+        exit_codes.append(run(overrides, folder, name, in_sweep=True))
         if exit_codes[-1] == EXIT_INTERRUPTED:
             raise KeyboardInterrupt  # ends the sweep, not only this job
 

@@ -2,6 +2,7 @@
 
 from collections.abc import Iterable
 
+import torch
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
@@ -17,7 +18,8 @@ def clip_gradients(
         max_value: Largest absolute value of an element; None: not by value.
 
     Returns:
-        The global L2 norm before clipping, over all shards, a 0-dim tensor; no host synchronisation.
+        The global L2 norm before clipping, over all shards, a 0-dim tensor; inf where a gradient is no finite
+        number, as DeepSpeed has it. No host synchronisation.
     """
     with_grad = [parameter for parameter in parameters if parameter.grad is not None]
     grads = [parameter.grad for parameter in with_grad if parameter.grad is not None]
@@ -28,4 +30,4 @@ def clip_gradients(
         nn.utils.clip_grads_with_norm_(with_grad, max_norm, norm)
     if max_value is not None:
         nn.utils.clip_grad_value_(with_grad, max_value)
-    return norm
+    return torch.where(norm.isfinite(), norm, torch.inf)

@@ -53,8 +53,12 @@ def report(mistakes: Sequence[Mistake]) -> str:
     return "\n".join(lines)
 
 
-def launch(composed: Composed) -> int:
+def launch(composed: Composed, *, in_sweep: bool = False) -> int:
     """Carry out one checked run: here, or in as many processes as it asks for where nobody has started them.
+
+    Args:
+        composed: The run.
+        in_sweep: Whether other runs follow in this process, which then carries out none of them itself.
 
     Returns:
         The exit code: 0 finished, 2 the config is wrong, 130 interrupted, 143 terminated, 1 a crash (the
@@ -65,7 +69,8 @@ def launch(composed: Composed) -> int:
         _open(composed)
     except Mistake as mistake:
         return _refused(mistake)
-    if ranks.world_size == 1 or ranks.started_by is not None:
+    alone = ranks.world_size == 1 and not in_sweep
+    if alone or ranks.started_by is not None:
         return _here(composed, ranks)
     # train.log is rank 0's until all ranks have ended
     ending = start_ranks(composed, ranks)

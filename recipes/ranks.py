@@ -15,7 +15,7 @@ RANK_FILE = (
     "RECIPES_RANK_FILE"  # names the composed run, in the environment of the ranks that we start
 )
 _TORCHRUNS = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
-_SIGNS_OF_A_GPU = ("/dev/nvidiactl", "/proc/driver/nvidia", "/dev/kfd")
+_SIGNS_OF_A_GPU = ("/dev/nvidiactl", "/proc/driver/nvidia", "/dev/kfd", "/dev/dxg")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -61,6 +61,7 @@ def ranks_of(config: Mapping[str, Any], environ: Mapping[str, str] = os.environ)
         return Ranks(per_node=1, num_nodes=1, started_by=found.started_by if found else None)
     if found is not None:
         _refuse_contradiction(config["trainer"], found)
+        _refuse_more_than_gpus(config["trainer"], found)
         return found
     per_node = 1 if single else _per_node(config["trainer"])
     num_nodes = int(config["trainer"]["num_nodes"])
@@ -166,6 +167,19 @@ def _refuse_contradiction(trainer: Mapping[str, Any], found: Ranks) -> None:
             f"trainer.devices={devices} trainer.num_nodes={num_nodes}",
             f"{_started(found.started_by)} {found.world_size} ranks{nodes}",
             "trainer.devices=auto trainer.num_nodes=1" if num_nodes > 1 else "trainer.devices=auto",
+        )
+
+
+def _refuse_more_than_gpus(trainer: Mapping[str, Any], found: Ranks) -> None:
+    """A GPU is one rank's."""
+    gpus = 0 if trainer["accelerator"] == "cpu" or found.started_by == "us" else num_gpus()
+    if 0 < gpus < found.per_node:
+        assert found.started_by is not None
+        has = "1 GPU" if gpus == 1 else f"{gpus} GPUs"
+        raise Mistake(
+            f"{found.per_node} ranks a node",
+            f"{_started(found.started_by)} them, and this machine has {has}",
+            f"torchrun --nproc-per-node {gpus} train.py …, or trainer.accelerator=cpu",
         )
 
 

@@ -8,6 +8,7 @@ from recipes.check.offload import check_offload, engine_of, option_of
 from recipes.check.toolchain import check_toolchain
 from recipes.check.types import written
 from recipes.mistake import Mistake
+from recipes.ranks import num_gpus
 
 # Lightning 2.6 converts batch norms under DDP and FSDP1 alone; one device has nothing to share them with
 _SHARE_BATCH_NORMS = ("SingleDevice", "DataParallel")
@@ -37,12 +38,8 @@ def check_engines(config: Mapping[str, Any], world_size: int | None) -> Iterator
     is_list = engine_of(strategy) == "Zero" and isinstance(devices, list)
     if is_list and sorted(devices) != list(range(len(devices))):
         yield _other_gpus(devices, strategy)
-    if trainer.get("sync_batchnorm") and engine_of(strategy) not in _SHARE_BATCH_NORMS:
-        yield Mistake(
-            f"trainer.sync_batchnorm={written(trainer['sync_batchnorm'])} {option_of(strategy)}",
-            "batch norms are shared among ranks under strategy=ddp alone",
-            "strategy=ddp",
-        )
+    if trainer.get("sync_batchnorm"):
+        yield from _batch_norms(strategy, written(trainer["sync_batchnorm"]))
     yield from check_toolchain(strategy, config["optimizer"])
 
 
@@ -54,6 +51,21 @@ def _other_gpus(devices: list[int], strategy: Mapping[str, Any]) -> Mistake:
         "DeepSpeed counts the GPUs it sees from 0",
         f"CUDA_VISIBLE_DEVICES={ids} python train.py … trainer.devices={len(devices)}",
     )
+
+
+def _batch_norms(strategy: Mapping[str, Any], typed: str) -> Iterator[Mistake]:
+    if engine_of(strategy) not in _SHARE_BATCH_NORMS:
+        yield Mistake(
+            f"trainer.sync_batchnorm={typed} {option_of(strategy)}",
+            "batch norms are shared among ranks under strategy=ddp alone",
+            "strategy=ddp",
+        )
+    elif engine_of(strategy) == "DataParallel" and num_gpus() == 0:
+        yield Mistake(
+            f"trainer.sync_batchnorm={typed}",
+            "torch shares batch norms among GPUs alone, and there is none",
+            "trainer.sync_batchnorm=false",
+        )
 
 
 def _groups_of_ranks(strategy: Mapping[str, Any], world_size: int | None) -> Iterator[Mistake]:

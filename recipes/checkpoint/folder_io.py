@@ -45,7 +45,10 @@ class FolderCheckpointIO(CheckpointIO):
                 f"{folder} is no whole checkpoint: {MANIFEST_FILE} is missing or {STATE_FILE} has another size"
             )
         state: dict[str, Any] = torch.load(
-            folder / STATE_FILE, map_location=map_location or "cpu", weights_only=True
+            folder / STATE_FILE,
+            map_location=map_location or "cpu",
+            weights_only=True,
+            mmap=True,  # each rank reads what it keeps, not a copy of the whole
         )
         return state
 

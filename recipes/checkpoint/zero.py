@@ -149,13 +149,17 @@ def _make_state(optimizer: Any, example: dict[str, Any]) -> None:
         else optimizer.single_partition_of_fp32_groups
     )
     as_number = type(base).__name__ == "DeepSpeedCPUAdam"  # counts steps in an int
+    fused = base.param_groups[0].get("fused")  # counts them on the device
     for flat in flats:
-        base.state[flat] = {
-            name: torch.zeros_like(flat.data)
-            if value.ndim
-            else (int(value) if as_number else value.clone())
-            for name, value in example.items()
-        }
+        state: dict[str, Any] = {}
+        for name, value in example.items():
+            if value.ndim:
+                state[name] = torch.zeros_like(flat.data)
+            elif as_number:
+                state[name] = int(value)
+            else:
+                state[name] = value.to(flat.device, copy=True) if fused else value.clone()
+        base.state[flat] = state
     _link(optimizer)
 
 

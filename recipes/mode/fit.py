@@ -13,6 +13,7 @@ from recipes.checkpoint.resume import step_of
 from recipes.compose import ENVIRONMENT_FILE
 from recipes.console import LOGGER
 from recipes.environment import describe_environment
+from recipes.failure import is_by_peer
 from recipes.logger.summary import SUMMARY_FILE
 from recipes.model.init import whole_shape
 
@@ -82,6 +83,8 @@ def _fit(run: Run) -> None:
         raise
     except Exception as error:
         what = f"{type(error).__name__}: {error}"
+        if is_by_peer(error):
+            what = "another rank failed first; train.log names it"
         _log_event(run, "end", run.trainer.global_step, status="failed", error=what)
         raise
     _log_event(run, "end", run.trainer.global_step, status="finished")

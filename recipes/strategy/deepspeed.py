@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any, Literal
 
 import torch
+from lightning.pytorch.plugins import MixedPrecision
 from lightning.pytorch.plugins.io import CheckpointIO
 from lightning.pytorch.strategies import DeepSpeedStrategy
 from lightning.pytorch.strategies.ddp import DDPStrategy
@@ -21,12 +22,8 @@ from recipes.collectives import sum_over_ranks
 from recipes.mistake import Mistake
 from recipes.precision import Precision
 from recipes.precision_plugin import ZeroPrecision
-from recipes.zero_partition import partition
-
-BUCKET_ALIGNMENT = 1024  # elements; DeepSpeed wants an even number for NCCL
-BUCKET_ELEMENTS = (
-    200_000_000  # Lightning's default: 0.8 GB in float32, twice where communication overlaps
-)
+from recipes.zero_loss_scale import give_scaler, load_scaler_state, scaler_state
+from recipes.zero_partition import fit_buckets, partition
 
 
 class Zero(WholeCheckpoint, DeepSpeedStrategy):
@@ -122,23 +119,13 @@ class Zero(WholeCheckpoint, DeepSpeedStrategy):
     def place(self, model: nn.Module, initialize: Callable[[nn.Module], None]) -> None:
         """At stage 3 each parameter is made, filled and partitioned before the next one: no rank holds the model."""
         assert isinstance(self.config, dict)
-        self._fit_buckets(sum(parameter.numel() for parameter in model.parameters()))
+        fit_buckets(self.config["zero_optimization"], model)
         if self.config["zero_optimization"]["stage"] < 3:
             model.to_empty(device=_device_alone(self.root_device))
             initialize(model)
         else:
             self._init_config_if_needed()
             partition(model, initialize, config=self.config, device=_device_alone(self.root_device))
-
-    def _fit_buckets(self, num_parameters: int) -> None:
-        """At most an eighth of the model: a bucket as large as a small model would double its gradients."""
-        assert isinstance(self.config, dict)
-        size = min(BUCKET_ELEMENTS, num_parameters // 8)
-        size = max(1, size // BUCKET_ALIGNMENT) * BUCKET_ALIGNMENT
-        self.config["zero_optimization"] |= {
-            "reduce_bucket_size": size,
-            "allgather_bucket_size": size,
-        }
 
     def own_optimizer(self, optimizer: torch.optim.Optimizer) -> torch.optim.Optimizer:
         """Adam and AdamW in host memory step with DeepSpeedCPUAdam, built when first used."""
@@ -170,18 +157,7 @@ class Zero(WholeCheckpoint, DeepSpeedStrategy):
         optimizer: Any = self.optimizers[0]
         optimizer.torch_autocast_gradscaler = None
         if self._precision.scales_loss:
-            from deepspeed.runtime.fp16.loss_scaler import DynamicLossScaler
-
-            optimizer.loss_scaler = DynamicLossScaler(
-                init_scale=2.0**16,  # this and the next: torch.amp.GradScaler's defaults
-                scale_window=2000,
-                min_scale=2.0**-14,
-                delayed_shift=1,
-                consecutive_hysteresis=False,
-                raise_error_at_min_scale=False,
-                dtype=torch.half,
-            )
-            optimizer.dynamic_loss_scale = True
+            give_scaler(optimizer)
 
     def backward(self, closure_loss: Tensor, *args: Any, **kwargs: Any) -> Tensor:
         """Lightning has divided by the passes of the window; DeepSpeed must not divide again (#6170, 2.6.6).
@@ -230,6 +206,23 @@ class Zero(WholeCheckpoint, DeepSpeedStrategy):
     def optimizer_state(self, optimizer: torch.optim.Optimizer) -> dict[str, Any]:
         """The state that torch's optimizer would have on one device, on rank 0. A collective."""
         return self._state.optimizer(self.optimizers[0], keep=self.is_global_zero)
+
+    def save_checkpoint(
+        self, checkpoint: dict[str, Any], filepath: Any, storage_options: Any = None
+    ) -> None:
+        """Rank 0 writes; the loss scale under the name that Lightning's mixed precision gives it."""
+        if self._precision.scales_loss:
+            checkpoint |= {MixedPrecision.__qualname__: scaler_state(self.optimizers[0])}
+        super().save_checkpoint(checkpoint, filepath, storage_options)
+
+    def load_checkpoint(
+        self, checkpoint_path: Any, weights_only: bool | None = None
+    ) -> dict[str, Any]:
+        """Every rank reads whole tensors, and goes on with the loss scale."""
+        checkpoint = super().load_checkpoint(checkpoint_path, weights_only)
+        if self._precision.scales_loss and MixedPrecision.__qualname__ in checkpoint:
+            load_scaler_state(self.optimizers[0], checkpoint[MixedPrecision.__qualname__])
+        return checkpoint
 
     def load_model_state_dict(self, checkpoint: Any, strict: bool = True) -> None:
         """Into this rank's part of the weights and of their master copy.

@@ -142,7 +142,11 @@ class FullyShard(WholeCheckpoint, ModelParallelStrategy):
             self._placed.set_requires_gradient_sync(True)
 
     def own_optimizer(self, optimizer: torch.optim.Optimizer) -> torch.optim.Optimizer:
-        """The optimizer as it is: it steps this rank's shards."""
+        """The optimizer as it is: it steps this rank's shards. torch 2.13 has no fused SGD for them."""
+        if isinstance(optimizer, torch.optim.SGD):
+            for group in optimizer.param_groups:
+                group["fused"] = False
+            optimizer._step_supports_amp_scaling = False
         return optimizer
 
     def clip_gradients(

@@ -181,8 +181,9 @@ class LearningTask(lightning.LightningModule, ABC):
 
     def share_statistics(self) -> None:
         """Running means and variances are of one rank's samples; what is evaluated or saved is their mean."""
-        buffers = (buffer for buffer in self.buffers() if buffer.is_floating_point())
-        average_over_ranks(buffers)
+        saved = self.state_dict(keep_vars=True)  # constant tables are not in it
+        buffers = (buffer for name, buffer in self.named_buffers() if name in saved)
+        average_over_ranks(buffer for buffer in buffers if buffer.is_floating_point())
 
     def validation_step(self, batch: Batch, batch_idx: int) -> None:
         loss_sum, logits = self.loss_sum(batch)
@@ -238,9 +239,8 @@ class LearningTask(lightning.LightningModule, ABC):
             and not trainer.should_stop
         ):
             return
-        self.log_row(
-            {"train/loss": self._sum_over_ranks(window_loss), "train/samples": self.num_samples}
-        )
+        loss = self._sum_over_ranks(window_loss)
+        self.log_row({"train/loss": loss, "train/samples": self.num_samples})
         if self.num_tokens:
             self.log_row({"train/tokens": self.num_tokens})
         self.log_row(dict(self._learning_rates()))

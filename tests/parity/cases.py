@@ -117,10 +117,11 @@ def memory_case(name: str, *, world_size: int) -> dict[str, Any]:
     }
 
 
-def overflow_case(name: str, *, world_size: int) -> dict[str, Any]:
+def overflow_case(name: str, *more: str, world_size: int) -> dict[str, Any]:
     """Six steps in float16; in the third one, the last rank's gradients overflow."""
     made = case(
         "gpt2", strategy=STRATEGIES[name], precision="16-mixed", accumulate=2, world_size=world_size
     )
-    words = [*made["words"], "trainer.max_steps=6", "eval_every=6"]
+    words = [word for word in made["words"] if not word.startswith("save_every")]
+    words += ["trainer.max_steps=6", "eval_every=6", "save_every=4", *more]
     return made | {"words": words, "overflow": {"step": 2, "rank": world_size - 1}}

@@ -5,6 +5,7 @@ from typing import Any
 
 import pytest
 from cases import overflow_case
+from ranks import run_on_ranks
 
 ENGINES = ["ddp", "fsdp", "fsdp, cpu offload", "hsdp", "ZeRO-1", "ZeRO-2, offload", "ZeRO-3"]
 ALONE = {"single": overflow_case("single", world_size=1)}
@@ -35,3 +36,40 @@ def test_the_step_after_a_skipped_one_sees_the_same_weights(
     losses = [row["train/loss"] for row in found]
     assert losses[2] > 1e20
     assert abs(losses[3] / losses[1] - 1) < 0.05
+
+
+PAIRS = [
+    ("ddp", "ddp"),
+    ("ZeRO-1", "ZeRO-1"),
+    ("ZeRO-3", "ZeRO-3"),
+    ("ZeRO-1", "fsdp"),
+    ("ddp", "ZeRO-3"),
+]
+
+
+@pytest.fixture(scope="module")
+def resumed(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
+    """Each pair goes on from step 4, after the overflow."""
+    origins = sorted({origin for origin, _ in PAIRS})
+    first, second = tmp_path_factory.mktemp("first"), tmp_path_factory.mktemp("second")
+    run_on_ranks(
+        {name: overflow_case(name, world_size=2) for name in origins}, world_size=2, folder=first
+    )
+    folders = {name: first / f"results.json.{number}" for number, name in enumerate(origins)}
+    cases = {
+        f"{origin} -> {name}": overflow_case(
+            name, f"resume={folders[origin]}/checkpoints/step_0000004.ckpt", world_size=2
+        )
+        for origin, name in PAIRS
+    }
+    return run_on_ranks(cases, world_size=2, folder=second)
+
+
+@pytest.mark.parametrize("name", [f"{origin} -> {name}" for origin, name in PAIRS])
+def test_a_resumed_run_keeps_the_loss_scale_and_the_count(
+    name: str, resumed: dict[str, Any]
+) -> None:
+    assert "error" not in resumed[name], resumed[name]["error"]
+    rows = resumed[name]["rows"]
+    assert [row["precision/loss_scale"] for row in rows] == [2.0**15] * 2
+    assert [row["precision/overflow_steps"] for row in rows] == [1, 1]

@@ -61,6 +61,15 @@ OTHER_MODELS = {
     if model != "gpt2"
     for name in ONE_OF_EACH
 }
+SGD = {
+    f"sgd, {name}": made | {"words": [*made["words"], "optimizer=sgd", "optimizer.lr=0.1"]}
+    for name in [*ONE_OF_EACH, "ZeRO-3, offload"]
+    for made in _cases([name], world_size=2, passes=[2]).values()
+}
+OTHER_MODELS |= SGD
+SINGLE["sgd"] = SINGLE["single x1"] | {
+    "words": [*SINGLE["single x1"]["words"], "optimizer=sgd", "optimizer.lr=0.1"]
+}
 LOW = {
     f"{precision}, {name}": _cases([name], precision=precision, world_size=2, passes=[2])[
         f"{name} x2"
@@ -115,7 +124,9 @@ def test_two_replicas_of_two_shards_give_the_curve_of_one_device(name: str, rows
 
 
 @pytest.mark.parametrize("name", OTHER_MODELS)
-def test_other_models_give_the_curve_of_one_device_too(name: str, rows: Rows) -> None:
+def test_other_models_and_optimizers_give_the_curve_of_one_device_too(
+    name: str, rows: Rows
+) -> None:
     reference = rows("single", SINGLE, name.partition(",")[0], world_size=1)
     _equal(rows("models", OTHER_MODELS, name, world_size=2), reference)
 
