@@ -12,9 +12,14 @@ WORKER = Path(__file__).parent / "run_cases.py"
 
 
 def run_on_ranks(
-    cases: dict[str, Any], *, world_size: int, folder: Path, timeout_seconds: float = 280.0
+    cases: dict[str, Any],
+    *,
+    world_size: int,
+    folder: Path,
+    timeout_seconds: float = 280.0,
+    worker: Path = WORKER,
 ) -> dict[str, Any]:
-    """Run every case in one process group of `world_size` real processes; results by name."""
+    """Run every case in one process group of `world_size` real processes; results by name, as rank 0 has them."""
     folder.mkdir(parents=True, exist_ok=True)
     cases_file, results_file = folder / "cases.json", folder / "results.json"
     cases_file.write_text(json.dumps(cases))
@@ -29,7 +34,7 @@ def run_on_ranks(
         "WORLD_SIZE": str(world_size),
         "LOCAL_WORLD_SIZE": str(world_size),
     }
-    command = [sys.executable, str(WORKER), str(cases_file), str(results_file)]
+    command = [sys.executable, str(worker), str(cases_file), str(results_file)]
     logs = [folder / f"rank_{rank}.log" for rank in range(world_size)]
     processes = [
         subprocess.Popen(
