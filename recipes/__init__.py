@@ -15,7 +15,9 @@ checkpoint/     L2  what is written, where a run resumes from
 logger/         L2  one row per logged optimizer step, one line per event
 environment.py  L2  versions, devices, git state of a run
 precision_plugin.py L2  a precision word as Lightning's plugin for each engine
+reachable_gradients.py L2  what one device, DDP and FSDP2 answer alike
 zero_partition.py L2  ZeRO-3: a described model made and divided one parameter at a time
+zero_loss_scale.py L2  float16's loss scale inside a ZeRO optimizer
 data/           L1  where samples come from and in which order; datamodule.py is L2
 tokenizer/      L1  text <-> token ids
 model/          L1  one architecture a file, plain torch

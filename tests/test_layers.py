@@ -11,6 +11,7 @@ L2_FOLDERS = {"task", "strategy", "checkpoint", "logger"}
 L2_FILES = {
     "recipes/data/datamodule.py",
     "recipes/precision_plugin.py",
+    "recipes/reachable_gradients.py",
     "recipes/zero_loss_scale.py",
     "recipes/zero_partition.py",
 }

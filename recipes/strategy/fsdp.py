@@ -1,13 +1,13 @@
 """FSDP2: each rank keeps 1/N of weights, gradients and optimizer state; a block is whole only while it computes."""
 
-from collections.abc import Callable, Generator, Iterable, Sequence
+from collections.abc import Callable, Generator, Sequence
 from contextlib import contextmanager
 from typing import Any, Literal
 
 import torch
 from lightning.pytorch.plugins.io import CheckpointIO
 from lightning.pytorch.strategies import ModelParallelStrategy
-from torch import Tensor, nn
+from torch import nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.fsdp import (
     CPUOffloadPolicy,
@@ -18,16 +18,15 @@ from torch.distributed.fsdp import (
 )
 
 from recipes.checkpoint.whole import WholeCheckpoint, gather, load_model, load_optimizer
-from recipes.collectives import sum_over_ranks
-from recipes.gradients import clip_gradients
 from recipes.precision import Precision
-from recipes.precision_plugin import lightning_plugin, loss_scale_of, num_overflows_of
+from recipes.precision_plugin import lightning_plugin
+from recipes.reachable_gradients import ReachableGradients
 
 # what autocast computes in the low precision: their weights may be gathered in it, no other parameter
 _LOW_PRECISION = (nn.Linear, nn.Conv1d, nn.Conv2d, nn.Conv3d)
 
 
-class FullyShard(WholeCheckpoint, ModelParallelStrategy):
+class FullyShard(ReachableGradients, WholeCheckpoint, ModelParallelStrategy):
     """Lightning's model-parallel strategy as plain FSDP2, answering the questions of `recipes.strategy.Engine`.
 
     Under a mixed precision the matrices of a block travel in the low precision and all else in float32, and
@@ -43,8 +42,6 @@ class FullyShard(WholeCheckpoint, ModelParallelStrategy):
             each rank holds the gradients of the whole model until then, 4 bytes a parameter.
     """
 
-    grad_norm: Tensor | None = None
-    frees_gradients = True
     _placed: FSDPModule
 
     def __init__(
@@ -148,26 +145,6 @@ class FullyShard(WholeCheckpoint, ModelParallelStrategy):
                 group["fused"] = False
             optimizer._step_supports_amp_scaling = False
         return optimizer
-
-    def clip_gradients(
-        self, parameters: Iterable[nn.Parameter], *, max_norm: float | None, max_value: float | None
-    ) -> None:
-        """Clip in place, where asked, and keep the norm over all shards before."""
-        self.grad_norm = clip_gradients(parameters, max_norm=max_norm, max_value=max_value)
-
-    def sum_over_ranks(self, value: Tensor) -> Tensor:
-        """Add a tensor over all ranks."""
-        return sum_over_ranks(value, self.root_device)
-
-    @property
-    def current_loss_scale(self) -> float | None:
-        """What the loss is multiplied by; None without a loss scaler."""
-        return loss_scale_of(self.precision_plugin)
-
-    @property
-    def num_overflows(self) -> int:
-        """Optimizer steps skipped because a gradient was not finite."""
-        return num_overflows_of(self.precision_plugin)
 
     def lightning_module_state_dict(self) -> dict[str, Any]:
         """Every tensor whole, on the host, on rank 0; empty on the others. A collective."""
