@@ -168,7 +168,7 @@ def _trainer(
         enable_progress_bar=False,
         enable_model_summary=False,
     )
-    _without_a_collective_a_batch(trainer)
+    _without_collectives_for_signals(trainer)
     return trainer
 
 
@@ -179,9 +179,16 @@ def _cluster(ranks: Ranks) -> list[ClusterEnvironment]:
     return [TorchElasticEnvironment()] if ranks.started_by else [LightningEnvironment()]
 
 
-def _without_a_collective_a_batch(trainer: lightning.Trainer) -> None:
+def _without_collectives_for_signals(trainer: lightning.Trainer) -> None:
     """Lightning asks rank 0 before every micro-batch whether it was told to stop, and waits for the answer
-    (#21487, 2.6.6). Whoever starts several ranks sends SIGTERM to each."""
+    (#21487, 2.6.6); and at SIGTERM it broadcasts inside the handler, which fails wherever the handler interrupts
+    when a peer is dead. Whoever starts several ranks sends SIGTERM to each: noting it is enough."""
+    connector = trainer._signal_connector
+
+    def note(signum: Any, frame: Any) -> None:
+        connector.received_sigterm = True
+
+    connector._sigterm_notifier_fn = note  # type: ignore[method-assign, assignment]
     trainer.fit_loop.epoch_loop._broadcast_sigterm_tensor = lambda: None  # type: ignore[method-assign]
 
 

@@ -11,7 +11,16 @@ from typing import Any
 
 import torch
 
-_PACKAGES = ("torch", "lightning", "hydra-core", "omegaconf", "numpy", "tokenizers", "wandb")
+_PACKAGES = (
+    "torch",
+    "lightning",
+    "hydra-core",
+    "omegaconf",
+    "numpy",
+    "tokenizers",
+    "wandb",
+    "deepspeed",
+)
 
 
 def describe_environment(overrides: list[str]) -> dict[str, Any]:

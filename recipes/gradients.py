@@ -4,7 +4,10 @@ from collections.abc import Iterable
 
 import torch
 from torch import Tensor, nn
-from torch.distributed.tensor import DTensor
+from torch.distributed.tensor import DTensor, Partial, Shard
+
+# torch 2.13 adds float32 squares on a CPU one after the other: 38 million of them come out 0.26 % too small
+_CHUNK = 4096
 
 
 def clip_gradients(
@@ -23,11 +26,38 @@ def clip_gradients(
     """
     with_grad = [parameter for parameter in parameters if parameter.grad is not None]
     grads = [parameter.grad for parameter in with_grad if parameter.grad is not None]
-    norm = nn.utils.get_total_norm(grads)
-    if isinstance(norm, DTensor):
-        norm = norm.full_tensor()
+    norm = global_norm(grads)
     if max_norm is not None:
         nn.utils.clip_grads_with_norm_(with_grad, max_norm, norm)
     if max_value is not None:
         nn.utils.clip_grad_value_(with_grad, max_value)
     return torch.where(norm.isfinite(), norm, torch.inf)
+
+
+def global_norm(grads: list[Tensor]) -> Tensor:
+    """L2 norm over all elements of all gradients, of all ranks where they are shards; a 0-dim float32 tensor."""
+    if grads and _local(grads[0]).device.type != "cpu":
+        norm = nn.utils.get_total_norm(grads)
+        return norm.full_tensor() if isinstance(norm, DTensor) else norm
+    squares = torch.zeros((), dtype=torch.float64)
+    for grad in grads:
+        squares = squares + _sum_of_squares(_local(grad))
+    if grads and isinstance(grads[0], DTensor):
+        placements = [Partial() if isinstance(p, Shard) else p for p in grads[0].placements]
+        whole = DTensor.from_local(squares, grads[0].device_mesh, placements, run_check=False)
+        squares = whole.full_tensor()
+    return squares.sqrt().float()
+
+
+def _sum_of_squares(grad: Tensor) -> Tensor:
+    """In float64 over chunks, each in the gradient's own type; within 1e-7."""
+    flat = grad.detach().reshape(-1)
+    in_chunks = flat[: flat.numel() // _CHUNK * _CHUNK].view(-1, _CHUNK)
+    rest = flat[in_chunks.numel() :].double()
+    chunks = torch.linalg.vector_norm(in_chunks.float(), dim=1).double()
+    squares: Tensor = chunks.square().sum() + rest.square().sum()
+    return squares
+
+
+def _local(grad: Tensor) -> Tensor:
+    return grad.to_local() if isinstance(grad, DTensor) else grad

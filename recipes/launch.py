@@ -122,7 +122,8 @@ def _here(composed: Composed, ranks: Ranks) -> int:
     except KeyboardInterrupt:
         if global_rank() == 0:
             LOGGER.error(f"Interrupted; the run's folder is {_where(composed)}")
-            LOGGER.error(f"To go on: python train.py resume={composed.run_folder}")
+            if any((composed.run_folder / "checkpoints").glob("step_*.ckpt")):
+                LOGGER.error(f"To go on: python train.py resume={composed.run_folder}")
         return EXIT_INTERRUPTED
     except Exception as error:
         if (wrapped := _mistake_behind(error)) is not None:

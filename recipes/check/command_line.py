@@ -34,6 +34,10 @@ _ALIASES = {
     "zero2": "deepspeed_stage_2",
     "zero3": "deepspeed_stage_3",
 }
+# the recipe that a strategy's name alone means: what a modern GPU takes
+_RECIPES = {
+    name: f"{name}_bf16" for name in ("single", "ddp", "fsdp", "hsdp", "zero1", "zero2", "zero3")
+}
 
 
 # what people type at the top level, and the word that means it
@@ -46,6 +50,12 @@ _MEANT = {
     "max_epochs": "trainer.max_steps",
     "checkpoint_every": "save_every",
     "ckpt_path": "resume",
+}
+
+
+# what no other key with the same value says
+_SAID_OTHERWISE = {
+    "strategy.offload": "strategy=fsdp strategy.cpu_offload=true, or strategy=deepspeed_stage_2_offload",
 }
 
 
@@ -132,7 +142,8 @@ def _unknown_option(override: Override, typed: str) -> Mistake | None:
         return None
     if override.is_sweep_override():
         return Mistake(typed, "a single run takes one option", f"python train.py -m {typed}")
-    alias = _ALIASES[wrong[0]] if wrong[0] in _ALIASES else None
+    aliases = _RECIPES if override.key_or_group == "recipe" else _ALIASES
+    alias = aliases[wrong[0]] if wrong[0] in aliases else None
     near = [alias] if alias in options else get_close_matches(wrong[0], options, 1, cutoff=0.5)
     listed = " ".join(options)
     remedy = f"{override.key_or_group}={near[0]}" if near else f"{override.key_or_group}=<option>"
@@ -169,7 +180,9 @@ def _mend(typed: str, override: Override, config: Any) -> str | Mistake:
     homes = [
         str(name) for name in config if OmegaConf.is_dict(config[name]) and wrong in config[name]
     ]
-    if wrong in _MEANT:
+    if override.key_or_group in _SAID_OTHERWISE:
+        remedy = _SAID_OTHERWISE[override.key_or_group]
+    elif wrong in _MEANT:
         remedy = f"{_MEANT[wrong]}={value}"
     elif not known_parts and homes and homes != ["hydra"]:
         remedy = f"{homes[0]}.{wrong}={value}"

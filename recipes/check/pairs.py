@@ -3,6 +3,7 @@
 from collections.abc import Iterator, Mapping
 from typing import Any
 
+from recipes.compose import CONF
 from recipes.mistake import Mistake
 from recipes.signature import read_signature
 
@@ -69,6 +70,8 @@ def _trainer(config: Mapping[str, Any]) -> Iterator[Mistake]:
     trainer = config["trainer"]
     for argument, remedy in _OURS.items():
         if argument in trainer:
+            if (CONF / argument / f"{trainer[argument]}.yaml").is_file():
+                remedy = f"{argument}={trainer[argument]}"
             yield Mistake(f"trainer.{argument}={trainer[argument]}", "another word sets it", remedy)
     for argument, options in _OPTIONS.items():
         if argument in trainer and trainer[argument] not in options:

@@ -34,7 +34,10 @@ class Began(Callback):
             return
         run, step = self._run, trainer.global_step
         run.freeze()
-        record = describe_environment(run.overrides) | {"tags": run.tags}
+        record = describe_environment(run.overrides) | {
+            "tags": run.tags,
+            "num_ranks": trainer.world_size,
+        }
         (run.folder / ENVIRONMENT_FILE).write_text(json.dumps(record, indent=2) + "\n")
         tokenizer = run.data.source.tokenizer
         if tokenizer is not None:

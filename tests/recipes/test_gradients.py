@@ -4,7 +4,7 @@ import pytest
 import torch
 from torch import nn
 
-from recipes.gradients import clip_gradients
+from recipes.gradients import clip_gradients, global_norm
 
 
 def gradients() -> list[nn.Parameter]:
@@ -33,3 +33,26 @@ def test_without_clipping_the_norm_is_measured_and_nothing_changes() -> None:
     norm = clip_gradients(parameters, max_norm=None, max_value=None)
     assert norm.item() == 13.0
     assert parameters[1].grad.tolist() == [12.0]
+
+
+@pytest.mark.parametrize("num_elements", [1, 4095, 4097, 5_000_000])
+def test_the_norm_is_exact_to_float32_whatever_the_size(num_elements: int) -> None:
+    values = torch.randn(num_elements, generator=torch.Generator().manual_seed(0))
+    exact = values.double().norm().item()
+    assert global_norm([values]).item() == pytest.approx(exact, rel=2e-7)
+    halves = list(values.split(num_elements // 2 + 1))
+    assert global_norm(halves).item() == pytest.approx(exact, rel=2e-7)
+
+
+def test_torch_still_loses_digits_of_a_long_norm_on_a_cpu() -> None:
+    """Why `global_norm` adds in chunks: fails when torch has mended it."""
+    values = torch.randn(5_000_000, generator=torch.Generator().manual_seed(0))
+    exact = values.double().norm().item()
+    assert abs(torch.linalg.vector_norm(values).item() / exact - 1) > 1e-5
+
+
+def test_a_norm_that_is_no_number_is_infinite() -> None:
+    parameters = gradients()
+    assert parameters[0].grad is not None
+    parameters[0].grad[0] = float("nan")
+    assert clip_gradients(parameters, max_norm=None, max_value=None).item() == float("inf")

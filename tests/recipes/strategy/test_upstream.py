@@ -5,6 +5,7 @@ import inspect
 from lightning.pytorch.loops.training_epoch_loop import _TrainingEpochLoop
 from lightning.pytorch.plugins import DeepSpeedPrecision
 from lightning.pytorch.strategies import DeepSpeedStrategy
+from lightning.pytorch.trainer.connectors.signal_connector import _SignalConnector
 
 
 def test_lightning_still_lets_deepspeed_divide_by_the_passes_a_second_time() -> None:
@@ -29,10 +30,15 @@ def test_lightning_still_refuses_deepspeed_on_a_cpu() -> None:
 
 
 def test_lightning_still_broadcasts_before_every_micro_batch() -> None:
-    """#21487, `build._without_a_collective_a_batch`."""
+    """#21487, `build._without_collectives_for_signals`."""
     source = inspect.getsource(_TrainingEpochLoop.advance)
     assert "self._broadcast_sigterm_tensor()" in source
     assert "every_n" not in source
+
+
+def test_lightning_still_broadcasts_inside_its_signal_handler() -> None:
+    """2.6.6, `build._without_collectives_for_signals`."""
+    assert "dist.broadcast(" in inspect.getsource(_SignalConnector._sigterm_notifier_fn)
 
 
 def test_deepspeed_still_links_moments_when_only_the_first_group_has_any() -> None:
