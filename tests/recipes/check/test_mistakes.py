@@ -78,7 +78,7 @@ MESSAGES = {
     "trainer.max_stepz=9": (
         "trainer.max_stepz=9: there is no 'trainer.max_stepz'; type trainer.max_steps=9"
     ),
-    "trainer.strategy=ddp": ("trainer.strategy=ddp: another word sets it; type strategy=<option>"),
+    "trainer.strategy=ddp": ("trainer.strategy=ddp: another word sets it; type strategy=ddp"),
     "trainer.max_epochs=3": (
         "trainer.max_epochs=3: another word sets it; type trainer.max_steps=<optimizer steps>"
     ),
