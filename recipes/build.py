@@ -19,8 +19,8 @@ from lightning.pytorch.callbacks import Callback
 from lightning.pytorch.loggers import Logger
 
 from recipes.accumulation import Accumulation, divide
-from recipes.checkpoint.folder_io import FolderCheckpointIO
-from recipes.checkpoint.resume import find_checkpoint
+from recipes.checkpoint.resume import find_checkpoint, names_one
+from recipes.checkpoint.saver import CheckpointSaver
 from recipes.compose import Composed, Config, folder_of_run, freeze
 from recipes.data.datamodule import StreamData
 from recipes.logger.rows import RowWriter
@@ -133,6 +133,8 @@ def _trainer(
     *,
     trains: bool,
 ) -> lightning.Trainer:
+    saver: CheckpointSaver = _make(config["checkpoint"])
+    saver.checkpoint_io.falls_back = not names_one(config["resume"])
     callbacks: list[Callback] = []
     loggers: list[Logger] = []
     if trains:
@@ -142,11 +144,11 @@ def _trainer(
             SummaryWriter(run_folder=folder),
             *watching,
             RowWriter(),
-            _make(config["checkpoint"]),
+            saver,
         ]
-    # what does not train runs on one device: a checkpoint holds whole tensors, whoever wrote it
+    # what does not train runs on one device: it reads the checkpoint of any strategy
     node = config["strategy"] if trains else SINGLE
-    strategy = _make(node)(devices=devices, precision=precision, checkpoint_io=FolderCheckpointIO())
+    strategy = _make(node)(devices=devices, precision=precision, checkpoint_io=saver.checkpoint_io)
     make_trainer = _make(config["trainer"] | {"_partial_": True})
     trainer: lightning.Trainer = make_trainer(
         accelerator=devices[0].type,
@@ -168,7 +170,7 @@ def _trainer(
         enable_progress_bar=False,
         enable_model_summary=False,
     )
-    _without_collectives_for_signals(trainer)
+    _without_lightnings_signals(trainer)
     return trainer
 
 
@@ -179,16 +181,11 @@ def _cluster(ranks: Ranks) -> list[ClusterEnvironment]:
     return [TorchElasticEnvironment()] if ranks.started_by else [LightningEnvironment()]
 
 
-def _without_collectives_for_signals(trainer: lightning.Trainer) -> None:
+def _without_lightnings_signals(trainer: lightning.Trainer) -> None:
     """Lightning asks rank 0 before every micro-batch whether it was told to stop, and waits for the answer
     (#21487, 2.6.6); and at SIGTERM it broadcasts inside the handler, which fails wherever the handler interrupts
-    when a peer is dead. Whoever starts several ranks sends SIGTERM to each: noting it is enough."""
-    connector = trainer._signal_connector
-
-    def note(signum: Any, frame: Any) -> None:
-        connector.received_sigterm = True
-
-    connector._sigterm_notifier_fn = note  # type: ignore[method-assign, assignment]
+    when a peer is dead. `recipes.preemption` takes the signals instead."""
+    trainer._signal_connector.register_signal_handlers = lambda: None  # type: ignore[method-assign]
     trainer.fit_loop.epoch_loop._broadcast_sigterm_tensor = lambda: None  # type: ignore[method-assign]
 
 

@@ -14,6 +14,7 @@ from recipes.compose import CONF, Composed
 from recipes.console import LOGGER, open_console
 from recipes.failure import Failure, error_file, failure_of, write_failure
 from recipes.mistake import Mistake
+from recipes.preemption import EXIT_PREEMPTED, Preempted, listen
 from recipes.ranks import Ranks, global_rank, ranks_of, started_by
 from recipes.start_ranks import start_ranks
 
@@ -61,8 +62,8 @@ def launch(composed: Composed, *, in_sweep: bool = False) -> int:
         in_sweep: Whether other runs follow in this process, which then carries out none of them itself.
 
     Returns:
-        The exit code: 0 finished, 2 the config is wrong, 130 interrupted, 143 terminated, 1 a crash (the
-        traceback of the rank that failed first is printed and logged).
+        The exit code: 0 finished, 2 the config is wrong, 75 preempted, 130 interrupted, 143 terminated, 1 a crash
+        (the traceback of the rank that failed first is printed and logged).
     """
     try:
         ranks = ranks_of(composed.config)
@@ -90,17 +91,22 @@ def _open(composed: Composed) -> None:
     Raises:
         Mistake: The folder cannot be written to.
     """
-    fits = composed.config["mode"]["_target_"].endswith(".fit")
     speaks = global_rank() == 0
     try:
         composed.run_folder.mkdir(parents=True, exist_ok=True)
-        open_console(composed.run_folder / "train.log" if fits and speaks else None, speaks=speaks)
+        open_console(
+            composed.run_folder / "train.log" if _fits(composed) and speaks else None, speaks=speaks
+        )
     except OSError as error:
         raise Mistake(
             f"hydra.run.dir={composed.run_folder}",
             f"the folder cannot be written to: {error.strerror}",
             "hydra.run.dir=<a folder of yours>",
         ) from error
+
+
+def _fits(composed: Composed) -> bool:
+    return bool(composed.config["mode"]["_target_"].endswith(".fit"))
 
 
 def _refused(mistake: Mistake) -> int:
@@ -116,9 +122,15 @@ def _refused(mistake: Mistake) -> int:
 def _here(composed: Composed, ranks: Ranks) -> int:
     """The run, or this rank of it, in this process."""
     try:
+        if _fits(composed):
+            listen(second_ends=ranks.started_by != "us")
         from recipes.build import carry_out
 
         return carry_out(composed)
+    except Preempted as stopped:
+        if global_rank() == 0:
+            LOGGER.error(f"Stopped by {stopped.by} before the first step")
+        return EXIT_PREEMPTED
     except KeyboardInterrupt:
         if global_rank() == 0:
             LOGGER.error(f"Interrupted; the run's folder is {_where(composed)}")

@@ -4,6 +4,7 @@ import dataclasses
 import faulthandler
 import json
 import os
+import signal
 import sys
 import threading
 import time
@@ -77,15 +78,19 @@ def composed_by_rank_zero(
 
 
 def _end_with_parent() -> None:
-    """End this process when the parent's end of our standard input closes, however the parent died."""
+    """End this process when the parent's end of our standard input closes, however the parent died.
+
+    What the parent writes there is the number of a signal that asks to stop: a cluster that signals both of us asks
+    once.
+    """
     pipe = os.dup(0)
     nothing = os.open(os.devnull, os.O_RDONLY)
     os.dup2(nothing, 0)
     os.close(nothing)
 
     def wait() -> None:
-        while os.read(pipe, 1):
-            pass
+        while told := os.read(pipe, 1):
+            signal.raise_signal(told[0])
         os._exit(1)
 
     threading.Thread(target=wait, name="end_with_parent", daemon=True).start()

@@ -7,15 +7,15 @@ import socket
 import subprocess
 import sys
 import tempfile
-import threading
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import BinaryIO
 
 from recipes.compose import Composed
 from recipes.failure import ERROR_FILE, STACK, Failure, read_failure
+from recipes.preemption import EXIT_PREEMPTED, SecondSignalError, requests_to
 from recipes.rank import text_of
 from recipes.ranks import RANK_FILE, Ranks
 
@@ -25,7 +25,8 @@ EXIT_TERMINATED = 143  # what a shell calls SIGTERM
 _OURS = (
     2,
     3,
-    75,
+    EXIT_PREEMPTED,
+    EXIT_TERMINATED,
     EXIT_INTERRUPTED,
 )  # exit codes that say what happened, and that the rank has said it
 _FAILED_SECONDS = 5.0  # for the others to end once one rank has failed
@@ -48,10 +49,6 @@ class Ending:
     exit_code: int
     report: str | None = None
     crashed: bool = False
-
-
-class _Terminated(BaseException):
-    """SIGTERM, as an exception in the main thread."""
 
 
 @dataclass(kw_only=True)
@@ -96,7 +93,12 @@ class _Process:
 def start_ranks(composed: Composed, ranks: Ranks) -> Ending:
     """Carry out a run by one process a rank, all from this one composition; none is left when it returns."""
     started: list[_Process] = []
-    with tempfile.TemporaryDirectory(prefix="recipes_ranks_") as name, _sigterm_raises():
+
+    def tell(number: int) -> None:
+        for one in started:
+            _ask_to_stop(one, number)
+
+    with tempfile.TemporaryDirectory(prefix="recipes_ranks_") as name, requests_to(tell):
         folder = Path(name)
         (folder / "composed.json").write_text(text_of(composed))
         port = _free_port()
@@ -105,9 +107,9 @@ def start_ranks(composed: Composed, ranks: Ranks) -> Ending:
                 started.append(_start(rank, ranks.world_size, port, folder))
             return _watch(started)
         except KeyboardInterrupt:
-            return _end_as_asked(started, signal.SIGINT)
-        except _Terminated:
-            return _end_as_asked(started, signal.SIGTERM)
+            return _interrupted(started)
+        except SecondSignalError:
+            return Ending(exit_code=EXIT_TERMINATED, report="Terminated by a second signal")
         finally:
             _kill(started)
 
@@ -184,13 +186,11 @@ def _with_cause(started: Sequence[_Process], failed: Sequence[_Process]) -> Sequ
     return failed
 
 
-def _end_as_asked(started: Sequence[_Process], asked: signal.Signals) -> Ending:
-    """Hand a request to stop to the ranks and give them time; a second request kills them."""
-    with contextlib.suppress(KeyboardInterrupt, _Terminated):
-        _signal(started, asked)
+def _interrupted(started: Sequence[_Process]) -> Ending:
+    """Hand Ctrl-C to the ranks and give them time; a second one kills them."""
+    with contextlib.suppress(KeyboardInterrupt, SecondSignalError):
+        _signal(started, signal.SIGINT)
         _wait(started, _ASKED_SECONDS)
-    if asked == signal.SIGTERM:
-        return Ending(exit_code=EXIT_TERMINATED, report="Terminated")
     said = any(one.rank == 0 and one.process.poll() == EXIT_INTERRUPTED for one in started)
     return Ending(exit_code=EXIT_INTERRUPTED, report=None if said else "Interrupted")
 
@@ -218,20 +218,11 @@ def _kill(processes: Sequence[_Process]) -> None:
             one.process.stdin.close()
 
 
-@contextlib.contextmanager
-def _sigterm_raises() -> Iterator[None]:
-    if threading.current_thread() is not threading.main_thread():
-        yield  # only the main thread may handle signals
-        return
-
-    def raise_terminated(*_: object) -> None:
-        raise _Terminated
-
-    before = signal.signal(signal.SIGTERM, raise_terminated)
-    try:
-        yield
-    finally:
-        signal.signal(signal.SIGTERM, before)
+def _ask_to_stop(one: _Process, number: int) -> None:
+    assert one.process.stdin is not None, "opened as a pipe"
+    with contextlib.suppress(OSError):  # it has ended
+        one.process.stdin.write(bytes([number]))
+        one.process.stdin.flush()
 
 
 def _python_path() -> str:

@@ -24,6 +24,7 @@ WORDS: dict[str, str] = {
     "log_every": "int",
     "eval_every": "int",
     "save_every": "int | None",
+    "save_every_minutes": "float | None",
     "eval_samples": "int | None",
     "compile": "bool",
 }

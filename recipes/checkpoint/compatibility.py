@@ -4,12 +4,12 @@ from collections.abc import Mapping
 from typing import Any
 
 import torch
-from torch import Tensor
 
+from recipes.checkpoint.saved_tensors import SavedTensor
 from recipes.mistake import Mistake
 
 
-def refuse_other_model(own: Mapping[str, torch.Size], saved: Mapping[str, Tensor]) -> None:
+def refuse_other_model(own: Mapping[str, torch.Size], saved: Mapping[str, SavedTensor]) -> None:
     """Compare the shapes of a model's tensors with the tensors of a checkpoint.
 
     Raises:

@@ -1,87 +1,133 @@
-"""A checkpoint is a folder, written beside its place and renamed when whole. One write of the state's size."""
+"""Checkpoints as folders, for Lightning: saved by `CheckpointWriter`, verified when loaded, by all ranks together."""
 
-import json
-import os
-import shutil
+import logging
+from collections.abc import Mapping
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
+import lightning
 import torch
+import torch.distributed as dist
 from lightning.pytorch.plugins.io import CheckpointIO
 
-STATE_FILE = "state.pt"
-MANIFEST_FILE = "manifest.json"
+from recipes.checkpoint.layout import RUN_FILE, is_shard, put_together, take_apart
+from recipes.checkpoint.manifest import Manifest, fault, fault_of_content, read_manifest
+from recipes.checkpoint.resume import older_than
+from recipes.checkpoint.retention import remove
+from recipes.checkpoint.saved_tensors import open_tensors
+from recipes.checkpoint.writer import CheckpointWriter
+from recipes.mistake import Mistake
+
+LOGGER = logging.getLogger("lightning_recipes")
+
+
+class Refusal(NamedTuple):
+    """A checkpoint that was not loaded, and why."""
+
+    path: Path
+    why: str
 
 
 class FolderCheckpointIO(CheckpointIO):
-    """Writes `state.pt` and, last, `manifest.json` with its size; reads only folders that have both."""
+    """What strategies save and load through; called on every rank.
+
+    Args:
+        writer: Writes in the background.
+        verify_hashes: Whether to hash every file before it is loaded; sizes are always compared.
+
+    Attributes:
+        falls_back: Whether a damaged checkpoint is passed over for the newest whole one; False: it is an error.
+        loaded: The checkpoint that was loaded.
+        refused: Those that were passed over.
+        metrics: Numbers of the run that go into the next manifest.
+    """
+
+    def __init__(self, *, writer: CheckpointWriter, verify_hashes: bool) -> None:
+        self.writer = writer
+        self.falls_back = False
+        self.loaded: Path | None = None
+        self.refused: list[Refusal] = []
+        self.metrics: Mapping[str, float] = {}
+        self._verify_hashes = verify_hashes
 
     def save_checkpoint(
         self, checkpoint: dict[str, Any], path: str | Path, storage_options: Any = None
     ) -> None:
-        folder = Path(path)
-        unfinished = folder.with_name(f"{folder.name}.tmp-{os.getpid()}")
-        shutil.rmtree(unfinished, ignore_errors=True)  # of a killed run: in a container, ids repeat
-        unfinished.mkdir(parents=True)
-        torch.save(checkpoint, unfinished / STATE_FILE)
-        _sync(unfinished / STATE_FILE)
-        manifest = {
-            "step": checkpoint["global_step"],
-            "files": {STATE_FILE: {"bytes": (unfinished / STATE_FILE).stat().st_size}},
-        }
-        (unfinished / MANIFEST_FILE).write_text(json.dumps(manifest, indent=2) + "\n")
-        _sync(unfinished / MANIFEST_FILE)
-        if folder.exists():
-            self.remove_checkpoint(folder)
-        unfinished.rename(folder)
-        _sync(folder.parent)
+        """Begin to save what this rank holds."""
+        rank = dist.get_rank() if dist.is_initialized() else 0
+        plain, parts = take_apart(checkpoint, rank=rank)
+        manifest = Manifest(
+            step=checkpoint["global_step"],
+            world_size=_world_size(),
+            strategy=checkpoint["strategy"],
+            versions={"torch": torch.__version__, "lightning": lightning.__version__},
+            metrics=dict(self.metrics),
+            files={},
+        )
+        self.writer.begin(Path(path), plain, parts, manifest)
 
     def load_checkpoint(
         self, path: str | Path, map_location: Any = None, weights_only: bool | None = None
     ) -> dict[str, Any]:
-        folder = Path(path)
-        if not is_whole(folder):
-            raise ValueError(
-                f"{folder} is no whole checkpoint: {MANIFEST_FILE} is missing or {STATE_FILE} has another size"
-            )
-        state: dict[str, Any] = torch.load(
-            folder / STATE_FILE,
-            map_location=map_location or "cpu",
-            weights_only=True,
-            mmap=True,  # each rank reads what it keeps, not a copy of the whole
+        """Plain data in memory, tensors still on disk.
+
+        Raises:
+            Mistake: The checkpoint is not what was written, and no other may take its place.
+        """
+        folder = self.whole(Path(path))
+        manifest = read_manifest(folder)
+        assert manifest is not None, "it has just been verified"
+        plain = torch.load(folder / RUN_FILE, map_location="cpu", weights_only=True)
+        tensors = open_tensors(folder / name for name in manifest.files if is_shard(name))
+        self.loaded = folder
+        return put_together(plain, tensors)
+
+    def whole(self, named: Path) -> Path:
+        """A checkpoint that is what was written: the one named or, where allowed, the newest older one.
+
+        Every rank hashes its share of the files, once the ranks have met; before, all of them.
+        """
+        candidates = [named, *older_than(named)] if self.falls_back else [named]
+        for folder in candidates:
+            why = self._fault(folder)
+            if why is None:
+                return folder
+            self.refused.append(Refusal(folder, why))
+            LOGGER.warning("Refused %s: %s", folder, why)
+        raise Mistake(
+            f"resume=… {named}",
+            f"{self.refused[-1].why}; {'no older one is whole' if self.falls_back else 'it was named'}",
+            "resume=<the run's folder>, which takes its newest whole checkpoint"
+            if not self.falls_back
+            else "resume=null hydra.run.dir=<another folder> to begin anew",
         )
-        return state
+
+    def _fault(self, folder: Path) -> str | None:
+        why = fault(folder)
+        if why is None and self._verify_hashes:
+            manifest = read_manifest(folder)
+            if manifest is None:
+                why = "its manifest has just gone"
+            else:
+                ranks, rank = _world_size(), dist.get_rank() if dist.is_initialized() else 0
+                # largest first, so that each rank reads about as much
+                names = sorted(manifest.files, key=lambda name: -manifest.files[name].bytes)
+                why = fault_of_content(folder, manifest, names[rank::ranks])
+        return _first(why)
 
     def remove_checkpoint(self, path: str | Path) -> None:
-        """Rename first, so that a half-deleted folder never has a checkpoint's name."""
-        folder = Path(path)
-        doomed = folder.with_name(f"{folder.name}.trash-{os.getpid()}")
-        shutil.rmtree(doomed, ignore_errors=True)
-        folder.rename(doomed)
-        shutil.rmtree(doomed)
+        """Nothing half-deleted ever has a checkpoint's name."""
+        remove(Path(path))
 
 
-def is_whole(folder: Path) -> bool:
-    """Whether a folder holds a manifest and every file it names in its full size."""
-    manifest = read_manifest(folder)
-    return manifest is not None and all(
-        (folder / name).is_file() and (folder / name).stat().st_size == entry["bytes"]
-        for name, entry in manifest["files"].items()
-    )
+def _world_size() -> int:
+    return dist.get_world_size() if dist.is_initialized() else 1
 
 
-def read_manifest(folder: Path) -> dict[str, Any] | None:
-    """The manifest of a checkpoint folder; None where there is none that can be read."""
-    try:
-        manifest: dict[str, Any] = json.loads((folder / MANIFEST_FILE).read_text())
-    except (OSError, ValueError):
-        return None
-    return manifest if {"step", "files"} <= manifest.keys() else None
-
-
-def _sync(path: Path) -> None:
-    descriptor = os.open(path, os.O_RDONLY)
-    try:
-        os.fsync(descriptor)
-    finally:
-        os.close(descriptor)
+def _first(why: str | None) -> str | None:
+    """The first fault that any rank has found."""
+    if _world_size() == 1:
+        return why
+    found: list[Any] = [None] * _world_size()
+    dist.all_gather_object(found, why)
+    return next((fault for fault in found if fault is not None), None)

@@ -1,88 +1,214 @@
-"""When checkpoints are written and which are kept. Training waits for each one."""
+"""When checkpoints are written: every so many steps or minutes, where training ends, and when a signal asks."""
 
-import os
 import time
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import lightning.pytorch as lightning
 from lightning.pytorch.callbacks import Checkpoint
 
+from recipes.agreement import StepAgreement
+from recipes.checkpoint.finished_saves import FinishedSaves
+from recipes.checkpoint.folder_io import FolderCheckpointIO
+from recipes.checkpoint.retention import (
+    CHECKPOINTS,
+    Retention,
+    apply,
+    name_of,
+    steps_on_disk,
+    sweep,
+)
+from recipes.checkpoint.space import warn_if_short
+from recipes.checkpoint.validation_due import validate_now
+from recipes.checkpoint.writer import CheckpointWriter
+from recipes.preemption import Preempted, hand_over, requested_by
+
+_STOP, _SAVE = "stop", "save"
+
 
 class CheckpointSaver(Checkpoint):
-    """Saves every so many optimizer steps and where training ends; keeps the newest.
+    """Saves behind training and keeps what `Retention` says.
 
-    A step that is validated is saved after its validation, so that no checkpoint is ahead of its own numbers.
+    A step that is validated is saved after its validation, so that no checkpoint is ahead of its own numbers; a
+    signal does not wait for that: the validation is made up for when the run goes on.
 
     Args:
-        save_every: Optimizer steps between checkpoints; None: never save.
+        save_every: Optimizer steps between checkpoints; None: none for that reason.
+        save_every_minutes: Minutes between checkpoints; None: none for that reason. Both None: never save.
         eval_every: Optimizer steps between validations.
         keep_last: How many of the newest stay on disk.
+        keep_every: Those of multiples of so many steps stay for ever; None: none for that reason.
+        keep_best: How many of the best stay.
+        best_metric: What they are best by.
+        best_mode: Whether less or more of it is better.
+        asynchronous: Whether training goes on while a checkpoint is written.
+        verify_hashes: Whether every file is hashed before it is loaded.
+        if_save_fails: Whether training goes on without a checkpoint that could not be written.
     """
 
-    def __init__(self, *, save_every: int | None, eval_every: int, keep_last: int) -> None:
+    def __init__(
+        self,
+        *,
+        save_every: int | None,
+        save_every_minutes: float | None,
+        eval_every: int,
+        keep_last: int,
+        keep_every: int | None,
+        keep_best: int,
+        best_metric: str,
+        best_mode: Literal["min", "max"],
+        asynchronous: bool,
+        verify_hashes: bool,
+        if_save_fails: Literal["continue", "stop"],
+    ) -> None:
         self._save_every = save_every
+        self._save_every_minutes = save_every_minutes
         self._eval_every = eval_every
-        self._keep_last = keep_last
+        self._retention = Retention(
+            keep_last=keep_last,
+            keep_every=keep_every,
+            keep_best=keep_best,
+            metric=best_metric,
+            mode=best_mode,
+        )
+        self._writer = CheckpointWriter(
+            asynchronous=asynchronous, after=lambda folder: apply(self._retention, folder)
+        )
+        self.checkpoint_io = FolderCheckpointIO(writer=self._writer, verify_hashes=verify_hashes)
+        self.finished = FinishedSaves(if_save_fails=if_save_fails)
         self._saved_step = -1
-        self._kept: list[Path] = []
+        self._seen_step = -1
+        self._validated_step = -1
+        self._saved_at = 0.0
+        self._validation_due = False
+        self._space_known = False
+
+    @property
+    def saves(self) -> bool:
+        """Whether this run writes checkpoints at all."""
+        return self._save_every is not None or self._save_every_minutes is not None
 
     def on_train_start(self, trainer: lightning.Trainer, pl_module: Any) -> None:
-        folder, step = self._folder(trainer), trainer.global_step
-        self._saved_step = step
-        present = {int(path.name[5:12]): path for path in sorted(folder.glob("step_*.ckpt"))}
-        self._kept = [path for saved, path in present.items() if saved <= step]
-        if not trainer.is_global_zero:
-            return
-        for saved, path in present.items():
-            if (
-                saved > step
-            ):  # of a branch that this resume abandons; kept, under a name nobody resumes from
-                path.rename(path.with_name(f"abandoned_{saved:07d}_{int(time.time())}"))
+        step = trainer.global_step
+        self._saved_step = self._seen_step = step
+        self._saved_at = time.monotonic()
+        if trainer.is_global_zero:
+            _clear(self._folder(trainer), step)
+        self._writer.connect()
+        self._agreement = StepAgreement(step=step)
+        hand_over(lambda: self._agreement.ask(_STOP))
+        if self._validation_due:
+            self._validation_due = False
+            self._saved_step = -1  # saved again, with its validation
+            validate_now(trainer)
+
+    def on_before_optimizer_step(
+        self, trainer: lightning.Trainer, pl_module: Any, optimizer: Any
+    ) -> None:
+        self._writer.wait_until_copied()
 
     def on_train_batch_end(
         self, trainer: lightning.Trainer, pl_module: Any, outputs: Any, batch: Any, batch_idx: int
     ) -> None:
-        if not trainer.should_stop and trainer.global_step % self._eval_every:
-            self._save_if_due(trainer)
+        step = trainer.global_step
+        if step == self._seen_step:
+            return  # inside an accumulation window
+        if self.saves and not self._space_known:
+            warn_if_short(trainer, self._folder(trainer), self._retention)
+            self._space_known = True
+        self._seen_step = step
+        self.finished.report(trainer, self._writer.ended())
+        validates = trainer.should_stop or step % self._eval_every == 0
+        due = self._agreement.due(step, resting=validates, wait=not trainer.should_stop)
+        if _STOP in due and not trainer.should_stop:
+            self._stop(trainer, validation_due=validates)
+        if _SAVE in due or not validates:
+            self._save_if_due(trainer, asked=_SAVE in due)
+        self._watch_clock(trainer)
+
+    def on_validation_batch_start(self, trainer: lightning.Trainer, *_: Any) -> None:
+        self._may_stop_in_validation(trainer, resting=True)
+
+    def on_validation_epoch_end(self, trainer: lightning.Trainer, pl_module: Any) -> None:
+        self._may_stop_in_validation(
+            trainer, resting=False
+        )  # from here on the ranks wait for each other
 
     def on_validation_end(self, trainer: lightning.Trainer, pl_module: Any) -> None:
         if trainer.state.fn == "fit":
+            self._validated_step = trainer.global_step
             self._save_if_due(trainer)
 
-    def _save_if_due(self, trainer: lightning.Trainer) -> None:
-        step = trainer.global_step
-        if self._save_every is None or step == self._saved_step:
+    def on_train_end(self, trainer: lightning.Trainer, pl_module: Any) -> None:
+        hand_over(None)
+        self._agreement.close()
+        self.finished.report(trainer, self._writer.ended(wait=True))
+
+    def on_exception(
+        self, trainer: lightning.Trainer, pl_module: Any, exception: BaseException
+    ) -> None:
+        """A save under way is brought to its end, unless a rank that it needs is gone."""
+        self.finished.record(trainer, self._writer.ended(wait=True))
+
+    def state_dict(self) -> dict[str, Any]:
+        return {"validation_due": self._validation_due}
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        self._validation_due = state_dict["validation_due"]
+
+    def _may_stop_in_validation(self, trainer: lightning.Trainer, *, resting: bool) -> None:
+        if trainer.state.fn != "fit" or trainer.should_stop or self._seen_step < 0:
             return
-        if step % self._save_every == 0 or trainer.should_stop:
+        if _STOP in self._agreement.due(trainer.global_step, resting=resting):
+            self._stop(trainer, validation_due=True)
+
+    def _watch_clock(self, trainer: lightning.Trainer) -> None:
+        """Rank 0's clock counts: the others would read another time."""
+        minutes = self._save_every_minutes
+        waited_minutes = (time.monotonic() - self._saved_at) / 60
+        if minutes is not None and trainer.is_global_zero and waited_minutes >= minutes:
+            self._agreement.ask(_SAVE)
+
+    def _save_if_due(self, trainer: lightning.Trainer, *, asked: bool = False) -> None:
+        step = trainer.global_step
+        if not self.saves or step == self._saved_step:
+            return
+        by_steps = self._save_every is not None and step % self._save_every == 0
+        if asked or by_steps or trainer.should_stop:
             self._save(trainer, step)
 
+    def _stop(self, trainer: lightning.Trainer, *, validation_due: bool) -> None:
+        """Save what there is and leave."""
+        step = trainer.global_step
+        if self.saves and step != self._saved_step:
+            self._validation_due = validation_due
+            self._save(trainer, step)
+        self._agreement.close()
+        self.finished.report(trainer, self._writer.ended(wait=True))
+        newest = self.finished.newest
+        saved = self.saves and (newest is None or newest.is_whole)
+        raise Preempted(requested_by(), step=step, saved=saved)
+
     def _save(self, trainer: lightning.Trainer, step: int) -> None:
-        began = time.perf_counter()
-        path = self._folder(trainer) / f"step_{step:07d}.ckpt"
+        self.finished.report(trainer, self._writer.ended(wait=True))
+        self.checkpoint_io.metrics = {
+            name: float(value)
+            for name, value in trainer.callback_metrics.items()
+            if self._validated_step == step or not name.startswith("val/")
+        }
         trainer.lightning_module.share_statistics()  # type: ignore[operator]
+        path = self._folder(trainer) / name_of(step)
         trainer.save_checkpoint(path, weights_only=False)
-        self._saved_step = step
-        if not trainer.is_global_zero:
-            return
-        _point_last(path)
-        self._kept = [kept for kept in self._kept if kept != path] + [path]
-        while len(self._kept) > self._keep_last:
-            trainer.strategy.remove_checkpoint(self._kept.pop(0))
-        for logger in trainer.loggers:
-            if hasattr(logger, "log_event"):
-                seconds = round(time.perf_counter() - began, 3)
-                logger.log_event("checkpoint", step, path=path.name, seconds=seconds)
+        self._saved_step, self._saved_at = step, time.monotonic()
 
     @staticmethod
     def _folder(trainer: lightning.Trainer) -> Path:
-        return Path(trainer.default_root_dir) / "checkpoints"
+        return Path(trainer.default_root_dir) / CHECKPOINTS
 
 
-def _point_last(checkpoint: Path) -> None:
-    """Let the link `last` name a checkpoint, by one rename."""
-    link = checkpoint.with_name("last")
-    fresh = checkpoint.with_name(f"last.tmp-{os.getpid()}")
-    fresh.unlink(missing_ok=True)
-    fresh.symlink_to(checkpoint.name)
-    fresh.replace(link)
+def _clear(folder: Path, step: int) -> None:
+    """Remove what a killed run left half done; give checkpoints of a branch that this resume abandons another name."""
+    sweep(folder)
+    for saved, path in steps_on_disk(folder).items():
+        if saved > step:
+            path.rename(path.with_name(f"abandoned_{saved:07d}_{int(time.time())}"))

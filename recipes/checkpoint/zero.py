@@ -1,16 +1,21 @@
-"""A DeepSpeed optimizer's state as torch's optimizer would have it on one device. One all-reduce a tensor."""
+"""A DeepSpeed optimizer's state under the names torch's optimizer would have it by, divided as ZeRO divides it."""
 
+import math
 from collections.abc import Mapping
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
+from recipes.checkpoint.parts import parts_of, whole_part
+from recipes.checkpoint.saved_tensors import SavedTensor
+from recipes.checkpoint.shard_file import Part
+
 
 class ZeroState:
-    """Reads and writes what ZeRO has flattened and divided, parameter by parameter, whole.
+    """Hands over what this rank holds of weights and moments, and takes its part of saved ones. No collective.
 
-    DeepSpeed's own files hold one world size and one stage; these tensors fit every strategy.
+    DeepSpeed's own files fit one world size and one stage, and hold pickled objects; these parts fit every strategy.
     """
 
     def __init__(self) -> None:
@@ -23,51 +28,42 @@ class ZeroState:
         ]
 
     @torch.no_grad()
-    def model(self, module: nn.Module, *, keep: bool) -> dict[str, Any]:
-        """Every tensor of a module, from the float32 master copy where there is one. A collective.
+    def model(self, module: nn.Module, *, writes_whole: bool) -> dict[str, Part]:
+        """This rank's parts of a module, from the float32 master copy where there is one.
 
         Args:
             module: What DeepSpeed's engine wraps.
-            keep: Whether this rank wants the tensors.
+            writes_whole: Whether this rank writes what every rank holds whole.
         """
-        from deepspeed.utils import safe_get_full_fp32_param
-
-        whole: dict[str, Any] = {}
-        seen: dict[int, Tensor] = {}
+        parts: dict[str, Part] = {}
         for name, parameter in module.named_parameters(remove_duplicate=False):
-            if id(parameter) not in seen:
-                master = safe_get_full_fp32_param(parameter)
-                value = _whole(parameter) if master is None else master.view(_shape(parameter))
-                seen[id(parameter)] = value.cpu() if keep else value.new_empty(0)
-            whole[name] = seen[id(parameter)]
+            part = _part(parameter, None, writes_whole=writes_whole)
+            if part is not None:
+                parts[name] = part
         persistent = module.state_dict(keep_vars=True)
-        for name, buffer in module.named_buffers():
-            if name in persistent:
-                whole[name] = buffer.cpu()
-        return whole if keep else {}
+        buffers = {name: buffer for name, buffer in module.named_buffers() if name in persistent}
+        return parts | parts_of(buffers, constant=(), writes_whole=writes_whole)
 
     @torch.no_grad()
-    def optimizer(self, optimizer: Any, *, keep: bool) -> dict[str, Any]:
-        """Moments and hyper-parameters, keyed as torch's `state_dict` is. A collective.
+    def optimizer(self, optimizer: Any, *, writes_whole: bool) -> dict[str, Any]:
+        """This rank's parts of the moments, keyed as torch's `state_dict` is, and hyper-parameters.
 
         Args:
             optimizer: DeepSpeed's.
-            keep: Whether this rank wants the tensors.
+            writes_whole: Whether this rank writes what every rank holds whole.
         """
-        from deepspeed.utils import safe_get_full_optimizer_state
-
-        state: dict[int, dict[str, Any]] = {}
+        state: dict[int, dict[str, Part]] = {}
         _link(optimizer)
         moments, scalars = _kinds_of_state(optimizer.optimizer)
         for index, parameter in enumerate(self._parameters):
-            # a tensor of its own each: torch's optimizers count steps in place
-            of_parameter: dict[str, Any] = {name: value.clone() for name, value in scalars.items()}
-            for name in moments:
-                value = safe_get_full_optimizer_state(parameter, name)
-                of_parameter[name] = value.view(_shape(parameter)).cpu() if keep else None
-            if of_parameter:
-                state[index] = of_parameter
-        return {"state": state, "param_groups": self._groups(optimizer)} if keep else {}
+            held = {name: _part(parameter, name, writes_whole=False) for name in moments}
+            state[index] = {name: part for name, part in held.items() if part is not None}
+            if writes_whole:
+                state[index] |= {name: whole_part(value) for name, value in scalars.items()}
+        return {
+            "state": state if moments or scalars else {},
+            "param_groups": self._groups(optimizer),
+        }
 
     def _groups(self, optimizer: Any) -> list[dict[str, Any]]:
         """Hyper-parameters with the numbers of the parameters they belong to: matrices first, then vectors."""
@@ -89,41 +85,41 @@ class ZeroState:
         return groups
 
     @torch.no_grad()
-    def load_model(self, module: nn.Module, whole: Mapping[str, Tensor]) -> None:
-        """Copy whole tensors into this rank's part of weights and master copy. No collective.
+    def load_model(self, module: nn.Module, saved: Mapping[str, SavedTensor]) -> None:
+        """Copy saved tensors into this rank's part of weights and master copy.
 
         Args:
             module: What DeepSpeed's engine wraps.
-            whole: Every tensor by name.
+            saved: Every tensor by name.
         """
         for name, parameter in module.named_parameters():
-            _write(parameter, whole[name])
+            _write(parameter, saved[name])
         persistent = module.state_dict(keep_vars=True)
         for name, buffer in module.named_buffers():
             if name in persistent:
-                buffer.copy_(whole[name])
+                buffer.copy_(saved[name].whole())
 
     @torch.no_grad()
-    def load_optimizer(self, optimizer: Any, whole: dict[str, Any]) -> None:
-        """Give DeepSpeed's optimizer the moments of a whole one. No collective.
+    def load_optimizer(self, optimizer: Any, saved: dict[str, Any]) -> None:
+        """Give DeepSpeed's optimizer saved moments.
 
         Args:
             optimizer: DeepSpeed's, before its first step.
-            whole: As torch's `state_dict`.
+            saved: As torch's `state_dict`, with `SavedTensor` for tensors.
         """
-        from deepspeed.utils import safe_set_full_optimizer_state, safe_set_local_optimizer_state
+        from deepspeed.utils import safe_set_local_optimizer_state
 
-        if not whole["state"]:
+        if not any(saved["state"].values()):
             return
-        _make_state(optimizer, next(iter(whole["state"].values())))
+        _make_state(optimizer, next(iter(saved["state"].values())))
         for index, parameter in enumerate(self._parameters):
-            for name, value in whole["state"][index].items():
-                if not (isinstance(value, Tensor) and value.ndim > 0):
+            for name, value in saved["state"][index].items():
+                if not value.shape:
                     continue
                 if hasattr(parameter, "ds_id"):
-                    safe_set_local_optimizer_state(parameter, _part(parameter, value), name)
-                else:
-                    safe_set_full_optimizer_state(parameter, value, name)
+                    safe_set_local_optimizer_state(parameter, _padded_part(parameter, value), name)
+                elif (mapping := parameter._hp_mapping) is not None:  # type: ignore[attr-defined]
+                    mapping.get_hp_fragment(name).copy_(_range(mapping, value))
 
 
 def _kinds_of_state(optimizer: torch.optim.Optimizer) -> tuple[list[str], dict[str, Tensor]]:
@@ -139,7 +135,7 @@ def _kinds_of_state(optimizer: torch.optim.Optimizer) -> tuple[list[str], dict[s
     return [], {}
 
 
-def _make_state(optimizer: Any, example: dict[str, Any]) -> None:
+def _make_state(optimizer: Any, example: Mapping[str, SavedTensor]) -> None:
     """Empty state for every flat partition; DeepSpeed makes it in the first step."""
     base = optimizer.optimizer
     stage_3 = hasattr(optimizer, "fp32_partitioned_groups_flat")
@@ -153,12 +149,12 @@ def _make_state(optimizer: Any, example: dict[str, Any]) -> None:
     for flat in flats:
         state: dict[str, Any] = {}
         for name, value in example.items():
-            if value.ndim:
+            if value.shape:
                 state[name] = torch.zeros_like(flat.data)
             elif as_number:
-                state[name] = int(value)
+                state[name] = int(value.whole())
             else:
-                state[name] = value.to(flat.device, copy=True) if fused else value.clone()
+                state[name] = value.whole().to(flat.device if fused else "cpu")
         base.state[flat] = state
     _link(optimizer)
 
@@ -170,42 +166,71 @@ def _link(optimizer: Any) -> None:
         optimizer._lazy_init_hp_params_optimizer_state()
 
 
-def _write(parameter: Any, value: Tensor) -> None:
-    from deepspeed.utils import safe_set_full_fp32_param, safe_set_local_fp32_param
+def _part(parameter: Any, moment: str | None, *, writes_whole: bool) -> Part | None:
+    """What this rank holds of a parameter's master copy or of a moment: a range of the flattened whole."""
+    if hasattr(parameter, "ds_id"):
+        return _part_of_stage_3(parameter, moment)
+    if not hasattr(parameter, "_hp_mapping"):  # not trained: there is no master copy
+        return whole_part(parameter) if writes_whole else None
+    mapping = parameter._hp_mapping
+    if mapping is None:
+        return None
+    fragment = mapping.get_hp_fragment(moment)
+    start = mapping.lp_fragment_address.start
+    return Part(tensor=fragment.detach(), offsets=(start,), whole_shape=parameter.shape)
+
+
+def _part_of_stage_3(parameter: Any, moment: str | None) -> Part | None:
+    start, stop = _bounds(parameter)
+    if start >= stop:
+        return None
+    held = parameter.ds_tensor
+    if parameter.requires_grad:
+        optimizer = parameter._z3_optimizer
+        held, group = optimizer._get_fp32_opt_state_partition(
+            parameter, release_swap_buffers=True, optim_state_key=moment
+        )
+        if optimizer._swappable_optimizer_subgroup(group):
+            held = held.clone()  # it was read from the disk into a buffer that is used again
+    held = held.detach().flatten()[: stop - start]
+    return Part(tensor=held, offsets=(start,), whole_shape=parameter.ds_shape)
+
+
+def _write(parameter: Any, saved: SavedTensor) -> None:
+    from deepspeed.utils import safe_set_local_fp32_param
 
     if hasattr(parameter, "ds_id"):
+        mine = _padded_part(parameter, saved)
         if parameter.requires_grad:
-            safe_set_local_fp32_param(parameter, _part(parameter, value))
-        parameter.ds_tensor.copy_(_part(parameter, value))
-        if parameter.numel() == value.numel():  # small ones stay whole on every rank
-            parameter.data.copy_(value)
+            safe_set_local_fp32_param(parameter, mine)
+        parameter.ds_tensor.copy_(mine)
+        if parameter.numel() == math.prod(saved.shape):  # small ones stay whole on every rank
+            parameter.data.copy_(saved.whole())
         return
-    if hasattr(parameter, "_hp_mapping"):
-        safe_set_full_fp32_param(parameter, value)
-    parameter.data.copy_(value)
+    mapping = getattr(parameter, "_hp_mapping", None)
+    if mapping is not None:
+        mapping.get_hp_fragment().copy_(_range(mapping, saved))
+    parameter.data.copy_(saved.whole())
 
 
-def _part(parameter: Any, whole: Tensor) -> Tensor:
-    """This rank's part of a whole tensor, flat, padded with zeros to equal parts."""
-    size = parameter.ds_tensor.ds_numel
-    start = size * torch.distributed.get_rank()
-    mine = whole.flatten()[start : start + size]
-    return torch.cat([mine, mine.new_zeros(size - len(mine))])
+def _range(mapping: Any, saved: SavedTensor) -> Tensor:
+    """The fragment that this rank holds at stages 1 and 2."""
+    address = mapping.lp_fragment_address
+    return saved.part(address.start, address.start + address.numel)
 
 
-def _whole(parameter: Any) -> Tensor:
-    """A parameter that is not trained has no master copy."""
-    if not hasattr(parameter, "ds_id"):
-        return parameter.data  # type: ignore[no-any-return]
-    import deepspeed
-
-    with deepspeed.zero.GatheredParameters([parameter]):
-        return parameter.data.clone()  # type: ignore[no-any-return]
+def _bounds(parameter: Any) -> tuple[int, int]:
+    """Where this rank's part begins and ends in the flattened whole, at stage 3."""
+    size, num_elements = parameter.ds_tensor.ds_numel, parameter.ds_numel
+    start = min(size * torch.distributed.get_rank(), num_elements)
+    return start, min(start + size, num_elements)
 
 
-def _shape(parameter: Any) -> torch.Size:
-    shape: torch.Size = getattr(parameter, "ds_shape", parameter.shape)
-    return shape
+def _padded_part(parameter: Any, saved: SavedTensor) -> Tensor:
+    """This rank's part at stage 3, padded with zeros: all ranks' parts are equally long."""
+    start, stop = _bounds(parameter)
+    mine = saved.part(start, stop)
+    return torch.cat([mine, mine.new_zeros(parameter.ds_tensor.ds_numel - len(mine))])
 
 
 def _group_of(optimizer: Any, parameter: Any) -> int:

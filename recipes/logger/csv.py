@@ -1,6 +1,7 @@
 """metrics.csv, one row per logged optimizer step, and events.jsonl, one line per event. One small write a row."""
 
 import csv
+import io
 import json
 import os
 import time
@@ -14,6 +15,17 @@ from lightning.pytorch.utilities import rank_zero_only
 
 METRICS_FILE = "metrics.csv"
 EVENTS_FILE = "events.jsonl"
+# events about a process or the disk, which no resume undoes
+OF_PROCESSES = (
+    "start",
+    "resume",
+    "checkpoint_refused",
+    "checkpoint_failed",
+    "preempted",
+    "oom",
+    "stop",
+    "end",
+)
 
 
 class CsvLogger(Logger):
@@ -69,7 +81,26 @@ class CsvLogger(Logger):
         rows = _read(self._folder / METRICS_FILE)
         kept = [row for row in rows if int(row["step"]) <= step]
         self._columns = list(rows[0]) if rows else ["step"]
+        newest = kept.pop() if kept and int(kept[-1]["step"]) == step else None
         self._write(kept)
+        if newest is not None:  # a validation at this step may still be to come
+            self._row = {name: float(value) for name, value in newest.items() if value}
+            self._write_row()
+        self._drop_events_after(step)
+
+    def _drop_events_after(self, step: int) -> None:
+        """Those that training will live through again; what happened to processes stays. Mends a torn last line."""
+        path = self._folder / EVENTS_FILE
+        if not path.is_file():
+            return
+        lines = [line for line in path.read_text().splitlines(keepends=True) if line.endswith("\n")]
+        events = [json.loads(line) for line in lines]
+        kept = [
+            line
+            for line, event in zip(lines, events, strict=True)
+            if event["step"] <= step or event["event"] in OF_PROCESSES
+        ]
+        _replace(path, "".join(kept))
 
     @rank_zero_only
     def log_event(self, event: str, step: int, **fields: Any) -> None:
@@ -102,14 +133,20 @@ class CsvLogger(Logger):
     def _write(self, rows: list[dict[str, str]]) -> None:
         """The whole file anew, by one rename."""
         assert self._columns is not None, "the columns are known by now"
-        path = self._folder / METRICS_FILE
-        unfinished = path.with_suffix(".tmp")
-        with unfinished.open("w", newline="") as file:
-            writer = csv.DictWriter(file, self._columns)
-            writer.writeheader()
-            writer.writerows(rows)
-        unfinished.replace(path)
+        text = io.StringIO(newline="")
+        writer = csv.DictWriter(text, self._columns)
+        writer.writeheader()
+        writer.writerows(rows)
+        _replace(self._folder / METRICS_FILE, text.getvalue())
         self._last_step = -1.0
+
+
+def _replace(path: Path, text: str) -> None:
+    """A file anew, by one rename."""
+    unfinished = path.with_suffix(".tmp")
+    with unfinished.open("w", newline="") as file:
+        file.write(text)
+    unfinished.replace(path)
 
 
 def _format(value: float) -> str:

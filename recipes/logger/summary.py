@@ -10,6 +10,7 @@ import lightning.pytorch as lightning
 from lightning.pytorch.callbacks import Callback
 
 from recipes.model.init import whole_shape
+from recipes.preemption import Preempted
 
 SUMMARY_FILE = "summary.json"
 # what other callbacks may answer in their `summary()`; each has one owner
@@ -44,8 +45,10 @@ class SummaryWriter(Callback):
     def on_exception(
         self, trainer: lightning.Trainer, pl_module: Any, exception: BaseException
     ) -> None:
-        interrupted = isinstance(exception, KeyboardInterrupt)
-        self._write(trainer, pl_module, "interrupted" if interrupted else "failed")
+        status = "interrupted" if isinstance(exception, KeyboardInterrupt) else "failed"
+        if isinstance(exception, Preempted):
+            status = "preempted"
+        self._write(trainer, pl_module, status)
 
     def state_dict(self) -> dict[str, Any]:
         return {"best_val_loss": self._best_val_loss, "seconds": self._seconds()}

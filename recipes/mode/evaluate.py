@@ -15,7 +15,7 @@ def evaluate(run: Run, *, split: Literal["train", "val"]) -> int:
         run: With a checkpoint to evaluate.
         split: Which part of the data.
     """
-    task = load_task(run)
+    task, checkpoint = load_task(run)
     run.data.trainer = run.trainer
     run.data.prepare_data()
     [metrics] = run.trainer.validate(
@@ -24,8 +24,8 @@ def evaluate(run: Run, *, split: Literal["train", "val"]) -> int:
     results = {name.removeprefix("val/"): value for name, value in metrics.items()}
     num_samples = len(run.data.source.train() if split == "train" else run.data.source.val())
     what = {"data": run.data.source.fingerprint, "split": split, "samples": num_samples}
-    record = {"checkpoint": str(run.checkpoint)} | what | results
+    record = {"checkpoint": str(checkpoint)} | what | results
     (run.folder / f"evaluate_{split}.json").write_text(json.dumps(record, indent=2) + "\n")
     shown = ", ".join(f"{name} {value:.4f}" for name, value in results.items())
-    LOGGER.info(f"{run.checkpoint} on the {num_samples:,} samples of {split}: {shown}")
+    LOGGER.info(f"{checkpoint} on the {num_samples:,} samples of {split}: {shown}")
     return 0

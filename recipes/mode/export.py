@@ -15,11 +15,11 @@ def export(run: Run, *, path: str | None) -> int:
         run: With a checkpoint of a language model.
         path: The folder; None: `export` in the run folder.
     """
-    task = load_task(run)
+    task, checkpoint = load_task(run)
     folder = Path(path) if path is not None else run.folder / "export"
     tokenizer = run.tokenizer_folder
     export_pretrained(
         task.model, folder, tokenizer_folder=tokenizer if tokenizer.is_dir() else None
     )
-    LOGGER.info(f"Exported {run.checkpoint} to {folder}; every tensor read back and equal")
+    LOGGER.info(f"Exported {checkpoint} to {folder}; every tensor read back and equal")
     return 0

@@ -2,6 +2,7 @@
 
 import json
 from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -9,15 +10,21 @@ import lightning.pytorch as lightning
 from lightning.pytorch.callbacks import Callback
 
 from recipes.build import TOKENIZER_FOLDER, Run
+from recipes.checkpoint.folder_io import FolderCheckpointIO
 from recipes.checkpoint.resume import step_of
+from recipes.checkpoint.saver import CheckpointSaver
 from recipes.compose import ENVIRONMENT_FILE
 from recipes.console import LOGGER
 from recipes.environment import describe_environment
 from recipes.failure import is_by_peer
+from recipes.logger.csv import EVENTS_FILE
 from recipes.logger.summary import SUMMARY_FILE
 from recipes.model.init import whole_shape
+from recipes.preemption import EXIT_PREEMPTED, Preempted
 
+EXIT_UNSAVED = 1
 EXIT_DIVERGED = 3
+EXIT_TERMINATED = 143  # what a shell calls SIGTERM
 
 
 class Began(Callback):
@@ -33,6 +40,7 @@ class Began(Callback):
         if not trainer.is_global_zero:
             return
         run, step = self._run, trainer.global_step
+        used = (run.folder / EVENTS_FILE).exists()
         run.freeze()
         record = describe_environment(run.overrides) | {
             "tags": run.tags,
@@ -43,11 +51,21 @@ class Began(Callback):
         if tokenizer is not None:
             tokenizer.save(run.folder / TOKENIZER_FOLDER)
         for logger in trainer.loggers:
-            if step and hasattr(logger, "resume_at"):
+            if used and hasattr(logger, "resume_at"):
                 logger.resume_at(step)
-        _log_event(run, "resume" if run.checkpoint else "start", step)
+        if step:
+            self._tell_resume(step)
+        else:
+            _log_event(run, "start", step)
         for line in _header(run):
             LOGGER.info(line)
+
+    def _tell_resume(self, step: int) -> None:
+        run, io = self._run, _checkpoint_io(self._run)
+        for refused in io.refused:
+            _log_event(run, "checkpoint_refused", step, path=refused.path.name, why=refused.why)
+        assert io.loaded is not None, "a run that is past step 0 has loaded a checkpoint"
+        _log_event(run, "resume", step, path=io.loaded.name)
 
 
 def fit(run: Run) -> int:
@@ -57,22 +75,51 @@ def fit(run: Run) -> int:
         0, or 3 where the loss is no number in the end; a crash leaves by its exception, after the summary is
         written.
     """
-    step = step_of(run.checkpoint) if run.checkpoint else 0
-    if step >= run.trainer.max_steps:
-        LOGGER.info(f"Nothing to do: {run.checkpoint} is at step {step} of {run.trainer.max_steps}")
-        return 0
+    if run.checkpoint is not None and step_of(run.checkpoint) >= run.trainer.max_steps:
+        checkpoint = _checkpoint_io(run).whole(run.checkpoint)
+        run = replace(run, checkpoint=checkpoint)
+        if (step := step_of(checkpoint)) >= run.trainer.max_steps:
+            LOGGER.info(f"Nothing to do: {checkpoint} is at step {step} of {run.trainer.max_steps}")
+            return 0
     LOGGER.info(f"{run.name}: the run's folder is {run.folder}")
     run.data.prepare_data()
     LOGGER.info(f"data: {run.data.source.describe()}")
     run.trainer.callbacks.insert(0, Began(run))  # type: ignore[attr-defined]
-    _fit(run)
+    try:
+        _fit(run)
+    except Preempted as stopped:
+        return _preempted(run, stopped)
     run.trainer.strategy.barrier()  # until rank 0 has written the summary
     summary = json.loads((run.folder / SUMMARY_FILE).read_text())
     if summary["train_loss"] is None:
         LOGGER.error(f"Diverged: the training loss is no number; the run's folder is {run.folder}")
         return EXIT_DIVERGED
     LOGGER.info(_last_line(summary, run.folder))
-    return 0
+    return _exit_code_of_saves(run)
+
+
+def _exit_code_of_saves(run: Run) -> int:
+    """A run whose last state is not on the disk has not ended well."""
+    [saver] = [one for one in run.trainer.checkpoint_callbacks if isinstance(one, CheckpointSaver)]
+    newest = saver.finished.newest
+    if newest is None or newest.is_whole:
+        return 0
+    LOGGER.error(f"The last checkpoint of this run, {newest.path.name}, was not written")
+    return EXIT_DIVERGED if newest.refused is not None else EXIT_UNSAVED
+
+
+def _preempted(run: Run, stopped: Preempted) -> int:
+    """A signal has ended the run."""
+    assert stopped.step is not None, "training had begun"
+    _log_event(run, "preempted", stopped.step, signal=stopped.by, saved=stopped.saved)
+    if not stopped.saved:
+        LOGGER.error(f"Stopped by {stopped.by} at step {stopped.step}; nothing was saved")
+        return EXIT_TERMINATED
+    LOGGER.info(
+        f"Stopped by {stopped.by} at step {stopped.step}, saved;"
+        f" to go on: python train.py resume={run.folder}"
+    )
+    return EXIT_PREEMPTED
 
 
 def _fit(run: Run) -> None:
@@ -110,8 +157,14 @@ def _header(run: Run) -> Iterator[str]:
     )
     if run.precision.scales_loss and run.task.device.type == "cpu":
         yield "float16 on a CPU is emulated, some ten times slower than precision=bf16-mixed"
-    if run.checkpoint:
-        yield f"resumed from {run.checkpoint} at step {trainer.global_step}"
+    if (loaded := _checkpoint_io(run).loaded) is not None:
+        yield f"resumed from {loaded} at step {trainer.global_step}"
+
+
+def _checkpoint_io(run: Run) -> FolderCheckpointIO:
+    io = run.trainer.strategy.checkpoint_io
+    assert isinstance(io, FolderCheckpointIO), "build gives every strategy one"
+    return io
 
 
 def _log_event(run: Run, event: str, step: int, **fields: Any) -> None:

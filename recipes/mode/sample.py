@@ -30,7 +30,7 @@ def sample(
         top_p: Only the likeliest tokens that together have this probability may be taken; null: all.
         seed: Of the sampling.
     """
-    task = load_task(run)
+    task, _ = load_task(run)
     assert isinstance(task, LanguageModeling), "the config check lets only language models pass"
     task.tokenizer = load_tokenizer(run)
     if task.tokenizer is None:

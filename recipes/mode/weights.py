@@ -1,14 +1,17 @@
 """The weights of a checkpoint in a model ready to be asked. One read of the checkpoint."""
 
+from pathlib import Path
+
 from recipes.build import Run
 from recipes.checkpoint.folder_io import FolderCheckpointIO
+from recipes.checkpoint.parts import load_module
 from recipes.mistake import Mistake
 from recipes.task.learning import LearningTask
 from recipes.tokenizer import Tokenizer
 
 
-def load_task(run: Run) -> LearningTask:
-    """The run's task with its model on the device, in eval mode.
+def load_task(run: Run) -> tuple[LearningTask, Path]:
+    """The run's task with its model on the device, in eval mode, and the checkpoint its weights are of.
 
     Raises:
         Mistake: There is no checkpoint (`resume=auto` in a folder without one).
@@ -23,10 +26,13 @@ def load_task(run: Run) -> LearningTask:
     task.trainer = run.trainer
     with run.trainer.precision_plugin.module_init_context():
         task.configure_model()
-    state = FolderCheckpointIO().load_checkpoint(run.checkpoint)
+    state = run.trainer.strategy.load_checkpoint(run.checkpoint)
     task.on_load_checkpoint(state)
-    task.load_state_dict(state["state_dict"])
-    return task.eval()
+    load_module(task, state["state_dict"])
+    io = run.trainer.strategy.checkpoint_io
+    assert isinstance(io, FolderCheckpointIO)
+    assert io.loaded is not None
+    return task.eval(), io.loaded
 
 
 def load_tokenizer(run: Run) -> Tokenizer | None:

@@ -6,12 +6,13 @@ import torch
 from lightning.pytorch.plugins.io import CheckpointIO
 from lightning.pytorch.strategies import DDPStrategy
 
+from recipes.checkpoint.parts import SavesTensors
 from recipes.precision import Precision
 from recipes.precision_plugin import lightning_plugin
 from recipes.reachable_gradients import ReachableGradients
 
 
-class DataParallel(ReachableGradients, DDPStrategy):
+class DataParallel(ReachableGradients, SavesTensors, DDPStrategy):
     """Lightning's DDP strategy, answering the questions of `recipes.strategy.Engine`.
 
     Gradients are views of the communication buckets and stay so, zeroed in place, which saves their copy, 4 bytes

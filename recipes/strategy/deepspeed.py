@@ -16,7 +16,7 @@ from lightning.pytorch.strategies import DeepSpeedStrategy
 from lightning.pytorch.strategies.ddp import DDPStrategy
 from torch import Tensor, nn
 
-from recipes.checkpoint.whole import WholeCheckpoint
+from recipes.checkpoint.parts import SavesByRank
 from recipes.checkpoint.zero import ZeroState
 from recipes.collectives import sum_over_ranks
 from recipes.mistake import Mistake
@@ -26,7 +26,7 @@ from recipes.zero_loss_scale import give_scaler, load_scaler_state, scaler_state
 from recipes.zero_partition import fit_buckets, partition
 
 
-class Zero(WholeCheckpoint, DeepSpeedStrategy):
+class Zero(SavesByRank, DeepSpeedStrategy):
     """Lightning's DeepSpeed strategy, answering the questions of `recipes.strategy.Engine`, on a GPU and on a CPU.
 
     The mixed precisions are torch's autocast over float32 weights, as under every other strategy; `bf16-true` is
@@ -199,18 +199,18 @@ class Zero(WholeCheckpoint, DeepSpeedStrategy):
         return int(self.deepspeed_engine.skipped_steps)
 
     def lightning_module_state_dict(self) -> dict[str, Any]:
-        """Every tensor whole, on the host, on rank 0; empty on the others. A collective."""
+        """This rank's parts of the weights."""
         assert self.lightning_module is not None
-        return self._state.model(self.lightning_module, keep=self.is_global_zero)
+        return self._state.model(self.lightning_module, writes_whole=self.is_global_zero)
 
     def optimizer_state(self, optimizer: torch.optim.Optimizer) -> dict[str, Any]:
-        """The state that torch's optimizer would have on one device, on rank 0. A collective."""
-        return self._state.optimizer(self.optimizers[0], keep=self.is_global_zero)
+        """This rank's parts of the moments."""
+        return self._state.optimizer(self.optimizers[0], writes_whole=self.is_global_zero)
 
     def save_checkpoint(
         self, checkpoint: dict[str, Any], filepath: Any, storage_options: Any = None
     ) -> None:
-        """Rank 0 writes; the loss scale under the name that Lightning's mixed precision gives it."""
+        """The loss scale goes under the name that Lightning's mixed precision gives it."""
         if self._precision.scales_loss:
             checkpoint |= {MixedPrecision.__qualname__: scaler_state(self.optimizers[0])}
         super().save_checkpoint(checkpoint, filepath, storage_options)
@@ -218,7 +218,7 @@ class Zero(WholeCheckpoint, DeepSpeedStrategy):
     def load_checkpoint(
         self, checkpoint_path: Any, weights_only: bool | None = None
     ) -> dict[str, Any]:
-        """Every rank reads whole tensors, and goes on with the loss scale."""
+        """State whose tensors are still on disk; the loss scale goes on."""
         checkpoint = super().load_checkpoint(checkpoint_path, weights_only)
         if self._precision.scales_loss and MixedPrecision.__qualname__ in checkpoint:
             load_scaler_state(self.optimizers[0], checkpoint[MixedPrecision.__qualname__])

@@ -17,7 +17,7 @@ from torch.distributed.fsdp import (
     fully_shard,
 )
 
-from recipes.checkpoint.whole import WholeCheckpoint, gather, load_model, load_optimizer
+from recipes.checkpoint.parts import SavesTensors
 from recipes.precision import Precision
 from recipes.precision_plugin import lightning_plugin
 from recipes.reachable_gradients import ReachableGradients
@@ -26,7 +26,7 @@ from recipes.reachable_gradients import ReachableGradients
 _LOW_PRECISION = (nn.Linear, nn.Conv1d, nn.Conv2d, nn.Conv3d)
 
 
-class FullyShard(ReachableGradients, WholeCheckpoint, ModelParallelStrategy):
+class FullyShard(ReachableGradients, SavesTensors, ModelParallelStrategy):
     """Lightning's model-parallel strategy as plain FSDP2, answering the questions of `recipes.strategy.Engine`.
 
     Under a mixed precision the matrices of a block travel in the low precision and all else in float32, and
@@ -145,28 +145,6 @@ class FullyShard(ReachableGradients, WholeCheckpoint, ModelParallelStrategy):
                 group["fused"] = False
             optimizer._step_supports_amp_scaling = False
         return optimizer
-
-    def lightning_module_state_dict(self) -> dict[str, Any]:
-        """Every tensor whole, on the host, on rank 0; empty on the others. A collective."""
-        assert self.lightning_module is not None
-        whole: dict[str, Any] = gather(self.lightning_module.state_dict(), keep=self.is_global_zero)
-        return whole
-
-    def optimizer_state(self, optimizer: torch.optim.Optimizer) -> dict[str, Any]:
-        """The state that the optimizer would have on one device, on rank 0. A collective."""
-        inner = getattr(optimizer, "_optimizer", optimizer)
-        whole: dict[str, Any] = gather(inner.state_dict(), keep=self.is_global_zero)
-        return whole
-
-    def load_model_state_dict(self, checkpoint: Any, strict: bool = True) -> None:
-        """Into this rank's shards."""
-        assert self.lightning_module is not None
-        load_model(self.lightning_module, checkpoint["state_dict"])
-
-    def load_optimizer_state_dict(self, checkpoint: Any) -> None:
-        """Into the state of this rank's shards."""
-        for optimizer, state in zip(self.optimizers, checkpoint["optimizer_states"], strict=True):
-            load_optimizer(optimizer, state)
 
 
 class HybridShard(FullyShard):

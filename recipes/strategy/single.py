@@ -6,12 +6,13 @@ import torch
 from lightning.pytorch.plugins.io import CheckpointIO
 from lightning.pytorch.strategies import SingleDeviceStrategy
 
+from recipes.checkpoint.parts import SavesTensors
 from recipes.precision import Precision
 from recipes.precision_plugin import lightning_plugin
 from recipes.reachable_gradients import ReachableGradients
 
 
-class SingleDevice(ReachableGradients, SingleDeviceStrategy):
+class SingleDevice(ReachableGradients, SavesTensors, SingleDeviceStrategy):
     """Lightning's single-device strategy, answering the questions of `recipes.strategy.Engine`.
 
     Args:

@@ -5,29 +5,22 @@ from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator, Mapping
 from typing import Any, ClassVar
 
-import lightning.pytorch as lightning
 import torch
 from lightning.pytorch.utilities.types import OptimizerLRScheduler
 from torch import Tensor, nn
 from torch.optim.lr_scheduler import LambdaLR
 
 from recipes.activation_checkpoint import ActivationCheckpoint
-from recipes.checkpoint.compatibility import (
-    recount_micro_batches,
-    refuse_other_model,
-    refuse_other_optimizer,
-)
-from recipes.checkpoint.random_state import State, random_states, restore, seed_rank
 from recipes.collectives import average_over_ranks
 from recipes.compile_blocks import compile_blocks
 from recipes.loss import cross_entropy_sum
 from recipes.model import initialize
-from recipes.model.init import whole_shape
+from recipes.task.resumable import Resumable
 
 Batch = dict[str, Any]
 
 
-class LearningTask(lightning.LightningModule, ABC):
+class LearningTask(Resumable, ABC):
     """A model, its optimizer and schedule, and the loss as a sum over targets.
 
     Args:
@@ -40,7 +33,6 @@ class LearningTask(lightning.LightningModule, ABC):
         seed: Of the initial weights.
 
     Attributes:
-        num_samples, num_tokens: Consumed so far over all ranks; host integers.
         row: What has been logged for the step that is under way.
     """
 
@@ -58,7 +50,7 @@ class LearningTask(lightning.LightningModule, ABC):
         fused_optimizer: bool,
         seed: int,
     ) -> None:
-        super().__init__()
+        super().__init__(seed=seed)
         self._make_model = make_model
         self._make_optimizer = make_optimizer
         self._schedule = schedule
@@ -66,16 +58,9 @@ class LearningTask(lightning.LightningModule, ABC):
         self._compile_blocks = compile_blocks
         self.cross_entropy_sum: Callable[[Tensor, Tensor], Tensor] = cross_entropy_sum
         self._fused_optimizer = fused_optimizer
-        self._seed = seed
-        self.num_samples = 0
-        self.num_tokens = 0
         self.row: dict[str, float | Tensor] = {}
         self._micro_batches_in_window = self._window_samples = self._window_tokens = 0
         self._window_loss: Tensor | None = None
-        self._hyperparameters: list[dict[str, Any]] = []
-        self._optimizer: str | None = None
-        self._resumed_optimizer: str | None = None
-        self._resumed_rng: list[State] | None = None
         self._val_sums: Tensor | None = None
 
     @abstractmethod
@@ -107,13 +92,9 @@ class LearningTask(lightning.LightningModule, ABC):
 
     def configure_optimizers(self) -> OptimizerLRScheduler:
         optimizer = self._make_optimizer(self.model, fused=self._fused_optimizer)
-        self._optimizer = type(optimizer).__name__
-        refuse_other_optimizer(self._optimizer, self._resumed_optimizer)
+        self.remember_optimizer(optimizer)
         optimizer = self.trainer.strategy.own_optimizer(optimizer)  # type: ignore[attr-defined]
-        self._hyperparameters = [
-            {key: value for key, value in group.items() if key != "params"}
-            for group in optimizer.param_groups
-        ]
+        self.remember_hyperparameters(optimizer)
         scheduler = LambdaLR(optimizer, self._schedule)
         return {
             "optimizer": optimizer,
@@ -121,20 +102,7 @@ class LearningTask(lightning.LightningModule, ABC):
         }
 
     def on_train_start(self) -> None:
-        """After a resume: moments come from the checkpoint, hyper-parameters and schedule from the config."""
-        optimizer, scheduler = self.trainer.optimizers[0], self.lr_schedulers()
-        assert isinstance(scheduler, LambdaLR), "configure_optimizers makes one schedule"
-        for group, wanted in zip(optimizer.param_groups, self._hyperparameters, strict=True):
-            group |= wanted | {"initial_lr": wanted["lr"]}
-            group["lr"] = wanted["lr"] * self._schedule(scheduler.last_epoch)
-        scheduler.base_lrs = [wanted["lr"] for wanted in self._hyperparameters]
-        rank, world_size = self.trainer.global_rank, self.trainer.world_size
-        step = self.trainer.global_step
-        # here: what comes before may draw, what comes after must not
-        if self._resumed_rng is None:
-            seed_rank(seed=self._seed, rank=rank, step=step)
-        else:
-            restore(self._resumed_rng, seed=self._seed, rank=rank, world_size=world_size, step=step)
+        self.go_on(self._schedule)
 
     def on_train_batch_start(self, batch: Batch, batch_idx: int) -> None:
         # Lightning 2.6 numbers rows by a counter of its own, which some resumes leave one behind
@@ -195,24 +163,6 @@ class LearningTask(lightning.LightningModule, ABC):
         assert self._val_sums is not None, "a validation without a single batch"
         sums = self._sum_over_ranks(self._val_sums).tolist()
         self.log_dict(self.val_metrics(sums))
-
-    def on_save_checkpoint(self, checkpoint: dict[str, Any]) -> None:
-        checkpoint["consumed"] = {"samples": self.num_samples, "tokens": self.num_tokens}
-        checkpoint["optimizer"] = self._optimizer
-        checkpoint["rng"] = random_states()
-
-    def on_load_checkpoint(self, checkpoint: dict[str, Any]) -> None:
-        own = self.state_dict(keep_vars=True)
-        refuse_other_model(
-            {name: whole_shape(tensor) for name, tensor in own.items()}, checkpoint["state_dict"]
-        )
-        self.num_samples = checkpoint["consumed"]["samples"]
-        self.num_tokens = checkpoint["consumed"]["tokens"]
-        self._resumed_optimizer = checkpoint["optimizer"]
-        if self._optimizer is not None:  # engines that restore after they have started
-            refuse_other_optimizer(self._optimizer, self._resumed_optimizer)
-        self._resumed_rng = checkpoint["rng"]
-        recount_micro_batches(checkpoint, passes=self.trainer.accumulate_grad_batches)
 
     def _count(self, batch: Batch) -> None:
         num_samples = len(batch["targets"]) * self.trainer.world_size

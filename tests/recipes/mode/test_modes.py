@@ -78,7 +78,7 @@ def test_a_run_leaves_what_the_contract_names(run: Path) -> None:
     assert sorted(entry.name for entry in run.iterdir()) == REMAINS
     assert sorted(json.loads((run / "summary.json").read_text())) == SUMMARY
     kept = sorted(entry.name for entry in (run / "checkpoints").iterdir())
-    assert kept == ["last", "step_0000006.ckpt", "step_0000012.ckpt"]
+    assert kept == ["best", "last", "step_0000006.ckpt", "step_0000012.ckpt"]
     assert (run / "checkpoints" / "last").resolve().name == "step_0000012.ckpt"
 
 
@@ -186,7 +186,8 @@ def test_an_export_is_loaded_by_transformers_with_the_same_logits(
     from recipes.build import build
     from recipes.mode.weights import load_task
 
-    ours = load_task(build(config, run, []))
+    ours, checkpoint = load_task(build(config, run, []))
+    assert checkpoint.name == "step_0000012.ckpt"
     with torch.inference_mode():
         difference = ours.model(tokens)[..., :257] - theirs(tokens).logits
     assert difference.abs().max().item() < 1e-5  # float32, other kernels for the same sums
@@ -282,7 +283,7 @@ def test_what_is_typed_at_a_resume_counts_from_its_first_step(
     rows = read_metrics(folder)
     assert [row["lr"] for row in rows[4:]] == [1e-5, 1e-5]
     assert [row["step"] for row in rows if "val/loss" in row] == [4, 6]
-    state = torch.load(folder / "checkpoints" / "last" / "state.pt", weights_only=True)
+    state = torch.load(folder / "checkpoints" / "last" / "run.pt", weights_only=True)
     decays = [group["weight_decay"] for group in state["optimizer_states"][0]["param_groups"]]
     assert decays == [0, 0]
 

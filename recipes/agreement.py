@@ -1,0 +1,97 @@
+"""All ranks agree to do something after the same optimizer step, whichever rank asks. Costs a training step nothing.
+
+A thread on each rank looks at the ranks' store four times a second; only where somebody has asked do the threads meet,
+and a rank that is through with its step waits for that meeting.
+"""
+
+import threading
+from datetime import timedelta
+from typing import Any
+
+import torch.distributed as dist
+from torch.distributed.distributed_c10d import PrefixStore, _get_default_store
+
+_POLL_SECONDS = 0.25
+_NEVER = timedelta(days=1)
+
+
+class StepAgreement:
+    """Requests by name; each is due at a step that no rank has passed.
+
+    Args:
+        step: Optimizer steps completed when training begins. Every rank constructs one at the same time: a collective.
+    """
+
+    def __init__(self, *, step: int) -> None:
+        self._open = step + 1  # the first step after which this rank can still do something
+        self._asked: set[str] = set()
+        self._due: dict[str, int] = {}
+        self._proposed: int | None = (
+            None  # while the ranks agree: the step that this rank waits after
+        )
+        self._changed = threading.Condition()
+        self._closed = threading.Event()
+        self._alone = not dist.is_initialized() or dist.get_world_size() == 1
+        if not self._alone:
+            self._group = dist.new_group(backend="gloo", timeout=_NEVER)
+            name = f"step_agreement_{self._group.group_name}"
+            self._store: Any = PrefixStore(name, _get_default_store())
+            threading.Thread(target=self._listen, name="step_agreement", daemon=True).start()
+
+    def ask(self, what: str) -> None:
+        """Ask all ranks for it as soon as they can. May be called by a signal handler."""
+        self._asked.add(what)
+
+    def due(self, step: int, *, resting: bool = False, wait: bool = True) -> set[str]:
+        """What is to be done now that a step is completed.
+
+        Args:
+            step: The step.
+            resting: Whether this rank stays at this step for a while, as all others will: a validation.
+            wait: Whether to wait for a meeting under way; False after the last step, when there is nothing to agree on.
+        """
+        if self._alone:
+            due, self._asked = self._asked, set()
+            return due
+        with self._changed:
+            while wait and self._proposed is not None and step >= self._proposed:
+                self._changed.wait()
+            due = {what for what, at in self._due.items() if at <= step}
+            self._due = {what: at for what, at in self._due.items() if what not in due}
+            self._open = step if resting else step + 1
+        return due
+
+    def close(self) -> None:
+        """Stop listening."""
+        self._closed.set()
+
+    def _listen(self) -> None:
+        meeting = 0
+        while not self._closed.wait(_POLL_SECONDS):
+            key = f"meeting_{meeting}"
+            try:
+                if self._asked:
+                    self._store.set(key, "asked")
+                if self._store.check([key]):
+                    self._meet()
+                    meeting += 1
+            except RuntimeError:  # the ranks are coming to their end, and with them their store
+                with self._changed:
+                    self._proposed = None
+                    self._changed.notify_all()
+                return
+
+    def _meet(self) -> None:
+        """Every rank proposes the first step it can still act after; the latest counts."""
+        with self._changed:
+            self._proposed = proposed = self._open
+            asked = set(self._asked)
+        met: list[Any] = [None] * dist.get_world_size()
+        dist.all_gather_object(met, (proposed, sorted(asked)), group=self._group)
+        step = max(at for at, _ in met)
+        with self._changed:
+            for what in {what for _, whats in met for what in whats}:
+                self._due[what] = min(step, self._due.get(what, step))  # asked for twice: once
+            self._asked -= asked
+            self._proposed = None
+            self._changed.notify_all()

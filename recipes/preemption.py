@@ -1,0 +1,111 @@
+"""SIGTERM and SIGUSR1: a request to save and end after the step under way; a second one ends the process at once."""
+
+import contextlib
+import os
+import signal
+import threading
+import time
+from collections.abc import Callable, Iterator
+from typing import Any
+
+EXIT_PREEMPTED = 75
+SIGNALS = (signal.SIGTERM, signal.SIGUSR1)
+_SAME_REQUEST_SECONDS = 1.0  # a cluster may tell a process and, through its starter, tell it again
+
+
+class Preempted(BaseException):
+    """A signal has ended the run.
+
+    Args:
+        by: The signal's name.
+        step: Optimizer steps completed; None: training had not begun.
+        saved: Whether all of them are in a checkpoint.
+    """
+
+    def __init__(self, by: str, *, step: int | None = None, saved: bool = True) -> None:
+        super().__init__(by)
+        self.by = by
+        self.step = step
+        self.saved = saved
+
+
+class SecondSignalError(BaseException):
+    """A second request to stop, as an exception in the main thread."""
+
+
+class _Requests:
+    """Of this process: signals are the process's, so is what listens to them."""
+
+    def __init__(self) -> None:
+        self.by: str | None = None
+        self.at = 0.0
+        self.hand_to: Callable[[], None] | None = None
+        self.second_ends = True
+
+
+_REQUESTS = _Requests()
+
+
+def listen(*, second_ends: bool) -> None:
+    """Take the signals from now on. Until training takes over, the first one raises `Preempted`.
+
+    Args:
+        second_ends: Whether a second signal ends this process; False where whoever started it does that.
+    """
+    _REQUESTS.by, _REQUESTS.hand_to, _REQUESTS.second_ends = None, None, second_ends
+    for number in SIGNALS:
+        signal.signal(number, _take)
+
+
+def hand_over(to: Callable[[], None] | None) -> None:
+    """Let training answer a request, or, with None, nobody: the run is ending by itself."""
+    _REQUESTS.hand_to = to if to is not None else _nobody
+    if to is not None and _REQUESTS.by is not None:
+        to()
+
+
+def requested_by() -> str:
+    """The name of the signal that asked."""
+    return _REQUESTS.by or "a signal to another rank"
+
+
+@contextlib.contextmanager
+def requests_to(tell: Callable[[int], None]) -> Iterator[None]:
+    """Hand the first signal on to the processes that do the work, for which they have all the time they need.
+
+    Raises:
+        SecondSignalError: There is a second one.
+    """
+    if threading.current_thread() is not threading.main_thread():
+        yield  # only the main thread may handle signals
+        return
+    asked_at: list[float] = []
+
+    def hand_on(number: int, _: object) -> None:
+        if not asked_at:
+            asked_at.append(time.monotonic())
+            tell(number)
+        elif time.monotonic() - asked_at[0] > _SAME_REQUEST_SECONDS:
+            raise SecondSignalError
+
+    before = {number: signal.signal(number, hand_on) for number in SIGNALS}
+    try:
+        yield
+    finally:
+        for number, handler in before.items():
+            signal.signal(number, handler)
+
+
+def _nobody() -> None: ...
+
+
+def _take(number: int, frame: Any) -> None:
+    now = time.monotonic()
+    if _REQUESTS.by is not None:
+        if _REQUESTS.second_ends and now - _REQUESTS.at > _SAME_REQUEST_SECONDS:
+            os._exit(128 + number)
+        return
+    _REQUESTS.by, _REQUESTS.at = signal.Signals(number).name, now
+    if _REQUESTS.hand_to is None:
+        raise Preempted(_REQUESTS.by)
+    _REQUESTS.hand_to()

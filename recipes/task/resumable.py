@@ -1,0 +1,107 @@
+"""What a task adds to a checkpoint and takes from one: counters, names, random numbers, the optimizer's identity."""
+
+from collections.abc import Callable
+from typing import Any
+
+import lightning.pytorch as lightning
+import torch
+from torch.optim.lr_scheduler import LambdaLR
+
+from recipes.checkpoint.compatibility import (
+    recount_micro_batches,
+    refuse_other_model,
+    refuse_other_optimizer,
+)
+from recipes.checkpoint.random_state import random_state, restore, seed_rank
+from recipes.model.init import whole_shape
+
+
+class Resumable(lightning.LightningModule):
+    """A task that goes on from a checkpoint of any strategy, on any number of ranks.
+
+    Args:
+        seed: Of the draws of each rank.
+
+    Attributes:
+        num_samples, num_tokens: Consumed so far over all ranks; host integers.
+    """
+
+    def __init__(self, *, seed: int) -> None:
+        super().__init__()
+        self.num_samples = 0
+        self.num_tokens = 0
+        self._seed = seed
+        self._optimizer: str | None = None
+        self._parameters_in_order: list[str] = []
+        self._hyperparameters: list[dict[str, Any]] = []
+        self._resumed_optimizer: str | None = None
+        self._resumed_rng: list[Any] | None = None
+
+    def remember_optimizer(self, optimizer: torch.optim.Optimizer) -> None:
+        """Note which optimizer it is and the names of its parameters, before an engine takes it over.
+
+        Raises:
+            Mistake: The checkpoint is of another one.
+        """
+        self._optimizer = type(optimizer).__name__
+        refuse_other_optimizer(self._optimizer, self._resumed_optimizer)
+        name_of = {id(parameter): name for name, parameter in self.named_parameters()}
+        self._parameters_in_order = [
+            name_of[id(parameter)]
+            for group in optimizer.param_groups
+            for parameter in group["params"]
+        ]
+
+    def remember_hyperparameters(self, optimizer: torch.optim.Optimizer) -> None:
+        """Those of the config: a checkpoint brings moments, not learning rates."""
+        self._hyperparameters = [
+            {key: value for key, value in group.items() if key != "params"}
+            for group in optimizer.param_groups
+        ]
+
+    def go_on(self, schedule: Callable[[int], float]) -> None:
+        """As training begins: moments come from the checkpoint, hyper-parameters and schedule from the config."""
+        optimizer, scheduler = self.trainer.optimizers[0], self.lr_schedulers()
+        assert isinstance(scheduler, LambdaLR), "configure_optimizers makes one schedule"
+        for group, wanted in zip(optimizer.param_groups, self._hyperparameters, strict=True):
+            group |= wanted | {"initial_lr": wanted["lr"]}
+            group["lr"] = wanted["lr"] * schedule(scheduler.last_epoch)
+        scheduler.base_lrs = [wanted["lr"] for wanted in self._hyperparameters]
+        rank, world_size = self.trainer.global_rank, self.trainer.world_size
+        step = self.trainer.global_step
+        # here: what comes before may draw, what comes after must not
+        if self._resumed_rng is None:
+            seed_rank(seed=self._seed, rank=rank, step=step)
+        else:
+            restore(self._resumed_rng, seed=self._seed, rank=rank, world_size=world_size, step=step)
+
+    def on_save_checkpoint(self, checkpoint: dict[str, Any]) -> None:
+        checkpoint["consumed"] = {"samples": self.num_samples, "tokens": self.num_tokens}
+        checkpoint["strategy"] = type(self.trainer.strategy).__name__
+        checkpoint["optimizer"] = self._optimizer
+        checkpoint["parameters"] = self._parameters_in_order
+        checkpoint["tied"] = self._tied()
+        checkpoint["rng"] = random_state()
+
+    def on_load_checkpoint(self, checkpoint: dict[str, Any]) -> None:
+        own = self.state_dict(keep_vars=True)
+        refuse_other_model(
+            {name: whole_shape(tensor) for name, tensor in own.items()}, checkpoint["state_dict"]
+        )
+        self.num_samples = checkpoint["consumed"]["samples"]
+        self.num_tokens = checkpoint["consumed"]["tokens"]
+        self._resumed_optimizer = checkpoint["optimizer"]
+        if self._optimizer is not None:  # engines that restore after they have started
+            refuse_other_optimizer(self._optimizer, self._resumed_optimizer)
+        self._resumed_rng = checkpoint["rng"]
+        recount_micro_batches(checkpoint, passes=self.trainer.accumulate_grad_batches)
+
+    def _tied(self) -> dict[str, str]:
+        """Names that stand for a parameter with another name."""
+        first: dict[int, str] = {}
+        every = self.named_parameters(remove_duplicate=False)
+        return {
+            name: first[id(parameter)]
+            for name, parameter in every
+            if first.setdefault(id(parameter), name) != name
+        }

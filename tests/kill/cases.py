@@ -1,0 +1,59 @@
+"""The runs that are killed: tiny, with dropout, clipping, warm-up, decay, two passes, and a worker that loads data."""
+
+from collections.abc import Sequence
+from pathlib import Path
+
+from support import TINY
+
+from recipes.compose import Composed
+from recipes.launch import compose_and_check
+
+COMMON = (
+    *TINY,
+    "model.dropout=0.1",
+    "trainer.accelerator=cpu",
+    "trainer.gradient_clip_val=0.5",
+    "warmup_steps=10",  # then a cosine down
+    "save_every=3",
+    "eval_every=7",
+    "eval_samples=5",  # uneven on 2 ranks
+    "resume=auto",
+)
+_RANKS = ("micro_batch_size=2", "trainer.devices=2", "loader.num_workers=1")  # 2 passes
+CASES: dict[str, tuple[str, ...]] = {
+    "single": ("strategy=single", "micro_batch_size=4", "loader.num_workers=1"),
+    "single 16-mixed": (
+        "strategy=single",
+        "micro_batch_size=4",
+        "precision=16-mixed",  # emulated on a CPU: small
+        "model.num_heads=1",
+        "model.width=8",
+        "model.max_seq_len=8",
+        "+callbacks.overflow._target_=support.OverflowAt",  # so that the loss scale moves
+        "+callbacks.overflow.step=40",
+        "+callbacks.overflow.rank=0",
+    ),
+    "ddp": ("strategy=ddp", *_RANKS),
+    "fsdp": ("strategy=fsdp", *_RANKS),
+    "deepspeed_stage_2": ("strategy=deepspeed_stage_2", *_RANKS),
+}
+STEPS = {
+    "single": 250,
+    "single 16-mixed": 300,
+    "ddp": 150,
+    "fsdp": 80,
+    "deepspeed_stage_2": 60,
+}
+
+
+def words_of(name: str, folder: Path, texts: Path) -> list[str]:
+    """The command of a case: the same for every start."""
+    steps = f"trainer.max_steps={STEPS[name]}"
+    return [*COMMON, *CASES[name], steps, f"data.path={texts}", f"hydra.run.dir={folder}"]
+
+
+def compose(words: Sequence[str]) -> Composed:
+    composed, mistakes = compose_and_check(words)
+    assert composed is not None, [str(mistake) for mistake in mistakes]
+    assert not mistakes, [str(mistake) for mistake in mistakes]
+    return composed

@@ -1,0 +1,109 @@
+"""Kills runs at random moments, resumes them by the same command, and compares them with runs never killed.
+
+    python tests/kill/kill_runs.py --kills 200 [--seed 1] [--out results.json]
+
+Most starts are forks of one process that has imported everything; some are the real `python train.py …`.
+"""
+
+import argparse
+import json
+import os
+import statistics
+import sys
+import tempfile
+from collections.abc import Sequence
+from dataclasses import asdict
+from pathlib import Path
+
+sys.path[:0] = [str(folder) for folder in Path(__file__).parents[1:3]]
+
+from kill.cases import CASES, compose, words_of  # noqa: E402
+from kill.killer import Killer, Result  # noqa: E402
+from kill.lives import Zygote  # noqa: E402
+from support import write_texts  # noqa: E402
+
+# of a kill in this many the run is the real command
+ONE_COMMAND_IN = 12
+HEADER = (
+    "case",
+    "kills",
+    "in a save",
+    "by command",
+    "lives",
+    "lost",
+    "bit-equal",
+    "recovery s",
+    "max",
+    "s in all",
+)
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--kills", type=int, default=200, help="over all cases")
+    parser.add_argument("--seed", type=int, default=1)
+    parser.add_argument("--case", choices=CASES, action="append", help="default: all")
+    parser.add_argument("--out", type=Path, help="a JSON file of every kill")
+    parser.add_argument("--folder", type=Path, help="where the runs go; default: a new one")
+    asked = parser.parse_args()
+    names = asked.case or list(CASES)
+    folder = (asked.folder or Path(tempfile.mkdtemp(prefix="kill_runs_"))).resolve()
+    os.environ["RECIPES_CACHE"] = str(folder / "cache")
+    print(f"{asked.kills} kills, seed {asked.seed}, in {folder}", flush=True)
+    results = carry_out(names, asked.kills, folder, seed=asked.seed)
+    print(table(results))
+    if asked.out is not None:
+        asked.out.write_text(
+            json.dumps([asdict(result) for result in results], indent=2, default=str) + "\n"
+        )
+    for broken in (text for result in results for text in [*result.lost, *result.broken]):
+        print(f"\n{broken}", file=sys.stderr)
+    return int(any(result.lost or result.broken for result in results))
+
+
+def carry_out(names: Sequence[str], num_kills: int, folder: Path, *, seed: int) -> list[Result]:
+    """The kills, shared out evenly over the cases."""
+    texts = write_texts(folder / "texts")
+    zygote = Zygote([compose(words_of(name, folder, texts)) for name in names])
+    killer = Killer(folder, zygote, seed=seed)
+    results = []
+    try:
+        for number, name in enumerate(names):
+            share = num_kills // len(names) + (number < num_kills % len(names))
+            results.append(killer.kill(name, share, num_by_command=share // ONE_COMMAND_IN))
+            print(line(row(results[-1])), flush=True)
+    finally:
+        zygote.close()
+    return results
+
+
+def row(result: Result) -> list[str]:
+    seconds = result.recovery_seconds
+    deaths = [death for victim in result.victims for death in victim.deaths]
+    return [
+        result.name,
+        str(result.num_kills),
+        str(result.num_kills_in_saves),
+        str(sum(death.by_command for death in deaths)),
+        str(sum(victim.num_lives for victim in result.victims)),
+        str(len(result.lost)),
+        f"{result.num_finished} of {len(result.victims)}",
+        f"{statistics.median(seconds):.2f}" if seconds else "",
+        f"{max(seconds):.2f}" if seconds else "",
+        f"{result.seconds:.0f}",
+    ]
+
+
+def line(cells: Sequence[str]) -> str:
+    return f"| {' | '.join(cells)} |"
+
+
+def table(results: Sequence[Result]) -> str:
+    """One row a case, in Markdown."""
+    return "\n".join(
+        [line(HEADER), line(["---"] * len(HEADER)), *(line(row(one)) for one in results)]
+    )
+
+
+if __name__ == "__main__":
+    sys.exit(main())

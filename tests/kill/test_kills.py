@@ -1,0 +1,64 @@
+"""A run killed at any moment and resumed by the same command gives the bits of one that was never killed."""
+
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+from kill.cases import CASES, compose, words_of
+from kill.killer import Killer
+from kill.lives import Zygote
+from support import write_texts
+
+SEED = 1
+# kills of each case, and how many of them go through the real command
+KILLS = {
+    "single": (16, 2),
+    "single 16-mixed": (12, 0),
+    "ddp": (9, 1),
+    "fsdp": (8, 1),
+    "deepspeed_stage_2": (6, 0),
+}
+
+
+@pytest.fixture(scope="module")
+def zygote(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Zygote]:
+    folder: Path = tmp_path_factory.mktemp("compose")
+    texts = write_texts(folder / "texts")
+    zygote = Zygote([compose(words_of(name, folder, texts)) for name in CASES])
+    yield zygote
+    zygote.close()
+
+
+@pytest.fixture(scope="module")
+def killer(zygote: Zygote, tmp_path_factory: pytest.TempPathFactory) -> Killer:
+    return Killer(tmp_path_factory.mktemp("kills"), zygote, seed=SEED)
+
+
+@pytest.fixture(scope="module")
+def long_killer(zygote: Zygote, tmp_path_factory: pytest.TempPathFactory) -> Killer:
+    return Killer(tmp_path_factory.mktemp("long_kills"), zygote, seed=SEED + 1)
+
+
+def test_there_are_at_least_fifty_kills() -> None:
+    assert sum(kills for kills, _ in KILLS.values()) >= 50
+
+
+@pytest.mark.parametrize("name", KILLS)
+def test_fifty_kills_lose_no_checkpoint_and_no_bit(name: str, killer: Killer) -> None:
+    num_kills, num_by_command = KILLS[name]
+    _kill(killer, name, num_kills, num_by_command=num_by_command)
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(900)
+@pytest.mark.parametrize("name", KILLS)
+def test_two_hundred_kills_lose_no_checkpoint_and_no_bit(name: str, long_killer: Killer) -> None:
+    _kill(long_killer, name, 40, num_by_command=3)
+
+
+def _kill(killer: Killer, name: str, num_kills: int, *, num_by_command: int) -> None:
+    result = killer.kill(name, num_kills, num_by_command=num_by_command)
+    assert not result.broken, "\n".join(result.broken)
+    assert not result.lost, "\n".join(result.lost)
+    assert result.num_kills == num_kills
+    assert result.num_finished == len(result.victims)

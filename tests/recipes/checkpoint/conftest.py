@@ -1,0 +1,90 @@
+"""Real small checkpoints: written by the writer itself, or by a run of a third of a second in this process."""
+
+from collections.abc import Callable, Iterable, Mapping
+from pathlib import Path
+from typing import NamedTuple
+
+import pytest
+import torch
+from lightning.pytorch.callbacks import Callback
+from support import TINY, composed_config, write_texts
+from torch import Tensor
+
+from recipes.build import build
+from recipes.checkpoint.manifest import Manifest
+from recipes.checkpoint.parts import whole_part
+from recipes.checkpoint.retention import name_of
+from recipes.checkpoint.writer import CheckpointWriter, Outcome
+from recipes.console import open_console
+from recipes.mode.fit import fit
+
+
+class Ended(NamedTuple):
+    """How a run ended.
+
+    Attributes:
+        exit_code: Of the run.
+        lines: What its console showed.
+    """
+
+    exit_code: int
+    lines: list[str]
+
+
+Train = Callable[..., Ended]
+Save = Callable[..., Outcome]
+
+
+@pytest.fixture(scope="session")
+def run_words(tmp_path_factory: pytest.TempPathFactory) -> list[str]:
+    """A run of 20 steps and, at its default width, checkpoints of 489 kB at steps 10 and 20."""
+    words = [*TINY, f"data.path={write_texts(tmp_path_factory.mktemp('texts'))}", "seq_len=16"]
+    words += ["trainer.accelerator=cpu", "trainer.max_steps=20", "warmup_steps=1", "log_every=1"]
+    return [*words, "save_every=10", "eval_every=10"]
+
+
+@pytest.fixture(scope="session")
+def train(run_words: list[str]) -> Train:
+    """Runs in this process, with callbacks beside those of the config."""
+
+    def run(folder: Path, *words: str, callbacks: Iterable[Callback] = ()) -> Ended:
+        folder.mkdir(parents=True, exist_ok=True)
+        log = folder / "train.log"
+        before = log.read_text() if log.exists() else ""
+        config = composed_config(*run_words, *words, f"hydra.run.dir={folder}")
+        open_console(log)
+        built = build(config, folder, [])
+        built.trainer.callbacks[:0] = callbacks  # type: ignore[attr-defined]
+        exit_code = fit(built)
+        return Ended(exit_code, log.read_text()[len(before) :].splitlines())
+
+    return run
+
+
+@pytest.fixture(scope="session")
+def save() -> Save:
+    """Saves a few tensors of a step through a writer and waits for the end."""
+
+    def run(
+        writer: CheckpointWriter,
+        folder: Path,
+        step: int,
+        tensors: Mapping[str, Tensor],
+        *,
+        metrics: Mapping[str, float] | None = None,
+    ) -> Outcome:
+        manifest = Manifest(
+            step=step,
+            world_size=1,
+            strategy="SingleDevice",
+            versions={"torch": torch.__version__},
+            metrics=metrics or {},
+            files={},
+        )
+        parts = {name: whole_part(tensor) for name, tensor in tensors.items()}
+        writer.begin(folder / name_of(step), {"global_step": step}, parts, manifest)
+        outcome = writer.ended(wait=True)
+        assert outcome is not None, "it was waited for"
+        return outcome
+
+    return run

@@ -1,0 +1,100 @@
+"""A manifest that is not the one that was written is none, and what it says of the files is compared with them."""
+
+import json
+from pathlib import Path
+
+import pytest
+import xxhash
+
+from recipes.checkpoint.manifest import (
+    FileRecord,
+    Manifest,
+    fault,
+    fault_of_content,
+    hash_file,
+    read_manifest,
+)
+
+CONTENT = b"0123456789"
+
+
+@pytest.fixture
+def folder(tmp_path: Path) -> Path:
+    """A checkpoint of one file of ten bytes."""
+    (tmp_path / "run.pt").write_bytes(CONTENT)
+    record = FileRecord(bytes=10, xxh3_128=hash_file(tmp_path / "run.pt"))
+    manifest = Manifest(
+        step=7,
+        world_size=2,
+        strategy="FullyShardedDataParallel",
+        versions={"torch": "2.13.0"},
+        metrics={"val/loss": 0.1 + 0.2, "train/loss": float("inf")},
+        files={"run.pt": record},
+    )
+    (tmp_path / "manifest.json").write_text(manifest.text())
+    return tmp_path
+
+
+def test_what_is_written_is_read_to_the_last_digit(folder: Path) -> None:
+    manifest = read_manifest(folder)
+    assert manifest is not None
+    assert manifest.text() == (folder / "manifest.json").read_text()
+    assert manifest.metrics == {"val/loss": 0.1 + 0.2, "train/loss": float("inf")}
+    assert manifest.total_bytes == 10
+    assert fault(folder) is None
+    assert fault_of_content(folder, manifest, manifest.files) is None
+
+
+def test_every_single_flipped_bit_of_a_manifest_is_seen(folder: Path) -> None:
+    path = folder / "manifest.json"
+    written = path.read_bytes()
+    for bit in range(8 * len(written)):
+        damaged = bytearray(written)
+        damaged[bit // 8] ^= 1 << bit % 8
+        path.write_bytes(damaged)
+        assert read_manifest(folder) is None, f"bit {bit}"
+
+
+@pytest.mark.parametrize("content", ["", "{}", "[]", "null", "3", '"text"', "{", "\0"])
+def test_other_text_is_no_manifest(folder: Path, content: str) -> None:
+    (folder / "manifest.json").write_text(content)
+    assert read_manifest(folder) is None
+    assert fault(folder) == "its manifest.json is damaged"
+
+
+def test_a_manifest_of_another_format_is_refused_although_its_hash_is_right(folder: Path) -> None:
+    fields = json.loads((folder / "manifest.json").read_text())
+    own = [name for name in fields if name.startswith("hash_of_this_file")]
+    assert len(own) == 1
+    changed = {name: value for name, value in fields.items() if name not in own} | {"format": 2}
+    dumped = json.dumps(changed, indent=2) + "\n"
+    changed[own[0]] = xxhash.xxh3_128_hexdigest(dumped.encode())
+    (folder / "manifest.json").write_text(json.dumps(changed, indent=2) + "\n")
+    assert read_manifest(folder) is None
+
+
+def test_each_fault_has_its_words(folder: Path) -> None:
+    manifest = read_manifest(folder)
+    assert manifest is not None
+    assert fault(folder / "elsewhere") == "there is no such folder"
+    (folder / "run.pt").write_bytes(CONTENT[::-1])
+    assert fault(folder) is None  # by names and sizes
+    assert fault_of_content(folder, manifest, ["run.pt"]) == (
+        "run.pt is not what was written: another hash"
+    )
+    (folder / "run.pt").write_bytes(CONTENT[1:])
+    assert fault(folder) == "run.pt has 9 bytes, not 10"
+    (folder / "run.pt").unlink()
+    assert fault(folder) == "run.pt is missing"
+    assert fault_of_content(folder, manifest, ["run.pt"]) == (
+        "run.pt cannot be read: No such file or directory"
+    )
+    (folder / "manifest.json").unlink()
+    assert fault(folder) == "its manifest.json is missing"
+
+
+def test_a_file_is_hashed_whole_however_it_is_read(tmp_path: Path) -> None:
+    for size in (0, 1, (16 << 20) - 1, 16 << 20, (16 << 20) + 1):  # read in pieces of 16 MiB
+        content = b"\1" * size
+        (tmp_path / "file").write_bytes(content)
+        assert hash_file(tmp_path / "file") == xxhash.xxh3_128_hexdigest(content)

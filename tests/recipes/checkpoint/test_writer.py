@@ -1,0 +1,209 @@
+"""One save at a time, kept only if whole; `last` never leads astray; a failure hinders nothing that comes after."""
+
+import threading
+import time
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+import torch
+from support import CrashAt
+
+from recipes.checkpoint.manifest import fault, read_manifest
+from recipes.checkpoint.parts import whole_part
+from recipes.checkpoint.retention import Retention, apply, name_of, pointed, steps_on_disk
+from recipes.checkpoint.writer import CheckpointWriter
+
+KEEP_THREE = Retention(keep_last=3, keep_every=None, keep_best=0, metric="val/loss", mode="min")
+WEIGHTS = {"weight": torch.arange(1000.0)}
+
+
+def make_writer(*, asynchronous: bool = True) -> CheckpointWriter:
+    return CheckpointWriter(
+        asynchronous=asynchronous, after=lambda folder: apply(KEEP_THREE, folder)
+    )
+
+
+def names(folder: Path) -> list[str]:
+    return sorted(path.name for path in folder.iterdir())
+
+
+@pytest.mark.parametrize("asynchronous", [True, False])
+def test_a_save_that_is_whole_says_so(save, tmp_path: Path, asynchronous: bool) -> None:
+    outcome = save(make_writer(asynchronous=asynchronous), tmp_path, 10, WEIGHTS)
+    assert outcome.is_whole
+    assert outcome.path == tmp_path / name_of(10)
+    files = [path for path in outcome.path.iterdir() if path.name != "manifest.json"]
+    assert outcome.bytes == sum(path.stat().st_size for path in files)
+    # a synchronous save is one stall; the clock is read a moment apart
+    assert outcome.stall_seconds <= outcome.seconds + 0.1
+    assert names(tmp_path) == ["last", name_of(10)]
+
+
+def test_an_outcome_is_told_once(save, tmp_path: Path) -> None:
+    writer = make_writer()
+    assert writer.ended() is None
+    assert writer.ended(wait=True) is None
+    save(writer, tmp_path, 10, WEIGHTS)
+    assert writer.ended(wait=True) is None
+
+
+@pytest.mark.parametrize("value", ["nan", "inf"])
+def test_a_state_that_is_not_finite_is_not_kept(save, tmp_path: Path, value: str) -> None:
+    writer = make_writer()
+    assert save(writer, tmp_path, 10, WEIGHTS).is_whole
+    odd = {"fine": torch.ones(3), "odd": torch.tensor([1.0, float(value)])}
+    outcome = save(writer, tmp_path, 20, odd)
+    assert not outcome.is_whole
+    assert outcome.refused == "odd is not finite"
+    assert outcome.error is None
+    assert names(tmp_path) == ["last", name_of(10)]
+    assert pointed(tmp_path / "last") == tmp_path / name_of(10)
+
+
+def test_a_failure_leaves_nothing_and_does_not_hinder_the_next_save(save, tmp_path: Path) -> None:
+    writer = make_writer()
+    assert save(writer, tmp_path / "run", 10, WEIGHTS).is_whole
+    (tmp_path / "file").touch()
+    outcome = save(writer, tmp_path / "file", 20, WEIGHTS)
+    assert outcome.error is not None
+    assert outcome.error.startswith("Not a directory")
+    assert outcome.refused is None
+    assert save(writer, tmp_path / "run", 30, WEIGHTS).is_whole
+    assert names(tmp_path / "run") == ["last", name_of(10), name_of(30)]
+
+
+def test_a_dtype_that_no_file_holds_is_a_failure_like_any_other(save, tmp_path: Path) -> None:
+    writer = make_writer()
+    outcome = save(writer, tmp_path, 10, {"odd": torch.ones(3, dtype=torch.complex64)})
+    assert outcome.error is not None
+    assert names(tmp_path) == []
+    assert save(writer, tmp_path, 20, WEIGHTS).is_whole
+
+
+def test_a_second_save_waits_for_the_first(save, tmp_path: Path) -> None:
+    may_end = threading.Event()
+    writer = CheckpointWriter(asynchronous=True, after=lambda folder: assert_waited(may_end))
+    began = time.monotonic()
+    first = {"weight": whole_part(torch.ones(3))}
+    thread = threading.Thread(target=save, args=(writer, tmp_path, 10, WEIGHTS))
+    thread.start()
+    while not (tmp_path / name_of(10)).exists():
+        assert time.monotonic() - began < 60
+        time.sleep(0.01)
+    assert writer.ended() is None  # it still cleans up
+    manifest = read_manifest(tmp_path / name_of(10))
+    assert manifest is not None
+    threading.Timer(0.3, may_end.set).start()
+    began = time.monotonic()
+    writer.begin(tmp_path / name_of(20), {}, first, manifest)
+    assert may_end.is_set()
+    assert time.monotonic() - began > 0.2  # of 0.3: the timer began a moment before
+    thread.join()
+
+
+def assert_waited(event: threading.Event) -> None:
+    assert event.wait(60)
+
+
+def test_what_changes_after_wait_until_copied_is_not_in_the_checkpoint(save, tmp_path) -> None:
+    """The weights of the step that is saved, whatever the optimizer does next."""
+    writer = make_writer()
+    save(writer, tmp_path, 10, WEIGHTS)
+    manifest = read_manifest(tmp_path / name_of(10))
+    assert manifest is not None
+    weight = torch.zeros(1 << 20)
+    for step in (20, 30, 40):
+        writer.begin(tmp_path / name_of(step), {}, {"weight": whole_part(weight)}, manifest)
+        writer.wait_until_copied()
+        weight += 1
+        outcome = writer.ended(wait=True)
+        assert outcome is not None
+        assert outcome.is_whole
+        held = (tmp_path / name_of(step) / "rank_00000.safetensors").read_bytes()
+        expected = torch.full((1 << 20,), float(step // 10 - 2))
+        assert held.endswith(expected.numpy().tobytes())
+
+
+def test_old_ones_that_cannot_be_removed_fail_no_save(
+    save, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    def fail(folder: Path) -> None:
+        raise PermissionError(13, "Permission denied", str(folder))
+
+    writer = CheckpointWriter(asynchronous=True, after=fail)
+    assert save(writer, tmp_path, 10, WEIGHTS).is_whole
+    assert "Old checkpoints could not be removed: Permission denied" in caplog.text
+
+
+class Reader:
+    """Looks at `last` in a tight loop, as `resume=` of another process would."""
+
+    def __init__(self, link: Path) -> None:
+        self.link = link
+        self.wrong: list[str] = []
+        self.num_looks = 0
+        self.enough = threading.Event()
+        self._thread = threading.Thread(target=self._look)
+
+    def __enter__(self) -> "Reader":
+        self._thread.start()
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.enough.set()
+        self._thread.join()
+
+    def _look(self) -> None:
+        while not self.enough.is_set():
+            folder = pointed(self.link)
+            why = "there is no `last`" if folder is None else fault(folder)
+            # a reader that was overtaken by the three saves that remove what it looks at may look again
+            if why is not None and folder == pointed(self.link):
+                self.wrong.append(why)
+            self.num_looks += 1
+
+
+@pytest.fixture
+def reader(save, tmp_path: Path) -> Iterator[Reader]:
+    save(make_writer(), tmp_path, 10, WEIGHTS)
+    with Reader(tmp_path / "last") as one:
+        yield one
+
+
+def test_last_always_leads_to_a_whole_checkpoint(save, tmp_path: Path, reader: Reader) -> None:
+    writer = make_writer()
+    for step in range(11, 71):
+        assert save(writer, tmp_path, step, WEIGHTS).is_whole
+    reader.enough.set()
+    assert reader.num_looks > 60
+    assert reader.wrong == []
+    assert list(steps_on_disk(tmp_path)) == [68, 69, 70]
+
+
+def test_a_step_that_is_saved_again_is_never_without_a_whole_checkpoint(
+    save, tmp_path: Path, reader: Reader
+) -> None:
+    """As after a signal: the run goes on with the validation that was due, and saves the step with its numbers."""
+    writer = make_writer()
+    for loss in range(60):
+        assert save(writer, tmp_path, 10, WEIGHTS, metrics={"val/loss": float(loss)}).is_whole
+    reader.enough.set()
+    manifest = read_manifest(tmp_path / name_of(10))
+    assert manifest is not None
+    assert manifest.metrics == {"val/loss": 59.0}
+    assert reader.wrong == []
+
+
+def test_leftovers_of_a_killed_run_are_swept_when_it_goes_on(train, tmp_path: Path) -> None:
+    with pytest.raises(OSError, match="crash at 12"):
+        train(tmp_path, callbacks=[CrashAt(step=12)])
+    folder = tmp_path / "checkpoints"
+    whole = names(folder)
+    assert whole == ["best", "last", name_of(10)]
+    for name in ("step_0000020.ckpt.tmp", "step_0000005.ckpt.trash"):
+        (folder / name).mkdir()
+        (folder / name / "rank_00000.safetensors").write_bytes(b"half")
+    (folder / "last.tmp").symlink_to(name_of(10))
+    assert train(tmp_path, "resume=auto").exit_code == 0
+    assert names(folder) == [*whole, name_of(20)]

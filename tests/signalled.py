@@ -1,0 +1,175 @@
+"""Real runs that real signals stop: who sends them and when, and what a stopped run has left."""
+
+import csv
+import json
+import os
+import signal
+import subprocess
+import time
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import lightning.pytorch as lightning
+from lightning.pytorch.callbacks import Callback
+
+from recipes.checkpoint.manifest import fault, fault_of_content, read_manifest
+
+# columns and words that differ from run to run
+MEASURED = ("time/", "throughput/", "memory/")
+MEASURED_AT_THE_END = ("seconds", "tokens_per_second", "peak_memory_gib")
+
+
+class SignalAt(Callback):
+    """Sends each of its signals once, whoever resumes the run; from then on every batch takes 0.3 s.
+
+    Args:
+        folder: Of the run: a file a signal says that it is sent.
+        signals: `<moment>_<step>_<signal>_<to>`: when so many steps are complete, at the moment `start` (before
+            training), `window` (the first micro-batch of two), `batch` (the second), `step` (its end) or
+            `validation` (its third batch), to a rank, `parent`, `all` of them, or to oneself `again` and again.
+        pause: Seconds that every batch takes before.
+    """
+
+    def __init__(self, *, folder: str, signals: Sequence[str], pause: float = 0.0) -> None:
+        self._folder = Path(folder)
+        self._signals = [text.split("_") for text in signals]
+        self._pause = pause
+
+    def on_fit_start(self, trainer: lightning.Trainer, *_: Any) -> None:
+        self._send(trainer, "start")
+
+    def on_train_batch_start(
+        self, trainer: lightning.Trainer, pl_module: Any, batch: Any, batch_idx: int
+    ) -> None:
+        self._send(trainer, "batch" if batch_idx % 2 else "window")
+        time.sleep(self._pause)
+
+    def on_train_batch_end(self, trainer: lightning.Trainer, *_: Any) -> None:
+        self._send(trainer, "step")
+
+    def on_validation_batch_start(
+        self, trainer: lightning.Trainer, pl_module: Any, batch: Any, batch_idx: int, *_: Any
+    ) -> None:
+        if batch_idx == 2:
+            self._send(trainer, "validation")
+        time.sleep(self._pause)
+
+    def on_exception(
+        self, trainer: lightning.Trainer, pl_module: Any, exception: BaseException
+    ) -> None:
+        with (self._folder / f"ended_{trainer.global_rank}").open("a") as file:
+            file.write(f"{type(exception).__name__} {trainer.global_step}\n")
+
+    def _send(self, trainer: lightning.Trainer, now: str) -> None:
+        rank = trainer.global_rank
+        for moment, step, name, to in self._signals:
+            mark = self._folder / f"{moment}_{step}_{rank}"
+            if moment != now or trainer.global_step != int(step) or mark.exists():
+                continue
+            mark.touch()
+            number = signal.Signals[name]
+            if to in ("parent", "all") and rank == 0:
+                os.kill(os.getppid(), number)
+            if to in ("all", "again", str(rank)):
+                os.kill(os.getpid(), number)
+            self._pause = 0.3
+            if moment == "window":  # so long that the ranks agree within this step
+                _work(2.0)
+            if to == "again":  # at once: the same request; more than a second later: a second one
+                os.kill(os.getpid(), number)
+                _work(1.2)
+                os.kill(os.getpid(), signal.SIGUSR1)
+                _work(60.0)
+
+
+def _work(seconds: float) -> None:
+    """In pieces, as a program does: one long sleep of a thread lets no other thread's signal in."""
+    for _ in range(int(seconds * 50)):
+        time.sleep(0.02)
+
+
+class Started:
+    """A command and all that it becomes, known by a word in their environment."""
+
+    def __init__(self, command: Sequence[str], *, folder: Path, paths: Sequence[Path]) -> None:
+        self._word = f"SIGNALLED={time.time_ns()}"
+        name, _, value = self._word.partition("=")
+        path = os.pathsep.join(str(path) for path in paths)
+        self.process = subprocess.Popen(
+            command,
+            cwd=folder,
+            env=os.environ | {"OMP_NUM_THREADS": "1", "PYTHONPATH": path, name: value},
+            stdout=subprocess.PIPE,
+            stderr=subprocess.STDOUT,
+            text=True,
+        )
+
+    def end(self) -> str:
+        return self.process.communicate(timeout=120)[0]
+
+    def left(self) -> list[int]:
+        """Processes that live (a zombie does not), but the first one."""
+        found = []
+        for process in Path("/proc").glob("[0-9]*"):
+            try:
+                environ = (process / "environ").read_bytes().split(b"\0")
+            except OSError:
+                continue
+            if self._word.encode() in environ and int(process.name) != self.process.pid:
+                found.append(int(process.name))
+        return found
+
+    def kill(self) -> None:
+        for pid in self.left():
+            os.kill(pid, signal.SIGKILL)
+        self.process.kill()
+        self.process.communicate()
+
+
+def computed(folder: Path) -> list[dict[str, str]]:
+    """The rows of metrics.csv as text; what a clock or the memory says left out."""
+    with (folder / "metrics.csv").open(newline="") as file:
+        return [
+            {name: text for name, text in row.items() if not name.startswith(MEASURED)}
+            for row in csv.DictReader(file)
+        ]
+
+
+def summed_up(folder: Path) -> dict[str, Any]:
+    """The summary; what a clock or the memory says left out."""
+    summary = json.loads((folder / "summary.json").read_text())
+    return {name: value for name, value in summary.items() if name not in MEASURED_AT_THE_END}
+
+
+def events(folder: Path, kind: str) -> list[dict[str, Any]]:
+    """The events of one kind, oldest first."""
+    every = [json.loads(line) for line in (folder / "events.jsonl").read_text().splitlines()]
+    return [event for event in every if event["event"] == kind]
+
+
+def stopped_step(folder: Path, *, by: str, num_ranks: int = 1) -> int:
+    """The step of a run that a signal stopped: saved whole, by all ranks after this step, and said so."""
+    preempted = events(folder, "preempted")[-1]
+    step: int = preempted["step"]
+    assert (preempted["signal"], preempted["saved"]) == (by, True)
+    assert summed_up(folder)["status"] == "preempted"
+    assert summed_up(folder)["steps"] == step
+    for rank in range(num_ranks):
+        ended = (folder / f"ended_{rank}").read_text().splitlines()
+        assert ended[-1] == f"Preempted {step}", (rank, ended)
+    last = (folder / "checkpoints" / "last").resolve()
+    assert last.name == f"step_{step:07d}.ckpt"
+    assert fault(last) is None
+    manifest = read_manifest(last)
+    assert manifest is not None
+    assert (manifest.step, manifest.world_size) == (step, num_ranks)
+    assert fault_of_content(last, manifest, list(manifest.files)) is None
+    assert int(computed(folder)[-1]["step"]) == step
+    return step
+
+
+def seconds_to_stop(folder: Path, mark: str) -> float:
+    """From a signal until the run says that it has stopped."""
+    stopped: float = events(folder, "preempted")[-1]["time"]
+    return stopped - (folder / mark).stat().st_mtime
