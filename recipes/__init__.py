@@ -7,11 +7,14 @@ ranks.py        L3  how many processes carry a run, and who started them
 launch.py       L3  run folder, log; then build and mode, here or on ranks of its own; exit codes
 start_ranks.py  L3  one process per rank from one frozen composition; the first failure ends all
 rank.py         L3  the main of such a process
+preemption.py   L1  SIGTERM and SIGUSR1 as a request to save and end
+agreement.py    L1  all ranks do something after the same step
+run_lock.py     L1  one run at a time in a folder
 build.py        L3  the only file that instantiates: config -> Run(task, data, trainer)
 mode/           L3  one file per mode=: fit, evaluate, sample, export
 task/           L2  LightningModules, one per kind of learning
 strategy/       L2  how a step is carried out on the devices; one file per engine
-checkpoint/     L2  what is written, where a run resumes from
+checkpoint/     L2  what each rank writes behind training, how it is proven, where a run resumes from
 logger/         L2  one row per logged optimizer step, one line per event
 environment.py  L2  versions, devices, git state of a run
 precision_plugin.py L2  a precision word as Lightning's plugin for each engine

@@ -4,6 +4,7 @@ A thread on each rank looks at the ranks' store four times a second; only where 
 and a rank that is through with its step waits for that meeting.
 """
 
+import math
 import threading
 from datetime import timedelta
 from typing import Any
@@ -13,6 +14,8 @@ from torch.distributed.distributed_c10d import PrefixStore, _get_default_store
 
 _POLL_SECONDS = 0.25
 _NEVER = timedelta(days=1)
+# a step and, in its validation, the how manieth look: batches hold collectives too where weights are sharded
+_Point = tuple[int, float]
 
 
 class StepAgreement:
@@ -23,12 +26,10 @@ class StepAgreement:
     """
 
     def __init__(self, *, step: int) -> None:
-        self._open = step + 1  # the first step after which this rank can still do something
+        self._passed: _Point = (step, math.inf)  # the newest point at which this rank has looked
         self._asked: set[str] = set()
-        self._due: dict[str, int] = {}
-        self._proposed: int | None = (
-            None  # while the ranks agree: the step that this rank waits after
-        )
+        self._due: dict[str, _Point] = {}  # to be done at the first point after
+        self._meets = False
         self._changed = threading.Condition()
         self._closed = threading.Event()
         self._alone = not dist.is_initialized() or dist.get_world_size() == 1
@@ -54,11 +55,13 @@ class StepAgreement:
             due, self._asked = self._asked, set()
             return due
         with self._changed:
-            while wait and self._proposed is not None and step >= self._proposed:
+            before, look = self._passed
+            point = (step, (look + 1 if before == step else 0) if resting else math.inf)
+            while wait and self._meets:
                 self._changed.wait()
-            due = {what for what, at in self._due.items() if at <= step}
-            self._due = {what: at for what, at in self._due.items() if what not in due}
-            self._open = step if resting else step + 1
+            due = {what for what, after in self._due.items() if after < point}
+            self._due = {what: after for what, after in self._due.items() if what not in due}
+            self._passed = point
         return due
 
     def close(self) -> None:
@@ -77,21 +80,21 @@ class StepAgreement:
                     meeting += 1
             except RuntimeError:  # the ranks are coming to their end, and with them their store
                 with self._changed:
-                    self._proposed = None
+                    self._meets = False
                     self._changed.notify_all()
                 return
 
     def _meet(self) -> None:
-        """Every rank proposes the first step it can still act after; the latest counts."""
+        """Every rank says where it has looked last; what is asked for is due after the latest of these points."""
         with self._changed:
-            self._proposed = proposed = self._open
+            self._meets, passed = True, self._passed
             asked = set(self._asked)
         met: list[Any] = [None] * dist.get_world_size()
-        dist.all_gather_object(met, (proposed, sorted(asked)), group=self._group)
-        step = max(at for at, _ in met)
+        dist.all_gather_object(met, (passed, sorted(asked)), group=self._group)
+        latest = max(at for at, _ in met)
         with self._changed:
             for what in {what for _, whats in met for what in whats}:
-                self._due[what] = min(step, self._due.get(what, step))  # asked for twice: once
+                self._due[what] = min(latest, self._due.get(what, latest))  # asked for twice: once
             self._asked -= asked
-            self._proposed = None
+            self._meets = False
             self._changed.notify_all()

@@ -1,5 +1,6 @@
 """Start one run from its composed config: folder, log, ranks, build, mode; and how it ends."""
 
+import contextlib
 import signal
 import sys
 import time
@@ -16,6 +17,7 @@ from recipes.failure import Failure, error_file, failure_of, write_failure
 from recipes.mistake import Mistake
 from recipes.preemption import EXIT_PREEMPTED, Preempted, listen
 from recipes.ranks import Ranks, global_rank, ranks_of, started_by
+from recipes.run_lock import alone_in
 from recipes.start_ranks import start_ranks
 
 EXIT_FINISHED = 0
@@ -122,11 +124,14 @@ def _refused(mistake: Mistake) -> int:
 def _here(composed: Composed, ranks: Ranks) -> int:
     """The run, or this rank of it, in this process."""
     try:
-        if _fits(composed):
-            listen(second_ends=ranks.started_by != "us")
-        from recipes.build import carry_out
+        with contextlib.ExitStack() as held:
+            if _fits(composed) and ranks.started_by != "us":  # those that we start listen already
+                listen(second_ends=True)
+            if _fits(composed) and global_rank() == 0:
+                held.enter_context(alone_in(composed.run_folder))
+            from recipes.build import carry_out
 
-        return carry_out(composed)
+            return carry_out(composed)
     except Preempted as stopped:
         if global_rank() == 0:
             LOGGER.error(f"Stopped by {stopped.by} before the first step")

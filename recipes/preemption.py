@@ -55,6 +55,7 @@ def listen(*, second_ends: bool) -> None:
     _REQUESTS.by, _REQUESTS.hand_to, _REQUESTS.second_ends = None, None, second_ends
     for number in SIGNALS:
         signal.signal(number, _take)
+    signal.pthread_sigmask(signal.SIG_UNBLOCK, SIGNALS)  # held back by whoever started this process
 
 
 def hand_over(to: Callable[[], None] | None) -> None:
@@ -67,6 +68,16 @@ def hand_over(to: Callable[[], None] | None) -> None:
 def requested_by() -> str:
     """The name of the signal that asked."""
     return _REQUESTS.by or "a signal to another rank"
+
+
+@contextlib.contextmanager
+def held_back() -> Iterator[None]:
+    """Signals wait, for this process until the end, for those it starts until they `listen`."""
+    signal.pthread_sigmask(signal.SIG_BLOCK, SIGNALS)
+    try:
+        yield
+    finally:
+        signal.pthread_sigmask(signal.SIG_UNBLOCK, SIGNALS)
 
 
 @contextlib.contextmanager

@@ -4,7 +4,6 @@ import dataclasses
 import faulthandler
 import json
 import os
-import signal
 import sys
 import threading
 import time
@@ -15,6 +14,7 @@ from pathlib import Path
 from recipes.compose import Composed
 from recipes.failure import ERROR_FILE, STACK
 from recipes.mistake import Mistake
+from recipes.preemption import EXIT_PREEMPTED, Preempted, listen
 from recipes.ranks import RANK_FILE, global_rank, started_by
 
 _TELL_SECONDS = 1.0
@@ -23,6 +23,14 @@ _STORES: list[object] = []  # a store that rank 0 serves must outlive the functi
 
 def main() -> int:
     """Carry out the run that the parent wrote down; the exit code."""
+    try:
+        listen(second_ends=False)
+        return _main()
+    except Preempted:  # before the run began
+        return EXIT_PREEMPTED
+
+
+def _main() -> int:
     from recipes.launch import EXIT_INTERRUPTED, launch
 
     _end_with_parent()
@@ -90,7 +98,7 @@ def _end_with_parent() -> None:
 
     def wait() -> None:
         while told := os.read(pipe, 1):
-            signal.raise_signal(told[0])
+            os.kill(os.getpid(), told[0])  # wakes the main thread, where `raise_signal` would not
         os._exit(1)
 
     threading.Thread(target=wait, name="end_with_parent", daemon=True).start()

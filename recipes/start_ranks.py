@@ -15,7 +15,7 @@ from typing import BinaryIO
 
 from recipes.compose import Composed
 from recipes.failure import ERROR_FILE, STACK, Failure, read_failure
-from recipes.preemption import EXIT_PREEMPTED, SecondSignalError, requests_to
+from recipes.preemption import EXIT_PREEMPTED, SecondSignalError, held_back, requests_to
 from recipes.rank import text_of
 from recipes.ranks import RANK_FILE, Ranks
 
@@ -94,7 +94,10 @@ def start_ranks(composed: Composed, ranks: Ranks) -> Ending:
     """Carry out a run by one process a rank, all from this one composition; none is left when it returns."""
     started: list[_Process] = []
 
+    asked: list[int] = []
+
     def tell(number: int) -> None:
+        asked.append(number)
         for one in started:
             _ask_to_stop(one, number)
 
@@ -103,8 +106,11 @@ def start_ranks(composed: Composed, ranks: Ranks) -> Ending:
         (folder / "composed.json").write_text(text_of(composed))
         port = _free_port()
         try:
-            for rank in range(ranks.world_size):
-                started.append(_start(rank, ranks.world_size, port, folder))
+            with held_back():  # for us: until all ranks can be told; for them: until they listen
+                for rank in range(ranks.world_size):
+                    started.append(_start(rank, ranks.world_size, port, folder))
+            for number in asked[:1]:  # before there was anybody to tell
+                tell(number)
             return _watch(started)
         except KeyboardInterrupt:
             return _interrupted(started)
@@ -141,6 +147,7 @@ def _start(rank: int, world_size: int, port: int, folder: Path) -> _Process:
             stdout=log,
             stderr=log,
             process_group=0,
+            bufsize=0,  # nothing is left to write when the rank is gone
         )
     return _Process(rank=rank, process=process, error_file=error_file, log_file=log_file)
 

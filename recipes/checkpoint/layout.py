@@ -52,8 +52,7 @@ def take_apart(checkpoint: State, *, rank: int) -> tuple[State, dict[str, Part]]
 
 def put_together(plain: State, tensors: Mapping[str, SavedTensor]) -> State:
     """Lightning's checkpoint again, with `SavedTensor` for tensors and the random numbers of every rank in `rng`."""
-    weights = {name: tensor for name, tensor in tensors.items() if "/" not in name}
-    weights |= {name: weights[other] for name, other in plain["tied"].items()}
+    weights: State = {}
     number = {name: index for index, name in enumerate(plain["parameters"])}
     [optimizer] = plain["optimizer_states"]
     state = {index: dict(values) for index, values in optimizer["state"].items()}
@@ -65,6 +64,9 @@ def put_together(plain: State, tensors: Mapping[str, SavedTensor]) -> State:
             state.setdefault(number[of], {})[which] = tensor
         elif kind == _RNG:
             random.setdefault(int(which), {})[of] = tensor
+        else:
+            weights[name] = tensor
+    weights |= {name: weights[other] for name, other in plain["tied"].items()}
     return plain | {
         "state_dict": weights,
         "optimizer_states": [optimizer | {"state": dict(sorted(state.items()))}],

@@ -10,7 +10,7 @@ import shutil
 import threading
 import time
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from datetime import timedelta
 from pathlib import Path
 from typing import Any
@@ -135,7 +135,7 @@ class CheckpointWriter:
             return None
         self._thread, outcome = None, self._outcome
         assert outcome is not None, "the thread leaves one, whatever happens"
-        return outcome
+        return replace(outcome, stall_seconds=self._stall_seconds)
 
     def _save(
         self, path: Path, content: bytes | None, manifest: Manifest, rank: int, began: float

@@ -156,7 +156,23 @@ def _make_state(optimizer: Any, example: Mapping[str, SavedTensor]) -> None:
             else:
                 state[name] = value.whole().to(flat.device if fused else "cpu")
         base.state[flat] = state
+    if as_number:
+        _count_up(base, int(example["step"].whole()))
     _link(optimizer)
+
+
+def _count_up(optimizer: Any, num_steps: int) -> None:
+    """Let DeepSpeedCPUAdam 0.19.8 multiply its powers of the betas step by step, as a run without interruption has.
+
+    Asked for a later step it would compute them anew, which differs in the last bit. About 10 µs a step.
+    """
+    beta1, beta2 = optimizer.param_groups[0]["betas"]
+    weight, gradient, first, second = (torch.zeros(1) for _ in range(4))
+    for step in range(1, num_steps + 1):
+        optimizer.ds_opt_adam.adam_update(
+            *(optimizer.opt_id, step, 0.0, beta1, beta2, 1.0, 0.0, True),
+            *(weight, gradient, first, second),
+        )
 
 
 def _link(optimizer: Any) -> None:

@@ -88,6 +88,13 @@ class CsvLogger(Logger):
             self._write_row()
         self._drop_events_after(step)
 
+    @rank_zero_only
+    def has_event(self, event: str, step: int) -> bool:
+        """Whether an event of a step has been told."""
+        path = self._folder / EVENTS_FILE
+        events = [json.loads(line) for line in path.read_text().splitlines()]
+        return any(one["event"] == event and one["step"] == step for one in events)
+
     def _drop_events_after(self, step: int) -> None:
         """Those that training will live through again; what happened to processes stays. Mends a torn last line."""
         path = self._folder / EVENTS_FILE

@@ -17,7 +17,7 @@ from recipes.compose import ENVIRONMENT_FILE
 from recipes.console import LOGGER
 from recipes.environment import describe_environment
 from recipes.failure import is_by_peer
-from recipes.logger.csv import EVENTS_FILE
+from recipes.logger.csv import EVENTS_FILE, CsvLogger
 from recipes.logger.summary import SUMMARY_FILE
 from recipes.model.init import whole_shape
 from recipes.preemption import EXIT_PREEMPTED, Preempted
@@ -65,6 +65,11 @@ class Began(Callback):
         for refused in io.refused:
             _log_event(run, "checkpoint_refused", step, path=refused.path.name, why=refused.why)
         assert io.loaded is not None, "a run that is past step 0 has loaded a checkpoint"
+        for logger in run.trainer.loggers:
+            # a run killed between the checkpoint and the line that tells of it
+            ours = io.loaded.parents[1] == run.folder.resolve()
+            if ours and isinstance(logger, CsvLogger) and not logger.has_event("checkpoint", step):
+                logger.log_event("checkpoint", step, path=io.loaded.name)
         _log_event(run, "resume", step, path=io.loaded.name)
 
 
@@ -88,6 +93,8 @@ def fit(run: Run) -> int:
     try:
         _fit(run)
     except Preempted as stopped:
+        if stopped.step is None:  # while it was being set up
+            raise
         return _preempted(run, stopped)
     run.trainer.strategy.barrier()  # until rank 0 has written the summary
     summary = json.loads((run.folder / SUMMARY_FILE).read_text())

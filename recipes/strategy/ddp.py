@@ -2,9 +2,11 @@
 
 from collections.abc import Sequence
 
+import lightning.pytorch as lightning
 import torch
 from lightning.pytorch.plugins.io import CheckpointIO
 from lightning.pytorch.strategies import DDPStrategy
+from torch.nn.parallel import DistributedDataParallel
 
 from recipes.checkpoint.parts import SavesTensors
 from recipes.precision import Precision
@@ -41,3 +43,23 @@ class DataParallel(ReachableGradients, SavesTensors, DDPStrategy):
             gradient_as_bucket_view=True,
             broadcast_buffers=False,
         )
+
+    def setup(self, trainer: lightning.Trainer) -> None:
+        """Start DDP, and give it the buckets it keeps.
+
+        torch 2.13 lays its buckets out anew after the first backward pass of a process. With three ranks or more
+        that adds the gradients in another order, so that a resumed run would not have the bits of one that was
+        never interrupted. A backward pass of zeros, in the order of a real one, is the first instead.
+        """
+        super().setup(trainer)
+        if trainer.state.fn != "fit":
+            return
+        assert isinstance(self.model, DistributedDataParallel)
+        reducer = self.model.reducer
+        reducer.prepare_for_forward()
+        reducer.prepare_for_backward([])
+        trained = [p for p in self.model.parameters() if p.requires_grad]
+        zero = torch.stack([parameter.sum() for parameter in trained]).sum() * 0.0
+        zero.backward()  # type: ignore[no-untyped-call]
+        assert reducer._rebuild_buckets(), "what the first real forward pass would have done"
+        self.model.zero_grad(set_to_none=False)

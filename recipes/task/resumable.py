@@ -78,6 +78,7 @@ class Resumable(lightning.LightningModule):
     def on_save_checkpoint(self, checkpoint: dict[str, Any]) -> None:
         checkpoint["consumed"] = {"samples": self.num_samples, "tokens": self.num_tokens}
         checkpoint["strategy"] = type(self.trainer.strategy).__name__
+        checkpoint["loggers"] = {type(one).__name__: one.version for one in self.trainer.loggers}
         checkpoint["optimizer"] = self._optimizer
         checkpoint["parameters"] = self._parameters_in_order
         checkpoint["tied"] = self._tied()

@@ -1,17 +1,25 @@
-"""A checkpoint of any strategy goes on under any other: weights, moments, schedule and position."""
+"""A checkpoint of any strategy goes on under any other, on any number of ranks: weights, moments, position."""
 
 from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 from cases import NUM_STEPS, STRATEGIES, case, largest_difference
 from ranks import run_on_ranks
+from safetensors.torch import load_file
+from support import composed_config
+
+from recipes.build import build
+from recipes.mode.export import export
 
 HALF = NUM_STEPS // 2
 ENGINES = ["ddp", "fsdp", "fsdp, cpu offload", "ZeRO-1", "ZeRO-2, offload", "ZeRO-3"]
 # each engine goes on from itself, and from the engine three places on
 PAIRS = [(name, name) for name in ENGINES]
 PAIRS += [(ENGINES[(index + 3) % len(ENGINES)], name) for index, name in enumerate(ENGINES)]
+# from two ranks to four
+WIDER = [("fsdp", "ddp"), ("ddp", "fsdp"), ("ZeRO-3", "hsdp"), ("ZeRO-2, offload", "ZeRO-3")]
 
 
 def _case(name: str, *more: str, world_size: int) -> dict[str, Any]:
@@ -44,7 +52,23 @@ def curves(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
         )
         for origin in ENGINES
     }
-    return whole | results | run_on_ranks(one, world_size=1, folder=alone)
+    return whole | results | run_on_ranks(one, world_size=1, folder=alone) | {"folder": first}
+
+
+@pytest.fixture(scope="module")
+def four(curves: dict[str, Any], tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
+    """On four ranks: DDP from the beginning and from its own middle, and others from the middle of two ranks."""
+    folder, two = tmp_path_factory.mktemp("four"), curves["folder"]
+    cases = {
+        "ddp": _case("ddp", world_size=4),
+        "ddp -> ddp": _case("ddp", _checkpoint(folder, 0), world_size=4),
+    } | {
+        f"{origin} of 2 -> {name} of 4": _case(
+            name, _checkpoint(two, ENGINES.index(origin)), world_size=4
+        )
+        for origin, name in WIDER
+    }
+    return run_on_ranks(cases, world_size=4, folder=folder)
 
 
 @pytest.mark.parametrize(
@@ -63,6 +87,57 @@ def test_a_run_goes_on_under_another_strategy_as_one_device_would(
     for row, other in zip(rows, curves["single"]["rows"][HALF:], strict=True):
         assert row["train/samples"] == other["train/samples"]
         assert row["lr"] == other["lr"]
+
+
+@pytest.mark.parametrize("name", ENGINES)
+def test_a_run_that_goes_on_as_it_began_has_the_bits_of_one_that_was_never_interrupted(
+    name: str, curves: dict[str, Any]
+) -> None:
+    rows, undisturbed = curves[f"{name} -> {name}"]["rows"], curves[name]["rows"][HALF:]
+    assert largest_difference(rows, undisturbed) == {"train/loss": 0, "grad/norm": 0}
+
+
+def test_so_has_ddp_on_four_ranks_where_the_place_in_a_bucket_decides_the_order_of_a_sum(
+    four: dict[str, Any],
+) -> None:
+    rows, undisturbed = four["ddp -> ddp"]["rows"], four["ddp"]["rows"][HALF:]
+    assert largest_difference(rows, undisturbed) == {"train/loss": 0, "grad/norm": 0}
+
+
+@pytest.mark.parametrize("name", [f"{origin} of 2 -> {name} of 4" for origin, name in WIDER])
+def test_a_run_of_two_ranks_goes_on_on_four_as_one_device_would(
+    name: str, curves: dict[str, Any], four: dict[str, Any]
+) -> None:
+    assert "error" not in four[name], four[name]["error"]
+    rows, alone = four[name]["rows"], curves["single"]["rows"][HALF:]
+    assert max(largest_difference(rows, alone).values()) <= 1e-5  # as above
+    assert [row["train/samples"] for row in rows] == [row["train/samples"] for row in alone]
+
+
+def test_an_export_has_the_weights_of_whatever_strategy_wrote_them(
+    curves: dict[str, Any], tmp_path: Path
+) -> None:
+    exported = []
+    for number, name in enumerate(ENGINES):
+        words = [*_case("single", world_size=1)["words"], "mode=export"]
+        config = composed_config(*words, _checkpoint(curves["folder"], number))
+        target = tmp_path / str(number)
+        assert export(build(config, tmp_path, []), path=str(target)) == 0, name
+        exported.append(load_file(target / "model.safetensors"))
+    assert all(weights.keys() == exported[0].keys() for weights in exported)
+    largest = max(
+        (weights[key] - exported[0][key]).abs().max().item()
+        for weights in exported
+        for key in weights
+    )
+    # Adam moves a weight by up to 1e-3 a step where a gradient near zero changes its sign: ten steps apart at most
+    assert largest <= 1e-2
+    unlike = sum(
+        torch.isclose(weights[key], exported[0][key], rtol=1e-4, atol=1e-5).logical_not().sum()
+        for weights in exported
+        for key in weights
+    )
+    assert unlike <= 20  # of some 30,000: the ones that such a sign has moved
 
 
 def test_the_middle_of_a_run_is_not_its_beginning(curves: dict[str, Any]) -> None:

@@ -1,4 +1,4 @@
-"""One rank of several that agree on steps, each at a speed of its own: what it did after which step, and in how long."""
+"""One rank of several that agree on steps, each at a speed of its own: what it did after which step, and when."""
 
 import json
 import os
@@ -9,44 +9,49 @@ import time
 from pathlib import Path
 from typing import Any
 
-import torch.distributed as dist
+sys.path[:0] = [str(Path(__file__).parents[2])]
 
-from recipes.agreement import StepAgreement
+import torch.distributed as dist  # noqa: E402
 
-STEPS, EVAL_EVERY = 300, 40
-RESTED_STEP = 80  # asked for in the validation after it
-LONG = 2.0  # seconds: several meetings fit
+from recipes.agreement import StepAgreement  # noqa: E402
+
+EVAL_EVERY = 40
+LONG_SECONDS = 5.0  # many meetings fit
 
 
-def random_requests(rank: int, requests: dict[str, list[list[Any]]]) -> dict[str, Any]:
-    """Train as the loop does: a step ends with a collective, which binds fast ranks to slow ones or, every other
-    step, does not. Requests come from the side, as signals do."""
+def random_requests(
+    rank: int, requests: dict[str, list[int]], *, steps: int, rested: int
+) -> dict[str, Any]:
+    """Train at a speed of one's own; a collective binds fast ranks to slow ones every other step, and the last.
+
+    Requests come from the side, as signals do.
+    """
     pace = random.Random(rank)
     agreement = StepAgreement(step=0)
-    asked = dict(requests[str(rank)])
+    asked = {step: what for what, (asks, step) in requests.items() if asks == rank}
     done: list[tuple[str, int]] = []
-    for step in range(1, STEPS + 1):
-        time.sleep(pace.random() * 0.004 * (rank + 1))
+    for step in range(1, steps + 1):
+        time.sleep(pace.random() * 0.008 * (rank + 1))
         if step % 2:
             dist.barrier()
         if step in asked:
             threading.Timer(pace.random() * 0.01, agreement.ask, [asked[step]]).start()
         validates = step % EVAL_EVERY == 0
-        due = agreement.due(step, resting=validates, wait=step < STEPS)
+        due = agreement.due(step, resting=validates, wait=step < steps)
         if validates:
-            due |= _validate(agreement, step, ask=rank == 1 and step == RESTED_STEP)
+            due |= _validate(agreement, step, rests=step == rested, asks=rank == 1)
         done += [(what, step) for what in sorted(due)]
     agreement.close()
     dist.barrier()  # the loop's last: nobody may be left in a meeting
     return {"done": done}
 
 
-def _validate(agreement: StepAgreement, step: int, *, ask: bool) -> set[str]:
+def _validate(agreement: StepAgreement, step: int, *, rests: bool, asks: bool) -> set[str]:
     """Batches without a collective, after each of which the ranks may agree on this very step."""
     due = set()
-    if ask:
+    if rests and asks:
         agreement.ask("rested")
-    until = time.monotonic() + (LONG if step == RESTED_STEP else 0.01)
+    until = time.monotonic() + (LONG_SECONDS if rests else 0.01)
     while time.monotonic() < until and "rested" not in due:
         time.sleep(0.02)
         due |= agreement.due(step, resting=True)
@@ -54,21 +59,20 @@ def _validate(agreement: StepAgreement, step: int, *, ask: bool) -> set[str]:
 
 
 def nobody_asks(rank: int) -> dict[str, Any]:
-    """Rank 0 is through with all its steps before the others begin: nobody waits for anybody."""
-    group_calls = []
+    """A rank begins when the one before it is through with all its steps: nobody waits for anybody."""
+    calls = []
     gather = dist.all_gather_object
-    dist.all_gather_object = lambda *words, **more: (group_calls.append(1), gather(*words, **more))
+    dist.all_gather_object = lambda *words, **more: calls.append(gather(*words, **more))
     agreement = StepAgreement(step=0)
-    time.sleep(rank * 1.0)
-    began = time.perf_counter()
+    time.sleep(rank * 1.0)  # four looks at the store
+    began = time.time()
     for step in range(1, 10_001):
         assert agreement.due(step) == set()
-    seconds = time.perf_counter() - began
+    ended = time.time()
     agreement.close()
-    ended_at = time.time()
     dist.barrier()
     dist.all_gather_object = gather
-    return {"seconds": seconds, "ended_at": ended_at, "group_calls": len(group_calls)}
+    return {"began": began, "ended": ended, "collectives": len(calls)}
 
 
 def around_the_last_step(rank: int, rounds: int) -> dict[str, Any]:
@@ -96,7 +100,9 @@ def main() -> None:
     dist.init_process_group("gloo")
     rank = int(os.environ["RANK"])
     mine = {
-        "random": random_requests(rank, cases["requests"]),
+        "random": random_requests(
+            rank, cases["requests"], steps=cases["steps"], rested=cases["rested"]
+        ),
         "nobody": nobody_asks(rank),
         "last": around_the_last_step(rank, cases["rounds"]),
     }

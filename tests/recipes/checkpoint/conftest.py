@@ -1,6 +1,8 @@
 """Real small checkpoints: written by the writer itself, or by a run of a third of a second in this process."""
 
-from collections.abc import Callable, Iterable, Mapping
+import signal
+import subprocess
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from pathlib import Path
 from typing import NamedTuple
 
@@ -17,6 +19,7 @@ from recipes.checkpoint.retention import name_of
 from recipes.checkpoint.writer import CheckpointWriter, Outcome
 from recipes.console import open_console
 from recipes.mode.fit import fit
+from recipes.preemption import SIGNALS
 
 
 class Ended(NamedTuple):
@@ -88,3 +91,32 @@ def save() -> Save:
         return outcome
 
     return run
+
+
+@pytest.fixture(autouse=True)
+def _own_signals() -> Iterator[None]:
+    """What a run in this process listens to does not outlive it."""
+    before = {number: signal.getsignal(number) for number in SIGNALS}
+    yield
+    for number, handler in before.items():
+        signal.signal(number, handler)
+
+
+@pytest.fixture
+def make_undeletable(tmp_path: Path) -> Iterator[Callable[[Path], None]]:
+    """Puts a folder into a checkpoint that cannot be removed; not even root may remove what is mounted."""
+    word = "undeletable"
+
+    def make(checkpoint: Path) -> None:
+        stuck = checkpoint / word
+        stuck.mkdir()
+        (stuck / "file").touch()
+        if subprocess.run(
+            ["mount", "-t", "tmpfs", "none", str(stuck)], capture_output=True, check=False
+        ).returncode:
+            stuck.chmod(0o500)
+
+    yield make
+    for stuck in tmp_path.rglob(word):
+        subprocess.run(["umount", str(stuck)], capture_output=True, check=False)
+        stuck.chmod(0o700)

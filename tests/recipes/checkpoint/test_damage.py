@@ -110,8 +110,10 @@ def test_without_hashes_a_flipped_bit_of_a_tensor_goes_through(newest: Path) -> 
 def test_files_of_another_checkpoint_are_not_this_ones(newest: Path) -> None:
     older = newest.with_name("step_0000010.ckpt")
     for name in FILES[1:]:
+        kept = (newest / name).read_bytes()
         shutil.copy(older / name, newest / name)
         refused(newest, name)
+        (newest / name).write_bytes(kept)
 
 
 def test_where_none_is_whole_it_is_a_mistake_that_says_so(newest: Path) -> None:
@@ -180,3 +182,21 @@ def test_two_ranks_go_on_from_the_one_before_although_the_newest_is_at_the_last_
                 assert row[name] == value, name
     # the step was saved again, whole
     assert load(newest, falls_back=False).loaded == newest
+
+
+@pytest.mark.xfail(reason="summary.json and events.jsonl tell of a training that never began")
+def test_a_resume_that_fails_leaves_the_run_as_it_was(
+    newest: Path, run_folder: Path, run_words: list[str]
+) -> None:
+    flip(newest / "run.pt", 999)
+    before = {
+        path.relative_to(run_folder): path.read_bytes()
+        for path in run_folder.rglob("*")
+        if path.is_file() and path.name != "train.log"  # which says what was refused
+    }
+    words = [*run_words, "trainer.max_steps=30", f"resume={newest}", f"hydra.run.dir={run_folder}"]
+    composed, _ = compose_and_check(words)
+    assert composed is not None
+    assert launch(composed) == 2
+    after = {path: (run_folder / path).read_bytes() for path in before}
+    assert [str(path) for path in before if after[path] != before[path]] == []

@@ -2,6 +2,7 @@
 
 import random
 from collections import defaultdict
+from itertools import pairwise
 from pathlib import Path
 
 import pytest
@@ -21,7 +22,7 @@ def _flat_cut(tensor: Tensor, rng: random.Random) -> list[Part]:
     bounds = sorted({0, size, *(rng.randint(0, size) for _ in range(rng.randint(0, 4)))})
     return [
         Part(tensor=tensor.reshape(-1)[start:stop], offsets=(start,), whole_shape=tensor.shape)
-        for start, stop in zip(bounds, bounds[1:], strict=False)
+        for start, stop in pairwise(bounds)
     ]
 
 
@@ -35,7 +36,7 @@ def _cut_by_rows(tensor: Tensor, rng: random.Random) -> list[Part]:
             offsets=(start, *[0] * (tensor.ndim - 1)),
             whole_shape=tensor.shape,
         )
-        for start, stop in zip(bounds, bounds[1:], strict=False)
+        for start, stop in pairwise(bounds)
     ]
 
 
@@ -84,7 +85,7 @@ def test_a_missing_piece_is_an_error_for_every_range_that_needs_it(
     bounds = [0, 2, 5, 9, 12]
     parts = [
         Part(tensor=tensor[start:stop], offsets=(start,), whole_shape=tensor.shape)
-        for start, stop in zip(bounds, bounds[1:], strict=False)
+        for start, stop in pairwise(bounds)
     ]
     del parts[missing]
     saved = _write(tmp_path, parts, random.Random(0))["weight"]
@@ -100,7 +101,9 @@ def test_a_missing_piece_is_an_error_for_every_range_that_needs_it(
         saved.whole()
 
 
-@pytest.mark.xfail(reason="an empty piece that is read after one with the same start takes the place back")
+@pytest.mark.xfail(
+    reason="an empty piece that is read after one with the same start takes the place back"
+)
 def test_an_empty_piece_among_others_changes_nothing(tmp_path: Path) -> None:
     tensor = torch.arange(6.0)
     parts = [

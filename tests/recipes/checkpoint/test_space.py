@@ -1,0 +1,64 @@
+"""The size of a checkpoint is known before the first one is written, and a disk too small for it is said at once."""
+
+import shutil
+from pathlib import Path
+
+import pytest
+
+from recipes.checkpoint.manifest import read_manifest
+
+
+def _warnings(lines: list[str]) -> list[str]:
+    return [line for line in lines if line.startswith("Checkpoints take")]
+
+
+def _said(free: int, monkeypatch: pytest.MonkeyPatch, train, folder: Path) -> list[str]:
+    """What a run of two steps says on a disk of this many free bytes."""
+    usage = shutil.disk_usage(folder)._replace(free=free)
+    monkeypatch.setattr("shutil.disk_usage", lambda path: usage)
+    words = ["trainer.max_steps=2", "save_every=2", "eval_every=2"]
+    ended = train(folder / str(free), *words)
+    assert ended.exit_code == 0
+    return _warnings(ended.lines)
+
+
+def test_what_a_checkpoint_takes_is_known_after_the_first_step(
+    train, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Two newest, one best and one that is being written: four."""
+    assert train(tmp_path / "first", "trainer.max_steps=10").exit_code == 0
+    manifest = read_manifest(tmp_path / "first/checkpoints/step_0000010.ckpt")
+    assert manifest is not None
+    one = manifest.total_bytes
+    # tensors alone are counted: run.pt and the header are some 4 % of a checkpoint as small as this
+    assert _said(4 * one, monkeypatch, train, tmp_path) == []
+    [line] = _said(int(3.5 * one), monkeypatch, train, tmp_path)
+    assert "up to 4 lie on the disk at a time" in line
+    assert "not all of them will fit" in line
+    [line] = _said(one // 2, monkeypatch, train, tmp_path)
+    assert "none of them will fit" in line
+
+
+def test_checkpoints_that_lie_there_already_take_no_more_room(
+    train, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    folder = tmp_path / "run"
+    assert train(folder, "trainer.max_steps=20").exit_code == 0
+    manifest = read_manifest(folder / "checkpoints/step_0000020.ckpt")
+    assert manifest is not None
+    usage = shutil.disk_usage(folder)._replace(free=2 * manifest.total_bytes)
+    monkeypatch.setattr("shutil.disk_usage", lambda path: usage)
+    ended = train(folder, "resume=auto", "trainer.max_steps=30")
+    assert ended.exit_code == 0
+    assert _warnings(ended.lines) == []
+
+
+def test_a_run_that_never_saves_needs_no_room(
+    train, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    usage = shutil.disk_usage(tmp_path)._replace(free=0)
+    monkeypatch.setattr("shutil.disk_usage", lambda path: usage)
+    ended = train(tmp_path / "run", "trainer.max_steps=2", "save_every=null")
+    assert ended.exit_code == 0
+    assert _warnings(ended.lines) == []
+    assert not (tmp_path / "run/checkpoints").exists()
