@@ -15,7 +15,7 @@ from recipes.compose import CONF, Composed
 from recipes.console import LOGGER, open_console
 from recipes.failure import Failure, error_file, failure_of, write_failure
 from recipes.mistake import Mistake
-from recipes.preemption import EXIT_PREEMPTED, Preempted, listen
+from recipes.preemption import EXIT_PREEMPTED, Preempted, listening
 from recipes.ranks import Ranks, global_rank, ranks_of, started_by
 from recipes.run_lock import alone_in
 from recipes.start_ranks import start_ranks
@@ -67,6 +67,18 @@ def launch(composed: Composed, *, in_sweep: bool = False) -> int:
         The exit code: 0 finished, 2 the config is wrong, 75 preempted, 130 interrupted, 143 terminated, 1 a crash
         (the traceback of the rank that failed first is printed and logged).
     """
+    with contextlib.ExitStack() as signals:
+        if _fits(composed) and started_by() != "us":  # the ranks that we start listen already
+            signals.enter_context(listening())
+        try:
+            return _launch(composed, in_sweep=in_sweep)
+        except Preempted as stopped:
+            if global_rank() == 0:
+                LOGGER.error(f"Stopped by {stopped.by} before the first step")
+            return EXIT_PREEMPTED
+
+
+def _launch(composed: Composed, *, in_sweep: bool) -> int:
     try:
         ranks = ranks_of(composed.config)
         _open(composed)
@@ -125,17 +137,11 @@ def _here(composed: Composed, ranks: Ranks) -> int:
     """The run, or this rank of it, in this process."""
     try:
         with contextlib.ExitStack() as held:
-            if _fits(composed) and ranks.started_by != "us":  # those that we start listen already
-                listen(second_ends=True)
             if _fits(composed) and global_rank() == 0:
                 held.enter_context(alone_in(composed.run_folder))
             from recipes.build import carry_out
 
             return carry_out(composed)
-    except Preempted as stopped:
-        if global_rank() == 0:
-            LOGGER.error(f"Stopped by {stopped.by} before the first step")
-        return EXIT_PREEMPTED
     except KeyboardInterrupt:
         if global_rank() == 0:
             LOGGER.error(f"Interrupted; the run's folder is {_where(composed)}")

@@ -71,6 +71,21 @@ def requested_by() -> str:
 
 
 @contextlib.contextmanager
+def listening() -> Iterator[None]:
+    """Listen while a run is started, carried out and ended in this process."""
+    if threading.current_thread() is not threading.main_thread():
+        yield  # only the main thread may handle signals
+        return
+    before = {number: signal.getsignal(number) for number in SIGNALS}
+    listen(second_ends=True)
+    try:
+        yield
+    finally:
+        for number, handler in before.items():
+            signal.signal(number, handler)
+
+
+@contextlib.contextmanager
 def held_back() -> Iterator[None]:
     """Signals wait, for this process until the end, for those it starts until they `listen`."""
     signal.pthread_sigmask(signal.SIG_BLOCK, SIGNALS)

@@ -36,6 +36,9 @@ class Fault(Callback):
             open(f"at_step_3_{trainer.global_rank}", "w").close()
             while True:
                 time.sleep(0.05)
+        saved = trainer.default_root_dir + "/checkpoints/step_0000002.ckpt"
+        while self.kind == "kill" and not os.path.exists(saved):
+            time.sleep(0.05)
         if trainer.global_rank == 1 and self.kind == "raise":
             raise OSError("the disk is gone")
         if trainer.global_rank == 1 and self.kind == "kill":
