@@ -13,6 +13,7 @@ import torch.distributed as dist
 from torch.distributed.distributed_c10d import PrefixStore, _get_default_store
 
 _POLL_SECONDS = 0.25
+_CLOSE_SECONDS = 2.0  # a meeting that a peer has missed never ends
 _NEVER = timedelta(days=1)
 # a step and, in its validation, the how manieth look: batches hold collectives too where weights are sharded
 _Point = tuple[int, float]
@@ -37,7 +38,8 @@ class StepAgreement:
             self._group = dist.new_group(backend="gloo", timeout=_NEVER)
             name = f"step_agreement_{self._group.group_name}"
             self._store: Any = PrefixStore(name, _get_default_store())
-            threading.Thread(target=self._listen, name="step_agreement", daemon=True).start()
+            self._thread = threading.Thread(target=self._listen, name="agreement", daemon=True)
+            self._thread.start()
 
     def ask(self, what: str) -> None:
         """Ask all ranks for it as soon as they can. May be called by a signal handler."""
@@ -65,8 +67,10 @@ class StepAgreement:
         return due
 
     def close(self) -> None:
-        """Stop listening."""
+        """Stop listening. The thread is gone before the interpreter is taken down under it."""
         self._closed.set()
+        if not self._alone:
+            self._thread.join(_CLOSE_SECONDS)
 
     def _listen(self) -> None:
         meeting = 0

@@ -15,7 +15,7 @@ from recipes.compose import CONF, Composed
 from recipes.console import LOGGER, open_console
 from recipes.failure import Failure, error_file, failure_of, write_failure
 from recipes.mistake import Mistake
-from recipes.preemption import EXIT_PREEMPTED, Preempted, listening
+from recipes.preemption import listening
 from recipes.ranks import Ranks, global_rank, ranks_of, started_by
 from recipes.run_lock import alone_in
 from recipes.start_ranks import start_ranks
@@ -70,12 +70,7 @@ def launch(composed: Composed, *, in_sweep: bool = False) -> int:
     with contextlib.ExitStack() as signals:
         if _fits(composed) and started_by() != "us":  # the ranks that we start listen already
             signals.enter_context(listening())
-        try:
-            return _launch(composed, in_sweep=in_sweep)
-        except Preempted as stopped:
-            if global_rank() == 0:
-                LOGGER.error(f"Stopped by {stopped.by} before the first step")
-            return EXIT_PREEMPTED
+        return _launch(composed, in_sweep=in_sweep)
 
 
 def _launch(composed: Composed, *, in_sweep: bool) -> int:

@@ -1,6 +1,7 @@
 """SIGTERM and SIGUSR1: a request to save and end after the step under way; a second one ends the process at once."""
 
 import contextlib
+import logging
 import os
 import signal
 import threading
@@ -8,6 +9,7 @@ import time
 from collections.abc import Callable, Iterator
 from typing import Any
 
+LOGGER = logging.getLogger("lightning_recipes")
 EXIT_PREEMPTED = 75
 SIGNALS = (signal.SIGTERM, signal.SIGUSR1)
 _SAME_REQUEST_SECONDS = 1.0  # a cluster may tell a process and, through its starter, tell it again
@@ -18,11 +20,11 @@ class Preempted(BaseException):
 
     Args:
         by: The signal's name.
-        step: Optimizer steps completed; None: training had not begun.
+        step: Optimizer steps completed.
         saved: Whether all of them are in a checkpoint.
     """
 
-    def __init__(self, by: str, *, step: int | None = None, saved: bool = True) -> None:
+    def __init__(self, by: str, *, step: int, saved: bool) -> None:
         super().__init__(by)
         self.by = by
         self.step = step
@@ -47,7 +49,7 @@ _REQUESTS = _Requests()
 
 
 def listen(*, second_ends: bool) -> None:
-    """Take the signals from now on. Until training takes over, the first one raises `Preempted`.
+    """Take the signals from now on. Until training takes over, the first one ends the process: nothing is lost.
 
     Args:
         second_ends: Whether a second signal ends this process; False where whoever started it does that.
@@ -133,5 +135,7 @@ def _take(number: int, frame: Any) -> None:
         return
     _REQUESTS.by, _REQUESTS.at = signal.Signals(number).name, now
     if _REQUESTS.hand_to is None:
-        raise Preempted(_REQUESTS.by)
+        LOGGER.error("Stopped by %s before the first step", _REQUESTS.by)
+        # not by an exception: one that breaks into an import may leave a library half made
+        os._exit(EXIT_PREEMPTED)
     _REQUESTS.hand_to()

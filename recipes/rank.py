@@ -14,7 +14,7 @@ from pathlib import Path
 from recipes.compose import Composed
 from recipes.failure import ERROR_FILE, STACK
 from recipes.mistake import Mistake
-from recipes.preemption import EXIT_PREEMPTED, Preempted, listen
+from recipes.preemption import listen
 from recipes.ranks import RANK_FILE, global_rank, started_by
 
 _TELL_SECONDS = 1.0
@@ -23,14 +23,7 @@ _STORES: list[object] = []  # a store that rank 0 serves must outlive the functi
 
 def main() -> int:
     """Carry out the run that the parent wrote down; the exit code."""
-    try:
-        listen(second_ends=False)
-        return _main()
-    except Preempted:  # before the run began
-        return EXIT_PREEMPTED
-
-
-def _main() -> int:
+    listen(second_ends=False)
     from recipes.launch import EXIT_INTERRUPTED, launch
 
     _end_with_parent()

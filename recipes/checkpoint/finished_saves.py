@@ -43,6 +43,8 @@ class FinishedSaves:
         if outcome is None:
             return
         self.newest = outcome
+        if not trainer.is_global_zero:
+            return
         name = outcome.path.name
         if outcome.is_whole:
             _log_event(

@@ -93,7 +93,7 @@ class FolderCheckpointIO(CheckpointIO):
             if why is None:
                 return folder
             self.refused.append(Refusal(folder, why))
-            LOGGER.warning("Refused %s: %s", folder, why)
+            LOGGER.info("Refused %s: %s", folder, why)  # every rank says it; rank 0 is heard
         raise Mistake(
             f"resume=… {named}",
             f"{self.refused[-1].why}; {'no older one is whole' if self.falls_back else 'it was named'}",

@@ -88,9 +88,10 @@ def fault(folder: Path) -> str | None:
         why = "is damaged" if (folder / MANIFEST_FILE).exists() else "is missing"
         return f"its {MANIFEST_FILE} {why}"
     for name, record in manifest.files.items():
-        if not (folder / name).is_file():
+        try:
+            size = (folder / name).stat().st_size
+        except OSError:
             return f"{name} is missing"
-        size = (folder / name).stat().st_size
         if size != record.bytes:
             return f"{name} has {size:,} bytes, not {record.bytes:,}"
     return None

@@ -1,5 +1,6 @@
 """Which checkpoints stay on the disk: the newest, every so many steps, the best. Arithmetic on what the disk holds."""
 
+import math
 import re
 import shutil
 from collections.abc import Iterable, Mapping
@@ -48,7 +49,7 @@ class Retention:
         measured = [
             (sign * metrics[self.metric], step)
             for step, metrics in metrics_by_step.items()
-            if self.metric in metrics
+            if self.metric in metrics and not math.isnan(metrics[self.metric])
         ]
         return [step for _, step in sorted(measured)[: self.keep_best]]
 
@@ -89,10 +90,15 @@ def apply(retention: Retention, folder: Path) -> None:
 
 def remove(path: Path) -> None:
     """Rename first, so that a half-deleted folder never has a checkpoint's name."""
+    shutil.rmtree(set_aside(path))
+
+
+def set_aside(path: Path) -> Path:
+    """Take a checkpoint's name away; the name under which it is to be deleted."""
     doomed = path.with_name(path.name + _TRASH)
     shutil.rmtree(doomed, ignore_errors=True)  # of a killed run
     path.rename(doomed)
-    shutil.rmtree(doomed)
+    return doomed
 
 
 def sweep(folder: Path) -> None:

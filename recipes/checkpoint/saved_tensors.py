@@ -44,7 +44,7 @@ class SavedTensor:
             ValueError: The checkpoint does not hold all of them.
         """
         wanted = sorted(
-            (piece for piece in self._pieces if piece.start < stop and piece.stop > start),
+            (piece for piece in self._pieces if max(piece.start, start) < min(piece.stop, stop)),
             key=lambda piece: piece.start,
         )
         if not wanted and stop > start:
@@ -59,7 +59,10 @@ class SavedTensor:
             at = last
         if at < stop and stop > start:
             raise ValueError(f"elements {at} to {stop} of a tensor are not in the checkpoint")
-        return torch.cat(read) if read else torch.empty(0)
+        if not read:
+            empty: Tensor = self._pieces[0].file.get_tensor(self._pieces[0].name).reshape(-1)[:0]
+            return empty.clone()
+        return torch.cat(read)
 
 
 def open_tensors(files: Iterable[Path]) -> dict[str, SavedTensor]:

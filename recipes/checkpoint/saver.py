@@ -12,9 +12,11 @@ from recipes.checkpoint.finished_saves import FinishedSaves
 from recipes.checkpoint.folder_io import FolderCheckpointIO
 from recipes.checkpoint.retention import (
     CHECKPOINTS,
+    LAST,
     Retention,
     apply,
     name_of,
+    point,
     steps_on_disk,
     sweep,
 )
@@ -45,6 +47,8 @@ class CheckpointSaver(Checkpoint):
         verify_hashes: Whether every file is hashed before it is loaded.
         if_save_fails: Whether training goes on without a checkpoint that could not be written.
     """
+
+    _agreement: StepAgreement
 
     def __init__(
         self,
@@ -90,12 +94,13 @@ class CheckpointSaver(Checkpoint):
 
     def on_train_start(self, trainer: lightning.Trainer, pl_module: Any) -> None:
         step = trainer.global_step
-        self._saved_step = self._seen_step = step
+        self._saved_step = step
         self._saved_at = time.monotonic()
         if trainer.is_global_zero:
             _clear(self._folder(trainer), step)
         self._writer.connect()
         self._agreement = StepAgreement(step=step)
+        self._seen_step = step
         hand_over(lambda: self._agreement.ask(_STOP))
         if self._validation_due:
             self._validation_due = False
@@ -148,6 +153,8 @@ class CheckpointSaver(Checkpoint):
         self, trainer: lightning.Trainer, pl_module: Any, exception: BaseException
     ) -> None:
         """A save under way is brought to its end, unless a rank that it needs is gone."""
+        if self._seen_step >= 0:  # training had begun
+            self._agreement.close()
         self.finished.record(trainer, self._writer.ended(wait=True))
 
     def state_dict(self) -> dict[str, Any]:
@@ -209,6 +216,10 @@ class CheckpointSaver(Checkpoint):
 def _clear(folder: Path, step: int) -> None:
     """Remove what a killed run left half done; give checkpoints of a branch that this resume abandons another name."""
     sweep(folder)
-    for saved, path in steps_on_disk(folder).items():
-        if saved > step:
-            path.rename(path.with_name(f"abandoned_{saved:07d}_{int(time.time())}"))
+    held = steps_on_disk(folder)
+    abandoned = [saved for saved in held if saved > step]
+    for saved in abandoned:
+        held[saved].rename(folder / f"abandoned_{saved:07d}_{int(time.time())}")
+    left = [saved for saved in held if saved <= step]
+    if abandoned and left:
+        point(folder / LAST, name_of(max(left)))

@@ -4,8 +4,11 @@ Laid out as torch's own distributed checkpoints in safetensors (`HuggingFaceStor
 tensor starts at its `saved_offsets`. Parts of ZeRO are ranges of the flattened tensor, so theirs are one number.
 """
 
+import errno
 import json
 import math
+import os
+import shutil
 import struct
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
@@ -82,6 +85,7 @@ def write_shard(path: Path, parts: Mapping[str, Part]) -> Written:
     # widest first: each then starts at a multiple of its own element
     ordered = sorted(parts.items(), key=lambda item: -item[1].tensor.element_size())
     digest, not_finite, size = xxhash.xxh3_128(), None, 0
+    _refuse_if_full(path, sum(part.tensor.nbytes for part in parts.values()))
     with path.open("xb", buffering=0) as file:
         for name, chunk, dtype in _content(ordered):
             digest.update(chunk)
@@ -93,6 +97,12 @@ def write_shard(path: Path, parts: Mapping[str, Part]) -> Written:
     return Written(record=record, not_finite=not_finite)
 
 
+def _refuse_if_full(path: Path, num_bytes: int) -> None:
+    """Before the file has taken the last byte of a disk that others write to as well."""
+    if shutil.disk_usage(path.parent).free < num_bytes:
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC), str(path))
+
+
 def _content(
     ordered: list[tuple[str, Part]],
 ) -> Iterator[tuple[str | None, memoryview, torch.dtype | None]]:
@@ -100,7 +110,7 @@ def _content(
     for name, part in ordered:
         if part.tensor.numel() == 0:
             continue
-        flat: Any = part.tensor.detach().reshape(-1).view(torch.uint8).numpy()
+        flat: Any = part.tensor.detach().contiguous().reshape(-1).view(torch.uint8).numpy()
         for start in range(0, len(flat), _CHUNK_BYTES):
             yield name, memoryview(flat[start : start + _CHUNK_BYTES]), part.tensor.dtype
 

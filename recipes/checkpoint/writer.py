@@ -22,7 +22,7 @@ import xxhash
 from recipes.checkpoint.host_copy import HostCopy
 from recipes.checkpoint.layout import RUN_FILE, shard_name
 from recipes.checkpoint.manifest import MANIFEST_FILE, FileRecord, Manifest, sync
-from recipes.checkpoint.retention import LAST, UNFINISHED, point, remove
+from recipes.checkpoint.retention import LAST, UNFINISHED, point, set_aside
 from recipes.checkpoint.shard_file import Part, write_shard
 
 LOGGER = logging.getLogger("lightning_recipes")
@@ -167,7 +167,7 @@ class CheckpointWriter:
             if content is not None:
                 files[RUN_FILE] = _write(folder / RUN_FILE, content)
             written = write_shard(folder / shard_name(rank), parts)
-        except (OSError, RuntimeError, MemoryError) as error:
+        except Exception as error:  # the other ranks wait for a word from this one
             return Report(error=_says(error))
         files[shard_name(rank)] = written.record
         return Report(files=files, not_finite=written.not_finite)
@@ -185,9 +185,10 @@ class CheckpointWriter:
                 whole = Manifest(**vars(manifest) | {"files": files})
                 _write(unfinished / MANIFEST_FILE, whole.text().encode())
                 sync(unfinished)
-                if path.exists():
-                    remove(path)
+                old = set_aside(path) if path.exists() else None
                 unfinished.rename(path)
+                if old is not None:  # only now: until here a kill loses the name, not the content
+                    shutil.rmtree(old, ignore_errors=True)
                 sync(path.parent)
                 point(path.parent / LAST, path.name)
                 sync(path.parent)

@@ -1,11 +1,12 @@
 """metrics.csv, one row per logged optimizer step, and events.jsonl, one line per event. One small write a row."""
 
+import contextlib
 import csv
 import io
 import json
-import os
+import logging
 import time
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -13,6 +14,7 @@ from lightning.fabric.loggers.logger import rank_zero_experiment
 from lightning.pytorch.loggers.logger import Logger
 from lightning.pytorch.utilities import rank_zero_only
 
+LOGGER = logging.getLogger("lightning_recipes")
 METRICS_FILE = "metrics.csv"
 EVENTS_FILE = "events.jsonl"
 # events about a process or the disk, which no resume undoes
@@ -38,10 +40,13 @@ class CsvLogger(Logger):
     def __init__(self, *, run_folder: Path) -> None:
         super().__init__()
         self._folder = Path(run_folder)
-        self._columns: list[str] | None = None  # None: the file has not been opened
-        self._row: dict[str, float] = {}
-        self._row_offset = 0  # bytes of the file before the newest row
-        self._last_step = -1.0  # of the newest row in the file
+        self._columns: list[str] = []  # none: the file has not been opened
+        self._rows: list[dict[str, float]] = []  # the newest, after those that are not on the disk
+        self._offset: int | None = None  # bytes of the file before them; None: all it has
+        self._is_written = True
+        self._events: list[str] = []  # lines that are not on the disk
+        self._events_offset: int | None = None
+        self._has_told = False
 
     @property
     def name(self) -> str:
@@ -68,24 +73,32 @@ class CsvLogger(Logger):
     def log_metrics(self, metrics: Mapping[str, float], step: int | None = None) -> None:
         """Add to the row of a step. Lightning counts from 0; the file counts completed steps, so 1 is the first."""
         assert step is not None, "Lightning always names the step"
-        row_step = step + 1
-        if self._row and self._row["step"] != row_step:
-            self._row = {}
-        self._row |= {"step": row_step}
-        self._row |= {name: value for name, value in metrics.items() if name != "epoch"}
-        self._write_row()
+        if self._rows and self._rows[-1]["step"] != step + 1:
+            if self._is_written:
+                self._rows, self._offset = [], None
+            self._rows.append({"step": step + 1})
+        elif not self._rows:
+            self._rows.append({"step": step + 1})
+        self._rows[-1] |= {name: value for name, value in metrics.items() if name != "epoch"}
+        self._write_rows()
+
+    @rank_zero_only
+    def finalize(self, status: str) -> None:
+        """A last try for the rows that the disk has not taken."""
+        if not self._is_written:
+            self._write_rows()
 
     @rank_zero_only
     def resume_at(self, step: int) -> None:
         """Drop the rows after a step: the run goes on from there and will write them again."""
         rows = _read(self._folder / METRICS_FILE)
         kept = [row for row in rows if int(row["step"]) <= step]
-        self._columns = list(rows[0]) if rows else ["step"]
         newest = kept.pop() if kept and int(kept[-1]["step"]) == step else None
-        self._write(kept)
+        self._replace_rows(kept, list(rows[0]) if rows else ["step"])
         if newest is not None:  # a validation at this step may still be to come
-            self._row = {name: float(value) for name, value in newest.items() if value}
-            self._write_row()
+            numbers = {name: float(value) for name, value in newest.items() if value}
+            self._rows = [numbers | {"step": step}]
+            self._write_rows()
         self._drop_events_after(step)
 
     @rank_zero_only
@@ -108,44 +121,69 @@ class CsvLogger(Logger):
             if event["step"] <= step or event["event"] in OF_PROCESSES
         ]
         _replace(path, "".join(kept))
+        self._events_offset = None
 
     @rank_zero_only
     def log_event(self, event: str, step: int, **fields: Any) -> None:
         """Append one event."""
         line = {"time": round(time.time(), 3), "step": step, "event": event} | fields
-        with (self._folder / EVENTS_FILE).open("a") as file:
-            file.write(json.dumps(line) + "\n")
+        self._events.append(json.dumps(line) + "\n")
+        with self._or_later():
+            path = self._folder / EVENTS_FILE
+            path.touch()
+            if self._events_offset is None:
+                self._events_offset = path.stat().st_size
+            self._events_offset = _put(path, "".join(self._events), self._events_offset)
+            self._events = []
 
-    def _write_row(self) -> None:
-        """Append the newest row, or write it again where its step has just been logged to."""
+    def _write_rows(self) -> None:
+        """The newest row, in place of itself where it is on the disk already, after those that are not."""
         path = self._folder / METRICS_FILE
-        if self._columns is None:
-            self._columns = ["step"]
-            self._write([])
-        fresh = [name for name in self._row if name not in self._columns]
-        if fresh:
-            self._columns += fresh
-            step = str(self._row["step"])
-            self._write([row for row in _read(path) if row["step"] != step])
-        with path.open("r+", newline="") as file:
-            file.seek(0, os.SEEK_END)
-            if self._row["step"] != self._last_step:
-                self._row_offset = file.tell()
-            file.seek(self._row_offset)
-            formatted = {name: _format(value) for name, value in self._row.items()}
-            csv.DictWriter(file, self._columns).writerow(formatted)
-            file.truncate()
-        self._last_step = self._row["step"]
+        self._is_written = False
+        with self._or_later():
+            if not self._columns:
+                self._replace_rows([], ["step"])
+            columns = list(dict.fromkeys([*self._columns, *(n for row in self._rows for n in row)]))
+            if columns != self._columns:
+                steps = {str(row["step"]) for row in self._rows}
+                kept = [row for row in _read(path) if row["step"] not in steps]
+                self._replace_rows(kept, columns)
+            if self._offset is None:
+                self._offset = path.stat().st_size
+            text = io.StringIO(newline="")
+            for row in self._rows:
+                formatted = {name: _format(value) for name, value in row.items()}
+                csv.DictWriter(text, self._columns).writerow(formatted)
+            _put(path, text.getvalue(), self._offset)
+            self._is_written = True
 
-    def _write(self, rows: list[dict[str, str]]) -> None:
+    @contextlib.contextmanager
+    def _or_later(self) -> Iterator[None]:
+        """What a full disk does not take is kept, and written with what comes next."""
+        try:
+            yield
+        except OSError as error:
+            if not self._has_told:
+                LOGGER.error(f"{self._folder} takes no rows now: {error.strerror}; they are kept")
+            self._has_told = True
+
+    def _replace_rows(self, rows: list[dict[str, str]], columns: list[str]) -> None:
         """The whole file anew, by one rename."""
-        assert self._columns is not None, "the columns are known by now"
         text = io.StringIO(newline="")
-        writer = csv.DictWriter(text, self._columns)
+        writer = csv.DictWriter(text, columns)
         writer.writeheader()
         writer.writerows(rows)
         _replace(self._folder / METRICS_FILE, text.getvalue())
-        self._last_step = -1.0
+        self._columns, self._offset = columns, None
+
+
+def _put(path: Path, text: str, offset: int) -> int:
+    """Let a file end with a text that begins at a byte; the new end."""
+    with path.open("r+b") as file:
+        file.seek(offset)
+        file.write(text.encode())
+        file.truncate()
+        return file.tell()
 
 
 def _replace(path: Path, text: str) -> None:

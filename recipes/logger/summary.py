@@ -27,11 +27,13 @@ class SummaryWriter(Callback):
     def __init__(self, *, run_folder: Path) -> None:
         self._folder = run_folder
         self._began = time.perf_counter()
+        self._has_begun = False
         self._seconds_before = 0.0  # of the processes that this run resumes
         self._best_val_loss: float | None = None
 
     def on_train_start(self, trainer: lightning.Trainer, pl_module: Any) -> None:
         self._began = time.perf_counter()
+        self._has_begun = True
 
     def on_validation_end(self, trainer: lightning.Trainer, pl_module: Any) -> None:
         val_loss = _metric(trainer, "val/loss")
@@ -61,8 +63,9 @@ class SummaryWriter(Callback):
         return self._seconds_before + time.perf_counter() - self._began
 
     def _write(self, trainer: lightning.Trainer, pl_module: Any, status: str) -> None:
-        if not trainer.is_global_zero:
-            return
+        leaves_it = not self._has_begun and (self._folder / SUMMARY_FILE).exists()
+        if leaves_it or not trainer.is_global_zero:
+            return  # a resume that fails leaves the run it meant as it was
         summary: dict[str, Any] = {
             "status": status,
             "steps": trainer.global_step,

@@ -35,8 +35,10 @@ class Began(Callback):
 
     def __init__(self, run: Run) -> None:
         self._run = run
+        self.has_begun = False
 
     def on_train_start(self, trainer: lightning.Trainer, pl_module: Any) -> None:
+        self.has_begun = True
         if not trainer.is_global_zero:
             return
         run, step = self._run, trainer.global_step
@@ -93,8 +95,6 @@ def fit(run: Run) -> int:
     try:
         _fit(run)
     except Preempted as stopped:
-        if stopped.step is None:  # while it was being set up
-            raise
         return _preempted(run, stopped)
     run.trainer.strategy.barrier()  # until rank 0 has written the summary
     summary = json.loads((run.folder / SUMMARY_FILE).read_text())
@@ -117,7 +117,6 @@ def _exit_code_of_saves(run: Run) -> int:
 
 def _preempted(run: Run, stopped: Preempted) -> int:
     """A signal has ended the run."""
-    assert stopped.step is not None, "training had begun"
     _log_event(run, "preempted", stopped.step, signal=stopped.by, saved=stopped.saved)
     if not stopped.saved:
         LOGGER.error(f"Stopped by {stopped.by} at step {stopped.step}; nothing was saved")
@@ -175,6 +174,10 @@ def _checkpoint_io(run: Run) -> FolderCheckpointIO:
 
 
 def _log_event(run: Run, event: str, step: int, **fields: Any) -> None:
+    """Where training has begun: a resume that fails leaves the run it meant as it was."""
+    [began] = [one for one in run.trainer.callbacks if isinstance(one, Began)]  # type: ignore[attr-defined]
+    if run.checkpoint is not None and not began.has_begun:
+        return
     for logger in run.trainer.loggers:
         if hasattr(logger, "log_event"):
             logger.log_event(event, step, **fields)

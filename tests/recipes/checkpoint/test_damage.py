@@ -184,7 +184,6 @@ def test_two_ranks_go_on_from_the_one_before_although_the_newest_is_at_the_last_
     assert load(newest, falls_back=False).loaded == newest
 
 
-@pytest.mark.xfail(reason="summary.json and events.jsonl tell of a training that never began")
 def test_a_resume_that_fails_leaves_the_run_as_it_was(
     newest: Path, run_folder: Path, run_words: list[str]
 ) -> None:

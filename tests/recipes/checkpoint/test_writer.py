@@ -181,7 +181,6 @@ def test_last_always_leads_to_a_whole_checkpoint(save, tmp_path: Path, reader: R
     assert list(steps_on_disk(tmp_path)) == [68, 69, 70]
 
 
-@pytest.mark.xfail(reason="the old one is deleted before the new one has its name")
 def test_a_step_that_is_saved_again_is_never_without_a_whole_checkpoint(
     save, tmp_path: Path, make_undeletable: Callable[[Path], None]
 ) -> None:
@@ -221,7 +220,6 @@ def test_leftovers_of_a_killed_run_are_swept_when_it_goes_on(train, tmp_path: Pa
     assert names(folder) == [*whole, name_of(20)]
 
 
-@pytest.mark.xfail(reason="until the next save, `last` names what the resume has renamed")
 def test_last_leads_somewhere_after_a_resume_from_before_it(train, tmp_path: Path) -> None:
     assert train(tmp_path).exit_code == 0
     folder = tmp_path / "checkpoints"

@@ -1,6 +1,9 @@
 """One row per logged optimizer step, whatever is logged when; a resumed file has no row twice."""
 
+import contextlib
 import json
+import resource
+from collections.abc import Iterator
 from pathlib import Path
 
 from support import read_metrics
@@ -68,3 +71,47 @@ def test_an_event_is_one_line_of_json(tmp_path: Path) -> None:
     first, second = (json.loads(line) for line in (tmp_path / "events.jsonl").open())
     assert (first["event"], first["step"], first["path"]) == ("checkpoint", 4, "step_0000004.ckpt")
     assert second["event"] == "end"
+
+
+@contextlib.contextmanager
+def no_file_grows_beyond(num_bytes: int) -> Iterator[None]:
+    """The kernel refuses what is written after that byte, as a full disk would."""
+    soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (num_bytes, hard))
+    try:
+        yield
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
+
+
+def test_rows_that_a_full_disk_does_not_take_are_written_when_it_does(tmp_path: Path) -> None:
+    logger = CsvLogger(run_folder=tmp_path)
+    logger.log_metrics({"train/loss": 1.25}, step=0)
+    size = (tmp_path / "metrics.csv").stat().st_size
+    with no_file_grows_beyond(size + 3):
+        for step in (1, 2, 3):
+            logger.log_metrics({"train/loss": step + 1.25}, step=step)
+            logger.log_metrics({"val/loss": step + 2.25} if step == 2 else {}, step=step)
+        rows = [line for line in (tmp_path / "metrics.csv").open() if line.endswith("\n")]
+        assert len(rows) == 2  # the head and the first
+    logger.log_metrics({"train/loss": 5.25}, step=4)
+    assert read_metrics(tmp_path) == [
+        {"step": step, "train/loss": step + 0.25} | ({"val/loss": 4.25} if step == 3 else {})
+        for step in (1, 2, 3, 4, 5)
+    ]
+
+
+def test_events_that_a_full_disk_does_not_take_are_written_when_it_does(tmp_path: Path) -> None:
+    logger = CsvLogger(run_folder=tmp_path)
+    logger.log_event("start", 0)
+    with no_file_grows_beyond((tmp_path / "events.jsonl").stat().st_size + 3):
+        logger.log_event("checkpoint_failed", 2)
+        logger.log_event("checkpoint_failed", 4)
+    logger.log_event("checkpoint", 6)
+    events = [json.loads(line) for line in (tmp_path / "events.jsonl").open()]
+    assert [(event["event"], event["step"]) for event in events] == [
+        ("start", 0),
+        ("checkpoint_failed", 2),
+        ("checkpoint_failed", 4),
+        ("checkpoint", 6),
+    ]

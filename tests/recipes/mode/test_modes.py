@@ -11,6 +11,7 @@ from support import TINY, composed_config, read_metrics, write_texts
 from recipes.launch import compose_and_check, launch
 
 REMAINS = [
+    ".lock",
     "checkpoints",
     "config.yaml",
     "curves.png",
