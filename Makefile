@@ -1,12 +1,13 @@
 # make train   set up what is missing, then train the quickstart recipe
 # make test    set up what is missing, then lint, types and tests: what CI runs
-# Both repeat in seconds when pyproject.toml has not changed. PYTHON=python3.12 make train takes another Python.
+# make kill-test   200 kills of real runs, each resumed and compared: half an hour on two cores
+# The first two repeat in seconds when pyproject.toml has not changed. PYTHON=python3.12 make train takes another Python.
 
 PYTHON ?= python3
 VENV := .venv
 RUN := $(VENV)/bin/python
 
-.PHONY: train test test-long lint types benchmark clean
+.PHONY: train test test-long kill-test lint types benchmark clean
 
 train: $(VENV)/.installed
 	$(RUN) train.py
@@ -16,6 +17,9 @@ test: $(VENV)/.installed-test lint types
 
 test-long: $(VENV)/.installed-test
 	$(RUN) -m pytest
+
+kill-test: $(VENV)/.installed-test
+	$(RUN) tests/kill/kill_runs.py --kills 200
 
 lint: $(VENV)/.installed-test
 	$(RUN) -m ruff check .
@@ -30,6 +34,8 @@ benchmark: $(VENV)/.installed-test
 	$(RUN) benchmarks/start.py
 	$(RUN) benchmarks/parity.py
 	$(RUN) benchmarks/memory.py
+	$(RUN) benchmarks/checkpoint.py
+	$(RUN) benchmarks/resume.py
 
 $(VENV)/bin/python:
 	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11))' \

@@ -1,12 +1,13 @@
 """A DeepSpeed optimizer's state under the names torch's optimizer would have it by, divided as ZeRO divides it."""
 
-import math
-from collections.abc import Mapping
+import copy
+from collections.abc import Iterable, Mapping
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
+from recipes.checkpoint import zero_3
 from recipes.checkpoint.parts import parts_of, whole_part
 from recipes.checkpoint.saved_tensors import SavedTensor
 from recipes.checkpoint.shard_file import Part
@@ -36,8 +37,15 @@ class ZeroState:
             writes_whole: Whether this rank writes what every rank holds whole.
         """
         parts: dict[str, Part] = {}
+        engine = _stage_3_optimizer(module.parameters())
+        held = zero_3.read_fragments(engine, [None]) if engine is not None else {}
         for name, parameter in module.named_parameters(remove_duplicate=False):
-            part = _part(parameter, None, writes_whole=writes_whole)
+            if hasattr(parameter, "ds_id"):
+                frozen = parameter.ds_tensor  # type: ignore[attr-defined]
+                mine = held[parameter][None] if parameter in held else frozen
+                part = zero_3.part_of(parameter, mine)
+            else:
+                part = _part(parameter, None, writes_whole=writes_whole)
             if part is not None:
                 parts[name] = part
         persistent = module.state_dict(keep_vars=True)
@@ -55,9 +63,16 @@ class ZeroState:
         state: dict[int, dict[str, Part]] = {}
         _link(optimizer)
         moments, scalars = _kinds_of_state(optimizer.optimizer)
+        sharded = _is_stage_3(optimizer)
+        held = zero_3.read_fragments(optimizer, moments) if sharded else {}
         for index, parameter in enumerate(self._parameters):
-            held = {name: _part(parameter, name, writes_whole=False) for name in moments}
-            state[index] = {name: part for name, part in held.items() if part is not None}
+            parts = {
+                name: zero_3.part_of(parameter, held[parameter][name])
+                if sharded
+                else _part(parameter, name, writes_whole=False)
+                for name in moments
+            }
+            state[index] = {name: part for name, part in parts.items() if part is not None}
             if writes_whole:
                 state[index] |= {name: whole_part(value) for name, value in scalars.items()}
         return {
@@ -92,8 +107,15 @@ class ZeroState:
             module: What DeepSpeed's engine wraps.
             saved: Every tensor by name.
         """
-        for name, parameter in module.named_parameters():
-            _write(parameter, saved[name])
+        named = dict(module.named_parameters())
+        engine = _stage_3_optimizer(named.values())
+        if engine is not None:
+            zero_3.write_weights(engine, {one: saved[name] for name, one in named.items()})
+        for name, parameter in named.items():
+            if not hasattr(parameter, "ds_id"):
+                _write(parameter, saved[name])
+            elif not parameter.requires_grad:
+                zero_3.write_frozen(parameter, saved[name])
         persistent = module.state_dict(keep_vars=True)
         for name, buffer in module.named_buffers():
             if name in persistent:
@@ -107,19 +129,24 @@ class ZeroState:
             optimizer: DeepSpeed's, before its first step.
             saved: As torch's `state_dict`, with `SavedTensor` for tensors.
         """
-        from deepspeed.utils import safe_set_local_optimizer_state
-
         if not any(saved["state"].values()):
             return
-        _make_state(optimizer, next(iter(saved["state"].values())))
-        for index, parameter in enumerate(self._parameters):
-            for name, value in saved["state"][index].items():
-                if not value.shape:
-                    continue
-                if hasattr(parameter, "ds_id"):
-                    safe_set_local_optimizer_state(parameter, _padded_part(parameter, value), name)
-                elif (mapping := parameter._hp_mapping) is not None:  # type: ignore[attr-defined]
-                    mapping.get_hp_fragment(name).copy_(_range(mapping, value))
+        moments = {
+            parameter: {name: value for name, value in saved["state"][index].items() if value.shape}
+            for index, parameter in enumerate(self._parameters)
+        }
+        scalars = _scalars(optimizer, next(iter(saved["state"].values())))
+        if _is_stage_3(optimizer):
+            zero_3.write_moments(optimizer, moments, scalars)
+            return
+        for flat in optimizer.single_partition_of_fp32_groups:
+            zeros = {name: torch.zeros_like(flat.data) for name in moments[self._parameters[0]]}
+            optimizer.optimizer.state[flat] = {**copy.deepcopy(scalars), **zeros}
+        _link(optimizer)
+        for parameter, values in moments.items():
+            mapping: Any = parameter._hp_mapping  # type: ignore[attr-defined]
+            for name, value in values.items() if mapping is not None else ():
+                mapping.get_hp_fragment(name).copy_(_range(mapping, value))
 
 
 def _kinds_of_state(optimizer: torch.optim.Optimizer) -> tuple[list[str], dict[str, Tensor]]:
@@ -135,30 +162,20 @@ def _kinds_of_state(optimizer: torch.optim.Optimizer) -> tuple[list[str], dict[s
     return [], {}
 
 
-def _make_state(optimizer: Any, example: Mapping[str, SavedTensor]) -> None:
-    """Empty state for every flat partition; DeepSpeed makes it in the first step."""
+def _scalars(optimizer: Any, saved: Mapping[str, SavedTensor]) -> dict[str, Any]:
+    """What a whole parameter has, such as Adam's step, as the engine's optimizer keeps it."""
     base = optimizer.optimizer
-    stage_3 = hasattr(optimizer, "fp32_partitioned_groups_flat")
+    scalars = {name: value.whole() for name, value in saved.items() if not value.shape}
+    if type(base).__name__ == "DeepSpeedCPUAdam":  # counts steps in an int
+        _count_up(base, int(scalars["step"]))
+        return {name: int(value) for name, value in scalars.items()}
+    fused = base.param_groups[0].get("fused")  # counts them on the device
     flats = (
         optimizer.fp32_partitioned_groups_flat
-        if stage_3
+        if _is_stage_3(optimizer)
         else optimizer.single_partition_of_fp32_groups
     )
-    as_number = type(base).__name__ == "DeepSpeedCPUAdam"  # counts steps in an int
-    fused = base.param_groups[0].get("fused")  # counts them on the device
-    for flat in flats:
-        state: dict[str, Any] = {}
-        for name, value in example.items():
-            if value.shape:
-                state[name] = torch.zeros_like(flat.data)
-            elif as_number:
-                state[name] = int(value.whole())
-            else:
-                state[name] = value.whole().to(flat.device if fused else "cpu")
-        base.state[flat] = state
-    if as_number:
-        _count_up(base, int(example["step"].whole()))
-    _link(optimizer)
+    return {name: value.to(flats[0].device if fused else "cpu") for name, value in scalars.items()}
 
 
 def _count_up(optimizer: Any, num_steps: int) -> None:
@@ -184,8 +201,6 @@ def _link(optimizer: Any) -> None:
 
 def _part(parameter: Any, moment: str | None, *, writes_whole: bool) -> Part | None:
     """What this rank holds of a parameter's master copy or of a moment: a range of the flattened whole."""
-    if hasattr(parameter, "ds_id"):
-        return _part_of_stage_3(parameter, moment)
     if not hasattr(parameter, "_hp_mapping"):  # not trained: there is no master copy
         return whole_part(parameter) if writes_whole else None
     mapping = parameter._hp_mapping
@@ -196,33 +211,7 @@ def _part(parameter: Any, moment: str | None, *, writes_whole: bool) -> Part | N
     return Part(tensor=fragment.detach(), offsets=(start,), whole_shape=parameter.shape)
 
 
-def _part_of_stage_3(parameter: Any, moment: str | None) -> Part | None:
-    start, stop = _bounds(parameter)
-    if start >= stop:
-        return None
-    held = parameter.ds_tensor
-    if parameter.requires_grad:
-        optimizer = parameter._z3_optimizer
-        held, group = optimizer._get_fp32_opt_state_partition(
-            parameter, release_swap_buffers=True, optim_state_key=moment
-        )
-        if optimizer._swappable_optimizer_subgroup(group):
-            held = held.clone()  # it was read from the disk into a buffer that is used again
-    held = held.detach().flatten()[: stop - start]
-    return Part(tensor=held, offsets=(start,), whole_shape=parameter.ds_shape)
-
-
 def _write(parameter: Any, saved: SavedTensor) -> None:
-    from deepspeed.utils import safe_set_local_fp32_param
-
-    if hasattr(parameter, "ds_id"):
-        mine = _padded_part(parameter, saved)
-        if parameter.requires_grad:
-            safe_set_local_fp32_param(parameter, mine)
-        parameter.ds_tensor.copy_(mine)
-        if parameter.numel() == math.prod(saved.shape):  # small ones stay whole on every rank
-            parameter.data.copy_(saved.whole())
-        return
     mapping = getattr(parameter, "_hp_mapping", None)
     if mapping is not None:
         mapping.get_hp_fragment().copy_(_range(mapping, saved))
@@ -235,18 +224,14 @@ def _range(mapping: Any, saved: SavedTensor) -> Tensor:
     return saved.part(address.start, address.start + address.numel)
 
 
-def _bounds(parameter: Any) -> tuple[int, int]:
-    """Where this rank's part begins and ends in the flattened whole, at stage 3."""
-    size, num_elements = parameter.ds_tensor.ds_numel, parameter.ds_numel
-    start = min(size * torch.distributed.get_rank(), num_elements)
-    return start, min(start + size, num_elements)
+def _is_stage_3(optimizer: Any) -> bool:
+    return hasattr(optimizer, "fp32_partitioned_groups_flat")
 
 
-def _padded_part(parameter: Any, saved: SavedTensor) -> Tensor:
-    """This rank's part at stage 3, padded with zeros: all ranks' parts are equally long."""
-    start, stop = _bounds(parameter)
-    mine = saved.part(start, stop)
-    return torch.cat([mine, mine.new_zeros(parameter.ds_tensor.ds_numel - len(mine))])
+def _stage_3_optimizer(parameters: Iterable[Any]) -> Any:
+    """DeepSpeed's, as its parameters know it; None at the other stages."""
+    known = (getattr(parameter, "_z3_optimizer", None) for parameter in parameters)
+    return next((one for one in known if one is not None), None)
 
 
 def _group_of(optimizer: Any, parameter: Any) -> int:

@@ -19,7 +19,6 @@ from torch import Tensor, nn
 from recipes.checkpoint.parts import SavesByRank
 from recipes.checkpoint.zero import ZeroState
 from recipes.collectives import sum_over_ranks
-from recipes.mistake import Mistake
 from recipes.precision import Precision
 from recipes.precision_plugin import ZeroPrecision
 from recipes.zero_loss_scale import give_scaler, load_scaler_state, scaler_state
@@ -84,7 +83,6 @@ class Zero(SavesByRank, DeepSpeedStrategy):
                 "lower_precision_safe_modules": [],  # gathered and reduced in float32
             }
         self._offload_optimizer = offload_optimizer
-        self._on_disk = "nvme" in (offload_optimizer, offload_parameters)
         self._precision = precision
         self._state = ZeroState()
 
@@ -225,18 +223,8 @@ class Zero(SavesByRank, DeepSpeedStrategy):
         return checkpoint
 
     def load_model_state_dict(self, checkpoint: Any, strict: bool = True) -> None:
-        """Into this rank's part of the weights and of their master copy.
-
-        Raises:
-            Mistake: That part is on a disk, where DeepSpeed gives no way to write it.
-        """
+        """Into this rank's part of the weights and of their master copy."""
         assert self.lightning_module is not None
-        if self._on_disk:
-            raise Mistake(
-                "resume=… with weights or moments on nvme",
-                "they cannot be put back there from a checkpoint",
-                "resume=… strategy=deepspeed_stage_3_offload strategy.nvme_path=null",
-            )
         self._state.load_model(self.lightning_module, checkpoint["state_dict"])
 
     def load_optimizer_state_dict(self, checkpoint: Any) -> None:
