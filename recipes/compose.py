@@ -98,7 +98,12 @@ def compose_run(
     before = _typed_before(resumed) if resumed else []
     parsed = [parse(override) for override in overrides]
     typed_now = {override.key_or_group for override in parsed if not override.is_delete()}
-    kept = [override for override in before if parse(override).key_or_group not in typed_now]
+    typed_again = set(overrides)  # a deletion cannot be carried out twice
+    kept = [
+        override
+        for override in before
+        if override not in typed_again and parse(override).key_or_group not in typed_now
+    ]
     node = _compose([*kept, *overrides], config_folder, config_name)
     config = _plain(node)
     if resumed:

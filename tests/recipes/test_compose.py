@@ -74,3 +74,13 @@ def test_a_resumed_run_keeps_its_config_and_changes_only_what_is_typed(tmp_path:
     assert other["data"]["path"] == "x"
     # composed in the context of that run: its tokenizer, not the default one
     assert other["data"]["tokenizer"] == began.config["tokenizer"]
+
+
+def test_the_same_words_with_a_resumed_run_delete_what_they_deleted(tmp_path: Path) -> None:
+    typed = ["~callbacks.report", "tokenizer=bytes", f"hydra.run.dir={tmp_path}"]
+    began = compose_run(typed)
+    freeze(began)
+    (tmp_path / "environment.json").write_text(json.dumps({"overrides": began.overrides}))
+    again = compose_run([*typed, f"resume={tmp_path}"])
+    assert again.config["callbacks"] == began.config["callbacks"]
+    assert "report" not in again.config["callbacks"]
