@@ -4,7 +4,6 @@ import csv
 import json
 import os
 import signal
-import subprocess
 import time
 from collections.abc import Sequence
 from pathlib import Path
@@ -87,44 +86,6 @@ def _work(seconds: float) -> None:
     """In pieces, as a program does: one long sleep of a thread lets no other thread's signal in."""
     for _ in range(int(seconds * 50)):
         time.sleep(0.02)
-
-
-class Started:
-    """A command and all that it becomes, known by a word in their environment."""
-
-    def __init__(self, command: Sequence[str], *, folder: Path, paths: Sequence[Path]) -> None:
-        self._word = f"SIGNALLED={time.time_ns()}"
-        name, _, value = self._word.partition("=")
-        path = os.pathsep.join(str(path) for path in paths)
-        self.process = subprocess.Popen(
-            command,
-            cwd=folder,
-            env=os.environ | {"OMP_NUM_THREADS": "1", "PYTHONPATH": path, name: value},
-            stdout=subprocess.PIPE,
-            stderr=subprocess.STDOUT,
-            text=True,
-        )
-
-    def end(self) -> str:
-        return self.process.communicate(timeout=120)[0]
-
-    def left(self) -> list[int]:
-        """Processes that live (a zombie does not), but the first one."""
-        found = []
-        for process in Path("/proc").glob("[0-9]*"):
-            try:
-                environ = (process / "environ").read_bytes().split(b"\0")
-            except OSError:
-                continue
-            if self._word.encode() in environ and int(process.name) != self.process.pid:
-                found.append(int(process.name))
-        return found
-
-    def kill(self) -> None:
-        for pid in self.left():
-            os.kill(pid, signal.SIGKILL)
-        self.process.kill()
-        self.process.communicate()
 
 
 def computed(folder: Path) -> list[dict[str, str]]:

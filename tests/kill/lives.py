@@ -13,6 +13,7 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any, Protocol
 
+from started import living, marked
 from support import ROOT
 
 from recipes.compose import Composed
@@ -23,7 +24,6 @@ from recipes.start_ranks import _free_port
 
 _ALONE_SECONDS = 0.5  # that ranks are given to end by themselves once one is killed
 _GONE_SECONDS = 30.0  # for what a killed command has started
-_MARK = "KILL_LIFE"
 
 
 class Life(Protocol):
@@ -140,7 +140,7 @@ class CommandLife:
         with log.with_suffix(".log").open("ab") as file:
             self._process = subprocess.Popen(
                 [sys.executable, str(ROOT / "train.py"), *words],
-                env=environment() | {_MARK: self._mark},
+                env=environment() | marked(self._mark),
                 stdin=subprocess.DEVNULL,
                 stdout=file,
                 stderr=file,
@@ -157,26 +157,13 @@ class CommandLife:
         os.kill(victim, signal.SIGKILL)
         code = self._process.wait(_GONE_SECONDS)
         until = time.monotonic() + _GONE_SECONDS
-        while (left := self._left()) and time.monotonic() < until:
+        while (left := living(self._mark)) and time.monotonic() < until:
             time.sleep(0.02)
         assert not left, f"{left} outlive the run that was killed"
         return code != 0
 
     def end(self) -> int:
         return self._process.wait()
-
-    def _left(self) -> list[int]:
-        """Processes of this life that are alive (a zombie has no environment)."""
-        word = f"{_MARK}={self._mark}".encode()
-        found = []
-        for process in Path("/proc").glob("[0-9]*"):
-            try:
-                environ = (process / "environ").read_bytes().split(b"\0")
-            except OSError:
-                continue
-            if word in environ:
-                found.append(int(process.name))
-        return found
 
 
 def _environs(run_file: Path, world_size: int) -> Iterator[dict[str, str]]:

@@ -5,17 +5,13 @@ Each is trained to step 3, then again from its checkpoint of step 2; the result 
 """
 
 import gc
-import json
-import os
 import sys
-import traceback
 from pathlib import Path
 from typing import Any
 
-import torch
-
 sys.path[:0] = [str(folder) for folder in Path(__file__).parents[:3]]
 
+from run_cases import carry_out  # noqa: E402
 from support import composed_config, read_metrics  # noqa: E402
 
 from recipes.build import build  # noqa: E402
@@ -34,27 +30,11 @@ def train(case: dict[str, Any], folder: Path, *more: str) -> dict[str, float]:
 
 def run_case(case: dict[str, Any], folder: Path) -> dict[str, Any]:
     """Train without a pause, then from the checkpoint in the middle."""
-    folder.mkdir(exist_ok=True)
     whole = train(case, folder / "whole")
     gc.collect()
     checkpoint = folder / "whole/checkpoints/step_0000002.ckpt"
     return {"whole": whole, "resumed": train(case, folder / "again", f"resume={checkpoint}")}
 
 
-def main() -> None:
-    torch.set_num_threads(1)
-    cases, results_file = json.loads(Path(sys.argv[1]).read_text()), Path(sys.argv[2])
-    results: dict[str, Any] = {}
-    for name, case in cases.items():
-        try:
-            results[name] = run_case(case, results_file.parent / name)
-        except Exception:
-            results[name] = {"error": traceback.format_exc()}
-            print(name, traceback.format_exc(), file=sys.stderr, flush=True)
-        gc.collect()
-    if os.environ.get("RANK", "0") == "0":
-        results_file.write_text(json.dumps(results))
-
-
 if __name__ == "__main__":
-    main()
+    carry_out(run_case)

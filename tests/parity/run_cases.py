@@ -9,6 +9,7 @@ import json
 import os
 import sys
 import traceback
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -42,7 +43,8 @@ def run_case(case: dict[str, Any], folder: Path) -> dict[str, Any]:
     }
 
 
-def main() -> None:
+def carry_out(run_case: Callable[[dict[str, Any], Path], dict[str, Any]]) -> None:
+    """Every case of the file that the command line names, each in a folder of its own beside the results."""
     torch.set_num_threads(1)
     cases, results_file = json.loads(Path(sys.argv[1]).read_text()), Path(sys.argv[2])
     results: dict[str, Any] = {}
@@ -60,4 +62,4 @@ def main() -> None:
 
 
 if __name__ == "__main__":
-    main()
+    carry_out(run_case)

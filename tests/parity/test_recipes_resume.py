@@ -57,7 +57,8 @@ def results(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
         folder = tmp_path_factory.mktemp("recipes")
         cases = {name: _case(name, texts) for name in names}
         group = run_on_ranks(cases, world_size=world_size, folder=folder, worker=WORKER)
-        found |= {name: result | {"folder": folder / name} for name, result in group.items()}
+        for number, name in enumerate(cases):
+            found[name] = group[name] | {"folder": folder / f"results.json.{number}"}
     return found
 
 

@@ -1,15 +1,14 @@
 """Several ranks as real processes: equal curves whoever starts them, one error when one fails, none left behind."""
 
-import os
 import signal
 import socket
-import subprocess
 import sys
 import time
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 
 import pytest
+from started import Started
 from support import ROOT, TINY, read_metrics
 
 from recipes.failure import is_by_peer
@@ -48,42 +47,6 @@ class Fault(Callback):
 MEASURED = ("time/", "throughput/", "memory/")
 
 
-class Started:
-    """A command and all the processes that it and its children become, known by a word in their environment."""
-
-    def __init__(self, command: Sequence[str], folder: Path, word: str) -> None:
-        self.word = f"LAUNCH_TEST={word}"
-        paths = [str(folder), str(ROOT / "tests")]
-        self.process = subprocess.Popen(
-            command,
-            cwd=folder,
-            env=os.environ
-            | {
-                "LAUNCH_TEST": word,
-                "OMP_NUM_THREADS": "1",
-                "PYTHONPATH": os.pathsep.join(paths),
-            },
-            stdout=subprocess.PIPE,
-            stderr=subprocess.STDOUT,
-            text=True,
-        )
-
-    def left(self) -> list[int]:
-        """Processes that live (a zombie does not), but the first one."""
-        found = []
-        for process in Path("/proc").glob("[0-9]*"):
-            try:
-                environ = (process / "environ").read_bytes().split(b"\0")
-            except OSError:
-                continue
-            if self.word.encode() in environ and int(process.name) != self.process.pid:
-                found.append(int(process.name))
-        return found
-
-    def end(self, timeout: float = 120.0) -> str:
-        return self.process.communicate(timeout=timeout)[0]
-
-
 Start = Callable[..., Started]
 
 
@@ -104,15 +67,12 @@ def start(workplace: Path, text_folder: str) -> Iterator[Start]:
         run = [*TINY, f"data.path={text_folder}", "strategy=ddp", "trainer.max_steps=4"]
         run += ["trainer.accelerator=cpu", "warmup_steps=1", "save_every=2", "eval_every=4"]
         command = [*launcher, TRAIN, *run, *(fault if kind else []), *words]
-        started.append(Started(command, workplace, f"{workplace.name}_{len(started)}_{words[-1]}"))
+        started.append(Started(command, folder=workplace, paths=[workplace, ROOT / "tests"]))
         return started[-1]
 
     yield by
     for one in started:
-        for pid in one.left():
-            os.kill(pid, signal.SIGKILL)
-        one.process.kill()
-        one.process.communicate()
+        one.kill()
 
 
 def rows(folder: Path) -> list[dict[str, float]]:

@@ -7,7 +7,8 @@ from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 
 import pytest
-from signalled import Started, computed, events, seconds_to_stop, stopped_step, summed_up
+from signalled import computed, events, seconds_to_stop, stopped_step, summed_up
+from started import Started
 from support import ROOT, TINY
 
 TORCHRUN = (sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", "2")

@@ -1,0 +1,63 @@
+"""A command and every process that it becomes, known by a word in their environment."""
+
+import os
+import signal
+import subprocess
+import time
+from collections.abc import Sequence
+from pathlib import Path
+
+_MARK = "STARTED_BY_A_TEST"
+
+
+class Started:
+    """A running command.
+
+    Args:
+        command: Its words.
+        folder: Where it runs.
+        paths: Where it finds modules beside the installed ones.
+    """
+
+    def __init__(self, command: Sequence[str], *, folder: Path, paths: Sequence[Path]) -> None:
+        self._word = f"{folder.name}_{time.time_ns()}"
+        path = os.pathsep.join(str(path) for path in paths)
+        self.process = subprocess.Popen(
+            command,
+            cwd=folder,
+            env=os.environ | {"OMP_NUM_THREADS": "1", "PYTHONPATH": path} | marked(self._word),
+            stdout=subprocess.PIPE,
+            stderr=subprocess.STDOUT,
+            text=True,
+        )
+
+    def end(self, timeout: float = 120.0) -> str:
+        return self.process.communicate(timeout=timeout)[0]
+
+    def left(self) -> list[int]:
+        """Processes that live, but the first one."""
+        return [pid for pid in living(self._word) if pid != self.process.pid]
+
+    def kill(self) -> None:
+        for pid in self.left():
+            os.kill(pid, signal.SIGKILL)
+        self.process.kill()
+        self.process.communicate()
+
+
+def marked(word: str) -> dict[str, str]:
+    """What to add to the environment of a process that `living` shall find."""
+    return {_MARK: word}
+
+
+def living(word: str) -> list[int]:
+    """Processes with the word that live: a zombie has no environment."""
+    found = []
+    for process in Path("/proc").glob("[0-9]*"):
+        try:
+            environ = (process / "environ").read_bytes().split(b"\0")
+        except OSError:
+            continue
+        if f"{_MARK}={word}".encode() in environ:
+            found.append(int(process.name))
+    return found
