@@ -11,6 +11,7 @@ from recipes.launch import (
     launch,
     report,
 )
+from recipes.leave import leave
 from recipes.rank import composed_by_rank_zero
 from recipes.ranks import global_rank
 
@@ -70,4 +71,4 @@ def through_hydra(folder: Path, name: str) -> int:
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    leave(main())

@@ -32,6 +32,7 @@ gradients.py    L1  global norm and clipping, whole or sharded
 collectives.py  L1  sums and means over ranks
 compile_blocks.py L1  torch.compile block by block
 failure.py      L1  how a rank that fails tells its launcher
+leave.py        L1  the end of a process that has been a rank
 mistake.py      L1  what you set, why it cannot be, what to type
 loss.py         L1  sums over targets, never means of means
 activation_checkpoint.py  L1  recompute blocks in the backward pass

@@ -5,12 +5,13 @@ import signal
 import sys
 import time
 import traceback
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from pathlib import Path
 
 from recipes.check import check
 from recipes.check.command_line import compose_typed
+from recipes.checkpoint.retention import CHECKPOINTS, take_back
 from recipes.compose import CONF, Composed
 from recipes.console import LOGGER, open_console
 from recipes.failure import Failure, error_file, failure_of, write_failure
@@ -82,6 +83,11 @@ def _launch(composed: Composed, *, in_sweep: bool) -> int:
     alone = ranks.world_size == 1 and not in_sweep
     if alone or ranks.started_by is not None:
         return _here(composed, ranks)
+    try:
+        with _held(composed):
+            pass  # every rank looks for its checkpoint: not before an earlier run has written its last
+    except Mistake as mistake:
+        return _refused(mistake)
     # train.log is rank 0's until all ranks have ended
     ending = start_ranks(composed, ranks)
     if ending.report is not None:
@@ -114,6 +120,17 @@ def _open(composed: Composed) -> None:
         ) from error
 
 
+@contextlib.contextmanager
+def _held(composed: Composed) -> Iterator[None]:
+    """The folder of a run that trains, by rank 0; what a kill has left there without a name has it again."""
+    if not _fits(composed) or global_rank() != 0:
+        yield
+        return
+    with alone_in(composed.run_folder):
+        take_back(composed.run_folder / CHECKPOINTS)
+        yield
+
+
 def _fits(composed: Composed) -> bool:
     return bool(composed.config["mode"]["_target_"].endswith(".fit"))
 
@@ -131,9 +148,7 @@ def _refused(mistake: Mistake) -> int:
 def _here(composed: Composed, ranks: Ranks) -> int:
     """The run, or this rank of it, in this process."""
     try:
-        with contextlib.ExitStack() as held:
-            if _fits(composed) and global_rank() == 0:
-                held.enter_context(alone_in(composed.run_folder))
+        with _held(composed):
             from recipes.build import carry_out
 
             return carry_out(composed)

@@ -32,7 +32,15 @@ class Preempted(BaseException):
 
 
 class SecondSignalError(BaseException):
-    """A second request to stop, as an exception in the main thread."""
+    """A second request to stop, as an exception in the main thread.
+
+    Args:
+        number: Of the signal.
+    """
+
+    def __init__(self, number: int) -> None:
+        super().__init__(number)
+        self.number = number
 
 
 class _Requests:
@@ -114,7 +122,7 @@ def requests_to(tell: Callable[[int], None]) -> Iterator[None]:
             asked_at.append(time.monotonic())
             tell(number)
         elif time.monotonic() - asked_at[0] > _SAME_REQUEST_SECONDS:
-            raise SecondSignalError
+            raise SecondSignalError(number)
 
     before = {number: signal.signal(number, hand_on) for number in SIGNALS}
     try:

@@ -4,7 +4,6 @@ import dataclasses
 import faulthandler
 import json
 import os
-import sys
 import threading
 import time
 from collections.abc import Callable, Sequence
@@ -13,6 +12,7 @@ from pathlib import Path
 
 from recipes.compose import Composed
 from recipes.failure import ERROR_FILE, STACK
+from recipes.leave import leave
 from recipes.mistake import Mistake
 from recipes.preemption import listen
 from recipes.ranks import RANK_FILE, global_rank, started_by
@@ -98,4 +98,4 @@ def _end_with_parent() -> None:
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    leave(main())

@@ -21,14 +21,10 @@ from recipes.ranks import RANK_FILE, Ranks
 
 EXIT_CRASHED = 1
 EXIT_INTERRUPTED = 130
+EXIT_UNSAVED = 74  # sysexits.h: EX_IOERR
 EXIT_TERMINATED = 143  # what a shell calls SIGTERM
-_OURS = (
-    2,
-    3,
-    EXIT_PREEMPTED,
-    EXIT_TERMINATED,
-    EXIT_INTERRUPTED,
-)  # exit codes that say what happened, and that the rank has said it
+# exit codes that say what happened, and that the rank has said it
+_OURS = (2, 3, EXIT_UNSAVED, EXIT_PREEMPTED, EXIT_TERMINATED, EXIT_INTERRUPTED)
 _FAILED_SECONDS = 5.0  # for the others to end once one rank has failed
 _ASKED_SECONDS = 10.0  # to end by themselves when a person or the cluster asks
 _CAUSE_SECONDS = 2.0
@@ -114,8 +110,8 @@ def start_ranks(composed: Composed, ranks: Ranks) -> Ending:
             return _watch(started)
         except KeyboardInterrupt:
             return _interrupted(started)
-        except SecondSignalError:
-            return Ending(exit_code=EXIT_TERMINATED, report="Terminated by a second signal")
+        except SecondSignalError as second:
+            return Ending(exit_code=128 + second.number, report="Terminated by a second signal")
         finally:
             _kill(started)
 

@@ -8,6 +8,7 @@ import lightning.pytorch as lightning
 from recipes.checkpoint.writer import Outcome
 
 LOGGER = logging.getLogger("lightning_recipes")
+_REMEDY = "make room or mend the disk, or checkpoint.keep_last=1"
 
 
 class SaveError(RuntimeError):
@@ -26,25 +27,33 @@ class FinishedSaves:
 
     def __init__(self, *, if_save_fails: Literal["continue", "stop"]) -> None:
         self.newest: Outcome | None = None
+        self._failed: Outcome | None = None
         self._stops = if_save_fails == "stop"
 
     def report(self, trainer: lightning.Trainer, outcome: Outcome | None) -> None:
-        """Record how a save ended.
+        """Record how a save ended, where all ranks wait for it.
 
         Raises:
-            SaveError: It could not be written, and training shall not go on without.
+            SaveError: It or one before could not be written, and training shall not go on without.
         """
         self.record(trainer, outcome)
-        if outcome is not None and outcome.error is not None and self._stops:
-            raise SaveError(f"{outcome.path.name} could not be written: {outcome.error}")
+        if self._stops and self._failed is not None:
+            raise SaveError(
+                f"checkpoint.if_save_fails=stop: {self._failed.path.name} could not be written: {self._failed.error};"
+                f" {_REMEDY}, then resume=<the run's folder>"
+            )
 
-    def record(self, trainer: lightning.Trainer, outcome: Outcome | None) -> None:
-        """The event and, where there is no checkpoint, the line."""
+    def record(self, trainer: lightning.Trainer, outcome: Outcome | None) -> bool:
+        """The event and, where there is no checkpoint, the line; whether the run is to end for it."""
         if outcome is None:
-            return
+            return False
         self.newest = outcome
-        if not trainer.is_global_zero:
-            return
+        self._failed = outcome if outcome.error is not None else self._failed
+        if trainer.is_global_zero:
+            self._tell(trainer, outcome)
+        return self._stops and outcome.error is not None
+
+    def _tell(self, trainer: lightning.Trainer, outcome: Outcome) -> None:
         name = outcome.path.name
         if outcome.is_whole:
             _log_event(
@@ -57,10 +66,12 @@ class FinishedSaves:
                 stall_seconds=round(outcome.stall_seconds, 3),
             )
         elif outcome.refused is not None:
-            LOGGER.error(f"Not saved, {name}: {outcome.refused}; the checkpoint before stays")
+            LOGGER.error(f"Not saved, {name}: {outcome.refused}; what was saved before stays")
             _log_event(trainer, "checkpoint_refused", outcome.step, path=name, why=outcome.refused)
         else:
-            LOGGER.error(f"Could not save {name}: {outcome.error}; the checkpoint before stays")
+            LOGGER.error(
+                f"Could not save {name}: {outcome.error}; what was saved before stays. To go on saving: {_REMEDY}"
+            )
             _log_event(trainer, "checkpoint_failed", outcome.step, path=name, error=outcome.error)
 
 

@@ -88,7 +88,7 @@ class FolderCheckpointIO(CheckpointIO):
         Every rank hashes its share of the files, once the ranks have met; before, all of them.
         """
         candidates = [named, *older_than(named)] if self.falls_back else [named]
-        for folder in candidates:
+        for folder in _of_rank_0(candidates):
             why = self._fault(folder)
             if why is None:
                 return folder
@@ -122,6 +122,16 @@ class FolderCheckpointIO(CheckpointIO):
 
 def _world_size() -> int:
     return dist.get_world_size() if dist.is_initialized() else 1
+
+
+def _of_rank_0(folders: list[Path]) -> list[Path]:
+    """As its disk shows them: a shared one may show others something older for a moment."""
+    if _world_size() == 1:
+        return folders
+    told: list[Any] = [folders]
+    dist.broadcast_object_list(told)
+    first: list[Path] = told[0]
+    return first
 
 
 def _first(why: str | None) -> str | None:

@@ -1,6 +1,7 @@
 """A copy of tensors in host memory, made while the next forward and backward pass run: the step waits, not the run.
 
-Costs host memory of the size of what is copied, kept from one copy to the next; pinned where the tensors are on a GPU.
+Costs host memory of the size of what is copied, kept from one copy to the next; pinned where the tensors are on a GPU,
+where torch rounds each tensor up to a power of two: up to twice the size.
 """
 
 import threading
@@ -24,6 +25,7 @@ class HostCopy:
         self._on_host = threading.Event()  # what lies in host memory is copied
         self._on_host.set()
         self._on_device: torch.cuda.Event | None = None
+        self._device: torch.device | None = None  # of that event
 
     def begin(self, parts: Mapping[str, Part]) -> None:
         """Note what to copy; what may change before the next optimizer step is set aside at once."""
@@ -38,6 +40,7 @@ class HostCopy:
 
     def _enqueue(self, names: list[str]) -> torch.cuda.Event:
         """On a stream beside the one that trains, after what it has been given so far."""
+        self._device = self._sources[names[0]].tensor.device
         stream = torch.cuda.Stream()  # type: ignore[no-untyped-call]
         stream.wait_stream(torch.cuda.current_stream())
         with torch.cuda.stream(stream):
@@ -58,7 +61,8 @@ class HostCopy:
         finally:
             self._on_host.set()
         if self._on_device is not None:
-            self._on_device.synchronize()
+            with torch.cuda.device(self._device):  # a thread's own is the first GPU
+                self._on_device.synchronize()
         parts = {
             name: replace(part, tensor=self._buffers[name]) for name, part in self._sources.items()
         }

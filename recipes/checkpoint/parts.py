@@ -137,7 +137,13 @@ def load_optimizer(optimizer: torch.optim.Optimizer, saved: dict[str, Any]) -> N
         index: {key: _like(parameters[index], value) for key, value in of_parameter.items()}
         for index, of_parameter in saved["state"].items()
     }
-    getattr(optimizer, "_optimizer", optimizer).load_state_dict(saved | {"state": state})
+    # with the hyper-parameters of this run: `fused` decides on which device torch puts a saved step
+    groups = [
+        group | {"params": of_saved["params"]}
+        for group, of_saved in zip(optimizer.param_groups, saved["param_groups"], strict=True)
+    ]
+    whole = saved | {"state": state, "param_groups": groups}
+    getattr(optimizer, "_optimizer", optimizer).load_state_dict(whole)
 
 
 def _others(of_parameter: Mapping[str, Any]) -> dict[str, Any]:

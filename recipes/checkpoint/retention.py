@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal
 
-from recipes.checkpoint.manifest import Manifest, read_manifest
+from recipes.checkpoint.manifest import Manifest, fault, read_manifest
 
 CHECKPOINTS = "checkpoints"
 LAST, BEST = "last", "best"
@@ -99,6 +99,14 @@ def set_aside(path: Path) -> Path:
     shutil.rmtree(doomed, ignore_errors=True)  # of a killed run
     path.rename(doomed)
     return doomed
+
+
+def take_back(folder: Path) -> None:
+    """Give a whole checkpoint its name again that a kill has left without: between the old and the new of one step."""
+    for path in folder.glob(f"*{_TRASH}"):
+        named = path.with_name(path.name.removesuffix(_TRASH))
+        if not named.exists() and fault(path) is None:
+            path.rename(named)
 
 
 def sweep(folder: Path) -> None:

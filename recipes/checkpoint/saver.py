@@ -25,7 +25,7 @@ from recipes.checkpoint.validation_due import validate_now
 from recipes.checkpoint.writer import CheckpointWriter
 from recipes.preemption import Preempted, hand_over, requested_by
 
-_STOP, _SAVE = "stop", "save"
+_STOP, _SAVE, _GIVE_UP = "stop", "save", "give up"
 
 
 class CheckpointSaver(Checkpoint):
@@ -85,6 +85,7 @@ class CheckpointSaver(Checkpoint):
         self._validated_step = -1
         self._saved_at = 0.0
         self._validation_due = False
+        self._save_is_asked = False  # by the clock
         self._space_known = False
 
     @property
@@ -105,6 +106,7 @@ class CheckpointSaver(Checkpoint):
         if self._validation_due:
             self._validation_due = False
             self._saved_step = -1  # saved again, with its validation
+            pl_module.restore_draws()  # this hook comes before the module's own
             validate_now(trainer)
 
     def on_before_optimizer_step(
@@ -122,13 +124,13 @@ class CheckpointSaver(Checkpoint):
             warn_if_short(trainer, self._folder(trainer), self._retention)
             self._space_known = True
         self._seen_step = step
-        self.finished.report(trainer, self._writer.ended())
+        if self.finished.record(trainer, self._writer.ended()):
+            self._agreement.ask(_GIVE_UP)  # the threads of other ranks end a moment later
         validates = trainer.should_stop or step % self._eval_every == 0
         due = self._agreement.due(step, resting=validates, wait=not trainer.should_stop)
-        if _STOP in due and not trainer.should_stop:
-            self._stop(trainer, validation_due=validates)
-        if _SAVE in due or not validates:
-            self._save_if_due(trainer, asked=_SAVE in due)
+        self._heed(trainer, due, validates=validates)
+        if not validates:
+            self._save_if_due(trainer)
         self._watch_clock(trainer)
 
     def on_validation_batch_start(self, trainer: lightning.Trainer, *_: Any) -> None:
@@ -142,7 +144,7 @@ class CheckpointSaver(Checkpoint):
     def on_validation_end(self, trainer: lightning.Trainer, pl_module: Any) -> None:
         if trainer.state.fn == "fit":
             self._validated_step = trainer.global_step
-            self._save_if_due(trainer)
+            self._save_if_due(trainer)  # now, with its numbers
 
     def on_train_end(self, trainer: lightning.Trainer, pl_module: Any) -> None:
         hand_over(None)
@@ -166,8 +168,16 @@ class CheckpointSaver(Checkpoint):
     def _may_stop_in_validation(self, trainer: lightning.Trainer, *, resting: bool) -> None:
         if trainer.state.fn != "fit" or trainer.should_stop or self._seen_step < 0:
             return
-        if _STOP in self._agreement.due(trainer.global_step, resting=resting):
-            self._stop(trainer, validation_due=True)
+        due = self._agreement.due(trainer.global_step, resting=resting)
+        self._heed(trainer, due, validates=True)
+
+    def _heed(self, trainer: lightning.Trainer, due: set[str], *, validates: bool) -> None:
+        """Do what all ranks have agreed on."""
+        self._save_is_asked |= _SAVE in due
+        if _GIVE_UP in due:
+            self.finished.report(trainer, self._writer.ended(wait=True))
+        if _STOP in due and not trainer.should_stop:
+            self._stop(trainer, validation_due=validates)
 
     def _watch_clock(self, trainer: lightning.Trainer) -> None:
         """Rank 0's clock counts: the others would read another time."""
@@ -176,12 +186,12 @@ class CheckpointSaver(Checkpoint):
         if minutes is not None and trainer.is_global_zero and waited_minutes >= minutes:
             self._agreement.ask(_SAVE)
 
-    def _save_if_due(self, trainer: lightning.Trainer, *, asked: bool = False) -> None:
+    def _save_if_due(self, trainer: lightning.Trainer) -> None:
         step = trainer.global_step
         if not self.saves or step == self._saved_step:
             return
         by_steps = self._save_every is not None and step % self._save_every == 0
-        if asked or by_steps or trainer.should_stop:
+        if self._save_is_asked or by_steps or trainer.should_stop:
             self._save(trainer, step)
 
     def _stop(self, trainer: lightning.Trainer, *, validation_due: bool) -> None:
@@ -207,6 +217,7 @@ class CheckpointSaver(Checkpoint):
         path = self._folder(trainer) / name_of(step)
         trainer.save_checkpoint(path, weights_only=False)
         self._saved_step, self._saved_at = step, time.monotonic()
+        self._save_is_asked = False
 
     @staticmethod
     def _folder(trainer: lightning.Trainer) -> Path:

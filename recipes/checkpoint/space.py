@@ -18,8 +18,12 @@ LOGGER = logging.getLogger("lightning_recipes")
 def warn_if_short(trainer: lightning.Trainer, folder: Path, retention: Retention) -> None:
     """One line where the free disk is less than what will be kept, and one more while it is written. A collective."""
     one = checkpoint_bytes(trainer)
-    folder.mkdir(parents=True, exist_ok=True)
     if not trainer.is_global_zero:
+        return
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+    except OSError as error:  # each save will say so as well
+        LOGGER.warning(f"Nothing can be saved in {folder}: {error.strerror}")
         return
     kept = retention.keep_last + retention.keep_best + 1
     needed = max(one * kept - sum(m.total_bytes for m in manifests(folder).values()), one)

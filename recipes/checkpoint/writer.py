@@ -3,7 +3,6 @@
 Costs what `HostCopy` costs, a thread while it writes, and two small messages between the ranks' threads.
 """
 
-import io
 import logging
 import os
 import shutil
@@ -15,13 +14,13 @@ from datetime import timedelta
 from pathlib import Path
 from typing import Any
 
-import torch
 import torch.distributed as dist
 import xxhash
 
 from recipes.checkpoint.host_copy import HostCopy
 from recipes.checkpoint.layout import RUN_FILE, shard_name
-from recipes.checkpoint.manifest import MANIFEST_FILE, FileRecord, Manifest, sync
+from recipes.checkpoint.manifest import MANIFEST_FILE, FileRecord, Manifest, fault, sync
+from recipes.checkpoint.plain_data import serialized
 from recipes.checkpoint.retention import LAST, UNFINISHED, point, set_aside
 from recipes.checkpoint.shard_file import Part, write_shard
 
@@ -103,10 +102,14 @@ class CheckpointWriter:
         if self._thread is not None:
             self._thread.join()
         rank = dist.get_rank() if dist.is_initialized() else 0
-        content = _serialized(plain) if rank == 0 else None
-        self._copy.begin(parts)
         self._stall_seconds = 0.0
-        arguments = (path, content, manifest, rank, began)
+        content, problem = None, None
+        try:
+            content = serialized(plain) if rank == 0 else None
+            self._copy.begin(parts)
+        except Exception as error:  # the other ranks' threads hear of it from this one's
+            problem = _says(error)
+        arguments = (path, content, problem, manifest, rank, began)
         self._thread = threading.Thread(target=self._save, args=arguments, name="save", daemon=True)
         self._thread.start()
         if not self._asynchronous:
@@ -138,13 +141,22 @@ class CheckpointWriter:
         return replace(outcome, stall_seconds=self._stall_seconds)
 
     def _save(
-        self, path: Path, content: bytes | None, manifest: Manifest, rank: int, began: float
+        self,
+        path: Path,
+        content: bytes | None,
+        problem: str | None,
+        manifest: Manifest,
+        rank: int,
+        began: float,
     ) -> None:
         """The thread: never raises."""
         unfinished = path.with_name(path.name + UNFINISHED)
         outcome = Outcome(path=path, step=manifest.step, error="the thread that writes it ended")
         try:
-            reports = self._all(self._write_files(unfinished, content, rank))
+            report = Report(error=problem)
+            if problem is None:
+                report = self._write_files(unfinished, content, rank)
+            reports = self._all(report)
             mine = _judged(path, manifest, reports)
             if rank == 0:
                 mine = self._finish(unfinished, mine, manifest, reports)
@@ -185,15 +197,21 @@ class CheckpointWriter:
                 whole = Manifest(**vars(manifest) | {"files": files})
                 _write(unfinished / MANIFEST_FILE, whole.text().encode())
                 sync(unfinished)
+                if (why := fault(unfinished)) is not None:
+                    raise FileNotFoundError(
+                        f"{why}: hydra.run.dir must be one folder for all nodes"
+                    )
                 old = set_aside(path) if path.exists() else None
                 unfinished.rename(path)
-                if old is not None:  # only now: until here a kill loses the name, not the content
+                if (
+                    old is not None
+                ):  # only now: a kill loses the name, which `take_back` gives again
                     shutil.rmtree(old, ignore_errors=True)
                 sync(path.parent)
                 point(path.parent / LAST, path.name)
                 sync(path.parent)
                 return Outcome(path=path, step=judged.step, bytes=whole.total_bytes)
-        except OSError as error:
+        except Exception as error:  # the other ranks wait for a verdict
             judged = Outcome(path=path, step=judged.step, error=_says(error))
         shutil.rmtree(unfinished, ignore_errors=True)  # makes room
         return judged
@@ -219,13 +237,6 @@ def _judged(path: Path, manifest: Manifest, reports: list[Report]) -> Outcome:
     name = next((report.not_finite for report in reports if report.not_finite is not None), None)
     refused = None if name is None else f"{name} is not finite"
     return Outcome(path=path, step=manifest.step, error=error, refused=refused)
-
-
-def _serialized(plain: Mapping[str, Any]) -> bytes:
-    """As torch writes it; what `weights_only=True` would not read back is our mistake, found before it costs a run."""
-    file = io.BytesIO()
-    torch.save(dict(plain), file)
-    return file.getvalue()
 
 
 def _write(path: Path, content: bytes) -> FileRecord:

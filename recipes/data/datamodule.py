@@ -12,6 +12,7 @@ from torch.utils.data import DataLoader, Subset
 
 from recipes.accumulation import Accumulation
 from recipes.data import DataSource, SampleDataset
+from recipes.data.loader_process import outlive_signals
 from recipes.data.order import PositionSampler, ShuffledOrder
 from recipes.data.rank_share import RankShare
 from recipes.data.windows import Batch, with_num_targets
@@ -135,6 +136,7 @@ class StreamData(lightning.LightningDataModule):
             pin_memory=on_gpu,
             persistent_workers=workers > 0,
             prefetch_factor=4 if workers else None,
+            worker_init_fn=outlive_signals,
             generator=torch.Generator().manual_seed(
                 self._seed
             ),  # never the run's own random numbers

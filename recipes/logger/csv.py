@@ -94,11 +94,10 @@ class CsvLogger(Logger):
         rows = _read(self._folder / METRICS_FILE)
         kept = [row for row in rows if int(row["step"]) <= step]
         newest = kept.pop() if kept and int(kept[-1]["step"]) == step else None
-        self._replace_rows(kept, list(rows[0]) if rows else ["step"])
         if newest is not None:  # a validation at this step may still be to come
             numbers = {name: float(value) for name, value in newest.items() if value}
             self._rows = [numbers | {"step": step}]
-            self._write_rows()
+        self._replace_rows(kept, list(rows[0]) if rows else ["step"])
         self._drop_events_after(step)
 
     @rank_zero_only
@@ -141,21 +140,24 @@ class CsvLogger(Logger):
         path = self._folder / METRICS_FILE
         self._is_written = False
         with self._or_later():
-            if not self._columns:
-                self._replace_rows([], ["step"])
-            columns = list(dict.fromkeys([*self._columns, *(n for row in self._rows for n in row)]))
+            names = ["step", *self._columns, *(name for row in self._rows for name in row)]
+            columns = list(dict.fromkeys(names))
             if columns != self._columns:
                 steps = {str(row["step"]) for row in self._rows}
                 kept = [row for row in _read(path) if row["step"] not in steps]
                 self._replace_rows(kept, columns)
-            if self._offset is None:
-                self._offset = path.stat().st_size
-            text = io.StringIO(newline="")
-            for row in self._rows:
-                formatted = {name: _format(value) for name, value in row.items()}
-                csv.DictWriter(text, self._columns).writerow(formatted)
-            _put(path, text.getvalue(), self._offset)
+            else:
+                if self._offset is None:
+                    self._offset = path.stat().st_size
+                _put(path, self._newest_rows(columns), self._offset)
             self._is_written = True
+
+    def _newest_rows(self, columns: list[str]) -> str:
+        text = io.StringIO(newline="")
+        for row in self._rows:
+            formatted = {name: _format(value) for name, value in row.items()}
+            csv.DictWriter(text, columns).writerow(formatted)
+        return text.getvalue()
 
     @contextlib.contextmanager
     def _or_later(self) -> Iterator[None]:
@@ -168,13 +170,14 @@ class CsvLogger(Logger):
             self._has_told = True
 
     def _replace_rows(self, rows: list[dict[str, str]], columns: list[str]) -> None:
-        """The whole file anew, by one rename."""
+        """The whole file anew, by one rename: these rows, then the newest."""
         text = io.StringIO(newline="")
         writer = csv.DictWriter(text, columns)
         writer.writeheader()
         writer.writerows(rows)
-        _replace(self._folder / METRICS_FILE, text.getvalue())
-        self._columns, self._offset = columns, None
+        before = text.getvalue()
+        _replace(self._folder / METRICS_FILE, before + self._newest_rows(columns))
+        self._columns, self._offset = columns, len(before.encode())
 
 
 def _put(path: Path, text: str, offset: int) -> int:

@@ -1,6 +1,7 @@
 """summary.json: how a run ended, in one object. Written once, at the end, however it ends."""
 
 import json
+import logging
 import math
 import time
 from pathlib import Path
@@ -12,6 +13,7 @@ from lightning.pytorch.callbacks import Callback
 from recipes.model.init import whole_shape
 from recipes.preemption import Preempted
 
+LOGGER = logging.getLogger("lightning_recipes")
 SUMMARY_FILE = "summary.json"
 # what other callbacks may answer in their `summary()`; each has one owner
 _FROM_CALLBACKS = ("tokens_per_second", "mfu", "peak_memory_gib", "rollbacks", "skipped_steps")
@@ -28,6 +30,7 @@ class SummaryWriter(Callback):
         self._folder = run_folder
         self._began = time.perf_counter()
         self._has_begun = False
+        self.newest: dict[str, Any] | None = None  # on rank 0
         self._seconds_before = 0.0  # of the processes that this run resumes
         self._best_val_loss: float | None = None
 
@@ -86,7 +89,13 @@ class SummaryWriter(Callback):
             if callback is not self and hasattr(callback, "summary"):
                 theirs = callback.summary()
                 summary |= {key: theirs[key] for key in _FROM_CALLBACKS if key in theirs}
-        (self._folder / SUMMARY_FILE).write_text(json.dumps(summary, indent=2) + "\n")
+        self.newest = summary
+        unfinished = self._folder / f"{SUMMARY_FILE}.tmp"
+        try:
+            unfinished.write_text(json.dumps(summary, indent=2) + "\n")
+            unfinished.replace(self._folder / SUMMARY_FILE)
+        except OSError as error:
+            LOGGER.error(f"{SUMMARY_FILE} could not be written: {error.strerror}")
 
 
 def _metric(trainer: lightning.Trainer, name: str) -> float | None:

@@ -11,20 +11,19 @@ from lightning.pytorch.callbacks import Callback
 
 from recipes.build import TOKENIZER_FOLDER, Run
 from recipes.checkpoint.folder_io import FolderCheckpointIO
-from recipes.checkpoint.resume import step_of
+from recipes.checkpoint.resume import newest_checkpoint, step_of
 from recipes.checkpoint.saver import CheckpointSaver
 from recipes.compose import ENVIRONMENT_FILE
 from recipes.console import LOGGER
 from recipes.environment import describe_environment
 from recipes.failure import is_by_peer
 from recipes.logger.csv import EVENTS_FILE, CsvLogger
-from recipes.logger.summary import SUMMARY_FILE
+from recipes.logger.summary import SummaryWriter
 from recipes.model.init import whole_shape
 from recipes.preemption import EXIT_PREEMPTED, Preempted
+from recipes.start_ranks import EXIT_TERMINATED, EXIT_UNSAVED
 
-EXIT_UNSAVED = 1
 EXIT_DIVERGED = 3
-EXIT_TERMINATED = 143  # what a shell calls SIGTERM
 
 
 class Began(Callback):
@@ -36,6 +35,15 @@ class Began(Callback):
     def __init__(self, run: Run) -> None:
         self._run = run
         self.has_begun = False
+
+    def setup(self, trainer: lightning.Trainer, pl_module: Any, stage: str) -> None:
+        """All ranks go on from one checkpoint: a shared file system may for a moment show them different ones."""
+        mine = str(self._run.checkpoint)
+        if (first := trainer.strategy.broadcast(mine)) != mine:
+            raise RuntimeError(
+                f"resume=…: rank {trainer.global_rank} sees {mine} as the newest checkpoint, rank 0 {first};"
+                " start again, or resume=<one checkpoint>"
+            )
 
     def on_train_start(self, trainer: lightning.Trainer, pl_module: Any) -> None:
         self.has_begun = True
@@ -96,8 +104,9 @@ def fit(run: Run) -> int:
         _fit(run)
     except Preempted as stopped:
         return _preempted(run, stopped)
-    run.trainer.strategy.barrier()  # until rank 0 has written the summary
-    summary = json.loads((run.folder / SUMMARY_FILE).read_text())
+    [writer] = [one for one in run.trainer.callbacks if isinstance(one, SummaryWriter)]  # type: ignore[attr-defined]
+    summary = run.trainer.strategy.broadcast(writer.newest)  # and until rank 0 has written it
+    assert summary is not None, "training has ended"
     if summary["train_loss"] is None:
         LOGGER.error(f"Diverged: the training loss is no number; the run's folder is {run.folder}")
         return EXIT_DIVERGED
@@ -118,14 +127,17 @@ def _exit_code_of_saves(run: Run) -> int:
 def _preempted(run: Run, stopped: Preempted) -> int:
     """A signal has ended the run."""
     _log_event(run, "preempted", stopped.step, signal=stopped.by, saved=stopped.saved)
-    if not stopped.saved:
-        LOGGER.error(f"Stopped by {stopped.by} at step {stopped.step}; nothing was saved")
-        return EXIT_TERMINATED
-    LOGGER.info(
-        f"Stopped by {stopped.by} at step {stopped.step}, saved;"
-        f" to go on: python train.py resume={run.folder}"
-    )
-    return EXIT_PREEMPTED
+    where = f"Stopped by {stopped.by} at step {stopped.step}"
+    to_go_on = f"to go on: python train.py resume={run.folder}"
+    newest = newest_checkpoint(run.folder)
+    if stopped.saved:
+        LOGGER.info(f"{where}, saved; {to_go_on}")
+    elif newest is not None:
+        LOGGER.error(f"{where}, which is not saved; {newest.name} is; {to_go_on}")
+    else:
+        LOGGER.error(f"{where}; nothing was saved")
+    run.trainer.strategy.barrier()  # a rank that has ended ends the others, wherever they are
+    return EXIT_PREEMPTED if stopped.saved else EXIT_TERMINATED
 
 
 def _fit(run: Run) -> None:

@@ -36,6 +36,7 @@ class Resumable(lightning.LightningModule):
         self._hyperparameters: list[dict[str, Any]] = []
         self._resumed_optimizer: str | None = None
         self._resumed_rng: list[Any] | None = None
+        self._draws_are_restored = False
 
     def remember_optimizer(self, optimizer: torch.optim.Optimizer) -> None:
         """Note which optimizer it is and the names of its parameters, before an engine takes it over.
@@ -67,13 +68,20 @@ class Resumable(lightning.LightningModule):
             group |= wanted | {"initial_lr": wanted["lr"]}
             group["lr"] = wanted["lr"] * schedule(scheduler.last_epoch)
         scheduler.base_lrs = [wanted["lr"] for wanted in self._hyperparameters]
+        self.restore_draws()
+
+    def restore_draws(self) -> None:
+        """Random numbers go on from the checkpoint, once: what comes before may draw, what comes after must not."""
+        if self._draws_are_restored:
+            return
         rank, world_size = self.trainer.global_rank, self.trainer.world_size
         step = self.trainer.global_step
-        # here: what comes before may draw, what comes after must not
         if self._resumed_rng is None:
             seed_rank(seed=self._seed, rank=rank, step=step)
         else:
             restore(self._resumed_rng, seed=self._seed, rank=rank, world_size=world_size, step=step)
+        self._draws_are_restored = True
+        self._resumed_rng = None  # it keeps the checkpoint's files open
 
     def on_save_checkpoint(self, checkpoint: dict[str, Any]) -> None:
         checkpoint["consumed"] = {"samples": self.num_samples, "tokens": self.num_tokens}

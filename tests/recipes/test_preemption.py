@@ -106,6 +106,22 @@ def test_a_run_stopped_in_a_window_in_a_validation_and_before_one_gives_the_rows
     assert [event["step"] for event in events(folder, "resume")] == [4, 8, 16]
 
 
+def test_a_step_saved_again_with_its_validation_goes_on_with_the_same_dropout(
+    start: Start, workplace: Path
+) -> None:
+    words = ("model.dropout=0.2", "save_every=8", "eval_every=8")
+    signals = ("validation_8_SIGTERM_0", "step_12_SIGKILL_0")
+    folder = workplace / "dropout"
+    undisturbed = start("undisturbed_dropout", *words)
+    assert_ends(start("dropout", *words, signals=signals), 75)
+    assert_ends(start("dropout", *words, signals=signals), -signal.SIGKILL)
+    assert has_validation(folder, 8)
+    assert_ends(start("dropout", *words, signals=signals), 0)
+    assert_ends(undisturbed, 0)
+    assert [event["step"] for event in events(folder, "resume")] == [8, 8]
+    assert_equals(folder, workplace / "undisturbed_dropout")
+
+
 def test_two_ranks_stop_after_the_same_step_whoever_of_them_is_told_and_go_on_with_equal_rows(
     start: Start, workplace: Path, undisturbed: Path
 ) -> None:
@@ -133,7 +149,9 @@ def test_two_ranks_stop_after_the_same_step_whoever_of_them_is_told_and_go_on_wi
 def test_torchrun_hands_its_signal_to_both_ranks_of_a_run_saved_by_the_clock_and_starts_it_again(
     start: Start, workplace: Path, undisturbed: Path
 ) -> None:
-    words = (*TWO_RANKS, "trainer.devices=auto", "save_every=null", "save_every_minutes=0.02")
+    # torchrun signals the whole group: the loading process of each rank as well
+    words = (*TWO_RANKS, "trainer.devices=auto", "loader.num_workers=1")
+    words += ("save_every=null", "save_every_minutes=0.02")
     words += ("+callbacks.signals.pause=0.08",)  # 16 steps take 2.5 s, in which the clock saves
     signals = ("batch_16_SIGTERM_parent",)
     folder = workplace / "torchrun"

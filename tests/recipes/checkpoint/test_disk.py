@@ -88,13 +88,13 @@ def names(folder: Path) -> list[str]:
 def test_a_full_disk_costs_checkpoints_and_not_the_run(train, disk: Path) -> None:
     folder = disk / "run"
     ended = train(folder, *WORDS)
-    assert ended.exit_code == 1  # its last state is not on the disk
+    assert ended.exit_code == 74  # its last state is not on the disk
     assert [row["step"] for row in read_metrics(folder)] == list(range(1, 21))
     failed = [line for line in ended.lines if line.startswith("Could not save")]
     assert len(failed) == 2
     for step, line in zip((15, 20), failed, strict=True):
         assert line.startswith(f"Could not save step_00000{step}.ckpt: No space left on device")
-        assert line.endswith("; the checkpoint before stays")
+        assert "; what was saved before stays. To go on saving: make room" in line
     assert [event["path"] for event in events(folder, "checkpoint_failed")] == [
         "step_0000015.ckpt",
         "step_0000020.ckpt",
@@ -141,7 +141,8 @@ def test_a_run_that_shall_stop_stops_with_an_error_that_names_the_checkpoint(
     assert not mistakes
     assert launch(composed) == 1
     said = capfd.readouterr().out
-    assert "SaveError: step_0000015.ckpt could not be written: No space left on device" in said
+    why = "step_0000015.ckpt could not be written: No space left on device"
+    assert f"SaveError: checkpoint.if_save_fails=stop: {why}" in said
     assert said.count("Could not save step_0000015.ckpt") == 1
     assert said.splitlines()[-1] == (
         f"The run crashed; its folder is {folder}, its last whole checkpoint step_0000010.ckpt"

@@ -13,8 +13,10 @@ from recipes.checkpoint.retention import (
     point,
     pointed,
     remove,
+    set_aside,
     steps_on_disk,
     sweep,
+    take_back,
 )
 
 LOSSES = {10: 3.0, 20: 1.0, 30: 2.0, 40: 1.0, 50: 4.0}
@@ -125,6 +127,21 @@ def test_leftovers_of_a_killed_run_are_swept_and_nothing_else(tmp_path: Path) ->
     sweep(tmp_path)
     assert sorted(path.name for path in tmp_path.iterdir()) == ["last", "notes", whole.name]
     assert fault(whole) is None  # a link is removed, not what it names
+
+
+def test_a_whole_checkpoint_without_its_name_has_it_again(tmp_path: Path) -> None:
+    """A kill between the old and the new of a step, or between the two halves of a deletion."""
+    for step in (10, 20, 30):
+        set_aside(checkpoint(tmp_path, step))
+    checkpoint(tmp_path, 20)  # the new one has the name
+    (tmp_path / "step_0000030.ckpt.trash/manifest.json").unlink()
+    take_back(tmp_path)
+    assert sorted(path.name for path in tmp_path.iterdir()) == [
+        name_of(10),
+        name_of(20),
+        "step_0000020.ckpt.trash",
+        "step_0000030.ckpt.trash",
+    ]
 
 
 def test_a_link_may_be_a_small_file_and_may_name_nothing(tmp_path: Path) -> None:

@@ -9,10 +9,10 @@ import pytest
 import torch
 from support import CrashAt
 
-from recipes.checkpoint.manifest import fault, read_manifest
+from recipes.checkpoint.manifest import FileRecord, fault, read_manifest
 from recipes.checkpoint.parts import whole_part
 from recipes.checkpoint.retention import Retention, apply, name_of, pointed, steps_on_disk
-from recipes.checkpoint.writer import CheckpointWriter
+from recipes.checkpoint.writer import CheckpointWriter, Report
 
 KEEP_THREE = Retention(keep_last=3, keep_every=None, keep_best=0, metric="val/loss", mode="min")
 WEIGHTS = {"weight": torch.arange(1000.0)}
@@ -204,6 +204,22 @@ def test_a_step_may_be_saved_again(save, tmp_path: Path) -> None:
     assert manifest is not None
     assert manifest.metrics == {"val/loss": 2.0}
     assert names(tmp_path) == ["last", name_of(10)]
+
+
+def test_ranks_that_write_to_another_folder_are_no_checkpoint(
+    save, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A node whose run folder is a disk of its own: its files are nowhere rank 0 can see."""
+    elsewhere = Report(files={"rank_00001.safetensors": FileRecord(bytes=8, xxh3_128="0" * 32)})
+    monkeypatch.setattr(
+        CheckpointWriter,
+        "_all",
+        lambda self, mine: [mine, elsewhere] if isinstance(mine, Report) else [mine],
+    )
+    outcome = save(make_writer(), tmp_path, 10, WEIGHTS)
+    assert outcome.error is not None
+    assert "rank_00001.safetensors is missing: hydra.run.dir must be one folder" in outcome.error
+    assert names(tmp_path) == []
 
 
 def test_leftovers_of_a_killed_run_are_swept_when_it_goes_on(train, tmp_path: Path) -> None:
