@@ -30,6 +30,7 @@ _ASKED_SECONDS = 10.0  # to end by themselves when a person or the cluster asks
 _CAUSE_SECONDS = 2.0
 _POLL_SECONDS = 0.05
 _TAIL_LINES = 20
+_COMPOSED_FILE = "composed.json"
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -99,7 +100,7 @@ def start_ranks(composed: Composed, ranks: Ranks) -> Ending:
 
     with tempfile.TemporaryDirectory(prefix="recipes_ranks_") as name, requests_to(tell):
         folder = Path(name)
-        (folder / "composed.json").write_text(text_of(composed))
+        (folder / _COMPOSED_FILE).write_text(text_of(composed))
         port = _free_port()
         try:
             with held_back():  # for us: until all ranks can be told; for them: until they listen
@@ -116,12 +117,18 @@ def start_ranks(composed: Composed, ranks: Ranks) -> Ending:
             _kill(started)
 
 
-def _start(rank: int, world_size: int, port: int, folder: Path) -> _Process:
-    """One rank in a process group of its own: a Ctrl-C in the terminal reaches it through us, once."""
-    error_file = folder / f"rank_{rank}.json"
-    environ = os.environ | {
-        RANK_FILE: str(folder / "composed.json"),
-        ERROR_FILE: str(error_file),
+def environ_of(rank: int, world_size: int, port: int, composed: Path) -> dict[str, str]:
+    """What makes a process one of the ranks of this machine.
+
+    Args:
+        rank: Which.
+        world_size: Of how many.
+        port: Where rank 0 meets the others.
+        composed: The file that holds the composed run; each rank leaves its error beside it.
+    """
+    return {
+        RANK_FILE: str(composed),
+        ERROR_FILE: str(composed.with_name(f"rank_{rank}.json")),
         "RANK": str(rank),
         "LOCAL_RANK": str(rank),
         "WORLD_SIZE": str(world_size),
@@ -129,8 +136,14 @@ def _start(rank: int, world_size: int, port: int, folder: Path) -> _Process:
         "NODE_RANK": "0",
         "MASTER_ADDR": "127.0.0.1",
         "MASTER_PORT": str(port),
-        "PYTHONPATH": _python_path(),
     }
+
+
+def _start(rank: int, world_size: int, port: int, folder: Path) -> _Process:
+    """One rank in a process group of its own: a Ctrl-C in the terminal reaches it through us, once."""
+    environ = os.environ | environ_of(rank, world_size, port, folder / _COMPOSED_FILE)
+    environ |= {"PYTHONPATH": _python_path()}
+    error_file = Path(environ[ERROR_FILE])
     environ.setdefault("OMP_NUM_THREADS", str(max(1, _num_cores() // world_size)))
     log_file = folder / f"rank_{rank}.log" if rank else None
     with contextlib.ExitStack() as files:

@@ -17,10 +17,8 @@ from started import living, marked
 from support import ROOT
 
 from recipes.compose import Composed
-from recipes.failure import ERROR_FILE
 from recipes.rank import text_of
-from recipes.ranks import RANK_FILE
-from recipes.start_ranks import _free_port
+from recipes.start_ranks import _free_port, environ_of
 
 _ALONE_SECONDS = 0.5  # that ranks are given to end by themselves once one is killed
 _GONE_SECONDS = 30.0  # for what a killed command has started
@@ -167,20 +165,9 @@ class CommandLife:
 
 
 def _environs(run_file: Path, world_size: int) -> Iterator[dict[str, str]]:
-    """As `recipes.start_ranks` makes them."""
     port = _free_port()
     for rank in range(world_size):
-        yield {
-            RANK_FILE: str(run_file),
-            ERROR_FILE: str(run_file.with_name(f"rank_{rank}.json")),
-            "RANK": str(rank),
-            "LOCAL_RANK": str(rank),
-            "WORLD_SIZE": str(world_size),
-            "LOCAL_WORLD_SIZE": str(world_size),
-            "NODE_RANK": "0",
-            "MASTER_ADDR": "127.0.0.1",
-            "MASTER_PORT": str(port),
-        }
+        yield environ_of(rank, world_size, port, run_file)
 
 
 def _children(pid: int) -> list[int]:

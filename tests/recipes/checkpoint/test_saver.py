@@ -21,4 +21,4 @@ def test_a_save_by_the_clock_at_a_validated_step_has_the_numbers_of_its_validati
     for step, manifest in held.items():
         assert ("val/loss" in manifest.metrics) == (step in losses)
     best = min(losses, key=lambda step: losses[step])
-    assert pointed(tmp_path / "checkpoints/best") == tmp_path / "checkpoints" / name_of(best)
+    assert pointed(tmp_path / "checkpoints/best") == tmp_path / "checkpoints" / name_of(int(best))
