@@ -1,0 +1,164 @@
+"""Which value of a loss or a gradient norm is out of line: at once, or slowly. Arithmetic on host numbers, no torch.
+
+The fast rule compares with median and MAD of recent values that were in line: one bad value can neither raise the bar
+for the next nor hide it. The slow rule compares the median of recent values with the lowest it has been.
+"""
+
+import math
+from collections import deque
+from collections.abc import Iterable
+from dataclasses import dataclass
+from typing import Any, Literal
+
+import numpy as np
+
+# 1.4826 MAD is the standard deviation of a normal distribution
+_MAD_TO_SD = 1.4826
+# values that are all equal have no spread: then this share of the median is one
+_SMALLEST_SD = 1e-3
+_SMALLEST = 5e-324  # the smallest float above zero
+
+
+@dataclass(frozen=True, kw_only=True)
+class Alarm:
+    """A value out of line.
+
+    Attributes:
+        kind: `non_finite`, `spike` (this value) or `drift` (the recent ones together).
+        value: The value; for a drift, the median of the recent ones.
+        expected: What it is compared with; NaN where nothing is known yet.
+        score: By how many robust standard deviations it is above that; inf for a value that is not finite.
+    """
+
+    kind: Literal["non_finite", "spike", "drift"]
+    value: float
+    expected: float
+    score: float
+
+
+class SpikeDetector:
+    """Finds spikes and drifts in one series.
+
+    Args:
+        window: So many recent values in line are what a value is compared with.
+        warm_up: Values before there can be a spike; at most `window`.
+        spike_score: Robust standard deviations above the median from which a value is a spike.
+        drift_score: The same for the median of a full window, above the lowest median so far.
+        drift_patience: Values in a row for which that must hold.
+        logarithmic: Whether the series is one of ratios, such as gradient norms: its logarithm is looked at.
+
+    Raises:
+        ValueError: The warm-up does not fit into the window.
+    """
+
+    def __init__(
+        self,
+        *,
+        window: int = 128,
+        warm_up: int = 64,
+        spike_score: float = 8.0,
+        drift_score: float = 4.0,
+        drift_patience: int = 20,
+        logarithmic: bool = False,
+    ) -> None:
+        if not 2 <= warm_up <= window:
+            raise ValueError(f"a warm-up of {warm_up} values needs a window of at least as many")
+        self._warm_up = warm_up
+        self._spike_score = spike_score
+        self._drift_score = drift_score
+        self._drift_patience = drift_patience
+        self._logarithmic = logarithmic
+        self._values: deque[float] = deque(maxlen=window)
+        self._lowest: tuple[float, float] | None = None  # median of a full window, and its spread
+        self._num_above = 0
+
+    @property
+    def window(self) -> list[float]:
+        """The values that a new one is compared with, oldest first."""
+        return [self._shown(value) for value in self._values]
+
+    def score(self, value: float) -> float:
+        """Robust standard deviations above the median; 0 during the warm-up, inf where it is not finite."""
+        if not math.isfinite(value):
+            return math.inf
+        if len(self._values) < self._warm_up:
+            return 0.0
+        center, spread = _center_and_spread(self._values)
+        return (self._scaled(value) - center) / spread
+
+    def observe(self, value: float) -> Alarm | None:
+        """Judge the next value; one that is in line joins the window.
+
+        Args:
+            value: A mean over all ranks: all then see the same.
+        """
+        score = self.score(value)
+        if score > self._spike_score:
+            kind: Literal["non_finite", "spike"] = "spike" if math.isfinite(value) else "non_finite"
+            return Alarm(kind=kind, value=value, expected=self._expected(), score=score)
+        self._values.append(self._scaled(value))
+        return self._drift()
+
+    def forget(self) -> None:
+        """Learn anew what is in line: after a change that is meant, such as another learning rate."""
+        self._values.clear()
+        self._lowest, self._num_above = None, 0
+
+    def state_dict(self) -> dict[str, Any]:
+        """Plain data."""
+        return {
+            "values": list(self._values),
+            "lowest": None if self._lowest is None else list(self._lowest),
+            "num_above": self._num_above,
+        }
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Go on from a `state_dict`; a window that was longer keeps its newest values."""
+        self._values.clear()
+        self._values.extend(state["values"])
+        lowest = state["lowest"]
+        self._lowest = None if lowest is None else (lowest[0], lowest[1])
+        self._num_above = state["num_above"]
+
+    def _drift(self) -> Alarm | None:
+        if len(self._values) < (self._values.maxlen or 0):
+            return None
+        center, spread = _center_and_spread(self._values)
+        if self._lowest is None or center < self._lowest[0]:
+            self._lowest, self._num_above = (center, spread), 0
+            return None
+        lowest, spread_there = self._lowest
+        score = (center - lowest) / spread_there
+        self._num_above = self._num_above + 1 if score > self._drift_score else 0
+        if self._num_above < self._drift_patience:
+            return None
+        return Alarm(
+            kind="drift", value=self._shown(center), expected=self._shown(lowest), score=score
+        )
+
+    def _expected(self) -> float:
+        if len(self._values) < self._warm_up:
+            return math.nan
+        return self._shown(_center_and_spread(self._values)[0])
+
+    def _scaled(self, value: float) -> float:
+        if not self._logarithmic:
+            return value
+        return math.log(max(value, _SMALLEST))
+
+    def _shown(self, scaled: float) -> float:
+        return math.exp(scaled) if self._logarithmic else scaled
+
+
+def _center_and_spread(values: Iterable[float]) -> tuple[float, float]:
+    """Median, and standard deviation by the median absolute deviation."""
+    held = np.fromiter(values, dtype=np.float64)  # [W]
+    center = _median(held)
+    deviation = _median(np.abs(held - center))
+    return center, max(_MAD_TO_SD * deviation, _SMALLEST_SD * abs(center), _SMALLEST)
+
+
+def _median(values: Any) -> float:
+    """As `numpy.median`, in a fraction of its time at 128 values."""
+    ordered = np.sort(values)
+    return float((ordered[(len(ordered) - 1) // 2] + ordered[len(ordered) // 2]) / 2)
