@@ -1,6 +1,6 @@
 # make train   set up what is missing, then train the quickstart recipe
 # make test    set up what is missing, then lint, types and tests: what CI runs
-# make kill-test   200 kills of real runs, each resumed and compared: five minutes on two cores
+# make kill-test   200 kills of real runs, each resumed and compared: six minutes on two cores
 # The first two repeat in seconds when pyproject.toml has not changed. PYTHON=python3.12 make train takes another Python.
 
 PYTHON ?= python3
