@@ -41,7 +41,8 @@ def check(
         return [*rest, *mismatches]
     if mistakes:
         # what follows computes with these values: it would only repeat the same mistakes in other words
-        return mistakes
+        told = {mistake.you_set for mistake in mistakes}
+        return [*mistakes, *(m for m in check_ranges(config) if m.you_set not in told)]
     world_size, wrong_devices = count_ranks(config)
     return [
         *check_ranges(config),

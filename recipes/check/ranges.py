@@ -75,11 +75,13 @@ def check_ranges(config: Mapping[str, Any]) -> Iterator[Mistake]:
             bounds = _describe(lowest, highest, closed=closed)
             yield Mistake(f"{key}={value}", f"{what} is {bounds}", f"{key}=<{bounds}>")
     betas = _lookup(config, "optimizer.betas")
-    if betas is not None and len(betas) != 2:
+    if not isinstance(betas, list) or not all(isinstance(beta, int | float) for beta in betas):
+        return  # none, or another check's mistake
+    if len(betas) != 2:
         yield Mistake(
             f"optimizer.betas={betas}", "Adam has two decay rates", "'optimizer.betas=[0.9,0.95]'"
         )
-    for index, beta in enumerate(betas or []):
+    for index, beta in enumerate(betas):
         if not 0 <= beta < 1:
             yield Mistake(
                 f"optimizer.betas[{index}]={beta}",

@@ -66,3 +66,10 @@ def test_steps_and_minutes_may_both_be_null_and_a_minute_may_be_a_fraction() -> 
     )
     config = composed_config("save_every_minutes=0.02")
     assert config["checkpoint"]["save_every_minutes"] == 0.02
+
+
+def test_words_that_are_no_choice_and_numbers_out_of_range_are_told_at_once() -> None:
+    typed = ["checkpoint.best_mode=up", "checkpoint.keep_last=0", "checkpoint.keep_every=-1.5"]
+    typed += ["optimizer.betas=x"]
+    _, mistakes = compose_and_check(typed)
+    assert sorted(mistake.you_set for mistake in mistakes) == sorted(typed)
