@@ -43,7 +43,8 @@ class SpikeDetector:
         window: So many recent values in line are what a value is compared with.
         warm_up: Values before there can be a spike; at most `window`.
         spike_score: Robust standard deviations above the median from which a value is a spike.
-        drift_score: The same for the median of a full window, above the lowest median so far.
+        drift_score: The same for the median of a full window, above the lowest median so far. None: no drift is
+            looked for. Norms of a healthy run rise for thousands of steps, losses do not.
         drift_patience: Values in a row for which that must hold.
         logarithmic: Whether the series is one of ratios, such as gradient norms: its logarithm is looked at.
 
@@ -57,7 +58,7 @@ class SpikeDetector:
         window: int = 128,
         warm_up: int = 64,
         spike_score: float = 8.0,
-        drift_score: float = 4.0,
+        drift_score: float | None = 4.0,
         drift_patience: int = 20,
         logarithmic: bool = False,
     ) -> None:
@@ -121,7 +122,7 @@ class SpikeDetector:
         self._num_above = state["num_above"]
 
     def _drift(self) -> Alarm | None:
-        if len(self._values) < (self._values.maxlen or 0):
+        if self._drift_score is None or len(self._values) < (self._values.maxlen or 0):
             return None
         center, spread = _center_and_spread(self._values)
         if self._lowest is None or center < self._lowest[0]:

@@ -113,6 +113,15 @@ def test_norms_are_compared_by_their_ratio() -> None:
     assert alarm.expected == pytest.approx(1.0, rel=0.2)
 
 
+def test_norms_that_rise_slowly_are_no_drift_where_none_is_looked_for() -> None:
+    draws = random.Random(0)
+    norms = [math.exp(step / 4000 + draws.gauss(0, 0.1)) for step in range(4000)]
+    assert {alarm.kind for alarm in alarms(norms, SpikeDetector(logarithmic=True)).values()} == {
+        "drift"
+    }
+    assert alarms(norms, SpikeDetector(logarithmic=True, drift_score=None)) == {}
+
+
 def test_a_detector_that_goes_on_from_its_state_says_the_same() -> None:
     values = faulty(1, lambda since: 2.0 * min(since, 400) / 400)
     whole = alarms(values)
