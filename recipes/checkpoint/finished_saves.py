@@ -8,7 +8,6 @@ import lightning.pytorch as lightning
 from recipes.checkpoint.writer import Outcome
 
 LOGGER = logging.getLogger("lightning_recipes")
-_REMEDY = "make room or mend the disk, or checkpoint.keep_last=1"
 
 
 class SaveError(RuntimeError):
@@ -39,8 +38,8 @@ class FinishedSaves:
         self.record(trainer, outcome)
         if self._stops and self._failed is not None:
             raise SaveError(
-                f"checkpoint.if_save_fails=stop: {self._failed.path.name} could not be written: {self._failed.error};"
-                f" {_REMEDY}, then resume=<the run's folder>"
+                f"checkpoint.if_save_fails=stop: {self._failed.path.name} could not be written: {self._failed.error},"
+                " then resume=<the run's folder>"
             )
 
     def record(self, trainer: lightning.Trainer, outcome: Outcome | None) -> bool:
@@ -69,9 +68,7 @@ class FinishedSaves:
             LOGGER.error(f"Not saved, {name}: {outcome.refused}; what was saved before stays")
             _log_event(trainer, "checkpoint_refused", outcome.step, path=name, why=outcome.refused)
         else:
-            LOGGER.error(
-                f"Could not save {name}: {outcome.error}; what was saved before stays. To go on saving: {_REMEDY}"
-            )
+            LOGGER.error(f"Could not save {name}: {outcome.error}. What was saved before stays")
             _log_event(trainer, "checkpoint_failed", outcome.step, path=name, error=outcome.error)
 
 

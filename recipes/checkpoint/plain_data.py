@@ -16,7 +16,9 @@ def serialized(plain: Mapping[str, Any]) -> bytes:
     """
     content, why = _round_trip(dict(plain))
     if why is not None:
-        raise TypeError(f"the state under {_where(plain)} is no plain data: {why}")
+        raise TypeError(
+            f"the state under {_where(plain)} is no plain data: {why}; keep numbers, strings, lists and dicts there"
+        )
     return content
 
 

@@ -26,6 +26,7 @@ from recipes.checkpoint.shard_file import Part, write_shard
 
 LOGGER = logging.getLogger("lightning_recipes")
 _NEVER = timedelta(days=1)
+_OF_DISKS = "make room or mend the disk, or checkpoint.keep_last=1"
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -198,14 +199,11 @@ class CheckpointWriter:
                 _write(unfinished / MANIFEST_FILE, whole.text().encode())
                 sync(unfinished)
                 if (why := fault(unfinished)) is not None:
-                    raise FileNotFoundError(
-                        f"{why}: hydra.run.dir must be one folder for all nodes"
-                    )
+                    raise FileNotFoundError(f"{why}; hydra.run.dir=<a folder that all nodes share>")
                 old = set_aside(path) if path.exists() else None
                 unfinished.rename(path)
-                if (
-                    old is not None
-                ):  # only now: a kill loses the name, which `take_back` gives again
+                if old is not None:
+                    # only now: a kill before has cost the name, which `take_back` gives again
                     shutil.rmtree(old, ignore_errors=True)
                 sync(path.parent)
                 point(path.parent / LAST, path.name)
@@ -249,5 +247,6 @@ def _write(path: Path, content: bytes) -> FileRecord:
 
 def _says(error: BaseException) -> str:
     if isinstance(error, OSError) and error.strerror:
-        return f"{error.strerror} ({error.filename})" if error.filename else error.strerror
+        where = f" ({error.filename})" if error.filename else ""
+        return f"{error.strerror}{where}; {_OF_DISKS}"
     return f"{type(error).__name__}: {error}"

@@ -218,7 +218,10 @@ def test_ranks_that_write_to_another_folder_are_no_checkpoint(
     )
     outcome = save(make_writer(), tmp_path, 10, WEIGHTS)
     assert outcome.error is not None
-    assert "rank_00001.safetensors is missing: hydra.run.dir must be one folder" in outcome.error
+    assert (
+        "rank_00001.safetensors is missing; hydra.run.dir=<a folder that all nodes share>"
+        in outcome.error
+    )
     assert names(tmp_path) == []
 
 
