@@ -8,6 +8,7 @@ A metric's prefix is the name of the callback that owns it, and nobody else writ
 | `throughput/` `time/`  | `SpeedMonitor`    | `throughput`   |
 | `memory/`              | `MemoryMonitor`   | `memory`       |
 | `precision/`           | `LossScaleMonitor`| `loss_scale`   |
+| `spike/`               | `LossSpikeRollback`| `loss_spike`  |
 | none, writes log lines | `ProgressLine`    | `progress`     |
 | none, `samples.jsonl`  | `SampleText`      | `sample_text`  |
 | none, `report.html`    | `RunReport`       | `report`       |
@@ -23,6 +24,7 @@ from typing import TYPE_CHECKING
 if TYPE_CHECKING:
     from callbacks.grad_norm import GradNormMonitor
     from callbacks.loss_scale import LossScaleMonitor
+    from callbacks.loss_spike import LossSpikeRollback
     from callbacks.memory import MemoryMonitor
     from callbacks.progress import ProgressLine
     from callbacks.report import RunReport
@@ -33,6 +35,7 @@ if TYPE_CHECKING:
 _HOME = {
     "GradNormMonitor": "grad_norm",
     "LossScaleMonitor": "loss_scale",
+    "LossSpikeRollback": "loss_spike",
     "MemoryMonitor": "memory",
     "ProgressLine": "progress",
     "RunReport": "report",
@@ -44,6 +47,7 @@ _HOME = {
 __all__ = [
     "GradNormMonitor",
     "LossScaleMonitor",
+    "LossSpikeRollback",
     "MemoryMonitor",
     "ProgressLine",
     "RunReport",

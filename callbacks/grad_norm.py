@@ -39,7 +39,7 @@ class GradNormMonitor(Callback):
         if _module_keeps_norm(pl_module) or not is_logged_step(trainer):
             return
         if not isinstance(trainer.strategy, (DeepSpeedStrategy, FSDPStrategy)):
-            self._computed_norm = _global_norm(optimizer)
+            self._computed_norm = global_norm(optimizer)
 
     def on_train_batch_end(
         self, trainer: Trainer, pl_module: LightningModule, outputs: Any, batch: Any, batch_idx: int
@@ -90,7 +90,7 @@ def _max_norm(trainer: Trainer) -> float | None:
     return float(limit)
 
 
-def _global_norm(optimizer: Optimizer) -> Tensor | None:
+def global_norm(optimizer: Optimizer) -> Tensor | None:
     """L2 norm over every gradient the optimizer is about to use; None if there is none yet."""
     grads = [p.grad for group in optimizer.param_groups for p in group["params"]]
     present = [grad for grad in grads if grad is not None]

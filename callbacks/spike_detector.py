@@ -15,6 +15,7 @@ _MAD_TO_SD = 1.4826
 # values that are all equal have no spread: then this share of the median is one
 _SMALLEST_SD = 1e-3
 _SMALLEST = 5e-324  # the smallest float above zero
+_LARGEST_LOG = 709.0  # its exponential is still a float
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -84,6 +85,16 @@ class SpikeDetector:
             return 0.0
         center, spread = _center_and_spread(self._values)
         return (self._scaled(value) - center) / spread
+
+    def limit(self) -> float:
+        """From which value on a finite one is a spike; inf during the warm-up."""
+        if len(self._values) < self._warm_up:
+            return math.inf
+        center, spread = _center_and_spread(self._values)
+        scaled = center + self._spike_score * spread
+        if self._logarithmic and scaled > _LARGEST_LOG:
+            return math.inf
+        return self._shown(scaled)
 
     def observe(self, value: float) -> Alarm | None:
         """Judge the next value; one that is in line joins the window.

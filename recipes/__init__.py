@@ -21,6 +21,8 @@ precision_plugin.py L2  a precision word as Lightning's plugin for each engine
 reachable_gradients.py L2  what one device, DDP and FSDP2 answer alike
 zero_partition.py L2  ZeRO-3: a described model made and divided one parameter at a time
 zero_loss_scale.py L2  float16's loss scale inside a ZeRO optimizer
+zero_step_guard.py L2  a step refused inside a ZeRO optimizer
+zero_live_state.py L2  what ZeRO keeps of a run, the tensors themselves: for snapshots
 data/           L1  where samples come from and in which order; datamodule.py is L2
 tokenizer/      L1  text <-> token ids
 model/          L1  one architecture a file, plain torch
@@ -29,6 +31,7 @@ scheduler.py    L1  optimizer step -> multiplier of the learning rate
 precision.py    L1  three dtypes behind each precision word
 accumulation.py L1  global batch <-> micro-batches, by exact division
 gradients.py    L1  global norm and clipping, whole or sharded
+step_guard.py   L1  refuses a step that is out of line, before it is made
 collectives.py  L1  sums and means over ranks
 compile_blocks.py L1  torch.compile block by block
 failure.py      L1  how a rank that fails tells its launcher

@@ -9,6 +9,7 @@ from torch import Tensor, nn
 from recipes.collectives import sum_over_ranks
 from recipes.gradients import clip_gradients
 from recipes.precision_plugin import loss_scale_of, num_overflows_of
+from recipes.step_guard import StepGuard, refuse
 
 
 class ReachableGradients:
@@ -16,10 +17,13 @@ class ReachableGradients:
 
     Attributes:
         grad_norm: Global L2 norm before clipping of the last optimizer step; None before it.
+        guard: Refuses steps; None: every step is made.
         frees_gradients: Whether gradients are freed after the step; False: zeroed where they lie.
     """
 
     grad_norm: Tensor | None = None
+    guard: StepGuard | None = None
+    optimizers: list[torch.optim.Optimizer]
     frees_gradients = True
     precision_plugin: Plugin
     root_device: torch.device
@@ -36,8 +40,12 @@ class ReachableGradients:
     def clip_gradients(
         self, parameters: Iterable[nn.Parameter], *, max_norm: float | None, max_value: float | None
     ) -> None:
-        """Clip in place, where asked, and keep the norm over all ranks' shards before."""
-        self.grad_norm = clip_gradients(parameters, max_norm=max_norm, max_value=max_value)
+        """Clip in place, where asked, and keep the norm over all ranks' shards before; refuse the step if need be."""
+        parameters = list(parameters)
+        norm = clip_gradients(parameters, max_norm=max_norm, max_value=max_value)
+        self.grad_norm = norm
+        if self.guard is not None:
+            refuse(self.optimizers[0], parameters, self.guard.judge(norm))
 
     def sum_over_ranks(self, value: Tensor) -> Tensor:
         """Add a tensor over all ranks."""

@@ -27,6 +27,30 @@ def give_scaler(optimizer: Any) -> None:
         dtype=torch.half,
     )
     optimizer.dynamic_loss_scale = True
+    _grow_after_the_step(optimizer)
+
+
+def _grow_after_the_step(optimizer: Any) -> None:
+    """DeepSpeed 0.19.8 doubles the scale between the norm and the update, so that the gradients of that step,
+    which carry the old scale, are divided by the new one: half an update where clipping does not act."""
+    step, update_scale = optimizer.step, optimizer._update_scale
+    has_grown = True
+
+    def update_or_wait(has_overflow: bool = False) -> None:
+        nonlocal has_grown
+        has_grown = has_overflow
+        if has_overflow:
+            update_scale(has_overflow)
+
+    def step_and_grow(*args: Any, **kwargs: Any) -> Any:
+        nonlocal has_grown
+        result = step(*args, **kwargs)
+        if not has_grown:
+            has_grown = True
+            update_scale(False)
+        return result
+
+    optimizer._update_scale, optimizer.step = update_or_wait, step_and_grow
 
 
 def scaler_state(optimizer: Any) -> dict[str, Any]:

@@ -87,6 +87,8 @@ class CheckpointSaver(Checkpoint):
         self._validation_due = False
         self._save_is_asked = False  # by the clock
         self._space_known = False
+        self._has_gone_back = False  # in the step under way
+        self._num_undone = 0  # steps by rollbacks: ranks agree by a number that never goes back
 
     @property
     def saves(self) -> bool:
@@ -127,11 +129,29 @@ class CheckpointSaver(Checkpoint):
         if self.finished.record(trainer, self._writer.ended()):
             self._agreement.ask(_GIVE_UP)  # the threads of other ranks end a moment later
         validates = trainer.should_stop or step % self._eval_every == 0
-        due = self._agreement.due(step, resting=validates, wait=not trainer.should_stop)
+        made = step + self._num_undone
+        due = self._agreement.due(made, resting=validates, wait=not trainer.should_stop)
         self._heed(trainer, due, validates=validates)
-        if not validates:
+        if self._has_gone_back and self.saves:
+            self._save(trainer, step)
+        elif not validates:
             self._save_if_due(trainer)
+        self._has_gone_back = False
         self._watch_clock(trainer)
+
+    def on_rollback(
+        self, trainer: lightning.Trainer, pl_module: Any, from_step: int, to_step: int
+    ) -> None:
+        """What was saved after the step gone back to is no checkpoint of this run any more; this state is one."""
+        if self.finished.record(trainer, self._writer.ended(wait=True)):
+            self._agreement.ask(_GIVE_UP)
+        if trainer.is_global_zero:
+            abandon_after(self._folder(trainer), to_step)
+        trainer.strategy.barrier()
+        self._seen_step = to_step - 1  # the step under way is looked at as any other
+        self._saved_step = self._validated_step = -1
+        self._has_gone_back = True
+        self._num_undone += from_step - to_step
 
     def on_validation_batch_start(self, trainer: lightning.Trainer, *_: Any) -> None:
         self._may_stop_in_validation(trainer, resting=True)
@@ -168,7 +188,8 @@ class CheckpointSaver(Checkpoint):
     def _may_stop_in_validation(self, trainer: lightning.Trainer, *, resting: bool) -> None:
         if trainer.state.fn != "fit" or trainer.should_stop or self._seen_step < 0:
             return
-        due = self._agreement.due(trainer.global_step, resting=resting)
+        made = trainer.global_step + self._num_undone
+        due = self._agreement.due(made, resting=resting)
         self._heed(trainer, due, validates=True)
 
     def _heed(self, trainer: lightning.Trainer, due: set[str], *, validates: bool) -> None:
@@ -225,8 +246,13 @@ class CheckpointSaver(Checkpoint):
 
 
 def _clear(folder: Path, step: int) -> None:
-    """Remove what a killed run left half done; give checkpoints of a branch that this resume abandons another name."""
+    """Remove what a killed run left half done; checkpoints of a branch that this resume abandons get another name."""
     sweep(folder)
+    abandon_after(folder, step)
+
+
+def abandon_after(folder: Path, step: int) -> None:
+    """Give the checkpoints after a step another name: the run goes on from that step."""
     held = steps_on_disk(folder)
     abandoned = [saved for saved in held if saved > step]
     for saved in abandoned:

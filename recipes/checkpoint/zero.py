@@ -63,7 +63,7 @@ class ZeroState:
         state: dict[int, dict[str, Part]] = {}
         _link(optimizer)
         moments, scalars = _kinds_of_state(optimizer.optimizer)
-        sharded = _is_stage_3(optimizer)
+        sharded = is_stage_3(optimizer)
         held = zero_3.read_fragments(optimizer, moments) if sharded else {}
         for index, parameter in enumerate(self._parameters):
             parts = {
@@ -136,7 +136,7 @@ class ZeroState:
             for index, parameter in enumerate(self._parameters)
         }
         scalars = _scalars(optimizer, next(iter(saved["state"].values())))
-        if _is_stage_3(optimizer):
+        if is_stage_3(optimizer):
             zero_3.write_moments(optimizer, moments, scalars)
             return
         for flat in optimizer.single_partition_of_fp32_groups:
@@ -167,18 +167,18 @@ def _scalars(optimizer: Any, saved: Mapping[str, SavedTensor]) -> dict[str, Any]
     base = optimizer.optimizer
     scalars = {name: value.whole() for name, value in saved.items() if not value.shape}
     if type(base).__name__ == "DeepSpeedCPUAdam":  # counts steps in an int
-        _count_up(base, int(scalars["step"]))
+        count_up(base, int(scalars["step"]))
         return {name: int(value) for name, value in scalars.items()}
     fused = base.param_groups[0].get("fused")  # counts them on the device
     flats = (
         optimizer.fp32_partitioned_groups_flat
-        if _is_stage_3(optimizer)
+        if is_stage_3(optimizer)
         else optimizer.single_partition_of_fp32_groups
     )
     return {name: value.to(flats[0].device if fused else "cpu") for name, value in scalars.items()}
 
 
-def _count_up(optimizer: Any, num_steps: int) -> None:
+def count_up(optimizer: Any, num_steps: int) -> None:
     """Let DeepSpeedCPUAdam 0.19.8 multiply its powers of the betas step by step, as a run without interruption has.
 
     Asked for a later step it would compute them anew, which differs in the last bit. About 10 µs a step.
@@ -224,7 +224,8 @@ def _range(mapping: Any, saved: SavedTensor) -> Tensor:
     return saved.part(address.start, address.start + address.numel)
 
 
-def _is_stage_3(optimizer: Any) -> bool:
+def is_stage_3(optimizer: Any) -> bool:
+    """Whether DeepSpeed's optimizer is that of stage 3."""
     return hasattr(optimizer, "fp32_partitioned_groups_flat")
 
 

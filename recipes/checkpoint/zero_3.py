@@ -25,7 +25,7 @@ def read_fragments(optimizer: Any, names: Sequence[str | None]) -> Held:
     """
     held: Held = {}
     for index, members in enumerate(optimizer.fp16_groups):
-        with _in_memory(optimizer, index, writes_back=False) as flat:
+        with in_memory(optimizer, index, writes_back=False) as flat:
             state = optimizer.optimizer.state[flat]
             flats = {name: flat if name is None else state[name] for name in names}
             for parameter in members:
@@ -43,7 +43,7 @@ def read_fragments(optimizer: Any, names: Sequence[str | None]) -> Held:
 def write_weights(optimizer: Any, saved: Mapping[nn.Parameter, SavedTensor]) -> None:
     """Into the master weights, and from there, as after a step, into those that compute."""
     for index, members in enumerate(optimizer.fp16_groups):
-        with _in_memory(optimizer, index, writes_back=True) as flat:
+        with in_memory(optimizer, index, writes_back=True) as flat:
             for parameter in members:
                 part = _padded(parameter, saved[parameter])
                 _fragment(optimizer, parameter, flat).copy_(part)
@@ -77,7 +77,7 @@ def write_moments(
         scalars: What a whole parameter has, such as Adam's step.
     """
     for index, members in enumerate(optimizer.fp16_groups):
-        with _in_memory(optimizer, index, writes_back=True) as flat:
+        with in_memory(optimizer, index, writes_back=True) as flat:
             moments = {name: torch.zeros_like(flat.data) for name in saved[members[0]]}
             for parameter in members:
                 for name, moment in moments.items():
@@ -97,7 +97,7 @@ def part_of(parameter: Any, held: Tensor) -> Part | None:
 
 
 @contextlib.contextmanager
-def _in_memory(optimizer: Any, sub_group: int, *, writes_back: bool) -> Iterator[Tensor]:
+def in_memory(optimizer: Any, sub_group: int, *, writes_back: bool) -> Iterator[Tensor]:
     """The flat master weights of a sub-group; its moments are in memory with them."""
     flat: Tensor = optimizer.fp32_partitioned_groups_flat[sub_group]
     on_disk = optimizer._swappable_optimizer_subgroup(sub_group)

@@ -49,6 +49,7 @@ class StreamData(lightning.LightningDataModule):
         super().__init__()
         self.source = source
         self.position = 0
+        self._has_moved = False
         self._accumulation = accumulation
         self._seed = seed
         self._eval_samples = eval_samples
@@ -102,6 +103,14 @@ class StreamData(lightning.LightningDataModule):
 
     def micro_batches(self, dataset: SampleDataset) -> Iterator[Batch]:
         """This rank's micro-batches from `position` on; `position` moves on when a window's last one is handed out."""
+        while True:
+            self._has_moved = False
+            for batch in self._stream_from_position(dataset):
+                yield batch
+                if self._has_moved:
+                    break
+
+    def _stream_from_position(self, dataset: SampleDataset) -> Iterator[Batch]:
         trainer, plan = self._trainer(), self._accumulation
         sampler = PositionSampler(
             ShuffledOrder(len(dataset), self._seed),
@@ -121,6 +130,15 @@ class StreamData(lightning.LightningDataModule):
             if number % plan.num_micro_batches == 0:
                 self.position += plan.global_batch_size
             yield batch
+
+    def skip_batches(self, num_steps: int) -> None:
+        """Pass over so many optimizer steps' worth of samples, from the end of a step on."""
+        self.move_to(self.position + num_steps * self._accumulation.global_batch_size)
+
+    def move_to(self, position: int) -> None:
+        """Go on with another sample of the stream, from the end of a step on. Loader processes start anew."""
+        self.position = position
+        self._has_moved = True
 
     def _loader(self, dataset: Any, **order: Any) -> DataLoader[Batch]:
         on_gpu = self._trainer().strategy.root_device.type == "cuda"

@@ -17,6 +17,7 @@ from lightning.pytorch.utilities import rank_zero_only
 LOGGER = logging.getLogger("lightning_recipes")
 METRICS_FILE = "metrics.csv"
 EVENTS_FILE = "events.jsonl"
+UNDONE_FOLDER = "undone"  # rows of steps that a rollback has undone
 # events about a process or the disk, which no resume undoes
 OF_PROCESSES = (
     "start",
@@ -89,8 +90,18 @@ class CsvLogger(Logger):
             self._write_rows()
 
     @rank_zero_only
-    def resume_at(self, step: int) -> None:
-        """Drop the rows after a step: the run goes on from there and will write them again."""
+    def resume_at(self, step: int, *, num_rollbacks: int) -> None:
+        """Drop the rows and events after a step: the run goes on from there and will write them again.
+
+        Args:
+            step: Optimizer steps completed.
+            num_rollbacks: That the run has behind it there: what came before them is past, whatever its step.
+        """
+        self._drop_rows_after(step)
+        self._drop_events_after(step, num_rollbacks)
+
+    def _drop_rows_after(self, step: int) -> None:
+        self._rows = []
         rows = _read(self._folder / METRICS_FILE)
         kept = [row for row in rows if int(row["step"]) <= step]
         newest = kept.pop() if kept and int(kept[-1]["step"]) == step else None
@@ -98,7 +109,20 @@ class CsvLogger(Logger):
             numbers = {name: float(value) for name, value in newest.items() if value}
             self._rows = [numbers | {"step": step}]
         self._replace_rows(kept, list(rows[0]) if rows else ["step"])
-        self._drop_events_after(step)
+
+    @rank_zero_only
+    def on_rollback(self, trainer: Any, pl_module: Any, from_step: int, to_step: int) -> None:
+        """The rows after the step gone back to leave metrics.csv, which has one row a step, for a file of their own."""
+        undone = [row for row in _read(self._folder / METRICS_FILE) if int(row["step"]) > to_step]
+        if undone:
+            text = io.StringIO(newline="")
+            writer = csv.DictWriter(text, list(undone[0]))
+            writer.writeheader()
+            writer.writerows(undone)
+            folder = self._folder / UNDONE_FOLDER
+            folder.mkdir(exist_ok=True)
+            _replace(folder / f"steps_{to_step + 1:07d}_to_{from_step:07d}.csv", text.getvalue())
+        self._drop_rows_after(to_step)
 
     @rank_zero_only
     def has_event(self, event: str, step: int) -> bool:
@@ -107,17 +131,19 @@ class CsvLogger(Logger):
         events = [json.loads(line) for line in path.read_text().splitlines()]
         return any(one["event"] == event and one["step"] == step for one in events)
 
-    def _drop_events_after(self, step: int) -> None:
+    def _drop_events_after(self, step: int, num_rollbacks: int) -> None:
         """Those that training will live through again; what happened to processes stays. Mends a torn last line."""
         path = self._folder / EVENTS_FILE
         if not path.is_file():
             return
         lines = [line for line in path.read_text().splitlines(keepends=True) if line.endswith("\n")]
         events = [json.loads(line) for line in lines]
+        rollbacks = [n for n, event in enumerate(events) if event["event"] == "rollback"]
+        past = [-1, *rollbacks][min(num_rollbacks, len(rollbacks))]
         kept = [
             line
-            for line, event in zip(lines, events, strict=True)
-            if event["step"] <= step or event["event"] in OF_PROCESSES
+            for number, (line, event) in enumerate(zip(lines, events, strict=True))
+            if number <= past or event["step"] <= step or event["event"] in OF_PROCESSES
         ]
         _replace(path, "".join(kept))
         self._events_offset = None

@@ -16,7 +16,7 @@ from recipes.preemption import Preempted
 LOGGER = logging.getLogger("lightning_recipes")
 SUMMARY_FILE = "summary.json"
 # what other callbacks may answer in their `summary()`; each has one owner
-_FROM_CALLBACKS = ("tokens_per_second", "mfu", "peak_memory_gib", "rollbacks", "skipped_steps")
+_FROM_CALLBACKS = ("tokens_per_second", "mfu", "peak_memory_gib", "rollbacks")
 
 
 class SummaryWriter(Callback):
@@ -51,6 +51,8 @@ class SummaryWriter(Callback):
         self, trainer: lightning.Trainer, pl_module: Any, exception: BaseException
     ) -> None:
         status = "interrupted" if isinstance(exception, KeyboardInterrupt) else "failed"
+        if hasattr(exception, "exit_code"):
+            status = "diverged"
         if isinstance(exception, Preempted):
             status = "preempted"
         self._write(trainer, pl_module, status)
@@ -85,10 +87,13 @@ class SummaryWriter(Callback):
             "skipped_steps": 0,
             "num_parameters": sum(whole_shape(p).numel() for p in pl_module.parameters()),
         }
+        num_skipped = 0
         for callback in trainer.callbacks:  # type: ignore[attr-defined]
             if callback is not self and hasattr(callback, "summary"):
                 theirs = callback.summary()
                 summary |= {key: theirs[key] for key in _FROM_CALLBACKS if key in theirs}
+                num_skipped += theirs.get("skipped_steps", 0)  # by a loss scaler, and as a spike
+        summary["skipped_steps"] = num_skipped
         self.newest = summary
         unfinished = self._folder / f"{SUMMARY_FILE}.tmp"
         try:

@@ -26,6 +26,19 @@ from recipes.start_ranks import EXIT_TERMINATED, EXIT_UNSAVED
 EXIT_DIVERGED = 3
 
 
+class GaveUpError(Exception):
+    """A callback has ended the run on purpose.
+
+    Args:
+        why: One line.
+        exit_code: What the process ends with.
+    """
+
+    def __init__(self, why: str, exit_code: int) -> None:
+        super().__init__(why)
+        self.exit_code = exit_code
+
+
 class Began(Callback):
     """Says what is trained, and writes the config, once everything is built and every state restored.
 
@@ -62,7 +75,7 @@ class Began(Callback):
             tokenizer.save(run.folder / TOKENIZER_FOLDER)
         for logger in trainer.loggers:
             if used and hasattr(logger, "resume_at"):
-                logger.resume_at(step)
+                logger.resume_at(step, num_rollbacks=_num_rollbacks(trainer))
         if step:
             self._tell_resume(step)
         else:
@@ -104,6 +117,8 @@ def fit(run: Run) -> int:
         _fit(run)
     except Preempted as stopped:
         return _preempted(run, stopped)
+    except GaveUpError as error:
+        return _gave_up(run, error)
     [writer] = [one for one in run.trainer.callbacks if isinstance(one, SummaryWriter)]  # type: ignore[attr-defined]
     summary = run.trainer.strategy.broadcast(writer.newest)  # and until rank 0 has written it
     assert summary is not None, "training has ended"
@@ -140,6 +155,16 @@ def _preempted(run: Run, stopped: Preempted) -> int:
     return EXIT_PREEMPTED if stopped.saved else EXIT_TERMINATED
 
 
+def _gave_up(run: Run, error: GaveUpError) -> int:
+    """All ranks have, from the same numbers."""
+    _log_event(run, "end", run.trainer.global_step, status="diverged", error=str(error))
+    newest = newest_checkpoint(run.folder)
+    good = "nothing was saved" if newest is None else f"the last good checkpoint is {newest}"
+    LOGGER.error(f"{error}; {good}")
+    run.trainer.strategy.barrier()  # a rank that has ended ends the others, wherever they are
+    return error.exit_code
+
+
 def _fit(run: Run) -> None:
     try:
         run.trainer.fit(run.task, datamodule=run.data, ckpt_path=run.checkpoint, weights_only=True)
@@ -150,6 +175,8 @@ def _fit(run: Run) -> None:
             raise KeyboardInterrupt from left
         raise
     except Exception as error:
+        if (exit_code := getattr(error, "exit_code", None)) is not None:
+            raise GaveUpError(str(error), exit_code) from error
         what = f"{type(error).__name__}: {error}"
         if is_by_peer(error):
             what = "another rank failed first; train.log names it"
@@ -177,6 +204,12 @@ def _header(run: Run) -> Iterator[str]:
         yield "float16 on a CPU is emulated, some ten times slower than precision=bf16-mixed"
     if (loaded := _checkpoint_io(run).loaded) is not None:
         yield f"resumed from {loaded} at step {trainer.global_step}"
+
+
+def _num_rollbacks(trainer: lightning.Trainer) -> int:
+    """That the run has behind it, as the callback counts them that rolls back."""
+    told = [one.summary() for one in trainer.callbacks if hasattr(one, "summary")]  # type: ignore[attr-defined]
+    return sum(int(summary.get("rollbacks", 0)) for summary in told)
 
 
 def _checkpoint_io(run: Run) -> FolderCheckpointIO:

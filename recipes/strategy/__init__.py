@@ -6,18 +6,22 @@ from typing import Protocol
 import torch
 from torch import Tensor, nn
 
+from recipes.step_guard import StepGuard
+
 
 class Engine(Protocol):
     """The questions that tasks and modes ask; no other code asks which strategy it runs under.
 
     Attributes:
         grad_norm: Global L2 norm before clipping of the last optimizer step, a 0-dim tensor; None before it.
+        guard: Refuses optimizer steps; None: every step is made.
         current_loss_scale: What the loss is multiplied by; None without a loss scaler. Read from the device.
         num_overflows: Optimizer steps that this process skipped because a gradient was not finite.
         frees_gradients: Whether gradients are freed after the step; False: zeroed where they lie.
     """
 
     grad_norm: Tensor | None
+    guard: StepGuard | None
     frees_gradients: bool
 
     @property

@@ -21,11 +21,14 @@ from recipes.checkpoint.zero import ZeroState
 from recipes.collectives import sum_over_ranks
 from recipes.precision import Precision
 from recipes.precision_plugin import ZeroPrecision
+from recipes.step_guard import StepGuard
+from recipes.zero_live_state import ShowsLiveState
 from recipes.zero_loss_scale import give_scaler, load_scaler_state, scaler_state
 from recipes.zero_partition import fit_buckets, partition
+from recipes.zero_step_guard import ZeroStepGuard
 
 
-class Zero(SavesByRank, DeepSpeedStrategy):
+class Zero(ShowsLiveState, SavesByRank, DeepSpeedStrategy):
     """Lightning's DeepSpeed strategy, answering the questions of `recipes.strategy.Engine`, on a GPU and on a CPU.
 
     The mixed precisions are torch's autocast over float32 weights, as under every other strategy; `bf16-true` is
@@ -156,6 +159,7 @@ class Zero(SavesByRank, DeepSpeedStrategy):
         optimizer.torch_autocast_gradscaler = None
         if self._precision.scales_loss:
             give_scaler(optimizer)
+        self._step_guard = ZeroStepGuard(optimizer)
 
     def backward(self, closure_loss: Tensor, *args: Any, **kwargs: Any) -> Tensor:
         """Lightning has divided by the passes of the window; DeepSpeed must not divide again (#6170, 2.6.6).
@@ -176,8 +180,19 @@ class Zero(SavesByRank, DeepSpeedStrategy):
         assert self.config["gradient_clipping"] == (max_norm or 0.0)
 
     @property
+    def guard(self) -> StepGuard | None:
+        """Refuses steps, inside the engine's."""
+        return self._step_guard.guard
+
+    @guard.setter
+    def guard(self, guard: StepGuard | None) -> None:
+        self._step_guard.guard = guard
+
+    @property
     def grad_norm(self) -> Tensor | None:
         """Global norm before clipping of the last optimizer step."""
+        if self._step_guard.norm is not None:
+            return self._step_guard.norm
         norm = self.deepspeed_engine.get_global_grad_norm()
         return None if norm is None else torch.as_tensor(norm, dtype=torch.float32)
 
@@ -194,7 +209,7 @@ class Zero(SavesByRank, DeepSpeedStrategy):
     @property
     def num_overflows(self) -> int:
         """Optimizer steps skipped because a gradient was not finite."""
-        return int(self.deepspeed_engine.skipped_steps)
+        return int(self.deepspeed_engine.skipped_steps) - self._step_guard.num_refused
 
     def lightning_module_state_dict(self) -> dict[str, Any]:
         """This rank's parts of the weights."""

@@ -15,6 +15,7 @@ from recipes.collectives import average_over_ranks
 from recipes.compile_blocks import compile_blocks
 from recipes.loss import cross_entropy_sum
 from recipes.model import initialize
+from recipes.step_guard import StepGuard
 from recipes.task.resumable import Resumable
 
 Batch = dict[str, Any]
@@ -138,6 +139,10 @@ class LearningTask(Resumable, ABC):
             max_value=gradient_clip_val if by_value else None,
         )
 
+    def guard_steps(self, guard: StepGuard) -> None:
+        """From now on a step is made unless this guard refuses it."""
+        self.trainer.strategy.guard = guard  # type: ignore[attr-defined]
+
     @property
     def grad_norm(self) -> Tensor | None:
         """Global norm before clipping of the last optimizer step, a 0-dim tensor."""
@@ -184,12 +189,15 @@ class LearningTask(Resumable, ABC):
         if step == trainer.max_steps:
             # so that Lightning logs and validates the last step, whatever its number
             trainer.should_stop = True
-        if window_loss is None or (
-            step % trainer.log_every_n_steps  # type: ignore[attr-defined]
-            and not trainer.should_stop
-        ):
+        guard = trainer.strategy.guard  # type: ignore[attr-defined]
+        is_logged = step % trainer.log_every_n_steps == 0 or trainer.should_stop  # type: ignore[attr-defined]
+        if window_loss is None or not (is_logged or guard is not None):
             return
         loss = self._sum_over_ranks(window_loss)
+        if guard is not None:
+            guard.loss = loss
+        if not is_logged:
+            return
         self.log_row({"train/loss": loss, "train/samples": self.num_samples})
         if self.num_tokens:
             self.log_row({"train/tokens": self.num_tokens})

@@ -105,6 +105,20 @@ class Resumable(lightning.LightningModule):
         self._resumed_rng = checkpoint["rng"]
         recount_micro_batches(checkpoint, passes=self.trainer.accumulate_grad_batches)
 
+    def on_rollback(
+        self, trainer: lightning.Trainer, pl_module: Any, from_step: int, to_step: int
+    ) -> None:
+        """Lightning counts micro-batches beside optimizer steps; the data, whose position is another count, goes on."""
+        loop = trainer.fit_loop.epoch_loop
+        done = to_step * trainer.accumulate_grad_batches
+        for counts in (loop.batch_progress.total, loop.batch_progress.current):
+            vars(counts).update(dict.fromkeys(vars(counts), done))
+            counts.completed = done - 1  # the batch under way is counted when it ends
+        loop._batches_that_stepped = to_step
+        loop._skip_next_val = True  # of a step that has been validated, if it is one
+        if from_step == trainer.max_steps:
+            trainer.should_stop = False  # the last step is not the last one after all
+
     def _tied(self) -> dict[str, str]:
         """Names that stand for a parameter with another name."""
         first: dict[int, str] = {}

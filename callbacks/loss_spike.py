@@ -1,0 +1,262 @@
+"""A step out of line is skipped, a run that has gone wrong goes back to a good state: loss and norm of every step.
+
+Costs a sum over the ranks and 50 us a step, and a copy of the state in host memory every so many steps.
+"""
+
+import math
+from typing import Any, Literal
+
+import torch
+from lightning.fabric.utilities.exceptions import MisconfigurationException
+from lightning.pytorch import Callback, LightningModule, Trainer
+from torch import Tensor
+from torch.optim import Optimizer
+
+from callbacks.late_numbers import LateNumbers
+from callbacks.live_state import is_reachable
+from callbacks.logged_step import StepCounter, is_logged_step, log_row
+from callbacks.recovery import Recovery, data_of
+from callbacks.rollback import Rollback
+from callbacks.spike_events import tell_verdict
+from callbacks.spike_ladder import Response, SpikeLadder
+from callbacks.spike_watch import Reading, SpikeWatch, Verdict
+from callbacks.step_guard import OwnGuard, StepGuard, guards_itself
+
+_LARGEST_SCORE = 1e6  # in a row: a curve cannot show infinity
+
+
+class LossSpikeRollback(Callback):
+    """Skip the step, go back and past the bad data, halve the learning rate, stop: in this order, and counted.
+
+    Before a step is made its loss over all ranks and its gradient norm are compared with the recent ones; one that
+    is out of line, or no finite number, is refused, and the moments stay clean. Too many of these in a row, or a
+    loss that has risen for long, and the run goes back to a snapshot that has been followed by quiet steps. The data
+    goes on where it was, and `skip_batches` further. A second time soon after, the learning rate is cut for a while;
+    when that does not help either, the run stops with `TrainingDivergedError`.
+
+    Works in any Lightning project on one device, DDP and FSDP2. For other engines the strategy answers
+    `live_tensors`. Whoever has `on_rollback(trainer, pl_module, from_step, to_step)`, a callback, a logger, the module
+    or the data module, hears of one.
+
+    Args:
+        window, warm_up, spike_score, drift_score, drift_patience: See `SpikeDetector`; drift is that of the loss.
+        max_skips_in_a_row: One more, and the run goes back.
+        snapshot_every: Optimizer steps between snapshots.
+        num_snapshots: How many are kept, each of the size of weights and optimizer state.
+        quarantine_steps: A snapshot is good when so many steps have followed it.
+        snapshots_in: `memory`, `disk` or `auto`: memory where they fit.
+        skip_batches: Optimizer steps' worth of data passed over after a rollback.
+        lr_factor: The learning rate is multiplied with it from the second rollback on.
+        lr_cut_steps: For so many steps.
+        cool_down_steps: A rollback within so many steps of another is the second one.
+        max_rollbacks: So many within the cool-down of each other, and the run stops.
+        rewinds_data: Whether the data goes back too, as tests want it; the run then meets the same samples again.
+    """
+
+    def __init__(
+        self,
+        *,
+        window: int,
+        warm_up: int,
+        spike_score: float,
+        drift_score: float | None,
+        max_skips_in_a_row: int,
+        snapshot_every: int,
+        num_snapshots: int,
+        quarantine_steps: int,
+        snapshots_in: Literal["auto", "memory", "disk"],
+        skip_batches: int,
+        lr_factor: float,
+        lr_cut_steps: int,
+        cool_down_steps: int,
+        max_rollbacks: int,
+        drift_patience: int = 20,
+        rewinds_data: bool = False,
+    ) -> None:
+        if quarantine_steps > snapshot_every * (num_snapshots - 1):
+            raise ValueError(
+                f"num_snapshots={num_snapshots} every {snapshot_every} steps: each is overwritten before its"
+                f" quarantine of {quarantine_steps} steps is over; type quarantine_steps="
+                f"{snapshot_every * (num_snapshots - 1)}"
+            )
+        self._watch = SpikeWatch(
+            window=window,
+            warm_up=warm_up,
+            spike_score=spike_score,
+            drift_score=drift_score,
+            drift_patience=drift_patience,
+        )
+        self._ladder = SpikeLadder(
+            max_skips_in_a_row=max_skips_in_a_row,
+            cool_down_steps=cool_down_steps,
+            max_rollbacks=max_rollbacks,
+        )
+        self._rollback = Rollback(
+            num_snapshots=num_snapshots,
+            quarantine_steps=quarantine_steps,
+            snapshots_in=snapshots_in,
+        )
+        self._recovery = Recovery(
+            watch=self._watch,
+            ladder=self._ladder,
+            rollback=self._rollback,
+            skip_batches=skip_batches,
+            lr_factor=lr_factor,
+            lr_cut_steps=lr_cut_steps,
+            rewinds_data=rewinds_data,
+        )
+        self._snapshot_every = snapshot_every
+        self._skip_batches = skip_batches
+        self._steps = StepCounter()
+        self._late = LateNumbers()
+        self._guard = StepGuard()
+        self._own_guard: OwnGuard | None = None
+        self._verdict: Verdict | None = None  # of the newest step that has been read
+        self._response: Response = "none"
+        self._num_overflows = 0
+        self._has_begun = False
+
+    def setup(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
+        if stage != "fit":
+            return
+        if not is_reachable(trainer):
+            raise MisconfigurationException(
+                f"LossSpikeRollback cannot reach the optimizer state of {type(trainer.strategy).__name__}: use one"
+                " device, DDP or FSDP2, or a strategy that answers live_tensors()"
+            )
+        if self._skip_batches and not hasattr(data_of(trainer), "skip_batches"):
+            raise MisconfigurationException(
+                f"LossSpikeRollback(skip_batches={self._skip_batches}): the data has no position to move, which would"
+                " be a LightningDataModule with skip_batches(n); type skip_batches=0: the run then goes on behind"
+                " what it has read"
+            )
+
+    def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        self._steps.start(trainer)
+        self._own_guard = None if guards_itself(pl_module) else OwnGuard(self._guard)
+        if self._own_guard is None:
+            pl_module.guard_steps(self._guard)  # type: ignore[operator]
+        self._num_overflows = _num_overflows(trainer)
+        self._set_limits()
+        self._has_begun = False
+
+    def on_train_batch_start(
+        self, trainer: Trainer, pl_module: LightningModule, batch: Any, batch_idx: int
+    ) -> None:
+        if self._has_begun:
+            return
+        self._has_begun = True
+        self._recovery.cut.apply(trainer)  # modules set up their schedules after `on_train_start`
+        if trainer.global_step:  # a checkpoint is a state that has been proven
+            self._recovery.take_snapshot(trainer, is_good=True)
+
+    def on_before_backward(
+        self, trainer: Trainer, pl_module: LightningModule, loss: Tensor
+    ) -> None:
+        if self._own_guard is not None:
+            self._own_guard.add_loss(trainer, loss)
+
+    def on_before_optimizer_step(
+        self, trainer: Trainer, pl_module: LightningModule, optimizer: Optimizer
+    ) -> None:
+        self._rollback.wait_until_copied()
+        if self._own_guard is not None:
+            self._own_guard.guard_step(trainer, optimizer)
+
+    def on_train_batch_end(
+        self, trainer: Trainer, pl_module: LightningModule, outputs: Any, batch: Any, batch_idx: int
+    ) -> None:
+        if not self._steps.stepped(trainer):
+            return
+        self._verdict = self._judge(trainer, pl_module)
+        self._response = "none"
+        if self._verdict is not None:
+            self._response = self._ladder.step(
+                refused=self._verdict.refused, drifts=self._verdict.drifts
+            )
+            self._set_limits()
+        if is_logged_step(trainer):
+            log_row(pl_module, self._row())
+        if not hasattr(pl_module, "row"):  # else whoever writes the row calls, when it is written
+            self.after_row(trainer, pl_module)
+
+    def after_row(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        """The step is told; now do about it what there is to do."""
+        verdict, self._verdict = self._verdict, None
+        clock = self._ladder.counts.clock
+        if verdict is None:
+            return
+        tell_verdict(trainer, verdict, self._response)
+        if self._response == "stop":
+            self._recovery.stop(trainer)
+        if self._response in ("rollback", "rollback_and_cut"):
+            cuts = self._response == "rollback_and_cut"
+            self._recovery.go_back(trainer, pl_module, verdict, cuts=cuts)
+            self._late.forget()
+            self._set_limits()
+            self._steps.start(trainer)
+            return
+        self._recovery.end_cut_if_due(trainer)
+        if self._response == "none" and (
+            clock == 1 or trainer.global_step % self._snapshot_every == 0
+        ):
+            self._recovery.take_snapshot(trainer)
+
+    def on_train_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        self._rollback.drop()
+
+    def on_exception(
+        self, trainer: Trainer, pl_module: LightningModule, exception: BaseException
+    ) -> None:
+        self._rollback.drop()
+
+    def _judge(self, trainer: Trainer, pl_module: LightningModule) -> Verdict | None:
+        """What is known by now: on a GPU about the step before; None: nothing."""
+        guard = self._guard
+        if guard.loss is None or guard.refused is None:
+            return None
+        norm = guard.norm if guard.norm is not None else torch.tensor(math.nan)
+        ready = self._late.exchange(
+            trainer.global_step,
+            [guard.loss.to(norm.device), norm, guard.refused],
+        )
+        overflows, self._num_overflows = self._num_overflows, _num_overflows(trainer)
+        if ready is None:
+            return None
+        step, (loss, norm_value, refused) = ready
+        reading = Reading(step=step, loss=loss, norm=norm_value, refused=bool(refused))
+        return self._watch.judge(reading, overflowed=self._num_overflows > overflows)
+
+    def _set_limits(self) -> None:
+        self._guard.largest_loss, self._guard.largest_norm = self._watch.limits()
+
+    def _row(self) -> dict[str, float]:
+        counts = self._ladder.counts
+        score = 0.0 if self._verdict is None else self._verdict.score
+        return {
+            "spike/score": min(score, _LARGEST_SCORE),
+            "spike/skipped_steps": counts.skipped_steps,
+            "spike/rollbacks": counts.rollbacks,
+        }
+
+    def summary(self) -> dict[str, int]:
+        """What was done about spikes."""
+        counts = self._ladder.counts
+        return {"rollbacks": counts.rollbacks, "skipped_steps": counts.skipped_steps}
+
+    def state_dict(self) -> dict[str, Any]:
+        return {
+            "watch": self._watch.state_dict(),
+            "ladder": self._ladder.state_dict(),
+            "cut": self._recovery.cut.state_dict(),
+        }
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        self._watch.load_state_dict(state_dict["watch"])
+        self._ladder.load_state_dict(state_dict["ladder"])
+        self._recovery.cut.load_state_dict(state_dict["cut"])
+
+
+def _num_overflows(trainer: Trainer) -> int:
+    """Steps that a loss scaler has skipped, where somebody counts them; no device is asked."""
+    return int(getattr(trainer.strategy, "num_overflows", 0))

@@ -1,0 +1,72 @@
+"""One rank that goes back and comes by again, case by case: python rollback_ranks.py <cases.json> <results.json>.
+
+A case is the words of a command line and a data node that takes the place of the composed one. The run goes back once,
+after `AT` steps, data included; the result is the loss of every step it made, with the number of that step.
+"""
+
+import sys
+from pathlib import Path
+from typing import Any
+
+sys.path[:0] = [str(folder) for folder in Path(__file__).parents[:3]]
+
+import yaml  # noqa: E402
+from lightning.pytorch.callbacks import Callback  # noqa: E402
+from run_cases import carry_out  # noqa: E402
+from support import ROOT, composed_config, read_metrics  # noqa: E402
+
+from callbacks.loss_spike import LossSpikeRollback  # noqa: E402
+from callbacks.spike_detector import Alarm  # noqa: E402
+from callbacks.spike_watch import Reading, Verdict  # noqa: E402
+from recipes.build import build  # noqa: E402
+
+AT, EVERY, STEPS = 33, 16, 36
+
+
+class GoesBackOnce(LossSpikeRollback):
+    """Takes a step for a drift whose loss is as ever."""
+
+    def _judge(self, trainer: Any, pl_module: Any) -> Verdict | None:
+        verdict = super()._judge(trainer, pl_module)
+        assert verdict is not None
+        assert not verdict.refused, verdict
+        if self._ladder.counts.clock + 1 != AT:
+            return verdict
+        reading = Reading(step=AT, loss=verdict.reading.loss, norm=None, refused=False)
+        alarm = Alarm(kind="drift", value=reading.loss, expected=0.0, score=9.0)
+        return Verdict(reading=reading, alarms={"loss": alarm}, score=9.0, refused=False)
+
+
+class Losses(Callback):
+    """The loss of every step that is made, over all ranks, as the guard sees it."""
+
+    def __init__(self, spikes: GoesBackOnce) -> None:
+        self.made: list[tuple[int, float]] = []
+        self._spikes = spikes
+
+    def on_before_optimizer_step(self, trainer: Any, pl_module: Any, optimizer: Any) -> None:
+        self.made.append((trainer.global_step + 1, float(self._spikes._guard.loss)))
+
+
+def run_case(case: dict[str, Any], folder: Path) -> dict[str, Any]:
+    """Train; every step's loss, and what the run left."""
+    config = composed_config(*case["words"]) | {"data": case["data"]}
+    run = build(config, folder, [])
+    arguments = yaml.safe_load((ROOT / "conf/callbacks/loss_spike.yaml").read_text())["loss_spike"]
+    arguments |= {"snapshot_every": EVERY, "quarantine_steps": EVERY} | case.get("arguments", {})
+    arguments.pop("_target_")
+    spikes = GoesBackOnce(**arguments, rewinds_data=True)
+    losses = Losses(spikes)
+    run.trainer.callbacks[1:1] = [losses, spikes]  # type: ignore[attr-defined]
+    run.trainer.fit(run.task, datamodule=run.data)
+    run.trainer.strategy.barrier()
+    return {
+        "losses": losses.made,
+        "rows": read_metrics(folder) if run.trainer.is_global_zero else [],
+        "num_bytes": spikes._rollback.num_bytes,
+        "files": sorted(str(path.relative_to(folder)) for path in folder.rglob("*")),
+    }
+
+
+if __name__ == "__main__":
+    carry_out(run_case)

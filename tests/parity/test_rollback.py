@@ -1,0 +1,89 @@
+"""A run that goes back makes the same steps again, to the last bit, whatever engine carries it."""
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+from cases import COMMON, DECODER, TOKENS
+from ranks import run_on_ranks
+from rollback_ranks import AT, EVERY, STEPS
+
+from recipes.check.toolchain import has_libaio
+
+WORKER = Path(__file__).parent / "rollback_ranks.py"
+ALONE = [
+    "recipe=single_fp32",
+    "recipe=single_bf16",
+    "recipe=single_fp16",
+    "recipe=single_fp32 optimizer=sgd",
+]
+ON_TWO = [
+    "recipe=ddp_fp32",
+    "recipe=ddp_fp16",
+    "recipe=fsdp_bf16",
+    "recipe=fsdp_bf16_offload",
+    "recipe=fsdp_fp16",
+    "recipe=zero1_bf16",
+    "recipe=zero2_fp16",
+    "recipe=zero2_bf16_offload",
+    "recipe=zero3_bf16",
+    "recipe=zero3_fp16_offload",
+    "strategy=deepspeed_stage_2 precision=bf16-true",
+    "recipe=ddp_fp32 callbacks.loss_spike.snapshots_in=disk",
+    *(["recipe=zero3_bf16_nvme"] if has_libaio() else []),
+]
+
+
+def _case(name: str, folder: Path, world_size: int) -> dict[str, Any]:
+    words = [word for word in COMMON if not word.startswith(("trainer.max", "callbacks"))]
+    words += [*DECODER, "model=gpt2_nano", "model.dropout=0.1", "callbacks=[grad_norm,loss_scale]"]
+    words += [f"trainer.max_steps={STEPS}", f"trainer.devices={world_size}", "save_every=10"]
+    words += [word for word in name.split() if not word.startswith("callbacks.loss_spike")]
+    words.append(f"micro_batch_size={8 // world_size}")
+    if "nvme" in name:  # DeepSpeed leaves what is smaller than a MiB in memory
+        (folder / "nvme").mkdir()
+        words += [
+            "model.width=512",
+            "model.vocab_size=8192",
+            f"strategy.nvme_path={folder / 'nvme'}",
+        ]
+    on_disk = {"snapshots_in": "disk"} if "disk" in name else {}
+    return {"words": words, "data": TOKENS, "arguments": on_disk}
+
+
+@pytest.fixture(scope="module")
+def results(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
+    found: dict[str, Any] = {}
+    for names, world_size in ((ALONE, 1), (ON_TWO, 2)):
+        folder = tmp_path_factory.mktemp("rollback")
+        cases = {name: _case(name, folder, world_size) for name in names}
+        found |= run_on_ranks(cases, world_size=world_size, folder=folder, worker=WORKER)
+    return found
+
+
+@pytest.mark.parametrize("name", [*ALONE, *ON_TWO])
+def test_after_a_rewind_the_next_16_losses_are_those_of_the_first_pass(
+    name: str, results: dict[str, Any]
+) -> None:
+    result = results[name]
+    assert "error" not in result, result["error"]
+    made = result["losses"]
+    assert [step for step, _ in made] == [*range(1, AT + 1), *range(EVERY + 1, STEPS + 1)]
+    first, again = made[EVERY:AT], made[AT : AT + AT - EVERY]
+    assert len(again) >= 16
+    assert again == first
+    assert len({loss for _, loss in first}) == len(first), "losses that do not move show nothing"
+
+
+@pytest.mark.parametrize("name", [*ALONE, *ON_TWO])
+def test_a_run_that_went_back_has_one_row_a_step_and_no_checkpoint_of_what_it_undid(
+    name: str, results: dict[str, Any]
+) -> None:
+    result = results[name]
+    assert [row["step"] for row in result["rows"]] == list(range(1, STEPS + 1))
+    files = result["files"]
+    undone = f"undone/steps_{EVERY + 1:07d}_to_{AT:07d}.csv"
+    assert undone in files
+    kept = {file for file in files if file.startswith("checkpoints/step") and file.count("/") == 1}
+    assert kept == {"checkpoints/step_0000030.ckpt", "checkpoints/step_0000036.ckpt"}
+    assert not any(file.startswith("snapshots/") for file in files)
