@@ -1,7 +1,7 @@
 """One rank that goes back and comes by again, case by case: python rollback_ranks.py <cases.json> <results.json>.
 
 A case is the words of a command line and a data node that takes the place of the composed one. The run goes back once,
-after `AT` steps, data included; the result is the loss of every step it made, with the number of that step.
+after `at` steps, data included; the result is the loss of every step it made, with the number of that step.
 """
 
 import sys
@@ -20,19 +20,19 @@ from callbacks.spike_detector import Alarm  # noqa: E402
 from callbacks.spike_watch import Reading, Verdict  # noqa: E402
 from recipes.build import build  # noqa: E402
 
-AT, EVERY, STEPS = 33, 16, 36
-
 
 class GoesBackOnce(LossSpikeRollback):
     """Takes a step for a drift whose loss is as ever."""
+
+    at: int
 
     def _judge(self, trainer: Any, pl_module: Any) -> Verdict | None:
         verdict = super()._judge(trainer, pl_module)
         assert verdict is not None
         assert not verdict.refused, verdict
-        if self._ladder.counts.clock + 1 != AT:
+        if self._ladder.counts.clock + 1 != self.at:
             return verdict
-        reading = Reading(step=AT, loss=verdict.reading.loss, norm=None, refused=False)
+        reading = Reading(step=self.at, loss=verdict.reading.loss, norm=None, refused=False)
         alarm = Alarm(kind="drift", value=reading.loss, expected=0.0, score=9.0)
         return Verdict(reading=reading, alarms={"loss": alarm}, score=9.0, refused=False)
 
@@ -53,15 +53,18 @@ def run_case(case: dict[str, Any], folder: Path) -> dict[str, Any]:
     config = composed_config(*case["words"]) | {"data": case["data"]}
     run = build(config, folder, [])
     arguments = yaml.safe_load((ROOT / "conf/callbacks/loss_spike.yaml").read_text())["loss_spike"]
-    arguments |= {"snapshot_every": EVERY, "quarantine_steps": EVERY} | case.get("arguments", {})
+    arguments |= {"snapshot_every": case["to"], "quarantine_steps": case["to"]}
+    arguments |= case["arguments"]
     arguments.pop("_target_")
     spikes = GoesBackOnce(**arguments, rewinds_data=True)
+    spikes.at = case["at"]
     losses = Losses(spikes)
     run.trainer.callbacks[1:1] = [losses, spikes]  # type: ignore[attr-defined]
     run.trainer.fit(run.task, datamodule=run.data)
     run.trainer.strategy.barrier()
     return {
         "losses": losses.made,
+        "to": case["to"],
         "rows": read_metrics(folder) if run.trainer.is_global_zero else [],
         "num_bytes": spikes._rollback.num_bytes,
         "files": sorted(str(path.relative_to(folder)) for path in folder.rglob("*")),

@@ -1,0 +1,106 @@
+"""Faults put into a run at a step, by what every engine goes through: the batch, the forward pass, the learning rate."""
+
+from typing import Any, Literal
+
+import lightning.pytorch as lightning
+import torch
+from lightning.pytorch.callbacks import Callback
+from torch import Tensor
+
+Fault = Literal["labels", "inputs", "nan_batch", "inf_gradient", "rate_jump", "weight", "slow"]
+FAULTS: tuple[Fault, ...] = (
+    "labels",
+    "inputs",
+    "nan_batch",
+    "inf_gradient",
+    "rate_jump",
+    "weight",
+    "slow",
+)
+
+
+class FaultAt(Callback):
+    """One fault, once: a step that is made again after a rollback is made without it.
+
+    Args:
+        kind: `labels`: the targets of a batch are random. `inputs`: its activations are 1000 times too large.
+            `nan_batch`: its loss is no number. `inf_gradient`: one rank's gradient is infinite, its loss is not.
+            `rate_jump`: the learning rate is `size` times too large for 20 steps. `weight`: a value of a weight
+            is lost, as by a flipped bit of its exponent. `slow`: the learning rate grows by 3 % a step until it is
+            `size` times too large, and stays so until the run goes back.
+        step: After this many steps.
+        rank: Of `inf_gradient`.
+        size: Of the learning rate.
+    """
+
+    def __init__(self, *, kind: Fault, step: int, rank: int = 0, size: float = 100.0) -> None:
+        self.kind = kind
+        self.step = step
+        self.rank = rank
+        self.size = size
+        self.num_made = 0  # batches with it
+        self._handle: Any = None
+
+    def on_train_batch_start(
+        self, trainer: lightning.Trainer, pl_module: Any, batch: Any, batch_idx: int
+    ) -> None:
+        self._end()
+        since = trainer.global_step - self.step
+        lasts = {"rate_jump": 20, "slow": 10**9}.get(self.kind, 1)
+        if since < 0 or self.num_made >= lasts or (self.num_made and since != self.num_made):
+            if self.num_made:
+                self.num_made = 10**9  # over: the run has gone back or the fault has ended
+            return
+        self.num_made += 1
+        getattr(self, f"_{self.kind}")(trainer, pl_module, batch)
+
+    def _end(self) -> None:
+        if self._handle is not None:
+            self._handle.remove()
+            self._handle = None
+
+    def _labels(self, trainer: lightning.Trainer, pl_module: Any, batch: Any) -> None:
+        targets = batch["targets"]
+        generator = torch.Generator().manual_seed(self.step)
+        high = int(targets.max()) + 1
+        batch["targets"] = torch.randint(high, targets.shape, generator=generator).to(targets)
+
+    def _inputs(self, trainer: lightning.Trainer, pl_module: Any, batch: Any) -> None:
+        def enlarge(module: Any, args: Any, output: Tensor) -> Tensor:
+            return output * 1000
+
+        self._handle = pl_module.model.register_forward_hook(enlarge)
+
+    def _nan_batch(self, trainer: lightning.Trainer, pl_module: Any, batch: Any) -> None:
+        batch["num_targets"] = batch["num_targets"] * torch.tensor(torch.nan)
+
+    def _inf_gradient(self, trainer: lightning.Trainer, pl_module: Any, batch: Any) -> None:
+        def blow_up(gradient: Tensor) -> Tensor:
+            return gradient * torch.inf
+
+        def hook(module: Any, args: Any, output: Tensor) -> None:
+            output.register_hook(blow_up)
+
+        if trainer.global_rank == self.rank:
+            self._handle = pl_module.model.register_forward_hook(hook)
+
+    def _rate_jump(self, trainer: lightning.Trainer, pl_module: Any, batch: Any) -> None:
+        _scale_rates(trainer, self.size)
+
+    def _slow(self, trainer: lightning.Trainer, pl_module: Any, batch: Any) -> None:
+        _scale_rates(trainer, min(1.03**self.num_made, self.size))
+
+    def _weight(self, trainer: lightning.Trainer, pl_module: Any, batch: Any) -> None:
+        largest = max(
+            (parameter for parameter in pl_module.parameters() if parameter.numel()),
+            key=lambda parameter: parameter.numel(),
+        )
+        local = getattr(largest.detach(), "to_local", lambda: largest.detach())()
+        if trainer.global_rank == 0 or not hasattr(largest, "to_local"):
+            local.view(-1)[: max(1, local.numel() // 1000)] = 1e4
+
+
+def _scale_rates(trainer: lightning.Trainer, factor: float) -> None:
+    """For one step: the schedule sets them anew."""
+    for group in trainer.optimizers[0].param_groups:
+        group["lr"] *= factor
