@@ -40,7 +40,7 @@ class LossSpikeRollback(Callback):
 
     Args:
         window, warm_up, spike_score, drift_score, drift_patience: See `SpikeDetector`; drift is that of the loss.
-        max_skips_in_a_row: One more, and the run goes back.
+        max_skips: One more within `quarantine_steps`, and the run goes back.
         snapshot_every: Optimizer steps between snapshots.
         num_snapshots: How many are kept, each of the size of weights and optimizer state.
         quarantine_steps: A snapshot is good when so many steps have followed it.
@@ -60,7 +60,7 @@ class LossSpikeRollback(Callback):
         warm_up: int,
         spike_score: float,
         drift_score: float | None,
-        max_skips_in_a_row: int,
+        max_skips: int,
         snapshot_every: int,
         num_snapshots: int,
         quarantine_steps: int,
@@ -87,7 +87,8 @@ class LossSpikeRollback(Callback):
             drift_patience=drift_patience,
         )
         self._ladder = SpikeLadder(
-            max_skips_in_a_row=max_skips_in_a_row,
+            max_skips=max_skips,
+            skip_window=quarantine_steps,
             cool_down_steps=cool_down_steps,
             max_rollbacks=max_rollbacks,
         )

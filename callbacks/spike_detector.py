@@ -57,7 +57,7 @@ class SpikeDetector:
         window: int = 128,
         warm_up: int = 64,
         spike_score: float = 8.0,
-        drift_score: float | None = 4.0,
+        drift_score: float | None = 2.0,
         drift_patience: int = 20,
         logarithmic: bool = False,
     ) -> None:

@@ -1,6 +1,6 @@
 """What is done about a step out of line, and when more must be done: skip, roll back, halve the rate, stop. Counts."""
 
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, field
 from typing import Any, Literal
 
 Response = Literal["none", "skip", "rollback", "rollback_and_cut", "stop"]
@@ -13,7 +13,7 @@ class Counts:
     Attributes:
         clock: Optimizer steps made, those that were rolled back included: it never goes back.
         skipped_steps: Refused before they were made.
-        skips_in_a_row: The newest of them.
+        recent_skips: When, on the clock, those of the window were refused.
         rollbacks: In the whole run.
         recent_rollbacks: Each within the cool-down of the one before.
         last_rollback_at: On the clock; None: there was none.
@@ -21,7 +21,7 @@ class Counts:
 
     clock: int = 0
     skipped_steps: int = 0
-    skips_in_a_row: int = 0
+    recent_skips: list[int] = field(default_factory=list)
     rollbacks: int = 0
     recent_rollbacks: int = 0
     last_rollback_at: int | None = None
@@ -31,7 +31,8 @@ class SpikeLadder:
     """Decides from host numbers alone, so that every rank decides the same.
 
     Args:
-        max_skips_in_a_row: One more, and the run goes back.
+        max_skips: One more within the window, and the run goes back.
+        skip_window: In steps.
         cool_down_steps: A rollback within so many steps of the one before is a step up the ladder.
         max_rollbacks: So many, each within the cool-down of the one before, and the run stops.
 
@@ -40,13 +41,14 @@ class SpikeLadder:
     """
 
     def __init__(
-        self, *, max_skips_in_a_row: int, cool_down_steps: int, max_rollbacks: int
+        self, *, max_skips: int, skip_window: int, cool_down_steps: int, max_rollbacks: int
     ) -> None:
         if max_rollbacks < 1:
             raise ValueError(
                 f"max_rollbacks={max_rollbacks}: the first spike would end the run; type 1 or more"
             )
-        self._max_skips_in_a_row = max_skips_in_a_row
+        self._max_skips = max_skips
+        self._skip_window = skip_window
         self._cool_down_steps = cool_down_steps
         self._max_rollbacks = max_rollbacks
         self.counts = Counts()
@@ -61,14 +63,16 @@ class SpikeLadder:
         counts = self.counts
         counts.clock += 1
         counts.skipped_steps += refused
-        counts.skips_in_a_row = counts.skips_in_a_row + 1 if refused else 0
-        if drifts or counts.skips_in_a_row > self._max_skips_in_a_row:
+        since = counts.clock - self._skip_window
+        counts.recent_skips = [at for at in counts.recent_skips if at > since]
+        counts.recent_skips += [counts.clock] if refused else []
+        if drifts or len(counts.recent_skips) > self._max_skips:
             return self._climb()
         return "skip" if refused else "none"
 
     def _climb(self) -> Response:
         counts = self.counts
-        counts.skips_in_a_row = 0
+        counts.recent_skips = []
         last, counts.last_rollback_at = counts.last_rollback_at, counts.clock
         again = last is not None and counts.clock - last <= self._cool_down_steps
         counts.recent_rollbacks = counts.recent_rollbacks + 1 if again else 1
@@ -76,6 +80,11 @@ class SpikeLadder:
             return "stop"
         counts.rollbacks += 1
         return "rollback_and_cut" if again else "rollback"
+
+    @property
+    def is_quiet(self) -> bool:
+        """Whether no step of the window was refused: a snapshot taken now is of a healthy run."""
+        return not self.counts.recent_skips
 
     def state_dict(self) -> dict[str, Any]:
         """Plain data."""

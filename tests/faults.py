@@ -1,4 +1,4 @@
-"""Faults put into a run at a step, by what every engine goes through: the batch, the forward pass, the learning rate."""
+"""Faults put into a run at a step, by what every engine goes through: batch, forward pass, learning rate."""
 
 from typing import Any, Literal
 
@@ -38,18 +38,22 @@ class FaultAt(Callback):
         self.step = step
         self.rank = rank
         self.size = size
-        self.num_made = 0  # batches with it
+        self.num_made = 0  # steps with it
+        self._last_step = -1
         self._handle: Any = None
 
     def on_train_batch_start(
         self, trainer: lightning.Trainer, pl_module: Any, batch: Any, batch_idx: int
     ) -> None:
         self._end()
-        since = trainer.global_step - self.step
+        step = trainer.global_step
+        if step == self._last_step:
+            return  # another micro-batch of the same step
         lasts = {"rate_jump": 20, "slow": 10**9}.get(self.kind, 1)
-        if since < 0 or self.num_made >= lasts or (self.num_made and since != self.num_made):
-            if self.num_made:
-                self.num_made = 10**9  # over: the run has gone back or the fault has ended
+        goes_on = self.num_made and step == self._last_step + 1
+        self._last_step = step
+        if not (goes_on or (step == self.step and not self.num_made)) or self.num_made == lasts:
+            self._last_step = -1  # over: the fault has ended or the run has gone back
             return
         self.num_made += 1
         getattr(self, f"_{self.kind}")(trainer, pl_module, batch)
@@ -91,13 +95,12 @@ class FaultAt(Callback):
         _scale_rates(trainer, min(1.03**self.num_made, self.size))
 
     def _weight(self, trainer: lightning.Trainer, pl_module: Any, batch: Any) -> None:
-        largest = max(
-            (parameter for parameter in pl_module.parameters() if parameter.numel()),
-            key=lambda parameter: parameter.numel(),
-        )
-        local = getattr(largest.detach(), "to_local", lambda: largest.detach())()
-        if trainer.global_rank == 0 or not hasattr(largest, "to_local"):
-            local.view(-1)[: max(1, local.numel() // 1000)] = 1e4
+        """In a matrix in the middle of the model, or in a rank's part of it."""
+        matrices = [one for name, one in pl_module.named_parameters() if "blocks" in name]
+        damaged: Any = [one for one in matrices if len(getattr(one, "ds_shape", one.shape)) > 1][-1]
+        held = getattr(damaged, "ds_tensor", damaged).detach()  # ZeRO-3 holds a part of it there
+        local = held.to_local() if hasattr(held, "to_local") else held
+        local.view(-1)[: max(1, local.numel() // 1000)] = 1e4
 
 
 def _scale_rates(trainer: lightning.Trainer, factor: float) -> None:

@@ -13,6 +13,7 @@ from recipes.checkpoint.manifest import Manifest, fault, read_manifest
 CHECKPOINTS = "checkpoints"
 LAST, BEST = "last", "best"
 UNFINISHED = ".tmp"
+UNDONE = "undone_{step:07d}"  # saved after the step that a rollback has gone back to
 _TRASH = ".trash"
 _NAME = re.compile(r"step_(\d+)\.ckpt")
 
@@ -86,6 +87,25 @@ def apply(retention: Retention, folder: Path) -> None:
     for step in held:
         if step not in kept:
             remove(folder / name_of(step))
+
+
+def rename_after(folder: Path, step: int, name: str) -> None:
+    """Give the checkpoints after a step another name: the run goes on from that step.
+
+    Args:
+        folder: Of checkpoints.
+        step: Optimizer steps completed.
+        name: With a place for `step`; what has that name already is removed.
+    """
+    held = steps_on_disk(folder)
+    for saved in (one for one in held if one > step):
+        target = folder / name.format(step=saved)
+        if target.exists():
+            shutil.rmtree(target)
+        held[saved].rename(target)
+    left = [saved for saved in held if saved <= step]
+    if left and len(left) < len(held):
+        point(folder / LAST, name_of(max(left)))
 
 
 def remove(path: Path) -> None:

@@ -12,12 +12,11 @@ from recipes.checkpoint.finished_saves import FinishedSaves
 from recipes.checkpoint.folder_io import FolderCheckpointIO
 from recipes.checkpoint.retention import (
     CHECKPOINTS,
-    LAST,
+    UNDONE,
     Retention,
     apply,
     name_of,
-    point,
-    steps_on_disk,
+    rename_after,
     sweep,
 )
 from recipes.checkpoint.space import warn_if_short
@@ -146,7 +145,7 @@ class CheckpointSaver(Checkpoint):
         if self.finished.record(trainer, self._writer.ended(wait=True)):
             self._agreement.ask(_GIVE_UP)
         if trainer.is_global_zero:
-            abandon_after(self._folder(trainer), to_step)
+            rename_after(self._folder(trainer), to_step, UNDONE)
         trainer.strategy.barrier()
         self._seen_step = to_step - 1  # the step under way is looked at as any other
         self._saved_step = self._validated_step = -1
@@ -248,15 +247,4 @@ class CheckpointSaver(Checkpoint):
 def _clear(folder: Path, step: int) -> None:
     """Remove what a killed run left half done; checkpoints of a branch that this resume abandons get another name."""
     sweep(folder)
-    abandon_after(folder, step)
-
-
-def abandon_after(folder: Path, step: int) -> None:
-    """Give the checkpoints after a step another name: the run goes on from that step."""
-    held = steps_on_disk(folder)
-    abandoned = [saved for saved in held if saved > step]
-    for saved in abandoned:
-        held[saved].rename(folder / f"abandoned_{saved:07d}_{int(time.time())}")
-    left = [saved for saved in held if saved <= step]
-    if abandoned and left:
-        point(folder / LAST, name_of(max(left)))
+    rename_after(folder, step, f"abandoned_{{step:07d}}_{int(time.time())}")

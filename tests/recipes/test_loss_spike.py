@@ -1,0 +1,252 @@
+"""Faults in real runs: what is skipped, what is gone back from, what the run looks like afterwards."""
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from faults import FaultAt
+from support import TINY, CrashAt, composed_config, read_metrics, run_train
+
+from recipes.build import build
+from recipes.checkpoint import writer
+
+# numbers that are computed, not measured
+COMPUTED = ("step", "train/", "val/", "lr", "grad/", "precision/", "spike/")
+WORDS = (
+    *TINY,
+    "scheduler=constant",
+    "optimizer.lr=1e-3",
+    "callbacks=[grad_norm,loss_scale,loss_spike]",
+    "callbacks.loss_spike.window=32",
+    "callbacks.loss_spike.warm_up=16",
+    "callbacks.loss_spike.snapshot_every=10",
+    "callbacks.loss_spike.quarantine_steps=10",
+    "log_every=1",
+    "eval_every=40",
+    "save_every=10",
+    "seed=3",
+)
+TINY_WORDS = tuple(word for word in WORDS if not word.startswith("~"))
+
+
+@pytest.fixture(scope="module", autouse=True)
+def _one_thread() -> None:
+    torch.set_num_threads(1)
+
+
+def train(
+    folder: Path, text_folder: str, *words: str, callbacks: tuple[Any, ...] = ()
+) -> tuple[list[dict[str, float]], list[dict[str, Any]]]:
+    """Rows and events of a run."""
+    config = composed_config(*TINY_WORDS, f"data.path={text_folder}", *words)
+    folder.mkdir(exist_ok=True)
+    run = build(config, folder, [])
+    run.trainer.callbacks[:0] = list(callbacks)  # type: ignore[attr-defined]
+    run.trainer.fit(run.task, datamodule=run.data, ckpt_path=run.checkpoint, weights_only=True)
+    return read_metrics(folder), events_of(folder)
+
+
+def events_of(folder: Path) -> list[dict[str, Any]]:
+    lines = (folder / "events.jsonl").read_text().splitlines()
+    return [json.loads(line) for line in lines]
+
+
+def named(events: list[dict[str, Any]], *names: str) -> list[tuple[str, int]]:
+    return [(one["event"], one["step"]) for one in events if one["event"] in names]
+
+
+@pytest.mark.parametrize("kind", ["inputs", "nan_batch", "inf_gradient"])
+@pytest.mark.parametrize(
+    "words",
+    [[], ["precision=bf16-mixed", "micro_batch_size=4"], ["optimizer=sgd", "optimizer.lr=1e-3"]],
+    ids=["fused AdamW", "bf16, two passes", "SGD"],
+)
+def test_a_bad_step_leaves_weights_and_moments_as_they_were(
+    kind: Any, words: list[str], tmp_path: Path, text_folder: str
+) -> None:
+    class Held(FaultAt):
+        """Copies of everything before the step with the fault and after it."""
+
+        before: list[torch.Tensor]
+        after: list[torch.Tensor]
+
+        def _now(self, trainer: Any) -> list[torch.Tensor]:
+            state = trainer.optimizers[0].state.values()
+            moments = [value for one in state for value in one.values() if torch.is_tensor(value)]
+            weights = list(trainer.lightning_module.parameters())
+            return [one.detach().clone() for one in [*weights, *moments]]
+
+        def on_train_batch_start(self, trainer: Any, *args: Any) -> None:
+            if trainer.global_step == self.step and not self.num_made:
+                self.before = self._now(trainer)
+            if trainer.global_step == self.step + 1:
+                self.after = self._now(trainer)
+            super().on_train_batch_start(trainer, *args)
+
+    fault = Held(kind=kind, step=24)
+    _, events = train(tmp_path, text_folder, *words, "trainer.max_steps=27", callbacks=(fault,))
+    assert named(events, "skip") == [("skip", 25)]
+    assert fault.num_made == 1
+    assert all(torch.equal(*pair) for pair in zip(fault.before, fault.after, strict=True))
+
+
+def test_float16_leaves_an_overflow_to_its_loss_scaler(tmp_path: Path, text_folder: str) -> None:
+    words = ["precision=16-mixed", "trainer.max_steps=27"]
+    fault = FaultAt(kind="inf_gradient", step=24)
+    rows, events = train(tmp_path, text_folder, *words, callbacks=(fault,))
+    assert named(events, "skip", "spike") == []
+    assert [row["precision/overflow_steps"] for row in rows[23:26]] == [0, 1, 1]
+    assert rows[25]["precision/loss_scale"] == rows[23]["precision/loss_scale"] / 2
+
+
+def test_float16_skips_an_outlier_without_touching_its_loss_scale(
+    tmp_path: Path, text_folder: str
+) -> None:
+    class Large(FaultAt):
+        def _inputs(self, trainer: Any, pl_module: Any, batch: Any) -> None:
+            batch["num_targets"] = batch["num_targets"] / torch.tensor(1.5)
+
+    words = ["precision=16-mixed", "trainer.max_steps=27", "callbacks.loss_spike.spike_score=6"]
+    fault = Large(kind="inputs", step=24)
+    rows, events = train(tmp_path, text_folder, *words, callbacks=(fault,))
+    assert named(events, "skip") == [("skip", 25)]
+    assert {row["precision/loss_scale"] for row in rows} == {2.0**16}
+    assert rows[-1]["precision/overflow_steps"] == 0
+
+
+def test_a_corrupted_weight_is_gone_back_from_and_the_run_ends_as_long_as_ever(
+    tmp_path: Path, text_folder: str
+) -> None:
+    fault = FaultAt(kind="weight", step=36)
+    rows, events = train(tmp_path, text_folder, "trainer.max_steps=60", callbacks=(fault,))
+    assert named(events, "rollback") == [("rollback", 30)]
+    assert [row["step"] for row in rows] == list(range(1, 61))
+    assert all(row["train/loss"] < 6 for row in rows)
+    # the data went on: 16 steps' worth of samples are not trained on, and are counted as read
+    assert rows[-1]["train/samples"] == 8 * (60 + 16)
+    assert [row["step"] for row in rows if "val/loss" in row] == [40, 60]
+    saved = [step for _, step in named(events, "checkpoint")]
+    assert sorted(saved) == [10, 20, 30, 30, 40, 40, 50, 60], (
+        "30 again, with what has happened since"
+    )
+    assert [path.name for path in (tmp_path / "checkpoints").glob("undone*")] == ["undone_0000040"]
+
+
+@pytest.mark.parametrize("crash_at", [31, 41, 52], ids=["after", "later", "much later"])
+def test_a_resume_after_a_rollback_equals_no_resume_at_all(
+    crash_at: int, tmp_path: Path, text_folder: str
+) -> None:
+    words = ["trainer.max_steps=60", "model.dropout=0.1"]
+
+    def fault() -> FaultAt:
+        return FaultAt(kind="weight", step=36)
+
+    class CrashLater(CrashAt):
+        """At the second pass, where there are two."""
+
+        has_gone_back = False
+
+        def on_rollback(self, *_: Any) -> None:
+            self.has_gone_back = True
+
+        def on_train_batch_start(self, *args: Any) -> None:
+            if self.has_gone_back:
+                super().on_train_batch_start(*args)
+
+    expected = train(tmp_path / "whole", text_folder, *words, callbacks=(fault(),))
+    folder = tmp_path / "stopped"
+    with pytest.raises(OSError, match="crash"):
+        train(folder, text_folder, *words, callbacks=(fault(), CrashLater(step=crash_at)))
+    found = train_again(folder, text_folder, *words)
+    for row, other in zip(found[0], expected[0], strict=True):
+        computed = {key: value for key, value in row.items() if key.startswith(COMPUTED)}
+        assert computed == {k: v for k, v in other.items() if k.startswith(COMPUTED)}
+    told = ("spike", "skip", "rollback", "checkpoint", "lr_cut")
+    # sorted: when a save behind training ends is nobody's to say
+    assert sorted(named(found[1], *told)) == sorted(named(expected[1], *told))
+    mine, theirs = (
+        torch.load(one / "checkpoints/last/run.pt", weights_only=True)
+        for one in (folder, tmp_path / "whole")
+    )
+    assert mine["callbacks"].keys() == theirs["callbacks"].keys()
+    key = next(key for key in mine["callbacks"] if "LossSpike" in key)
+    assert mine["callbacks"][key] == theirs["callbacks"][key]
+
+
+def train_again(folder: Path, text_folder: str, *words: str) -> Any:
+    """As `resume=auto` does."""
+    from recipes.mode.fit import fit
+
+    run = build(
+        composed_config(
+            *TINY_WORDS,
+            f"data.path={text_folder}",
+            *words,
+            "resume=auto",
+            f"hydra.run.dir={folder}",
+        ),
+        folder,
+        [],
+    )
+    assert fit(run) == 0
+    return read_metrics(folder), events_of(folder)
+
+
+def test_a_rollback_waits_for_a_save_under_way(
+    tmp_path: Path, text_folder: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    import time
+
+    write = writer.write_shard
+
+    def slowly(path: Path, parts: Any) -> Any:
+        time.sleep(0.5)
+        return write(path, parts)
+
+    monkeypatch.setattr(writer, "write_shard", slowly)
+    fault = FaultAt(kind="weight", step=37)  # goes back after 41, while 40 is being written
+    rows, events = train(
+        tmp_path, text_folder, "trainer.max_steps=45", "save_every=40", callbacks=(fault,)
+    )
+    assert named(events, "rollback", "checkpoint") == [
+        ("checkpoint", 40),
+        ("rollback", 30),
+        ("checkpoint", 30),
+        ("checkpoint", 40),
+        ("checkpoint", 45),
+    ]
+    assert [row["step"] for row in rows] == list(range(1, 46))
+    assert (tmp_path / "checkpoints/last").resolve().name == "step_0000045.ckpt"
+
+
+def test_a_run_that_nothing_helps_ends_with_3_and_names_its_last_good_checkpoint(
+    tmp_path: Path, text_folder: str
+) -> None:
+    folder = tmp_path / "run"
+    ended = run_train(
+        [
+            *TINY_WORDS,
+            "~callbacks.grad_norm",
+            f"data.path={text_folder}",
+            f"hydra.run.dir={folder}",
+            "trainer.max_steps=2000",
+            "optimizer=sgd",
+            "optimizer.lr=100",
+            "optimizer.momentum=0",
+            "optimizer.nesterov=false",
+            "trainer.gradient_clip_val=null",
+            "scheduler=linear",
+            "warmup_steps=1000",
+            "callbacks.loss_spike.max_rollbacks=2",
+            "callbacks.loss_spike.lr_factor=0.9",
+        ]
+    )
+    assert ended.returncode == 3, ended.stdout[-2000:] + ended.stderr[-2000:]
+    assert "2 rollbacks one after the other did not help" in ended.stderr + ended.stdout
+    assert "the last good checkpoint is" in ended.stderr + ended.stdout
+    events = events_of(folder)
+    assert [one["event"] for one in events][-2:] == ["stop", "end"]
+    assert len(named(events, "rollback")) == 2
+    assert json.loads((folder / "summary.json").read_text())["status"] == "diverged"
