@@ -19,7 +19,7 @@ class ZeroStepGuard:
 
     Attributes:
         guard: Judges; None: nothing is refused.
-        num_refused: Steps refused although their norm was finite: DeepSpeed counts them among its overflows.
+        num_refused: Steps refused for another reason than a loss scale too large: DeepSpeed counts all together.
         norm: Of a step that was refused so; None: ask the engine.
     """
 
@@ -58,6 +58,7 @@ class ZeroStepGuard:
             return
         if has_overflow or scaled is None:
             self.guard.judge(torch.tensor(torch.inf))
+            self.num_refused += not self._optimizer.dynamic_loss_scale  # no scaler looks for its scale
             return
         norm = scaled / self._optimizer.loss_scale
         if bool(self.guard.judge(norm)):

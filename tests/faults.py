@@ -95,12 +95,19 @@ class FaultAt(Callback):
         _scale_rates(trainer, min(1.03**self.num_made, self.size))
 
     def _weight(self, trainer: lightning.Trainer, pl_module: Any, batch: Any) -> None:
-        """In a matrix in the middle of the model, or in a rank's part of it."""
-        matrices = [one for name, one in pl_module.named_parameters() if "blocks" in name]
-        damaged: Any = [one for one in matrices if len(getattr(one, "ds_shape", one.shape)) > 1][-1]
-        held = getattr(damaged, "ds_tensor", damaged).detach()  # ZeRO-3 holds a part of it there
-        local = held.to_local() if hasattr(held, "to_local") else held
-        local.view(-1)[: max(1, local.numel() // 1000)] = 1e4
+        """Where the optimizer keeps it: ZeRO makes the weights that compute anew from its master copy."""
+        if hasattr(trainer.strategy, "live_tensors"):
+            for name, tensor in trainer.strategy.live_tensors(writes_back=True):
+                if name == "master/0":
+                    _damage(tensor)
+            return
+        blocks = [one for name, one in pl_module.named_parameters() if "blocks" in name]
+        damaged: Any = [one for one in blocks if one.ndim > 1][-1].detach()
+        _damage(damaged.to_local() if hasattr(damaged, "to_local") else damaged)
+
+
+def _damage(tensor: Tensor) -> None:
+    tensor.view(-1)[: max(1, tensor.numel() // 1000)] = 1e4
 
 
 def _scale_rates(trainer: lightning.Trainer, factor: float) -> None:

@@ -1,0 +1,82 @@
+"""A fault is met alike by every engine: the same steps skipped, the same step gone back to, and training goes on."""
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+from cases import COMMON, DECODER, TOKENS
+from ranks import run_on_ranks
+
+WORKER = Path(__file__).parent / "fault_ranks.py"
+ENGINES = [
+    "ddp",
+    "fsdp",
+    "deepspeed_stage_1",
+    "deepspeed_stage_2",
+    "deepspeed_stage_2_offload",
+    "deepspeed_stage_3",
+]
+KINDS = ["inputs", "nan_batch", "inf_gradient", "weight"]
+AT = 24
+
+
+def _case(engine: str, kind: str, world_size: int) -> dict[str, Any]:
+    words = [word for word in COMMON if not word.startswith(("trainer.max", "callbacks", "eval"))]
+    words += [*DECODER, "model=gpt2_nano", f"strategy={engine}", f"trainer.devices={world_size}"]
+    words += [
+        f"micro_batch_size={8 // world_size}",
+        "trainer.max_steps=34",
+        "eval_every=34",
+        "callbacks=[grad_norm,loss_spike]",
+        "callbacks.loss_spike.window=16",
+        "callbacks.loss_spike.warm_up=8",
+        "callbacks.loss_spike.snapshot_every=10",
+        "callbacks.loss_spike.quarantine_steps=10",
+    ]
+    # the second rank's gradient alone
+    fault = {"kind": kind, "step": AT, "rank": world_size - 1}
+    return {"words": words, "data": TOKENS, "fault": fault}
+
+
+@pytest.fixture(scope="module")
+def results(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
+    found: dict[str, Any] = {}
+    for engines, world_size in ((["single"], 1), (ENGINES, 2)):
+        cases = {f"{one} {kind}": _case(one, kind, world_size) for one in engines for kind in KINDS}
+        folder = tmp_path_factory.mktemp("faults")
+        found |= run_on_ranks(cases, world_size=world_size, folder=folder, worker=WORKER)
+    return found
+
+
+def _told(result: dict[str, Any]) -> list[tuple[str, int]]:
+    assert "error" not in result, result["error"]
+    return [
+        (one["event"], one["step"])
+        for one in result["events"]
+        if one["event"] in ("skip", "rollback", "stop")
+    ]
+
+
+@pytest.mark.parametrize("engine", ENGINES)
+@pytest.mark.parametrize("kind", ["inputs", "nan_batch", "inf_gradient"])
+def test_a_bad_step_is_skipped_by_every_engine_and_the_curve_is_that_of_one_device(
+    engine: str, kind: str, results: dict[str, Any]
+) -> None:
+    found, expected = results[f"{engine} {kind}"], results[f"single {kind}"]
+    assert _told(found) == _told(expected) == [("skip", AT + 1)]
+    for row, other in zip(found["rows"], expected["rows"], strict=True):
+        if row["step"] == AT + 1:
+            continue
+        # the tolerance of the parity tests: float32 sums in another order over 34 steps
+        assert row["train/loss"] == pytest.approx(other["train/loss"], rel=2e-5)
+    norms = [row["grad/norm"] for row in found["rows"]]
+    assert norms[AT] > 10 * norms[AT - 1], "the norm of the refused step, not that of one before"
+
+
+@pytest.mark.parametrize("engine", ["single", *ENGINES])
+def test_a_corrupted_weight_is_gone_back_from(engine: str, results: dict[str, Any]) -> None:
+    found = results[f"{engine} weight"]
+    told = _told(found)
+    assert ("rollback", 10) in told or ("rollback", 20) in told, told
+    assert found["rows"][-1]["train/loss"] < found["rows"][AT - 1]["train/loss"] * 1.05
+    assert [row["step"] for row in found["rows"]] == list(range(1, 35))
