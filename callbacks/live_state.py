@@ -58,7 +58,7 @@ def live_numbers(trainer: Trainer) -> dict[str, Any]:
         "strategy": None if own is None else own(),
         "optim_progress": copy.deepcopy(loop.automatic_optimization.optim_progress.state_dict()),
         "scheduler_progress": copy.deepcopy(loop.scheduler_progress.state_dict()),
-        "random": _random_state(),
+        "random": random_state(),
     }
 
 
@@ -97,7 +97,8 @@ def _local(tensor: Tensor) -> Tensor:
     return tensor.detach() if to_local is None else to_local()
 
 
-def _random_state() -> dict[str, Any]:
+def random_state() -> dict[str, Any]:
+    """Of this process: torch's, the GPU's, Python's and numpy's."""
     numpy = sys.modules.get("numpy")
     return {
         "torch": torch.get_rng_state(),

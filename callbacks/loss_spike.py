@@ -16,9 +16,9 @@ from callbacks.late_numbers import LateNumbers
 from callbacks.live_state import is_reachable
 from callbacks.logged_step import StepCounter, is_logged_step, log_row
 from callbacks.recovery import Recovery, data_of
-from callbacks.rollback import Rollback
 from callbacks.spike_events import tell_verdict
-from callbacks.spike_ladder import Response, SpikeLadder
+from callbacks.spike_evidence import SpikeEvidence
+from callbacks.spike_ladder import Response
 from callbacks.spike_watch import Reading, SpikeWatch, Verdict
 from callbacks.step_guard import OwnGuard, StepGuard, guards_itself
 
@@ -39,7 +39,7 @@ class LossSpikeRollback(Callback):
     or the data module, hears of one.
 
     Args:
-        window, warm_up, spike_score, drift_score, drift_patience: See `SpikeDetector`; drift is that of the loss.
+        window, warm_up, spike_score, drift_score: See `SpikeDetector`; drift is that of the loss.
         max_skips: One more within `quarantine_steps`, and the run goes back.
         snapshot_every: Optimizer steps between snapshots.
         num_snapshots: How many are kept, each of the size of weights and optimizer state.
@@ -50,6 +50,7 @@ class LossSpikeRollback(Callback):
         lr_cut_steps: For so many steps.
         cool_down_steps: A rollback within so many steps of another is the second one.
         max_rollbacks: So many within the cool-down of each other, and the run stops.
+        max_evidence: So many spikes leave a folder `spikes/step_N`; later ones a line and an event.
         rewinds_data: Whether the data goes back too, as tests want it; the run then meets the same samples again.
     """
 
@@ -70,44 +71,33 @@ class LossSpikeRollback(Callback):
         lr_cut_steps: int,
         cool_down_steps: int,
         max_rollbacks: int,
-        drift_patience: int = 20,
+        max_evidence: int,
         rewinds_data: bool = False,
     ) -> None:
-        if quarantine_steps > snapshot_every * (num_snapshots - 1):
-            raise ValueError(
-                f"num_snapshots={num_snapshots} every {snapshot_every} steps: each is overwritten before its"
-                f" quarantine of {quarantine_steps} steps is over; type quarantine_steps="
-                f"{snapshot_every * (num_snapshots - 1)}"
-            )
         self._watch = SpikeWatch(
-            window=window,
-            warm_up=warm_up,
-            spike_score=spike_score,
-            drift_score=drift_score,
-            drift_patience=drift_patience,
-        )
-        self._ladder = SpikeLadder(
-            max_skips=max_skips,
-            skip_window=quarantine_steps,
-            cool_down_steps=cool_down_steps,
-            max_rollbacks=max_rollbacks,
-        )
-        self._rollback = Rollback(
-            num_snapshots=num_snapshots,
-            quarantine_steps=quarantine_steps,
-            snapshots_in=snapshots_in,
+            window=window, warm_up=warm_up, spike_score=spike_score, drift_score=drift_score
         )
         self._recovery = Recovery(
             watch=self._watch,
-            ladder=self._ladder,
-            rollback=self._rollback,
+            max_skips=max_skips,
+            snapshot_every=snapshot_every,
+            num_snapshots=num_snapshots,
+            quarantine_steps=quarantine_steps,
+            snapshots_in=snapshots_in,
             skip_batches=skip_batches,
+            cool_down_steps=cool_down_steps,
             lr_factor=lr_factor,
             lr_cut_steps=lr_cut_steps,
+            max_rollbacks=max_rollbacks,
             rewinds_data=rewinds_data,
         )
+        self._evidence = SpikeEvidence(max_folders=max_evidence)
         self._snapshot_every = snapshot_every
         self._skip_batches = skip_batches
+        self._begin()
+
+    def _begin(self) -> None:
+        """What belongs to one call of `fit`."""
         self._steps = StepCounter()
         self._late = LateNumbers()
         self._guard = StepGuard()
@@ -133,17 +123,18 @@ class LossSpikeRollback(Callback):
             )
 
     def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        self._begin()
         self._steps.start(trainer)
         self._own_guard = None if guards_itself(pl_module) else OwnGuard(self._guard)
         if self._own_guard is None:
             pl_module.guard_steps(self._guard)  # type: ignore[operator]
         self._num_overflows = _num_overflows(trainer)
         self._set_limits()
-        self._has_begun = False
 
     def on_train_batch_start(
         self, trainer: Trainer, pl_module: LightningModule, batch: Any, batch_idx: int
     ) -> None:
+        self._evidence.note(trainer, batch)
         if self._has_begun:
             return
         self._has_begun = True
@@ -160,7 +151,7 @@ class LossSpikeRollback(Callback):
     def on_before_optimizer_step(
         self, trainer: Trainer, pl_module: LightningModule, optimizer: Optimizer
     ) -> None:
-        self._rollback.wait_until_copied()
+        self._recovery.rollback.wait_until_copied()
         if self._own_guard is not None:
             self._own_guard.guard_step(trainer, optimizer)
 
@@ -172,7 +163,7 @@ class LossSpikeRollback(Callback):
         self._verdict = self._judge(trainer, pl_module)
         self._response = "none"
         if self._verdict is not None:
-            self._response = self._ladder.step(
+            self._response = self._recovery.ladder.step(
                 refused=self._verdict.refused, drifts=self._verdict.drifts
             )
             self._set_limits()
@@ -184,16 +175,20 @@ class LossSpikeRollback(Callback):
     def after_row(self, trainer: Trainer, pl_module: LightningModule) -> None:
         """The step is told; now do about it what there is to do."""
         verdict, self._verdict = self._verdict, None
-        clock = self._ladder.counts.clock
+        clock = self._recovery.ladder.counts.clock
         if verdict is None:
             return
         tell_verdict(trainer, verdict, self._response)
+        is_first = len(self._recovery.ladder.counts.recent_skips) == 1
+        if verdict.alarms and (is_first or self._response not in ("none", "skip")):
+            self._evidence.write(trainer, pl_module, verdict, self._watch)
         if self._response == "stop":
             self._recovery.stop(trainer)
         if self._response in ("rollback", "rollback_and_cut"):
             cuts = self._response == "rollback_and_cut"
             self._recovery.go_back(trainer, pl_module, verdict, cuts=cuts)
             self._late.forget()
+            self._evidence.forget()
             self._set_limits()
             self._steps.start(trainer)
             return
@@ -204,12 +199,12 @@ class LossSpikeRollback(Callback):
             self._recovery.take_snapshot(trainer)
 
     def on_train_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        self._rollback.drop()
+        self._recovery.rollback.drop()
 
     def on_exception(
         self, trainer: Trainer, pl_module: LightningModule, exception: BaseException
     ) -> None:
-        self._rollback.drop()
+        self._recovery.rollback.drop()
 
     def _judge(self, trainer: Trainer, pl_module: LightningModule) -> Verdict | None:
         """What is known by now: on a GPU about the step before; None: nothing."""
@@ -232,7 +227,7 @@ class LossSpikeRollback(Callback):
         self._guard.largest_loss, self._guard.largest_norm = self._watch.limits()
 
     def _row(self) -> dict[str, float]:
-        counts = self._ladder.counts
+        counts = self._recovery.ladder.counts
         score = 0.0 if self._verdict is None else self._verdict.score
         return {
             "spike/score": min(score, _LARGEST_SCORE),
@@ -242,20 +237,22 @@ class LossSpikeRollback(Callback):
 
     def summary(self) -> dict[str, int]:
         """What was done about spikes."""
-        counts = self._ladder.counts
+        counts = self._recovery.ladder.counts
         return {"rollbacks": counts.rollbacks, "skipped_steps": counts.skipped_steps}
 
     def state_dict(self) -> dict[str, Any]:
         return {
             "watch": self._watch.state_dict(),
-            "ladder": self._ladder.state_dict(),
+            "ladder": self._recovery.ladder.state_dict(),
             "cut": self._recovery.cut.state_dict(),
+            "num_evidence": self._evidence.num_folders,
         }
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         self._watch.load_state_dict(state_dict["watch"])
-        self._ladder.load_state_dict(state_dict["ladder"])
+        self._recovery.ladder.load_state_dict(state_dict["ladder"])
         self._recovery.cut.load_state_dict(state_dict["cut"])
+        self._evidence.num_folders = state_dict["num_evidence"]
 
 
 def _num_overflows(trainer: Trainer) -> int:

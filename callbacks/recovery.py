@@ -2,7 +2,7 @@
 
 import logging
 from collections.abc import Iterator
-from typing import Any, NoReturn
+from typing import Any, Literal, NoReturn
 
 from lightning.pytorch import LightningModule, Trainer
 
@@ -30,29 +30,53 @@ class Recovery:
 
     Args:
         watch: Goes back with the run: it forgets what is undone.
-        ladder: Counts.
-        rollback: Keeps the snapshots.
+        max_skips, quarantine_steps, cool_down_steps, max_rollbacks: See `SpikeLadder`.
+        num_snapshots, snapshots_in: See `Rollback`.
+        snapshot_every: Optimizer steps between snapshots.
         skip_batches: Optimizer steps' worth of data passed over after a rollback.
         lr_factor: Of the learning rates, from the second rollback in a row on.
         lr_cut_steps: For so many steps.
         rewinds_data: Whether the data goes back too: it has a `position` and `move_to(position)`.
+
+    Raises:
+        ValueError: Every snapshot is overwritten before it is good.
     """
 
     def __init__(
         self,
         *,
         watch: SpikeWatch,
-        ladder: SpikeLadder,
-        rollback: Rollback,
+        max_skips: int,
+        snapshot_every: int,
+        num_snapshots: int,
+        quarantine_steps: int,
+        snapshots_in: Literal["auto", "memory", "disk"],
         skip_batches: int,
+        cool_down_steps: int,
         lr_factor: float,
         lr_cut_steps: int,
+        max_rollbacks: int,
         rewinds_data: bool,
     ) -> None:
+        longest = snapshot_every * (num_snapshots - 1)
+        if quarantine_steps > longest:
+            raise ValueError(
+                f"num_snapshots={num_snapshots} every {snapshot_every} steps: each is overwritten before its"
+                f" quarantine of {quarantine_steps} steps is over; type quarantine_steps={longest}"
+            )
         self.cut = LearningRateCut()
+        self.ladder = SpikeLadder(
+            max_skips=max_skips,
+            skip_window=quarantine_steps,
+            cool_down_steps=cool_down_steps,
+            max_rollbacks=max_rollbacks,
+        )
+        self.rollback = Rollback(
+            num_snapshots=num_snapshots,
+            quarantine_steps=quarantine_steps,
+            snapshots_in=snapshots_in,
+        )
         self._watch = watch
-        self._ladder = ladder
-        self._rollback = rollback
         self._skip_batches = skip_batches
         self._lr_factor = lr_factor
         self._lr_cut_steps = lr_cut_steps
@@ -65,9 +89,9 @@ class Recovery:
             trainer: At the end of a batch in which the optimizer has stepped.
             is_good: Whether it needs no quarantine.
         """
-        self._rollback.take(
+        self.rollback.take(
             trainer,
-            clock=self._ladder.counts.clock,
+            clock=self.ladder.counts.clock,
             is_good=is_good,
             watch=self._watch.state_dict(),
             factor=self.cut.factor,
@@ -76,7 +100,7 @@ class Recovery:
 
     def end_cut_if_due(self, trainer: Trainer) -> None:
         """Give the learning rate back when its time is over."""
-        if self.cut.end_if_due(trainer, self._ladder.counts.clock):
+        if self.cut.end_if_due(trainer, self.ladder.counts.clock):
             log.info(f"Step {trainer.global_step}: the learning rate is that of the schedule again")
 
     def go_back(
@@ -93,11 +117,11 @@ class Recovery:
         Raises:
             TrainingDivergedError: There is no good state.
         """
-        clock, from_step = self._ladder.counts.clock, trainer.global_step
-        snapshot = self._rollback.find(clock=clock, furthest=cuts or verdict.drifts)
+        clock, from_step = self.ladder.counts.clock, trainer.global_step
+        snapshot = self.rollback.find(clock=clock, furthest=cuts or verdict.drifts)
         if snapshot is None:
             self.stop(trainer)
-        beside = self._rollback.go_back(trainer, snapshot)
+        beside = self.rollback.go_back(trainer, snapshot)
         self._watch.load_state_dict(beside["watch"])
         self.cut.put_back(trainer, beside["factor"])
         if cuts:
@@ -117,7 +141,7 @@ class Recovery:
         Raises:
             TrainingDivergedError: Always.
         """
-        counts = self._ladder.counts
+        counts = self.ladder.counts
         why = "the loss goes wrong and there is no good state to go back to yet"
         if counts.recent_rollbacks > 1:
             why = f"{counts.recent_rollbacks - 1} rollbacks one after the other did not help"

@@ -25,6 +25,26 @@ def cross_entropy_sum(logits: Tensor, targets: Tensor) -> Tensor:
     )
 
 
+def mean_per_sample(logits: Tensor, targets: Tensor) -> Tensor:
+    """Mean cross-entropy of each sample over its targets that carry loss, in float32; NaN where none does.
+
+    Args:
+        logits: [B, ..., V].
+        targets: [B, ...].
+
+    Returns:
+        [B], in nats.
+    """
+    losses = F.cross_entropy(
+        logits.float().flatten(0, -2),
+        targets.flatten(),
+        ignore_index=IGNORE_INDEX,
+        reduction="none",
+    )  # [N]
+    num_targets = (targets.reshape(len(targets), -1) != IGNORE_INDEX).sum(dim=1)  # [B]
+    return losses.view(len(targets), -1).sum(dim=1) / num_targets
+
+
 def count_targets(targets: Tensor) -> Tensor:
     """Number of targets that carry loss, as a 0-dim int64 tensor on the device of `targets`."""
     return (targets != IGNORE_INDEX).sum()

@@ -44,10 +44,11 @@ class ZeroStepGuard:
         return norm
 
     def _note_norm_groups(self) -> Any:
-        from deepspeed.runtime.utils import combine_grad_norm_groups
-
         groups = self._compute()
-        self._scaled_norm = combine_grad_norm_groups(groups).float()
+        norms = torch.stack([torch.as_tensor(norm, dtype=torch.float32) for norm in groups])
+        # DeepSpeed gives a group whose norm is not finite -1
+        norms = torch.where(norms >= 0, norms, torch.inf)
+        self._scaled_norm = torch.linalg.vector_norm(norms)
         return groups
 
     def _judge(self, has_overflow: bool = False) -> None:
@@ -58,7 +59,9 @@ class ZeroStepGuard:
             return
         if has_overflow or scaled is None:
             self.guard.judge(torch.tensor(torch.inf))
-            self.num_refused += not self._optimizer.dynamic_loss_scale  # no scaler looks for its scale
+            self.num_refused += (
+                not self._optimizer.dynamic_loss_scale
+            )  # no scaler looks for its scale
             return
         norm = scaled / self._optimizer.loss_scale
         if bool(self.guard.judge(norm)):

@@ -12,8 +12,10 @@ L2_FILES = {
     "recipes/data/datamodule.py",
     "recipes/precision_plugin.py",
     "recipes/reachable_gradients.py",
+    "recipes/zero_live_state.py",
     "recipes/zero_loss_scale.py",
     "recipes/zero_partition.py",
+    "recipes/zero_step_guard.py",
 }
 C1 = {
     f"callbacks/{name}.py"
@@ -22,9 +24,15 @@ C1 = {
         "curves",
         "curves_png",
         "curves_svg",
+        "host_memory",
+        "late_numbers",
         "progress_text",
         "report_page",
         "run_record",
+        "snapshot",
+        "spike_detector",
+        "spike_ladder",
+        "spike_watch",
         "stopwatch",
     )
 }

@@ -8,7 +8,7 @@ from typing import Any
 from recipes.compose import job_of_cluster
 from recipes.mistake import Mistake
 
-_NEED_CHECKPOINT = ("evaluate", "sample", "export")
+_NEED_CHECKPOINT = ("evaluate", "sample", "export", "replay")
 
 
 def check_run(

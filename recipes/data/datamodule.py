@@ -1,5 +1,6 @@
 """The training stream and the validation split as loaders; the position in the stream is one counter of samples."""
 
+import itertools
 import logging
 import os
 import sys
@@ -130,6 +131,26 @@ class StreamData(lightning.LightningDataModule):
             if number % plan.num_micro_batches == 0:
                 self.position += plan.global_batch_size
             yield batch
+
+    def samples_of_step(self, position: int) -> list[dict[str, Any]]:
+        """What a step was made of: samples by their place in it, in the stream and in the data.
+
+        Args:
+            position: After the step.
+        """
+        plan, ranks = self._accumulation, self._trainer().world_size
+        order = ShuffledOrder(len(self.source.train()), self._seed)
+        first = position - plan.global_batch_size
+        places = itertools.product(
+            range(plan.num_micro_batches), range(ranks), range(plan.micro_batch_size)
+        )
+        describe: Any = getattr(self.source, "describe_sample", lambda _: {})
+        told = []
+        for offset, (micro_batch, rank, row) in enumerate(places):
+            sample = order(first + offset)
+            place = {"rank": rank, "micro_batch": micro_batch, "row": row}
+            told.append({"position": first + offset, "sample": sample} | place | describe(sample))
+        return told
 
     def skip_batches(self, num_steps: int) -> None:
         """Pass over so many optimizer steps' worth of samples, from the end of a step on."""

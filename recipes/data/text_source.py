@@ -2,6 +2,7 @@
 
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
+from typing import Any
 
 from recipes.data.cache_folder import open_cache_dir
 from recipes.data.corpus import Corpus, Document
@@ -117,10 +118,12 @@ class TextSource(ABC):
         known = "" if entropy is None else f"; unigram entropy {entropy:.3f} nats"
         return f"{meta.num_documents:,} documents, {counts}{known}"
 
-    def document_names(self, split: Split, sample: int) -> list[str]:
-        """The files that a sample was cut from: evidence about a bad batch."""
+    def describe_sample(self, sample: int) -> dict[str, Any]:
+        """Where a training sample was cut from, and its text: evidence about a bad batch."""
         start = sample * self.seq_len
-        return self.cache.document_names(split, start=start, stop=start + self.seq_len + 1)
+        documents = self.cache.documents("train", start=start, stop=start + self.seq_len + 1)
+        tokens = self.train()[sample]["inputs"].tolist()
+        return {"documents": documents, "text": self.tokenizer.decode(tokens)}
 
     def _ready(self) -> tuple[Tokenizer, TokenCache]:
         assert self._prepared is not None, "prepare() comes first"

@@ -11,7 +11,7 @@ import math
 from collections.abc import Iterator
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import BinaryIO, Literal
+from typing import Any, BinaryIO, Literal
 
 import numpy as np
 from numpy.typing import NDArray
@@ -67,16 +67,22 @@ class TokenCache:
         """Tokens of a split."""
         return self.meta.num_train_tokens if split == "train" else self.meta.num_val_tokens
 
-    def document_names(self, split: Split, *, start: int, stop: int) -> list[str]:
-        """Which documents tokens [start, stop) of a split come from; one pass over the index."""
-        names = []
+    def documents(self, split: Split, *, start: int, stop: int) -> list[dict[str, Any]]:
+        """Which documents tokens [start, stop) of a split come from, and from where in them; one pass over the index.
+
+        Returns:
+            Dicts of `name`, `first_token` within the document, and `num_tokens`.
+        """
+        found = []
         with (self.folder / "documents.jsonl").open(encoding="utf-8") as lines:
             for line in lines:
                 row = json.loads(line)
-                overlaps = row["offset"] < stop and row["offset"] + row["num_tokens"] > start
-                if row["split"] == split and overlaps:
-                    names.append(row["name"])
-        return names
+                first = max(start, row["offset"])
+                last = min(stop, row["offset"] + row["num_tokens"])
+                if row["split"] == split and first < last:
+                    place = {"first_token": first - row["offset"], "num_tokens": last - first}
+                    found.append({"name": row["name"]} | place)
+        return found
 
 
 def cached_tokens(

@@ -90,7 +90,7 @@ class CsvLogger(Logger):
             self._write_rows()
 
     @rank_zero_only
-    def resume_at(self, step: int, *, num_rollbacks: int) -> None:
+    def resume_at(self, step: int, *, num_rollbacks: int = 0) -> None:
         """Drop the rows and events after a step: the run goes on from there and will write them again.
 
         Args:

@@ -4,7 +4,7 @@ from typing import ClassVar
 
 from torch import Tensor
 
-from recipes.loss import count_correct, count_targets
+from recipes.loss import count_correct, count_targets, mean_per_sample
 from recipes.task.learning import Batch, LearningTask
 
 
@@ -16,6 +16,9 @@ class Classification(LearningTask):
     def loss_sum(self, batch: Batch) -> tuple[Tensor, Tensor]:
         logits = self.model(batch["inputs"])  # [B, V], compute dtype
         return self.cross_entropy_sum(logits, batch["targets"]), logits
+
+    def sample_losses(self, batch: Batch) -> Tensor:
+        return mean_per_sample(self.model(batch["inputs"]), batch["targets"])
 
     def counts(self, logits: Tensor, batch: Batch) -> list[Tensor]:
         return [count_targets(batch["targets"]), count_correct(logits, batch["targets"])]

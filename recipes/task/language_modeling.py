@@ -5,7 +5,7 @@ from typing import ClassVar, cast
 
 from torch import Tensor
 
-from recipes.loss import count_targets
+from recipes.loss import count_targets, mean_per_sample
 from recipes.model import LanguageModel
 from recipes.model.generate import generate
 from recipes.task.learning import Batch, LearningTask
@@ -30,6 +30,9 @@ class LanguageModeling(LearningTask):
     def loss_sum(self, batch: Batch) -> tuple[Tensor, Tensor]:
         logits = self.model(batch["inputs"])  # [B, T, V], compute dtype
         return self.cross_entropy_sum(logits, batch["targets"]), logits
+
+    def sample_losses(self, batch: Batch) -> Tensor:
+        return mean_per_sample(self.model(batch["inputs"]), batch["targets"])
 
     def counts(self, logits: Tensor, batch: Batch) -> list[Tensor]:
         return [count_targets(batch["targets"])]

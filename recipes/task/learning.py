@@ -69,6 +69,10 @@ class LearningTask(Resumable, ABC):
         """One batch to the sum of its losses over targets, and the logits [..., V]."""
 
     @abstractmethod
+    def sample_losses(self, batch: Batch) -> Tensor:
+        """Mean loss of each sample over its targets, [B]."""
+
+    @abstractmethod
     def counts(self, logits: Tensor, batch: Batch) -> list[Tensor]:
         """What a validation adds up beside the losses: the number of targets first."""
 

@@ -1,6 +1,8 @@
 """What a task adds to a checkpoint and takes from one: counters, names, random numbers, the optimizer's identity."""
 
 from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 import lightning.pytorch as lightning
@@ -12,7 +14,9 @@ from recipes.checkpoint.compatibility import (
     refuse_other_model,
     refuse_other_optimizer,
 )
+from recipes.checkpoint.layout import shard_name
 from recipes.checkpoint.random_state import random_state, restore, seed_rank
+from recipes.checkpoint.shard_file import write_shard
 from recipes.model.init import whole_shape
 
 
@@ -118,6 +122,17 @@ class Resumable(lightning.LightningModule):
         loop._skip_next_val = True  # of a step that has been validated, if it is one
         if from_step == trainer.max_steps:
             trainer.should_stop = False  # the last step is not the last one after all
+
+    def save_weights(self, folder: Path) -> None:
+        """The weights alone, this rank's parts of them, in the files of a checkpoint."""
+        folder.mkdir(parents=True, exist_ok=True)
+        parts = self.trainer.strategy.lightning_module_state_dict()
+        tied = self._tied()
+        kept = {name: part for name, part in parts.items() if name not in tied}
+        on_host = {name: replace(part, tensor=part.tensor.cpu()) for name, part in kept.items()}
+        path = folder / shard_name(self.trainer.global_rank)
+        path.unlink(missing_ok=True)
+        write_shard(path, on_host)
 
     def _tied(self) -> dict[str, str]:
         """Names that stand for a parameter with another name."""

@@ -30,7 +30,7 @@ class GoesBackOnce(LossSpikeRollback):
         verdict = super()._judge(trainer, pl_module)
         assert verdict is not None
         assert not verdict.refused, verdict
-        if self._ladder.counts.clock + 1 != self.at:
+        if self._recovery.ladder.counts.clock + 1 != self.at:
             return verdict
         reading = Reading(step=self.at, loss=verdict.reading.loss, norm=None, refused=False)
         alarm = Alarm(kind="drift", value=reading.loss, expected=0.0, score=9.0)
@@ -66,7 +66,7 @@ def run_case(case: dict[str, Any], folder: Path) -> dict[str, Any]:
         "losses": losses.made,
         "to": case["to"],
         "rows": read_metrics(folder) if run.trainer.is_global_zero else [],
-        "num_bytes": spikes._rollback.num_bytes,
+        "num_bytes": spikes._recovery.rollback.num_bytes,
         "files": sorted(str(path.relative_to(folder)) for path in folder.rglob("*")),
     }
 

@@ -84,9 +84,13 @@ def test_documents_end_with_the_end_of_text_token_and_the_tail_is_held_out(make_
 
 def test_the_index_says_which_document_a_token_comes_from(make_corpus):
     cache = make(make_corpus({"a.txt": b"abc", "b.txt": b"defghij"}), val_fraction=0.25)
-    assert cache.document_names("train", start=0, stop=4) == ["a.txt"]
-    assert cache.document_names("train", start=3, stop=5) == ["a.txt", "b.txt"]
-    assert cache.document_names("val", start=0, stop=3) == ["b.txt"]
+
+    def documents(split, start, stop):
+        return [tuple(one.values()) for one in cache.documents(split, start=start, stop=stop)]
+
+    assert documents("train", 0, 4) == [("a.txt", 0, 4)]
+    assert documents("train", 3, 5) == [("a.txt", 3, 1), ("b.txt", 0, 1)]
+    assert documents("val", 0, 3) == [("b.txt", 0, 3)]
 
 
 def test_twenty_documents_are_split_whole_and_disjoint(make_corpus):

@@ -1,0 +1,112 @@
+"""The rules of other projects for what is out of line, restated from their published definitions, and ours.
+
+Each takes the loss over all ranks and the gradient norm before clipping of every step, and says which steps it flags.
+"""
+
+import math
+import statistics
+import sys
+from collections import deque
+from collections.abc import Callable, Sequence
+from pathlib import Path
+
+sys.path.insert(0, str(Path(__file__).parents[1]))
+
+from callbacks.spike_watch import Reading, SpikeWatch
+
+Series = Sequence[float]
+
+
+def ours(losses: Series, norms: Series) -> list[int]:
+    """Median and MAD of a window of 128 without what was flagged, 8 robust deviations, on loss and log norm; drift."""
+    watch = SpikeWatch(window=128, warm_up=64, spike_score=8.0, drift_score=2.0)
+    flagged = []
+    for step, (loss, norm) in enumerate(zip(losses, norms, strict=True), start=1):
+        reading = Reading(step=step, loss=loss, norm=norm, refused=False)
+        if watch.judge(reading, overflowed=False).alarms:
+            flagged.append(step)
+    return flagged
+
+
+def olmo_core(losses: Series, norms: Series) -> list[int]:
+    """OLMo-core, SkipStepOptimizer: mean and standard deviation of the last 128 values, 6 of them, from 64 values on.
+
+    It skips, on loss or norm; every value joins the window.
+    """
+    windows = [deque[float](maxlen=128), deque[float](maxlen=128)]
+    flagged = []
+    for step, values in enumerate(zip(losses, norms, strict=True), start=1):
+        out = False
+        for window, value in zip(windows, values, strict=True):
+            if len(window) >= 64:
+                mean = sum(window) / len(window)
+                variance = sum((one - mean) ** 2 for one in window) / (len(window) - 1)
+                # a comparison with NaN is false: written so that it skips, as the factor it multiplies with is then 0
+                out |= not value <= mean + 6 * math.sqrt(variance)
+            window.append(value)
+        if out:
+            flagged.append(step)
+    return flagged
+
+
+def llm_foundry(losses: Series, norms: Series) -> list[int]:
+    """llm-foundry, KillLossSpike: twice the mean of the window for 5 steps running, or half of it above 10.
+
+    The window is 5 % of the run, at least 100 steps. It ends the run or logs.
+    """
+    window = deque[float](maxlen=max(100, len(losses) // 20))
+    flagged, running = [], 0
+    for step, loss in enumerate(losses, start=1):
+        if len(window) == window.maxlen:
+            mean = sum(window) / len(window)
+            running = running + 1 if loss >= 2 * mean else 0
+            above_cap = sum(one > 10 for one in window) > len(window) / 2
+            if running >= 5 or above_cap:
+                flagged.append(step)
+        window.append(loss)
+    return flagged
+
+
+def lightning(losses: Series, norms: Series) -> list[int]:
+    """Lightning 2.6, SpikeDetection: 3 times the mean of the last 10 losses, or not finite. It ends the run."""
+    window = deque[float](maxlen=10)
+    flagged = []
+    for step, loss in enumerate(losses, start=1):
+        if not math.isfinite(loss):
+            flagged.append(step)
+            continue
+        if window and loss - statistics.fmean(window) >= 2.0 * statistics.fmean(window):
+            flagged.append(step)
+        window.append(loss)
+    return flagged
+
+
+def zclip(losses: Series, norms: Series) -> list[int]:
+    """ZClip: a norm 2.5 deviations above exponential averages with 0.97, after 25 steps. It clips."""
+    flagged: list[int] = []
+    first, mean, variance = list[float](), 0.0, 0.0
+    for step, norm in enumerate(norms, start=1):
+        if len(first) < 25:
+            if math.isfinite(norm):
+                first.append(norm)
+            if len(first) == 25:
+                mean, variance = statistics.fmean(first), statistics.pvariance(first)
+            continue
+        deviation = math.sqrt(variance) + 1e-6
+        score = (norm - mean) / deviation
+        value = norm
+        if not score <= 2.5:
+            flagged.append(step)
+            value = mean + 2.5 / max(score, 2.5) * 2.5 * deviation if math.isfinite(norm) else mean
+        variance = 0.97 * variance + 0.03 * (value - mean) ** 2
+        mean = 0.97 * mean + 0.03 * value
+    return flagged
+
+
+RULES: dict[str, Callable[[Series, Series], list[int]]] = {
+    "ours": ours,
+    "OLMo-core": olmo_core,
+    "llm-foundry": llm_foundry,
+    "Lightning": lightning,
+    "ZClip": zclip,
+}

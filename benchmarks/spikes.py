@@ -1,0 +1,177 @@
+"""Faults put into real runs, and clean runs: what is found how many steps late, by whose rule, and what becomes of it.
+
+Three runs of a small GPT on real text to each fault: with LossSpikeRollback, without, and one that never met the fault.
+`python benchmarks/spikes.py clean` counts alarms over 100,000 steps of real curves.
+"""
+
+import statistics
+import sys
+import tempfile
+from pathlib import Path
+from typing import Any
+
+from measure import report
+from spike_rules import RULES
+
+sys.path[:0] = [str(Path(__file__).parents[1] / "tests" / folder) for folder in ("parity", "")]
+
+from faults import FAULTS  # noqa: E402
+from ranks import run_on_ranks  # noqa: E402
+
+WORKER = Path(__file__).parents[1] / "tests/parity/fault_ranks.py"
+AT, LATER, STEPS = 400, 200, 640
+MODEL = [
+    "data=stdlib_text",
+    "tokenizer=bytes",
+    "model.vocab_size=257",
+    "model.num_layers=2",
+    "model.num_heads=2",
+    "model.width=32",
+    "model.max_seq_len=32",
+    "global_batch_size=8",
+    "scheduler=constant",
+    "warmup_steps=50",
+    "optimizer.lr=2e-3",
+    "eval_samples=8",
+    "save_every=null",
+    "log_every=1",
+    "trainer.accelerator=cpu",
+]
+# on how many ranks, with how many seeds
+ENGINES = {
+    "single": (1, 5),
+    "ddp": (2, 2),
+    "fsdp": (2, 1),
+    "deepspeed_stage_2": (2, 1),
+    "deepspeed_stage_3": (2, 1),
+}
+CLEAN: dict[str, list[str]] = {
+    "GPT, lr 2e-3": [],
+    "GPT, lr 6e-3": ["optimizer.lr=6e-3"],
+    "GPT, dropout, cosine": ["model.dropout=0.1", "scheduler=warmup_cosine"],
+    "Llama, lr 3e-3": ["model=llama_nano", "model.num_kv_heads=1", "optimizer.lr=3e-3"],
+    "GPT, bf16, batch 4": ["precision=bf16-mixed", "global_batch_size=4"],
+}
+CLEAN_STEPS = 20_000
+
+
+def main() -> None:
+    if sys.argv[1:] == ["clean"]:
+        report("spikes_clean", _clean())
+        return
+    outcomes = []
+    for engine, (world_size, num_seeds) in ENGINES.items():
+        cases = {
+            f"{seed} {kind} {guarded}": _case(engine, world_size, seed, kind, guarded=guarded)
+            for seed in range(num_seeds)
+            for kind in [None, *FAULTS]
+            for guarded in ([True, False] if kind is not None else [False])
+        }
+        folder = Path(tempfile.mkdtemp(prefix="spikes_"))
+        found = run_on_ranks(
+            cases, world_size=world_size, folder=folder, worker=WORKER, timeout_seconds=3600.0
+        )
+        for seed in range(num_seeds):
+            clean = found[f"{seed} None False"]
+            for kind in FAULTS:
+                runs = (found[f"{seed} {kind} {guarded}"] for guarded in (True, False))
+                outcomes.append(_outcome(engine, kind, *runs, clean))
+    report(
+        "spikes", [_row(kind, [one for one in outcomes if one["kind"] == kind]) for kind in FAULTS]
+    )
+
+
+def _case(
+    engine: str, world_size: int, seed: int, kind: str | None, *, guarded: bool
+) -> dict[str, Any]:
+    watching = "callbacks=[grad_norm,loss_spike]" if guarded else "callbacks=[grad_norm]"
+    words = [
+        *MODEL,
+        f"strategy={engine}",
+        f"trainer.devices={world_size}",
+        f"trainer.max_steps={STEPS}",
+        f"eval_every={STEPS}",
+        f"seed={seed}",
+        watching,
+    ]
+    fault = None if kind is None else {"kind": kind, "step": AT, "rank": world_size - 1}
+    return {"words": words, "fault": fault}
+
+
+def _outcome(engine: str, kind: str, guarded: Any, bare: Any, clean: Any) -> dict[str, Any]:
+    for result in (guarded, bare, clean):
+        assert "error" not in result, result["error"]
+    told = [
+        one["step"] for one in guarded["events"] if one["event"] == "spike" and one["step"] > AT
+    ]
+    losses = [row.get("train/loss", float("nan")) for row in bare["rows"]]
+    norms = [row.get("grad/norm", float("nan")) for row in bare["rows"]]
+    return {
+        "engine": engine,
+        "kind": kind,
+        "late": told[0] - AT - 1 if told else None,
+        "early": any(one["event"] == "spike" and one["step"] <= AT for one in guarded["events"]),
+        "did": {one["event"] for one in guarded["events"]} & {"skip", "rollback", "stop"},
+        "loss": _later(guarded) / _later(clean),
+        "bare loss": _later(bare) / _later(clean),
+        "rules": {
+            name: next((step - AT - 1 for step in rule(losses, norms) if step > AT), None)
+            for name, rule in RULES.items()
+        },
+    }
+
+
+def _later(result: Any) -> float:
+    """Mean loss from 200 steps after the fault on."""
+    losses = [row["train/loss"] for row in result["rows"] if row["step"] > AT + LATER]
+    return statistics.fmean(losses) if losses else float("inf")
+
+
+def _row(kind: str, outcomes: list[dict[str, Any]]) -> dict[str, Any]:
+    late = [one["late"] for one in outcomes if one["late"] is not None]
+    did = sorted({what for one in outcomes for what in one["did"]})
+    row: dict[str, Any] = {
+        "fault": kind,
+        "runs": len(outcomes),
+        "found": len(late),
+        "steps late": f"{statistics.median(late):.0f}, at most {max(late)}" if late else "",
+        "done": " ".join(did),
+        "loss with": f"{statistics.median(one['loss'] for one in outcomes):.3f}",
+        "worst with": f"{max(one['loss'] for one in outcomes):.3f}",
+        "loss without": f"{statistics.median(one['bare loss'] for one in outcomes):.3f}",
+    }
+    for name in RULES:
+        found = [one["rules"][name] for one in outcomes if one["rules"][name] is not None]
+        lateness = f" +{statistics.median(found):.0f}" if found else ""
+        row[name] = f"{len(found)}{lateness}"
+    return row
+
+
+def _clean() -> list[dict[str, Any]]:
+    cases = {
+        name: {
+            "words": [
+                *MODEL,
+                f"trainer.max_steps={CLEAN_STEPS}",
+                f"eval_every={CLEAN_STEPS}",
+                "callbacks=[grad_norm]",
+                *words,
+            ]
+        }
+        for name, words in CLEAN.items()
+    }
+    folder = Path(tempfile.mkdtemp(prefix="spikes_"))
+    found = run_on_ranks(cases, world_size=1, folder=folder, worker=WORKER, timeout_seconds=7200.0)
+    rows = []
+    for name, result in found.items():
+        assert "error" not in result, result["error"]
+        losses = [row["train/loss"] for row in result["rows"]]
+        norms = [row["grad/norm"] for row in result["rows"]]
+        alarms = {rule: len(flags(losses, norms)) for rule, flags in RULES.items()}
+        rows.append({"run": name, "steps": len(losses), "last loss": f"{losses[-1]:.2f}"} | alarms)
+    total = {key: sum(row[key] for row in rows) for key in ("steps", *RULES)}
+    return [*rows, {"run": "all", "last loss": ""} | total]
+
+
+if __name__ == "__main__":
+    main()
