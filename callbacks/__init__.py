@@ -9,6 +9,7 @@ A metric's prefix is the name of the callback that owns it, and nobody else writ
 | `memory/`              | `MemoryMonitor`   | `memory`       |
 | `precision/`           | `LossScaleMonitor`| `loss_scale`   |
 | `spike/`               | `LossSpikeRollback`| `loss_spike`  |
+| none, ends the run     | `EarlyStop`       | `early_stop`   |
 | none, writes log lines | `ProgressLine`    | `progress`     |
 | none, `samples.jsonl`  | `SampleText`      | `sample_text`  |
 | none, `report.html`    | `RunReport`       | `report`       |
@@ -22,6 +23,7 @@ from importlib import import_module
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
+    from callbacks.early_stop import EarlyStop
     from callbacks.grad_norm import GradNormMonitor
     from callbacks.loss_scale import LossScaleMonitor
     from callbacks.loss_spike import LossSpikeRollback
@@ -33,6 +35,7 @@ if TYPE_CHECKING:
     from callbacks.throughput import SpeedMonitor
 
 _HOME = {
+    "EarlyStop": "early_stop",
     "GradNormMonitor": "grad_norm",
     "LossScaleMonitor": "loss_scale",
     "LossSpikeRollback": "loss_spike",
@@ -45,6 +48,7 @@ _HOME = {
 }
 
 __all__ = [
+    "EarlyStop",
     "GradNormMonitor",
     "LossScaleMonitor",
     "LossSpikeRollback",

@@ -45,9 +45,13 @@ def live_tensors(trainer: Trainer, *, writes_back: bool) -> Iterator[tuple[str, 
 
 
 def live_numbers(trainer: Trainer) -> dict[str, Any]:
-    """A copy of everything else that goes back: schedules, learning rates, loss scale, step counters, random states."""
+    """A copy of everything else that goes back: schedules, learning rates, loss scale, step counters, random states.
+
+    A strategy or a module that has more answers `live_numbers()`, and takes it in `put_numbers_back(numbers)`.
+    """
     loop = trainer.fit_loop.epoch_loop
     own = getattr(trainer.strategy, "live_numbers", None)
+    of_module = getattr(trainer.lightning_module, "live_numbers", None)
     return {
         "step": trainer.global_step,
         "schedulers": [
@@ -58,6 +62,7 @@ def live_numbers(trainer: Trainer) -> dict[str, Any]:
         "strategy": None if own is None else own(),
         "optim_progress": copy.deepcopy(loop.automatic_optimization.optim_progress.state_dict()),
         "scheduler_progress": copy.deepcopy(loop.scheduler_progress.state_dict()),
+        "module": None if of_module is None else of_module(),
         "random": random_state(),
     }
 
@@ -75,6 +80,8 @@ def put_numbers_back(trainer: Trainer, numbers: dict[str, Any]) -> None:
         trainer.precision_plugin.load_state_dict(numbers["precision"])
     if numbers["strategy"] is not None:
         trainer.strategy.put_numbers_back(numbers["strategy"])  # type: ignore[attr-defined]
+    if numbers["module"] is not None:
+        trainer.lightning_module.put_numbers_back(numbers["module"])  # type: ignore[operator]
     loop.automatic_optimization.optim_progress.load_state_dict(numbers["optim_progress"])
     loop.scheduler_progress.load_state_dict(numbers["scheduler_progress"])
     _put_random_state_back(numbers["random"])

@@ -39,17 +39,9 @@ class LossSpikeRollback(Callback):
     or the data module, hears of one.
 
     Args:
-        window, warm_up, spike_score, drift_score: See `SpikeDetector`; drift is that of the loss.
-        max_skips: One more within `quarantine_steps`, and the run goes back.
-        snapshot_every: Optimizer steps between snapshots.
-        num_snapshots: How many are kept, each of the size of weights and optimizer state.
-        quarantine_steps: A snapshot is good when so many steps have followed it.
-        snapshots_in: `memory`, `disk` or `auto`: memory where they fit.
-        skip_batches: Optimizer steps' worth of data passed over after a rollback.
-        lr_factor: The learning rate is multiplied with it from the second rollback on.
-        lr_cut_steps: For so many steps.
-        cool_down_steps: A rollback within so many steps of another is the second one.
-        max_rollbacks: So many within the cool-down of each other, and the run stops.
+        window, warm_up, loss_score, norm_score, drift_score: See `SpikeWatch`.
+        max_skips, snapshot_every, num_snapshots, quarantine_steps, snapshots_in: See `Recovery`.
+        skip_batches, lr_factor, lr_cut_steps, cool_down_steps, max_rollbacks: See `Recovery`.
         max_evidence: So many spikes leave a folder `spikes/step_N`; later ones a line and an event.
         rewinds_data: Whether the data goes back too, as tests want it; the run then meets the same samples again.
     """
@@ -57,25 +49,30 @@ class LossSpikeRollback(Callback):
     def __init__(
         self,
         *,
-        window: int,
-        warm_up: int,
-        spike_score: float,
-        drift_score: float | None,
-        max_skips: int,
-        snapshot_every: int,
-        num_snapshots: int,
-        quarantine_steps: int,
-        snapshots_in: Literal["auto", "memory", "disk"],
-        skip_batches: int,
-        lr_factor: float,
-        lr_cut_steps: int,
-        cool_down_steps: int,
-        max_rollbacks: int,
-        max_evidence: int,
+        window: int = 128,
+        warm_up: int = 64,
+        loss_score: float = 8.0,
+        norm_score: float = 16.0,
+        drift_score: float | None = 2.0,
+        max_skips: int = 3,
+        snapshot_every: int = 50,
+        num_snapshots: int = 2,
+        quarantine_steps: int = 50,
+        snapshots_in: Literal["auto", "memory", "disk"] = "auto",
+        skip_batches: int = 0,
+        lr_factor: float = 0.5,
+        lr_cut_steps: int = 200,
+        cool_down_steps: int = 200,
+        max_rollbacks: int = 5,
+        max_evidence: int = 3,
         rewinds_data: bool = False,
     ) -> None:
         self._watch = SpikeWatch(
-            window=window, warm_up=warm_up, spike_score=spike_score, drift_score=drift_score
+            window=window,
+            warm_up=warm_up,
+            loss_score=loss_score,
+            norm_score=norm_score,
+            drift_score=drift_score,
         )
         self._recovery = Recovery(
             watch=self._watch,

@@ -30,12 +30,16 @@ class Recovery:
 
     Args:
         watch: Goes back with the run: it forgets what is undone.
-        max_skips, quarantine_steps, cool_down_steps, max_rollbacks: See `SpikeLadder`.
-        num_snapshots, snapshots_in: See `Rollback`.
+        max_skips: One more skipped step within `quarantine_steps`, and the run goes back.
         snapshot_every: Optimizer steps between snapshots.
+        num_snapshots: How many are kept, each of the size of weights and optimizer state.
+        quarantine_steps: A snapshot is good when so many steps have followed it.
+        snapshots_in: `memory`, `disk` or `auto`: memory where they fit.
         skip_batches: Optimizer steps' worth of data passed over after a rollback.
+        cool_down_steps: A rollback within so many steps of another is one more in a row.
         lr_factor: Of the learning rates, from the second rollback in a row on.
         lr_cut_steps: For so many steps.
+        max_rollbacks: So many in a row, and the run stops.
         rewinds_data: Whether the data goes back too: it has a `position` and `move_to(position)`.
 
     Raises:

@@ -50,14 +50,32 @@ class SpikeWatch:
     """Two detectors, and the limits they set for the next step.
 
     Args:
+        window, warm_up: Of both, see `SpikeDetector`.
+        loss_score: Deviations from which a loss is a spike.
+        norm_score: The same for the log of a norm, which has heavy tails in healthy runs.
         drift_score: Of the loss alone: norms of a healthy run rise for thousands of steps.
-        rules: Of both, see `SpikeDetector`.
     """
 
-    def __init__(self, *, drift_score: float | None, **rules: Any) -> None:
+    def __init__(
+        self,
+        *,
+        window: int,
+        warm_up: int,
+        loss_score: float,
+        norm_score: float,
+        drift_score: float | None,
+    ) -> None:
         self.detectors = {
-            "loss": SpikeDetector(drift_score=drift_score, **rules),
-            "norm": SpikeDetector(drift_score=None, logarithmic=True, **rules),
+            "loss": SpikeDetector(
+                window=window, warm_up=warm_up, spike_score=loss_score, drift_score=drift_score
+            ),
+            "norm": SpikeDetector(
+                window=window,
+                warm_up=warm_up,
+                spike_score=norm_score,
+                drift_score=None,
+                logarithmic=True,
+            ),
         }
 
     def judge(self, reading: Reading, *, overflowed: bool) -> Verdict:

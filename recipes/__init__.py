@@ -27,6 +27,8 @@ data/           L1  where samples come from and in which order; datamodule.py is
 tokenizer/      L1  text <-> token ids
 model/          L1  one architecture a file, plain torch
 optimizer/      L1  one optimizer a file; decay groups
+clipping/       L1  a limit of the gradient norm from the norms before; one file an option
+weight_average.py L1  an average of the weights, as one more moment of the optimizer
 scheduler.py    L1  optimizer step -> multiplier of the learning rate
 precision.py    L1  three dtypes behind each precision word
 accumulation.py L1  global batch <-> micro-batches, by exact division

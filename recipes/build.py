@@ -118,6 +118,10 @@ def _task(config: Config, precision: Precision) -> LearningTask:
         activation_checkpoint=_make(config["activation_checkpoint"]),
         compile_blocks=config["compile"],
         fused_optimizer=not precision.scales_loss,
+        clipping=_make(config["clipping"]),
+        ema_decay=config["ema_decay"],
+        label_smoothing=config["label_smoothing"],
+        z_loss=config["z_loss"],
         seed=config["seed"],
     )
     return task

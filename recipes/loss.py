@@ -25,6 +25,32 @@ def cross_entropy_sum(logits: Tensor, targets: Tensor) -> Tensor:
     )
 
 
+def regularizer_sum(
+    logits: Tensor, targets: Tensor, *, label_smoothing: float, z_loss: float
+) -> Tensor:
+    """What training adds to `cross_entropy_sum`, summed over all targets that carry loss, in float32.
+
+    Label smoothing (Szegedy et al. 2015, arXiv 1512.00567) as `F.cross_entropy` has it: the target has probability
+    1 - s + s / V, every other class s / V. The z-loss (PaLM, arXiv 2204.02311) is the weighted square of the log of
+    the normalizer, which keeps logits from drifting.
+
+    Args:
+        logits: [..., V] scores in any float dtype.
+        targets: [...]; `IGNORE_INDEX` carries no loss.
+        label_smoothing: s.
+        z_loss: Weight of the square; PaLM takes 1e-4.
+    """
+    flat, wanted = logits.float().flatten(0, -2), targets.flatten()  # [N, V], [N]
+    counts = wanted != IGNORE_INDEX
+    each = torch.zeros_like(wanted, dtype=torch.float32)  # [N]
+    if label_smoothing:
+        of_target = flat.gather(1, wanted.clamp(min=0)[:, None]).squeeze(1)
+        each = each + label_smoothing * (of_target - flat.mean(dim=1))
+    if z_loss:
+        each = each + z_loss * flat.logsumexp(dim=1).square()
+    return torch.where(counts, each, 0.0).sum()
+
+
 def mean_per_sample(logits: Tensor, targets: Tensor) -> Tensor:
     """Mean cross-entropy of each sample over its targets that carry loss, in float32; NaN where none does.
 

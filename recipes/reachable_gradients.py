@@ -6,6 +6,7 @@ import torch
 from lightning.pytorch.plugins import Precision as Plugin
 from torch import Tensor, nn
 
+from recipes.clipping import Clipping
 from recipes.collectives import sum_over_ranks
 from recipes.gradients import clip_gradients
 from recipes.precision_plugin import loss_scale_of, num_overflows_of
@@ -17,12 +18,16 @@ class ReachableGradients:
 
     Attributes:
         grad_norm: Global L2 norm before clipping of the last optimizer step; None before it.
+        grad_norm_limit: What gradients of that step were scaled down to where they were above; inf: nothing.
         guard: Refuses steps; None: every step is made.
+        clipping: A limit of the norm beside the fixed one; None: there is none.
         frees_gradients: Whether gradients are freed after the step; False: zeroed where they lie.
     """
 
     grad_norm: Tensor | None = None
+    grad_norm_limit: Tensor | None = None
     guard: StepGuard | None = None
+    clipping: Clipping | None = None
     optimizers: list[torch.optim.Optimizer]
     frees_gradients = True
     precision_plugin: Plugin
@@ -42,7 +47,9 @@ class ReachableGradients:
     ) -> None:
         """Clip in place, where asked, and keep the norm over all ranks' shards before; refuse the step if need be."""
         parameters = list(parameters)
-        norm = clip_gradients(parameters, max_norm=max_norm, max_value=max_value)
+        norm, self.grad_norm_limit = clip_gradients(
+            parameters, max_norm=max_norm, max_value=max_value, clipping=self.clipping
+        )
         self.grad_norm = norm
         if self.guard is not None:
             refuse(self.optimizers[0], parameters, self.guard.judge(norm))

@@ -26,6 +26,9 @@ WORDS: dict[str, str] = {
     "save_every": "int | None",
     "save_every_minutes": "float | None",
     "eval_samples": "int | None",
+    "ema_decay": "float | None",
+    "label_smoothing": "float",
+    "z_loss": "float",
     "compile": "bool",
 }
 NODES = ("loader",)  # sections of config.yaml that are no group

@@ -143,7 +143,14 @@ def load_optimizer(optimizer: torch.optim.Optimizer, saved: dict[str, Any]) -> N
         for group, of_saved in zip(optimizer.param_groups, saved["param_groups"], strict=True)
     ]
     whole = saved | {"state": state, "param_groups": groups}
-    getattr(optimizer, "_optimizer", optimizer).load_state_dict(whole)
+    own: Any = getattr(optimizer, "_optimizer", optimizer)
+    own.load_state_dict(whole)
+    for index, of_parameter in state.items():
+        own_state = own.state[parameters[index]]
+        for key, value in of_parameter.items():
+            # torch gives every moment its parameter's type: an average in float32 of bfloat16 weights keeps its own
+            if isinstance(value, Tensor) and own_state[key].dtype != value.dtype:
+                own_state[key] = value.to(own_state[key].device)
 
 
 def _others(of_parameter: Mapping[str, Any]) -> dict[str, Any]:

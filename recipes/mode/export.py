@@ -1,6 +1,7 @@
 """Weights in Hugging Face's format, read back and compared before it says done. One write and one read."""
 
 from pathlib import Path
+from typing import Literal
 
 from recipes.build import Run
 from recipes.console import LOGGER
@@ -8,14 +9,15 @@ from recipes.mode.weights import load_task
 from recipes.model.huggingface import export_pretrained
 
 
-def export(run: Run, *, path: str | None) -> int:
+def export(run: Run, *, path: str | None, weights: Literal["trained", "ema"]) -> int:
     """Write a folder that `transformers` loads.
 
     Args:
         run: With a checkpoint of a language model.
         path: The folder; None: `export` in the run folder.
+        weights: Those that were trained, or their average.
     """
-    task, checkpoint = load_task(run)
+    task, checkpoint = load_task(run, weights)
     folder = Path(path) if path is not None else run.folder / "export"
     tokenizer = run.tokenizer_folder
     export_pretrained(

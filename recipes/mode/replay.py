@@ -32,7 +32,7 @@ def replay(run: Run, *, step: int | None) -> int:
     Raises:
         Mistake: There is no evidence of that step.
     """
-    task, checkpoint = load_task(run)
+    task, checkpoint = load_task(run, "trained")
     folder = _evidence(checkpoint.parents[1] / FOLDER, step)
     recorded = json.loads((folder / "spike.json").read_text())
     weights = folder / "weights"
@@ -90,10 +90,10 @@ def _compute(
                 torch.cuda.set_rng_state(random["cuda"])
             batch = {key: _to(value, device) for key, value in batch.items()}
             with run.trainer.precision_plugin.forward_context():
-                loss_sum, _ = task.loss_sum(batch)
-            loss = loss_sum / batch["num_targets"]
-            loss.backward()  # type: ignore[no-untyped-call]
-            total += float(loss.detach())
+                objective_sum, loss_sum = task.objective_sum(batch)
+            objective = objective_sum / batch["num_targets"]
+            objective.backward()  # type: ignore[no-untyped-call]
+            total += float(loss_sum.detach() / batch["num_targets"])
     named = [(name, one.grad) for name, one in task.named_parameters() if one.grad is not None]
     blocks: dict[str, list[Tensor]] = {}
     for name, grad in named:

@@ -1,5 +1,7 @@
 """Text from a checkpoint. One forward a token, with a key-value cache."""
 
+from typing import Literal
+
 from recipes.build import Run
 from recipes.console import LOGGER
 from recipes.mistake import Mistake
@@ -17,6 +19,7 @@ def sample(
     top_k: int | None,
     top_p: float | None,
     seed: int,
+    weights: Literal["trained", "ema"],
 ) -> int:
     """Print the prompt with its continuation, `num_samples` times.
 
@@ -29,8 +32,9 @@ def sample(
         top_k: Only the k likeliest tokens may be taken; null: all.
         top_p: Only the likeliest tokens that together have this probability may be taken; null: all.
         seed: Of the sampling.
+        weights: Those that were trained, or their average.
     """
-    task, _ = load_task(run)
+    task, _ = load_task(run, weights)
     assert isinstance(task, LanguageModeling), "the config check lets only language models pass"
     task.tokenizer = load_tokenizer(run)
     if task.tokenizer is None:

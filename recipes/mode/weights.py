@@ -1,6 +1,7 @@
 """The weights of a checkpoint in a model ready to be asked. One read of the checkpoint."""
 
 from pathlib import Path
+from typing import Any, Literal
 
 from recipes.build import Run
 from recipes.checkpoint.folder_io import FolderCheckpointIO
@@ -8,13 +9,18 @@ from recipes.checkpoint.parts import load_module
 from recipes.mistake import Mistake
 from recipes.task.learning import LearningTask
 from recipes.tokenizer import Tokenizer
+from recipes.weight_average import NAME as AVERAGE
 
 
-def load_task(run: Run) -> tuple[LearningTask, Path]:
+def load_task(run: Run, weights: Literal["trained", "ema"]) -> tuple[LearningTask, Path]:
     """The run's task with its model on the device, in eval mode, and the checkpoint its weights are of.
 
+    Args:
+        run: With a checkpoint.
+        weights: Those that were trained, or their average.
+
     Raises:
-        Mistake: There is no checkpoint (`resume=auto` in a folder without one).
+        Mistake: There is no checkpoint (`resume=auto` in a folder without one), or no average in it.
     """
     if run.checkpoint is None:
         raise Mistake(
@@ -27,12 +33,32 @@ def load_task(run: Run) -> tuple[LearningTask, Path]:
     with run.trainer.precision_plugin.module_init_context():
         task.configure_model()
     state = run.trainer.strategy.load_checkpoint(run.checkpoint)
+    saved = state["state_dict"] if weights == "trained" else _average(state)
     task.on_load_checkpoint(state)
-    load_module(task, state["state_dict"])
+    load_module(task, saved)
     io = run.trainer.strategy.checkpoint_io
     assert isinstance(io, FolderCheckpointIO)
     assert io.loaded is not None
     return task.eval(), io.loaded
+
+
+def _average(state: dict[str, Any]) -> dict[str, Any]:
+    """Every tensor of the model, the average where there is one: buffers and what is not trained have none."""
+    moments = state["optimizer_states"][0]["state"]
+    average = {
+        name: moments[index][AVERAGE]
+        for index, name in enumerate(state["parameters"])
+        if AVERAGE in moments.get(index, {})
+    }
+    if not average:
+        raise Mistake(
+            "mode.weights=ema",
+            "the checkpoint holds no average of the weights: its run was trained without ema_decay",
+            "mode.weights=trained",
+        )
+    tied = {name: average[other] for name, other in state["tied"].items() if other in average}
+    whole: dict[str, Any] = state["state_dict"] | average | tied
+    return whole
 
 
 def load_tokenizer(run: Run) -> Tokenizer | None:

@@ -6,6 +6,7 @@ from typing import Protocol
 import torch
 from torch import Tensor, nn
 
+from recipes.clipping import Clipping
 from recipes.step_guard import StepGuard
 
 
@@ -14,14 +15,18 @@ class Engine(Protocol):
 
     Attributes:
         grad_norm: Global L2 norm before clipping of the last optimizer step, a 0-dim tensor; None before it.
+        grad_norm_limit: What the gradients of that step were scaled down to where they were above; inf: nothing.
         guard: Refuses optimizer steps; None: every step is made.
+        clipping: A limit of the norm from the norms before, beside the fixed one; None: there is none.
         current_loss_scale: What the loss is multiplied by; None without a loss scaler. Read from the device.
         num_overflows: Optimizer steps that this process skipped because a gradient was not finite.
         frees_gradients: Whether gradients are freed after the step; False: zeroed where they lie.
     """
 
     grad_norm: Tensor | None
+    grad_norm_limit: Tensor | None
     guard: StepGuard | None
+    clipping: Clipping | None
     frees_gradients: bool
 
     @property

@@ -21,14 +21,13 @@ from recipes.checkpoint.zero import ZeroState
 from recipes.collectives import sum_over_ranks
 from recipes.precision import Precision
 from recipes.precision_plugin import ZeroPrecision
-from recipes.step_guard import StepGuard
 from recipes.zero_live_state import ShowsLiveState
 from recipes.zero_loss_scale import give_scaler, load_scaler_state, scaler_state
 from recipes.zero_partition import fit_buckets, partition
-from recipes.zero_step_guard import ZeroStepGuard
+from recipes.zero_step_guard import GuardsSteps, ZeroStepGuard
 
 
-class Zero(ShowsLiveState, SavesByRank, DeepSpeedStrategy):
+class Zero(GuardsSteps, ShowsLiveState, SavesByRank, DeepSpeedStrategy):
     """Lightning's DeepSpeed strategy, answering the questions of `recipes.strategy.Engine`, on a GPU and on a CPU.
 
     The mixed precisions are torch's autocast over float32 weights, as under every other strategy; `bf16-true` is
@@ -179,23 +178,6 @@ class Zero(ShowsLiveState, SavesByRank, DeepSpeedStrategy):
         assert max_value is None, "the config check refuses clipping by value"
         assert self.config["gradient_clipping"] == (max_norm or 0.0)
 
-    @property
-    def guard(self) -> StepGuard | None:
-        """Refuses steps, inside the engine's."""
-        return self._step_guard.guard
-
-    @guard.setter
-    def guard(self, guard: StepGuard | None) -> None:
-        self._step_guard.guard = guard
-
-    @property
-    def grad_norm(self) -> Tensor | None:
-        """Global norm before clipping of the last optimizer step."""
-        if self._step_guard.norm is not None:
-            return self._step_guard.norm
-        norm = self.deepspeed_engine.get_global_grad_norm()
-        return None if norm is None else torch.as_tensor(norm, dtype=torch.float32)
-
     def sum_over_ranks(self, value: Tensor) -> Tensor:
         """Add a tensor over all ranks."""
         return sum_over_ranks(value, _device_alone(self.root_device))
@@ -205,11 +187,6 @@ class Zero(ShowsLiveState, SavesByRank, DeepSpeedStrategy):
         """What the loss is multiplied by; None without a loss scaler."""
         optimizer: Any = self.optimizers[0]
         return float(optimizer.loss_scale) if self._precision.scales_loss else None
-
-    @property
-    def num_overflows(self) -> int:
-        """Optimizer steps skipped because a gradient was not finite."""
-        return int(self.deepspeed_engine.skipped_steps) - self._step_guard.num_refused
 
     def lightning_module_state_dict(self) -> dict[str, Any]:
         """This rank's parts of the weights."""

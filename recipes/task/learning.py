@@ -11,12 +11,15 @@ from torch import Tensor, nn
 from torch.optim.lr_scheduler import LambdaLR
 
 from recipes.activation_checkpoint import ActivationCheckpoint
+from recipes.clipping import Clipping
+from recipes.clipping.none import Fixed
 from recipes.collectives import average_over_ranks
 from recipes.compile_blocks import compile_blocks
-from recipes.loss import cross_entropy_sum
+from recipes.loss import cross_entropy_sum, regularizer_sum
 from recipes.model import initialize
 from recipes.step_guard import StepGuard
 from recipes.task.resumable import Resumable
+from recipes.weight_average import average_weights
 
 Batch = dict[str, Any]
 
@@ -31,6 +34,9 @@ class LearningTask(Resumable, ABC):
         activation_checkpoint: Which blocks are recomputed in the backward pass.
         compile_blocks: Whether each block and the loss, the largest elementwise part, are compiled.
         fused_optimizer: Whether the optimizer may use fused kernels (not under a loss scaler).
+        clipping: A limit of the gradient norm beside the fixed one.
+        ema_decay: Of an average of the weights, kept with the moments; None: none is kept.
+        label_smoothing, z_loss: Of the training objective, see `regularizer_sum`; every loss that is logged is plain.
         seed: Of the initial weights.
 
     Attributes:
@@ -49,9 +55,15 @@ class LearningTask(Resumable, ABC):
         activation_checkpoint: ActivationCheckpoint,
         compile_blocks: bool,
         fused_optimizer: bool,
+        clipping: Clipping,
+        ema_decay: float | None,
+        label_smoothing: float,
+        z_loss: float,
         seed: int,
     ) -> None:
-        super().__init__(seed=seed)
+        super().__init__(seed=seed, clipping=clipping, keeps_average=ema_decay is not None)
+        self._ema_decay = ema_decay
+        self._regularizer = {"label_smoothing": label_smoothing, "z_loss": z_loss}
         self._make_model = make_model
         self._make_optimizer = make_optimizer
         self._schedule = schedule
@@ -67,6 +79,14 @@ class LearningTask(Resumable, ABC):
     @abstractmethod
     def loss_sum(self, batch: Batch) -> tuple[Tensor, Tensor]:
         """One batch to the sum of its losses over targets, and the logits [..., V]."""
+
+    def objective_sum(self, batch: Batch) -> tuple[Tensor, Tensor]:
+        """What training lowers, and the plain loss in it, both summed over targets."""
+        loss_sum, logits = self.loss_sum(batch)
+        if not any(self._regularizer.values()):
+            return loss_sum, loss_sum
+        added = regularizer_sum(logits, batch["targets"], **self._regularizer)
+        return loss_sum + added, loss_sum
 
     @abstractmethod
     def sample_losses(self, batch: Batch) -> Tensor:
@@ -100,6 +120,8 @@ class LearningTask(Resumable, ABC):
         self.remember_optimizer(optimizer)
         optimizer = self.trainer.strategy.own_optimizer(optimizer)  # type: ignore[attr-defined]
         self.remember_hyperparameters(optimizer)
+        if self._ema_decay is not None:
+            average_weights(optimizer, decay=self._ema_decay, step=lambda: self.trainer.global_step)
         scheduler = LambdaLR(optimizer, self._schedule)
         return {
             "optimizer": optimizer,
@@ -107,6 +129,8 @@ class LearningTask(Resumable, ABC):
         }
 
     def on_train_start(self) -> None:
+        adaptive = None if isinstance(self.clipping, Fixed) else self.clipping
+        self.trainer.strategy.clipping = adaptive  # type: ignore[attr-defined]
         self.go_on(self._schedule)
 
     def on_train_batch_start(self, batch: Batch, batch_idx: int) -> None:
@@ -115,7 +139,7 @@ class LearningTask(Resumable, ABC):
 
     def training_step(self, batch: Batch, batch_idx: int) -> Tensor:
         trainer = self.trainer
-        loss_sum, _ = self.loss_sum(batch)
+        objective_sum, loss_sum = self.objective_sum(batch)
         self._count(batch)
         share = loss_sum.detach() / batch["num_targets"]
         self._window_loss = share if self._window_loss is None else self._window_loss + share
@@ -123,7 +147,7 @@ class LearningTask(Resumable, ABC):
             self._end_window()
         # Lightning divides by the number of passes, engines average over ranks: undo both
         passes_and_ranks = trainer.accumulate_grad_batches * trainer.world_size
-        loss: Tensor = loss_sum * (passes_and_ranks / batch["num_targets"])
+        loss: Tensor = objective_sum * (passes_and_ranks / batch["num_targets"])
         return loss
 
     def optimizer_zero_grad(self, epoch: int, batch_idx: int, optimizer: Any) -> None:
@@ -146,6 +170,11 @@ class LearningTask(Resumable, ABC):
     def guard_steps(self, guard: StepGuard) -> None:
         """From now on a step is made unless this guard refuses it."""
         self.trainer.strategy.guard = guard  # type: ignore[attr-defined]
+
+    @property
+    def grad_norm_limit(self) -> Tensor | None:
+        """What the gradients of the last step were scaled down to where they were above, a 0-dim tensor."""
+        return self.trainer.strategy.grad_norm_limit  # type: ignore[attr-defined, no-any-return]
 
     @property
     def grad_norm(self) -> Tensor | None:

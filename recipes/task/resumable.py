@@ -17,7 +17,9 @@ from recipes.checkpoint.compatibility import (
 from recipes.checkpoint.layout import shard_name
 from recipes.checkpoint.random_state import random_state, restore, seed_rank
 from recipes.checkpoint.shard_file import write_shard
+from recipes.clipping import Clipping
 from recipes.model.init import whole_shape
+from recipes.weight_average import NAME as AVERAGE
 
 
 class Resumable(lightning.LightningModule):
@@ -25,13 +27,17 @@ class Resumable(lightning.LightningModule):
 
     Args:
         seed: Of the draws of each rank.
+        clipping: Whose history is part of the run.
+        keeps_average: Whether the optimizer's state has an average of the weights.
 
     Attributes:
         num_samples, num_tokens: Consumed so far over all ranks; host integers.
     """
 
-    def __init__(self, *, seed: int) -> None:
+    def __init__(self, *, seed: int, clipping: Clipping, keeps_average: bool) -> None:
         super().__init__()
+        self.clipping = clipping
+        self._keeps_average = keeps_average
         self.num_samples = 0
         self.num_tokens = 0
         self._seed = seed
@@ -95,6 +101,7 @@ class Resumable(lightning.LightningModule):
         checkpoint["parameters"] = self._parameters_in_order
         checkpoint["tied"] = self._tied()
         checkpoint["rng"] = random_state()
+        checkpoint["clipping"] = self.live_numbers()
 
     def on_load_checkpoint(self, checkpoint: dict[str, Any]) -> None:
         own = self.state_dict(keep_vars=True)
@@ -107,7 +114,23 @@ class Resumable(lightning.LightningModule):
         if self._optimizer is not None:  # engines that restore after they have started
             refuse_other_optimizer(self._optimizer, self._resumed_optimizer)
         self._resumed_rng = checkpoint["rng"]
+        self.put_numbers_back(
+            checkpoint.get("clipping", {})
+        )  # none in the files of earlier versions
+        if not self._keeps_average:
+            for of_parameter in checkpoint["optimizer_states"][0]["state"].values():
+                of_parameter.pop(AVERAGE, None)
         recount_micro_batches(checkpoint, passes=self.trainer.accumulate_grad_batches)
+
+    def live_numbers(self) -> dict[str, Any]:
+        """What a rollback puts back beside tensors: the history of the clipping, by the name of its class."""
+        return {type(self.clipping).__name__: self.clipping.state_dict()}
+
+    def put_numbers_back(self, numbers: dict[str, Any]) -> None:
+        """As `live_numbers` found them; that of another kind of clipping is left alone."""
+        history = numbers.get(type(self.clipping).__name__)
+        if history is not None:
+            self.clipping.load_state_dict(history)
 
     def on_rollback(
         self, trainer: lightning.Trainer, pl_module: Any, from_step: int, to_step: int

@@ -12,7 +12,14 @@ from support import MaskedTokens, composed_config, read_metrics
 
 from recipes.build import build
 from recipes.data.order import ShuffledOrder
-from recipes.loss import count_correct, count_targets, cross_entropy_sum
+from recipes.loss import (
+    IGNORE_INDEX,
+    count_correct,
+    count_targets,
+    cross_entropy_sum,
+    mean_per_sample,
+    regularizer_sum,
+)
 from recipes.model import initialize
 from recipes.model.gpt2 import GPT2
 
@@ -132,3 +139,34 @@ def test_bfloat16_logits_are_summed_in_float32() -> None:
     loss = cross_entropy_sum(logits, torch.zeros(1, 4096, dtype=torch.int64))
     assert loss.dtype == torch.float32
     assert loss.item() == pytest.approx(4096 * 2.0794415, rel=1e-6)
+
+
+@pytest.mark.parametrize(("smoothing", "z_loss"), [(0.1, 0.0), (0.0, 1e-2), (0.2, 1e-3)])
+def test_the_regularizer_is_what_torch_adds_for_smoothing_and_the_squared_log_normalizer(
+    smoothing: float, z_loss: float
+) -> None:
+    torch.manual_seed(0)
+    logits = torch.randn(3, 5, 11)
+    targets = torch.randint(11, (3, 5))
+    targets[0, :3] = IGNORE_INDEX
+    added = regularizer_sum(logits, targets, label_smoothing=smoothing, z_loss=z_loss)
+    counted = targets.flatten() != IGNORE_INDEX
+    smoothed = torch.nn.functional.cross_entropy(
+        logits.flatten(0, 1), targets.flatten(), label_smoothing=smoothing, reduction="sum"
+    )
+    normalizers = logits.flatten(0, 1)[counted].logsumexp(dim=1)
+    expected = smoothed + z_loss * normalizers.square().sum()
+    # sums of 12 float32 numbers in another order
+    torch.testing.assert_close(cross_entropy_sum(logits, targets) + added, expected)
+
+
+def test_the_mean_of_a_sample_is_over_its_own_targets() -> None:
+    torch.manual_seed(0)
+    logits, targets = torch.randn(2, 4, 7), torch.randint(7, (2, 4))
+    targets[1, 1:] = IGNORE_INDEX
+    found = mean_per_sample(logits, targets)
+    expected = [
+        torch.nn.functional.cross_entropy(of_logits, of_targets)
+        for of_logits, of_targets in zip(logits, targets, strict=True)
+    ]
+    torch.testing.assert_close(found, torch.stack(expected))

@@ -187,7 +187,7 @@ def test_an_export_is_loaded_by_transformers_with_the_same_logits(
     from recipes.build import build
     from recipes.mode.weights import load_task
 
-    ours, checkpoint = load_task(build(config, run, []))
+    ours, checkpoint = load_task(build(config, run, []), "trained")
     assert checkpoint.name == "step_0000012.ckpt"
     with torch.inference_mode():
         difference = ours.model(tokens)[..., :257] - theirs(tokens).logits

@@ -1,0 +1,18 @@
+"""Only `trainer.gradient_clip_val`, the same for every step."""
+
+from typing import Any
+
+import torch
+from torch import Tensor
+
+
+class Fixed:
+    """No limit beside the fixed one."""
+
+    def limit(self, norm: Tensor) -> Tensor:
+        return torch.full_like(norm, torch.inf)
+
+    def state_dict(self) -> dict[str, Any]:
+        return {}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None: ...

@@ -1,0 +1,186 @@
+"""LossSpikeRollback in a stranger's project: no config, no recipes, Lightning's own strategies and checkpoints."""
+
+import inspect
+import json
+import logging
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import yaml
+from lightning.fabric.utilities.exceptions import MisconfigurationException
+from lightning.pytorch import Callback
+from torch import Tensor
+from torch.utils.data import DataLoader, TensorDataset
+
+from callbacks import LossSpikeRollback
+from callbacks.recovery import TrainingDivergedError
+
+CONF = Path(__file__).parents[2] / "conf/callbacks/loss_spike.yaml"
+SMALL: dict[str, Any] = {"window": 16, "warm_up": 8, "snapshot_every": 10, "quarantine_steps": 10}
+
+
+class Poison(Callback):
+    """Batches of huge numbers, or weights that are lost, once."""
+
+    def __init__(self, *, at: int, what: str) -> None:
+        self.at, self.what, self.is_done = at, what, False
+
+    def on_train_batch_start(
+        self, trainer: Any, pl_module: Any, batch: Any, batch_idx: int
+    ) -> None:
+        if batch_idx < self.at or self.is_done:
+            return
+        self.is_done = True
+        with torch.no_grad():
+            if self.what == "weight":
+                pl_module.layer.weight += 50
+            else:
+                batch[0].mul_(1000 if self.what == "huge" else torch.nan)
+
+
+@pytest.fixture
+def noisy(stranger: Any) -> Any:
+    """A stranger with Adam on 60 batches of noise."""
+
+    class Noisy(stranger):  # type: ignore[misc, valid-type]
+        def training_step(self, batch: list[Tensor], batch_idx: int) -> Tensor:
+            loss = (self.layer(batch[0]) - 1).square().mean()
+            self.log("train_loss", loss)
+            return loss
+
+        def configure_optimizers(self) -> Any:
+            optimizer = torch.optim.Adam(self.parameters(), lr=0.003)
+            schedule = torch.optim.lr_scheduler.LinearLR(optimizer, 1.0, 0.1, 60)
+            return {
+                "optimizer": optimizer,
+                "lr_scheduler": {"scheduler": schedule, "interval": "step"},
+            }
+
+        def train_dataloader(self) -> DataLoader[Any]:
+            draws = torch.randn(60 * 8, 4, generator=torch.Generator().manual_seed(0))
+            return DataLoader(TensorDataset(draws), batch_size=8)
+
+    return Noisy
+
+
+def test_its_defaults_are_those_of_the_config() -> None:
+    """They are in both: a stranger constructs it without a config."""
+    node = yaml.safe_load(CONF.read_text())["loss_spike"]
+    node.pop("_target_")
+    signature = inspect.signature(LossSpikeRollback).parameters
+    assert node == {name: one.default for name, one in signature.items() if name != "rewinds_data"}
+
+
+@pytest.mark.parametrize("what", ["huge", "nan"])
+@pytest.mark.parametrize("precision", ["32-true", "bf16-mixed", "16-mixed"])
+def test_a_bad_batch_is_skipped(
+    noisy: Any, make_trainer: Any, what: str, precision: str, read_column: Any
+) -> None:
+    torch.manual_seed(0)
+    module = noisy()
+    spikes = LossSpikeRollback(**SMALL)
+    make_trainer(
+        callbacks=[Poison(at=30, what=what), spikes], precision=precision, gradient_clip_val=1.0
+    ).fit(module)
+    assert spikes.summary() == {"rollbacks": 0, "skipped_steps": 1}
+    assert all(bool(one.isfinite().all()) for one in module.parameters())
+    assert read_column("spike/skipped_steps")[-1] == 1
+
+
+def test_a_lost_weight_is_gone_back_from(noisy: Any, make_trainer: Any, caplog: Any) -> None:
+    torch.manual_seed(0)
+    module = noisy()
+    spikes = LossSpikeRollback(**SMALL)
+    with caplog.at_level(logging.WARNING, logger="lightning_recipes"):
+        trainer = make_trainer(callbacks=[Poison(at=35, what="weight"), spikes])
+        trainer.fit(module)
+    assert spikes.summary()["rollbacks"] == 1
+    assert float(module.layer.weight.detach().abs().max()) < 5
+    # steps 36 to 39 were skipped or undone: the run went back 9 steps and has that many fewer
+    assert trainer.global_step == 60 - (39 - 20)
+    assert "Step 39: went back to step 20" in caplog.text
+    schedule = trainer.lr_scheduler_configs[0].scheduler
+    assert schedule.last_epoch == trainer.global_step
+
+
+def test_a_run_resumed_in_the_cool_down_has_the_cut_rate(
+    noisy: Any, make_trainer: Any, tmp_path: Path
+) -> None:
+    from callbacks.lr_cut import LearningRateCut
+
+    class Cuts(Callback):
+        def __init__(self, spikes: LossSpikeRollback) -> None:
+            self.cut: LearningRateCut = spikes._recovery.cut
+
+        def on_train_batch_end(self, trainer: Any, *args: Any) -> None:
+            if trainer.global_step == 10:
+                self.cut.cut(trainer, 0.5, until=10**6)
+            if trainer.global_step == 20:
+                trainer.save_checkpoint(tmp_path / "half.ckpt")
+
+    class Rates(Callback):
+        def __init__(self) -> None:
+            self.seen: list[float] = []
+
+        def on_before_optimizer_step(self, trainer: Any, pl_module: Any, optimizer: Any) -> None:
+            self.seen.append(optimizer.param_groups[0]["lr"])
+
+    torch.manual_seed(0)
+    spikes, whole = LossSpikeRollback(**SMALL), Rates()
+    make_trainer(callbacks=[spikes, Cuts(spikes), whole], max_steps=30).fit(noisy())
+    again = Rates()
+    make_trainer(callbacks=[LossSpikeRollback(**SMALL), again], max_steps=30).fit(
+        noisy(), ckpt_path=tmp_path / "half.ckpt"
+    )
+    assert again.seen == whole.seen[20:]
+    assert whole.seen[10] < 0.6 * whole.seen[9]
+
+
+def test_lightnings_checkpoints_hold_plain_data_of_it(
+    noisy: Any, make_trainer: Any, tmp_path: Path
+) -> None:
+    trainer = make_trainer(callbacks=[LossSpikeRollback(**SMALL)], max_steps=20)
+    trainer.fit(noisy())
+    trainer.save_checkpoint(tmp_path / "one.ckpt")
+    state = torch.load(tmp_path / "one.ckpt", weights_only=True)["callbacks"]
+    second = LossSpikeRollback(**SMALL)
+    second.load_state_dict(state["LossSpikeRollback"])
+    assert second.state_dict() == state["LossSpikeRollback"]
+
+
+def test_evidence_is_left_without_anything_of_ours(
+    noisy: Any, make_trainer: Any, tmp_path: Path
+) -> None:
+    torch.manual_seed(0)
+    make_trainer(callbacks=[Poison(at=30, what="huge"), LossSpikeRollback(**SMALL)]).fit(noisy())
+    folder = tmp_path / "run/spikes/step_0000031"
+    told = json.loads((folder / "spike.json").read_text())
+    assert told["skipped"] is True
+    assert told["alarms"]["loss"]["kind"] == "spike"
+    assert len(told["windows"]["loss"]) == 16
+    [batch] = torch.load(folder / "rank_00000.pt", weights_only=True)["batches"]
+    assert batch[0].shape == (8, 4)
+    assert float(batch[0].abs().max()) > 500
+
+
+def test_no_data_position_no_batches_to_pass_over(noisy: Any, make_trainer: Any) -> None:
+    with pytest.raises(MisconfigurationException, match="skip_batches=0"):
+        make_trainer(callbacks=[LossSpikeRollback(skip_batches=10)]).fit(noisy())
+
+
+def test_without_a_good_state_it_stops_with_3(noisy: Any, make_trainer: Any) -> None:
+    torch.manual_seed(0)
+    with pytest.raises(TrainingDivergedError, match="no good state") as raised:
+        make_trainer(
+            callbacks=[Poison(at=3, what="weight"), _Nan(), LossSpikeRollback(**SMALL)]
+        ).fit(noisy())
+    assert raised.value.exit_code == 3
+
+
+class _Nan(Callback):
+    def on_train_batch_start(
+        self, trainer: Any, pl_module: Any, batch: Any, batch_idx: int
+    ) -> None:
+        batch[0].fill_(torch.nan)
