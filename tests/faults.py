@@ -83,7 +83,8 @@ class FaultAt(Callback):
             return gradient * torch.inf
 
         def hook(module: Any, args: Any, output: Tensor) -> None:
-            output.register_hook(blow_up)
+            if output.requires_grad:  # evidence asks for losses too
+                output.register_hook(blow_up)
 
         if trainer.global_rank == self.rank:
             self._handle = pl_module.model.register_forward_hook(hook)

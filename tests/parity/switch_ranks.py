@@ -1,0 +1,48 @@
+"""One rank of runs with every switch on: python switch_ranks.py <cases.json> <results.json>.
+
+The result is the rows, some weights and their averages as the last checkpoint holds them, and the same of a run that
+goes on from the checkpoint in the middle.
+"""
+
+import sys
+from pathlib import Path
+from typing import Any
+
+sys.path[:0] = [str(folder) for folder in Path(__file__).parents[:3]]
+
+from run_cases import carry_out  # noqa: E402
+from support import composed_config, read_metrics  # noqa: E402
+
+from recipes.build import build  # noqa: E402
+from recipes.checkpoint.layout import is_shard  # noqa: E402
+from recipes.checkpoint.saved_tensors import open_tensors  # noqa: E402
+
+
+def train(case: dict[str, Any], folder: Path, *more: str) -> dict[str, Any]:
+    folder.mkdir(exist_ok=True)
+    config = composed_config(*case["words"], *more) | {"data": case["data"]}
+    run = build(config, folder, [])
+    run.trainer.fit(run.task, datamodule=run.data, ckpt_path=run.checkpoint, weights_only=True)
+    run.trainer.strategy.barrier()
+    if not run.trainer.is_global_zero:
+        return {}
+    files = [one for one in (folder / "checkpoints/last").iterdir() if is_shard(one.name)]
+    tensors = open_tensors(files)
+    name = next(
+        one for one in tensors if one.startswith("model.blocks.1") and len(tensors[one].shape) == 2
+    )
+    return {
+        "rows": read_metrics(folder),
+        "weights": tensors[name].whole().flatten()[:50].tolist(),
+        "average": tensors[f"optimizer/ema/{name}"].whole().flatten()[:50].tolist(),
+    }
+
+
+def run_case(case: dict[str, Any], folder: Path) -> dict[str, Any]:
+    whole = train(case, folder / "whole")
+    again = train(case, folder / "again", f"resume={folder}/whole/checkpoints/step_0000007.ckpt")
+    return whole | {f"resumed {name}": value for name, value in again.items()}
+
+
+if __name__ == "__main__":
+    carry_out(run_case)
