@@ -7,6 +7,7 @@ from typing import Any, Literal
 
 import torch
 import torch.distributed as dist
+from lightning.fabric.utilities.exceptions import MisconfigurationException
 from lightning.pytorch import Trainer
 
 from callbacks.host_memory import available_bytes
@@ -105,9 +106,7 @@ class Rollback:
     def _make_ring(self, trainer: Trainer) -> SnapshotRing:
         """All ranks decide alike: those of a node need its memory together."""
         folder = _folder(trainer)
-        in_memory = self._snapshots_in == "memory"
-        if self._snapshots_in == "auto":
-            in_memory = self._fits(trainer, folder)
+        in_memory = self._snapshots_in != "disk" and self._fits(trainer, folder)
         self._folder = None if in_memory else folder
         return SnapshotRing(
             size=self._num_snapshots,
@@ -119,8 +118,15 @@ class Rollback:
         needed = sum(tensor.nbytes for _, tensor in live_tensors(trainer, writes_back=False))
         available = available_bytes()
         of_node = needed * self._num_snapshots * _ranks_of_node(trainer)
-        # half of what is left: data, checkpoints and other processes need some too
-        fits = _all_ranks(available is None or of_node <= available // 2, trainer)
+        # by itself only half of what is left: data, checkpoints and other processes need some too
+        share = 1.0 if self._snapshots_in == "memory" else 0.5
+        fits = _all_ranks(available is None or of_node <= available * share, trainer)
+        if not fits and self._snapshots_in == "memory":
+            raise MisconfigurationException(
+                f"callbacks.loss_spike.snapshots_in=memory: {self._num_snapshots} snapshots take"
+                f" {of_node / GIB:.1f} GiB of a node, {(available or 0) / GIB:.1f} are left;"
+                " type callbacks.loss_spike.snapshots_in=disk"
+            )
         if not fits and trainer.is_global_zero:
             left = "" if available is None else f" of {available / GIB:.1f} GiB left"
             log.warning(

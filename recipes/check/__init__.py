@@ -13,6 +13,7 @@ from recipes.check.origin import told_where
 from recipes.check.pairs import check_pairs
 from recipes.check.ranges import check_ranges
 from recipes.check.run import check_run
+from recipes.check.spikes import check_spikes
 from recipes.check.words import check_words
 from recipes.mistake import Mistake
 
@@ -50,5 +51,6 @@ def check(
         *check_batches(config, world_size),
         *check_pairs(config),
         *check_engines(config, world_size),
+        *check_spikes(config, world_size or 1),
         *check_run(config, overrides, run_folder),
     ]
