@@ -1,0 +1,37 @@
+"""One rank of float16 runs whose loss scale doubles every second step: python growth_ranks.py <cases> <results>.
+
+`as_upstream` leaves DeepSpeed to double its scale where it does so by itself.
+"""
+
+import sys
+from pathlib import Path
+from typing import Any
+
+sys.path[:0] = [str(folder) for folder in Path(__file__).parents[:3]]
+
+import run_cases  # noqa: E402
+from support import composed_config, read_metrics  # noqa: E402
+
+from recipes import zero_loss_scale  # noqa: E402
+from recipes.build import build  # noqa: E402
+
+zero_loss_scale.GROWTH_INTERVAL = 2
+_grow_after_the_step = zero_loss_scale._grow_after_the_step
+
+
+def run_case(case: dict[str, Any], folder: Path) -> dict[str, Any]:
+    """Train; the rows."""
+    left_alone = case["as_upstream"]
+    zero_loss_scale._grow_after_the_step = (
+        (lambda optimizer: None) if left_alone else _grow_after_the_step
+    )
+    run = build(composed_config(*case["words"]) | {"data": case["data"]}, folder, [])
+    scaler = getattr(run.trainer.precision_plugin, "scaler", None)
+    if scaler is not None:
+        scaler.set_growth_interval(2)
+    run.trainer.fit(run.task, datamodule=run.data)
+    return {"rows": read_metrics(folder) if run.trainer.is_global_zero else []}
+
+
+if __name__ == "__main__":
+    run_cases.carry_out(run_case)
