@@ -31,9 +31,9 @@ def tell_verdict(trainer: Trainer, verdict: Verdict, response: Response) -> None
             step,
             series=series,
             kind=alarm.kind,
-            value=_finite(alarm.value),
-            expected=_finite(alarm.expected),
-            score=_finite(alarm.score),
+            value=finite(alarm.value),
+            expected=finite(alarm.expected),
+            score=finite(alarm.score),
         )
     if verdict.refused:
         line = f"Step {step}: skipped; weights and moments are as before"
@@ -51,6 +51,6 @@ def tell(trainer: Trainer, line: str | None, event: str, step: int, **fields: An
             logger.log_event(event, step, **fields)
 
 
-def _finite(value: float) -> float | None:
-    """JSON has no NaN."""
+def finite(value: float) -> float | None:
+    """A number as JSON has it, which knows no NaN: None where it is not finite."""
     return value if math.isfinite(value) else None

@@ -15,6 +15,7 @@ from torch import Tensor
 from callbacks.block_norms import norms_by_block
 from callbacks.live_state import random_state
 from callbacks.run_folder import run_folder
+from callbacks.spike_events import finite
 from callbacks.spike_watch import SpikeWatch, Verdict
 
 log = logging.getLogger("lightning_recipes")
@@ -100,12 +101,12 @@ def _describe(trainer: Trainer, verdict: Verdict, watch: SpikeWatch) -> dict[str
     scale = getattr(trainer.strategy, "current_loss_scale", None)
     return {
         "step": reading.step,
-        "loss": _finite(reading.loss),
-        "grad_norm": None if reading.norm is None else _finite(reading.norm),
+        "loss": finite(reading.loss),
+        "grad_norm": None if reading.norm is None else finite(reading.norm),
         "skipped": verdict.refused,
         "alarms": {
             name: {
-                key: value if isinstance(value, str) else _finite(value)
+                key: value if isinstance(value, str) else finite(value)
                 for key, value in asdict(alarm).items()
             }
             for name, alarm in verdict.alarms.items()
@@ -139,7 +140,7 @@ def _write_samples(
         ]
     for one in samples:
         of_part = losses[one["rank"]][one["micro_batch"]] if one["rank"] < len(losses) else None
-        one["loss"] = None if of_part is None else _finite(of_part[one["row"]])
+        one["loss"] = None if of_part is None else finite(of_part[one["row"]])
     samples.sort(key=lambda one: -math.inf if one["loss"] is None else -one["loss"])
     path.write_text("".join(json.dumps(one, ensure_ascii=False) + "\n" for one in samples))
 
@@ -176,8 +177,3 @@ def _gather(mine: list[Any]) -> list[list[Any]]:
     every: list[Any] = [None] * dist.get_world_size()
     dist.all_gather_object(every, mine)
     return every
-
-
-def _finite(value: float) -> float | None:
-    """JSON has no NaN."""
-    return value if math.isfinite(value) else None

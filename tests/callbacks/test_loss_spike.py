@@ -3,6 +3,10 @@
 import inspect
 import json
 import logging
+import os
+import socket
+import subprocess
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -184,3 +188,35 @@ class _Nan(Callback):
         self, trainer: Any, pl_module: Any, batch: Any, batch_idx: int
     ) -> None:
         batch[0].fill_(torch.nan)
+
+
+def test_under_lightnings_own_ddp_both_ranks_skip_and_go_back_together(tmp_path: Path) -> None:
+    worker = Path(__file__).parent / "ddp_stranger.py"
+    results = tmp_path / "results.json"
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        port = probe.getsockname()[1]
+    common = os.environ | {
+        "MASTER_ADDR": "127.0.0.1",
+        "MASTER_PORT": str(port),
+        "WORLD_SIZE": "2",
+        "LOCAL_WORLD_SIZE": "2",
+        "OMP_NUM_THREADS": "1",
+    }
+    ranks = [
+        subprocess.Popen(
+            [sys.executable, str(worker), "-", str(results)],
+            env=common | {"RANK": str(rank), "LOCAL_RANK": str(rank)},
+            stderr=subprocess.PIPE,
+            text=True,
+        )
+        for rank in range(2)
+    ]
+    told = [rank.communicate(timeout=120)[1] for rank in ranks]
+    assert [rank.returncode for rank in ranks] == [0, 0], told
+    first, second = json.loads(results.read_text())
+    assert first == second, "weights to the last bit, counts and steps"
+    _, summary, steps = first
+    # one skip for the gradient of one rank, four for the lost weight
+    assert summary == {"rollbacks": 1, "skipped_steps": 5}
+    assert steps < 60
