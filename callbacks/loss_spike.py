@@ -190,10 +190,10 @@ class LossSpikeRollback(Callback):
             self._steps.start(trainer)
             return
         self._recovery.end_cut_if_due(trainer)
-        if self._response == "none" and (
-            clock == 1 or trainer.global_step % self._snapshot_every == 0
-        ):
-            self._recovery.take_snapshot(trainer)
+        is_first = clock == 1  # nothing has had the time to go wrong
+        due = is_first or trainer.global_step % self._snapshot_every == 0
+        if due and self._recovery.ladder.is_quiet:
+            self._recovery.take_snapshot(trainer, is_good=is_first)
 
     def on_train_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
         self._recovery.rollback.drop()
@@ -209,16 +209,17 @@ class LossSpikeRollback(Callback):
         if guard.loss is None or guard.refused is None:
             return None
         norm = guard.norm if guard.norm is not None else torch.tensor(math.nan)
-        ready = self._late.exchange(
-            trainer.global_step,
-            [guard.loss.to(norm.device), norm, guard.refused],
-        )
+        values = [guard.loss.to(norm.device), norm, guard.refused]
+        ready = self._late.exchange(trainer.global_step, values)
         overflows, self._num_overflows = self._num_overflows, _num_overflows(trainer)
         if ready is None:
             return None
         step, (loss, norm_value, refused) = ready
         reading = Reading(step=step, loss=loss, norm=norm_value, refused=bool(refused))
-        return self._watch.judge(reading, overflowed=self._num_overflows > overflows)
+        overflowed = self._num_overflows > overflows
+        if self._own_guard is not None and not math.isfinite(norm_value):  # nobody counts for us
+            overflowed = getattr(trainer.precision_plugin, "scaler", None) is not None
+        return self._watch.judge(reading, overflowed=overflowed)
 
     def _set_limits(self) -> None:
         self._guard.largest_loss, self._guard.largest_norm = self._watch.limits()

@@ -15,6 +15,7 @@ import torch
 import yaml
 from lightning.fabric.utilities.exceptions import MisconfigurationException
 from lightning.pytorch import Callback
+from lightning.pytorch.plugins import MixedPrecision
 from torch import Tensor
 from torch.utils.data import DataLoader, TensorDataset
 
@@ -91,6 +92,22 @@ def test_a_bad_batch_is_skipped(
     assert spikes.summary() == {"rollbacks": 0, "skipped_steps": 1}
     assert all(bool(one.isfinite().all()) for one in module.parameters())
     assert read_column("spike/skipped_steps")[-1] == 1
+
+
+def test_an_overflow_of_float16_is_left_to_its_scaler(noisy: Any, make_trainer: Any) -> None:
+    class Overflow(Callback):
+        def on_after_backward(self, trainer: Any, pl_module: Any) -> None:
+            if trainer.global_step in (30, 31, 32, 33, 34):
+                pl_module.layer.weight.grad.fill_(torch.inf)
+
+    spikes = LossSpikeRollback(**SMALL)
+    # Lightning takes a scaler on a CPU only by hand
+    plugin = MixedPrecision("16-mixed", "cpu", torch.amp.GradScaler("cpu", init_scale=1024))
+    trainer = make_trainer(callbacks=[Overflow(), spikes], plugins=[plugin])
+    trainer.fit(noisy())
+    assert spikes.summary() == {"rollbacks": 0, "skipped_steps": 0}
+    assert trainer.precision_plugin.scaler.get_scale() == 1024 / 2**5
+    assert trainer.global_step == 60
 
 
 def test_a_lost_weight_is_gone_back_from(noisy: Any, make_trainer: Any, caplog: Any) -> None:
