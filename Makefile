@@ -36,6 +36,10 @@ benchmark: $(VENV)/.installed-test
 	$(RUN) benchmarks/memory.py
 	$(RUN) benchmarks/checkpoint.py
 	$(RUN) benchmarks/resume.py
+	$(RUN) benchmarks/rollback.py
+	$(RUN) benchmarks/spikes.py
+	$(RUN) benchmarks/spikes.py clean
+	$(RUN) benchmarks/diverging.py
 
 $(VENV)/bin/python:
 	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11))' \

@@ -25,7 +25,6 @@ WORDS = [
     "trainer.gradient_clip_val=null",
     "~callbacks.sample_text",
 ]
-LARGEST = 20.0  # losses above it leave the picture
 
 
 def main() -> None:
@@ -59,24 +58,23 @@ def _row(name: str, folder: Path) -> dict[str, Any]:
 def _draw(folders: list[Path]) -> None:
     figure, axes = pyplot.subplots(figsize=(8, 4), layout="constrained")
     without, with_it = (_rows(folder / "metrics.csv") for folder in folders)
-    seen = [(step, loss) for step, loss in without if math.isfinite(loss) and loss < LARGEST]
+    seen = [(step, loss) for step, loss in without if math.isfinite(loss)]
     axes.plot(*zip(*seen, strict=True), color="#c0392b", lw=1.2, label="without LossSpikeRollback")
-    gone = next((step for step, loss in without if not loss < LARGEST), None)
-    if gone is not None:
+    if len(seen) < len(without):
+        step, loss = seen[-1]
+        axes.plot(step, loss, "x", color="#c0392b")
         axes.annotate(
-            f"above {LARGEST:.0f} from step {gone}, then NaN",
-            (gone, LARGEST),
-            (gone + 30, LARGEST - 2),
-            color="#c0392b",
+            f"NaN from step {step + 1} on", (step, loss), (step + 10, loss), color="#c0392b"
         )
     undone = sorted((folders[1] / "undone").glob("*.csv"))
     for number, path in enumerate(undone):
-        kept = [(step, loss) for step, loss in _rows(path) if loss < LARGEST]
+        kept = [(step, loss) for step, loss in _rows(path) if math.isfinite(loss)]
         label = "steps that were undone" if number == 0 else None
         if kept:
             axes.plot(*zip(*kept, strict=True), color="#7f8c8d", lw=0.8, alpha=0.7, label=label)
     axes.plot(*zip(*with_it, strict=True), color="#2471a3", lw=1.2, label="with it")
-    axes.set(xlabel="optimizer step", ylabel="train/loss", ylim=(2, LARGEST))
+    axes.set(xlabel="optimizer step", ylabel="train/loss", yscale="log", ylim=(4, 1e5))
+    axes.yaxis.set_major_formatter("{x:g}")
     axes.legend(frameon=False)
     axes.spines[["top", "right"]].set_visible(False)
     figure.savefig(ROOT / "docs/diverging.png", dpi=120)
