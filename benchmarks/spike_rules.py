@@ -19,7 +19,7 @@ Series = Sequence[float]
 
 def ours(losses: Series, norms: Series) -> list[int]:
     """Median and MAD of a window of 128 without what was flagged: 8 deviations of loss, 16 of log norm; drift."""
-    watch = SpikeWatch(window=128, warm_up=64, loss_score=8.0, norm_score=16.0, drift_score=2.0)
+    watch = SpikeWatch(window=128, warm_up=64, loss_score=8.0, norm_score=16.0, drift_score=1.75)
     flagged = []
     for step, (loss, norm) in enumerate(zip(losses, norms, strict=True), start=1):
         reading = Reading(step=step, loss=loss, norm=norm, refused=False)

@@ -45,8 +45,11 @@ def sum_by_block(named: Iterable[tuple[str, Tensor]]) -> dict[str, float | None]
 def _sum_of_squares(tensor: Any) -> Tensor:
     """Of the whole, wherever its shards are."""
     if hasattr(tensor, "ds_tensor"):  # padded with zeros
+        in_memory = tensor.ds_tensor.status.name == "AVAILABLE"  # else on a disk
         square: Tensor = tensor.ds_tensor.double().square().sum()
+        square = square if in_memory else torch.full_like(square, torch.nan)
         if dist.get_world_size() > 1:
+            square = square.cuda() if dist.get_backend() == "nccl" else square
             dist.all_reduce(square)
         return square
     square = tensor.double().square().sum()

@@ -20,12 +20,17 @@ class LateNumbers:
         packed = torch.stack([value.detach().double() for value in values])  # [number of values]
         if not packed.is_cuda:
             return step, packed.tolist()
-        before, self._under_way = self._under_way, self._send(step, packed)
-        if before is None:
+        ready = self.take()
+        self._under_way = self._send(step, packed)
+        return ready
+
+    def take(self) -> tuple[int, list[float]] | None:
+        """What is under way, waited for."""
+        if self._under_way is None:
             return None
-        step_before, numbers, copied = before
+        (step, numbers, copied), self._under_way = self._under_way, None
         copied.synchronize()
-        return step_before, numbers.tolist()
+        return step, numbers.tolist()
 
     def forget(self) -> None:
         """After a rollback: what is under way belongs to a past that is undone."""

@@ -8,15 +8,24 @@ from typing import Any
 
 import torch
 from lightning.pytorch import Trainer
-from lightning.pytorch.strategies import DDPStrategy, ModelParallelStrategy, SingleDeviceStrategy
+from lightning.pytorch.strategies import (
+    DDPStrategy,
+    DeepSpeedStrategy,
+    ModelParallelStrategy,
+    SingleDeviceStrategy,
+)
 from torch import Tensor
+from torch.nn import Parameter
 
 _REACHABLE = (SingleDeviceStrategy, DDPStrategy, ModelParallelStrategy)
+_RATES = ("lr", "initial_lr")
 
 
 def is_reachable(trainer: Trainer) -> bool:
     """Whether `live_tensors` finds the run's state: torch's own tensors, or a strategy that answers for its engine."""
-    return hasattr(trainer.strategy, "live_tensors") or isinstance(trainer.strategy, _REACHABLE)
+    strategy = trainer.strategy
+    is_torch = isinstance(strategy, _REACHABLE) and not isinstance(strategy, DeepSpeedStrategy)
+    return hasattr(strategy, "live_tensors") or is_torch
 
 
 def live_tensors(trainer: Trainer, *, writes_back: bool) -> Iterator[tuple[str, Tensor]]:
@@ -36,12 +45,35 @@ def live_tensors(trainer: Trainer, *, writes_back: bool) -> Iterator[tuple[str, 
     for name, tensor in trainer.lightning_module.state_dict(keep_vars=True).items():
         if isinstance(tensor, Tensor) and id(tensor) not in seen:  # tied weights have two names
             seen.add(id(tensor))
-            yield f"module/{name}", _local(tensor)
+            kind = "module" if isinstance(tensor, Parameter) else "buffer"
+            yield f"{kind}/{name}", _local(tensor)
     for number, optimizer in enumerate(trainer.optimizers):
         for index, parameter in enumerate(_parameters(optimizer)):
             for key, value in optimizer.state.get(parameter, {}).items():
                 if isinstance(value, Tensor):
                     yield f"optimizer/{number}/{index}/{key}", _local(value)
+
+
+def forget_tensors(trainer: Trainer, names: list[str]) -> None:
+    """Take away what an optimizer has come to keep since: it begins with it anew, as it did then.
+
+    Args:
+        trainer: Whose optimizers.
+        names: From `live_tensors`.
+    """
+    own = getattr(trainer.strategy, "forget_tensors", None)
+    if own is not None:
+        own(names)
+        return
+    for name in names:
+        kind, _, place = name.partition("/")
+        if kind == "optimizer":
+            number, index, key = place.split("/", 2)
+            optimizer = trainer.optimizers[int(number)]
+            parameter = _parameters(optimizer)[int(index)]
+            optimizer.state[parameter].pop(key)
+            if not optimizer.state[parameter]:
+                del optimizer.state[parameter]
 
 
 def live_numbers(trainer: Trainer) -> dict[str, Any]:
@@ -71,11 +103,15 @@ def put_numbers_back(trainer: Trainer, numbers: dict[str, Any]) -> None:
     """As they were when `live_numbers` was called, however often."""
     numbers = copy.deepcopy(numbers)  # what is handed out may be changed by the one who takes it
     loop = trainer.fit_loop.epoch_loop
-    for config, state in zip(trainer.lr_scheduler_configs, numbers["schedulers"], strict=True):
-        config.scheduler.load_state_dict(state)
+    configs = trainer.lr_scheduler_configs
+    for config, state in zip(configs, numbers["schedulers"], strict=True):
+        if config.interval == "step":  # epochs go on, and with them their schedules
+            config.scheduler.load_state_dict(state)
+    by_epoch = any(config.interval == "epoch" for config in configs)
     for optimizer, groups in zip(trainer.optimizers, numbers["groups"], strict=True):
-        for group, saved in zip(optimizer.param_groups, groups, strict=True):
-            group.update(saved)
+        for group, saved in zip(optimizer.param_groups, groups, strict=False):
+            kept = {key: value for key, value in saved.items() if not by_epoch or key not in _RATES}
+            group.update(kept)
     if numbers["precision"]:
         trainer.precision_plugin.load_state_dict(numbers["precision"])
     if numbers["strategy"] is not None:

@@ -11,7 +11,8 @@ class StepCounter:
     """Tells the last micro-batch of an accumulation window from the others.
 
     `trainer.global_step` counts completed optimizer steps, so a batch that ends one changes it.
-    Changed, not grown: after a rollback inside the process it counts on from a lower number.
+    Changed, not grown: after a rollback inside the process it counts on from a lower number, which the first
+    micro-batch after it shows too.
     """
 
     def __init__(self) -> None:
@@ -23,7 +24,7 @@ class StepCounter:
     def stepped(self, trainer: Trainer) -> bool:
         """Call once per `on_train_batch_end`: did the optimizer step in this batch?"""
         before, self._last = self._last, trainer.global_step
-        return self._last != before
+        return self._last != before and not trainer.fit_loop._should_accumulate()
 
 
 def is_logged_step(trainer: Trainer) -> bool:

@@ -3,25 +3,24 @@
 Costs a sum over the ranks and 50 us a step, and a copy of the state in host memory every so many steps.
 """
 
-import math
+import logging
 from typing import Any, Literal
 
-import torch
 from lightning.fabric.utilities.exceptions import MisconfigurationException
 from lightning.pytorch import Callback, LightningModule, Trainer
 from torch import Tensor
 from torch.optim import Optimizer
 
-from callbacks.late_numbers import LateNumbers
 from callbacks.live_state import is_reachable
 from callbacks.logged_step import StepCounter, is_logged_step, log_row
 from callbacks.recovery import Recovery, data_of
 from callbacks.spike_events import tell_verdict
 from callbacks.spike_evidence import SpikeEvidence
 from callbacks.spike_ladder import Response
-from callbacks.spike_watch import Reading, SpikeWatch, Verdict
-from callbacks.step_guard import OwnGuard, StepGuard, guards_itself
+from callbacks.spike_watch import SpikeWatch, Verdict
+from callbacks.step_reader import StepReader
 
+log = logging.getLogger("lightning_recipes")
 _LARGEST_SCORE = 1e6  # in a row: a curve cannot show infinity
 
 
@@ -53,7 +52,7 @@ class LossSpikeRollback(Callback):
         warm_up: int = 64,
         loss_score: float = 8.0,
         norm_score: float = 16.0,
-        drift_score: float | None = 2.0,
+        drift_score: float | None = 1.75,
         max_skips: int = 3,
         snapshot_every: int = 50,
         num_snapshots: int = 2,
@@ -91,17 +90,10 @@ class LossSpikeRollback(Callback):
         self._evidence = SpikeEvidence(max_folders=max_evidence)
         self._snapshot_every = snapshot_every
         self._skip_batches = skip_batches
-        self._begin()
-
-    def _begin(self) -> None:
-        """What belongs to one call of `fit`."""
         self._steps = StepCounter()
-        self._late = LateNumbers()
-        self._guard = StepGuard()
-        self._own_guard: OwnGuard | None = None
+        self._reader: StepReader | None = None  # while training, where there is something to guard
         self._verdict: Verdict | None = None  # of the newest step that has been read
         self._response: Response = "none"
-        self._num_overflows = 0
         self._has_begun = False
 
     def setup(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
@@ -120,18 +112,21 @@ class LossSpikeRollback(Callback):
             )
 
     def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        self._begin()
         self._steps.start(trainer)
-        self._own_guard = None if guards_itself(pl_module) else OwnGuard(self._guard)
-        if self._own_guard is None:
-            pl_module.guard_steps(self._guard)  # type: ignore[operator]
-        self._num_overflows = _num_overflows(trainer)
-        self._set_limits()
+        self._verdict, self._response, self._has_begun = None, "none", False
+        self._reader = None
+        if pl_module.automatic_optimization:
+            self._reader = StepReader(self._watch, trainer, pl_module)
+        elif trainer.is_global_zero:
+            log.warning("LossSpikeRollback is off: the module steps its optimizers by hand")
 
     def on_train_batch_start(
         self, trainer: Trainer, pl_module: LightningModule, batch: Any, batch_idx: int
     ) -> None:
+        if self._reader is None:
+            return
         self._evidence.note(trainer, batch)
+        self._reader.begin_batch(pl_module)
         if self._has_begun:
             return
         self._has_begun = True
@@ -142,38 +137,40 @@ class LossSpikeRollback(Callback):
     def on_before_backward(
         self, trainer: Trainer, pl_module: LightningModule, loss: Tensor
     ) -> None:
-        if self._own_guard is not None:
-            self._own_guard.add_loss(trainer, loss)
+        if self._reader is not None:
+            self._reader.add_loss(trainer, loss)
 
     def on_before_optimizer_step(
         self, trainer: Trainer, pl_module: LightningModule, optimizer: Optimizer
     ) -> None:
-        self._recovery.rollback.wait_until_copied()
-        if self._own_guard is not None:
-            self._own_guard.guard_step(trainer, optimizer)
+        if self._reader is not None:
+            self._recovery.rollback.wait_until_copied()
+            self._reader.guard_step(trainer, optimizer)
 
     def on_train_batch_end(
         self, trainer: Trainer, pl_module: LightningModule, outputs: Any, batch: Any, batch_idx: int
     ) -> None:
-        if not self._steps.stepped(trainer):
+        if self._reader is None or not self._steps.stepped(trainer):
             return
-        self._verdict = self._judge(trainer, pl_module)
+        self._verdict = self._reader.read(trainer)
         self._response = "none"
         if self._verdict is not None:
             self._response = self._recovery.ladder.step(
                 refused=self._verdict.refused, drifts=self._verdict.drifts
             )
-            self._set_limits()
+            self._reader.set_limits()
         if is_logged_step(trainer):
             log_row(pl_module, self._row())
-        if not hasattr(pl_module, "row"):  # else whoever writes the row calls, when it is written
+        if not getattr(
+            pl_module, "writes_rows", False
+        ):  # else whoever writes the row calls, when it is written
             self.after_row(trainer, pl_module)
 
     def after_row(self, trainer: Trainer, pl_module: LightningModule) -> None:
         """The step is told; now do about it what there is to do."""
         verdict, self._verdict = self._verdict, None
         clock = self._recovery.ladder.counts.clock
-        if verdict is None:
+        if verdict is None or self._reader is None:
             return
         tell_verdict(trainer, verdict, self._response)
         is_first = len(self._recovery.ladder.counts.recent_skips) == 1
@@ -184,9 +181,8 @@ class LossSpikeRollback(Callback):
         if self._response in ("rollback", "rollback_and_cut"):
             cuts = self._response == "rollback_and_cut"
             self._recovery.go_back(trainer, pl_module, verdict, cuts=cuts)
-            self._late.forget()
+            self._reader.go_back()
             self._evidence.forget()
-            self._set_limits()
             self._steps.start(trainer)
             return
         self._recovery.end_cut_if_due(trainer)
@@ -196,33 +192,16 @@ class LossSpikeRollback(Callback):
             self._recovery.take_snapshot(trainer, is_good=is_first)
 
     def on_train_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        last = None if self._reader is None else self._reader.read_last(trainer)
+        if last is not None:
+            self._recovery.ladder.step(refused=last.refused, drifts=False)
+            tell_verdict(trainer, last, "skip")
         self._recovery.rollback.drop()
 
     def on_exception(
         self, trainer: Trainer, pl_module: LightningModule, exception: BaseException
     ) -> None:
         self._recovery.rollback.drop()
-
-    def _judge(self, trainer: Trainer, pl_module: LightningModule) -> Verdict | None:
-        """What is known by now: on a GPU about the step before; None: nothing."""
-        guard = self._guard
-        if guard.loss is None or guard.refused is None:
-            return None
-        norm = guard.norm if guard.norm is not None else torch.tensor(math.nan)
-        values = [guard.loss.to(norm.device), norm, guard.refused]
-        ready = self._late.exchange(trainer.global_step, values)
-        overflows, self._num_overflows = self._num_overflows, _num_overflows(trainer)
-        if ready is None:
-            return None
-        step, (loss, norm_value, refused) = ready
-        reading = Reading(step=step, loss=loss, norm=norm_value, refused=bool(refused))
-        overflowed = self._num_overflows > overflows
-        if self._own_guard is not None and not math.isfinite(norm_value):  # nobody counts for us
-            overflowed = getattr(trainer.precision_plugin, "scaler", None) is not None
-        return self._watch.judge(reading, overflowed=overflowed)
-
-    def _set_limits(self) -> None:
-        self._guard.largest_loss, self._guard.largest_norm = self._watch.limits()
 
     def _row(self) -> dict[str, float]:
         counts = self._recovery.ladder.counts
@@ -251,8 +230,3 @@ class LossSpikeRollback(Callback):
         self._recovery.ladder.load_state_dict(state_dict["ladder"])
         self._recovery.cut.load_state_dict(state_dict["cut"])
         self._evidence.num_folders = state_dict["num_evidence"]
-
-
-def _num_overflows(trainer: Trainer) -> int:
-    """Steps that a loss scaler has skipped, where somebody counts them; no device is asked."""
-    return int(getattr(trainer.strategy, "num_overflows", 0))

@@ -4,6 +4,13 @@ from typing import Any
 
 from lightning.pytorch import Trainer
 
+_RATES = {
+    "lr",
+    "initial_lr",
+    "max_lr",
+    "min_lr",
+}  # of a group, as torch's schedules leave them there
+
 
 class LearningRateCut:
     """Multiplies rates and what schedules start from, and takes it back.
@@ -58,15 +65,24 @@ class LearningRateCut:
     def _scale(self, trainer: Trainer, factor: float) -> None:
         for optimizer in trainer.optimizers:
             for group in optimizer.param_groups:
-                group["lr"] *= factor
-        for config in trainer.lr_scheduler_configs:
-            if hasattr(config.scheduler, "base_lrs"):
-                config.scheduler.base_lrs = [base * factor for base in config.scheduler.base_lrs]
+                for key in _RATES & group.keys():
+                    group[key] *= factor
+        for scheduler in _schedulers(trainer):
+            if hasattr(scheduler, "base_lrs"):
+                scheduler.base_lrs = [base * factor for base in scheduler.base_lrs]
         self._bases = _bases(trainer)
 
 
 def _bases(trainer: Trainer) -> list[list[float]]:
     return [
-        [float(base) for base in getattr(config.scheduler, "base_lrs", [])]
-        for config in trainer.lr_scheduler_configs
+        [float(base) for base in getattr(scheduler, "base_lrs", [])]
+        for scheduler in _schedulers(trainer)
     ]
+
+
+def _schedulers(trainer: Trainer) -> list[Any]:
+    """Every schedule, those inside of others too."""
+    found: list[Any] = [config.scheduler for config in trainer.lr_scheduler_configs]
+    for scheduler in found:
+        found += getattr(scheduler, "_schedulers", [])
+    return found

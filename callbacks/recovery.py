@@ -5,6 +5,7 @@ from collections.abc import Iterator
 from typing import Any, Literal, NoReturn
 
 from lightning.pytorch import LightningModule, Trainer
+from lightning.pytorch.callbacks import ModelCheckpoint
 
 from callbacks.lr_cut import LearningRateCut
 from callbacks.rollback import Rollback
@@ -131,6 +132,11 @@ class Recovery:
         if cuts:
             self.cut.cut(trainer, self._lr_factor, until=clock + self._lr_cut_steps)
         to_step = trainer.global_step
+        for callback in trainer.callbacks:  # type: ignore[attr-defined]
+            if isinstance(
+                callback, ModelCheckpoint
+            ):  # else it takes the step made again for one it has saved
+                callback._last_global_step_saved = min(callback._last_global_step_saved, to_step)
         for listener in _listeners(trainer, pl_module):
             listener.on_rollback(trainer, pl_module, from_step, to_step)
         if self._rewinds_data:

@@ -9,9 +9,10 @@ import torch
 import torch.distributed as dist
 from lightning.fabric.utilities.exceptions import MisconfigurationException
 from lightning.pytorch import Trainer
+from torch import Tensor
 
 from callbacks.host_memory import available_bytes
-from callbacks.live_state import live_numbers, live_tensors, put_numbers_back
+from callbacks.live_state import forget_tensors, live_numbers, live_tensors, put_numbers_back
 from callbacks.run_folder import run_folder
 from callbacks.snapshot import Snapshot, SnapshotRing
 
@@ -90,7 +91,8 @@ class Rollback:
         """
         assert self._ring is not None, "a snapshot comes out of it"
         self._ring.forget_after(snapshot)
-        snapshot.put_back(live_tensors(trainer, writes_back=True))
+        new = snapshot.put_back(live_tensors(trainer, writes_back=True))
+        forget_tensors(trainer, new)
         put_numbers_back(trainer, snapshot.numbers)
         beside: dict[str, Any] = snapshot.numbers["beside"]
         return beside
@@ -115,7 +117,8 @@ class Rollback:
         )
 
     def _fits(self, trainer: Trainer, folder: Path) -> bool:
-        needed = sum(tensor.nbytes for _, tensor in live_tensors(trainer, writes_back=False))
+        tensors = live_tensors(trainer, writes_back=False)
+        needed = sum(_bytes_of_copy(tensor) for _, tensor in tensors)
         available = available_bytes()
         of_node = needed * self._num_snapshots * _ranks_of_node(trainer)
         # by itself only half of what is left: data, checkpoints and other processes need some too
@@ -134,6 +137,13 @@ class Rollback:
                 f" they are kept on disk, in {folder.parent}"
             )
         return fits
+
+
+def _bytes_of_copy(tensor: Tensor) -> int:
+    """Pinned memory, which a GPU is copied to, comes in powers of two."""
+    return (
+        1 << (tensor.nbytes - 1).bit_length() if tensor.is_cuda and tensor.nbytes else tensor.nbytes
+    )
 
 
 def _folder(trainer: Trainer) -> Path:

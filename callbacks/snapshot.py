@@ -11,6 +11,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+EARLY = "buffer/"  # names of what the next forward pass changes: set aside at once
 Named = Iterable[tuple[str, Tensor]]
 
 
@@ -54,6 +55,9 @@ class Snapshot:
             if tensor.is_cuda and stream is None:
                 stream = torch.cuda.Stream(tensor.device)  # type: ignore[no-untyped-call]
                 stream.wait_stream(torch.cuda.current_stream(tensor.device))
+            if tensor.is_cuda and name.startswith(EARLY):
+                tensor = tensor.clone()
+                stream.wait_stream(torch.cuda.current_stream(tensor.device))
             buffer = self._buffer(name, tensor)
             if tensor.is_cuda:
                 with torch.cuda.stream(stream):
@@ -71,16 +75,21 @@ class Snapshot:
             torch.cuda.current_stream().wait_event(self._copied)
 
     @torch.no_grad()
-    def put_back(self, tensors: Named) -> None:
+    def put_back(self, tensors: Named) -> list[str]:
         """Copy the buffers into tensors of the same names.
 
-        Raises:
-            KeyError: There is a tensor that was not there when the snapshot was taken.
+        Returns:
+            Names of tensors that were not there when the snapshot was taken; they are left as they are.
         """
         if self._copied is not None:
             self._copied.synchronize()
+        new = []
         for name, tensor in tensors:
-            tensor.detach().copy_(self._buffers[name])
+            if name in self._buffers:
+                tensor.detach().copy_(self._buffers[name])
+            else:
+                new.append(name)
+        return new
 
     def drop(self) -> None:
         """Give the memory back."""

@@ -24,7 +24,7 @@ class Alarm:
 
     Attributes:
         kind: `non_finite`, `spike` (this value) or `drift` (the recent ones together).
-        value: The value; for a drift, the median of the recent ones.
+        value: The value; for a drift, the median of the newest ones.
         expected: What it is compared with; NaN where nothing is known yet.
         score: By how many robust standard deviations it is above that; inf for a value that is not finite.
     """
@@ -42,8 +42,8 @@ class SpikeDetector:
         window: So many recent values in line are what a value is compared with.
         warm_up: Values before there can be a spike; at most `window`.
         spike_score: Robust standard deviations above the median from which a value is a spike.
-        drift_score: The same for the median of a full window, above the lowest median so far. None: no drift is
-            looked for. Norms of a healthy run rise for thousands of steps, losses do not.
+        drift_score: The same for the median of the newer half of a full window, above its lowest so far. None: no
+            drift is looked for. Norms of a healthy run rise for thousands of steps, losses do not.
         drift_patience: Values in a row for which that must hold.
         logarithmic: Whether the series is one of ratios, such as gradient norms: its logarithm is looked at.
 
@@ -57,7 +57,7 @@ class SpikeDetector:
         window: int = 128,
         warm_up: int = 64,
         spike_score: float = 8.0,
-        drift_score: float | None = 2.0,
+        drift_score: float | None = 1.75,
         drift_patience: int = 20,
         logarithmic: bool = False,
     ) -> None:
@@ -69,7 +69,7 @@ class SpikeDetector:
         self._drift_patience = drift_patience
         self._logarithmic = logarithmic
         self._values: deque[float] = deque(maxlen=window)
-        self._lowest: tuple[float, float] | None = None  # median of a full window, and its spread
+        self._lowest: tuple[float, float] | None = None  # median of half a window, and its spread
         self._num_above = 0
 
     @property
@@ -133,7 +133,8 @@ class SpikeDetector:
     def _drift(self) -> Alarm | None:
         if self._drift_score is None or len(self._values) < (self._values.maxlen or 0):
             return None
-        center, spread = _center_and_spread(self._values)
+        newest = list(self._values)[len(self._values) // 2 :]
+        center, spread = _center_and_spread(newest)
         if self._lowest is None or center < self._lowest[0]:
             self._lowest, self._num_above = (center, spread), 0
             return None

@@ -1,8 +1,10 @@
 """What a step out of line was made of, in a folder a person can open. A forward pass where there is something."""
 
+import contextlib
 import json
 import logging
 import math
+import shutil
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
@@ -70,30 +72,51 @@ class SpikeEvidence:
         if parent is None or self.num_folders >= self._max_folders:
             return
         self.num_folders += 1
-        folder = Path(trainer.strategy.broadcast(str(parent))) / FOLDER
-        folder /= f"step_{verdict.reading.step:07d}"
-        folder.mkdir(parents=True, exist_ok=True)
+        folder = parent / FOLDER / f"step_{verdict.reading.step:07d}"
+        if trainer.is_global_zero:
+            shutil.rmtree(folder, ignore_errors=True)  # of a step of that number which was undone
+        folder = Path(trainer.strategy.broadcast(str(folder)))
         parts = [one for one in self._newest if one.step == verdict.reading.step]
         losses = [_sample_losses(pl_module, one.batch) for one in parts]
-        rank_file = folder / f"rank_{trainer.global_rank:05d}.pt"
+        try:
+            self._write_rank(trainer, pl_module, folder, parts, losses, verdict)
+        except (
+            OSError
+        ) as error:  # it is no reason to end a run, nor to leave the other ranks waiting
+            log.warning(f"{folder} could not be written: {error.strerror}")
+        of_ranks = _gather([None if loss is None else loss.tolist() for loss in losses])
+        block_norms = norms_by_block(pl_module)
+        if trainer.is_global_zero:
+            told = _describe(trainer, verdict, watch) | {"weight_norms": block_norms}
+            with contextlib.suppress(OSError):  # told above
+                folder.mkdir(parents=True, exist_ok=True)
+                (folder / "spike.json").write_text(json.dumps(told, indent=2) + "\n")
+                _write_samples(folder / "samples.jsonl", trainer, parts, of_ranks)
+                log.warning(f"Step {verdict.reading.step}: what it was made of is in {folder}")
+
+    @staticmethod
+    def _write_rank(
+        trainer: Trainer,
+        pl_module: LightningModule,
+        folder: Path,
+        parts: list[_MicroBatch],
+        losses: list[Tensor | None],
+        verdict: Verdict,
+    ) -> None:
+        folder.mkdir(parents=True, exist_ok=True)
         torch.save(
             {
                 "batches": [_on_host(one.batch) for one in parts],
                 "losses": losses,
                 "random": [one.random for one in parts],
             },
-            rank_file,
+            folder / f"rank_{trainer.global_rank:05d}.pt",
         )
         save_weights = getattr(pl_module, "save_weights", None)
-        if callable(save_weights) and verdict.refused:  # they are those that the step was made from
+        # on a GPU the step after has been made by now, and these are not the weights of that step any more
+        are_those = verdict.refused and verdict.reading.step == trainer.global_step
+        if callable(save_weights) and are_those:
             save_weights(folder / "weights")
-        of_ranks = _gather([None if loss is None else loss.tolist() for loss in losses])
-        block_norms = norms_by_block(pl_module)
-        if trainer.is_global_zero:
-            told = _describe(trainer, verdict, watch) | {"weight_norms": block_norms}
-            (folder / "spike.json").write_text(json.dumps(told, indent=2) + "\n")
-            _write_samples(folder / "samples.jsonl", trainer, parts, of_ranks)
-            log.warning(f"Step {verdict.reading.step}: what it was made of is in {folder}")
 
 
 def _describe(trainer: Trainer, verdict: Verdict, watch: SpikeWatch) -> dict[str, Any]:

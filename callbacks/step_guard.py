@@ -66,19 +66,47 @@ class OwnGuard:
     def guard_step(self, trainer: Trainer, optimizer: Optimizer) -> None:
         """Call in `on_before_optimizer_step`: a step that is refused loses its gradients."""
         loss, self._window_loss = self._window_loss, None
-        assert loss is not None, "a step without a backward pass"
+        if loss is None:  # the module has passed over this batch
+            self._guard.loss = self._guard.refused = None
+            return
         self._guard.loss = _mean_over_ranks(loss)
         norm = global_norm(optimizer)
-        if norm is not None and bool(self._guard.judge(norm)):
+        scaler: Any = getattr(trainer.precision_plugin, "scaler", None)
+        # a fused optimizer unscales inside its kernel, after the scaler has looked for infinities
+        still_scaled = scaler is not None and getattr(
+            optimizer, "_step_supports_amp_scaling", False
+        )
+        if norm is not None and bool(
+            self._guard.judge(norm / scaler._scale if still_scaled else norm)
+        ):
             for group in optimizer.param_groups:
                 for parameter in group["params"]:
-                    parameter.grad = None
+                    if not still_scaled:
+                        parameter.grad = None
+                    elif parameter.grad is not None:
+                        parameter.grad.fill_(
+                            torch.inf
+                        )  # the scaler skips it, and takes it for an overflow
 
 
 def guards_itself(pl_module: LightningModule) -> bool:
     """Whether a module takes a guard: `guard_steps(guard)`."""
     own: Any = getattr(pl_module, "guard_steps", None)
     return callable(own)
+
+
+@torch.no_grad()
+def keep_buffers(kept: list[tuple[Tensor, Tensor]], refused: Tensor | None) -> None:
+    """Give buffers back what they held before a step that was refused: running statistics that saw a NaN keep it.
+
+    Args:
+        kept: Buffers with their copies.
+        refused: A 0-dim bool tensor; None: there was no step. Not read on the host where it lies on a GPU.
+    """
+    if refused is None or not kept or (not refused.is_cuda and not bool(refused)):
+        return
+    for buffer, before in kept:
+        buffer.copy_(torch.where(refused.to(buffer.device), before, buffer))
 
 
 def _mean_over_ranks(value: Tensor) -> Tensor:

@@ -29,7 +29,10 @@ def refuse(
     nothing on a CPU and one wait for the device on a GPU.
     """
     own: Any = getattr(optimizer, "_optimizer", optimizer)  # not into Lightning's wrapper
-    if refused.is_cuda and all(group.get("fused") for group in own.param_groups):
+    is_fused = all(group.get("fused") for group in own.param_groups)
+    if (
+        refused.is_cuda and is_fused and own.state
+    ):  # the first step makes the moments, refused or not
         own.found_inf = refused.float()
     elif bool(refused):
         for parameter in parameters:

@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from recipes.checkpoint.zero import count_up, is_stage_3
 from recipes.checkpoint.zero_3 import in_memory
 
-_COUNTERS = ("global_steps", "global_samples", "skipped_steps", "micro_steps")
+_COUNTERS = ("global_steps", "global_samples", "micro_steps")
 
 
 class ShowsLiveState:
@@ -37,6 +37,15 @@ class ShowsLiveState:
         for name, buffer in module.named_buffers():
             if name in persistent:
                 yield f"buffer/{name}", buffer
+
+    def forget_tensors(self, names: list[str]) -> None:
+        """Take away moments that have come since."""
+        flats = _flats(self.optimizers[0])
+        for name in names:
+            kind, _, place = name.partition("/")
+            if kind == "moment":
+                moment, _, index = place.rpartition("/")
+                self.optimizers[0].optimizer.state[flats[int(index)]].pop(moment)
 
     def live_numbers(self) -> dict[str, Any]:
         """What is not a tensor: the engine's counters, steps that an optimizer counts in an int, the loss scale."""

@@ -1,5 +1,6 @@
 """When checkpoints are written: every so many steps or minutes, where training ends, and when a signal asks."""
 
+import logging
 import time
 from pathlib import Path
 from typing import Any, Literal
@@ -24,6 +25,7 @@ from recipes.checkpoint.validation_due import validate_now
 from recipes.checkpoint.writer import CheckpointWriter
 from recipes.preemption import Preempted, hand_over, requested_by
 
+LOGGER = logging.getLogger("lightning_recipes")
 _STOP, _SAVE, _GIVE_UP = "stop", "save", "give up"
 
 
@@ -145,7 +147,10 @@ class CheckpointSaver(Checkpoint):
         if self.finished.record(trainer, self._writer.ended(wait=True)):
             self._agreement.ask(_GIVE_UP)
         if trainer.is_global_zero:
-            rename_after(self._folder(trainer), to_step, UNDONE)
+            try:
+                rename_after(self._folder(trainer), to_step, UNDONE)
+            except OSError as error:  # the others wait below
+                LOGGER.error(f"Checkpoints after step {to_step} keep their names: {error.strerror}")
         trainer.strategy.barrier()
         self._seen_step = to_step - 1  # the step under way is looked at as any other
         self._saved_step = self._validated_step = -1

@@ -113,15 +113,20 @@ class CsvLogger(Logger):
     @rank_zero_only
     def on_rollback(self, trainer: Any, pl_module: Any, from_step: int, to_step: int) -> None:
         """The rows after the step gone back to leave metrics.csv, which has one row a step, for a file of their own."""
-        undone = [row for row in _read(self._folder / METRICS_FILE) if int(row["step"]) > to_step]
-        if undone:
-            text = io.StringIO(newline="")
-            writer = csv.DictWriter(text, list(undone[0]))
-            writer.writeheader()
-            writer.writerows(undone)
-            folder = self._folder / UNDONE_FOLDER
-            folder.mkdir(exist_ok=True)
-            _replace(folder / f"steps_{to_step + 1:07d}_to_{from_step:07d}.csv", text.getvalue())
+        with self._or_later():
+            undone = [
+                row for row in _read(self._folder / METRICS_FILE) if int(row["step"]) > to_step
+            ]
+            if undone:
+                text = io.StringIO(newline="")
+                writer = csv.DictWriter(text, list(undone[0]))
+                writer.writeheader()
+                writer.writerows(undone)
+                folder = self._folder / UNDONE_FOLDER
+                folder.mkdir(exist_ok=True)
+                _replace(
+                    folder / f"steps_{to_step + 1:07d}_to_{from_step:07d}.csv", text.getvalue()
+                )
         self._drop_rows_after(to_step)
 
     @rank_zero_only

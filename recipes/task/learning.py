@@ -44,6 +44,7 @@ class LearningTask(Resumable, ABC):
     """
 
     input_kind: ClassVar[str]
+    writes_rows: ClassVar[bool] = True  # by `RowWriter`, once a step
     model: nn.Module
 
     def __init__(

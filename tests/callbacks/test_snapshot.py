@@ -41,11 +41,13 @@ def test_what_is_put_back_is_what_was_there(in_files: bool, tmp_path: Path) -> N
     assert not (tmp_path / "snapshots/0").exists()
 
 
-def test_a_new_tensor_cannot_be_put_back() -> None:
+def test_a_tensor_that_has_come_since_is_named_and_left_alone() -> None:
     snapshot = Snapshot()
     snapshot.take([("one", torch.ones(2))])
-    with pytest.raises(KeyError, match="two"):
-        snapshot.put_back([("two", torch.ones(2))])
+    one, two = torch.zeros(2), torch.full((2,), 5.0)
+    assert snapshot.put_back([("one", one), ("two", two)]) == ["two"]
+    assert one.tolist() == [1, 1]
+    assert two.tolist() == [5, 5]
 
 
 def test_only_what_is_out_of_quarantine_is_gone_back_to_and_the_good_one_outlives_the_next() -> (

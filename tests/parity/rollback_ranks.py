@@ -15,22 +15,25 @@ from lightning.pytorch.callbacks import Callback  # noqa: E402
 from run_cases import carry_out  # noqa: E402
 from support import ROOT, composed_config, read_metrics  # noqa: E402
 
+from callbacks import loss_spike  # noqa: E402
 from callbacks.loss_spike import LossSpikeRollback  # noqa: E402
 from callbacks.spike_detector import Alarm  # noqa: E402
 from callbacks.spike_watch import Reading, Verdict  # noqa: E402
+from callbacks.step_reader import StepReader  # noqa: E402
 from recipes.build import build  # noqa: E402
 
 
-class GoesBackOnce(LossSpikeRollback):
+class DriftsOnce(StepReader):
     """Takes a step for a drift whose loss is as ever."""
 
     at: int
+    spikes: LossSpikeRollback
 
-    def _judge(self, trainer: Any, pl_module: Any) -> Verdict | None:
-        verdict = super()._judge(trainer, pl_module)
+    def read(self, trainer: Any) -> Verdict | None:
+        verdict = super().read(trainer)
         assert verdict is not None
         assert not verdict.refused, verdict
-        if self._recovery.ladder.counts.clock + 1 != self.at:
+        if self.spikes._recovery.ladder.counts.clock + 1 != self.at:
             return verdict
         reading = Reading(step=self.at, loss=verdict.reading.loss, norm=None, refused=False)
         alarm = Alarm(kind="drift", value=reading.loss, expected=0.0, score=9.0)
@@ -40,12 +43,12 @@ class GoesBackOnce(LossSpikeRollback):
 class Losses(Callback):
     """The loss of every step that is made, over all ranks, as the guard sees it."""
 
-    def __init__(self, spikes: GoesBackOnce) -> None:
+    def __init__(self, spikes: LossSpikeRollback) -> None:
         self.made: list[tuple[int, float]] = []
         self._spikes = spikes
 
     def on_before_optimizer_step(self, trainer: Any, pl_module: Any, optimizer: Any) -> None:
-        self.made.append((trainer.global_step + 1, float(self._spikes._guard.loss)))
+        self.made.append((trainer.global_step + 1, float(self._spikes._reader.loss)))
 
 
 def run_case(case: dict[str, Any], folder: Path) -> dict[str, Any]:
@@ -56,8 +59,9 @@ def run_case(case: dict[str, Any], folder: Path) -> dict[str, Any]:
     arguments |= {"snapshot_every": case["to"], "quarantine_steps": case["to"]}
     arguments |= case["arguments"]
     arguments.pop("_target_")
-    spikes = GoesBackOnce(**arguments, rewinds_data=True)
-    spikes.at = case["at"]
+    spikes = LossSpikeRollback(**arguments, rewinds_data=True)
+    DriftsOnce.at, DriftsOnce.spikes = case["at"], spikes
+    loss_spike.StepReader = DriftsOnce  # type: ignore[misc]
     losses = Losses(spikes)
     run.trainer.callbacks[1:1] = [losses, spikes]  # type: ignore[attr-defined]
     run.trainer.fit(run.task, datamodule=run.data)
