@@ -15,6 +15,7 @@ import torch
 import yaml
 from lightning.fabric.utilities.exceptions import MisconfigurationException
 from lightning.pytorch import Callback
+from lightning.pytorch.callbacks import ModelCheckpoint
 from lightning.pytorch.plugins import MixedPrecision
 from torch import Tensor
 from torch.utils.data import DataLoader, TensorDataset
@@ -237,3 +238,88 @@ def test_under_lightnings_own_ddp_both_ranks_skip_and_go_back_together(tmp_path:
     # one skip for the gradient of one rank, four for the lost weight
     assert summary == {"rollbacks": 1, "skipped_steps": 5}
     assert steps < 60
+
+
+def test_running_statistics_come_back_with_a_step_that_is_refused(
+    noisy: Any, make_trainer: Any
+) -> None:
+    class Normed(noisy):  # type: ignore[misc, valid-type]
+        def __init__(self) -> None:
+            super().__init__()
+            self.layer = torch.nn.Sequential(torch.nn.BatchNorm1d(4), torch.nn.Linear(4, 1))
+
+    torch.manual_seed(0)
+    module = Normed()
+    spikes = LossSpikeRollback(**SMALL)
+    make_trainer(callbacks=[Poison(at=30, what="nan"), spikes]).fit(module)
+    assert spikes.summary()["skipped_steps"] == 1
+    assert all(bool(one.isfinite().all()) for one in module.buffers())
+    assert int(module.layer[0].num_batches_tracked) == 59
+
+
+def test_a_batch_that_the_module_passes_over_is_no_spike(noisy: Any, make_trainer: Any) -> None:
+    class PassesOver(noisy):  # type: ignore[misc, valid-type]
+        def training_step(self, batch: list[Tensor], batch_idx: int) -> Any:
+            return None if batch_idx in (7, 30) else super().training_step(batch, batch_idx)
+
+    torch.manual_seed(0)
+    spikes = LossSpikeRollback(**SMALL)
+    make_trainer(callbacks=[spikes]).fit(PassesOver())
+    assert spikes.summary() == {"rollbacks": 0, "skipped_steps": 0}
+
+
+def test_lightnings_checkpoint_of_a_step_made_again_is_that_of_the_second_time(
+    noisy: Any, make_trainer: Any, tmp_path: Path
+) -> None:
+    torch.manual_seed(0)
+    module = noisy()
+    saver = ModelCheckpoint(tmp_path, "{step}", every_n_train_steps=30, save_top_k=-1)
+    seen: list[Tensor] = []
+
+    class Keeps(Callback):
+        def on_train_batch_end(self, trainer: Any, pl_module: Any, *_: Any) -> None:
+            if trainer.global_step == 30:
+                seen.append(pl_module.layer.weight.detach().clone())
+
+    trainer = make_trainer(
+        callbacks=[Poison(at=35, what="weight"), LossSpikeRollback(**SMALL), Keeps(), saver],
+        enable_checkpointing=True,
+    )
+    trainer.fit(module)
+    assert len(seen) == 2
+    newest = max(tmp_path.glob("step=30*.ckpt"), key=lambda path: path.stat().st_mtime_ns)
+    saved = torch.load(newest, weights_only=True)["state_dict"]["layer.weight"]
+    assert torch.equal(saved, seen[1])
+
+
+@pytest.mark.parametrize("kind", ["sequential", "one cycle", "lambda"])
+def test_a_cut_holds_under_the_schedules_of_torch(kind: str) -> None:
+    from types import SimpleNamespace
+
+    from callbacks.lr_cut import LearningRateCut
+
+    def make() -> tuple[Any, Any]:
+        optimizer = torch.optim.SGD([torch.nn.Parameter(torch.zeros(1))], lr=1.0, momentum=0.9)
+        schedules = torch.optim.lr_scheduler
+        if kind == "one cycle":
+            return optimizer, schedules.OneCycleLR(optimizer, max_lr=1.0, total_steps=40)
+        first = schedules.LambdaLR(optimizer, lambda step: 0.5 + step / 40)
+        if kind == "lambda":
+            return optimizer, first
+        second = schedules.LambdaLR(optimizer, lambda step: 1 - step / 40)
+        return optimizer, schedules.SequentialLR(optimizer, [first, second], [15])
+
+    (plain, schedule), (cut, cut_schedule) = make(), make()
+    trainer: Any = SimpleNamespace(
+        optimizers=[cut], lr_scheduler_configs=[SimpleNamespace(scheduler=cut_schedule)]
+    )
+    one = LearningRateCut()
+    for step in range(30):
+        if step == 10:
+            one.cut(trainer, 0.5, until=20)
+        one.end_if_due(trainer, step)
+        share = 0.5 if 10 <= step < 20 else 1.0
+        assert cut.param_groups[0]["lr"] == pytest.approx(share * plain.param_groups[0]["lr"]), step
+        for optimizer, its in ((plain, schedule), (cut, cut_schedule)):
+            optimizer.step()
+            its.step()

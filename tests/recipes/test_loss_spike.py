@@ -251,3 +251,27 @@ def test_a_run_that_nothing_helps_ends_with_3_and_names_its_last_good_checkpoint
     assert len(named(events, "stop")) == 1
     assert len(named(events, "rollback")) == 2
     assert json.loads((folder / "summary.json").read_text())["status"] == "diverged"
+
+
+def test_the_rows_after_a_rollback_are_those_of_whole_steps(
+    tmp_path: Path, text_folder: str
+) -> None:
+    fault = FaultAt(kind="weight", step=36)
+    words = ["trainer.max_steps=60", "micro_batch_size=4"]
+    rows, events = train(tmp_path, text_folder, *words, callbacks=(fault,))
+    [(_, to_step)] = named(events, "rollback")
+    assert [row["step"] for row in rows] == list(range(1, 61))
+    norms = [row["grad/norm"] for row in rows]
+    assert norms[to_step - 1] < 3 * norms[to_step - 2], "of its own step, not of one that is undone"
+
+
+def test_an_average_that_begins_after_a_resume_is_forgotten_by_a_rollback(
+    tmp_path: Path, text_folder: str
+) -> None:
+    """The snapshot at the resume knows no average; the run goes back to it all the same."""
+    train(tmp_path / "first", text_folder, "trainer.max_steps=30", "save_every=30")
+    fault = FaultAt(kind="weight", step=33)
+    checkpoint = tmp_path / "first/checkpoints/step_0000030.ckpt"
+    words = ["trainer.max_steps=80", f"resume={checkpoint}", "ema_decay=0.9"]
+    _, events = train(tmp_path / "second", text_folder, *words, callbacks=(fault,))
+    assert named(events, "rollback")[0] == ("rollback", 30)
