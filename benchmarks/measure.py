@@ -82,8 +82,14 @@ def in_turn(num_rounds: int) -> Iterator[int]:
         yield number
 
 
-def report(name: str, rows: list[dict[str, Any]]) -> None:
-    """Print a table and keep it with the machine, the versions and the command."""
+def report(name: str, rows: list[dict[str, Any]], *, command: str | None = None) -> None:
+    """Print a table and keep it with the machine, the versions and the command.
+
+    Args:
+        name: Of the file in `results/`.
+        rows: With the same keys, the columns.
+        command: What was typed; None: the script of that name.
+    """
     columns = list(rows[0])
     widths = [max(len(column), *(len(str(row[column])) for row in rows)) for column in columns]
     for cells in [
@@ -95,5 +101,6 @@ def report(name: str, rows: list[dict[str, Any]]) -> None:
     RESULTS.mkdir(exist_ok=True)
     where = describe_environment([])
     kept = {key: where[key] for key in ("devices", "num_cpus", "num_threads", "python", "packages")}
-    record = {"command": f"python benchmarks/{name}.py", "rows": rows} | kept
+    typed = command or f"python benchmarks/{name}.py"
+    record = {"command": typed, "rows": rows} | kept
     (RESULTS / f"{name}.json").write_text(json.dumps(record, indent=2) + "\n")

@@ -57,7 +57,7 @@ CLEAN_STEPS = 20_000
 
 def main() -> None:
     if sys.argv[1:] == ["clean"]:
-        report("spikes_clean", _clean())
+        report("spikes_clean", _clean(), command="python benchmarks/spikes.py clean")
         return
     outcomes = []
     for engine, (world_size, num_seeds) in ENGINES.items():

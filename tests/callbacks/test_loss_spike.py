@@ -20,7 +20,7 @@ from lightning.pytorch.plugins import MixedPrecision
 from torch import Tensor
 from torch.utils.data import DataLoader, TensorDataset
 
-from callbacks import LossSpikeRollback
+from callbacks import LossSpikeRollback, rollback
 from callbacks.recovery import TrainingDivergedError
 
 CONF = Path(__file__).parents[2] / "conf/callbacks/loss_spike.yaml"
@@ -323,3 +323,31 @@ def test_a_cut_holds_under_the_schedules_of_torch(kind: str) -> None:
         for optimizer, its in ((plain, schedule), (cut, cut_schedule)):
             optimizer.step()
             its.step()
+
+
+@pytest.mark.parametrize("snapshots_in", ["auto", "memory"])
+def test_snapshots_that_do_not_fit_go_to_disk_by_a_line_or_are_refused(
+    noisy: Any, make_trainer: Any, tmp_path: Path, monkeypatch: Any, caplog: Any, snapshots_in: Any
+) -> None:
+    monkeypatch.setattr(rollback, "available_bytes", lambda: 100)
+    on_disk: list[int] = []
+
+    class Looks(Callback):
+        def on_train_batch_end(self, trainer: Any, *_: Any) -> None:
+            on_disk.append(len(list((tmp_path / "run/snapshots").rglob("*.bin"))))
+
+    torch.manual_seed(0)
+    module = noisy()
+    spikes = LossSpikeRollback(**SMALL, snapshots_in=snapshots_in)
+    trainer = make_trainer(callbacks=[Poison(at=35, what="weight"), spikes, Looks()])
+    if snapshots_in == "memory":
+        with pytest.raises(MisconfigurationException, match="snapshots_in=disk"):
+            trainer.fit(module)
+        return
+    with caplog.at_level(logging.WARNING, logger="lightning_recipes"):
+        trainer.fit(module)
+    assert "they are kept on disk" in caplog.text
+    assert spikes.summary()["rollbacks"] == 1
+    # weight and bias, each with two moments and a step, in two snapshots
+    assert max(on_disk) == 2 * 8
+    assert not (tmp_path / "run/snapshots/rank_0").exists()
