@@ -39,7 +39,7 @@ MODEL = [
 ]
 # on how many ranks, with how many seeds
 ENGINES = {
-    "single": (1, 5),
+    "single": (1, 4),
     "ddp": (2, 2),
     "fsdp": (2, 1),
     "deepspeed_stage_2": (2, 1),

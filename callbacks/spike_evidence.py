@@ -77,7 +77,7 @@ class SpikeEvidence:
             shutil.rmtree(folder, ignore_errors=True)  # of a step of that number which was undone
         folder = Path(trainer.strategy.broadcast(str(folder)))
         parts = [one for one in self._newest if one.step == verdict.reading.step]
-        losses = [_sample_losses(pl_module, one.batch) for one in parts]
+        losses = [_sample_losses(trainer, pl_module, one.batch) for one in parts]
         try:
             self._write_rank(trainer, pl_module, folder, parts, losses, verdict)
         except (
@@ -169,7 +169,7 @@ def _write_samples(
 
 
 @torch.no_grad()
-def _sample_losses(pl_module: LightningModule, batch: Any) -> Tensor | None:
+def _sample_losses(trainer: Trainer, pl_module: LightningModule, batch: Any) -> Tensor | None:
     """Of one micro-batch, [B] on the host, without dropout; None where the module does not tell."""
     ask = getattr(pl_module, "sample_losses", None)
     if not callable(ask):
@@ -177,7 +177,8 @@ def _sample_losses(pl_module: LightningModule, batch: Any) -> Tensor | None:
     modes = [(module, module.training) for module in pl_module.modules()]
     pl_module.eval()
     try:
-        losses: Tensor = ask(batch)
+        with trainer.precision_plugin.forward_context():  # shards may be gathered in its type alone
+            losses: Tensor = ask(batch)
         return losses.detach().float().cpu()
     finally:
         for module, training in modes:
