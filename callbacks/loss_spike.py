@@ -13,6 +13,7 @@ from torch.optim import Optimizer
 
 from callbacks.live_state import is_reachable
 from callbacks.logged_step import StepCounter, is_logged_step, log_row
+from callbacks.profiler_tap import profiler_of
 from callbacks.recovery import Recovery, data_of
 from callbacks.spike_events import tell_verdict
 from callbacks.spike_evidence import SpikeEvidence
@@ -175,12 +176,16 @@ class LossSpikeRollback(Callback):
         tell_verdict(trainer, verdict, self._response)
         is_first = len(self._recovery.ladder.counts.recent_skips) == 1
         if verdict.alarms and (is_first or self._response not in ("none", "skip")):
-            self._evidence.write(trainer, pl_module, verdict, self._watch)
+            with profiler_of(trainer).profile(
+                "spike"
+            ):  # heard by SpeedMonitor, which leaves it out
+                self._evidence.write(trainer, pl_module, verdict, self._watch)
         if self._response == "stop":
             self._recovery.stop(trainer)
         if self._response in ("rollback", "rollback_and_cut"):
             cuts = self._response == "rollback_and_cut"
-            self._recovery.go_back(trainer, pl_module, verdict, cuts=cuts)
+            with profiler_of(trainer).profile("spike"):
+                self._recovery.go_back(trainer, pl_module, verdict, cuts=cuts)
             self._reader.go_back()
             self._evidence.forget()
             self._steps.start(trainer)

@@ -22,14 +22,10 @@ class Listener(NamedTuple):
 
 
 class ProfilerTap:
-    """Calls the listener of an action around it, between `attach` and `detach`."""
+    """Calls the listener of an action around it, from its making to `detach`."""
 
-    def __init__(self, listeners: Mapping[str, Listener]) -> None:
-        self._listeners = listeners
-        self._profiler: Profiler | None = None
-
-    def attach(self, profiler: Profiler) -> None:
-        listeners, start, stop = self._listeners, profiler.start, profiler.stop
+    def __init__(self, listeners: Mapping[str, Listener], profiler: Profiler) -> None:
+        start, stop = profiler.start, profiler.stop
 
         def tapped_start(action_name: str) -> None:
             start(action_name)
@@ -43,10 +39,10 @@ class ProfilerTap:
 
         # On the instance, where they shadow the class: its type and other methods stay as they are.
         vars(profiler).update(start=tapped_start, stop=tapped_stop)
-        self._profiler = profiler
+        self._profiler: Profiler | None = profiler
 
     def detach(self) -> None:
-        """Give the profiler its own methods back; harmless when nothing is attached."""
+        """Give the profiler its own methods back; harmless the second time."""
         if self._profiler is not None:
             for name in ("start", "stop"):
                 vars(self._profiler).pop(name)

@@ -1,46 +1,50 @@
 """A stopwatch that pauses for named reasons, and what it reads: plain arithmetic, no Lightning."""
 
+import operator
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
+from typing import Any
 
 
 @dataclass(frozen=True)
 class Reading:
-    """What a run did, up to or between readings. Zero samples or tokens: nobody counts them."""
+    """What a run did, up to or between readings. Zero samples, tokens or FLOPs: nobody counts them."""
 
     seconds: float = 0.0
     wait_seconds: float = 0.0
+    left_out_seconds: float = 0.0
     steps: int = 0
     samples: int = 0
     tokens: int = 0
+    flops: float = 0.0  # attention in full
+    causal_flops: float = 0.0  # attention at half
 
     def __add__(self, other: "Reading") -> "Reading":
-        return Reading(
-            seconds=self.seconds + other.seconds,
-            wait_seconds=self.wait_seconds + other.wait_seconds,
-            steps=self.steps + other.steps,
-            samples=self.samples + other.samples,
-            tokens=self.tokens + other.tokens,
-        )
+        return _combined(self, other, operator.add)
 
     def __sub__(self, other: "Reading") -> "Reading":
-        return Reading(
-            seconds=self.seconds - other.seconds,
-            wait_seconds=self.wait_seconds - other.wait_seconds,
-            steps=self.steps - other.steps,
-            samples=self.samples - other.samples,
-            tokens=self.tokens - other.tokens,
-        )
+        return _combined(self, other, operator.sub)
+
+
+def _combined(one: Reading, other: Reading, combine: Callable[[Any, Any], Any]) -> Reading:
+    names = [field.name for field in fields(Reading)]
+    return Reading(**{name: combine(getattr(one, name), getattr(other, name)) for name in names})
 
 
 class Stopwatch:
-    """Seconds since `start`, without the stretches in which anyone had asked for a pause."""
+    """Seconds since `start`, without the stretches in which anyone had asked for a pause.
+
+    Attributes:
+        left_out_seconds: Of the stretches that are over, by the reason that began each.
+    """
 
     def __init__(self, clock: Callable[[], float]) -> None:
         self._clock = clock
         self._seconds = 0.0
         self._running_since: float | None = None
         self._reasons: set[str] = set()
+        self._paused: tuple[str, float] | None = None  # by whom, and since when
+        self.left_out_seconds: dict[str, float] = {}
 
     def start(self) -> None:
         self._running_since = self._clock()
@@ -55,6 +59,7 @@ class Stopwatch:
             until = self._clock() if at is None else max(at, self._running_since)
             self._seconds += until - self._running_since
             self._running_since = None
+            self._paused = (reason, until)
 
     def resume(self, reason: str) -> None:
         """Go on counting, unless there is another reason to pause or this was never one."""
@@ -62,7 +67,12 @@ class Stopwatch:
             return
         self._reasons.remove(reason)
         if not self._reasons:
-            self._running_since = self._clock()
+            now = self._running_since = self._clock()
+            if self._paused is not None:
+                first, since = self._paused
+                before = self.left_out_seconds.setdefault(first, 0.0)
+                self.left_out_seconds[first] = before + now - since
+                self._paused = None
 
     def seconds(self) -> float:
         if self._running_since is None:

@@ -1,6 +1,7 @@
 """The only file that instantiates: config -> Run(task, data, trainer). No weights exist yet when it returns."""
 
 import functools
+import inspect
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -61,8 +62,10 @@ class Run:
 
 
 def carry_out(composed: Composed) -> int:
-    """Build a run and do what `mode=` says; its exit code."""
+    """Build a run and do what `mode=` says; its exit code. For a mode of `composed`, of runs that are over, none is."""
     mode = _make(composed.config["mode"])
+    if "composed" in inspect.signature(mode).parameters:
+        return int(mode(composed))
     run = build(composed.config, composed.run_folder, composed.overrides)
     run = replace(run, freeze=functools.partial(freeze, composed))
     exit_code: int = mode(run)

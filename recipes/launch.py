@@ -108,7 +108,8 @@ def _open(composed: Composed) -> None:
     """
     speaks = global_rank() == 0
     try:
-        composed.run_folder.mkdir(parents=True, exist_ok=True)
+        if _fits(composed):
+            composed.run_folder.mkdir(parents=True, exist_ok=True)
         open_console(
             composed.run_folder / "train.log" if _fits(composed) and speaks else None, speaks=speaks
         )

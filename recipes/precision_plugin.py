@@ -43,15 +43,15 @@ class ZeroPrecision(DeepSpeedPrecision):
 
     def __init__(self, precision: Precision, device: torch.device) -> None:
         super().__init__("bf16-true" if precision.name == "bf16-true" else "32-true")
-        self._compute_dtype = precision.compute_dtype
+        self.compute_dtype = precision.compute_dtype
         self._device_type = device.type
 
     @contextmanager
     def forward_context(self) -> Generator[None, None, None]:
         """For forward passes that do not go through the engine."""
-        mixed = self._compute_dtype != self._desired_dtype
+        mixed = self.compute_dtype != self._desired_dtype
         with torch.autocast(
-            self._device_type, self._compute_dtype if mixed else None, enabled=mixed
+            self._device_type, self.compute_dtype if mixed else None, enabled=mixed
         ):
             yield
 

@@ -11,6 +11,7 @@ Causal convention: 6 N + 6 L H Q T, as a causal mask leaves half of the scores t
 Megatron-LM).
 """
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 from torch import nn
@@ -27,6 +28,22 @@ class Flops:
 
     palm: float
     causal: float
+
+
+def flops_per_sample(model: nn.Module, shape: Sequence[int]) -> Flops | None:
+    """FLOPs per trained sample, by what the model says of itself; None where it says nothing.
+
+    Args:
+        model: On any device, also meta; whole.
+        shape: Of one sample: [T] tokens, or [C, H, W] of a square image.
+    """
+    if hasattr(model, "flops_per_token"):
+        per_token: Flops = model.flops_per_token(shape[0])  # type: ignore[operator]
+        return Flops(palm=per_token.palm * shape[0], causal=per_token.causal * shape[0])
+    if hasattr(model, "flops_per_sample") and shape[1] == shape[2]:
+        per_sample: Flops = model.flops_per_sample(shape[1])  # type: ignore[operator]
+        return per_sample
+    return None
 
 
 def decoder_flops_per_token(

@@ -18,13 +18,14 @@ from recipes.compile_blocks import compile_blocks
 from recipes.loss import cross_entropy_sum, regularizer_sum
 from recipes.model import initialize
 from recipes.step_guard import StepGuard
+from recipes.task.flops import TellsFlops
 from recipes.task.resumable import Resumable
 from recipes.weight_average import average_weights
 
 Batch = dict[str, Any]
 
 
-class LearningTask(Resumable, ABC):
+class LearningTask(TellsFlops, Resumable, ABC):
     """A model, its optimizer and schedule, and the loss as a sum over targets.
 
     Args:
@@ -105,8 +106,7 @@ class LearningTask(Resumable, ABC):
         """Make the model on the meta device, let the engine place it, then give it weights. Repeatable."""
         if hasattr(self, "model"):
             return
-        with torch.device("meta"):
-            model = self._make_model()
+        model = self.meta_model()
         self._activation_checkpoint.apply(model.blocks)  # type: ignore[arg-type]
         if self._compile_blocks:
             compile_blocks(model.blocks)  # type: ignore[arg-type]
@@ -115,6 +115,11 @@ class LearningTask(Resumable, ABC):
         first_weights = functools.partial(initialize, seed=self._seed)
         self.trainer.strategy.place(model, first_weights)  # type: ignore[attr-defined]
         self.model = model
+
+    def meta_model(self) -> nn.Module:
+        """The model whole and without memory."""
+        with torch.device("meta"):
+            return self._make_model()
 
     def configure_optimizers(self) -> OptimizerLRScheduler:
         optimizer = self._make_optimizer(self.model, fused=self._fused_optimizer)

@@ -1,56 +1,17 @@
 """SpeedMonitor against a clock that only the data, the steps, the validations and the saves move."""
 
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 from lightning.pytorch import Callback
 from lightning.pytorch.callbacks import ModelCheckpoint
+from timed import FETCH, STEP, VALIDATION, monitor_at, timed
 from torch import Tensor
-from torch.utils.data import DataLoader, Dataset
 
 from callbacks.throughput import SpeedMonitor
 
-STEP, FETCH, VALIDATION, SAVE = 0.75, 0.25, 64.0, 128.0
-
-
-def timed(base: type, clock: Any, *, first_step: float = STEP, counts: bool = True) -> Any:
-    """A module whose first step takes `first_step` and which consumes 2 samples of 8 tokens a batch."""
-
-    class Slow(Dataset[Any]):
-        def __len__(self) -> int:
-            return 8
-
-        def __getitem__(self, i: int) -> Tensor:
-            import torch
-
-            clock.now += FETCH
-            return torch.ones(4)
-
-    class Timed(base):  # type: ignore[misc]
-        def training_step(self, batch: Tensor, batch_idx: int) -> Tensor:
-            clock.now += STEP if self.trainer.global_step or batch_idx else first_step
-            if counts:
-                self.num_samples += 2
-                self.num_tokens += 16
-            return super().training_step([batch], batch_idx)
-
-        def validation_step(self, batch: list[Tensor], batch_idx: int) -> None:
-            clock.now += VALIDATION
-            super().validation_step(batch, batch_idx)
-
-        def train_dataloader(self) -> DataLoader[Any]:
-            return DataLoader(Slow(), batch_size=1)
-
-    module = Timed()
-    if counts:
-        module.num_samples = module.num_tokens = 0
-    return module
-
-
-def monitor_at(clock: Any) -> SpeedMonitor:
-    monitor = SpeedMonitor()
-    monitor.clock = clock
-    return monitor
+SAVE = 128.0
 
 
 class SlowCheckpoint(ModelCheckpoint):
@@ -67,19 +28,20 @@ class SlowCheckpoint(ModelCheckpoint):
 def test_a_row_is_the_window_since_the_last_row(stranger, make_trainer, read_column, clock) -> None:
     module = timed(stranger, clock, first_step=4.75)
     make_trainer(callbacks=[monitor_at(clock)], log_every_n_steps=4).fit(module)
-    assert read_column("time/step_seconds") == [2.0, 1.0]  # the first holds the slow first step
-    assert read_column("time/data_wait_fraction") == [0.125, 0.25]
-    assert read_column("throughput/samples_per_second") == [1.0, 2.0]
-    assert read_column("throughput/tokens_per_second") == [8.0, 16.0]
-    assert read_column("throughput/device_tokens_per_second") == [8.0, 16.0]
+    assert read_column("time/step_seconds") == [1.0, 1.0]  # of steps 2 to 4, and 5 to 8
+    assert read_column("time/left_out_seconds") == [5.0, 0.0]  # the first step of the process
+    assert read_column("time/data_wait_fraction") == [0.25, 0.25]
+    assert read_column("throughput/samples_per_second") == [2.0, 2.0]
+    assert read_column("throughput/tokens_per_second") == [16.0, 16.0]
+    assert read_column("throughput/device_tokens_per_second") == [16.0, 16.0]
 
 
 def test_four_micro_batches_are_one_step(stranger, make_trainer, read_column, clock) -> None:
     make_trainer(callbacks=[monitor_at(clock)], accumulate_grad_batches=4).fit(
         timed(stranger, clock)
     )
-    assert read_column("time/step_seconds") == [4.0, 4.0]
-    assert read_column("throughput/tokens_per_second") == [16.0, 16.0]
+    assert read_column("time/step_seconds") == [4.0]
+    assert read_column("throughput/tokens_per_second") == [16.0]
 
 
 @pytest.mark.parametrize("log_every", [1, 8])
@@ -92,7 +54,8 @@ def test_evaluation_is_left_out(stranger, make_trainer, read_column, clock, log_
     )
     trainer.fit(timed(stranger, clock))
     assert clock.now == 100.0 + 8 * (STEP + FETCH) + 2 * 2 * VALIDATION
-    assert read_column("time/step_seconds") == [1.0] * (8 // log_every)
+    assert read_column("time/step_seconds") == [1.0] * (7 if log_every == 1 else 1)
+    assert sum(read_column("time/left_out_seconds")) == 1.0 + 2 * 2 * VALIDATION
 
 
 @pytest.mark.parametrize("save_after_validation", [False, True])
@@ -111,7 +74,7 @@ def test_saving_is_left_out(
     )
     trainer.fit(timed(stranger, clock))
     assert clock.now >= 100.0 + 2 * SAVE
-    assert read_column("time/step_seconds") == [1.0] * 8
+    assert read_column("time/step_seconds") == [1.0] * 7
 
 
 def test_time_that_says_it_is_sampling_is_left_out(
@@ -123,7 +86,7 @@ def test_time_that_says_it_is_sampling_is_left_out(
                 clock.now += 32.0
 
     make_trainer(callbacks=[monitor_at(clock), Sampler()]).fit(timed(stranger, clock))
-    assert read_column("time/step_seconds") == [1.0] * 8
+    assert read_column("time/step_seconds") == [1.0] * 7
 
 
 def test_other_callbacks_are_not_left_out(stranger, make_trainer, read_column, clock) -> None:
@@ -132,7 +95,7 @@ def test_other_callbacks_are_not_left_out(stranger, make_trainer, read_column, c
             clock.now += 2.0
 
     make_trainer(callbacks=[monitor_at(clock), Dawdler()]).fit(timed(stranger, clock))
-    assert read_column("time/step_seconds") == [1.0] + [3.0] * 7
+    assert read_column("time/step_seconds") == [3.0] * 7
 
 
 def test_the_summary_leaves_the_first_step_out(stranger, make_trainer, clock) -> None:
@@ -145,6 +108,8 @@ def test_the_summary_leaves_the_first_step_out(stranger, make_trainer, clock) ->
         "tokens_per_second": 16.0,
         "samples_per_second": 2.0,
         "step_seconds": 1.0,
+        "mfu": None,
+        "left_out_seconds": {"first_step": 1000.0 + FETCH},
     }
 
 
@@ -153,8 +118,8 @@ def test_a_module_that_counts_nothing_gets_seconds_only(
 ) -> None:
     monitor = monitor_at(clock)
     make_trainer(callbacks=[monitor]).fit(timed(stranger, clock, counts=False))
-    assert read_column("time/step_seconds") == [1.0] * 8
-    assert "throughput/" not in (tmp_path / "run" / "metrics.csv").read_text()
+    assert read_column("time/step_seconds") == [1.0] * 7
+    assert "per_second" not in (tmp_path / "run" / "metrics.csv").read_text()
     assert monitor.summary()["tokens_per_second"] is None
 
 
@@ -170,6 +135,7 @@ def test_a_resumed_run_averages_over_both_parts(stranger, make_trainer, clock, t
     num_resumed = trainer.global_step - 4
     assert second.summary()["steps"] == 3 + num_resumed - 1
     assert second.summary()["step_seconds"] == 1.0
+    assert second.summary()["left_out_seconds"] == {"first_step": 2.0}
 
 
 def test_state_makes_the_round_trip(stranger, make_trainer, clock) -> None:
@@ -192,3 +158,31 @@ def test_the_profiler_gets_its_own_methods_back(stranger, make_trainer, clock) -
         except ZeroDivisionError:
             assert len(callbacks) == 2
         assert not {"start", "stop"} & set(vars(trainer.profiler))
+
+
+def test_a_recompilation_is_left_out(stranger, make_trainer, read_column, clock) -> None:
+    import torch
+
+    def slow_compiler(graph: Any, example_inputs: Any) -> Any:
+        clock.now += 32.0
+        return graph.forward
+
+    @torch.compile(backend=slow_compiler, dynamic=False)
+    def total(x: Tensor) -> Tensor:
+        return x.sum()
+
+    class Compiled(stranger):  # type: ignore[misc]
+        def flops_of(self, batch: Any) -> SimpleNamespace:
+            return SimpleNamespace(palm=1.0, causal=1.0)
+
+        def training_step(self, batch: list[Tensor], batch_idx: int) -> Tensor:
+            clock.now += 1.0
+            width = 3 if batch_idx > 4 else 2  # another program from the sixth step on
+            return super().training_step(batch, batch_idx) + 0.0 * total(torch.ones(width))
+
+    torch._dynamo.reset()
+    monitor = monitor_at(clock)
+    make_trainer(callbacks=[monitor]).fit(Compiled())
+    assert clock.now == 100.0 + 8 + 2 * 32
+    assert read_column("time/step_seconds") == [1.0] * 7
+    assert monitor.summary()["left_out_seconds"] == {"compile": 32.0, "first_step": 33.0}

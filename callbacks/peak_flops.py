@@ -1,0 +1,259 @@
+"""The published dense peak of a device by its name and a kind of arithmetic; unknown devices have none.
+
+A device that clocks above the boost its vendor states can exceed its row. What the name does not
+tell, the row cannot know: power limits, and an MI300X split into partitions.
+"""
+
+import re
+from dataclasses import dataclass
+from typing import Literal, get_args
+
+Kind = Literal["bf16", "fp16", "tf32", "fp32", "fp8"]
+
+
+@dataclass(frozen=True)
+class Peak:
+    """TFLOP/s without sparsity, None where unknown, and one line that says whose figure it is."""
+
+    tflops: float | None
+    told: str
+
+
+@dataclass(frozen=True)
+class Row:
+    """One device. A name is its name if it holds all of `words` and no other word than `also`."""
+
+    device: str
+    words: frozenset[str]
+    source: str
+    tflops: dict[Kind, float]
+    also: frozenset[str] = frozenset()
+
+
+def _row(
+    device: str,
+    words: str,
+    source: str,
+    *,
+    bf16: float,
+    tf32: float,
+    fp32: float,
+    fp8: float | None = None,
+    also: str = "",
+) -> Row:
+    """float16 is as fast as bfloat16 on every device here when both accumulate in float32."""
+    tflops: dict[Kind, float] = {"bf16": bf16, "fp16": bf16, "tf32": tf32, "fp32": fp32}
+    if fp8 is not None:
+        tflops["fp8"] = fp8
+    return Row(device, frozenset(words.split()), source, tflops, frozenset(also.split()))
+
+
+# Say nothing about speed. Any other word that a row does not know (Ti, D, Laptop, Max-Q, a custom
+# memory size, a slice of a virtual GPU) makes another device of it.
+_NEUTRAL = frozenset({"nvidia", "geforce", "amd", "instinct"})
+
+# bf16, fp16, tf32, fp8: matrix units, float32 accumulation, no sparsity; fp32: vector units.
+# "Halved": the document prints the figure with 2:4 sparsity only. Rows of the longest name come first.
+ROWS: tuple[Row, ...] = (
+    # Drivers print "NVIDIA H100 80GB HBM3" for SXM. "H100 80GB HBM2e" is reported from PCIe cards and
+    # from SXM hosts alike, and the 64, 94 and 96 GB modules of some customers have no public data
+    # sheet: none of them is a row.
+    _row(
+        "H100 SXM",
+        "h100 80gb hbm3",
+        "NVIDIA H100 Tensor Core GPU Architecture white paper, 2022, H100 SXM5",
+        bf16=989.4,
+        tf32=494.7,
+        fp32=66.9,
+        fp8=1978.9,
+    ),
+    _row(
+        "H100 PCIe",
+        "h100 pcie",
+        "NVIDIA H100 Tensor Core GPU Architecture white paper, 2022, H100 PCIe",
+        bf16=756.0,
+        tf32=378.0,
+        fp32=51.2,
+        fp8=1513.0,
+        also="80gb hbm2e",
+    ),
+    # The dense figure of a kind is the sparse one of the kind twice as wide: 835 is printed for TF32.
+    _row(
+        "H100 NVL",
+        "h100 nvl",
+        "NVIDIA H100 data sheet, 2024, H100 NVL, per GPU, halved",
+        bf16=835.0,
+        tf32=417.5,
+        fp32=60.0,
+        fp8=1671.0,
+        also="94gb hbm3",
+    ),
+    _row(
+        "H200 NVL",
+        "h200 nvl",
+        "NVIDIA H200 data sheet, 2024, H200 NVL, halved",
+        bf16=835.0,
+        tf32=417.5,
+        fp32=60.0,
+        fp8=1671.0,
+        also="141gb hbm3e",
+    ),
+    _row(
+        "RTX A6000",
+        "rtx a6000",
+        "NVIDIA Ampere GA102 GPU Architecture white paper, 2021, RTX A6000",
+        bf16=154.8,
+        tf32=77.4,
+        fp32=38.7,
+    ),
+    # GeForce: half rate when accumulating in float32: the 142, 330 and 419 often quoted are not that.
+    # fp8 of the 4090 is the newer document's, which measurements bear out: older ones print twice that.
+    # fp8 of the 5090 is left out: 419 is printed, and block-scaled fp8 runs at twice that.
+    _row(
+        "RTX 3090",
+        "rtx 3090",
+        "NVIDIA Ampere GA102 GPU Architecture white paper, 2021, GeForce RTX 3090",
+        bf16=71.0,
+        tf32=35.6,
+        fp32=35.6,
+    ),
+    _row(
+        "RTX 4090",
+        "rtx 4090",
+        "NVIDIA Ada and RTX Blackwell GPU Architecture white papers, 2022 and 2025, GeForce RTX 4090",
+        bf16=165.2,
+        tf32=82.6,
+        fp32=82.6,
+        fp8=330.3,
+    ),
+    _row(
+        "RTX 5090",
+        "rtx 5090",
+        "NVIDIA RTX Blackwell GPU Architecture white paper, 2025, GeForce RTX 5090",
+        bf16=209.5,
+        tf32=104.8,
+        fp32=104.8,
+    ),
+    _row(
+        "A100",
+        "a100",
+        "NVIDIA A100 data sheet, 2021",
+        bf16=312.0,
+        tf32=156.0,
+        fp32=19.5,
+        also="sxm4 sxm pcie 40gb 80gb",  # 64GB is a faster chip of one customer
+    ),
+    _row(
+        "H200 SXM",
+        "h200",
+        "NVIDIA H200 data sheet, 2024, H200 SXM, halved",
+        bf16=989.5,
+        tf32=494.5,
+        fp32=67.0,
+        fp8=1979.0,
+        also="141gb hbm3e",
+    ),
+    _row(
+        "GH200",
+        "gh200",
+        "NVIDIA GH200 Grace Hopper Superchip data sheet, 2024, halved",
+        bf16=989.5,
+        tf32=494.5,
+        fp32=67.0,
+        fp8=1979.0,
+        also="120gb 480gb 144g 144gb hbm3e",
+    ),
+    # PFLOP/s with two digits in the document: tf32 is 1,100 where half of bf16 is 1,125.
+    _row(
+        "B200",
+        "b200",
+        "NVIDIA Blackwell data sheet, 2025, HGX B200, per GPU, halved",
+        bf16=2250.0,
+        tf32=1100.0,
+        fp32=75.0,
+        fp8=4500.0,
+    ),
+    _row(
+        "GB200",
+        "gb200",
+        "NVIDIA Blackwell data sheet, 2025, GB200 NVL72, per GPU, halved",
+        bf16=2500.0,
+        tf32=1250.0,
+        fp32=80.0,
+        fp8=5000.0,
+    ),
+    _row(
+        "L4",
+        "l4",
+        "NVIDIA L4 data sheet, 2023, halved",
+        bf16=121.0,
+        tf32=60.0,
+        fp32=30.3,
+        fp8=242.5,
+    ),
+    # As printed: 733 is 1.2 % more than twice 362.05.
+    _row(
+        "L40S",
+        "l40s",
+        "NVIDIA L40S data sheet, 2023",
+        bf16=362.05,
+        tf32=183.0,
+        fp32=91.6,
+        fp8=733.0,
+    ),
+    _row(
+        "A10",
+        "a10",
+        "NVIDIA A10 data sheet, 2021",
+        bf16=125.0,
+        tf32=62.5,
+        fp32=31.2,
+    ),
+    _row(
+        "MI300X",
+        "mi300x",
+        "AMD Instinct MI300X data sheet, 2023",
+        bf16=1307.4,
+        tf32=653.7,
+        fp32=163.4,
+        fp8=2614.9,
+        also="oam",
+    ),
+)
+
+
+def peak_of(device_name: str, kind: Kind) -> Peak:
+    """The dense peak of the device that `torch.cuda.get_device_name` calls `device_name`.
+
+    Raises ValueError for a kind that is none of `Kind`.
+    """
+    if kind not in get_args(Kind):
+        known = ", ".join(get_args(Kind))
+        raise ValueError(f"kind is {kind!r}: peaks are known for {known}: take one of these")
+    words = words_of(device_name)
+    if "mig" in words:
+        return _unknown(f"{device_name!r} is a MIG slice, whose peak nobody publishes", kind)
+    rows = rows_of(words)
+    if not rows:
+        return _unknown(f"{device_name!r} is no device of the table of peaks", kind)
+    row = rows[0]
+    if kind not in row.tflops:
+        return _unknown(f"the row of {row.device} ({row.source}) has no {kind} figure", kind)
+    tflops = row.tflops[kind]
+    return Peak(tflops, f"{row.device}: {tflops:g} TFLOP/s dense {kind} ({row.source})")
+
+
+def words_of(device_name: str) -> frozenset[str]:
+    """Lower-case runs of letters and digits; 'MIG3g.90gb' and 'Max-Q' fall into two."""
+    return frozenset(re.findall(r"mig(?=\d)|[a-z0-9]+", device_name.lower()))
+
+
+def rows_of(words: frozenset[str]) -> list[Row]:
+    """Rows that a name of these words may mean, those with the most words first."""
+    rows = [row for row in ROWS if row.words <= words <= row.words | row.also | _NEUTRAL]
+    return sorted(rows, key=lambda row: -len(row.words))
+
+
+def _unknown(why: str, kind: Kind) -> Peak:
+    what = f"callbacks.throughput.peak_tflops=<dense TFLOP/s of your device in {kind}>"
+    return Peak(None, f"{why}: no MFU unless you type {what}")

@@ -1,0 +1,52 @@
+"""A module that trains by a clock which only its data, its steps and its validations move."""
+
+from typing import Any
+
+from torch import Tensor
+from torch.utils.data import DataLoader, Dataset
+
+from callbacks.throughput import SpeedMonitor
+
+STEP, FETCH, VALIDATION = 0.75, 0.25, 64.0
+
+
+def timed(base: type, clock: Any, *, first_step: float = STEP, counts: bool = True) -> Any:
+    """A module whose first step takes `first_step` and which consumes 2 samples of 8 tokens a batch."""
+
+    class Slow(Dataset[Any]):
+        def __len__(self) -> int:
+            return 8
+
+        def __getitem__(self, i: int) -> Tensor:
+            import torch
+
+            clock.now += FETCH
+            return torch.ones(4)
+
+    class Timed(base):  # type: ignore[misc]
+        def training_step(self, batch: Tensor, batch_idx: int) -> Tensor:
+            if batch.is_meta:  # who counts its FLOPs
+                return super().training_step([batch], batch_idx)
+            clock.now += STEP if self.trainer.global_step or batch_idx else first_step
+            if counts:
+                self.num_samples += 2
+                self.num_tokens += 16
+            return super().training_step([batch], batch_idx)
+
+        def validation_step(self, batch: list[Tensor], batch_idx: int) -> None:
+            clock.now += VALIDATION
+            super().validation_step(batch, batch_idx)
+
+        def train_dataloader(self) -> DataLoader[Any]:
+            return DataLoader(Slow(), batch_size=1)
+
+    module = Timed()
+    if counts:
+        module.num_samples = module.num_tokens = 0
+    return module
+
+
+def monitor_at(clock: Any) -> SpeedMonitor:
+    monitor = SpeedMonitor()
+    monitor.clock = clock
+    return monitor
