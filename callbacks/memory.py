@@ -1,5 +1,6 @@
 """Peak memory of host and device: one system call per logged step, one all-reduce across ranks."""
 
+import logging
 import resource
 import sys
 from typing import Any
@@ -9,25 +10,38 @@ import torch.distributed as dist
 from lightning.pytorch import Callback, LightningModule, Trainer
 
 from callbacks.logged_step import StepCounter, is_logged_step, log_row
+from callbacks.memory_picture import is_out_of_memory, write_picture
+from callbacks.run_folder import run_folder
 
+log = logging.getLogger("lightning_recipes")
 GIB = 2**30
+FOLDER = "oom"
 
 
 class MemoryMonitor(Callback):
     """Logs the peaks since the process began, as the maximum over ranks.
 
     `memory/host_peak_gib` (resident set, this process without its data workers) always;
-    `memory/allocated_peak_gib`, `memory/reserved_peak_gib` and `memory/alloc_retries` on CUDA. The
-    allocator's peak counters are read and never reset: other readers keep the whole run's peak.
+    `memory/allocated_peak_gib`, `memory/reserved_peak_gib`, `memory/alloc_retries` and `memory/ooms` on
+    CUDA. The allocator's peak counters are read and never reset: other readers keep the whole run's peak.
     A peak belongs to a process, so a resumed run begins with fresh ones; there is no state to save.
+
+    Where memory runs out, each rank that it happens to leaves what filled it in `oom/` of the run folder.
+
+    Args:
+        record_history: Whether CUDA's allocator keeps the stack of every allocation for that picture: some
+            microseconds each.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, *, record_history: bool = False) -> None:
+        self._record_history = record_history
         self._steps = StepCounter()
         self._peaks: dict[str, float] = {}  # at the last row
 
     def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
         self._steps.start(trainer)
+        if self._record_history and trainer.strategy.root_device.type == "cuda":
+            torch.cuda.memory._record_memory_history(max_entries=100_000)
 
     def on_train_batch_end(
         self, trainer: Trainer, pl_module: LightningModule, outputs: Any, batch: Any, batch_idx: int
@@ -36,6 +50,17 @@ class MemoryMonitor(Callback):
             device = trainer.strategy.root_device
             self._peaks = max_over_ranks(read_peaks(device), device)
             log_row(pl_module, self._peaks)
+
+    def on_exception(
+        self, trainer: Trainer, pl_module: LightningModule, exception: BaseException
+    ) -> None:
+        folder = run_folder(trainer)
+        if folder is None or not is_out_of_memory(exception):
+            return
+        try:
+            write_picture(folder / FOLDER, rank=trainer.global_rank, error=exception)
+        except (OSError, RuntimeError, MemoryError) as error:  # there is little left to do it with
+            log.warning(f"what filled the memory could not be written: {error}")
 
     def summary(self) -> dict[str, float | None]:
         """The peak at the last row: of the device's allocations, or of the host where there is none."""
@@ -58,6 +83,7 @@ def read_peaks(device: torch.device) -> dict[str, float]:
         peaks["memory/allocated_peak_gib"] = stats["allocated_bytes.all.peak"] / GIB
         peaks["memory/reserved_peak_gib"] = stats["reserved_bytes.all.peak"] / GIB
         peaks["memory/alloc_retries"] = float(stats["num_alloc_retries"])
+        peaks["memory/ooms"] = float(stats["num_ooms"])
     return peaks
 
 

@@ -54,6 +54,18 @@ def is_by_peer(error: BaseException | None) -> bool:
     return False
 
 
+def is_out_of_memory(error: BaseException | None) -> bool:
+    """Whether an exception, or one behind it, says that memory is full: of a device or of the host."""
+    while error is not None:
+        name, text = type(error).__name__, str(error)
+        if name in ("OutOfMemoryError", "MemoryError"):
+            return True
+        if name == "RuntimeError" and "can't allocate memory" in text:
+            return True
+        error = error.__cause__ or error.__context__
+    return False
+
+
 def write_failure(failure: Failure, file: Path) -> None:
     """Leave it in one piece: a reader sees the whole file or none."""
     told = {

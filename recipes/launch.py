@@ -14,8 +14,9 @@ from recipes.check.command_line import compose_typed
 from recipes.checkpoint.retention import CHECKPOINTS, take_back
 from recipes.compose import CONF, Composed
 from recipes.console import LOGGER, open_console
-from recipes.failure import Failure, error_file, failure_of, write_failure
+from recipes.failure import Failure, error_file, failure_of, is_out_of_memory, write_failure
 from recipes.mistake import Mistake
+from recipes.out_of_memory import EXIT_OUT_OF_MEMORY, report_of, tell_events
 from recipes.preemption import listening
 from recipes.ranks import Ranks, global_rank, ranks_of, started_by
 from recipes.run_lock import alone_in
@@ -65,8 +66,8 @@ def launch(composed: Composed, *, in_sweep: bool = False) -> int:
         in_sweep: Whether other runs follow in this process, which then carries out none of them itself.
 
     Returns:
-        The exit code: 0 finished, 2 the config is wrong, 75 preempted, 130 interrupted, 143 terminated, 1 a crash
-        (the traceback of the rank that failed first is printed and logged).
+        The exit code: 0 finished, 2 the config is wrong, 71 out of memory, 75 preempted, 130 interrupted,
+        143 terminated, 1 a crash (the traceback of the rank that failed first is printed and logged).
     """
     with contextlib.ExitStack() as signals:
         if _fits(composed) and started_by() != "us":  # the ranks that we start listen already
@@ -89,7 +90,10 @@ def _launch(composed: Composed, *, in_sweep: bool) -> int:
     except Mistake as mistake:
         return _refused(mistake)
     # train.log is rank 0's until all ranks have ended
+    began = time.time()
     ending = start_ranks(composed, ranks)
+    if ending.exit_code == EXIT_OUT_OF_MEMORY:
+        tell_events(composed.run_folder, composed.run_folder / "events.jsonl", since=began)
     if ending.report is not None:
         _open(composed)
         LOGGER.error(ending.report)
@@ -160,12 +164,16 @@ def _here(composed: Composed, ranks: Ranks) -> int:
                 LOGGER.error(f"To go on: python train.py resume={composed.run_folder}")
         return EXIT_INTERRUPTED
     except Exception as error:
-        if (wrapped := _mistake_behind(error)) is not None:
+        last_line: str | None = f"The run crashed; its folder is {_where(composed)}"
+        if is_out_of_memory(error):
+            text = report_of(error, composed, world_size=ranks.world_size)
+            failure = failure_of(error, exit_code=EXIT_OUT_OF_MEMORY, report=text)
+            last_line = f"The run ended early; its folder is {_where(composed)}"
+        elif (wrapped := _mistake_behind(error)) is not None:
             failure = failure_of(wrapped, exit_code=EXIT_WRONG_CONFIG, report=report([wrapped]))
             last_line = None
         else:
             failure = failure_of(error, exit_code=EXIT_CRASHED, report=traceback.format_exc())
-            last_line = f"The run crashed; its folder is {_where(composed)}"
         _tell(failure, last_line, ranks)
         return failure.exit_code
 

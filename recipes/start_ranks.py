@@ -15,6 +15,7 @@ from typing import BinaryIO
 
 from recipes.compose import Composed
 from recipes.failure import ERROR_FILE, STACK, Failure, read_failure
+from recipes.out_of_memory import EXIT_OUT_OF_MEMORY
 from recipes.preemption import EXIT_PREEMPTED, SecondSignalError, held_back, requests_to
 from recipes.rank import text_of
 from recipes.ranks import RANK_FILE, Ranks
@@ -24,7 +25,7 @@ EXIT_INTERRUPTED = 130
 EXIT_UNSAVED = 74  # sysexits.h: EX_IOERR
 EXIT_TERMINATED = 143  # what a shell calls SIGTERM
 # exit codes that say what happened, and that the rank has said it
-_OURS = (2, 3, EXIT_UNSAVED, EXIT_PREEMPTED, EXIT_TERMINATED, EXIT_INTERRUPTED)
+_OURS = (2, 3, EXIT_OUT_OF_MEMORY, EXIT_UNSAVED, EXIT_PREEMPTED, EXIT_TERMINATED, EXIT_INTERRUPTED)
 _FAILED_SECONDS = 5.0  # for the others to end once one rank has failed
 _ASKED_SECONDS = 10.0  # to end by themselves when a person or the cluster asks
 _CAUSE_SECONDS = 2.0

@@ -6,7 +6,18 @@ from pathlib import Path
 import pytest
 
 ROOT = Path(__file__).parent.parent
-L3 = {"build", "check", "compose", "launch", "mode", "rank", "ranks", "signature", "start_ranks"}
+L3 = {
+    "build",
+    "check",
+    "compose",
+    "launch",
+    "mode",
+    "out_of_memory",
+    "rank",
+    "ranks",
+    "signature",
+    "start_ranks",
+}
 L2_FOLDERS = {"task", "strategy", "checkpoint", "logger"}
 L2_FILES = {
     "recipes/data/datamodule.py",
@@ -21,11 +32,17 @@ C1 = {
     f"callbacks/{name}.py"
     for name in (
         "axis",
+        "bottleneck_rules",
+        "compile_tap",
         "curves",
         "curves_png",
         "curves_svg",
+        "flop_count",
         "host_memory",
         "late_numbers",
+        "matmul_peak",
+        "memory_picture",
+        "peak_flops",
         "progress_text",
         "report_page",
         "run_record",

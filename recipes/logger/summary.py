@@ -10,13 +10,20 @@ from typing import Any
 import lightning.pytorch as lightning
 from lightning.pytorch.callbacks import Callback
 
+from recipes.failure import is_out_of_memory
 from recipes.model.init import whole_shape
 from recipes.preemption import Preempted
 
 LOGGER = logging.getLogger("lightning_recipes")
 SUMMARY_FILE = "summary.json"
 # what other callbacks may answer in their `summary()`; each has one owner
-_FROM_CALLBACKS = ("tokens_per_second", "mfu", "peak_memory_gib", "rollbacks")
+_FROM_CALLBACKS = (
+    "tokens_per_second",
+    "mfu",
+    "left_out_seconds",
+    "peak_memory_gib",
+    "rollbacks",
+)
 
 
 class SummaryWriter(Callback):
@@ -55,6 +62,8 @@ class SummaryWriter(Callback):
             status = "diverged"
         if isinstance(exception, Preempted):
             status = "preempted"
+        if is_out_of_memory(exception):
+            status = "out_of_memory"
         self._write(trainer, pl_module, status)
 
     def state_dict(self) -> dict[str, Any]:

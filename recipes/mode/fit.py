@@ -1,5 +1,6 @@
 """Train, and leave behind what the contract names."""
 
+import contextlib
 import json
 from collections.abc import Iterator
 from dataclasses import replace
@@ -16,10 +17,11 @@ from recipes.checkpoint.saver import CheckpointSaver
 from recipes.compose import ENVIRONMENT_FILE
 from recipes.console import LOGGER
 from recipes.environment import describe_environment
-from recipes.failure import is_by_peer
+from recipes.failure import is_by_peer, is_out_of_memory
 from recipes.logger.csv import EVENTS_FILE, CsvLogger
 from recipes.logger.summary import SummaryWriter
 from recipes.model.init import whole_shape
+from recipes.out_of_memory import leave_word
 from recipes.preemption import EXIT_PREEMPTED, Preempted
 from recipes.start_ranks import EXIT_TERMINATED, EXIT_UNSAVED
 
@@ -177,12 +179,24 @@ def _fit(run: Run) -> None:
     except Exception as error:
         if (exit_code := getattr(error, "exit_code", None)) is not None:
             raise GaveUpError(str(error), exit_code) from error
+        if is_out_of_memory(error):
+            _tell_out_of_memory(run, error)
+            raise
         what = f"{type(error).__name__}: {error}"
         if is_by_peer(error):
             what = "another rank failed first; train.log names it"
         _log_event(run, "end", run.trainer.global_step, status="failed", error=what)
         raise
     _log_event(run, "end", run.trainer.global_step, status="finished")
+
+
+def _tell_out_of_memory(run: Run, error: Exception) -> None:
+    what = str(error).partition("\n")[0]
+    rank, step = run.trainer.global_rank, run.trainer.global_step
+    with contextlib.suppress(OSError):  # a full disk is not what ends this run
+        leave_word(error, run.folder, rank=rank, step=step)
+    _log_event(run, "oom", step, error=what)
+    _log_event(run, "end", step, status="out_of_memory", error=what)
 
 
 def _header(run: Run) -> Iterator[str]:

@@ -1,0 +1,61 @@
+"""What filled the memory, written down when it is full: a second, once."""
+
+import gc
+from pathlib import Path
+
+import torch
+from torch import Tensor
+
+from callbacks.host_memory import available_bytes
+
+_MIB = 2**20
+_NUM_TENSORS = 30
+
+
+def is_out_of_memory(error: BaseException | None) -> bool:
+    """Whether an exception, or one behind it, says that memory is full: of a device or of the host."""
+    while error is not None:
+        if isinstance(error, (torch.OutOfMemoryError, MemoryError)):
+            return True
+        if isinstance(error, RuntimeError) and "can't allocate memory" in str(error):
+            return True
+        error = error.__cause__ or error.__context__
+    return False
+
+
+def write_picture(folder: Path, *, rank: int, error: BaseException) -> None:
+    """`rank_00000.txt`: what was asked for, what there is, the largest tensors. On CUDA also `rank_00000.pickle`.
+
+    The latter is the allocator's own snapshot, for https://docs.pytorch.org/memory_viz.
+    """
+    folder.mkdir(parents=True, exist_ok=True)
+    name = f"rank_{rank:05d}"
+    parts = [str(error), _host(), "The largest tensors that live:", *_largest_tensors()]
+    if torch.cuda.is_available():
+        torch.cuda.memory._dump_snapshot(str(folder / f"{name}.pickle"))
+        parts.append(torch.cuda.memory_summary())
+    (folder / f"{name}.txt").write_text("\n".join(parts) + "\n")
+
+
+def _host() -> str:
+    free = available_bytes()
+    return "" if free is None else f"Free memory of the host: {free / 2**30:.2f} GiB"
+
+
+def _largest_tensors() -> list[str]:
+    """One line each, of those that Python knows and that have memory of their own."""
+    found: dict[tuple[str, int], tuple[int, str]] = {}
+    for one in gc.get_objects():
+        if not _is_tensor(one):
+            continue
+        storage = one.untyped_storage()
+        size = storage.nbytes()
+        what = f"{size / _MIB:10.1f} MiB  {one.device}  {one.dtype}  {list(one.shape)}"
+        found[str(one.device), storage.data_ptr()] = (size, what)
+    largest = sorted(found.values(), reverse=True)[:_NUM_TENSORS]
+    return [what for size, what in largest if size]
+
+
+def _is_tensor(one: object) -> bool:
+    """A plain one: shards and fakes of other classes hold plain ones."""
+    return type(one) in (Tensor, torch.nn.Parameter)

@@ -1,0 +1,118 @@
+"""Memory is full: the three cheapest ways out, as words to type. Reads the config, imports no torch."""
+
+import json
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+from recipes.accumulation import divide
+from recipes.compose import Composed
+
+EXIT_OUT_OF_MEMORY = 71  # sysexits.h: EX_OSERR, what an operating system could not give
+FOLDER = "oom"
+_MAX_WAYS = 3
+# an option of strategy/ -> what shards or moves more of the state out of device memory, first step first
+_NEXT_STAGE = {
+    "single": "strategy=fsdp strategy.cpu_offload=true",
+    "ddp": "strategy=fsdp",
+    "hsdp": "strategy=fsdp",
+    "fsdp": "strategy.cpu_offload=true",
+    "deepspeed_stage_1": "strategy=deepspeed_stage_2",
+    "deepspeed_stage_2": "strategy=deepspeed_stage_3",
+    "deepspeed_stage_2_offload": "strategy=deepspeed_stage_3_offload",
+    "deepspeed_stage_3": "strategy=deepspeed_stage_3_offload",
+    "deepspeed_stage_3_offload": "strategy=deepspeed_stage_3_nvme strategy.nvme_path=/local_nvme",
+}
+
+
+def ways_out(
+    composed: Composed, *, world_size: int, of_host: bool = False
+) -> Iterator[tuple[str, str]]:
+    """What to type, and what it costs; the cheapest first, of all that this run does not do yet.
+
+    Args:
+        composed: The run.
+        world_size: Its ranks.
+        of_host: Whether it is the host's memory that is full, where nothing can be moved to.
+    """
+    config = composed.config
+    plan = divide(
+        global_batch_size=config["global_batch_size"],
+        micro_batch_size=config["micro_batch_size"],
+        num_devices=world_size,
+        accumulate_grad_batches=config["trainer"]["accumulate_grad_batches"],
+    )
+    if (smaller := _smaller(plan.micro_batch_size)) is not None:
+        word = f"micro_batch_size={smaller}"
+        if config["trainer"]["accumulate_grad_batches"] is not None:
+            word += " trainer.accumulate_grad_batches=null"
+        passes = plan.num_micro_batches * plan.micro_batch_size // smaller
+        yield word, f"the same global batch in {passes} passes: the same curve, smaller products"
+    if composed.choices["activation_checkpoint"] == "none":
+        word = "activation_checkpoint=every_block"
+        yield word, "activations of one block at a time: the same curve, about a third more compute"
+    strategy = composed.choices["strategy"]
+    yield from _next_stage(strategy, config["strategy"], of_host=of_host)
+    if config["precision"]["name"] == "32-true":
+        yield (
+            "precision=bf16-mixed",
+            "activations of half the size; weights and moments stay float32",
+        )
+
+
+def _next_stage(strategy: str, node: dict[str, Any], *, of_host: bool) -> Iterator[tuple[str, str]]:
+    offloads = strategy == "fsdp" and node["cpu_offload"]
+    if strategy not in _NEXT_STAGE or offloads:
+        return
+    word = _NEXT_STAGE[strategy]
+    moves = "offload" in word or "nvme" in word
+    if not moves:
+        yield word, "the same curve from more parts of weights, gradients and moments"
+    elif not of_host:
+        yield word, "the same curve with weights and moments in host memory or on a disk; slower"
+
+
+def _smaller(micro_batch_size: int) -> int | None:
+    """The largest divisor up to half of it."""
+    halves = range(micro_batch_size // 2, 0, -1)
+    return next((size for size in halves if micro_batch_size % size == 0), None)
+
+
+def report_of(error: BaseException, composed: Composed, *, world_size: int) -> str:
+    """What a person reads instead of a traceback."""
+    first_line = str(error).partition("\n")[0][:200]
+    lines = [f"Out of memory: {first_line}"]
+    of_host = "DefaultCPUAllocator" in first_line or isinstance(error, MemoryError)
+    ways = [*ways_out(composed, world_size=world_size, of_host=of_host)][:_MAX_WAYS]
+    width = max((len(word) for word, _ in ways), default=0)
+    if ways:
+        lines.append("Add one of these to what you typed, the cheapest first:")
+        lines += [f"  {word:<{width}}  {why}" for word, why in ways]
+    else:
+        lines.append(
+            "A smaller model, shorter samples, or a device with more memory is what is left."
+        )
+    if any((composed.run_folder / FOLDER).glob("rank_*")):
+        lines.append(f"What filled it is in {composed.run_folder / FOLDER}")
+    if any((composed.run_folder / "checkpoints").glob("step_*.ckpt")):
+        lines.append(f"To go on from the last checkpoint, also: resume={composed.run_folder}")
+    return "\n".join(lines)
+
+
+def leave_word(error: BaseException, run_folder: Path, *, rank: int, step: int) -> None:
+    """A rank that is not the first tells no events: it leaves its own beside them."""
+    folder = run_folder / FOLDER
+    folder.mkdir(parents=True, exist_ok=True)
+    told = {"time": round(time.time(), 3), "step": step, "event": "oom", "rank": rank}
+    told |= {"error": str(error).partition("\n")[0]}
+    (folder / f"rank_{rank:05d}.json").write_text(json.dumps(told) + "\n")
+
+
+def tell_events(run_folder: Path, events_file: Path, *, since: float) -> None:
+    """Once all ranks have ended: the words that others than the first have left, into events.jsonl."""
+    for path in sorted((run_folder / FOLDER).glob("rank_*.json")):
+        told: dict[str, Any] = json.loads(path.read_text())
+        if told["rank"] > 0 and told["time"] >= since and events_file.exists():
+            with events_file.open("a") as file:
+                file.write(json.dumps(told) + "\n")
