@@ -30,6 +30,7 @@ types: $(VENV)/.installed-test
 
 benchmark: $(VENV)/.installed-test
 	$(RUN) benchmarks/step_overhead.py
+	$(RUN) benchmarks/watching.py
 	$(RUN) benchmarks/throughput.py
 	$(RUN) benchmarks/start.py
 	$(RUN) benchmarks/parity.py

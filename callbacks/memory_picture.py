@@ -32,7 +32,8 @@ def write_picture(folder: Path, *, rank: int, error: BaseException) -> None:
     name = f"rank_{rank:05d}"
     parts = [str(error), _host(), "The largest tensors that live:", *_largest_tensors()]
     if torch.cuda.is_available():
-        torch.cuda.memory._dump_snapshot(str(folder / f"{name}.pickle"))
+        snapshot = str(folder / f"{name}.pickle")
+        torch.cuda.memory._dump_snapshot(snapshot)  # type: ignore[no-untyped-call]
         parts.append(torch.cuda.memory_summary())
     (folder / f"{name}.txt").write_text("\n".join(parts) + "\n")
 

@@ -46,6 +46,10 @@ class Stopwatch:
         self._paused: tuple[str, float] | None = None  # by whom, and since when
         self.left_out_seconds: dict[str, float] = {}
 
+    @property
+    def is_paused(self) -> bool:
+        return bool(self._reasons)
+
     def start(self) -> None:
         self._running_since = self._clock()
 

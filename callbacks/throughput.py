@@ -99,7 +99,7 @@ class SpeedMonitor(Callback):
         self._fetch_began = self.clock()
 
     def _on_fetched(self) -> None:
-        if not self._is_first:
+        if not self._watch.is_paused:
             self._wait_seconds += self.clock() - self._fetch_began
 
     def on_validation_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
@@ -131,7 +131,7 @@ class SpeedMonitor(Callback):
         """Add what this batch consumed; a counter that was rolled back counts on from there."""
         before, self._counted = self._counted, _counters(pl_module)
         flops, causal_flops = self._meter.of_batch(pl_module, batch)
-        if self._is_first:
+        if self._watch.is_paused:  # the whole step is left out: the first one, one that is traced
             return
         samples, tokens = (max(0, b - a) for a, b in zip(before, self._counted, strict=True))
         self._now += Reading(

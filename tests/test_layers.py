@@ -43,6 +43,7 @@ C1 = {
         "matmul_peak",
         "memory_picture",
         "peak_flops",
+        "phase_times",
         "progress_text",
         "report_page",
         "run_record",

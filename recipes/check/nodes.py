@@ -31,7 +31,9 @@ PROVIDED: dict[str, set[str]] = {
     },
     "loader": {"source", "accumulation", "seed", "eval_samples"},
     "logger.csv": {"run_folder"},
-    "mode": {"run"},
+    "logger.tensorboard": {"run_folder"},
+    "logger.wandb": {"run_folder"},
+    "mode": {"run", "composed"},
 }
 _INSTANTIATE = {"_target_", "_partial_", "_convert_", "_recursive_", "_args_"}
 

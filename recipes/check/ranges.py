@@ -52,6 +52,8 @@ _RANGES: dict[str, tuple[float, float, bool, str]] = {
     "ema_decay": (0, 1, False, "a share of the average that stays"),
     "label_smoothing": (0, 0.999, True, "a probability"),
     "z_loss": (0, float("inf"), True, "a weight"),
+    "profile": (1, float("inf"), True, "a number of optimizer steps"),
+    "callbacks.throughput.peak_tflops": (0, float("inf"), False, "a rate"),
     "callbacks.early_stop.after": (1, float("inf"), True, "a number of validations"),
     "clipping.decay": (0, 1, False, "a share of the average that stays"),
     "clipping.z_score": (0, float("inf"), False, "a number of standard deviations"),

@@ -30,6 +30,7 @@ WORDS: dict[str, str] = {
     "label_smoothing": "float",
     "z_loss": "float",
     "compile": "bool",
+    "profile": "int | None",
 }
 NODES = ("loader",)  # sections of config.yaml that are no group
 

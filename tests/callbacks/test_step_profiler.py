@@ -1,0 +1,64 @@
+"""A trace of a few steps: as many as were asked for, and none of them in the throughput."""
+
+import gzip
+import json
+
+import pytest
+from lightning.pytorch.profilers import SimpleProfiler
+from timed import FETCH, monitor_at, timed
+
+from callbacks.step_profiler import StepProfiler
+
+
+def test_three_steps_in_two_passes_are_traced_and_left_out(
+    stranger, make_trainer, read_column, clock, tmp_path
+) -> None:
+    module = timed(stranger, clock)
+    callbacks = [monitor_at(clock), StepProfiler(steps=2, after=1)]
+    make_trainer(callbacks=callbacks, accumulate_grad_batches=2).fit(module)
+    folder = tmp_path / "run/profile"
+    operators = json.loads((folder / "operators.json").read_text())
+    calls = {one["name"]: one["calls"] for one in operators}
+    assert calls["aten::addmm"] == 2 * 2  # one linear layer, two steps of two passes
+    shares = [one["share"] for one in operators]
+    assert shares == sorted(shares, reverse=True)
+    assert 0.3 < sum(shares) <= 1 + 1e-9
+    trace = json.loads(gzip.open(folder / "rank_00000.trace.json.gz").read())
+    assert sum(e.get("name") == "aten::addmm" for e in trace["traceEvents"]) == 4
+    # steps 2 and 3 of four are in no row; the last one is as fast as ever
+    assert read_column("time/step_seconds") == [2.0]
+    assert read_column("throughput/tokens_per_second") == [16.0]
+    # three steps of 2 s, less the fetch before the first that is traced
+    assert sum(read_column("time/left_out_seconds")) == 3 * 2.0 - FETCH
+
+
+def test_a_run_that_fails_while_it_is_traced_leaves_the_trace(
+    stranger, make_trainer, tmp_path
+) -> None:
+    class Failing(stranger):  # type: ignore[misc]
+        def training_step(self, batch, batch_idx):
+            if batch_idx == 3:
+                raise ZeroDivisionError
+            return super().training_step(batch, batch_idx)
+
+    trainer = make_trainer(callbacks=[StepProfiler(steps=5, after=1)])
+    with pytest.raises(ZeroDivisionError):
+        trainer.fit(Failing())
+    assert json.loads((tmp_path / "run/profile/operators.json").read_text())
+
+
+def test_a_run_that_is_too_short_says_so(stranger, make_trainer, tmp_path, caplog) -> None:
+    make_trainer(callbacks=[StepProfiler(steps=5, after=20)]).fit(stranger())
+    assert "the run ended before step 21" in caplog.text
+    assert not (tmp_path / "run/profile").exists()
+
+
+def test_lightnings_profilers_go_on_beside_it(stranger, make_trainer, tmp_path) -> None:
+    profiler = SimpleProfiler(dirpath=tmp_path, filename="times")
+    make_trainer(callbacks=[StepProfiler(steps=1, after=1)], profiler=profiler).fit(stranger())
+    assert "run_training_batch" in (tmp_path / "fit-times.txt").read_text()
+
+
+def test_a_trace_of_no_step_is_refused() -> None:
+    with pytest.raises(ValueError, match="profile=0"):
+        StepProfiler(steps=0)

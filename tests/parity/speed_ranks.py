@@ -1,0 +1,69 @@
+"""One rank of runs whose speed and loss are also taken by hand: python speed_ranks.py <cases.json> <results.json>.
+
+Each rank waits where it is told to in every forward pass. The result is the rows, when rank 0 ended each step, and
+the loss of the first step's samples before it, as the sum over targets and their number.
+"""
+
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+sys.path[:0] = [str(folder) for folder in Path(__file__).parents[:3]]
+
+import lightning.pytorch as lightning  # noqa: E402
+import torch  # noqa: E402
+import torch.distributed as dist  # noqa: E402
+from lightning.pytorch.callbacks import Callback  # noqa: E402
+from run_cases import carry_out  # noqa: E402
+from support import composed_config, read_metrics  # noqa: E402
+
+from callbacks.throughput import SpeedMonitor  # noqa: E402
+from recipes.build import build  # noqa: E402
+
+
+class ByHand(Callback):
+    """Waits in forward passes of one rank, and keeps what a person with a clock would."""
+
+    def __init__(self, wait_seconds: float) -> None:
+        self.wait_seconds = wait_seconds
+        self.ended: dict[int, float] = {}
+        self.sums = torch.zeros(2, dtype=torch.float64)  # loss, targets
+
+    def on_train_batch_start(
+        self, trainer: lightning.Trainer, pl_module: Any, batch: Any, batch_idx: int
+    ) -> None:
+        if trainer.global_step == 0:
+            with torch.no_grad(), trainer.precision_plugin.forward_context():
+                loss_sum, _ = pl_module.loss_sum(batch)
+            num_targets = (batch["targets"] != -100).sum()
+            self.sums += torch.stack([loss_sum.double(), num_targets.double()])
+        if trainer.global_rank == trainer.world_size - 1:
+            inner = type(pl_module).training_step
+
+            def late(*arguments: Any) -> Any:
+                time.sleep(self.wait_seconds)
+                return inner(pl_module, *arguments)
+
+            pl_module.training_step = late
+
+    def on_train_batch_end(self, trainer: lightning.Trainer, *_: Any) -> None:
+        self.ended.setdefault(trainer.global_step, time.perf_counter())
+
+
+def run_case(case: dict[str, Any], folder: Path) -> dict[str, Any]:
+    config = composed_config(*case["words"]) | {"data": case["data"]}
+    run = build(config, folder, [])
+    hand = ByHand(case["wait_seconds"])
+    callbacks: list[Any] = run.trainer.callbacks  # type: ignore[attr-defined]
+    [speed] = [n for n, one in enumerate(callbacks) if isinstance(one, SpeedMonitor)]
+    callbacks.insert(speed, hand)  # both read their clocks one after the other
+    run.trainer.fit(run.task, datamodule=run.data, weights_only=True)
+    dist.all_reduce(hand.sums)
+    events = (folder / "events.jsonl").read_text() if (folder / "events.jsonl").exists() else ""
+    rows = read_metrics(folder) if run.trainer.is_global_zero else []
+    return {"rows": rows, "ended": hand.ended, "sums": hand.sums.tolist(), "events": events}
+
+
+if __name__ == "__main__":
+    carry_out(run_case)
