@@ -6,7 +6,9 @@ A metric's prefix is the name of the callback that owns it, and nobody else writ
 |------------------------|-------------------|----------------|
 | `grad/`                | `GradNormMonitor` | `grad_norm`    |
 | `throughput/` `time/`  | `SpeedMonitor`    | `throughput`   |
+| none, a line           | `BottleneckMonitor`| `bottleneck`  |
 | `memory/`              | `MemoryMonitor`   | `memory`       |
+| none, `profile/`       | `StepProfiler`    | `step_profiler`|
 | `precision/`           | `LossScaleMonitor`| `loss_scale`   |
 | `spike/`               | `LossSpikeRollback`| `loss_spike`  |
 | none, ends the run     | `EarlyStop`       | `early_stop`   |
@@ -14,7 +16,7 @@ A metric's prefix is the name of the callback that owns it, and nobody else writ
 | none, `samples.jsonl`  | `SampleText`      | `sample_text`  |
 | none, `report.html`    | `RunReport`       | `report`       |
 
-They read what a module offers (`num_tokens`, `num_samples`, `grad_norm`, `generate_text`) and do
+They read what a module offers (`num_tokens`, `num_samples`, `flops_of`, `grad_norm`, `generate_text`) and do
 with less where it offers nothing. A name is imported when it is first asked for, so that
 `from callbacks.report_page import write_report` does not pay for Lightning.
 """
@@ -23,6 +25,8 @@ from importlib import import_module
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
+    from callbacks.bottleneck import BottleneckMonitor
+    from callbacks.compare import write_comparison
     from callbacks.early_stop import EarlyStop
     from callbacks.grad_norm import GradNormMonitor
     from callbacks.loss_scale import LossScaleMonitor
@@ -32,9 +36,11 @@ if TYPE_CHECKING:
     from callbacks.report import RunReport
     from callbacks.report_page import write_report
     from callbacks.sample_text import SampleText
+    from callbacks.step_profiler import StepProfiler
     from callbacks.throughput import SpeedMonitor
 
 _HOME = {
+    "BottleneckMonitor": "bottleneck",
     "EarlyStop": "early_stop",
     "GradNormMonitor": "grad_norm",
     "LossScaleMonitor": "loss_scale",
@@ -44,10 +50,13 @@ _HOME = {
     "RunReport": "report",
     "SampleText": "sample_text",
     "SpeedMonitor": "throughput",
+    "StepProfiler": "step_profiler",
+    "write_comparison": "compare",
     "write_report": "report_page",
 }
 
 __all__ = [
+    "BottleneckMonitor",
     "EarlyStop",
     "GradNormMonitor",
     "LossScaleMonitor",
@@ -57,6 +66,8 @@ __all__ = [
     "RunReport",
     "SampleText",
     "SpeedMonitor",
+    "StepProfiler",
+    "write_comparison",
     "write_report",
 ]
 

@@ -2,21 +2,25 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+from itertools import cycle
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 from callbacks.axis import tick_label
-from callbacks.curves import Chart, Mark
+from callbacks.curves import Chart, Curve, Mark
+from callbacks.curves_thin import segments
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
 
 # Okabe and Ito's palette, told apart with every kind of color vision: https://jfly.uni-koeln.de/color/
 CURVE_COLORS = ("#0072b2", "#d55e00", "#009e73", "#cc79a7")
+MAX_KEYS = 12  # a longer legend would cover the curves
 INK, GRID, MARK = "#333333", "#e6e6e6", "#b07d00"
 
 
-def write_png(path: Path, *, title: str, charts: list[Chart], marks: list[Mark]) -> None:
+def write_png(path: Path, *, title: str, charts: Sequence[Chart], marks: Sequence[Mark]) -> None:
     """Two charts a row, the first over the whole width; 1650 pixels wide."""
     from matplotlib.backends.backend_agg import FigureCanvasAgg
     from matplotlib.figure import Figure
@@ -36,17 +40,24 @@ def write_png(path: Path, *, title: str, charts: list[Chart], marks: list[Mark])
     partial.replace(path)
 
 
-def _draw(axes: Axes, chart: Chart, marks: list[Mark]) -> None:
-    for curve, color in zip(chart.curves, CURVE_COLORS * 2, strict=False):
-        label: str | None = curve.metric
-        for segment in curve.segments():
-            steps, values = zip(*segment, strict=True)
-            dot = "o" if len(segment) == 1 else None
-            axes.plot(steps, values, color=color, lw=1.4, marker=dot, ms=4, label=label)
-            label = None
+def _draw(axes: Axes, chart: Chart, marks: Sequence[Mark]) -> None:
+    for curve, color in zip(chart.curves, cycle(CURVE_COLORS), strict=False):
+        _draw_curve(axes, curve, color)
     for step in sorted({mark.step for mark in marks}):
         axes.axvline(step, color=MARK, lw=0.8, ls=(0, (3, 3)), zorder=0)
     _dress(axes, chart)
+
+
+def _draw_curve(axes: Axes, curve: Curve, color: str) -> None:
+    """Its points; of many, faintly under their trend."""
+    label: str | None = curve.metric
+    faint = {"lw": 0.7, "alpha": 0.35} if curve.trend else {"lw": 1.4}
+    for stretches, style in ((segments(curve.trend), {"lw": 1.5}), (curve.segments(), faint)):
+        for stretch in stretches:
+            steps, values = zip(*stretch, strict=True)
+            dot = "o" if len(stretch) == 1 else None
+            axes.plot(steps, values, color=color, marker=dot, ms=4, label=label, **style)
+            label = None
 
 
 def _dress(axes: Axes, chart: Chart) -> None:
@@ -67,5 +78,5 @@ def _dress(axes: Axes, chart: Chart) -> None:
     axes.set_axisbelow(True)
     for side in ("top", "right", "left", "bottom"):
         axes.spines[side].set_visible(False)
-    if len(chart.curves) > 1 and any(curve.segments() for curve in chart.curves):
+    if 1 < len(chart.curves) <= MAX_KEYS and any(curve.segments() for curve in chart.curves):
         axes.legend(frameon=False, fontsize=8)

@@ -1,7 +1,9 @@
 """Leaves curves.png and report.html in the run folder, however a fit ends: a second or two."""
 
 import logging
+from collections.abc import Mapping, Sequence
 from pathlib import Path
+from typing import Any
 
 from lightning.pytorch import Callback, LightningModule, Trainer
 
@@ -17,7 +19,13 @@ class RunReport(Callback):
     Needs a logger that leaves `metrics.csv` in its `log_dir`; without one, a line in the log says
     so. Call `write_report(folder)` again once `summary.json` is there. A report that cannot be written
     costs the run nothing: the traceback goes to the log and the fit ends as it would have.
+
+    Args:
+        dashboard: Sections of panels, as in `conf/dashboard/default.yaml`; None: every metric, by its prefix.
     """
+
+    def __init__(self, *, dashboard: Sequence[Mapping[str, Any]] | None = None) -> None:
+        self._dashboard = dashboard
 
     def teardown(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
         if stage == "fit":
@@ -41,10 +49,9 @@ class RunReport(Callback):
             return
         self.write_report(folder)
 
-    @staticmethod
-    def write_report(folder: Path) -> None:
-        """`write_report(folder)`, with a failure in the log instead of an exception."""
+    def write_report(self, folder: Path) -> None:
+        """`write_report(folder, dashboard)`, with a failure in the log instead of an exception."""
         try:
-            write_report(folder)
+            write_report(folder, self._dashboard)
         except Exception:
             log.exception("the report of %s could not be written", folder)

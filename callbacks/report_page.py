@@ -1,226 +1,132 @@
 """A run as one picture and one page that opens offline: a second or two, no Lightning."""
 
-import math
-from collections import Counter
-from collections.abc import Iterable
+from collections.abc import Mapping, Sequence
 from html import escape
 from pathlib import Path
 from typing import Any
 
-from callbacks.axis import value_label
-from callbacks.curves import Chart, Mark, charts_of, marks_of
+from callbacks.curves import (
+    MARKED_EVENTS,
+    Group,
+    Mark,
+    groups_of,
+    marks_of,
+    not_drawn,
+)
+from callbacks.curves_data import chart_data
 from callbacks.curves_png import write_png
-from callbacks.curves_svg import chart_html, points_json
-from callbacks.progress_text import VAL_LOSS, clock_text
+from callbacks.curves_svg import (
+    STILL_BUCKETS,
+    STILL_POINTS,
+    chart_html,
+    padded,
+    spans,
+)
+from callbacks.dashboard import sections_for, sections_of
+from callbacks.report_config import config_text, typed_words
+from callbacks.report_head import diagnosis, head, tiles
+from callbacks.report_plan import plan_table
+from callbacks.report_shell import place_of, whole_page, write_page, zoom_bar
+from callbacks.report_tables import events, evidence, operators, samples
+from callbacks.report_words import facts
 from callbacks.run_record import RunRecord, read_run
 
-TRAIN_LOSS = ("train/loss", "train_loss", "train_loss_step", "loss")
-MAX_EVENT_ROWS = 200
-_STATUS_CLASSES = {
-    "finished": "good",
-    "preempted": "warn",
-    "stopped": "warn",
-    "running": "warn",
-}  # any other: bad
-_STATUS_OF_EVENT = {"end": "finished", "stop": "stopped", "preempted": "preempted"}
+STYLES = ("report_page.css", "report_charts.css")
+SCRIPTS = ("report_axis.js", "report_charts.js", "report_zoom.js")
+_EVENT_WORDS = {"lr_cut": "learning rate cut", "checkpoint_refused": "checkpoint refused"}
 
 
-def write_report(run_folder: Path) -> None:
+def write_report(run_folder: Path, dashboard: Sequence[Mapping[str, Any]] | None = None) -> None:
     """Write `curves.png` and `report.html` into a run folder, from the files that are in it.
 
-    Needs `metrics.csv`; takes `summary.json`, `environment.json`, `config.yaml`, `events.jsonl`
-    and `samples.jsonl` where they are there. Call it again when there are more of them.
+    Needs `metrics.csv`; takes `summary.json`, `environment.json`, `config.yaml`, `plan.json`, `events.jsonl`,
+    `samples.jsonl`, `spikes/` and `profile/operators.json` where they are there. Call it again when there are more.
+
+    Args:
+        dashboard: Sections of panels, as in `conf/dashboard/default.yaml`; None: every metric, by its prefix.
+
     Raises FileNotFoundError without `metrics.csv`.
     """
     run = read_run(run_folder)
-    charts, marks = charts_of(run), marks_of(run.events)
-    if charts:
-        write_png(run_folder / "curves.png", title=run.name, charts=charts, marks=marks)
-    partial = run_folder / ".report.html.partial"
-    partial.write_text(page_html(run, charts, marks), encoding="utf-8")
-    partial.replace(run_folder / "report.html")
+    sections = sections_for(run.series) if dashboard is None else sections_of(dashboard)
+    groups, marks = groups_of(run, sections), marks_of(run.events)
+    pictures = [chart for group in groups for chart in group.charts if chart.picture]
+    if pictures:
+        write_png(run_folder / "curves.png", title=run.name, charts=pictures, marks=marks)
+    write_page(run_folder / "report.html", page_html(run, groups, marks))
 
 
-def page_html(run: RunRecord, charts: list[Chart], marks: list[Mark]) -> str:
+def page_html(run: RunRecord, groups: Sequence[Group], marks: Sequence[Mark]) -> str:
     """The whole page. Whatever came from a file of the run is escaped."""
-    here = Path(__file__).parent
-    style = (here / "report_page.css").read_text(encoding="utf-8")
-    script = (here / "report_page.js").read_text(encoding="utf-8")
-    figures = "".join(chart_html(chart, marks, index=i) for i, chart in enumerate(charts))
-    return (
-        '<!doctype html><html lang="en"><head><meta charset="utf-8">'
-        '<meta name="viewport" content="width=device-width, initial-scale=1">'
-        f"<title>{escape(run.name)}</title><style>{style}</style></head><body><main>"
-        f'{_head(run)}{_tiles(run)}<section class="charts">{figures}</section>{_mark_legend(marks)}'
-        f"{_samples(run)}"
-        f'<div class="pair">{_table("Summary", run.summary)}'
-        f"{_table('Environment', run.environment)}</div>"
-        f"{_events(run)}{_config(run)}"
-        f"<footer>{escape(str(run.folder))}</footer></main>"
-        f'<script type="application/json" id="points">{points_json(charts, marks)}</script>'
-        f"<script>{script}</script></body></html>\n"
-    )
-
-
-def how_it_ended(run: RunRecord) -> str | None:
-    """The summary's status; before there is one, what the last event says; None if nothing does."""
-    if "status" in run.summary:
-        return str(run.summary["status"])
-    if not run.events:
-        return None
-    last = str(run.events[-1].get("event"))
-    return _STATUS_OF_EVENT.get(last, "running")
-
-
-def _head(run: RunRecord) -> str:
-    status = how_it_ended(run)
-    pill = ""
-    if status is not None:
-        kind = _STATUS_CLASSES.get(status, "bad")
-        pill = f'<span class="status {kind}">{escape(status)}</span>'
-    present = [key for key in ("devices", "hostname", "command") if run.environment.get(key)]
-    words = (_words(run.environment[key]) for key in present)
-    where = " · ".join(f"<code>{escape(word)}</code>" for word in words)
-    return (
-        f'<header><div class="head"><h1>{escape(run.name)}</h1>{pill}</div>'
-        f'<p class="where">{where}</p></header>'
-    )
-
-
-def _tiles(run: RunRecord) -> str:
-    """The numbers one looks for first. From the summary; before there is one, from the last row."""
-    summary = run.summary
-    best = _finite(summary.get("best_val_loss"))
-    val_name = "val loss" if best is None else f"val loss, best {best:.4g}"
-    tiles = [
-        ("train loss", _either(run, "train_loss", TRAIN_LOSS), ""),
-        (val_name, _either(run, "val_loss", VAL_LOSS), ""),
-        ("val accuracy", run.last("val/accuracy"), ""),
-        ("tokens/s", _either(run, "tokens_per_second", ("throughput/tokens_per_second",)), ""),
-        ("MFU", summary.get("mfu"), ""),
-        ("steps", summary.get("steps", run.last_step), ""),
-        ("tokens", summary.get("tokens"), ""),
-        ("time", summary.get("seconds"), ""),
-        ("peak memory", summary.get("peak_memory_gib"), "GiB"),
+    parts = [samples(run), operators(run), evidence(run), plan_table(run)]
+    tables = [
+        *parts,
+        f'<div class="pair">{facts("Summary", run.summary)}{facts("Environment", _where(run))}</div>',
+        events(run),
+        config_text(run),
     ]
-    items = "".join(
-        f'<div class="tile"><dt>{name}</dt><dd>{_tile_value(name, value)}'
-        f"{f' <small>{escape(note)}</small>' if note else ''}</dd></div>"
-        for name, value, note in tiles
-        if value is not None
+    charts = [chart for group in groups for chart in group.charts]
+    places = [(place_of(group.title), group.title) for group in groups]
+    places += [("evidence", "evidence")] if run.evidence else []
+    bar = zoom_bar([*places, ("tables", "tables")]) if charts else ""
+    body = (
+        f"{head(run)}{typed_words(run)}{diagnosis(run)}{tiles(run)}{bar}{mark_legend(run)}"
+        f"{charts_html(groups, marks)}{_left_out(run, groups)}"
+        f'<div id="tables">{"".join(tables)}</div>'
+        f"<footer>{escape(str(run.folder))}</footer>"
     )
-    return f'<dl class="tiles">{items}</dl>'
+    first, last = padded(charts[0].x_range) if charts else (0, 1)
+    data = {
+        "first": first,
+        "last": last,
+        "charts": [chart_data(chart) for chart in charts],
+        "marks": [[mark.step, mark.event, mark.undone_to] for mark in marks],
+    }
+    return whole_page(title=run.name, body=body, data=data, styles=STYLES, scripts=SCRIPTS)
 
 
-def _tile_value(name: str, value: Any) -> str:
-    number = float(value)
-    if not math.isfinite(number):
-        return "not finite"
-    if name == "time":
-        return clock_text(number)
-    if name == "MFU":
-        return f"{number:.1%}"
-    if name == "tokens" and number >= 1e7:
-        scale, letter = (1e9, "G") if number >= 1e9 else (1e6, "M")
-        return f"{number / scale:.4g} {letter}"
-    if name in ("tokens/s", "steps", "tokens"):
-        return f"{number:,.0f}"
-    return f"{number:.4g}"
+def charts_html(groups: Sequence[Group], marks: Sequence[Mark]) -> str:
+    """A heading and a grid without holes for each group."""
+    num_curves = sum(len(chart.curves) for group in groups for chart in group.charts)
+    buckets = max(40, min(STILL_BUCKETS, STILL_POINTS // (4 * max(1, num_curves))))
+    html, index = [], 0
+    for number, group in enumerate(groups):
+        figures = []
+        for chart, span in zip(
+            group.charts, spans(len(group.charts), leads=number == 0), strict=True
+        ):
+            figures.append(chart_html(chart, marks, index=index, span=span, max_buckets=buckets))
+            index += 1
+        html.append(
+            f'<section id="{place_of(group.title)}"><h2>{escape(group.title)}</h2>'
+            f'<div class="charts{" lead" if number == 0 else ""}">{"".join(figures)}</div></section>'
+        )
+    return "".join(html)
 
 
-def _either(run: RunRecord, key: str, metrics: Iterable[str]) -> Any:
-    value = run.summary.get(key)
-    if value is not None:
-        return value
-    return next((last for name in metrics if (last := run.last(name)) is not None), None)
-
-
-def _finite(value: Any) -> float | None:
-    return value if isinstance(value, (int, float)) and math.isfinite(value) else None
-
-
-def _mark_legend(marks: list[Mark]) -> str:
-    if not marks:
-        return ""
-    kinds = sorted({mark.event for mark in marks})
-    counts = ", ".join(f"{sum(m.event == kind for m in marks)} {escape(kind)}" for kind in kinds)
-    return f'<p class="legend"><b>┆</b> events: {counts}</p>'
-
-
-def _samples(run: RunRecord) -> str:
-    """What the model wrote last: every sample of the last step that has any."""
-    steps = [sample.get("step") for sample in run.samples]
-    last = [sample for sample in run.samples if sample.get("step") == steps[-1]]
-    cards = "".join(
-        f'<div class="card sample"><p>step {escape(str(sample.get("step")))}, prompt'
-        f" <code>{escape(repr(sample.get('prompt')))}</code></p>"
-        f"<pre><b>{escape(str(sample.get('prompt')))}</b>{escape(str(sample.get('text')))}</pre></div>"
-        for sample in last
+def mark_legend(run: RunRecord) -> str:
+    """Each kind of event with its color and count; a click hides it."""
+    events = [event.get("event") for event in run.events]
+    kinds = [event for event in MARKED_EVENTS if event in events]
+    keys = "".join(
+        f'<button type="button" class="event e-{kind}" data-event="{kind}" aria-pressed="true">'
+        f"{events.count(kind)}"
+        f" {_EVENT_WORDS[kind] if kind in _EVENT_WORDS else kind}</button>"
+        for kind in kinds
     )
-    return f"<h2>What it writes</h2>{cards}" if cards else ""
+    dotted = '<span class="dotted">steps that a rollback undid</span>' if run.undone else ""
+    return f'<p class="legend">{keys}{dotted}</p>' if keys else ""
 
 
-def _table(title: str, values: dict[str, Any]) -> str:
-    if not values:
-        return ""
-    rows = "".join(
-        f"<tr><th>{escape(name)}</th><td>{escape(_words(value))}</td></tr>"
-        for name, value in _flat(values)
-    )
-    return f'<section><h2>{title}</h2><div class="card"><table>{rows}</table></div></section>'
-
-
-def _flat(values: dict[str, Any], prefix: str = "") -> Iterable[tuple[str, Any]]:
-    """Nested objects as one level, with dots in the names."""
-    for name, value in values.items():
-        if isinstance(value, dict):
-            yield from _flat(value, f"{prefix}{name}.")
-        else:
-            yield f"{prefix}{name}", value
-
-
-def _words(value: Any) -> str:
-    if value is None:
-        return "unknown"
-    if isinstance(value, bool):
-        return "yes" if value else "no"
-    if isinstance(value, (int, float)):
-        return value_label(value)
-    if isinstance(value, list):  # `8 x NVIDIA H100`, not eight times its name
-        counts = Counter(map(str, value)).items()
-        return ", ".join(f"{count} x {word}" if count > 1 else word for word, count in counts)
-    return str(value)
-
-
-def _events(run: RunRecord) -> str:
-    if not run.events:
-        return ""
-    shown = run.events[-MAX_EVENT_ROWS:]
-    rows = "".join(
-        f"<tr><th>{escape(str(event.get('step')))}</th>"
-        f"<td>{escape(str(event.get('event')))}</td><td>{escape(_rest_of(event))}</td></tr>"
-        for event in shown
-    )
-    count = (
-        f"{len(run.events):,}"
-        if shown == run.events
-        else f"last {len(shown)} of {len(run.events):,}"
-    )
+def _left_out(run: RunRecord, groups: Sequence[Group]) -> str:
+    names = not_drawn(run, groups)
     return (
-        f"<details><summary>Events ({count})</summary>"
-        f'<div class="card"><table>{rows}</table></div></details>'
+        f'<p class="legend">Not drawn, as no panel of the dashboard names them: {escape(", ".join(names))}</p>'
+        if names
+        else ""
     )
 
 
-def _rest_of(event: dict[str, Any]) -> str:
-    rest = {k: v for k, v in event.items() if k not in ("time", "step", "event")}
-    return ", ".join(f"{name} {_words(value)}" for name, value in _flat(rest))
-
-
-def _config(run: RunRecord) -> str:
-    if not run.config_text:
-        return ""
-    return (
-        "<details><summary>Config</summary>"
-        f'<div class="card"><pre>{escape(run.config_text)}</pre></div></details>'
-    )
+def _where(run: RunRecord) -> dict[str, Any]:
+    """The environment without what stands at the top of the page."""
+    return {name: value for name, value in run.environment.items() if name != "overrides"}

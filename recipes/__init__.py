@@ -10,8 +10,9 @@ rank.py         L3  the main of such a process
 preemption.py   L1  SIGTERM and SIGUSR1 as a request to save and end
 agreement.py    L1  all ranks do something after the same step
 run_lock.py     L1  one run at a time in a folder
+out_of_memory.py L3 memory is full: the cheapest ways out, as words to type
 build.py        L3  the only file that instantiates: config -> Run(task, data, trainer)
-mode/           L3  one file per mode=: fit, evaluate, sample, export, replay
+mode/           L3  one file per mode=: fit, evaluate, sample, export, replay, report, dashboard
 task/           L2  LightningModules, one per kind of learning
 strategy/       L2  how a step is carried out on the devices; one file per engine
 checkpoint/     L2  what each rank writes behind training, how it is proven, where a run resumes from

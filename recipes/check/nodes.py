@@ -34,6 +34,7 @@ PROVIDED: dict[str, set[str]] = {
     "logger.tensorboard": {"run_folder"},
     "logger.wandb": {"run_folder"},
     "mode": {"run", "composed"},
+    "mode.write": {"folders", "path"},
 }
 _INSTANTIATE = {"_target_", "_partial_", "_convert_", "_recursive_", "_args_"}
 

@@ -6,7 +6,8 @@ from pathlib import Path
 import pytest
 
 from callbacks.axis import linear_ticks, log_ticks, tick_label, value_label
-from callbacks.curves import charts_of, marks_of, thinned
+from callbacks.curves import groups_of, marks_of, not_drawn, thinned
+from callbacks.dashboard import Panel, Section, sections_for
 from callbacks.run_record import read_metrics, read_run
 
 
@@ -47,23 +48,51 @@ def run_with(folder: Path, metrics: str) -> Path:
     return folder
 
 
-def test_charts_are_what_the_run_logged_with_one_kind_of_speed(tmp_path: Path) -> None:
-    header = (
-        "step,train/loss,lr,throughput/tokens_per_second,throughput/samples_per_second,val/loss"
+def test_charts_are_the_panels_that_the_run_has_metrics_for(tmp_path: Path) -> None:
+    run = read_run(
+        run_with(tmp_path, "step,train/loss,lr,val/loss,extra\n10,3.0,0.1,,7\n20,2.0,0.1,2.5,8\n")
     )
-    run = read_run(run_with(tmp_path, f"{header}\n10,3.0,0.1,500,5,\n20,2.0,0.1,510,5,2.5\n"))
-    charts = charts_of(run)
-    assert [chart.title for chart in charts] == ["loss", "learning rate", "tokens per second"]
-    assert [curve.metric for curve in charts[0].curves] == ["train/loss", "val/loss"]
-    assert {chart.x_range for chart in charts} == {(10, 20)}
+    learning = Section(
+        title="learning",
+        panels=(
+            Panel(title="loss", metrics=("val/loss", "train/*")),
+            Panel(title="accuracy", metrics=("val/accuracy",)),
+            Panel(title="runs", metrics=("val/loss",), kind="bar"),
+        ),
+    )
+    empty = Section(title="memory", panels=(Panel(title="memory", metrics=("memory/*",)),))
+    groups = groups_of(run, [learning, empty])
+    [group] = groups
+    assert (group.title, [chart.title for chart in group.charts]) == ("learning", ["loss"])
+    assert [curve.metric for curve in group.charts[0].curves] == ["val/loss", "train/loss"]
+    assert group.charts[0].x_range == (10, 20)
+    assert not_drawn(run, groups) == ["lr", "extra"]
 
 
 def test_a_wide_range_of_losses_is_on_a_log_scale_and_speed_never_is(tmp_path: Path) -> None:
     rows = "step,train/loss,throughput/tokens_per_second\n1,900.0,1\n2,2.0,50000\n"
-    loss, speed = charts_of(read_run(run_with(tmp_path, rows)))
+    run = read_run(run_with(tmp_path, rows))
+    [loss], [speed] = [group.charts for group in groups_of(run, sections_for(run.series))]
     assert loss.log_scale
     assert loss.y_range[0] < 2.0 < 900.0 < loss.y_range[1]
     assert not speed.log_scale
+
+
+def test_what_a_rollback_took_back_is_kept_beside_the_curve(tmp_path: Path) -> None:
+    run_with(tmp_path, "step,train/loss\n1,3.0\n2,2.5\n")
+    (tmp_path / "undone").mkdir()
+    (tmp_path / "undone" / "steps_0000002_to_0000003.csv").write_text(
+        "step,train/loss\n2,9.0\n3,80\n"
+    )
+    run = read_run(tmp_path)
+    [curve] = groups_of(run, sections_for(run.series))[0].charts[0].curves
+    assert curve.points == [(1, 3.0), (2, 2.5)]
+    assert curve.undone == [[(2, 9.0), (3, 80.0)]]
+
+
+def test_a_rollback_mark_reaches_from_where_it_went_back_to() -> None:
+    [mark] = marks_of([{"step": 1, "event": "rollback", "from": 24}])
+    assert (mark.step, mark.undone_to) == (1, 24)
 
 
 def test_only_telling_events_are_marked_and_each_once_a_step() -> None:
@@ -119,3 +148,20 @@ def test_labels_are_short() -> None:
     assert [tick_label(v) for v in values] == ["0", "0.5", "250", "12k", "1.5M", "3e-4", "1e-5"]
     measured = (3.45118, 4_915_200, 12345.6, 0.00098, math.nan)
     assert [value_label(v) for v in measured] == ["3.4512", "4,915,200", "12,346", "0.00098", "nan"]
+
+
+def test_a_trend_is_the_mean_of_each_bucket_and_there_is_none_of_few_points() -> None:
+    points = [(step, float(step % 10)) for step in range(1, 1001)]
+    curve = thinned("grad/norm", points, max_buckets=100)
+    assert len(curve.trend) == 100
+    assert {value for _, value in curve.trend} == {4.5}
+    assert curve.trend[0][0] == 6
+    assert curve.trend[-1][0] == 996
+    assert thinned("grad/norm", points[:400], max_buckets=100).trend == []
+
+
+def test_a_bucket_of_nothing_finite_has_no_mean() -> None:
+    points = [(step, math.nan if 100 < step <= 110 else 1.0) for step in range(1, 1001)]
+    steps = [step for step, _ in thinned("loss", points, max_buckets=100).trend]
+    assert len(steps) == 99
+    assert 106 not in steps

@@ -3,14 +3,16 @@
 import json
 import re
 from html.parser import HTMLParser
+from itertools import accumulate
 from pathlib import Path
 from typing import Any
 
 import pytest
 
 from callbacks.report import RunReport
-from callbacks.report_page import how_it_ended, write_report
-from callbacks.run_record import read_run
+from callbacks.report_page import write_report
+from callbacks.report_plan import measured_values, plan_table, planned_values
+from callbacks.run_record import how_it_ended, read_run
 
 PNG_SIGNATURE = b"\x89PNG\r\n\x1a\n"
 EVIL = "</script><script>alert(1)</script>&\"'"
@@ -37,6 +39,22 @@ def page_of(folder: Path) -> str:
     return (folder / "report.html").read_text()
 
 
+def data_of(page: str) -> dict[str, Any]:
+    """What the page's script draws from."""
+    data = re.search(r'id="data">(.*?)</script>', page, flags=re.DOTALL)
+    assert data is not None
+    value: dict[str, Any] = json.loads(data.group(1))
+    return value
+
+
+def points_of(page: str, metric: str) -> list[tuple[int, float | None]]:
+    """The points that a zoom shows."""
+    [curve] = [
+        c for chart in data_of(page)["charts"] for c in chart["curves"] if c["name"] == metric
+    ]
+    return list(zip(accumulate(curve["steps"]), curve["values"], strict=True))
+
+
 class Balance(HTMLParser):
     """Every element that is opened is closed, in order."""
 
@@ -45,7 +63,7 @@ class Balance(HTMLParser):
         self.open: list[str] = []
 
     def handle_starttag(self, tag: str, attrs: Any) -> None:
-        if tag not in ("meta", "path"):
+        if tag not in ("meta", "path", "link"):
             self.open.append(tag)
 
     def handle_endtag(self, tag: str) -> None:
@@ -82,7 +100,7 @@ def test_everything_that_a_run_left_is_on_its_page(tmp_path: Path) -> None:
         "finished",
         "41,230",
         "python train.py seed=3",
-        "versions.torch",
+        "torch 2.13.0",
         "8 x H100",
     ):
         assert words in page
@@ -97,7 +115,12 @@ def test_everything_that_a_run_left_is_on_its_page(tmp_path: Path) -> None:
 
 def test_the_page_loads_nothing_from_anywhere(tmp_path: Path) -> None:
     page = page_of(write_run(tmp_path, "step,train/loss\n1,3\n2,2\n"))
-    assert re.findall(r"https?://|\bsrc=|\bhref=|@import|url\(", page) == []
+    without = page.replace(
+        "http://www.w3.org/2000/svg", ""
+    )  # the name of a vocabulary, which nobody fetches
+    assert re.findall(r"https?://|\bsrc=|@import|url\(|fetch\(|\bimport\(", without) == []
+    links = re.findall(r'href="([^"]*)"', page)
+    assert all(link.startswith(("#", "data:,", "spikes/")) for link in links), links
 
 
 def test_what_a_run_wrote_cannot_become_markup(tmp_path: Path) -> None:
@@ -127,10 +150,14 @@ def test_one_row_is_a_dot(tmp_path: Path) -> None:
 def test_losses_that_are_not_finite_are_told(tmp_path: Path) -> None:
     page = page_of(write_run(tmp_path, "step,train/loss\n1,3.5\n2,nan\n3,inf\n"))
     assert "train/loss: 2 of 3 not finite, first at step 2" in page
-    data = re.search(r'id="points">(.*?)</script>', page, flags=re.DOTALL)
-    assert data is not None
-    curves = json.loads(data.group(1))["charts"][0]["curves"]
-    assert curves == [{"metric": "train/loss", "points": [[1, 3.5], [2, None], [3, None]]}]
+    [curve] = data_of(page)["charts"][0]["curves"]
+    assert curve == {
+        "name": "train/loss",
+        "steps": [1, 1, 1],
+        "values": [3.5, None, None],
+        "undone": [],
+        "trend": {"steps": [], "values": []},
+    }
 
 
 @pytest.mark.parametrize(
@@ -146,13 +173,140 @@ def test_classification_shows_its_accuracy(tmp_path: Path) -> None:
     assert "<b>accuracy</b>" in page
 
 
-def test_a_hundred_thousand_rows_stay_under_a_megabyte(tmp_path: Path) -> None:
-    names = ("train/loss", "lr", "grad/norm", "throughput/tokens_per_second")
-    rows = (
-        f"{s},{3 + s % 13 / 7},{s / 3e8},{s % 11 / 3},{40000 + s % 997}" for s in range(100_000)
+def test_a_hundred_thousand_rows_of_fifteen_metrics_stay_under_three_megabytes(
+    tmp_path: Path,
+) -> None:
+    names = ["train/loss", *(f"grad/norm/blocks.{i}" for i in range(14))]
+    lines = [f"step,{','.join(names)}"]
+    for step in range(1, 100_001):
+        values = [f"{2 + ((step * 7919 + i * 104_729) % 10_007) / 10_007:.7f}" for i in range(15)]
+        if step == 61_803:
+            values[0] = "97.5"
+        if step == 31_415:
+            values[0] = "nan"
+        lines.append(f"{step},{','.join(values)}")
+    page = page_of(write_run(tmp_path, "\n".join(lines) + "\n"))
+    assert len(page) < 3_000_000
+    points = points_of(page, "train/loss")
+    assert len(points) > 8_000  # denser than any screen is wide
+    assert (61_803, 97.5) in points
+    assert (31_415, None) in points
+    assert "train/loss: 1 of 100,000 not finite, first at step 31,415" in page
+
+
+def test_the_plan_stands_beside_what_was_measured(tmp_path: Path) -> None:
+    rows = "step,train/loss,train/samples,time/step_seconds\n1,3,16,0.5\n2,3,32,0.25\n3,3,48,0.5\n"
+    folder = write_run(
+        tmp_path,
+        rows,
+        config="global_batch_size: 16\nseq_len: 128\ntrainer:\n  max_steps: 4\n",
+        summary={"steps": 3, "samples": 48, "tokens": 6144, "seconds": 90.0},
     )
-    page = page_of(write_run(tmp_path, f"step,{','.join(names)}\n" + "\n".join(rows) + "\n"))
-    assert len(page) < 1_000_000
+    plan = {"step_seconds": 0.4, "seconds": 60, "peak_memory_gib": 2.0, "why": "a guess"}
+    (folder / "plan.json").write_text(json.dumps(plan))
+    run = read_run(folder)
+    planned, measured = planned_values(run), measured_values(run)
+    both = {name: (value, measured[name]) for name, value in planned.items() if name in measured}
+    assert both == {
+        "steps": (4, 3),
+        "samples": (64, 48),
+        "tokens": (8192, 6144),
+        "global_batch_size": (16, 16.0),
+        "step_seconds": (0.4, 0.5),
+        "seconds": (60, 90.0),
+    }
+    page = page_of(folder)
+    assert "<tr><td>seconds per step</td><td>0.4 s</td><td>0.5 s</td><td>125.0%</td></tr>" in page
+    assert "<tr><td>time</td><td>1:00</td><td>1:30</td><td>150.0%</td></tr>" in page
+
+
+def test_without_a_config_and_a_plan_there_is_no_plan_table(tmp_path: Path) -> None:
+    folder = write_run(tmp_path, "step,train/loss\n1,3\n", summary={"steps": 1})
+    assert plan_table(read_run(folder)) == ""
+
+
+def test_what_was_typed_is_marked_in_the_config_and_how_it_is_drawn_is_left_out(
+    tmp_path: Path,
+) -> None:
+    config = (
+        "seed: 3\noptimizer:\n  _target_: recipes.optimizer.sgd.sgd\n  lr: 0.5\n  momentum: 0.9\n"
+        "dashboard:\n  sections: []\ncallbacks:\n  report:\n    dashboard: []\n    _target_: x\n"
+    )
+    typed = ["optimizer=sgd", "+optimizer.lr=0.5", "~callbacks.sample_text"]
+    page = page_of(
+        write_run(
+            tmp_path, "step,train/loss\n1,3\n", config=config, environment={"overrides": typed}
+        )
+    )
+    assert "<mark>optimizer:</mark>\n  _target_: recipes" in page
+    assert "<mark>  lr: 0.5</mark>\n  momentum: 0.9" in page
+    assert "Config, 2 lines of it typed" in page
+    assert "sections" not in page.partition('<pre class="config">')[2].partition("</pre>")[0]
+    assert '<code class="typed">~callbacks.sample_text</code>' in page
+
+
+def test_a_config_that_only_some_program_can_read_is_shown_as_it_is(tmp_path: Path) -> None:
+    config = "name: x\nloss: !!python/object:some.Loss {}\n"
+    assert config in page_of(write_run(tmp_path, "step,train/loss\n1,3\n", config=config))
+
+
+def test_a_step_out_of_line_has_its_evidence_and_the_command_to_make_it_again(
+    tmp_path: Path,
+) -> None:
+    folder = tmp_path / "spikes" / "step_0000021"
+    folder.mkdir(parents=True)
+    alarms = {
+        "norm": {"kind": "non_finite", "score": None},
+        "loss": {"kind": "high", "score": 12.5},
+    }
+    told = {"step": 21, "loss": 9.5, "grad_norm": None, "skipped": True, "alarms": alarms}
+    (folder / "spike.json").write_text(json.dumps(told))
+    page = page_of(write_run(tmp_path, "step,train/loss\n1,3\n"))
+    assert '<a href="spikes/step_0000021">' in page
+    assert "norm non finite; loss high, score 12.5" in page
+    assert "<td>9.5</td><td>not finite</td><td>skipped</td>" in page
+    assert f"python train.py mode=replay resume={tmp_path} mode.step=21" in page
+
+
+def test_the_operators_that_took_longest_come_first(tmp_path: Path) -> None:
+    (tmp_path / "profile").mkdir()
+    rows = [
+        {"name": "aten::add", "calls": 9000, "self_seconds": 0.5, "share": 0.2},
+        {"name": "aten::mm", "calls": 1200, "self_seconds": 1.5, "share": 0.6},
+        {"name": "torn"},
+    ]
+    (tmp_path / "profile" / "operators.json").write_text(json.dumps(rows))
+    page = page_of(write_run(tmp_path, "step,train/loss\n1,3\n"))
+    assert page.index("aten::mm") < page.index("aten::add")
+    assert "<td>1,200</td><td>1.5</td>" in page
+    assert "torn" not in page
+
+
+def test_a_diagnosis_stands_above_the_curves(tmp_path: Path) -> None:
+    events = [{"step": 40, "event": "diagnosis", "text": "the loader holds the GPU up"}]
+    page = page_of(write_run(tmp_path, "step,train/loss\n1,3\n", events=events))
+    assert page.index("the loader holds the GPU up") < page.index('<figure class="chart')
+
+
+def test_a_dashboard_says_what_is_drawn_and_what_it_does_not_name_is_told(tmp_path: Path) -> None:
+    panels = [{"title": "my loss", "metrics": ["train/loss"], "picture": True}]
+    folder = write_run(tmp_path, "step,train/loss,lr\n1,3,0.1\n2,3,0.1\n")
+    write_report(folder, [{"title": "mine", "panels": panels}])
+    page = (folder / "report.html").read_text()
+    assert [chart["title"] for chart in data_of(page)["charts"]] == ["my loss"]
+    assert "no panel of the dashboard names them: lr</p>" in page
+
+
+def test_events_are_counted_by_kind_and_what_a_rollback_undid_is_a_band(tmp_path: Path) -> None:
+    events = [
+        {"step": 9, "event": "spike"},
+        {"step": 8, "event": "spike"},
+        {"step": 4, "event": "rollback", "from": 9},
+    ]
+    page = page_of(write_run(tmp_path, "step,train/loss\n0,3\n10,3\n", events=events))
+    assert ">2 spike</button>" in page
+    assert ">1 rollback</button>" in page
+    assert '<path class="band e-rollback" d="M400 0H900V1000H400Z"/>' in page
 
 
 @pytest.mark.parametrize(
