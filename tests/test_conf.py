@@ -43,7 +43,9 @@ def test_an_option_names_the_module_of_its_group(path: Path) -> None:
             continue
         if group == "callbacks":
             assert target.startswith(f"callbacks.{option}.")
-        elif target.startswith("callbacks."):  # what a mode hands its work to: conf/ alone knows both
+        elif target.startswith(
+            "callbacks."
+        ):  # what a mode hands its work to: conf/ alone knows both
             assert group == "mode"
         else:
             assert target.startswith(f"recipes.{group}.")

@@ -121,7 +121,8 @@ def test_every_name_in_the_tables_above_is_a_file() -> None:
 
 
 def test_optional_libraries_are_imported_where_they_are_used() -> None:
-    optional = {"wandb", "deepspeed", "sklearn", "transformers", "huggingface_hub", "matplotlib"}
+    optional = {"wandb", "wandb_workspaces", "tensorboard", "deepspeed", "sklearn", "transformers"}
+    optional |= {"huggingface_hub", "matplotlib"}
     for path in FILES:
         top = ast.parse(path.read_text()).body
         imports = [node for node in top if isinstance(node, ast.Import | ast.ImportFrom)]

@@ -90,11 +90,11 @@ class Began(Callback):
         for refused in io.refused:
             _log_event(run, "checkpoint_refused", step, path=refused.path.name, why=refused.why)
         assert io.loaded is not None, "a run that is past step 0 has loaded a checkpoint"
-        for logger in run.trainer.loggers:
-            # a run killed between the checkpoint and the line that tells of it
-            ours = io.loaded.parents[1] == run.folder.resolve()
-            if ours and isinstance(logger, CsvLogger) and not logger.has_event("checkpoint", step):
-                logger.log_event("checkpoint", step, path=io.loaded.name)
+        # a run killed between the checkpoint and the line that tells of it
+        ours = io.loaded.parents[1] == run.folder.resolve()
+        [told] = [one for one in run.trainer.loggers if isinstance(one, CsvLogger)]
+        if ours and not told.has_event("checkpoint", step):
+            _log_event(run, "checkpoint", step, path=io.loaded.name)
         _log_event(run, "resume", step, path=io.loaded.name)
 
 

@@ -110,6 +110,9 @@ class Resumable(lightning.LightningModule):
         )
         self.num_samples = checkpoint["consumed"]["samples"]
         self.num_tokens = checkpoint["consumed"]["tokens"]
+        for logger in self.trainer.loggers:
+            if hasattr(logger, "on_load_checkpoint"):
+                logger.on_load_checkpoint(self.trainer, self, checkpoint)
         self._resumed_optimizer = checkpoint["optimizer"]
         if self._optimizer is not None:  # engines that restore after they have started
             refuse_other_optimizer(self._optimizer, self._resumed_optimizer)

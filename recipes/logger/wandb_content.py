@@ -1,0 +1,119 @@
+"""What a W&B run says beside its rows: names, config, code, tables, summary. Read from the run folder."""
+
+import json
+import subprocess
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import yaml
+
+from recipes.logger.csv import EVENTS_FILE
+from recipes.logger.summary import SUMMARY_FILE
+from recipes.logger.wandb_start import CODE
+
+SAMPLES_FILE = "samples.jsonl"
+_MAX_TABLE_ROWS = 2000  # the newest
+_MAX_TAG_LETTERS = 64  # W&B refuses longer ones
+
+
+def names_of(folder: Path, *, group: str | None) -> dict[str, Any]:
+    """The name, group and tags of a run: by its recipe, its model and, in a sweep, the sweep."""
+    config, environment = config_of(folder), environment_of(folder)
+    typed = dict(word.split("=", 1) for word in environment["overrides"] if "=" in word)
+    recipe = str(typed["recipe"] if "recipe" in typed else config["name"])
+    model = str(typed["model"] if "model" in typed else _name_of(config["model"]))
+    kind = f"{recipe}_{model}"
+    sweep = folder.parent if (folder.parent / "multirun.yaml").is_file() else None
+    where = f"{sweep.name}_{folder.name}" if sweep is not None else folder.name
+    tags = [recipe, model, _name_of(config["strategy"]), *map(str, config["tags"])]
+    if sweep is not None:
+        tags.append("sweep")
+    return {
+        "run_name": f"{kind}_{where}",
+        "run_group": group or (f"sweep_{sweep.name}" if sweep is not None else kind),
+        "run_job_type": "train",
+        "run_tags": tuple(tag[:_MAX_TAG_LETTERS] for tag in dict.fromkeys(tags) if tag),
+    }
+
+
+def told_config(folder: Path) -> dict[str, Any]:
+    """The resolved config, and what the run runs on as `environment`.
+
+    As sections: W&B itself joins their names with dots, and asks for none in the names that it is told.
+    """
+    return config_of(folder) | {"environment": environment_of(folder)}
+
+
+def config_of(folder: Path) -> dict[str, Any]:
+    """The frozen config, without Hydra's own node."""
+    config: dict[str, Any] = yaml.safe_load((folder / "config.yaml").read_text())
+    return {key: value for key, value in config.items() if key != "hydra"}
+
+
+def environment_of(folder: Path) -> dict[str, Any]:
+    """The content of environment.json."""
+    environment: dict[str, Any] = json.loads((folder / "environment.json").read_text())
+    return environment
+
+
+def summary_of(folder: Path) -> dict[str, Any]:
+    """The content of summary.json; nothing where the run wrote none."""
+    path = folder / SUMMARY_FILE
+    if not path.is_file():
+        return {}
+    summary: dict[str, Any] = json.loads(path.read_text())
+    return summary
+
+
+def code_diff() -> str:
+    """What the code has that its last commit has not; empty outside a repository or without git."""
+    try:
+        done = subprocess.run(
+            ["git", "diff", "HEAD"],
+            cwd=CODE,
+            check=True,
+            capture_output=True,
+        )
+    except (OSError, subprocess.CalledProcessError):
+        return ""
+    return done.stdout.decode(errors="replace")
+
+
+def events_table(folder: Path) -> Any:
+    """Every event of the run, those of the processes before this one among them; None: there is none."""
+    return _table(
+        folder / EVENTS_FILE,
+        ["step", "event", "time", "details"],
+        lambda line: [
+            line["step"],
+            line["event"],
+            line["time"],
+            json.dumps({k: v for k, v in line.items() if k not in ("step", "event", "time")}),
+        ],
+    )
+
+
+def samples_table(folder: Path) -> Any:
+    """What the model has written; None: nothing."""
+    return _table(
+        folder / SAMPLES_FILE,
+        ["step", "prompt", "text"],
+        lambda line: [line["step"], line["prompt"], line["text"]],
+    )
+
+
+def _table(path: Path, columns: list[str], row: Any) -> Any:
+    import wandb
+
+    if not path.is_file():
+        return None
+    lines = path.read_text(encoding="utf-8").splitlines(keepends=True)
+    # a killed run may leave half a line at the end
+    whole = [json.loads(line) for line in lines if line.endswith("\n")]
+    return wandb.Table(columns=columns, data=[row(line) for line in whole[-_MAX_TABLE_ROWS:]])
+
+
+def _name_of(node: Mapping[str, Any]) -> str:
+    """The class that an option stands for."""
+    return str(node["_target_"]).rpartition(".")[2]
