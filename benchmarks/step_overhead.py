@@ -9,20 +9,19 @@ from measure import build_run, report, run_in_turn
 from torch import nn
 
 SKIP = 10
+SMALL = (
+    "model.num_layers=1",
+    "model.num_heads=2",
+    "model.width=32",
+    "seq_len=32",
+    "global_batch_size=4",
+)
 # the words of a case, and its number of steps
 CASES: dict[str, tuple[int, tuple[str, ...]]] = {
-    "step of 2 ms": (
-        600,
-        (
-            "model.num_layers=1",
-            "model.num_heads=2",
-            "model.width=32",
-            "seq_len=32",
-            "global_batch_size=4",
-        ),
-    ),
+    "step of 2 ms": (600, SMALL),
+    "the same, a row every 10 steps": (600, (*SMALL, "log_every=10")),
     "step of 300 ms": (110, ("global_batch_size=32",)),
-    "the same in 4 micro-batches": (110, ("global_batch_size=32", "micro_batch_size=8")),
+    "of 300 ms, in 4 micro-batches": (110, ("global_batch_size=32", "micro_batch_size=8")),
 }
 
 

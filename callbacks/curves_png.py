@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from itertools import cycle
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from callbacks.axis import tick_label
 from callbacks.curves import Chart, Curve, Mark
@@ -51,7 +51,7 @@ def _draw(axes: Axes, chart: Chart, marks: Sequence[Mark]) -> None:
 def _draw_curve(axes: Axes, curve: Curve, color: str) -> None:
     """Its points; of many, faintly under their trend."""
     label: str | None = curve.metric
-    faint = {"lw": 0.7, "alpha": 0.35} if curve.trend else {"lw": 1.4}
+    faint: dict[str, Any] = {"lw": 0.7, "alpha": 0.35} if curve.trend else {"lw": 1.4}
     for stretches, style in ((segments(curve.trend), {"lw": 1.5}), (curve.segments(), faint)):
         for stretch in stretches:
             steps, values = zip(*stretch, strict=True)

@@ -45,7 +45,7 @@ def shapes_of(batch: Any) -> tuple[Any, ...]:
 
 
 def _meta_copy(module: nn.Module) -> nn.Module:
-    """The module with parameters and buffers of the same shapes and no values; it has the same trainer and logs nothing."""
+    """The module with parameters of the same shapes and no values; it has the same trainer and logs nothing."""
     memo: dict[int, Any] = {
         id(tensor): _like(tensor) for tensor in (*module.parameters(), *module.buffers())
     }

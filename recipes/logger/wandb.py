@@ -19,6 +19,7 @@ from recipes.logger.wandb_content import (
     samples_table,
     summary_of,
     told_config,
+    validation_table,
 )
 from recipes.logger.wandb_ending import Ending
 from recipes.logger.wandb_file import STEP
@@ -224,13 +225,18 @@ class WandbRun(Logger):
         self._alert(event, 0, fields)
         status, exit_code = self._ending.of(event, fields, summary)
         session.tell(lambda run: run.summary.update(summary | {"status": status}))
-        session.tell(lambda run: run.summary.update({"table/events": events_table(self._folder)}))
+        session.tell(self._tell_tables)
         if event == "preempted":
             session.tell(lambda run: run.mark_preempting())
         if self._uploads:
             session.tell(self._upload)
         session.close(exit_code, patience_seconds=self._finish_seconds + _START_SECONDS)
         self._session = None
+
+    def _tell_tables(self, run: Any) -> None:
+        for name, table in (("events", events_table), ("validation", validation_table)):
+            if (told := table(self._folder)) is not None:
+                run.summary.update({f"table/{name}": told})
 
     def _upload(self, run: Any) -> None:
         import wandb

@@ -1,5 +1,6 @@
 """What a W&B run says beside its rows: names, config, code, tables, summary. Read from the run folder."""
 
+import csv
 import json
 import subprocess
 from collections.abc import Mapping
@@ -8,7 +9,7 @@ from typing import Any
 
 import yaml
 
-from recipes.logger.csv import EVENTS_FILE
+from recipes.logger.csv import EVENTS_FILE, METRICS_FILE
 from recipes.logger.summary import SUMMARY_FILE
 from recipes.logger.wandb_start import CODE
 
@@ -101,6 +102,26 @@ def samples_table(folder: Path) -> Any:
         ["step", "prompt", "text"],
         lambda line: [line["step"], line["prompt"], line["text"]],
     )
+
+
+def validation_table(folder: Path) -> Any:
+    """A row a validation, all its metrics side by side; None: there was none."""
+    import wandb
+
+    path = folder / METRICS_FILE
+    if not path.is_file():
+        return None
+    with path.open(newline="") as file:
+        rows = list(csv.DictReader(file))
+    columns = [name for name in rows[0] if name.startswith("val/")] if rows else []
+    found = [row for row in rows if any(row[name] for name in columns)][-_MAX_TABLE_ROWS:]
+    if not found:
+        return None
+    data = [
+        [int(row["step"]), *(float(row[name]) if row[name] else None for name in columns)]
+        for row in found
+    ]
+    return wandb.Table(columns=["step", *columns], data=data)
 
 
 def _table(path: Path, columns: list[str], row: Any) -> Any:

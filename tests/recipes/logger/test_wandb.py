@@ -165,6 +165,13 @@ def test_a_run_without_a_key_is_kept_whole_on_disk_one_row_a_step(tmp_path: Path
     events = json.loads((files / summary["table/events"]["path"]).read_text())
     lines = [json.loads(line) for line in (folder / "events.jsonl").open()]
     assert [row[1] for row in events["data"]] == [line["event"] for line in lines]
+    validations = json.loads((files / summary["table/validation"]["path"]).read_text())
+    columns = validations["columns"]
+    assert [dict(zip(columns, row, strict=True)) for row in validations["data"]] == [
+        {name: pytest.approx(row[name]) for name in columns}
+        for row in read_metrics(folder)
+        if "val/loss" in row
+    ]
     assert (summary["status"], exit_code_of(records)) == ("finished", 0)
 
 

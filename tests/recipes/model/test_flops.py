@@ -3,10 +3,12 @@
 import pytest
 import torch
 import torch.nn.functional as F
+from hydra.utils import instantiate
+from support import ROOT, composed_config
 from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.utils.flop_counter import FlopCounterMode
 
-from recipes.model.flops import Flops
+from recipes.model.flops import Flops, flops_per_sample
 from recipes.model.gpt2 import GPT2
 from recipes.model.llama import Llama
 from recipes.model.resnet18 import ResNet18
@@ -106,3 +108,28 @@ def test_resnet18_forward_takes_the_published_1_81_billion_multiply_adds() -> No
     with torch.device("meta"):
         model = ResNet18(num_classes=1000, in_channels=3, small_images=False)
     assert model.flops_per_sample(224).palm / 6 == 1_814_073_344
+
+
+@pytest.mark.parametrize(
+    "option", sorted(path.stem for path in (ROOT / "conf/model").glob("*.yaml"))
+)
+def test_every_option_agrees_with_torchs_counter_in_all_that_it_multiplies(option: str) -> None:
+    """Norms, biases and positions are in N by convention, and multiply nothing: half a per cent at 124M."""
+    node = composed_config(f"model={option}", "trainer.accelerator=cpu")["model"]
+    with torch.device("meta"):
+        model = instantiate(node)
+    is_text = type(model).input_kind == "tokens"
+    shape = (model.max_seq_len,) if is_text else (model.in_channels, 224, 224)
+    inputs = torch.zeros(2, *shape, device="meta").to(torch.long if is_text else torch.float32)
+    with FlopCounterMode(display=False) as counter, sdpa_kernel(SDPBackend.MATH):
+        model(inputs)
+    counted = 3 * counter.get_total_flops() / 2
+    told = flops_per_sample(model, shape)
+    assert told is not None
+    extra = 0
+    if is_text:
+        one_dimensional = [p.numel() for p in model.parameters() if p.dim() == 1]
+        positions = model.position.weight.numel() if hasattr(model, "position") else 0
+        extra = 6 * shape[0] * (sum(one_dimensional) + positions)
+    assert told.palm - extra == counted
+    assert extra < 0.02 * counted
