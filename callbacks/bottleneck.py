@@ -42,17 +42,28 @@ class BottleneckMonitor(Callback):
 
     def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
         self._steps.start(trainer)
-        self._speed = _speed_monitor(trainer)
+        self._speed = self._speed_monitor(trainer)
         self._phases = PhaseTimes(trainer.strategy.root_device, self.clock)
         self._rows, self._row_step = [], trainer.global_step
         where = f"{_device_name(trainer)} x {trainer.world_size}"
         if where != self._where:  # another machine has another best
             self._where, self._best = where, None
 
+    def _speed_monitor(self, trainer: Trainer) -> SpeedMonitor | None:
+        """The one that stands before this one: it has read its clock, and waited for the device, by then."""
+        for callback in trainer.callbacks:  # type: ignore[attr-defined]
+            if isinstance(callback, SpeedMonitor):
+                return callback
+            if callback is self and trainer.is_global_zero:
+                log.warning("BottleneckMonitor says nothing: it has no SpeedMonitor before it")
+                return None
+        return None
+
     def on_train_batch_start(
         self, trainer: Trainer, pl_module: LightningModule, batch: Any, batch_idx: int
     ) -> None:
-        self._phases.begin()
+        if self._speed is not None:
+            self._phases.begin()
 
     def on_before_backward(
         self, trainer: Trainer, pl_module: LightningModule, loss: torch.Tensor
@@ -132,11 +143,6 @@ class BottleneckMonitor(Callback):
             self._best = Row(**(best | by_rank))
 
 
-def _speed_monitor(trainer: Trainer) -> SpeedMonitor | None:
-    found = [one for one in trainer.callbacks if isinstance(one, SpeedMonitor)]  # type: ignore[attr-defined]
-    return found[0] if found else None
-
-
 def _device_name(trainer: Trainer) -> str:
     device = trainer.strategy.root_device
     return torch.cuda.get_device_name(device) if device.type == "cuda" else device.type
@@ -144,8 +150,12 @@ def _device_name(trainer: Trainer) -> str:
 
 def _sync_seconds(phases: list[tuple[float, float]]) -> float | None:
     """By which the last backward pass of a window, the one that reduces, is longer than the others."""
+    if (
+        len(phases) < 2
+    ):  # one pass; or passes of another pattern than forward and backward, as of a GAN
+        return None
     *others, last = (backward for _, backward in phases)
-    return last - median(others) if others else None
+    return last - median(others)
 
 
 def _free_memory(device: torch.device) -> float | None:
@@ -161,6 +171,7 @@ def _gather(mine: list[float], trainer: Trainer) -> list[list[float]]:
     if not (dist.is_available() and dist.is_initialized()) or dist.get_world_size() == 1:
         return [mine]
     packed = torch.tensor(mine, device=trainer.strategy.root_device)  # [number of values]
-    everyone = [torch.empty_like(packed) for _ in range(dist.get_world_size())]
-    dist.all_gather(everyone, packed)
-    return [one.tolist() for one in everyone]
+    everyone = packed.new_empty(dist.get_world_size() * len(mine))
+    dist.all_gather_into_tensor(everyone, packed)
+    rows: list[list[float]] = everyone.view(-1, len(mine)).tolist()  # one wait for the device
+    return rows

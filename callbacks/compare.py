@@ -26,7 +26,8 @@ def write_comparison(
         dashboard: Sections of panels, as in `conf/dashboard/default.yaml`; None: every metric, by its prefix.
 
     Raises:
-        ValueError: `folders` is empty, or no run has `sort` though some have other numbers.
+        ValueError: `folders` is empty.
+        LookupError: No run has `sort` though some have other numbers.
     """
     if not folders:
         raise ValueError("there is no run to compare")

@@ -45,7 +45,7 @@ def read_runs(
     """Every run, those with the best value of `sort` first and those without one last.
 
     Raises:
-        ValueError: No run has `sort`, but some have other numbers.
+        LookupError: No run has `sort`, but some have other numbers.
     """
     panels = [panel for section in sections for panel in section.panels]
     metrics = weights_of(folders, panels)
@@ -56,7 +56,7 @@ def read_runs(
     values = [{m: value_of(record, m) for m in measures} | own for record, own, _ in read]
     known = {m for one in values for m, value in one.items() if value is not None}
     if sort not in known and known - {"steps"}:
-        raise ValueError(f"no run has it; they have {', '.join(sorted(known))}")
+        raise LookupError(f"no run has it; they have {', '.join(sorted(known))}")
     parameters = differing([record for record, _, _ in read], first)
     order = sorted(range(len(read)), key=lambda i: sort_key(values[i][sort], sort))
     names = run_names(folders)

@@ -1,6 +1,9 @@
-"""FLOPs of one micro-batch, counted on a copy without memory: nothing is computed, some 10 ms once a shape."""
+"""FLOPs of one micro-batch, counted on a copy without memory: nothing is computed, some 10 to 100 ms a shape."""
 
 import copy
+import dataclasses
+import inspect
+from collections.abc import Mapping
 from typing import Any
 
 import torch
@@ -10,13 +13,14 @@ from torch.utils.flop_counter import FlopCounterMode
 
 
 def count_flops(module: nn.Module, batch: Any) -> float:
-    """FLOPs of the forward and backward pass: three times those of the matrix products and convolutions forward.
+    """FLOPs of the matrix products and convolutions of a forward and a backward pass, as torch makes them.
 
-    A module may offer `forward_on_meta(batch)`, its forward pass on the meta device; else a copy of the module does
-    its `training_step`. Attention counts in full, whatever its mask; recomputation does not count.
+    A module may offer `forward_on_meta(batch)`, the outputs of its forward pass on the meta device; else a copy of the
+    module does its `training_step`, and its collectives, if it has any: not for one of several ranks. Attention
+    counts in full, whatever its mask; recomputation does not count. Random states stay as they are.
 
     Args:
-        module: Whole and with plain parameters, on any device; it stays as it is.
+        module: With plain parameters, on any device; it stays as it is.
         batch: As `training_step` takes it.
 
     Raises:
@@ -24,33 +28,45 @@ def count_flops(module: nn.Module, batch: Any) -> float:
     """
     batch = _on_meta(batch)
     own = getattr(module, "forward_on_meta", None)
+    has_cuda = torch.cuda.is_initialized()  # type: ignore[no-untyped-call]
+    cuda = list(range(torch.cuda.device_count())) if has_cuda else []
     # the fused kernels of attention are counted as nothing on some devices (pytorch #195460, 2.13)
-    with FlopCounterMode(display=False) as counter, sdpa_kernel(SDPBackend.MATH):
-        if callable(own):
-            own(batch)
-        else:
-            _meta_copy(module).training_step(batch, 0)  # type: ignore[operator]
-    return 3.0 * float(counter.get_total_flops())
+    with (
+        torch.random.fork_rng(cuda),
+        FlopCounterMode(display=False) as counter,
+        sdpa_kernel(SDPBackend.MATH),
+    ):
+        outputs = own(batch) if callable(own) else _step(_meta_copy(module), batch)
+        if isinstance(outputs, Mapping):
+            outputs = outputs["loss"]
+        outputs.float().sum().backward()
+    return float(counter.get_total_flops())
 
 
 def shapes_of(batch: Any) -> tuple[Any, ...]:
-    """What decides the FLOPs of a batch: the shapes of its tensors."""
+    """What decides the FLOPs of a batch: the shapes of its tensors; () where none is found."""
     if isinstance(batch, Tensor):
         return tuple(batch.shape)
-    if isinstance(batch, dict):
+    if isinstance(batch, Mapping):
         batch = list(batch.values())
+    elif dataclasses.is_dataclass(batch) and not isinstance(batch, type):
+        batch = list(vars(batch).values())
     if isinstance(batch, (list, tuple)):
         return tuple(shapes_of(one) for one in batch)
     return ()
 
 
+def _step(module: nn.Module, batch: Any) -> Any:
+    step: Any = module.training_step
+    takes_index = len(inspect.signature(step).parameters) > 1
+    return step(batch, 0) if takes_index else step(batch)
+
+
 def _meta_copy(module: nn.Module) -> nn.Module:
-    """The module with parameters of the same shapes and no values; it has the same trainer and logs nothing."""
+    """The module with parameters of the same shapes and no values, which logs nothing and has no trainer."""
     memo: dict[int, Any] = {
         id(tensor): _like(tensor) for tensor in (*module.parameters(), *module.buffers())
     }
-    shared = [vars(module)[name] for name in ("_trainer", "_fabric") if name in vars(module)]
-    memo |= {id(one): one for one in shared if one is not None}
     copied = copy.deepcopy(module, memo).train(module.training)
     vars(copied).update(dict.fromkeys(("log", "log_dict"), lambda *_, **__: None))
     return copied
@@ -68,8 +84,6 @@ def _on_meta(batch: Any) -> Any:
         return batch.detach().to("meta")
     if isinstance(batch, dict):
         return {name: _on_meta(one) for name, one in batch.items()}
-    if isinstance(batch, (list, tuple)):
-        return (
-            type(batch)(_on_meta(one) for one in batch) if type(batch) in (list, tuple) else batch
-        )
+    if type(batch) in (list, tuple):
+        return type(batch)(_on_meta(one) for one in batch)
     return batch

@@ -1,6 +1,8 @@
 """What filled the memory, written down when it is full: a second, once."""
 
+import errno
 import gc
+import re
 from pathlib import Path
 
 import torch
@@ -10,6 +12,8 @@ from callbacks.host_memory import available_bytes
 
 _MIB = 2**20
 _NUM_TENSORS = 30
+# what allocators, CUDA's libraries, NCCL, Triton and the kernel say
+_FULL = re.compile(r"out of memory|_ALLOC_FAILED|can(no|')t allocate memory", re.IGNORECASE)
 
 
 def is_out_of_memory(error: BaseException | None) -> bool:
@@ -17,7 +21,9 @@ def is_out_of_memory(error: BaseException | None) -> bool:
     while error is not None:
         if isinstance(error, (torch.OutOfMemoryError, MemoryError)):
             return True
-        if isinstance(error, RuntimeError) and "can't allocate memory" in str(error):
+        if isinstance(error, OSError) and error.errno == errno.ENOMEM:
+            return True
+        if isinstance(error, RuntimeError) and _FULL.search(str(error)):
             return True
         error = error.__cause__ or error.__context__
     return False
@@ -47,7 +53,7 @@ def _largest_tensors() -> list[str]:
     """One line each, of those that Python knows and that have memory of their own."""
     found: dict[tuple[str, int], tuple[int, str]] = {}
     for one in gc.get_objects():
-        if not _is_tensor(one):
+        if not _is_tensor(one) or one.layout != torch.strided:
             continue
         storage = one.untyped_storage()
         size = storage.nbytes()

@@ -23,6 +23,8 @@ _DTYPES = {
     "tf32": torch.float32,
     "fp32": torch.float32,
 }
+_MAX_SHAPES = 256  # of which the FLOPs are remembered
+_MAX_COUNTED = 32  # that are counted: each takes as long as a step
 
 
 class FlopMeter:
@@ -37,6 +39,7 @@ class FlopMeter:
         self._peak_tflops = peak_tflops
         self._measure_peak = measure_peak
         self._flops: dict[Any, tuple[float, float | None]] = {}  # by shape of a micro-batch
+        self._num_counted = 0  # by hand
         self._cannot_count = False
         self._peak: Peak | None = None
         self._measured: float | None = None  # TFLOP/s
@@ -45,7 +48,7 @@ class FlopMeter:
         """Find the peak, and say in one line which it is, or why there is none."""
         device, kind = trainer.strategy.root_device, kind_of(trainer, pl_module)
         if self._measure_peak:
-            if kind is None or kind == "fp8":
+            if kind is None or kind == "fp8" or (kind == "fp16" and device.type == "cpu"):
                 told = f"no MFU: products of {kind or 'this precision'} are not measured"
             else:
                 self._measured = measure_peak_tflops(device, _DTYPES[kind])
@@ -66,45 +69,72 @@ class FlopMeter:
         if trainer.is_global_zero:
             log.info(told)
 
-    def of_batch(self, pl_module: LightningModule, batch: Any) -> tuple[float, float | None]:
+    def known(self, batch: Any) -> tuple[float, float | None] | None:
+        """FLOPs of a micro-batch of shapes that have been looked at; None: they have not."""
+        if self._cannot_count:
+            return 0.0, None
+        return self._flops.get(shapes_of(batch))
+
+    def look(
+        self, trainer: Trainer, pl_module: LightningModule, batch: Any
+    ) -> tuple[float, float | None]:
         """FLOPs of a micro-batch on this rank, attention in full and at half; 0 where nobody can tell.
 
         From the module's `flops_of(batch)`, which has `palm` and `causal`; else counted, in full only.
         """
-        shapes = shapes_of(batch)
-        if shapes not in self._flops:
-            self._flops[shapes] = self._look(pl_module, batch)
-        return self._flops[shapes]
-
-    def _look(self, pl_module: LightningModule, batch: Any) -> tuple[float, float | None]:
         own = getattr(pl_module, "flops_of", None)
         if callable(own) and (told := own(batch)) is not None:
-            return told.palm, told.causal
+            flops: tuple[float, float | None] = (float(told.palm), float(told.causal))
+        else:
+            flops = (self._counted(trainer, pl_module, batch), None)
         if self._cannot_count:
             return 0.0, None
-        try:
-            return count_flops(pl_module, batch), None
-        except Exception as error:  # whatever a stranger's module does on a device without values
-            self._cannot_count = True
-            log.info(
-                f"no MFU: the FLOPs of {type(pl_module).__name__} cannot be counted"
-                f" ({type(error).__name__}); give it flops_of(batch) with .palm and .causal"
-            )
-            return 0.0, None
+        if len(self._flops) >= _MAX_SHAPES:
+            self._flops.clear()
+        if shapes := shapes_of(batch):
+            self._flops[shapes] = flops
+        return flops
 
-    def row(self, window: Reading, *, world_size: int) -> dict[str, float]:
+    def _counted(self, trainer: Trainer, pl_module: LightningModule, batch: Any) -> float:
+        self._num_counted += 1
+        why = ""
+        if not hasattr(pl_module, "forward_on_meta"):
+            if trainer.world_size > 1:
+                why = "its step may wait for other ranks"
+            if not pl_module.automatic_optimization:
+                why = "its step steps its optimizers"
+        if self._num_counted > _MAX_COUNTED:
+            why = f"its batches have more than {_MAX_COUNTED} shapes"
+        if not why:
+            try:
+                return count_flops(pl_module, batch)
+            except (
+                Exception
+            ) as error:  # whatever a stranger's module does on a device without values
+                why = f"{type(error).__name__} on the meta device"
+        self._cannot_count = True
+        if trainer.is_global_zero:
+            log.info(
+                f"no MFU: the FLOPs of {type(pl_module).__name__} cannot be counted ({why});"
+                " give it flops_of(batch) with .palm and .causal"
+            )
+        return 0.0
+
+    def row(self, window: Reading) -> dict[str, float]:
         """The metrics of a window, over all ranks, in which time has passed."""
-        if window.flops <= 0:
+        if window.flops <= 0 or self._cannot_count:
             return {}
-        total = window.flops / window.seconds / 1e12
-        row = {"throughput/tflops": total / world_size, "throughput/total_tflops": total}
+        row = {
+            "throughput/tflops": window.flops / window.device_seconds / 1e12,
+            "throughput/total_tflops": window.flops / window.seconds / 1e12,
+        }
         if self._measured is not None:
             row["throughput/matmul_fraction"] = row["throughput/tflops"] / self._measured
         peak = None if self._peak is None else self._peak.tflops
         if peak is not None:
             row["throughput/mfu"] = row["throughput/tflops"] / peak
             if window.causal_flops > 0:
-                causal = window.causal_flops / window.seconds / 1e12 / world_size
+                causal = window.causal_flops / window.device_seconds / 1e12
                 row["throughput/mfu_causal"] = causal / peak
         return row
 
@@ -128,8 +158,8 @@ def kind_of(trainer: Trainer, pl_module: LightningModule) -> Kind | None:
     if dtype not in _KINDS:
         return None
     kind = _KINDS[dtype]
-    if kind == "fp32" and torch.get_float32_matmul_precision() != "highest":
-        return "tf32" if torch.cuda.is_available() else "fp32"
+    if kind == "fp32" and torch.backends.cuda.matmul.fp32_precision == "tf32":
+        return "tf32"
     return kind
 
 

@@ -5,6 +5,7 @@ from collections.abc import Callable
 import torch
 
 Moment = float | torch.cuda.Event
+_MAX_PASSES = 256  # the newest of a step, or of a run whose steps nobody tells
 
 
 class Phases:
@@ -34,7 +35,7 @@ class PhaseTimes:
         self._moments: list[list[Moment]] = []
 
     def begin(self) -> None:
-        self._moments.append([self._now()])
+        self._moments = [*self._moments[-_MAX_PASSES:], [self._now()]]
 
     def end_forward(self) -> None:
         if self._moments:

@@ -91,13 +91,13 @@ def read_run(folder: Path, *, needs_metrics: bool = True) -> RunRecord:
             {**_read_object(path), "folder": str(path.parent.relative_to(folder))}
             for path in sorted(folder.glob("spikes/step_*/spike.json"))
         ],
-        undone=[read_metrics(path) for path in sorted(folder.glob("undone/*.csv"))],
+        undone=[_metrics_so_far(path) for path in sorted(folder.glob("undone/*.csv"))],
     )
 
 
 def read_metrics(path: Path) -> Series:
     """Each column's filled cells with their steps; a row cut off in mid-write is left out."""
-    with path.open(newline="", encoding="utf-8") as file:
+    with path.open(newline="", encoding="utf-8", errors="replace") as file:
         rows = csv.reader(file)
         header = next(rows, [])
         if "step" not in header:
@@ -126,7 +126,7 @@ def metric_names(path: Path) -> list[str]:
     """The columns of a table of metrics, without reading its rows."""
     if not path.exists():
         return []
-    with path.open(newline="", encoding="utf-8") as file:
+    with path.open(newline="", encoding="utf-8", errors="replace") as file:
         return [name for name in next(csv.reader(file), []) if name != "step"]
 
 
@@ -139,7 +139,7 @@ def _number(cell: str) -> float:
 
 
 def _read_text(path: Path) -> str:
-    return path.read_text(encoding="utf-8") if path.exists() else ""
+    return path.read_text(encoding="utf-8", errors="replace") if path.is_file() else ""
 
 
 def _parsed(text: str) -> dict[str, Any]:
@@ -170,6 +170,13 @@ def _read_list(path: Path) -> list[dict[str, Any]]:
 
 
 def _read_lines(path: Path) -> list[dict[str, Any]]:
-    """The JSON objects of a file that grows by whole lines; its last line may be a torn one."""
-    lines = _read_text(path).split("\n")
-    return [json.loads(line) for line in lines[:-1] if line.strip()]
+    """The JSON objects of a file that grows by whole lines; a torn one, mostly the last, is left out."""
+    found = []
+    for line in _read_text(path).split("\n")[:-1]:
+        try:
+            value = json.loads(line)
+        except json.JSONDecodeError:
+            continue
+        if isinstance(value, dict):
+            found.append(value)
+    return found

@@ -5,6 +5,7 @@ import logging
 from typing import Any
 
 from lightning.pytorch import Callback, LightningModule, Trainer
+from lightning.pytorch.profilers import PyTorchProfiler
 from torch.profiler import ProfilerActivity, profile
 
 from callbacks.logged_step import StepCounter
@@ -45,6 +46,12 @@ class StepProfiler(Callback):
     ) -> None:
         if self._num_steps is None or self._trace is not None or self._done != self._after:
             return
+        if isinstance(profiler_of(trainer), PyTorchProfiler):
+            self._num_steps = None
+            log.warning(
+                "nothing is traced: trainer.profiler=pytorch traces already, and torch has one trace"
+            )
+            return
         activities = [ProfilerActivity.CPU]
         if trainer.strategy.root_device.type == "cuda":
             activities.append(ProfilerActivity.CUDA)
@@ -71,18 +78,20 @@ class StepProfiler(Callback):
     def on_exception(
         self, trainer: Trainer, pl_module: LightningModule, exception: BaseException
     ) -> None:
+        if trainer.strategy.root_device.type == "cuda":
+            self._trace = None  # to stop it is to wait for a device that may be what failed
         self._end(trainer)
 
     def _end(self, trainer: Trainer) -> None:
-        """Stop tracing, and write down what there is."""
+        """Stop tracing, and write down what there is: a trace is no reason for a run to fail."""
         if self._trace is None:
             return
         trace, self._trace = self._trace, None
-        trace.stop()
         try:
+            trace.stop()
             self._write(trainer, trace)
-        except OSError as error:
-            log.warning(f"the trace could not be written: {error}")
+        except Exception as error:
+            log.warning(f"the trace could not be written: {type(error).__name__}: {error}")
         finally:
             profiler_of(trainer).stop(FOLDER)
 
@@ -99,7 +108,7 @@ class StepProfiler(Callback):
         operators = top_operators(trace)
         (folder / "operators.json").write_text(json.dumps(operators, indent=2) + "\n")
         words = ", ".join(f"{one['name']} {one['share']:.0%}" for one in operators[:3])
-        log.info(f"profile: {self._num_steps} steps in {folder}; {words}")
+        log.info(f"profile: {self._done - self._after} steps in {folder}; {words}")
 
 
 def top_operators(trace: Any) -> list[dict[str, Any]]:

@@ -11,6 +11,7 @@ class Reading:
     """What a run did, up to or between readings. Zero samples, tokens or FLOPs: nobody counts them."""
 
     seconds: float = 0.0
+    device_seconds: float = 0.0  # of all ranks together
     wait_seconds: float = 0.0
     left_out_seconds: float = 0.0
     steps: int = 0

@@ -62,6 +62,7 @@ class SpeedMonitor(Callback):
         self._wait_seconds = 0.0
         self._fetch_began = 0.0
         self._idle_since: float | None = None  # end of the batch, if the device had finished it
+        self._busy: torch.cuda.Event | None = None  # done when the device has finished the batch
         self._taps: list[ProfilerTap | CompileTap] = []
 
     def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
@@ -99,7 +100,9 @@ class SpeedMonitor(Callback):
         self._fetch_began = self.clock()
 
     def _on_fetched(self) -> None:
-        if not self._watch.is_paused:
+        """Nobody has waited for data where the device still works on the batch before."""
+        busy, self._busy = self._busy, None
+        if not self._watch.is_paused and (busy is None or busy.query()):  # type: ignore[no-untyped-call]
             self._wait_seconds += self.clock() - self._fetch_began
 
     def on_validation_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
@@ -116,6 +119,9 @@ class SpeedMonitor(Callback):
             self._synchronize()
         if logged or self._is_first or self._device.type == "cpu":
             self._idle_since = self.clock()
+        elif self._device.type == "cuda":
+            self._busy = torch.cuda.Event()  # type: ignore[no-untyped-call]
+            self._busy.record()
         if stepped and self._is_first:
             self._is_first = False
             self._watch.resume("first_step")
@@ -130,7 +136,7 @@ class SpeedMonitor(Callback):
     ) -> None:
         """Add what this batch consumed; a counter that was rolled back counts on from there."""
         before, self._counted = self._counted, _counters(pl_module)
-        flops, causal_flops = self._meter.of_batch(pl_module, batch)
+        flops, causal_flops = self._flops_of(trainer, pl_module, batch)
         if self._watch.is_paused:  # the whole step is left out: the first one, one that is traced
             return
         samples, tokens = (max(0, b - a) for a, b in zip(before, self._counted, strict=True))
@@ -142,10 +148,24 @@ class SpeedMonitor(Callback):
             causal_flops=(causal_flops or 0.0) * trainer.world_size,
         )
 
+    def _flops_of(
+        self, trainer: Trainer, pl_module: LightningModule, batch: Any
+    ) -> tuple[float, float | None]:
+        """Known, else looked at, which is no training."""
+        if (known := self._meter.known(batch)) is not None:
+            return known
+        self._watch.pause("count_flops")
+        try:
+            return self._meter.look(trainer, pl_module, batch)
+        finally:
+            self._watch.resume("count_flops")
+
     def _read(self) -> Reading:
         """Everything this process has done up to now."""
+        seconds = self._watch.seconds()
         return self._now + Reading(
-            seconds=self._watch.seconds(),
+            seconds=seconds,
+            device_seconds=seconds * self._world_size,
             wait_seconds=self._wait_seconds,
             left_out_seconds=sum(self._watch.left_out_seconds.values()),
         )
@@ -163,7 +183,7 @@ class SpeedMonitor(Callback):
             tokens_per_second = window.tokens / window.seconds
             row["throughput/tokens_per_second"] = tokens_per_second
             row["throughput/device_tokens_per_second"] = tokens_per_second / world_size
-        return row | self._meter.row(window, world_size=world_size)
+        return row | self._meter.row(window)
 
     def on_train_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
         self._pause("end")
@@ -184,7 +204,7 @@ class SpeedMonitor(Callback):
         total = self._total()
         mfu = None
         if total.seconds > 0:
-            mfu = self._meter.row(total, world_size=self._world_size).get("throughput/mfu")
+            mfu = self._meter.row(total).get("throughput/mfu")
         return {
             "steps": total.steps,
             "seconds": total.seconds,
@@ -213,7 +233,8 @@ class SpeedMonitor(Callback):
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         numbers = dict(state_dict)
-        self._earlier_left_out = numbers.pop("left_out")
+        if "left_out" in numbers:  # none in the files of earlier versions
+            self._earlier_left_out = numbers.pop("left_out")
         self._earlier = Reading(**numbers)
 
 

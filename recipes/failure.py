@@ -1,5 +1,7 @@
 """How a rank failed, left in a file for whoever started it: torch elastic's format, so that torchrun reads it too."""
 
+import contextlib
+import errno
 import json
 import os
 import re
@@ -17,6 +19,11 @@ _LOST_PEER = re.compile(
     r"|failed to recv, got 0 bytes|communicator was aborted|socket closed",
     re.IGNORECASE,
 )
+# what allocators, CUDA's libraries, NCCL, Triton and the kernel say
+_OUT_OF_MEMORY = re.compile(
+    r"out of memory|_ALLOC_FAILED|can't allocate memory|Cannot allocate memory", re.IGNORECASE
+)
+OOM_FOLDER = "oom"  # of a run folder
 _FROM_TORCH = ("RuntimeError", "DistBackendError", "DistNetworkError", "DistStoreError")
 
 
@@ -57,13 +64,24 @@ def is_by_peer(error: BaseException | None) -> bool:
 def is_out_of_memory(error: BaseException | None) -> bool:
     """Whether an exception, or one behind it, says that memory is full: of a device or of the host."""
     while error is not None:
-        name, text = type(error).__name__, str(error)
-        if name in ("OutOfMemoryError", "MemoryError"):
+        if type(error).__name__ in ("OutOfMemoryError", "MemoryError"):
             return True
-        if name == "RuntimeError" and "can't allocate memory" in text:
+        if isinstance(error, OSError) and error.errno == errno.ENOMEM:
+            return True
+        if isinstance(error, RuntimeError) and _OUT_OF_MEMORY.search(str(error)):
             return True
         error = error.__cause__ or error.__context__
     return False
+
+
+def word_of_peer(run_folder: Path) -> dict[str, Any] | None:
+    """What another rank than the first has left when its memory was full; None: nothing whole."""
+    for path in sorted((run_folder / OOM_FOLDER).glob("rank_*.json")):
+        with contextlib.suppress(OSError, json.JSONDecodeError):
+            told: dict[str, Any] = json.loads(path.read_text())
+            if told["rank"] > 0:
+                return told
+    return None
 
 
 def write_failure(failure: Failure, file: Path) -> None:

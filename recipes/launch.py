@@ -16,7 +16,7 @@ from recipes.compose import CONF, Composed
 from recipes.console import LOGGER, open_console
 from recipes.failure import Failure, error_file, failure_of, is_out_of_memory, write_failure
 from recipes.mistake import Mistake
-from recipes.out_of_memory import EXIT_OUT_OF_MEMORY, report_of, tell_events
+from recipes.out_of_memory import EXIT_OUT_OF_MEMORY, report_of, tell_the_end
 from recipes.preemption import listening
 from recipes.ranks import Ranks, global_rank, ranks_of, started_by
 from recipes.run_lock import alone_in
@@ -90,10 +90,9 @@ def _launch(composed: Composed, *, in_sweep: bool) -> int:
     except Mistake as mistake:
         return _refused(mistake)
     # train.log is rank 0's until all ranks have ended
-    began = time.time()
     ending = start_ranks(composed, ranks)
     if ending.exit_code == EXIT_OUT_OF_MEMORY:
-        tell_events(composed.run_folder, composed.run_folder / "events.jsonl", since=began)
+        tell_the_end(composed.run_folder, composed.run_folder / "events.jsonl")
     if ending.report is not None:
         _open(composed)
         LOGGER.error(ending.report)

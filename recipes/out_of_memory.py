@@ -1,5 +1,7 @@
 """Memory is full: the three cheapest ways out, as words to type. Reads the config, imports no torch."""
 
+import contextlib
+import errno
 import json
 import time
 from collections.abc import Iterator
@@ -8,9 +10,10 @@ from typing import Any
 
 from recipes.accumulation import divide
 from recipes.compose import Composed
+from recipes.failure import OOM_FOLDER as FOLDER
+from recipes.failure import word_of_peer
 
 EXIT_OUT_OF_MEMORY = 71  # sysexits.h: EX_OSERR, what an operating system could not give
-FOLDER = "oom"
 _MAX_WAYS = 3
 # an option of strategy/ -> what shards or moves more of the state out of device memory, first step first
 _NEXT_STAGE = {
@@ -49,16 +52,30 @@ def ways_out(
             word += " trainer.accumulate_grad_batches=null"
         passes = plan.num_micro_batches * plan.micro_batch_size // smaller
         yield word, f"the same global batch in {passes} passes: the same curve, smaller products"
-    if composed.choices["activation_checkpoint"] == "none":
+    if not config["activation_checkpoint"]["every_nth_block"]:
         word = "activation_checkpoint=every_block"
         yield word, "activations of one block at a time: the same curve, about a third more compute"
-    strategy = composed.choices["strategy"]
+    strategy = _stage(composed)
     yield from _next_stage(strategy, config["strategy"], of_host=of_host)
     if config["precision"]["name"] == "32-true":
         yield (
             "precision=bf16-mixed",
             "activations of half the size; weights and moments stay float32",
         )
+
+
+def _stage(composed: Composed) -> str:
+    """The option of strategy/; of a frozen config, which does not name it, from what it says."""
+    if "strategy" in composed.choices:
+        return composed.choices["strategy"]
+    node = composed.config["strategy"]
+    if "stage" not in node:
+        name = str(node["_target_"]).rpartition(".")[2]
+        return {"SingleDevice": "single", "HybridShard": "hsdp", "FullyShard": "fsdp"}.get(
+            name, "ddp"
+        )
+    offloaded = {"cpu": "_offload", "nvme": "_nvme"}
+    return f"deepspeed_stage_{node['stage']}" + offloaded.get(str(node["offload_optimizer"]), "")
 
 
 def _next_stage(strategy: str, node: dict[str, Any], *, of_host: bool) -> Iterator[tuple[str, str]]:
@@ -83,8 +100,10 @@ def report_of(error: BaseException, composed: Composed, *, world_size: int) -> s
     """What a person reads instead of a traceback."""
     first_line = str(error).partition("\n")[0][:200]
     lines = [f"Out of memory: {first_line}"]
-    of_host = "DefaultCPUAllocator" in first_line or isinstance(error, MemoryError)
-    ways = [*ways_out(composed, world_size=world_size, of_host=of_host)][:_MAX_WAYS]
+    ways = [*ways_out(composed, world_size=world_size, of_host=_is_of_host(error))]
+    if not composed.config["mode"]["_target_"].endswith(".fit"):
+        ways = []  # what does not train runs on one device, without a backward pass
+    ways = ways[:_MAX_WAYS]
     width = max((len(word) for word, _ in ways), default=0)
     if ways:
         lines.append("Add one of these to what you typed, the cheapest first:")
@@ -100,19 +119,37 @@ def report_of(error: BaseException, composed: Composed, *, world_size: int) -> s
     return "\n".join(lines)
 
 
-def leave_word(error: BaseException, run_folder: Path, *, rank: int, step: int) -> None:
+def _is_of_host(error: BaseException | None) -> bool:
+    while error is not None:
+        text = str(error)
+        if isinstance(error, MemoryError) or getattr(error, "errno", None) == errno.ENOMEM:
+            return True
+        if "DefaultCPUAllocator" in text or "Cannot allocate memory" in text:
+            return True
+        error = error.__cause__ or error.__context__
+    return False
+
+
+def leave_word(run_folder: Path, *, rank: int, step: int, error: str) -> None:
     """A rank that is not the first tells no events: it leaves its own beside them."""
     folder = run_folder / FOLDER
     folder.mkdir(parents=True, exist_ok=True)
     told = {"time": round(time.time(), 3), "step": step, "event": "oom", "rank": rank}
-    told |= {"error": str(error).partition("\n")[0]}
-    (folder / f"rank_{rank:05d}.json").write_text(json.dumps(told) + "\n")
+    told |= {"error": error}
+    unfinished = folder / f"rank_{rank:05d}.part"
+    unfinished.write_text(json.dumps(told) + "\n")
+    unfinished.replace(folder / f"rank_{rank:05d}.json")
 
 
-def tell_events(run_folder: Path, events_file: Path, *, since: float) -> None:
-    """Once all ranks have ended: the words that others than the first have left, into events.jsonl."""
-    for path in sorted((run_folder / FOLDER).glob("rank_*.json")):
-        told: dict[str, Any] = json.loads(path.read_text())
-        if told["rank"] > 0 and told["time"] >= since and events_file.exists():
-            with events_file.open("a") as file:
-                file.write(json.dumps(told) + "\n")
+def tell_the_end(run_folder: Path, events_file: Path) -> None:
+    """Once all ranks have ended: what the first could not tell, because another one's end has killed it."""
+    word = word_of_peer(run_folder)
+    if word is None or not events_file.exists():
+        return
+    events = [line for line in events_file.read_text().splitlines() if '"event": "oom"' in line]
+    if any(f'"rank": {word["rank"]}' in line for line in events):
+        return
+    end = {key: word[key] for key in ("time", "step")} | {"event": "end"}
+    end |= {"status": "out_of_memory", "error": word["error"]}
+    with contextlib.suppress(OSError), events_file.open("a") as file:
+        file.write(json.dumps(word) + "\n" + json.dumps(end) + "\n")

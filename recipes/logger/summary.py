@@ -10,7 +10,7 @@ from typing import Any
 import lightning.pytorch as lightning
 from lightning.pytorch.callbacks import Callback
 
-from recipes.failure import is_out_of_memory
+from recipes.failure import is_by_peer, is_out_of_memory, word_of_peer
 from recipes.model.init import whole_shape
 from recipes.preemption import Preempted
 
@@ -62,7 +62,8 @@ class SummaryWriter(Callback):
             status = "diverged"
         if isinstance(exception, Preempted):
             status = "preempted"
-        if is_out_of_memory(exception):
+        by_other = is_by_peer(exception) and word_of_peer(self._folder) is not None
+        if is_out_of_memory(exception) or by_other:
             status = "out_of_memory"
         self._write(trainer, pl_module, status)
 

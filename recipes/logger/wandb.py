@@ -108,6 +108,8 @@ class WandbRun(Logger):
         if self._row and self._row[STEP] != step + 1:
             self._tell_row()
         self._open()
+        if not self._row:  # what has happened since the row before
+            self._row, self._marks = dict(self._marks), {}
         self._row |= {STEP: step + 1} | {
             name: value for name, value in metrics.items() if name != "epoch"
         }
@@ -115,6 +117,8 @@ class WandbRun(Logger):
     @rank_zero_only
     def finalize(self, status: str) -> None:
         """Training is over; how the run ended is told by the event that follows."""
+        if self._row:  # there will be no other
+            self._row |= self._marks
         self._tell_row()
 
     @rank_zero_only
@@ -189,8 +193,6 @@ class WandbRun(Logger):
         row, self._row = self._row, {}
         if not row or self._session is None:
             return
-        row |= self._marks
-        self._marks = {}
         if self._told is not None:
             row = self._told.new_in(row)
         if row:

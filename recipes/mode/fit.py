@@ -2,7 +2,6 @@
 
 import contextlib
 import json
-from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -17,10 +16,10 @@ from recipes.checkpoint.saver import CheckpointSaver
 from recipes.compose import ENVIRONMENT_FILE
 from recipes.console import LOGGER
 from recipes.environment import describe_environment
-from recipes.failure import is_by_peer, is_out_of_memory
+from recipes.failure import OOM_FOLDER, is_by_peer, is_out_of_memory, word_of_peer
 from recipes.logger.csv import EVENTS_FILE, CsvLogger
 from recipes.logger.summary import SummaryWriter
-from recipes.model.init import whole_shape
+from recipes.mode.header import header
 from recipes.out_of_memory import leave_word
 from recipes.preemption import EXIT_PREEMPTED, Preempted
 from recipes.start_ranks import EXIT_TERMINATED, EXIT_UNSAVED
@@ -67,6 +66,8 @@ class Began(Callback):
         run, step = self._run, trainer.global_step
         used = (run.folder / EVENTS_FILE).exists()
         run.freeze()
+        for word in (run.folder / OOM_FOLDER).glob("rank_*.json"):
+            word.unlink()  # of an earlier start
         record = describe_environment(run.overrides) | {
             "tags": run.tags,
             "num_ranks": trainer.world_size,
@@ -82,7 +83,7 @@ class Began(Callback):
             self._tell_resume(step)
         else:
             _log_event(run, "start", step)
-        for line in _header(run):
+        for line in header(run, resumed_from=_checkpoint_io(run).loaded):
             LOGGER.info(line)
 
     def _tell_resume(self, step: int) -> None:
@@ -184,40 +185,28 @@ def _fit(run: Run) -> None:
             raise
         what = f"{type(error).__name__}: {error}"
         if is_by_peer(error):
-            what = "another rank failed first; train.log names it"
+            what = "another rank failed first; what it said is on the console"
+            if (word := word_of_peer(run.folder)) is not None:
+                _tell_full(run, word)
+                raise
         _log_event(run, "end", run.trainer.global_step, status="failed", error=what)
         raise
     _log_event(run, "end", run.trainer.global_step, status="finished")
 
 
 def _tell_out_of_memory(run: Run, error: Exception) -> None:
-    what = str(error).partition("\n")[0]
-    rank, step = run.trainer.global_rank, run.trainer.global_step
+    told: dict[str, Any] = {"rank": run.trainer.global_rank, "step": run.trainer.global_step}
+    told |= {"error": str(error).partition("\n")[0]}
     with contextlib.suppress(OSError):  # a full disk is not what ends this run
-        leave_word(error, run.folder, rank=rank, step=step)
-    _log_event(run, "oom", step, error=what)
-    _log_event(run, "end", step, status="out_of_memory", error=what)
+        leave_word(run.folder, **told)
+    _tell_full(run, told)
 
 
-def _header(run: Run) -> Iterator[str]:
-    """What is trained, on what, in which portions: three lines before the first step."""
-    trainer, plan = run.trainer, run.accumulation
-    num_parameters = sum(whole_shape(weight).numel() for weight in run.task.parameters())
-    ranks = trainer.world_size
-    devices = str(run.task.device) if ranks == 1 else f"{ranks} ranks of {run.task.device.type}"
-    where = f"{devices}, {run.precision.name}, {type(trainer.strategy).__name__}"
-    yield f"model: {run.task.model_name}, {num_parameters:,} parameters on {where}"
-    num_samples = trainer.max_steps * plan.global_batch_size
-    epochs = num_samples / len(run.data.source.train())
-    passes = "1 pass" if plan.num_micro_batches == 1 else f"{plan.num_micro_batches} passes"
-    yield (
-        f"batch: {plan.global_batch_size} samples a step in {passes};"
-        f" {trainer.max_steps:,} steps are {num_samples:,} samples, {epochs:.3g} epochs"
-    )
-    if run.precision.scales_loss and run.task.device.type == "cpu":
-        yield "float16 on a CPU is emulated, some ten times slower than precision=bf16-mixed"
-    if (loaded := _checkpoint_io(run).loaded) is not None:
-        yield f"resumed from {loaded} at step {trainer.global_step}"
+def _tell_full(run: Run, told: dict[str, Any]) -> None:
+    """By the first rank, of itself or of another one."""
+    step, error = told["step"], told["error"]
+    _log_event(run, "oom", step, rank=told["rank"], error=error)
+    _log_event(run, "end", step, status="out_of_memory", error=error)
 
 
 def _num_rollbacks(trainer: lightning.Trainer) -> int:

@@ -12,7 +12,7 @@ from recipes.mistake import Mistake
 
 PAGE = "report.html"
 # what a run leaves, the earliest first: one that failed at its start has a log alone
-LEFT_BY_A_RUN = ("train.log", CONFIG_FILE, "events.jsonl", "metrics.csv", "summary.json")
+LEFT_BY_A_RUN = ("train.log", "events.jsonl", "metrics.csv", "summary.json")
 
 
 def report(
@@ -42,7 +42,9 @@ def report(
     page = _page(path, folders)
     try:
         write(folders, page, sort=sort, dashboard=dashboard)
-    except ValueError as error:
+    except LookupError as error:
+        if type(error) is not LookupError:  # a fault of ours
+            raise
         raise Mistake(f"mode.sort={sort}", str(error), "mode.sort=<one of these>") from error
     LOGGER.info(f"{len(folders)} run{'' if len(folders) == 1 else 's'} compared by {sort}")
     LOGGER.info(str(page))
@@ -83,7 +85,10 @@ def _runs_in(folder: Path, *, depth: int) -> list[Path]:
 
 
 def _is_run(folder: Path) -> bool:
-    return any((folder / name).is_file() for name in LEFT_BY_A_RUN)
+    config = folder / CONFIG_FILE
+    # one that is still to be composed, as conf/ holds it, is of no run
+    is_frozen = config.is_file() and "\ndefaults:" not in config.read_text(errors="replace")
+    return is_frozen or any((folder / name).is_file() for name in LEFT_BY_A_RUN)
 
 
 def _page(path: str | None, folders: Sequence[Path]) -> Path:

@@ -3,7 +3,7 @@
 from abc import abstractmethod
 from typing import Any
 
-from torch import nn
+from torch import Tensor, nn
 
 from recipes.model import Flops
 from recipes.model.flops import flops_per_sample
@@ -24,6 +24,7 @@ class TellsFlops:
             return None
         return Flops(palm=num_samples * of_one.palm, causal=num_samples * of_one.causal)
 
-    def forward_on_meta(self, batch: dict[str, Any]) -> None:
-        """The forward pass of a batch on the meta device, for who counts its FLOPs."""
-        self.meta_model()(batch["inputs"])
+    def forward_on_meta(self, batch: dict[str, Any]) -> Tensor:
+        """The outputs of a batch on the meta device, for who counts its FLOPs."""
+        outputs: Tensor = self.meta_model()(batch["inputs"])
+        return outputs

@@ -111,3 +111,29 @@ def test_the_best_that_a_run_has_reached_outlives_it(stranger, make_trainer, clo
     assert "they took 1 s" in fit(second)
     third.load_state_dict(first.state_dict() | {"where": "another device x 8"})
     assert "they took" not in fit(third)
+
+
+def test_two_backward_passes_a_batch_are_no_phases(stranger, make_trainer, clock) -> None:
+    import torch
+
+    class Gan(stranger):  # type: ignore[misc]
+        def __init__(self) -> None:
+            super().__init__()
+            self.automatic_optimization = False
+
+        def training_step(self, batch, batch_idx):
+            for _ in range(2):
+                self.manual_backward(self.layer(batch[0]).sum())
+            self.optimizers().step()
+            return torch.zeros(())
+
+    monitor = BottleneckMonitor()
+    make_trainer(callbacks=[monitor_at(clock), monitor]).fit(Gan())
+    assert monitor.state_dict()["told"] == []
+
+
+def test_one_that_stands_before_its_speed_monitor_says_so(
+    stranger, make_trainer, clock, caplog
+) -> None:
+    make_trainer(callbacks=[BottleneckMonitor(), monitor_at(clock)]).fit(timed(stranger, clock))
+    assert "it has no SpeedMonitor before it" in caplog.text

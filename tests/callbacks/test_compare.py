@@ -131,7 +131,7 @@ def test_runs_can_be_sorted_by_what_is_better_when_it_is_more(three, tmp_path: P
 def test_what_no_run_has_cannot_be_sorted_by_and_what_they_have_is_told(
     three, tmp_path: Path
 ) -> None:
-    with pytest.raises(ValueError, match="no run has it; they have best_val_loss, mfu, steps"):
+    with pytest.raises(LookupError, match="no run has it; they have best_val_loss, mfu, steps"):
         write_comparison(three, tmp_path / "report.html", sort="val_accurracy")
 
 

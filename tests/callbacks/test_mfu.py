@@ -1,17 +1,21 @@
 """MFU against a clock that stands still between steps, and devices by the names that they give themselves."""
 
+import subprocess
+import sys
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
 from lightning.pytorch.plugins import HalfPrecision
+from support import ROOT
 from timed import monitor_at, timed
 from torch import Tensor, nn
 
 from callbacks.flop_count import count_flops, shapes_of
 from callbacks.matmul_peak import measure_peak_tflops
 from callbacks.mfu import FlopMeter, kind_of
+from callbacks.stopwatch import Reading
 from callbacks.throughput import SpeedMonitor
 
 TERA = 1e12
@@ -59,8 +63,8 @@ def test_a_gpu_is_known_by_its_name_and_the_precision_of_the_run(
     monkeypatch, caplog, device, precision, peak, words
 ) -> None:
     meter = meter_on(monkeypatch, device, precision=precision, caplog=caplog)
-    window = SimpleNamespace(flops=8 * TERA, causal_flops=6 * TERA, seconds=1.0)
-    row = meter.row(window, world_size=2)  # type: ignore[arg-type]
+    window = Reading(flops=8 * TERA, causal_flops=6 * TERA, seconds=1.0, device_seconds=2.0)
+    row = meter.row(window)
     assert row["throughput/tflops"] == 4.0
     assert row["throughput/total_tflops"] == 8.0
     mfu = row["throughput/mfu"] if "throughput/mfu" in row else None
@@ -90,11 +94,11 @@ def test_eight_bit_layers_are_never_shown_against_the_bf16_peak(monkeypatch, cap
     class Float8Linear(nn.Linear):
         """Named as torchao names its own."""
 
-    window = SimpleNamespace(flops=989.4 * TERA, causal_flops=0.0, seconds=1.0)
+    window = Reading(flops=989.4 * TERA, seconds=1.0, device_seconds=1.0)
     for device, mfu in (("NVIDIA H100 80GB HBM3", 0.5), ("NVIDIA A100-SXM4-80GB", None)):
         model = nn.Sequential(nn.Linear(1, 1), Float8Linear(1, 1))
         meter = meter_on(monkeypatch, device, precision="bf16-mixed", caplog=caplog, module=model)
-        row = meter.row(window, world_size=1)  # type: ignore[arg-type]
+        row = meter.row(window)
         found = row["throughput/mfu"] if "throughput/mfu" in row else None
         assert (found is None) == (mfu is None)
         assert found is None or found == pytest.approx(mfu, rel=1e-3)  # printed: 1978.9 and 989.4
@@ -110,10 +114,25 @@ def test_the_kind_of_product_follows_from_the_precision(
     assert kind_of(make_trainer(precision=precision), stranger()) == kind
 
 
-def test_float32_products_in_tf32_are_shown_against_its_peak(monkeypatch, make_trainer, stranger):
-    monkeypatch.setattr(torch, "get_float32_matmul_precision", lambda: "high")
-    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
-    assert kind_of(make_trainer(), stranger()) == "tf32"
+TF32 = {
+    "by the old word": "torch.set_float32_matmul_precision('high')",
+    "by the new one": "torch.backends.cuda.matmul.fp32_precision = 'tf32'",
+    "by neither": "",
+}
+
+
+@pytest.mark.parametrize("how", TF32)
+def test_float32_products_in_tf32_are_shown_against_its_peak(how: str) -> None:
+    # in a process of its own: torch refuses to hear of both words in one
+    code = f"""
+import torch
+from lightning.pytorch import LightningModule, Trainer
+from callbacks.mfu import kind_of
+{TF32[how]}
+print(kind_of(Trainer(accelerator="cpu", logger=False), LightningModule()))
+"""
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, cwd=ROOT)
+    assert done.stdout.split() == ["fp32" if how == "by neither" else "tf32"], done.stderr
 
 
 def test_a_cpu_has_no_mfu_and_one_line(stranger, make_trainer, tmp_path, clock, caplog) -> None:
@@ -159,27 +178,41 @@ def test_a_strangers_step_is_counted_on_a_copy_and_the_module_stays_as_it_is() -
     module = Vision()
     before = {name: value.clone() for name, value in module.state_dict().items()}
     batch = [torch.randn(4, 3, 8, 8), torch.zeros(4, dtype=torch.long)]
-    multiply_adds = 4 * (8 * 3 * 9 * 64 + 512 * 10)
-    assert count_flops(module, batch) == 6 * multiply_adds
+    random = torch.get_rng_state()
+    conv, head = 2 * 4 * 8 * 3 * 9 * 64, 2 * 4 * 512 * 10
+    # nobody asks for the gradient of the images
+    assert count_flops(module, batch) == 2 * conv + 3 * head
     after = module.state_dict()
     assert all(torch.equal(value, after[name]) for name, value in before.items())
+    assert torch.equal(random, torch.get_rng_state())
+    assert all(parameter.grad is None for parameter in module.parameters())
+
+
+def test_a_frozen_part_costs_its_forward_pass_alone() -> None:
+    module = Vision()
+    module.conv.requires_grad_(False)
+    batch = [torch.randn(4, 3, 8, 8), torch.zeros(4, dtype=torch.long)]
+    conv, head = 2 * 4 * 8 * 3 * 9 * 64, 2 * 4 * 512 * 10
+    assert count_flops(module, batch) == conv + 2 * head
 
 
 def test_attention_counts_in_full() -> None:
     class Attention(nn.Module):
-        def training_step(self, batch: Tensor, batch_idx: int) -> Tensor:
-            return nn.functional.scaled_dot_product_attention(batch, batch, batch, is_causal=True)
+        def training_step(self, batch: Tensor) -> dict[str, Tensor]:
+            q = k = v = batch.requires_grad_()
+            return {"loss": nn.functional.scaled_dot_product_attention(q, k, v, is_causal=True)}
 
     heads = torch.randn(2, 4, 16, 8)  # [B, H, T, Q]
-    assert count_flops(Attention(), heads) == 3 * 2 * 2 * 2 * 4 * 16 * 16 * 8
+    forward = 2 * 2 * 2 * 4 * 16 * 16 * 8
+    assert count_flops(Attention(), heads) == 3 * forward
 
 
 def test_a_strangers_run_has_flops_and_a_module_that_asks_for_values_has_one_line(
     stranger, make_trainer, read_column, clock, caplog
 ) -> None:
     make_trainer(callbacks=[monitor_at(clock)]).fit(timed(stranger, clock))
-    # a batch of one sample: a line of four weights is six FLOPs a weight, in a second
-    assert read_column("throughput/tflops") == pytest.approx([24 / TERA] * 7)
+    # a batch of one sample: four weights, twice two FLOPs each, in a second
+    assert read_column("throughput/tflops") == pytest.approx([16 / TERA] * 7)
 
     class Asking(stranger):  # type: ignore[misc]
         def training_step(self, batch: list[Tensor], batch_idx: int) -> Tensor:
@@ -197,3 +230,39 @@ def test_a_strangers_run_has_flops_and_a_module_that_asks_for_values_has_one_lin
 def test_shapes_tell_batches_apart() -> None:
     batch = {"inputs": torch.zeros(2, 3), "targets": [torch.zeros(2), "word"]}
     assert shapes_of(batch) == ((2, 3), ((2,), ()))
+
+
+@pytest.mark.parametrize("which", ["one of two ranks", "steps by hand", "many shapes"])
+def test_what_cannot_be_counted_without_harm_is_not(
+    which: str, stranger, make_trainer, caplog
+) -> None:
+    module, trainer = stranger(), make_trainer()
+    batches = [[torch.ones(2, 4)]]
+    if which == "one of two ranks":
+        trainer = SimpleNamespace(world_size=2, is_global_zero=True)
+    elif which == "steps by hand":
+        module.automatic_optimization = False
+    else:
+        batches = [[torch.ones(number + 1, 4)] for number in range(40)]
+    meter = FlopMeter(peak_tflops=1.0, measure_peak=False)
+    with caplog.at_level("INFO", logger="lightning_recipes"):
+        for batch in batches:
+            if meter.known(batch) is None:
+                meter.look(trainer, module, batch)
+    assert meter.row(Reading(flops=1.0, seconds=1.0, device_seconds=1.0)) == {}
+    assert sum("cannot be counted" in record.getMessage() for record in caplog.records) == 1
+
+
+def test_mfu_is_of_the_devices_that_did_the_work_however_many_came_after(
+    stranger, make_trainer, clock
+) -> None:
+    first = SpeedMonitor(peak_tflops=40.0)
+    first.clock = clock
+    make_trainer(callbacks=[first]).fit(telling(stranger, clock))
+    on_eight = first.state_dict()  # as if eight ranks had done it
+    on_eight = on_eight | {name: 8 * on_eight[name] for name in ("flops", "device_seconds")}
+    second = SpeedMonitor(peak_tflops=40.0)
+    second.clock = clock
+    second.load_state_dict(on_eight)
+    make_trainer(callbacks=[second]).fit(telling(stranger, clock))
+    assert first.summary()["mfu"] == second.summary()["mfu"] == 0.2

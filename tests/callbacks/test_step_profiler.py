@@ -4,7 +4,7 @@ import gzip
 import json
 
 import pytest
-from lightning.pytorch.profilers import SimpleProfiler
+from lightning.pytorch.profilers import PyTorchProfiler, SimpleProfiler
 from timed import FETCH, monitor_at, timed
 
 from callbacks.step_profiler import StepProfiler
@@ -63,3 +63,12 @@ def test_lightnings_profilers_go_on_beside_it(stranger, make_trainer, tmp_path) 
 def test_a_trace_of_no_step_is_refused() -> None:
     with pytest.raises(ValueError, match="profile=0"):
         StepProfiler(steps=0)
+
+
+def test_beside_a_trace_of_lightnings_there_is_none_of_ours(
+    stranger, make_trainer, tmp_path, caplog
+) -> None:
+    profiler = PyTorchProfiler(dirpath=tmp_path, filename="trace")
+    make_trainer(callbacks=[StepProfiler(steps=1, after=1)], profiler=profiler).fit(stranger())
+    assert "trainer.profiler=pytorch traces already" in caplog.text
+    assert not (tmp_path / "run/profile").exists()

@@ -4,6 +4,7 @@ import json
 import resource
 import subprocess
 import sys
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -11,7 +12,13 @@ from support import ROOT, TINY
 
 from recipes.failure import is_out_of_memory
 from recipes.launch import compose_and_check
-from recipes.out_of_memory import EXIT_OUT_OF_MEMORY, report_of, ways_out
+from recipes.out_of_memory import (
+    EXIT_OUT_OF_MEMORY,
+    leave_word,
+    report_of,
+    tell_the_end,
+    ways_out,
+)
 
 LIMIT_BYTES = 16 * 2**30  # of address space, of which torch takes 4 at most
 FULL_ON_RANK_1 = """
@@ -80,6 +87,10 @@ def test_another_rank_than_the_first_is_heard_too(tmp_path: Path, text_folder: s
     assert "resume=run" in said
     [told] = [event for event in events(tmp_path) if event["event"] == "oom"]
     assert (told["rank"], told["step"]) == (1, 2)
+    ends = [event["status"] for event in events(tmp_path) if event["event"] == "end"]
+    assert ends == ["out_of_memory"]
+    summary = json.loads((tmp_path / "run/summary.json").read_text())
+    assert summary["status"] == "out_of_memory"
     assert (tmp_path / "run/oom/rank_00001.txt").exists()
 
 
@@ -118,6 +129,31 @@ def test_each_way_out_can_be_typed_beside_what_was_typed(recipe: str, tmp_path: 
         assert not missing, (words, [str(one) for one in found])
 
 
+@pytest.mark.parametrize("recipe", STAGES)
+def test_a_frozen_config_has_the_same_ways_out(recipe: str, tmp_path: Path) -> None:
+    _, world_size = STAGES[recipe]
+    typed = [f"recipe={recipe}", "trainer.accelerator=cpu", f"trainer.devices={world_size}"]
+    composed, _ = compose_and_check([*typed, f"hydra.run.dir={tmp_path}"])
+    assert composed is not None
+    frozen = replace(composed, choices={})
+    assert [*ways_out(frozen, world_size=world_size)] == [
+        *ways_out(composed, world_size=world_size)
+    ]
+
+
+def test_the_word_of_a_rank_that_nobody_could_tell_is_told_in_the_end(tmp_path: Path) -> None:
+    file = tmp_path / "events.jsonl"
+    file.write_text('{"time": 1.0, "step": 0, "event": "start"}\n')
+    tell_the_end(tmp_path, file)
+    leave_word(tmp_path, rank=3, step=7, error="CUDA out of memory")
+    (tmp_path / "oom/rank_00002.json").write_text("{")  # of a full disk
+    for _ in range(2):
+        tell_the_end(tmp_path, file)
+    told = [json.loads(line) for line in file.read_text().splitlines()]
+    assert [event["event"] for event in told] == ["start", "oom", "end"]
+    assert (told[1]["rank"], told[2]["status"]) == (3, "out_of_memory")
+
+
 def test_a_run_that_does_everything_already_has_no_way_out_to_type(tmp_path: Path) -> None:
     typed = ["recipe=fsdp_bf16_offload", "trainer.accelerator=cpu", "trainer.devices=2"]
     typed += ["global_batch_size=2", "activation_checkpoint=every_block"]
@@ -131,6 +167,9 @@ def test_a_run_that_does_everything_already_has_no_way_out_to_type(tmp_path: Pat
 @pytest.mark.parametrize(
     ("error", "is_full"),
     [
+        (RuntimeError("CUDA error: out of memory"), True),
+        (RuntimeError("CUBLAS_STATUS_ALLOC_FAILED when calling cublasCreate"), True),
+        (OSError(12, "Cannot allocate memory"), True),
         (MemoryError(), True),
         (RuntimeError("[enforce fail] DefaultCPUAllocator: can't allocate memory"), True),
         (RuntimeError("shapes do not match"), False),

@@ -65,7 +65,7 @@ def test_no_word_is_a_mistake() -> None:
 def carry_out(logs: Path, written: list[Any], **more: Any) -> int:
     def write(folders: list[Path], path: Path, *, sort: str, dashboard: list[Any]) -> None:
         if sort == "unknown":
-            raise ValueError("no run has it; they have val_loss")
+            raise LookupError("no run has it; they have val_loss")
         written.append((names(folders, logs), path, sort, dashboard))
 
     words: dict[str, Any] = {"runs": str(logs / "sweep"), "sort": "val_loss", "path": None}
