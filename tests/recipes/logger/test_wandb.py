@@ -381,10 +381,11 @@ def test_a_process_of_wandb_that_dies_or_hangs_costs_one_line_and_never_the_run(
     os.kill(core_process(), number)
     began = time.monotonic()
     log_steps(logger, *range(3, 300))
-    assert time.monotonic() - began < 1.0
+    assert time.monotonic() - began < 3.0  # a queue entry each
     logger.finalize("success")
     logger.log_event("end", 299, status="finished")
-    assert time.monotonic() - began < 8.0
+    # two seconds of patience and five for its process to end; W&B alone would wait for ever
+    assert time.monotonic() - began < 20.0
     assert len(said) == 2, said
     assert said[1].startswith("W&B is left out from here on: ")
     logger.log_event("start", 0)  # and nothing comes of it
