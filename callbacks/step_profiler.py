@@ -2,6 +2,7 @@
 
 import json
 import logging
+import os
 from typing import Any
 
 from lightning.pytorch import Callback, LightningModule, Trainer
@@ -55,6 +56,8 @@ class StepProfiler(Callback):
         activities = [ProfilerActivity.CPU]
         if trainer.strategy.root_device.type == "cuda":
             activities.append(ProfilerActivity.CUDA)
+        # torch's tracer writes two lines to stderr whenever it traces (2.13); what goes wrong it raises
+        os.environ.setdefault("KINETO_LOG_LEVEL", "99")
         profiler_of(trainer).start(FOLDER)  # SpeedMonitor hears it
         self._trace = profile(activities=activities, record_shapes=True)
         self._trace.start()
@@ -108,7 +111,9 @@ class StepProfiler(Callback):
         operators = top_operators(trace)
         (folder / "operators.json").write_text(json.dumps(operators, indent=2) + "\n")
         words = ", ".join(f"{one['name']} {one['share']:.0%}" for one in operators[:3])
-        log.info(f"profile: {self._done - self._after} steps in {folder}; {words}")
+        num_steps = self._done - self._after
+        steps = "1 step" if num_steps == 1 else f"{num_steps} steps"
+        log.info(f"profile: {steps} in {folder}; {words}")
 
 
 def top_operators(trace: Any) -> list[dict[str, Any]]:

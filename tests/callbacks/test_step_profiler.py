@@ -5,6 +5,7 @@ import json
 
 import pytest
 from lightning.pytorch.profilers import PyTorchProfiler, SimpleProfiler
+from support import TINY, run_train, write_texts
 from timed import FETCH, monitor_at, timed
 
 from callbacks.step_profiler import StepProfiler
@@ -46,6 +47,17 @@ def test_a_run_that_fails_while_it_is_traced_leaves_the_trace(
     with pytest.raises(ZeroDivisionError):
         trainer.fit(Failing())
     assert json.loads((tmp_path / "run/profile/operators.json").read_text())
+
+
+def test_tracing_writes_nothing_of_its_own_to_the_terminal(tmp_path) -> None:
+    words = ["trainer.max_steps=3", "profile=1", "callbacks.step_profiler.after=1"]
+    done = run_train(
+        [*TINY, *words, f"data.path={write_texts(tmp_path / 'texts')}", "hydra.run.dir=run"],
+        folder=tmp_path,
+    )
+    assert done.returncode == 0, done.stderr
+    assert "profiler_start" not in done.stdout + done.stderr
+    assert "profile: 1 step in run/profile" in done.stdout + done.stderr
 
 
 def test_a_run_that_is_too_short_says_so(stranger, make_trainer, tmp_path, caplog) -> None:
