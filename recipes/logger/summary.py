@@ -92,6 +92,7 @@ class SummaryWriter(Callback):
             "seconds": round(self._seconds(), 3),
             "tokens_per_second": None,
             "mfu": None,
+            "left_out_seconds": None,
             "peak_memory_gib": None,
             "rollbacks": 0,
             "skipped_steps": 0,

@@ -26,6 +26,7 @@ REMAINS = [
 ]
 SUMMARY = [
     "best_val_loss",
+    "left_out_seconds",
     "mfu",
     "num_parameters",
     "peak_memory_gib",
