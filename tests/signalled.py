@@ -16,7 +16,7 @@ from recipes.checkpoint.manifest import fault, fault_of_content, read_manifest
 
 # columns and words that differ from run to run
 MEASURED = ("time/", "throughput/", "memory/")
-MEASURED_AT_THE_END = ("seconds", "tokens_per_second", "peak_memory_gib")
+MEASURED_AT_THE_END = ("seconds", "tokens_per_second", "peak_memory_gib", "left_out_seconds")
 
 
 class SignalAt(Callback):
