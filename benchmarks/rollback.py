@@ -87,21 +87,8 @@ def _row(name: str, world_size: int, result: dict[str, Any]) -> dict[str, Any]:
     }
 
 
-def run_case(case: dict[str, Any], folder: Path) -> dict[str, Any]:
-    """Train, take snapshots, go back three times at the end of the last step."""
-    import torch
-    from lightning.pytorch.callbacks import Callback
-    from support import composed_config
-
-    from callbacks import LossSpikeRollback
-    from recipes.build import build
-    from recipes.model.init import whole_shape
-
-    run = build(composed_config(*case["words"]), folder, [])
-    every = case["every"]
-    spikes = LossSpikeRollback(snapshot_every=every, quarantine_steps=every, snapshots_in="memory")
-    snapshots: list[float] = []
-    rollbacks: list[float] = []
+def _time_hooks(spikes: Any) -> list[float]:
+    """Seconds in all of its hooks, as the one element, from now on."""
     spent = [0.0]
 
     def timed(function: Callable[..., Any]) -> Callable[..., Any]:
@@ -116,13 +103,38 @@ def run_case(case: dict[str, Any], folder: Path) -> dict[str, Any]:
 
     for hook in HOOKS:
         setattr(spikes, hook, timed(getattr(spikes, hook)))
+    return spent
+
+
+def _time_snapshots(spikes: Any) -> list[float]:
+    """Seconds of each snapshot, from now on."""
+    snapshots: list[float] = []
     take = spikes._recovery.rollback.take
 
     def noted(*args: Any, **kwargs: Any) -> None:
         take(*args, **kwargs)
         snapshots.append(spikes._recovery.rollback.seconds)
 
-    spikes._recovery.rollback.take = noted  # type: ignore[method-assign]
+    spikes._recovery.rollback.take = noted
+    return snapshots
+
+
+def run_case(case: dict[str, Any], folder: Path) -> dict[str, Any]:
+    """Train, take snapshots, go back three times at the end of the last step."""
+    import torch
+    from lightning.pytorch.callbacks import Callback
+    from support import composed_config
+
+    from callbacks import LossSpikeRollback
+    from recipes.build import build
+    from recipes.model.init import whole_shape
+
+    run = build(composed_config(*case["words"]), folder, [])
+    every = case["every"]
+    spikes = LossSpikeRollback(snapshot_every=every, quarantine_steps=every, snapshots_in="memory")
+    rollbacks: list[float] = []
+    spent = _time_hooks(spikes)
+    snapshots = _time_snapshots(spikes)
 
     class GoBack(Callback):
         def on_train_end(self, trainer: Any, pl_module: Any) -> None:

@@ -108,9 +108,8 @@ class FlopMeter:
         if not why:
             try:
                 return count_flops(pl_module, batch)
-            except (
-                Exception
-            ) as error:  # whatever a stranger's module does on a device without values
+            except Exception as error:
+                # whatever a stranger's module does on a device without values
                 why = f"{type(error).__name__} on the meta device"
         self._cannot_count = True
         if trainer.is_global_zero:

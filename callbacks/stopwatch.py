@@ -36,15 +36,15 @@ class Stopwatch:
     """Seconds since `start`, without the stretches in which anyone had asked for a pause.
 
     Attributes:
-        left_out_seconds: Of the stretches that are over, by the reason that began each.
+        left_out_seconds: By the reason that began a stretch, or came last in it; without the one that is open.
     """
 
     def __init__(self, clock: Callable[[], float]) -> None:
         self._clock = clock
         self._seconds = 0.0
         self._running_since: float | None = None
-        self._reasons: set[str] = set()
-        self._paused: tuple[str, float] | None = None  # by whom, and since when
+        self._reasons: list[str] = []
+        self._paused_since = 0.0  # for the last of them
         self.left_out_seconds: dict[str, float] = {}
 
     @property
@@ -59,25 +59,31 @@ class Stopwatch:
 
         A moment `at` before the last resume counts as that resume: no stretch is left out twice.
         """
-        self._reasons.add(reason)
         if self._running_since is not None:
             until = self._clock() if at is None else max(at, self._running_since)
             self._seconds += until - self._running_since
             self._running_since = None
-            self._paused = (reason, until)
+            self._paused_since = until
+        else:
+            self._leave_out()
+        if reason not in self._reasons:
+            self._reasons.append(reason)
 
     def resume(self, reason: str) -> None:
         """Go on counting, unless there is another reason to pause or this was never one."""
         if reason not in self._reasons:
             return
+        self._leave_out()
         self._reasons.remove(reason)
         if not self._reasons:
-            now = self._running_since = self._clock()
-            if self._paused is not None:
-                first, since = self._paused
-                before = self.left_out_seconds.setdefault(first, 0.0)
-                self.left_out_seconds[first] = before + now - since
-                self._paused = None
+            self._running_since = self._paused_since
+
+    def _leave_out(self) -> None:
+        """Book what has passed of the open stretch, if anything has."""
+        since, self._paused_since = self._paused_since, self._clock()
+        if self._reasons and self._paused_since > since:
+            before = self.left_out_seconds.setdefault(self._reasons[-1], 0.0)
+            self.left_out_seconds[self._reasons[-1]] = before + self._paused_since - since
 
     def seconds(self) -> float:
         if self._running_since is None:

@@ -42,3 +42,22 @@ def test_two_reasons_that_overlap_are_left_out_once() -> None:
         action(reason)
     clock.now = 6.0
     assert watch.seconds() == 2.0
+
+
+def test_each_stretch_is_booked_on_the_reason_that_came_last() -> None:
+    clock = FakeClock()
+    watch = Stopwatch(clock)
+    watch.start()
+    for moment, action, reason in [
+        (1.0, watch.pause, "first_step"),
+        (2.0, watch.pause, "compile"),
+        (6.0, watch.resume, "compile"),
+        (9.0, watch.resume, "first_step"),
+        (10.0, watch.pause, "validation"),
+        (13.0, watch.pause, "end"),
+    ]:
+        clock.now = moment
+        action(reason)
+    clock.now = 20.0
+    assert watch.left_out_seconds == {"first_step": 4.0, "compile": 4.0, "validation": 3.0}
+    assert watch.seconds() == 2.0

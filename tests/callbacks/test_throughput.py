@@ -109,7 +109,7 @@ def test_the_summary_leaves_the_first_step_out(stranger, make_trainer, clock) ->
         "samples_per_second": 2.0,
         "step_seconds": 1.0,
         "mfu": None,
-        "left_out_seconds": {"first_step": 1000.0 + FETCH},
+        "left_out_seconds": {"first_step": 1000.0 + FETCH, "validation": 2 * VALIDATION},
     }
 
 
@@ -185,4 +185,12 @@ def test_a_recompilation_is_left_out(stranger, make_trainer, read_column, clock)
     make_trainer(callbacks=[monitor]).fit(Compiled())
     assert clock.now == 100.0 + 8 + 2 * 32
     assert read_column("time/step_seconds") == [1.0] * 7
-    assert monitor.summary()["left_out_seconds"] == {"compile": 32.0, "first_step": 33.0}
+    assert monitor.summary()["left_out_seconds"] == {"compile": 64.0, "first_step": 1.0}
+
+
+def test_the_last_validation_is_told_among_what_was_left_out(stranger, make_trainer, clock) -> None:
+    monitor = monitor_at(clock)
+    arguments = {"limit_val_batches": 2, "val_check_interval": 4}
+    make_trainer(callbacks=[monitor], **arguments).fit(timed(stranger, clock))
+    left_out = {"first_step": STEP + FETCH, "validation": 2 * 2 * VALIDATION}
+    assert monitor.summary()["left_out_seconds"] == left_out
