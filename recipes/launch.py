@@ -1,6 +1,7 @@
 """Start one run from its composed config: folder, log, ranks, build, mode; and how it ends."""
 
 import contextlib
+import os
 import signal
 import sys
 import time
@@ -17,7 +18,7 @@ from recipes.console import LOGGER, open_console
 from recipes.failure import Failure, error_file, failure_of, is_out_of_memory, write_failure
 from recipes.mistake import Mistake
 from recipes.out_of_memory import EXIT_OUT_OF_MEMORY, report_of, tell_the_end
-from recipes.preemption import listening
+from recipes.preemption import listening, was_requested
 from recipes.ranks import Ranks, global_rank, ranks_of, started_by
 from recipes.run_lock import alone_in
 from recipes.start_ranks import start_ranks
@@ -182,6 +183,8 @@ def _tell(failure: Failure, last_line: str | None, ranks: Ranks) -> None:
     if failure.by_peer and ranks.started_by == "torchrun":
         # torchrun counts whole seconds, and ends us within this time once it sees the rank that failed first
         signal.signal(signal.SIGTERM, signal.SIG_DFL)
+        if was_requested():  # it has seen it before we lost the peer
+            os.kill(os.getpid(), signal.SIGTERM)
         time.sleep(_PEER_SECONDS)
     file = error_file() if ranks.started_by is not None else None
     whole = failure.report if last_line is None else f"{failure.report}\n{last_line}"

@@ -75,6 +75,11 @@ def hand_over(to: Callable[[], None] | None) -> None:
         to()
 
 
+def was_requested() -> bool:
+    """Whether a signal has asked this process to stop."""
+    return _REQUESTS.by is not None
+
+
 def requested_by() -> str:
     """The name of the signal that asked."""
     return _REQUESTS.by or "a signal to another rank"
