@@ -173,7 +173,6 @@ def test_an_exception_in_one_rank_shows_one_traceback(start: Start) -> None:
     assert "checkpoint step_0000002.ckpt" in said.splitlines()[-1]
 
 
-
 @pytest.mark.parametrize("kind", ["raise", "raise_while_busy"])
 def test_torchrun_names_the_rank_that_failed_first_and_no_other(start: Start, kind: str) -> None:
     one = [*TORCHRUN, "--nproc-per-node", "2"]
