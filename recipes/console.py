@@ -24,6 +24,7 @@ _NOISY_WARNINGS = (
     r".*isinstance\(treespec, LeafSpec\).*",
     r".*resuming from a checkpoint that ended before the epoch ended.*",  # there are no epochs: StreamData resumes
     r".*Found .* module\(s\) in eval mode at the start of training.*",
+    r".*The `srun` command is available on your system but is not used.*",  # nobody said it should
     r".*GPU available but not used.*",  # the user asked for the CPU
     r".*Checkpoint directory .* exists and is not empty.*",
     r".*The epoch parameter in `scheduler.step\(\)`.*",

@@ -4,13 +4,13 @@ import dataclasses
 import faulthandler
 import json
 import os
-import threading
 import time
 from collections.abc import Callable, Sequence
-from datetime import timedelta
 from pathlib import Path
+from typing import Any
 
 from recipes.compose import Composed
+from recipes.end_with_parent import end_with_parent
 from recipes.failure import ERROR_FILE, STACK
 from recipes.leave import leave
 from recipes.mistake import Mistake
@@ -18,7 +18,7 @@ from recipes.preemption import listen
 from recipes.ranks import RANK_FILE, global_rank, started_by
 
 _TELL_SECONDS = 1.0
-_STORES: list[object] = []  # a store that rank 0 serves must outlive the function that opens it
+_BEGUN = "recipes_begun"  # in the store of torchrun's agent: the run as it was composed first
 
 
 def main() -> int:
@@ -26,7 +26,7 @@ def main() -> int:
     listen(second_ends=False)
     from recipes.launch import EXIT_INTERRUPTED, launch
 
-    _end_with_parent()
+    end_with_parent()
     stack = Path(os.environ[ERROR_FILE]).with_suffix(STACK)
     faulthandler.enable(stack.open("w"), all_threads=False)  # open until the end
     try:
@@ -50,51 +50,54 @@ def composed_of(text: str) -> Composed:
 def composed_by_rank_zero(
     compose: Callable[[], tuple[Composed | None, Sequence[Mistake]]],
 ) -> tuple[Composed | None, Sequence[Mistake]]:
-    """Compose once for all ranks of torchrun: the folder named by the clock is then the same everywhere.
+    """Compose once for all ranks of torchrun, and for all times that it starts them.
 
-    Everywhere else every process composes: SLURM's job names the folder.
+    The folder named by the clock is then the same everywhere, and a restart goes on in it, from its newest whole
+    checkpoint. Everywhere else every process composes: SLURM's job names the folder.
 
     Returns:
         As `compose`; on other ranks than 0, None and no mistakes where rank 0 found some.
     """
-    if started_by() != "torchrun" or os.environ["WORLD_SIZE"] == "1":
+    if started_by() != "torchrun" or not (_has_peers() or _may_be_restarted()):
         return compose()
-    from torch.distributed.distributed_c10d import PrefixStore
-    from torch.distributed.rendezvous import rendezvous
+    from recipes.meeting import hear, meet_at, store_of_this_start, tell, torchruns_store
 
-    rank = global_rank()
-    store, _, _ = next(rendezvous("env://", timeout=timedelta(minutes=10)))
-    _STORES.append(store)
-    start = os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")
-    store = PrefixStore(f"recipes_composed_{start}", store)
-    if rank > 0:
-        text = store.get("composed").decode()
-        if not text:
+    store = torchruns_store()
+    if (rank := global_rank()) > 0:
+        told = json.loads(hear(store, rank=rank))
+        if told["composed"] is None:
             time.sleep(_TELL_SECONDS)  # torchrun ends rank 0 as soon as another rank has ended
             return None, []
-        return composed_of(text), []
-    composed, mistakes = compose()
-    store.set("composed", "" if mistakes or composed is None else text_of(composed))
+        meet_at(told["port"])
+        return composed_of(told["composed"]), []
+    composed, mistakes = (_begun(store), []) if store.check([_BEGUN]) else compose()
+    text = None if mistakes or composed is None else text_of(composed)
+    port = store_of_this_start()
+    word = json.dumps({"composed": text, "port": port})
+    tell(store, word, world_size=int(os.environ["WORLD_SIZE"]))
+    if text is not None and port is not None:  # the agent's store is still there at a restart
+        store.set(_BEGUN, text)
+    meet_at(port)
     return composed, mistakes
 
 
-def _end_with_parent() -> None:
-    """End this process when the parent's end of our standard input closes, however the parent died.
+def _has_peers() -> bool:
+    return os.environ["WORLD_SIZE"] != "1"
 
-    What the parent writes there is the number of a signal that asks to stop: a cluster that signals both of us asks
-    once.
-    """
-    pipe = os.dup(0)
-    nothing = os.open(os.devnull, os.O_RDONLY)
-    os.dup2(nothing, 0)
-    os.close(nothing)
 
-    def wait() -> None:
-        while told := os.read(pipe, 1):
-            os.kill(os.getpid(), told[0])  # wakes the main thread, where `raise_signal` would not
-        os._exit(1)
+def _may_be_restarted() -> bool:
+    return os.environ.get("TORCHELASTIC_MAX_RESTARTS", "0") != "0"
 
-    threading.Thread(target=wait, name="end_with_parent", daemon=True).start()
+
+def _begun(store: Any) -> Composed:
+    """The run that torchrun has started before; it goes on, where a start from nothing would be refused."""
+    composed = composed_of(store.get(_BEGUN).decode())
+    if composed.config["resume"] is None:
+        composed.config["resume"] = "auto"
+    print(
+        "Started again by torchrun: from the newest whole checkpoint, if there is one", flush=True
+    )
+    return composed
 
 
 if __name__ == "__main__":
