@@ -12,6 +12,7 @@ A metric's prefix is the name of the callback that owns it, and nobody else writ
 | `precision/`           | `LossScaleMonitor`| `loss_scale`   |
 | `spike/`               | `LossSpikeRollback`| `loss_spike`  |
 | none, ends the run     | `EarlyStop`       | `early_stop`   |
+| none, ends the run     | `StopAtNan`       | `stop_at_nan`  |
 | none, writes log lines | `ProgressLine`    | `progress`     |
 | none, `samples.jsonl`  | `SampleText`      | `sample_text`  |
 | none, `report.html`    | `RunReport`       | `report`       |
@@ -37,6 +38,7 @@ if TYPE_CHECKING:
     from callbacks.report_page import write_report
     from callbacks.sample_text import SampleText
     from callbacks.step_profiler import StepProfiler
+    from callbacks.stop_at_nan import StopAtNan
     from callbacks.throughput import SpeedMonitor
 
 _HOME = {
@@ -51,6 +53,7 @@ _HOME = {
     "SampleText": "sample_text",
     "SpeedMonitor": "throughput",
     "StepProfiler": "step_profiler",
+    "StopAtNan": "stop_at_nan",
     "write_comparison": "compare",
     "write_report": "report_page",
 }
@@ -67,6 +70,7 @@ __all__ = [
     "SampleText",
     "SpeedMonitor",
     "StepProfiler",
+    "StopAtNan",
     "write_comparison",
     "write_report",
 ]

@@ -8,6 +8,7 @@ from recipes.check.batches import check_batches
 from recipes.check.devices import count_ranks
 from recipes.check.engines import check_engines
 from recipes.check.kinds import check_kinds
+from recipes.check.lr_scaling import check_lr_scaling
 from recipes.check.nodes import check_nodes
 from recipes.check.origin import told_where
 from recipes.check.pairs import check_pairs
@@ -40,12 +41,17 @@ def check(
         # data of the wrong kind cannot be filled in: what is missing there is no mistake of its own
         rest = [m for m in mistakes if not m.you_set.startswith(("data.", "tokenizer."))]
         return [*rest, *mismatches]
+    scaling = [*check_lr_scaling(config, choices, overrides)]
+    if scaling:  # without a reference point there is no learning rate: no mistake of its own
+        mistakes = [m for m in mistakes if not m.you_set.startswith("optimizer.lr=")]
     if mistakes:
         # what follows computes with these values: it would only repeat the same mistakes in other words
         told = {mistake.you_set for mistake in mistakes}
-        return [*mistakes, *(m for m in check_ranges(config) if m.you_set not in told)]
+        ranges = (m for m in check_ranges(config) if m.you_set not in told)
+        return [*mistakes, *scaling, *ranges]
     world_size, wrong_devices = count_ranks(config)
     return [
+        *scaling,
         *check_ranges(config),
         *wrong_devices,
         *check_batches(config, world_size),

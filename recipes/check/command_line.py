@@ -15,7 +15,7 @@ from yaml import YAMLError
 from recipes.check.nodes import PROVIDED
 from recipes.check.offload import misplaced_offload
 from recipes.check.words import CONF, WORDS
-from recipes.compose import Composed, compose_run, parse
+from recipes.compose import Composed, as_options, compose_run, parse
 from recipes.mistake import Mistake
 from recipes.signature import TargetNotFoundError, read_signature
 
@@ -69,6 +69,7 @@ def compose_typed(
     Returns:
         The run composed without the bad overrides (None if not even that can be), and the mistakes.
     """
+    overrides = as_options(overrides)
     where: dict[str, Any] = {"config_folder": config_folder, "config_name": config_name}
     try:
         return compose_run(overrides, **where), []

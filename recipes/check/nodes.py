@@ -35,6 +35,7 @@ PROVIDED: dict[str, set[str]] = {
     "logger.wandb": {"run_folder"},
     "mode": {"run", "composed"},
     "mode.write": {"folders", "path"},
+    "sweep.compare": {"folders", "path", "sort", "dashboard"},
 }
 _INSTANTIATE = {"_target_", "_partial_", "_convert_", "_recursive_", "_args_"}
 

@@ -30,14 +30,23 @@ WORDS: dict[str, str] = {
     "label_smoothing": "float",
     "z_loss": "float",
     "compile": "bool",
+    "ignore_slurm": "bool",
     "profile": "int | None",
 }
 NODES = ("loader",)  # sections of config.yaml that are no group
+COMPOSING = ("recipe", "debug", "hydra")  # groups that leave no section
+NEWER = (
+    "lr_scaling",
+    "ignore_slurm",
+    "launcher",
+    "sweep",
+)  # sections that runs of earlier versions do not have
 
 
 def groups() -> list[str]:
     """The config groups that leave a section: the folders of conf/, less the purely composing ones."""
-    return sorted(path.name for path in CONF.iterdir() if path.is_dir() and path.name != "recipe")
+    folders = (path.name for path in CONF.iterdir() if path.is_dir())
+    return sorted(name for name in folders if name not in COMPOSING)
 
 
 def check_words(config: Mapping[str, Any]) -> Iterator[Mistake]:
@@ -72,7 +81,7 @@ def check_words(config: Mapping[str, Any]) -> Iterator[Mistake]:
             f"name={name}", "it names a folder under logs/", "name=<letters, digits, . _ ->"
         )
     for key in [*WORDS, *sections]:
-        if key not in config:
+        if key not in config and key not in NEWER:
             yield Mistake(f"no {key}", "every run has one", f"{key}=… (see conf/config.yaml)")
 
 

@@ -8,13 +8,14 @@ from collections.abc import Iterator
 from typing import Any
 
 import lightning.pytorch as lightning
+import numpy as np
 import torch
 from torch.utils.data import DataLoader, Subset
 
 from recipes.accumulation import Accumulation
 from recipes.data import DataSource, SampleDataset
 from recipes.data.loader_process import outlive_signals
-from recipes.data.order import PositionSampler, ShuffledOrder
+from recipes.data.order import PositionSampler, RepeatedOrder, ShuffledOrder
 from recipes.data.rank_share import RankShare
 from recipes.data.windows import Batch, with_num_targets
 
@@ -32,6 +33,8 @@ class StreamData(lightning.LightningDataModule):
         seed: Of the order.
         eval_samples: Validation samples per evaluation, spread evenly over the split; None: all.
         num_workers: Loader processes a device; None: some where there is a GPU, else none.
+        overfit_batches: The stream is its first so many global batches again and again, and validation is on them
+            too: a model that knows them by heart in training and not in evaluation has a fault. None: all data.
 
     Attributes:
         position: Training samples consumed so far over all ranks. Saved in checkpoints as it is, so that it
@@ -46,6 +49,7 @@ class StreamData(lightning.LightningDataModule):
         seed: int,
         eval_samples: int | None,
         num_workers: int | None,
+        overfit_batches: int | None = None,
     ) -> None:
         super().__init__()
         self.source = source
@@ -55,6 +59,9 @@ class StreamData(lightning.LightningDataModule):
         self._seed = seed
         self._eval_samples = eval_samples
         self._num_workers = num_workers
+        self._period: int | None = None  # samples after which the stream begins again
+        if overfit_batches is not None:
+            self._period = overfit_batches * accumulation.global_batch_size
 
     def prepare_data(self) -> None:
         self.source.prepare()
@@ -63,10 +70,20 @@ class StreamData(lightning.LightningDataModule):
         self.source.prepare()  # cached by now: every rank opens what one rank prepared
 
     def train_dataloader(self) -> "Stream":
+        if self._period is not None:
+            LOGGER.info(
+                "overfit: the first %d samples again and again, and validation on the same ones",
+                self._period,
+            )
         return Stream(self, self.source.train())
 
     def val_dataloader(self) -> DataLoader[Batch]:
-        return self._loader(self._share(_evenly(self.source.val(), self._eval_samples)))
+        dataset = self.source.val()
+        if self._period is not None:
+            dataset = self.source.train()
+            first = self._order(len(dataset)).indices(np.arange(self._period))
+            dataset = Subset(dataset, first.tolist())  # type: ignore[arg-type, assignment]
+        return self._loader(self._share(_evenly(dataset, self._eval_samples)))
 
     def split_dataloader(self, split: str) -> DataLoader[Batch]:
         """The whole of one split in order, for `mode=evaluate`."""
@@ -84,9 +101,8 @@ class StreamData(lightning.LightningDataModule):
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         self.position = state_dict["position"]
         now = self._identity()
-        changed = [
-            f"{key} {state_dict[key]} -> {now[key]}" for key in now if now[key] != state_dict[key]
-        ]
+        saved = {"period": None} | state_dict  # none in the files of earlier versions
+        changed = [f"{key} {saved[key]} -> {now[key]}" for key in now if now[key] != saved[key]]
         if changed:
             LOGGER.warning(
                 "The training data is not that of the checkpoint (%s): position %d now means other samples",
@@ -100,7 +116,13 @@ class StreamData(lightning.LightningDataModule):
             "seed": self._seed,
             "num_samples": len(self.source.train()),
             "fingerprint": self.source.fingerprint,
+            "period": self._period,
         }
+
+    def _order(self, num_samples: int) -> ShuffledOrder:
+        if self._period is None:
+            return ShuffledOrder(num_samples, self._seed)
+        return RepeatedOrder(num_samples, self._seed, period=self._period)
 
     def micro_batches(self, dataset: SampleDataset) -> Iterator[Batch]:
         """This rank's micro-batches from `position` on; `position` moves on when a window's last one is handed out."""
@@ -114,7 +136,7 @@ class StreamData(lightning.LightningDataModule):
     def _stream_from_position(self, dataset: SampleDataset) -> Iterator[Batch]:
         trainer, plan = self._trainer(), self._accumulation
         sampler = PositionSampler(
-            ShuffledOrder(len(dataset), self._seed),
+            self._order(len(dataset)),
             start_position=self.position,
             micro_batch_size=plan.micro_batch_size,
             rank=trainer.global_rank,
@@ -139,7 +161,7 @@ class StreamData(lightning.LightningDataModule):
             position: After the step.
         """
         plan, ranks = self._accumulation, self._trainer().world_size
-        order = ShuffledOrder(len(self.source.train()), self._seed)
+        order = self._order(len(self.source.train()))
         first = position - plan.global_batch_size
         places = itertools.product(
             range(plan.num_micro_batches), range(ranks), range(plan.micro_batch_size)

@@ -83,6 +83,26 @@ class ShuffledOrder:
         return (left << half) | right
 
 
+class RepeatedOrder(ShuffledOrder):
+    """The beginning of the stream again and again: position -> the sample at position modulo `period`."""
+
+    def __init__(self, num_samples: int, seed: int, *, period: int) -> None:
+        """Fix the stream.
+
+        Args:
+            num_samples: N, the samples in one epoch.
+            seed: Of the whole stream, whose first `period` samples these are.
+            period: Positions after which the same samples come again.
+        """
+        super().__init__(num_samples, seed)
+        assert period > 0, period
+        self.period = period
+
+    def indices(self, positions: Positions) -> Positions:
+        """The samples at many positions, in an array of the same shape."""
+        return super().indices(positions % self.period)
+
+
 class PositionSampler(Sampler[list[int]]):
     """Micro-batches of one rank, as lists of sample indices, out of one stream shared by all ranks.
 

@@ -46,7 +46,7 @@ MESSAGES = {
         "trainer.accelerator=tpu: the options are auto cpu gpu cuda; type trainer.accelerator=auto"
     ),
     "trainer.overfit_batches=3": (
-        "trainer.overfit_batches=3: another word sets it; type trainer.max_steps=<optimizer steps>"
+        "trainer.overfit_batches=3: another word sets it; type debug=overfit, or loader.overfit_batches=<global batches>"
     ),
     "model.num_layers=0": (
         "model.num_layers=0: a number of blocks is at least 1; type model.num_layers=<at least 1>"

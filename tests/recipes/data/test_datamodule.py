@@ -29,6 +29,8 @@ def stream(
     world_size: int = 1,
     rank: int = 0,
     position: int = 0,
+    eval_samples: int | None = 5,
+    overfit_batches: int | None = None,
 ) -> tuple[StreamData, Any]:
     """The data module of one rank and its batches."""
     data = StreamData(
@@ -39,8 +41,9 @@ def stream(
             num_micro_batches=passes,
         ),
         seed=3,
-        eval_samples=5,
+        eval_samples=eval_samples,
         num_workers=num_workers,
+        overfit_batches=overfit_batches,
     )
     strategy = SimpleNamespace(root_device=torch.device("cpu"), sum_over_ranks=lambda value: value)
     data.trainer = SimpleNamespace(  # type: ignore[assignment]
@@ -117,3 +120,57 @@ def test_five_validation_samples_are_spread_over_the_split() -> None:
     data, _ = stream(micro_batch_size=2, passes=1)
     indices = [i for batch in data.val_dataloader() for i in batch["inputs"].tolist()]
     assert indices == [0, 7, 14, 22, 29]
+
+
+@pytest.mark.parametrize("num_workers", [0, 2])
+def test_one_batch_comes_again_and_again_for_every_split_into_micro_batches(
+    num_workers: int,
+) -> None:
+    first = take(stream(micro_batch_size=8, passes=1)[1], 1)
+    for passes in (1, 2, 4):
+        plan = {"micro_batch_size": 8 // passes, "passes": passes, "num_workers": num_workers}
+        assert take(stream(**plan, overfit_batches=1)[1], 5 * passes) == 5 * first
+
+
+def test_two_ranks_share_the_repeated_batches_of_one() -> None:
+    alone = take(stream(micro_batch_size=8, passes=1, overfit_batches=2)[1], 4)
+    assert alone[:16] == alone[16:]
+    assert alone[:8] != alone[8:16]
+    ranks = [
+        stream(micro_batch_size=2, passes=2, world_size=2, rank=rank, overfit_batches=2)[1]
+        for rank in (0, 1)
+    ]
+    assert [index for _ in range(8) for batches in ranks for index in take(batches, 1)] == alone
+
+
+def test_a_repeated_stream_resumed_goes_on_with_the_next_of_its_batches() -> None:
+    whole = take(stream(micro_batch_size=8, passes=1, overfit_batches=3)[1], 9)
+    data, batches = stream(micro_batch_size=4, passes=2, overfit_batches=3)
+    head = take(batches, 10)
+    assert data.state_dict()["position"] == 40
+    tail = stream(micro_batch_size=2, passes=4, overfit_batches=3, position=40)[1]
+    assert head + take(tail, 16) == whole
+
+
+def test_validation_is_on_the_repeated_batches() -> None:
+    data, batches = stream(micro_batch_size=4, passes=1, overfit_batches=2, eval_samples=None)
+    validated = [i for batch in data.val_dataloader() for i in batch["inputs"].tolist()]
+    assert validated == take(batches, 2)
+
+
+def test_what_a_step_was_made_of_is_told_of_the_repeated_batch() -> None:
+    data, batches = stream(micro_batch_size=4, passes=1, overfit_batches=1)
+    samples = take(batches, 3)[-4:]
+    assert [told["sample"] for told in data.samples_of_step(12)] == samples
+
+
+def test_a_position_of_the_whole_stream_in_a_repeated_one_is_told(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    data, _ = stream(micro_batch_size=2, passes=1, overfit_batches=1)
+    logging.getLogger("lightning_recipes").propagate = True
+    data.load_state_dict(data.state_dict() | {"position": 8})
+    assert not [record for record in caplog.records if "now means" in record.getMessage()]
+    earlier = {key: value for key, value in data.state_dict().items() if key != "period"}
+    data.load_state_dict(earlier)  # the files of versions that knew no repetition
+    assert "period None -> 2" in caplog.records[-1].getMessage()

@@ -1,0 +1,120 @@
+"""The first NaN ends the run, and the line of the forward pass that made it is named."""
+
+import traceback
+import warnings
+
+import pytest
+import torch
+from torch import Tensor
+
+from callbacks.stop_at_nan import StopAtNan
+
+
+def fit(make_trainer, module, **arguments) -> None:
+    make_trainer(callbacks=[StopAtNan()], **arguments).fit(module)
+
+
+def told(error: BaseException) -> str:
+    return "".join(traceback.format_exception(error))
+
+
+@pytest.fixture
+def forward_of(stranger):
+    """A stranger whose forward pass is a function of its layer's output and the number of the batch."""
+
+    def make(function):
+        class Own(stranger):  # type: ignore[misc, valid-type]
+            def training_step(self, batch: list[Tensor], batch_idx: int) -> Tensor:
+                return function(self.layer(batch[0]), batch_idx).square().mean()
+
+        return Own()
+
+    return make
+
+
+def test_a_nan_born_in_the_forward_pass_is_named_by_step_operation_inputs_and_line(
+    make_trainer, forward_of
+) -> None:
+    def divide(x: Tensor, index: int) -> Tensor:
+        zero = x - x
+        return x + zero / zero if index == 2 else x  # nought by nought
+
+    with pytest.raises(FloatingPointError) as caught:
+        fit(make_trainer, forward_of(divide))
+    text = told(caught.value)
+    assert "step 3, rank 0: the loss is NaN" in text
+    assert "torch.Tensor.div(float32 [2, 1]: 0 to 0, float32 [2, 1]: 0 to 0)" in text
+    assert "in divide: return x + zero / zero if index == 2 else x  # nought by nought" in text
+    assert "in training_step" in text
+
+
+def test_a_nan_born_in_the_backward_pass_is_named_by_its_forward_line(
+    make_trainer, forward_of
+) -> None:
+    def root(x: Tensor, index: int) -> Tensor:
+        zero = x - x
+        return x + torch.where(zero == 0, zero, zero.sqrt()) if index == 2 else x
+
+    with pytest.raises(RuntimeError, match="SqrtBackward0") as caught:
+        fit(make_trainer, forward_of(root), detect_anomaly=True)
+    text = told(caught.value)
+    assert "step 3, rank 0: the backward pass made the NaN, in SqrtBackward0" in text
+    assert "in root: return x + torch.where(zero == 0, zero, zero.sqrt()) if index == 2" in text
+    assert "__torch_function__" not in text.partition("step 3, rank 0")[2]
+
+
+def test_a_nan_that_does_not_reach_the_loss_is_left_alone(make_trainer, forward_of) -> None:
+    def mask(x: Tensor, index: int) -> Tensor:
+        nothing = (x - x) / (x - x)
+        assert bool(nothing.isnan().all())
+        return x
+
+    trainer = make_trainer(callbacks=[StopAtNan()])
+    trainer.fit(forward_of(mask))
+    assert trainer.global_step == 8
+
+
+def test_a_nan_in_the_data_is_seen_in_the_inputs_of_the_first_operation(
+    make_trainer, stranger
+) -> None:
+    class BadBatch(stranger):  # type: ignore[misc, valid-type]
+        def training_step(self, batch: list[Tensor], batch_idx: int) -> Tensor:
+            if batch_idx == 4:
+                batch[0][0, 0] = torch.nan
+            return self.layer(batch[0]).square().mean()
+
+    with pytest.raises(FloatingPointError, match=r"step 5.*float32 \[2, 4\]: 1 to 1, 1 NaN"):
+        fit(make_trainer, BadBatch())
+
+
+def test_a_loss_that_no_operation_on_the_weights_made_nan_points_at_the_batch(
+    make_trainer, stranger
+) -> None:
+    class Constant(stranger):  # type: ignore[misc, valid-type]
+        def training_step(self, batch: list[Tensor], batch_idx: int) -> Tensor:
+            return torch.full((), torch.nan, requires_grad=True)
+
+    with pytest.raises(FloatingPointError, match="look at the batch"):
+        fit(make_trainer, Constant())
+
+
+def test_warnings_and_operations_are_as_before_when_the_run_is_over(
+    make_trainer, stranger, forward_of
+) -> None:
+    shown = warnings.showwarning
+    fit(make_trainer, stranger())
+    assert warnings.showwarning is shown
+    with pytest.raises(FloatingPointError):
+        fit(make_trainer, forward_of(lambda x, _: x * torch.nan))
+    assert warnings.showwarning is shown
+    assert torch._C._len_torch_function_stack() == 0
+
+
+def test_it_changes_no_weight(make_trainer, stranger) -> None:
+    weights = []
+    for callbacks in ([], [StopAtNan()]):
+        torch.manual_seed(0)
+        module = stranger()
+        make_trainer(callbacks=callbacks, accumulate_grad_batches=2).fit(module)
+        weights.append(module.layer.weight.detach())
+    assert torch.equal(*weights)

@@ -1,0 +1,166 @@
+"""The learning rate follows the batch size from a reference point: arithmetic, mistakes, resume and sweep."""
+
+import json
+import math
+from pathlib import Path
+
+import pytest
+import yaml
+from support import TINY, read_metrics, run_train
+
+from recipes.compose import compose_run, freeze
+from recipes.launch import compose_and_check
+from recipes.lr_scaling import is_positive, scaled_lr
+
+REFERENCE = ("lr_scaling.reference_lr=3e-4", "lr_scaling.reference_batch_size=32")
+
+
+def mistakes(*words: str) -> list[str]:
+    _, found = compose_and_check(words)
+    return [str(mistake) for mistake in found]
+
+
+def lr(*words: str) -> float:
+    composed, found = compose_and_check(words)
+    assert composed is not None
+    assert not found
+    rate: float = composed.config["optimizer"]["lr"]
+    return rate
+
+
+def test_four_times_the_batch_is_four_times_the_rate_linearly_and_twice_by_the_root() -> None:
+    assert scaled_lr("linear", 0.1, 256, 1024) == 0.4
+    assert scaled_lr("sqrt", 3e-4, 32, 128) == 6e-4
+
+
+@pytest.mark.parametrize("rule", ["linear", "sqrt"])
+def test_the_reference_point_keeps_its_rate_to_the_bit(rule: str) -> None:
+    assert scaled_lr(rule, 0.3, 48, 48) == 0.3
+
+
+@pytest.mark.parametrize("rule", ["linear", "sqrt"])
+def test_two_scalings_in_a_row_are_one(rule: str) -> None:
+    there = scaled_lr(rule, 1e-3, 24, 96)
+    assert math.isclose(scaled_lr(rule, there, 96, 24), 1e-3)  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize("value", [None, 0, -1, True, "3", float("nan"), float("inf")])
+def test_what_is_no_number_above_0_gives_no_rate(value: object) -> None:
+    assert not is_positive(value)
+    assert scaled_lr("sqrt", value, 32, 32) is None
+    assert scaled_lr("sqrt", 1e-3, value, 32) is None
+    assert scaled_lr("sqrt", 1e-3, 32, value) is None
+
+
+@pytest.mark.parametrize(("rule", "rate"), [("sqrt", 6e-4), ("linear", 1.2e-3)])
+def test_a_batch_of_128_from_a_reference_of_32(rule: str, rate: float) -> None:
+    assert math.isclose(lr(f"lr_scaling={rule}", *REFERENCE, "global_batch_size=128"), rate)
+
+
+def test_the_rule_wins_over_the_rate_of_recipe_and_optimizer() -> None:
+    words = ("recipe=quickstart", "optimizer=sgd", "lr_scaling=linear", *REFERENCE)
+    assert lr(*words, "global_batch_size=32") == 3e-4
+
+
+def test_without_a_rule_the_rate_is_that_of_the_optimizer() -> None:
+    assert lr("optimizer=adamw", "global_batch_size=1024") == 6e-4
+
+
+def test_a_reference_that_is_missing_is_named_by_both_its_numbers() -> None:
+    assert mistakes("lr_scaling=sqrt") == [
+        "no lr_scaling.reference_lr: lr_scaling=sqrt starts from a learning rate that is known to be good;"
+        " type lr_scaling.reference_lr=<above 0>",
+        "no lr_scaling.reference_batch_size: lr_scaling=sqrt starts from a batch size that is known to be good;"
+        " type lr_scaling.reference_batch_size=<above 0>",
+    ]
+
+
+def test_a_reference_that_is_no_positive_number_is_told_beside_other_mistakes() -> None:
+    words = ("lr_scaling.reference_lr=-1", "lr_scaling.reference_batch_size=many", "seq_len=4000")
+    assert mistakes("lr_scaling=linear", *words) == [
+        "lr_scaling.reference_lr=-1: a learning rate is a number above 0; type lr_scaling.reference_lr=<above 0>",
+        "lr_scaling.reference_batch_size=many: a batch size is a number above 0;"
+        " type lr_scaling.reference_batch_size=<above 0>",
+        "seq_len=4000: the model sees at most model.max_seq_len=128 tokens; type seq_len=128",
+    ]
+
+
+def test_a_rate_typed_beside_a_rule_is_refused() -> None:
+    words = ("lr_scaling=sqrt", *REFERENCE, "global_batch_size=128", "optimizer.lr=1e-3")
+    assert mistakes(*words) == [
+        "optimizer.lr=0.001: lr_scaling=sqrt makes it 0.0006 at global_batch_size=128;"
+        " type nothing for optimizer.lr, or lr_scaling=none for your own"
+    ]
+
+
+def test_a_reference_without_a_rule_is_refused() -> None:
+    assert mistakes("lr_scaling.reference_lr=3e-4") == [
+        "lr_scaling.reference_lr=3e-4: no rule uses it: lr_scaling=none;"
+        " type lr_scaling=sqrt lr_scaling.reference_lr=3e-4"
+    ]
+
+
+def test_a_rule_that_does_not_exist_is_refused() -> None:
+    assert mistakes("lr_scaling=sqrt", *REFERENCE, "lr_scaling.rule=cubic") == [
+        "lr_scaling.rule=cubic: the rules are linear sqrt; type lr_scaling=linear or lr_scaling=sqrt"
+    ]
+
+
+def frozen_run(folder: Path, *words: str) -> Path:
+    """A run's folder with the config and the words that it was started with."""
+    folder.mkdir()
+    composed = compose_run([*words, f"hydra.run.dir={folder}"])
+    freeze(composed)
+    (folder / "environment.json").write_text(json.dumps({"overrides": list(words)}))
+    return folder
+
+
+def test_the_frozen_config_holds_the_number_and_a_resume_keeps_it(tmp_path: Path) -> None:
+    words = ("lr_scaling=sqrt", *REFERENCE, "global_batch_size=128")
+    run = frozen_run(tmp_path / "run", *words)
+    assert yaml.safe_load((run / "config.yaml").read_text())["optimizer"]["lr"] == 6e-4
+    assert compose_run([f"resume={run}"]).config["optimizer"]["lr"] == 6e-4
+    larger = compose_run([f"resume={run}", "global_batch_size=512"]).config
+    assert math.isclose(larger["optimizer"]["lr"], 1.2e-3)
+    own = compose_run([f"resume={run}", "lr_scaling=none", "optimizer.lr=1e-5"]).config
+    assert own["optimizer"]["lr"] == 1e-5
+
+
+def test_a_frozen_config_run_again_with_another_batch_says_that_the_rate_stays(
+    tmp_path: Path,
+) -> None:
+    run = frozen_run(tmp_path / "run", "lr_scaling=sqrt", *REFERENCE, "global_batch_size=128")
+    _, found = compose_and_check(["global_batch_size=32"], config_folder=run)
+    assert [str(mistake) for mistake in found] == [
+        "optimizer.lr=0.0006: lr_scaling=sqrt makes it 0.0003 at global_batch_size=32;"
+        " type optimizer.lr=0.0003, or lr_scaling.rule=none for your own"
+    ]
+    _, found = compose_and_check(
+        ["global_batch_size=32", "lr_scaling.rule=none"], config_folder=run
+    )
+    assert not found
+
+
+def test_a_run_from_before_there_were_rules_is_no_mistake(tmp_path: Path) -> None:
+    run = frozen_run(tmp_path / "run", "global_batch_size=16")
+    config = yaml.safe_load((run / "config.yaml").read_text())
+    del config["lr_scaling"]
+    (run / "config.yaml").write_text(yaml.safe_dump(config))
+    _, found = compose_and_check([], config_folder=run)
+    assert not found
+
+
+def test_in_a_sweep_the_rate_follows_each_batch(tmp_path: Path, text_folder: str) -> None:
+    words = [*TINY, f"data.path={text_folder}", "trainer.max_steps=1", "scheduler=constant"]
+    words += ["warmup_steps=0", "save_every=null", "lr_scaling=linear", "global_batch_size=8,16"]
+    words += ["lr_scaling.reference_lr=1e-3", "lr_scaling.reference_batch_size=8"]
+    done = run_train(["-m", *words, f"hydra.sweep.dir={tmp_path}/sweep"])
+    assert done.returncode == 0, done.stdout + done.stderr
+    rates = {
+        yaml.safe_load(config.read_text())["global_batch_size"]: read_metrics(config.parent)[0][
+            "lr"
+        ]
+        for config in (tmp_path / "sweep").rglob("config.yaml")
+        if (config.parent / "metrics.csv").is_file()
+    }
+    assert rates == {8: 1e-3, 16: 2e-3}

@@ -1,0 +1,190 @@
+"""The debug recipes: on top of every recipe, and what each of them leaves, finds or learns in real runs."""
+
+import json
+import sys
+from pathlib import Path
+
+import pytest
+from started import Started
+from support import ROOT, TINY, composed_config, read_metrics, run_train
+
+from recipes.check import engines
+from recipes.launch import compose_and_check
+
+OPTIONS = sorted(path.stem for path in (ROOT / "conf/debug").glob("*.yaml"))
+RECIPES = sorted(path.stem for path in (ROOT / "conf/recipe").glob("*.yaml"))
+ENGINES = {
+    "single": 1,
+    "ddp": 2,
+    "fsdp": 2,
+    "deepspeed_stage_2": 2,
+}
+# debug=fdr is there for the report and the sample, too
+WHOLE = [word for word in TINY if not word.startswith("~")]
+
+
+def engine(name: str) -> list[str]:
+    return [f"strategy={name}", f"trainer.devices={ENGINES[name]}", "trainer.accelerator=cpu"]
+
+
+@pytest.mark.parametrize("option", OPTIONS)
+def test_every_recipe_takes_every_debug_option(
+    option: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(engines, "check_toolchain", lambda *_: ())
+    for recipe in RECIPES:
+        disk = [f"strategy.nvme_path={tmp_path}"] if recipe.endswith("_nvme") else []
+        composed, mistakes = compose_and_check([f"recipe={recipe}", f"debug={option}", *disk])
+        assert composed is not None
+        assert not mistakes, (recipe, [str(mistake) for mistake in mistakes])
+        name = recipe if option == "none" else f"debug_{option}"
+        assert composed.config["name"] == name
+        assert composed.run_folder.parts[:2] == ("logs", name)
+
+
+def test_it_overrules_the_recipe_and_what_is_typed_overrules_it() -> None:
+    assert composed_config("recipe=quickstart", "debug=fdr")["trainer"]["max_steps"] == 1
+    typed = composed_config("recipe=quickstart", "debug=fdr", "trainer.max_steps=2")
+    assert typed["trainer"]["max_steps"] == 2
+    overfit = composed_config("debug=overfit", "optimizer=sgd", "scheduler=warmup_cosine")
+    assert overfit["optimizer"]["weight_decay"] == 0.0
+    assert overfit["scheduler"]["_target_"].endswith(".warmup_cosine")
+
+
+def test_what_is_typed_as_nan_is_an_option_and_no_number() -> None:
+    config = composed_config("debug=nan")
+    assert config["trainer"]["detect_anomaly"] is True
+    assert config["callbacks"]["loss_spike"] is None
+    assert config["compile"] is False
+    done = run_train(["debug=nan", "--cfg", "job"])
+    assert done.returncode == 0, done.stderr
+    assert "name: debug_nan" in done.stdout
+
+
+def test_no_model_has_a_dropout_that_overfit_would_have_to_take_away() -> None:
+    for path in (ROOT / "conf/model").glob("*.yaml"):
+        config = composed_config(f"model={path.stem}", "debug=overfit")
+        dropout = config["model"]["dropout"] if "dropout" in config["model"] else 0.0
+        assert dropout == 0.0
+
+
+@pytest.mark.parametrize("strategy", ENGINES)
+def test_a_fast_dev_run_validates_saves_samples_and_reports_after_one_step(
+    strategy: str, tmp_path: Path, text_folder: str
+) -> None:
+    run = tmp_path / "run"
+    words = [*WHOLE, f"data.path={text_folder}", *engine(strategy), f"hydra.run.dir={run}"]
+    done = run_train([*words, "debug=fdr"])
+    assert done.returncode == 0, done.stdout + done.stderr
+    summary = json.loads((run / "summary.json").read_text())
+    assert summary["steps"] == 1
+    assert summary["val_loss"] is not None
+    assert (run / "checkpoints/step_0000001.ckpt/manifest.json").is_file()
+    assert len((run / "samples.jsonl").read_text().splitlines()) == 2
+    assert (run / "report.html").is_file()
+    assert (run / "curves.png").is_file()
+
+
+def test_a_fast_dev_run_of_images_needs_no_text(tmp_path: Path) -> None:
+    run = tmp_path / "run"
+    done = run_train(["model=resnet18", "debug=fdr", f"hydra.run.dir={run}"])
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert (run / "checkpoints/step_0000001.ckpt/manifest.json").is_file()
+
+
+def test_limit_validates_and_saves_four_times_and_keeps_what_a_run_keeps(
+    tmp_path: Path, text_folder: str
+) -> None:
+    run = tmp_path / "run"
+    words = [*TINY, f"data.path={text_folder}", f"hydra.run.dir={run}"]
+    done = run_train([*words, "debug=limit"])
+    assert done.returncode == 0, done.stdout + done.stderr
+    rows = read_metrics(run)
+    assert len(rows) == 20
+    assert [row["step"] for row in rows if "val/loss" in row] == [5, 10, 15, 20]
+    saved = (run / "events.jsonl").read_text().count('"event": "checkpoint"')
+    assert saved == 4
+    kept = {path.name for path in (run / "checkpoints").glob("step_*.ckpt")}
+    assert {"step_0000015.ckpt", "step_0000020.ckpt"} <= kept
+    assert len(kept) <= 3  # the newest two and the best
+
+
+def test_profiler_leaves_a_trace_and_saves_nothing(tmp_path: Path, text_folder: str) -> None:
+    run = tmp_path / "run"
+    words = [*TINY, f"data.path={text_folder}", f"hydra.run.dir={run}"]
+    done = run_train([*words, "debug=profiler"])
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert (run / "profile/rank_00000.trace.json.gz").is_file()
+    assert "profile: 3 steps in" in done.stdout
+    assert not list((run / "checkpoints").glob("step_*.ckpt"))
+
+
+@pytest.mark.parametrize("devices", [1, 2])
+def test_overfit_learns_a_batch_of_text_by_heart(
+    devices: int, tmp_path: Path, text_folder: str
+) -> None:
+    run = tmp_path / "run"
+    words = [*TINY, f"data.path={text_folder}", f"hydra.run.dir={run}"]
+    words += engine("single" if devices == 1 else "ddp")
+    done = run_train([*words, "debug=overfit"])
+    assert done.returncode == 0, done.stdout + done.stderr
+    told = "overfit: the first 8 samples again and again, and validation on the same ones"
+    assert done.stdout.count(told) == 1
+    summary = json.loads((run / "summary.json").read_text())
+    assert summary["train_loss"] < 0.05
+    assert summary["val_loss"] < 0.05
+    assert not list((run / "checkpoints").glob("step_*.ckpt"))
+
+
+def test_overfit_learns_a_batch_of_digits_by_heart(tmp_path: Path) -> None:
+    run = tmp_path / "run"
+    words = ["model=resnet18", "data=digits", "global_batch_size=8", f"hydra.run.dir={run}"]
+    done = run_train([*words, "debug=overfit", "~callbacks.report", "trainer.max_steps=100"])
+    assert done.returncode == 0, done.stdout + done.stderr
+    summary = json.loads((run / "summary.json").read_text())
+    assert summary["train_loss"] < 0.01
+    assert summary["val_loss"] < 0.01  # running statistics have come to be those of the batch
+
+
+def nan_run(run: Path, text_folder: str, strategy: str, *words: str) -> Started:
+    """A run with `debug=nan` whose last rank makes a NaN in its third step."""
+    model = ["model._target_=nan_model.NanGPT2", "+model.at_pass=3"]
+    model += [f"+model.on_rank={ENGINES[strategy] - 1}"]
+    folder = [f"data.path={text_folder}", f"hydra.run.dir={run}", "trainer.max_steps=6"]
+    words = (*TINY, *folder, *model, *engine(strategy), "debug=nan", *words)
+    command = [sys.executable, str(ROOT / "train.py"), *words]
+    return Started(command, folder=run.parent, paths=[ROOT / "tests"])
+
+
+@pytest.mark.parametrize(
+    ("strategy", "born_in"),
+    [(name, born_in) for name in ENGINES for born_in in ("forward", "backward")],
+)
+def test_a_nan_ends_the_run_and_its_forward_line_is_named(
+    strategy: str, born_in: str, tmp_path: Path, text_folder: str
+) -> None:
+    run = tmp_path / "run"
+    started = nan_run(run, text_folder, strategy, f"+model.born_in={born_in}")
+    said = started.end()
+    assert started.process.returncode == 1, said
+    assert f"step 3, rank {ENGINES[strategy] - 1}:" in said
+    lines = {
+        "forward": "in forward: return out + gap / gap  # 0 / 0",
+        "backward": "in forward: return out + torch.where(gap == 0, gap, gap.sqrt())",
+    }
+    [told] = [line for line in said.splitlines() if lines[born_in] in line]
+    assert "nan_model.py, line " in told
+    assert [row["step"] for row in read_metrics(run)] == [1, 2]
+
+
+def test_a_run_resumed_to_find_its_nan_stays_as_it_is(tmp_path: Path, text_folder: str) -> None:
+    run = tmp_path / "run"
+    words = [*TINY, f"data.path={text_folder}", "warmup_steps=1", "save_every=2", "eval_every=2"]
+    done = run_train([*words, "trainer.max_steps=4", f"hydra.run.dir={run}"], folder=tmp_path)
+    assert done.returncode == 0, done.stdout + done.stderr
+    before = {path: path.read_bytes() for path in run.rglob("*") if path.is_file()}
+    done = run_train([f"resume={run}/checkpoints/step_0000002.ckpt", "debug=nan"], folder=tmp_path)
+    assert done.returncode == 0, done.stdout + done.stderr
+    [own] = (tmp_path / "logs/debug_nan").iterdir()
+    assert [row["step"] for row in read_metrics(own)] == [3, 4]
+    assert {path: path.read_bytes() for path in run.rglob("*") if path.is_file()} == before
