@@ -181,7 +181,7 @@ class WandbRun(Logger):
         """What stands before the first row."""
         run.define_metric(STEP)
         run.define_metric("*", step_metric=STEP, step_sync=True)
-        run.config.update(told_config(self._folder), allow_val_change=True)
+        run.config.update(told_config(self._folder, dict(run.config)), allow_val_change=True)
         if self._told is not None and run.resumed:  # only the server knows what has reached it
             self._told.at_the_server(int(run.summary.get(STEP) or 0))
         run.summary.update({"status": "running"})

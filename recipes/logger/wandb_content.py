@@ -14,6 +14,7 @@ from recipes.logger.summary import SUMMARY_FILE
 from recipes.logger.wandb_start import CODE
 
 SAMPLES_FILE = "samples.jsonl"
+FOLDER_OF_SWEEP = "wandb_"  # as recipes.compose names it
 _MAX_TABLE_ROWS = 2000  # the newest
 _MAX_TAG_LETTERS = 64  # W&B refuses longer ones
 
@@ -25,25 +26,35 @@ def names_of(folder: Path, *, group: str | None) -> dict[str, Any]:
     recipe = str(typed["recipe"] if "recipe" in typed else config["name"])
     model = str(typed["model"] if "model" in typed else _name_of(config["model"]))
     kind = f"{recipe}_{model}"
-    sweep = folder.parent if (folder.parent / "multirun.yaml").is_file() else None
-    where = f"{sweep.name}_{folder.name}" if sweep is not None else folder.name
+    sweep = _sweep_of(folder)
+    where = f"{sweep}_{folder.name}" if sweep is not None else folder.name
     tags = [recipe, model, _name_of(config["strategy"]), *map(str, config["tags"])]
     if sweep is not None:
         tags.append("sweep")
     return {
         "run_name": f"{kind}_{where}",
-        "run_group": group or (f"sweep_{sweep.name}" if sweep is not None else kind),
+        "run_group": group or (f"sweep_{sweep}" if sweep is not None else kind),
         "run_job_type": "train",
         "run_tags": tuple(tag[:_MAX_TAG_LETTERS] for tag in dict.fromkeys(tags) if tag),
     }
 
 
-def told_config(folder: Path) -> dict[str, Any]:
+def told_config(folder: Path, known: Mapping[str, Any]) -> dict[str, Any]:
     """The resolved config, and what the run runs on as `environment`.
 
     As sections: W&B itself joins their names with dots, and asks for none in the names that it is told.
+
+    Args:
+        folder: Of the run.
+        known: What W&B has. Of a group that its sweep varies it is the option, `model: gpt2_nano`, by which it
+            knows the trial; the section stands beside it as `model_settings`.
     """
-    return config_of(folder) | {"environment": environment_of(folder)}
+    told = config_of(folder) | {"environment": environment_of(folder)}
+    options = {name for name, value in known.items() if isinstance(value, str)}
+    return {
+        f"{name}_settings" if name in options and isinstance(value, dict) else name: value
+        for name, value in told.items()
+    }
 
 
 def config_of(folder: Path) -> dict[str, Any]:
@@ -133,6 +144,15 @@ def _table(path: Path, columns: list[str], row: Any) -> Any:
     # a killed run may leave half a line at the end
     whole = [json.loads(line) for line in lines if line.endswith("\n")]
     return wandb.Table(columns=columns, data=[row(line) for line in whole[-_MAX_TABLE_ROWS:]])
+
+
+def _sweep_of(folder: Path) -> str | None:
+    """The name of the sweep that a run is a job of, Hydra's or W&B's: its folder lies in the sweep's."""
+    parent = folder.resolve().parent
+    if (parent / "multirun.yaml").is_file():
+        return parent.name
+    is_wandbs = parent.name.startswith(FOLDER_OF_SWEEP)
+    return parent.name.removeprefix(FOLDER_OF_SWEEP) if is_wandbs else None
 
 
 def _name_of(node: Mapping[str, Any]) -> str:
