@@ -1,0 +1,249 @@
+"""A real SLURM on this machine: munged, slurmctld and slurmd as plain processes, all their files in one folder."""
+
+import os
+import pwd
+import shutil
+import signal
+import socket
+import subprocess
+import time
+from collections.abc import Callable
+from pathlib import Path
+
+from slurm_install import path_with_daemons
+
+_GRACE_SECONDS = 20
+_ENDED = {"COMPLETED", "FAILED", "CANCELLED", "TIMEOUT", "NODE_FAIL", "OUT_OF_MEMORY"}
+
+# Four processors, whatever the machine has (`config_overrides`), and two queues: a job in `high`
+# takes the place of one in `low`, which has its grace and goes back to the queue. `cred_expire` is
+# also how long a requeued job waits before it may start again, 120 s by default.
+_CONFIG = """
+ClusterName=tests
+SlurmctldHost={host}(127.0.0.1)
+SlurmUser={user}
+SlurmdUser={user}
+AuthType=auth/munge
+AuthInfo=socket={folder}/munge.socket,cred_expire=5
+SlurmctldPort={control_port}
+SlurmdPort={node_port}
+StateSaveLocation={folder}/state
+SlurmdSpoolDir={folder}/spool
+SlurmctldPidFile={folder}/slurmctld.pid
+SlurmdPidFile={folder}/slurmd.pid
+ProctrackType=proctrack/linuxproc
+TaskPlugin=task/none
+MpiDefault=none
+SlurmdParameters=config_overrides
+SelectType=select/cons_tres
+SelectTypeParameters=CR_CPU
+SchedulerType=sched/builtin
+SchedulerParameters=sched_interval=1,batch_sched_delay=0
+PreemptType=preempt/partition_prio
+PreemptMode=REQUEUE
+JobRequeue=1
+KillWait=2
+MessageTimeout=60
+MailProg=/bin/true
+InactiveLimit=0
+MinJobAge=600
+ReturnToService=2
+JobCompType=jobcomp/filetxt
+JobCompLoc={folder}/finished.txt
+NodeName={host} NodeAddr=127.0.0.1 CPUs=4 RealMemory=65536 State=UNKNOWN
+PartitionName=low Nodes={host} Default=YES PriorityTier=1 GraceTime={grace}
+PartitionName=high Nodes={host} PriorityTier=2 PreemptMode=OFF
+"""
+
+
+class Cluster:
+    """One node of four processors, partitions `low` (default) and `high`. It starts in a second.
+
+    `environment` is what a command needs to speak with it. A preempted job of `low` gets SIGCONT and
+    SIGTERM at once, in its tasks but not in its batch script, and is killed after the grace.
+
+    Args:
+        folder: Where everything of it lives: configuration, state, logs.
+        grace_seconds: What a preempted job of `low` has between the signal and the kill.
+        more_config: Further lines of `slurm.conf`.
+    """
+
+    def __init__(
+        self, folder: Path, *, grace_seconds: int = _GRACE_SECONDS, more_config: str = ""
+    ) -> None:
+        self.folder = folder
+        self._daemons: list[subprocess.Popen[bytes]] = []
+        clean = {k: v for k, v in os.environ.items() if not k.startswith(("SLURM", "SBATCH"))}
+        config = str(folder / "slurm.conf")
+        self.environment = clean | {"SLURM_CONF": config, "PATH": path_with_daemons()}
+        self._write_config(grace_seconds, more_config)
+        try:
+            self._start()
+        except BaseException:
+            self.end()
+            raise
+
+    def submit(self, *words: str, folder: Path | None = None) -> str:
+        """`sbatch` with these words.
+
+        Args:
+            words: Options, then the script and its words; or `--wrap=command`.
+            folder: Where the job runs, and its log goes; the folder of the cluster if none.
+
+        Returns:
+            The id of the job (of the array, for an array).
+        """
+        chdir = f"--chdir={folder or self.folder}"
+        return self.ask("sbatch", "--parsable", chdir, *words).split(";")[0].strip()
+
+    def ask(self, *command: str) -> str:
+        """What a command of SLURM prints; an error holds the logs of the daemons."""
+        done = subprocess.run(command, env=self.environment, capture_output=True, text=True)
+        assert done.returncode == 0, f"{command}: {done.stderr or done.stdout}\n{self.logs()}"
+        return done.stdout
+
+    def job(self, job_id: str) -> dict[str, str]:
+        """What `scontrol show job` says of one job: `7`, or `7_1` of an array."""
+        line = self.ask("scontrol", "--oneliner", "show", "job", job_id).splitlines()[0]
+        return dict(word.split("=", 1) for word in line.split() if "=" in word)
+
+    def wait(
+        self, job_id: str, *states: str, timeout_seconds: float = 120.0, restarts: int = 0
+    ) -> dict[str, str]:
+        """Until the job is in one of these states and was requeued at least so often.
+
+        Args:
+            job_id: As for `job`.
+            states: SLURM's words: `RUNNING`, `PENDING`, `COMPLETED`, `FAILED`, `CANCELLED` …
+            timeout_seconds: When to give up.
+            restarts: Times that it must have gone back to the queue.
+
+        Returns:
+            What `job` says of it then.
+
+        Raises:
+            AssertionError: It has ended in another state.
+        """
+        seen: dict[str, str] = {}
+
+        def reached() -> bool:
+            seen.update(self.job(job_id))
+            here = seen["JobState"] in states and int(seen["Restarts"]) >= restarts
+            assert here or seen["JobState"] not in _ENDED, f"{seen}\n{self.logs()}"
+            return here
+
+        self.until(reached, f"job {job_id} in {states}", timeout_seconds, lambda: str(seen))
+        return seen
+
+    def until(
+        self,
+        reached: Callable[[], bool],
+        what: str,
+        timeout_seconds: float = 20.0,
+        told: Callable[[], str] = str,
+    ) -> None:
+        """Wait for anything, as long as the daemons live.
+
+        Args:
+            reached: Asked again and again.
+            what: Its name, for the error.
+            timeout_seconds: When to give up.
+            told: What to add to the error.
+        """
+        end = time.monotonic() + timeout_seconds
+        while not reached():
+            dead = [daemon.args for daemon in self._daemons if daemon.poll() is not None]
+            if dead or time.monotonic() > end:
+                said = f"daemons that ended: {dead}\n{told()}\n{self.logs()}"
+                raise TimeoutError(f"{what}: not within {timeout_seconds} s\n{said}")
+            time.sleep(0.05)
+
+    def queue(self) -> str:
+        """All jobs that wait or run, a line each."""
+        return self.ask("squeue", "--noheader", "--array")
+
+    def logs(self) -> str:
+        """The end of what each daemon said."""
+        files = sorted(self.folder.glob("*.log"))
+        return "\n".join(f"--- {f.name}\n{f.read_text(errors='replace')[-4000:]}" for f in files)
+
+    def end(self) -> None:
+        """Kill every job and daemon, and whatever a job has left."""
+        while left := self.living():
+            for pid in left:
+                _kill(pid)
+            time.sleep(0.01)
+        for daemon in self._daemons:
+            daemon.wait()
+
+    def living(self) -> list[int]:
+        """Processes of the cluster and of its jobs, known by its folder in their environment."""
+        word, found = f"{self.folder}/".encode(), []
+        for process in Path("/proc").glob("[0-9]*"):
+            try:
+                environment = (process / "environ").read_bytes()
+            except OSError:
+                continue
+            if word in environment and int(process.name) != os.getpid():
+                found.append(int(process.name))
+        return found
+
+    def _write_config(self, grace_seconds: int, more_config: str) -> None:
+        for name in ("state", "spool"):
+            (self.folder / name).mkdir(parents=True)
+        key = self.folder / "munge.key"
+        key.write_bytes(os.urandom(1024))
+        key.chmod(0o600)
+        control_port, node_port = _free_ports()
+        config = _CONFIG.format(
+            folder=self.folder,
+            host=_host(),
+            user=pwd.getpwuid(os.geteuid()).pw_name,
+            control_port=control_port,
+            node_port=node_port,
+            grace=grace_seconds,
+        )
+        (self.folder / "slurm.conf").write_text(f"{config}{more_config}\n")
+        (self.folder / "cgroup.conf").touch()
+
+    def _start(self) -> None:
+        files = {"socket": "socket", "key-file": "key", "pid-file": "pid", "seed-file": "seed"}
+        munge = [f"--{option}={self.folder}/munge.{name}" for option, name in files.items()]
+        # Forced, as the folder of a test is closed to other users: a warning to munged.
+        self._daemon("munged", "--force", "--foreground", *munge)
+        self.until((self.folder / "munge.socket").exists, "the socket of munged")
+        self._daemon("slurmctld", "-D")
+        self._daemon("slurmd", "-D", "-N", _host())
+        self.until(self._node_is_idle, "the node to be idle", 60.0)
+
+    def _daemon(self, name: str, *words: str) -> None:
+        program = shutil.which(name, path=self.environment["PATH"])
+        assert program is not None, name
+        with (self.folder / f"{name}.log").open("w") as said:
+            daemon = subprocess.Popen(
+                [program, *words], env=self.environment, stdout=said, stderr=said, cwd=self.folder
+            )
+        self._daemons.append(daemon)
+
+    def _node_is_idle(self) -> bool:
+        command = ("sinfo", "--noheader", "--partition=low", "--format=%T")
+        done = subprocess.run(command, env=self.environment, capture_output=True, text=True)
+        return done.stdout.strip() == "idle"
+
+
+def _host() -> str:
+    return socket.gethostname().split(".")[0]
+
+
+def _free_ports() -> tuple[int, int]:
+    with socket.socket() as one, socket.socket() as other:
+        for each in (one, other):
+            each.bind(("127.0.0.1", 0))
+        return one.getsockname()[1], other.getsockname()[1]
+
+
+def _kill(pid: int) -> None:
+    try:
+        os.kill(pid, signal.SIGKILL)
+    except ProcessLookupError:
+        return
