@@ -4,6 +4,7 @@ import os
 import sys
 from pathlib import Path
 
+from recipes.compose import as_options
 from recipes.launch import (
     EXIT_INTERRUPTED,
     EXIT_WRONG_CONFIG,
@@ -11,21 +12,28 @@ from recipes.launch import (
     launch,
     report,
 )
+from recipes.launcher.environ import forget_slurm
 from recipes.leave import leave
+from recipes.mistake import Mistake, MistakesError
 from recipes.rank import composed_by_rank_zero
 from recipes.ranks import global_rank
+from recipes.sweep.submit import is_for_cluster, submit
 
-HYDRAS_OWN = ("multirun", "help", "hydra_help", "cfg", "info", "shell_completion")
+HYDRAS_OWN = ("help", "hydra_help", "cfg", "info", "shell_completion")
 
 
 def main() -> int:
     from hydra._internal.utils import get_args_parser
 
+    sys.argv[1:] = as_options(sys.argv[1:])  # which Hydra reads too
     args = get_args_parser().parse_args()
+    forget_slurm(args.overrides)
     folder = Path(args.config_path) if args.config_path else Path(__file__).parent / "conf"
     name = args.config_name or "config"
     if any(getattr(args, flag) for flag in HYDRAS_OWN):
         return through_hydra(folder, name)
+    if args.multirun or asks_for_sweep(args.overrides):
+        return sweep(args.overrides, folder, name)
     return run(args.overrides, folder, name)
 
 
@@ -38,11 +46,38 @@ def run(overrides: list[str], folder: Path, name: str, *, in_sweep: bool = False
         if global_rank() == 0:  # one of the ranks that torchrun or srun started
             print(report(mistakes), file=sys.stderr)
         return EXIT_WRONG_CONFIG
+    if not in_sweep and is_for_cluster(composed):
+        return submit(composed)
     return launch(composed, in_sweep=in_sweep)
 
 
+def asks_for_sweep(overrides: list[str]) -> bool:
+    """Whether `sweep=` names one, which then needs no `-m`."""
+    named = [word for word in overrides if word.startswith("sweep=") and word != "sweep=none"]
+    # the description of one for W&B, and each of its trials, are a single run
+    return bool(named) and not {"mode=wandb_sweep", "hydra.mode=RUN"} & set(overrides)
+
+
+def sweep(overrides: list[str], folder: Path, name: str) -> int:
+    """`-m`: jobs side by side, each in processes of its own; the exit code of the worst."""
+    from recipes.sweep.hydra_launcher import NAME, TYPED, register
+    from recipes.sweep.typed import check_words
+
+    words = check_words(overrides, config_folder=folder, config_name=name)
+    if words.mistakes:
+        print(report(words.mistakes), file=sys.stderr)
+        return EXIT_WRONG_CONFIG
+    register(folder, name, words.keys)
+    flags = [word for word in sys.argv[1:] if word not in (*overrides, "-m", "--multirun")]
+    flags.append("--multirun")
+    if not any(word.startswith("hydra/launcher=") for word in overrides):
+        flags.append(f"hydra/launcher={NAME}")
+    sys.argv[1:] = [*flags, *words.for_hydra]
+    return through_hydra(folder, name) or TYPED.exit_code
+
+
 def through_hydra(folder: Path, name: str) -> int:
-    """Hydra's own flags: help, printing the config, sweeps (one job after the other)."""
+    """Hydra's own flags: help, printing the config, sweeps. Another launcher than ours runs the jobs here in turn."""
     import hydra
     from hydra.core.hydra_config import HydraConfig
     from hydra.errors import HydraException
@@ -62,6 +97,12 @@ def through_hydra(folder: Path, name: str) -> int:
     register_resolvers()
     try:
         hydra.main(version_base="1.3", config_path=str(folder.resolve()), config_name=name)(job)()
+    except MistakesError as error:
+        print(report(error.mistakes, error.head), file=sys.stderr)
+        return EXIT_WRONG_CONFIG
+    except Mistake as mistake:
+        print(report([mistake]), file=sys.stderr)
+        return EXIT_WRONG_CONFIG
     except HydraException as error:
         print(error, file=sys.stderr)
         return EXIT_WRONG_CONFIG

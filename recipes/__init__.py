@@ -7,12 +7,16 @@ ranks.py        L3  how many processes carry a run, and who started them
 launch.py       L3  run folder, log; then build and mode, here or on ranks of its own; exit codes
 start_ranks.py  L3  one process per rank from one frozen composition; the first failure ends all
 rank.py         L3  the main of such a process
+end_with_parent.py L1 a process that ends with the one that started it
+meeting.py      L1  the ranks of one start of torchrun find each other; a restart too
 preemption.py   L1  SIGTERM and SIGUSR1 as a request to save and end
 agreement.py    L1  all ranks do something after the same step
 run_lock.py     L1  one run at a time in a folder
 out_of_memory.py L3 memory is full: the cheapest ways out, as words to type
 build.py        L3  the only file that instantiates: config -> Run(task, data, trainer)
-mode/           L3  one file per mode=: fit, evaluate, sample, export, replay, report, dashboard
+mode/           L3  one file per mode=: fit, evaluate, sample, export, replay, report, dashboard, wandb_sweep
+sweep/          L3  the jobs of -m: prepared, carried out, recorded; Optuna studies, W&B sweeps
+launcher/       L3  where they run: this machine, SLURM; one file an option
 task/           L2  LightningModules, one per kind of learning
 strategy/       L2  how a step is carried out on the devices; one file per engine
 checkpoint/     L2  what each rank writes behind training, how it is proven, where a run resumes from
@@ -31,6 +35,7 @@ optimizer/      L1  one optimizer a file; decay groups
 clipping/       L1  a limit of the gradient norm from the norms before; one file an option
 weight_average.py L1  an average of the weights, as one more moment of the optimizer
 scheduler.py    L1  optimizer step -> multiplier of the learning rate
+lr_scaling.py   L1  the learning rate that follows the batch size
 precision.py    L1  three dtypes behind each precision word
 accumulation.py L1  global batch <-> micro-batches, by exact division
 gradients.py    L1  global norm and clipping, whole or sharded

@@ -74,3 +74,18 @@ def _devices(number: int) -> str:
 def _multiples_around(number: int, step: int) -> str:
     below, above = number // step * step, -(-number // step) * step
     return f"{above} (or {below})" if below else f"{above}"
+
+
+def steps_of(num_samples: int, global_batch_size: int, parts: int = 1) -> int:
+    """Optimizer steps in which so many samples are consumed, or one of equal parts of them; `${steps_of:…}` in conf/.
+
+    Raises:
+        ValueError: It is no whole number of steps.
+    """
+    steps, rest = divmod(num_samples, global_batch_size * parts)
+    if rest or steps < 1:
+        of = f" in {parts} parts" if parts > 1 else ""
+        raise ValueError(
+            f"{num_samples} samples{of} are no whole number of steps of {global_batch_size} samples"
+        )
+    return steps

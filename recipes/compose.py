@@ -3,9 +3,10 @@
 import glob
 import json
 import os
+import re
 import time
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -18,12 +19,17 @@ from hydra.core.utils import setup_globals
 from omegaconf import DictConfig, OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
+from recipes.accumulation import steps_of
+from recipes.lr_scaling import scaled_lr
 from recipes.mistake import Mistake
+from recipes.sweep.words import words_of
 
 Config = dict[str, Any]
 CONF = Path(__file__).parent.parent / "conf"
 CONFIG_FILE = "config.yaml"
 ENVIRONMENT_FILE = "environment.json"
+_NO_WORD = re.compile(r"\d+|nan|inf|null|true|false", re.IGNORECASE)  # to Hydra's grammar
+MODE_OF_SWEEPS = "mode=wandb_sweep"  # one composed run, whose words may name several values
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -35,25 +41,46 @@ class Composed:
         run_folder: Where the run leaves its files.
         overrides: What was typed, for the record.
         choices: The option of each group, to name it in messages.
+        sweep_words: What a sweep would vary: `hydra.sweeper.params`, then what was typed with `mode=wandb_sweep`.
+        config_folder: Where it was composed from.
+        config_name: The file that composition began with.
     """
 
     config: Config
     choices: dict[str, str]
     run_folder: Path
     overrides: list[str]
+    sweep_words: list[str] = field(default_factory=list)
+    config_folder: str = str(CONF)
+    config_name: str = "config"
 
 
 def register_resolvers() -> None:
-    """Make `${run_folder:…}` and Hydra's `${now:…}` known. Repeatable."""
+    """Make `${run_folder:…}`, `${scaled_lr:…}`, `${steps_of:…}` and Hydra's `${now:…}` known. Repeatable."""
     setup_globals()
     OmegaConf.register_new_resolver("run_folder", run_folder, replace=True)
+    OmegaConf.register_new_resolver("scaled_lr", scaled_lr, replace=True)
+    OmegaConf.register_new_resolver("steps_of", steps_of, replace=True)
+
+
+def as_options(overrides: Sequence[str]) -> list[str]:
+    """What was typed, with quotes where Hydra takes the name of an option for a number: `debug=nan`, `precision=16`."""
+    return [_as_option(override) for override in overrides]
+
+
+def _as_option(override: str) -> str:
+    group, equals, names = override.partition("=")
+    if not equals or not group or not (CONF / group).is_dir():
+        return override
+    words = [f"'{name}'" if _NO_WORD.fullmatch(name) else name for name in names.split(",")]
+    return f"{group}={','.join(words)}"
 
 
 def run_folder(name: str, resume: str | None) -> str:
     """The run folder where `hydra.run.dir` is not typed.
 
-    A run that resumes another goes on in its folder; under SLURM and torchrun the folder is keyed by the job,
-    so that a requeued job finds it; else it is new.
+    A run that resumes another goes on in its folder; under SLURM, torchrun and a W&B agent the folder is keyed by
+    the job, so that a requeued job finds it; else it is new.
     """
     if resume not in (None, "auto") and (resumed := folder_of_run(str(resume))):
         return str(resumed)
@@ -65,7 +92,10 @@ def run_folder(name: str, resume: str | None) -> str:
 
 
 def job_of_cluster() -> str | None:
-    """A name for the job that SLURM or torchrun started, the same when it is started again; None outside one."""
+    """A name for what a W&B agent, SLURM or torchrun started, the same when it is started again; else None."""
+    sweep, trial = os.environ.get("WANDB_SWEEP_ID"), os.environ.get("WANDB_RUN_ID")
+    if sweep and trial:  # an agent carries out one trial after the other in one job of SLURM
+        return f"wandb_{sweep}/{trial}"
     for variable, prefix in (("SLURM_JOB_ID", "slurm"), ("TORCHELASTIC_RUN_ID", "torchelastic")):
         job = os.environ.get(variable)
         if job not in (None, "", "none"):  # torchrun says none where no id was given
@@ -94,8 +124,10 @@ def compose_run(
         Mistake: An interpolation names nothing.
     """
     register_resolvers()
+    overrides = as_options(overrides)
     resumed = _resumed_run(overrides)
     before = _typed_before(resumed) if resumed else []
+    overrides, swept = _without_sweeps(overrides)
     parsed = [parse(override) for override in overrides]
     typed_now = {override.key_or_group for override in parsed if not override.is_delete()}
     typed_again = set(overrides)  # a deletion cannot be carried out twice
@@ -117,6 +149,9 @@ def compose_run(
         choices={group: str(option) for group, option in node.hydra.runtime.choices.items()},
         run_folder=Path(node.hydra.run.dir),
         overrides=[*kept, *overrides],
+        sweep_words=[*words_of(_params(node)), *swept],
+        config_folder=str(config_folder),
+        config_name=config_name,
     )
 
 
@@ -139,6 +174,20 @@ def _compose(overrides: Sequence[str], folder: Path, name: str) -> DictConfig:
     GlobalHydra.instance().clear()
     with initialize_config_dir(str(folder.resolve()), version_base="1.3"):
         return compose(name, list(overrides), return_hydra_config=True)
+
+
+def _without_sweeps(overrides: Sequence[str]) -> tuple[list[str], list[str]]:
+    """What was typed, and the sweeps in it where the mode takes them; everywhere else Hydra refuses them."""
+    takes = MODE_OF_SWEEPS in overrides
+    swept = [override for override in overrides if takes and parse(override).is_sweep_override()]
+    return [override for override in overrides if override not in swept], swept
+
+
+def _params(node: DictConfig) -> Config:
+    """What Hydra's sweeper would vary."""
+    params = OmegaConf.select(node, "hydra.sweeper.params")
+    plain: Any = {} if params is None else OmegaConf.to_container(params, resolve=True)
+    return dict(plain)
 
 
 def _plain(node: DictConfig) -> Config:

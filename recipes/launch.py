@@ -45,10 +45,10 @@ def compose_and_check(
     return composed, mistakes
 
 
-def report(mistakes: Sequence[Mistake]) -> str:
+def report(mistakes: Sequence[Mistake], head: str | None = None) -> str:
     """All mistakes, numbered, three lines each."""
     count = "1 mistake" if len(mistakes) == 1 else f"{len(mistakes)} mistakes"
-    lines = [f"The config has {count}; nothing was built."]
+    lines = [head or f"The config has {count}; nothing was built."]
     for number, mistake in enumerate(mistakes, start=1):
         lines += [
             "",

@@ -18,3 +18,17 @@ class Mistake(ValueError):  # noqa: N818  what a person made, not what failed
 
     def __str__(self) -> str:
         return f"{self.you_set}: {self.why}; type {self.remedy}"
+
+
+class MistakesError(Exception):
+    """Several of them, where nothing has been started.
+
+    Args:
+        mistakes: All that are known.
+        head: What they are the mistakes of.
+    """
+
+    def __init__(self, mistakes: list[Mistake], head: str) -> None:
+        super().__init__(head)
+        self.mistakes = mistakes
+        self.head = head

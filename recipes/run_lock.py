@@ -18,8 +18,12 @@ _POLL_SECONDS = 0.1
 
 
 @contextlib.contextmanager
-def alone_in(folder: Path) -> Iterator[None]:
-    """Hold a run folder.
+def alone_in(folder: Path, *, word: str = "hydra.run.dir") -> Iterator[None]:
+    """Hold the folder of a run or a sweep.
+
+    Args:
+        folder: Which.
+        word: What names it on the command line.
 
     Raises:
         Mistake: Another process holds it.
@@ -31,9 +35,9 @@ def alone_in(folder: Path) -> Iterator[None]:
             if time.monotonic() > until:
                 file.seek(0)
                 raise Mistake(
-                    f"hydra.run.dir={folder}",
+                    f"{word}={folder}",
                     f"another process is training in it: {file.read().strip()}",
-                    "hydra.run.dir=<another folder>, or end that process",
+                    f"{word}=<another folder>, or end that process",
                 )
             time.sleep(_POLL_SECONDS)
         file.truncate(0)

@@ -143,7 +143,7 @@ def environ_of(rank: int, world_size: int, port: int, composed: Path) -> dict[st
 def _start(rank: int, world_size: int, port: int, folder: Path) -> _Process:
     """One rank in a process group of its own: a Ctrl-C in the terminal reaches it through us, once."""
     environ = os.environ | environ_of(rank, world_size, port, folder / _COMPOSED_FILE)
-    environ |= {"PYTHONPATH": _python_path()}
+    environ |= {"PYTHONPATH": python_path()}
     error_file = Path(environ[ERROR_FILE])
     environ.setdefault("OMP_NUM_THREADS", str(max(1, _num_cores() // world_size)))
     log_file = folder / f"rank_{rank}.log" if rank else None
@@ -242,7 +242,7 @@ def _ask_to_stop(one: _Process, number: int) -> None:
         one.process.stdin.flush()
 
 
-def _python_path() -> str:
+def python_path() -> str:
     """This project first, then what the person set."""
     paths = (str(Path(__file__).parent.parent), os.environ.get("PYTHONPATH"))
     return os.pathsep.join(path for path in paths if path)

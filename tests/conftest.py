@@ -8,6 +8,8 @@ os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
 
 import pytest
 import torch
+from slurm_cluster import Cluster
+from slurm_install import missing
 from support import write_texts
 
 torch.set_num_threads(1)
@@ -34,3 +36,15 @@ def _own_log() -> Iterator[None]:
         logger.removeHandler(handler)
         handler.close()
     logger.propagate = True
+
+
+@pytest.fixture(scope="module")
+def slurm(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Cluster]:
+    """A real SLURM of this machine, for the tests of one file."""
+    reason = missing()
+    if reason is not None:
+        pytest.skip(reason)
+    cluster = Cluster(tmp_path_factory.mktemp("slurm"))
+    yield cluster
+    cluster.end()
+    assert cluster.living() == []

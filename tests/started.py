@@ -4,7 +4,7 @@ import os
 import signal
 import subprocess
 import time
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 _MARK = "STARTED_BY_A_TEST"
@@ -17,15 +17,26 @@ class Started:
         command: Its words.
         folder: Where it runs.
         paths: Where it finds modules beside the installed ones.
+        environ: What it finds in its environment beside ours.
     """
 
-    def __init__(self, command: Sequence[str], *, folder: Path, paths: Sequence[Path]) -> None:
+    def __init__(
+        self,
+        command: Sequence[str],
+        *,
+        folder: Path,
+        paths: Sequence[Path],
+        environ: Mapping[str, str] | None = None,
+    ) -> None:
         self._word = f"{folder.name}_{time.time_ns()}"
         path = os.pathsep.join(str(path) for path in paths)
         self.process = subprocess.Popen(
             command,
             cwd=folder,
-            env=os.environ | {"OMP_NUM_THREADS": "1", "PYTHONPATH": path} | marked(self._word),
+            env=os.environ
+            | dict(environ or {})
+            | {"OMP_NUM_THREADS": "1", "PYTHONPATH": path}
+            | marked(self._word),
             stdout=subprocess.PIPE,
             stderr=subprocess.STDOUT,
             text=True,

@@ -11,12 +11,14 @@ L3 = {
     "check",
     "compose",
     "launch",
+    "launcher",
     "mode",
     "out_of_memory",
     "rank",
     "ranks",
     "signature",
     "start_ranks",
+    "sweep",
 }
 L2_FOLDERS = {"task", "strategy", "checkpoint", "logger"}
 L2_FILES = {
@@ -122,7 +124,7 @@ def test_every_name_in_the_tables_above_is_a_file() -> None:
 
 def test_optional_libraries_are_imported_where_they_are_used() -> None:
     optional = {"wandb", "wandb_workspaces", "tensorboard", "deepspeed", "sklearn", "transformers"}
-    optional |= {"huggingface_hub", "matplotlib"}
+    optional |= {"huggingface_hub", "matplotlib", "optuna", "submitit"}
     for path in FILES:
         top = ast.parse(path.read_text()).body
         imports = [node for node in top if isinstance(node, ast.Import | ast.ImportFrom)]

@@ -1,0 +1,118 @@
+"""What it costs to start: from the command to the first step, alone and for each job of a sweep, against Hydra's own.
+
+    python benchmarks/sweep.py [--jobs 8] [--rounds 3]
+
+Hydra's basic launcher runs the jobs one after the other through the same command; here every job of it, too, is a fresh
+process tree (jobs that share a process share process groups, random numbers and loggers). The time of a job is from the
+end of the one before to its own first step; the launchers take turns.
+"""
+
+import argparse
+import json
+import statistics
+import subprocess
+import sys
+import tempfile
+import time
+from pathlib import Path
+
+ROOT = Path(__file__).parent.parent
+WORDS = (
+    "tokenizer=bytes", "data=text_files", "model.vocab_size=257", "model.num_layers=2", "model.num_heads=2",
+    "model.width=32", "model.max_seq_len=32", "global_batch_size=8", "eval_samples=8", "trainer.max_steps=2",
+    "eval_every=2", "save_every=null", "warmup_steps=1", "trainer.accelerator=cpu",
+    "~callbacks.report", "~callbacks.sample_text",
+)  # fmt: skip
+FIRST_STEP = """
+import json, time
+from lightning.pytorch import Callback
+
+class FirstStep(Callback):
+    def on_train_batch_end(self, trainer, *_):
+        if trainer.global_step == 1 and trainer.is_global_zero:
+            with open(trainer.default_root_dir + "/first_step.json", "w") as file:
+                json.dump(time.time(), file)
+
+    def on_train_end(self, trainer, *_):
+        if trainer.is_global_zero:
+            with open(trainer.default_root_dir + "/end.json", "w") as file:
+                json.dump(time.time(), file)
+"""
+
+
+def started(folder: Path, sweep: str, *words: str) -> tuple[float, float]:
+    """Carry out a command: when it began, in seconds since the epoch, and how long it took."""
+    command = [
+        sys.executable,
+        str(ROOT / "train.py"),
+        *words,
+        *WORDS,
+        f"data.path={folder / 'texts'}",
+    ]
+    command += ["+callbacks.first_step._target_=first_step.FirstStep"]
+    began = time.time()
+    done = subprocess.run(
+        command, cwd=folder, capture_output=True, text=True, env=_environ(folder), check=False
+    )
+    if done.returncode:
+        raise SystemExit(f"{sweep}: {done.stdout}{done.stderr}")
+    return began, time.time() - began
+
+
+def _environ(folder: Path) -> dict[str, str]:
+    import os
+
+    return os.environ | {"PYTHONPATH": str(folder)}
+
+
+def seconds_of_jobs(folder: Path, began: float) -> list[float]:
+    """From the end of the job before, or the command, to the first step of each job."""
+    jobs = sorted(folder.glob("*/first_step.json"), key=lambda file: json.loads(file.read_text()))
+    found, free_at = [], began
+    for job in jobs:
+        found.append(json.loads(job.read_text()) - free_at)
+        free_at = json.loads((job.parent / "end.json").read_text())
+    return found
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--jobs", type=int, default=8)
+    parser.add_argument("--rounds", type=int, default=3)
+    args = parser.parse_args()
+    seeds = "seed=" + ",".join(map(str, range(args.jobs)))
+    launchers = {"ours": (), "Hydra's basic": ("hydra/launcher=basic",)}
+    alone: list[float] = []
+    firsts: dict[str, list[float]] = {name: [] for name in launchers}
+    others: dict[str, list[float]] = {name: [] for name in launchers}
+    walls: dict[str, list[float]] = {name: [] for name in launchers}
+    with tempfile.TemporaryDirectory() as name:
+        folder = Path(name)
+        (folder / "first_step.py").write_text(FIRST_STEP)
+        sys.path.insert(0, str(ROOT / "tests"))
+        from support import write_texts
+
+        write_texts(folder / "texts")
+        for turn in range(args.rounds):
+            began, _ = started(folder, "alone", f"hydra.run.dir=alone_{turn}/0")
+            alone += seconds_of_jobs(folder / f"alone_{turn}", began)
+            for launcher, words in launchers.items():
+                sweep = f"{launcher.split()[-1]}_{turn}"
+                began, wall = started(
+                    folder, sweep, "-m", seeds, f"hydra.sweep.dir={sweep}", *words
+                )
+                first, *rest = seconds_of_jobs(folder / sweep, began)
+                firsts[launcher].append(first)
+                others[launcher] += rest
+                walls[launcher].append(wall)
+    print(f"one run: {statistics.median(alone):.2f} s from the command to the first step")
+    print(f"a sweep of {args.jobs}, one at a time, seconds (medians of {args.rounds}):")
+    print(f"{'launcher':16}{'first job':>12}{'each other':>12}{'in all':>10}")
+    for launcher in launchers:
+        numbers = (firsts[launcher], others[launcher], walls[launcher])
+        first, other, wall = map(statistics.median, numbers)
+        print(f"{launcher:16}{first:12.2f}{other:12.2f}{wall:10.1f}")
+
+
+if __name__ == "__main__":
+    main()

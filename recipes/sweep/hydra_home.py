@@ -1,0 +1,29 @@
+"""The package in which Hydra looks for plugins: ours enter it in code, so that there is none to install."""
+
+import contextlib
+import sys
+from importlib import import_module
+from types import ModuleType
+
+from hydra.core.config_store import ConfigStore
+from hydra.core.plugins import Plugins
+from hydra.plugins.plugin import Plugin
+
+_ROOT = "hydra_plugins"
+PACKAGE = f"{_ROOT}.lightning_recipes"
+
+
+def enter(plugin: type[Plugin], *, group: str | None = None, name: str | None = None) -> None:
+    """Make a plugin known, and where it is an option of one of Hydra's groups, its name. Repeatable."""
+    with contextlib.suppress(ModuleNotFoundError):  # there are no others
+        import_module(_ROOT)
+    if _ROOT not in sys.modules:
+        sys.modules[_ROOT] = ModuleType(_ROOT)
+    home = sys.modules.setdefault(PACKAGE, ModuleType(PACKAGE))
+    sys.modules[_ROOT].__dict__[PACKAGE.rpartition(".")[2]] = home
+    plugin.__module__ = PACKAGE
+    setattr(home, plugin.__name__, plugin)
+    Plugins.instance().register(plugin)
+    if group is not None and name is not None:
+        node = {"_target_": f"{PACKAGE}.{plugin.__name__}"}
+        ConfigStore.instance().store(group=group, name=name, node=node, provider=PACKAGE)

@@ -1,0 +1,46 @@
+"""One run handed to a cluster: submitted, and left to it."""
+
+import sys
+
+from recipes.compose import Composed
+from recipes.console import LOGGER, open_console
+from recipes.mistake import Mistake
+from recipes.ranks import started_by
+
+
+def is_for_cluster(composed: Composed) -> bool:
+    """Whether a run is to be submitted, and is not one of the cluster's already."""
+    config = composed.config
+    trains = config["mode"]["_target_"].endswith(".fit")
+    launcher = config["launcher"]["_target_"] if "launcher" in config else ""
+    return trains and launcher.endswith(".Slurm") and started_by() is None
+
+
+def submit(composed: Composed) -> int:
+    """Submit it as a job that goes on in this run's folder whenever the cluster starts it again.
+
+    Returns:
+        The exit code: 0, or 2 where it cannot be.
+    """
+    from hydra.utils import instantiate
+
+    from recipes.launch import EXIT_WRONG_CONFIG, report
+    from recipes.sweep.ledger import Job
+
+    open_console()
+    config = composed.config
+    if config["resume"] is None:
+        config["resume"] = "auto"
+    folder = composed.run_folder
+    job = Job(number=0, folder=folder, overrides=composed.overrides, composed=composed)
+    try:
+        place = instantiate(config["launcher"], _convert_="all")
+        job.save()
+        place.start([job])
+    except Mistake as mistake:
+        print(report([mistake]), file=sys.stderr)
+        return EXIT_WRONG_CONFIG
+    name = job.cluster_job
+    LOGGER.info(f"Submitted as job {name}; the run's folder is {folder}")
+    LOGGER.info(f"squeue --jobs={name}; tail -F {place.log_of(job)}; scancel {name}")
+    return 0

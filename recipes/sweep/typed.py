@@ -1,0 +1,84 @@
+"""The words of a sweep, checked as those of its first job would be, before Hydra sees them."""
+
+import importlib.util
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from hydra.core.override_parser.types import IntervalSweep, Override
+from hydra.errors import HydraException
+
+from recipes.check.command_line import compose_typed
+from recipes.compose import parse
+from recipes.launch import compose_and_check
+from recipes.mistake import Mistake
+
+_GRID = "basic"
+
+
+@dataclass(frozen=True, kw_only=True)
+class Words:
+    """What was typed for a sweep.
+
+    Attributes:
+        for_hydra: As Hydra takes them, with a `+` where one is needed (`trainer.benchmark=true,false`).
+        keys: What is swept over.
+        mistakes: All that the first of its jobs shows.
+    """
+
+    for_hydra: list[str]
+    keys: list[str]
+    mistakes: list[Mistake]
+
+
+def check_words(typed: Sequence[str], *, config_folder: Path, config_name: str) -> Words:
+    """Compose and check the first job of a sweep."""
+    where: dict[str, Any] = {"config_folder": config_folder, "config_name": config_name}
+    swept = {word: override for word in typed if (override := _swept(word)) is not None}
+    first = [_first_of(swept[word]) if word in swept else word for word in typed]
+    composed, _ = compose_typed(first, **where)
+    of_config = composed.sweep_words if composed is not None else []
+    typed_keys = {word.lstrip("+").partition("=")[0] for word in typed}
+    more = [
+        _first_of(override)
+        for override in map(parse, of_config)
+        if override.key_or_group not in typed_keys
+    ]
+    composed, mistakes = compose_and_check([*more, *first], **where)
+    added = set(composed.overrides) if composed is not None else set()
+    sweeper = composed.choices["hydra/sweeper"] if composed is not None else _GRID
+    for word, override in swept.items():
+        if isinstance(override.value(), IntervalSweep) and sweeper == _GRID:
+            remedy = f"{override.get_key_element()}=<values with commas>, or hydra/sweeper=optuna"
+            mistakes.append(Mistake(word, "a grid takes single values", remedy))
+    if sweeper == "optuna" and importlib.util.find_spec("optuna") is None:
+        remedy = "pip install -e '.[optuna]'"
+        mistakes.append(Mistake("hydra/sweeper=optuna", "Optuna is not installed", remedy))
+    return Words(
+        for_hydra=[
+            f"+{word}" if f"+{one}" in added else word
+            for word, one in zip(typed, first, strict=True)
+        ],
+        keys=[override.key_or_group for override in swept.values()],
+        mistakes=mistakes,
+    )
+
+
+def _swept(word: str) -> Override | None:
+    """The word as Hydra reads it; None where it is no sweep, or the check has to say what it is."""
+    try:
+        override = parse(word)
+    except HydraException:
+        return None
+    return override if override.is_sweep_override() else None
+
+
+def _first_of(override: Override) -> str:
+    """The word of the first job; of an interval its lower end, and as it is where it is no sweep."""
+    if not override.is_sweep_override():
+        return str(override.input_line)
+    value = override.value()
+    if isinstance(value, IntervalSweep):
+        return f"{override.get_key_element()}={value.start}"
+    return f"{override.get_key_element()}={next(iter(override.sweep_string_iterator()))}"

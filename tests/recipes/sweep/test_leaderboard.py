@@ -1,0 +1,114 @@
+"""sweep.csv: the best first, by any number that a run leaves, with the words that set a job apart."""
+
+import csv
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from recipes.mistake import Mistake
+from recipes.sweep.leaderboard import (
+    check_objective,
+    objective_of,
+    ranked,
+    swept_words,
+    write_leaderboard,
+)
+from recipes.sweep.ledger import Job, Ledger, read_job
+from recipes.sweep.state import State, state_of
+
+
+def job_in(
+    folder: Path, number: int, words: list[str], state: State = State.FINISHED, **summary: Any
+) -> Job:
+    job = Job(number=number, folder=folder / str(number), overrides=words, state=state, exit_code=0)
+    job.save()
+    if summary:
+        (job.folder / "summary.json").write_text(json.dumps(summary))
+    return job
+
+
+@pytest.fixture
+def jobs(tmp_path: Path) -> list[Job]:
+    words = [["model=gpt2", f"optimizer.lr={lr}"] for lr in ("1e-4", "3e-4", "1e-3", "3e-3")]
+    return [
+        job_in(tmp_path, 0, words[0], val_loss=3.5, tokens_per_second=100.0),
+        job_in(tmp_path, 1, words[1], State.FAILED, val_loss=1.0),
+        job_in(tmp_path, 2, words[2], val_loss=3.1, tokens_per_second=90.0),
+        job_in(tmp_path, 3, [*words[3], "+tags=[a]"], State.RUNNING),
+    ]
+
+
+def test_the_best_is_first_and_what_has_no_number_last(jobs: list[Job]) -> None:
+    assert [job.number for job in ranked(jobs, "val_loss", "minimize")] == [2, 0, 1, 3]
+    assert [job.number for job in ranked(jobs, "tokens_per_second", "maximize")] == [0, 2, 1, 3]
+
+
+def test_a_row_has_the_words_that_differ_and_no_others(tmp_path: Path, jobs: list[Job]) -> None:
+    write_leaderboard(tmp_path, jobs, objective="val_loss", direction="minimize")
+    with (tmp_path / "sweep.csv").open(newline="") as file:
+        rows = list(csv.DictReader(file))
+    assert [row["optimizer.lr"] for row in rows] == ["1e-3", "1e-4", "3e-4", "3e-3"]
+    assert [row["state"] for row in rows] == ["finished", "finished", "failed", "running"]
+    assert [row["tags"] for row in rows] == ["", "", "", "[a]"]
+    assert "model" not in rows[0]
+    assert rows[0]["val_loss"] == "3.1"
+
+
+def test_one_job_alone_is_told_by_the_keys_that_are_swept(jobs: list[Job]) -> None:
+    assert swept_words(jobs[:1]) == {0: {}}
+    assert swept_words(jobs[:1], ["optimizer.lr"]) == {0: {"optimizer.lr": "1e-4"}}
+
+
+def test_the_last_value_of_a_metric_may_be_the_objective(tmp_path: Path) -> None:
+    job = job_in(tmp_path, 0, [], val_loss=3.0)
+    (job.folder / "metrics.csv").write_text("step,grad/norm,val/loss\n1,2.5,\n2,1.5,3\n3,,\n")
+    assert objective_of(job.folder, "grad/norm") == 1.5
+    assert objective_of(job.folder, "memory/host_peak_gib") is None
+    assert objective_of(tmp_path / "nowhere", "val_loss") is None
+
+
+def test_an_objective_that_no_run_leaves_is_refused_with_the_nearest_name() -> None:
+    with pytest.raises(Mistake, match=r"type sweep.objective=val_loss"):
+        check_objective("valloss")
+    check_objective("val/perplexity")
+
+
+def test_a_job_of_an_earlier_start_is_found_by_its_words_once(tmp_path: Path) -> None:
+    for number, words in enumerate([["a=1", "b=2"], ["a=2", "b=2"], ["b=2", "a=1"]]):
+        job_in(tmp_path, number, words)
+    ledger = Ledger(tmp_path)
+    assert [getattr(ledger.claim(["a=1", "b=2"]), "number", None) for _ in range(3)] == [0, 2, None]
+    assert ledger.free_number(1) == 3
+    assert ledger.free_number(7) == 7
+
+
+def test_a_job_reads_back_as_it_was_written_from_a_folder_that_was_moved(tmp_path: Path) -> None:
+    job = job_in(tmp_path, 4, ["a=1"], State.PREEMPTED)
+    job.folder.rename(tmp_path / "moved")
+    read = read_job(tmp_path / "moved" / "job.json")
+    assert (read.number, read.overrides, read.state) == (4, ["a=1"], State.PREEMPTED)
+    assert read.folder == tmp_path / "moved"
+
+
+@pytest.mark.parametrize(
+    ("exit_code", "state"),
+    [
+        (0, State.FINISHED),
+        (1, State.FAILED),
+        (2, State.REFUSED),
+        (3, State.DIVERGED),
+        (71, State.OUT_OF_MEMORY),
+        (74, State.FAILED),
+        (75, State.PREEMPTED),
+        (130, State.INTERRUPTED),
+        (143, State.INTERRUPTED),
+        (-9, State.KILLED),
+        (137, State.KILLED),
+        (-15, State.KILLED),
+    ],
+)
+def test_an_exit_code_is_a_state_that_is_over_cut_or_failed(exit_code: int, state: State) -> None:
+    assert state_of(exit_code) is state
+    assert [state.is_over, state.is_cut, state.has_failed].count(True) == 1
