@@ -67,7 +67,7 @@ def sweep(overrides: list[str], folder: Path, name: str) -> int:
     if words.mistakes:
         print(report(words.mistakes), file=sys.stderr)
         return EXIT_WRONG_CONFIG
-    register(folder, name, words.keys)
+    register(folder, name, keys=words.keys, command=sys.argv[1:])
     flags = [word for word in sys.argv[1:] if word not in (*overrides, "-m", "--multirun")]
     flags.append("--multirun")
     if not any(word.startswith("hydra/launcher=") for word in overrides):

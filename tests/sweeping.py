@@ -19,6 +19,7 @@ WATCHER = """
 import json, os, signal, time
 from pathlib import Path
 from lightning.pytorch import Callback
+from recipes.preemption import was_requested
 
 class Watcher(Callback):
     def __init__(self, folder, raise_at_lr=None, kill_at_lr=None, wait_at_lr=None, seconds_a_step=0.0):
@@ -58,7 +59,7 @@ class Watcher(Callback):
             os.kill(os.getpid(), signal.SIGKILL)
         if lr == self.wait_at_lr and not once.exists():
             (Path(trainer.default_root_dir) / "waits").touch()
-            while not once.exists():
+            while not once.exists() and not was_requested():
                 time.sleep(0.02)
 """
 
@@ -95,7 +96,9 @@ class Sweeps:
         watcher += [f"+callbacks.watcher.{name}={value}" for name, value in faults.items()]
         run = [*TINY, f"data.path={self._texts}", "trainer.max_steps=4", "trainer.accelerator=cpu"]
         run += ["warmup_steps=1", "save_every=2", "eval_every=2"]
-        command = [sys.executable, TRAIN, *words, *run, *watcher]
+        multirun = [word for word in words if word == "-m"]  # its place is the first
+        rest = [word for word in words if word != "-m"]
+        command = [sys.executable, TRAIN, *multirun, *run, *watcher, *rest]
         paths = [self.folder, ROOT / "tests"]
         started = Started(command, folder=self.folder, paths=paths, environ=self._environ)
         self.started.append(started)

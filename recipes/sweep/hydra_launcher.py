@@ -36,12 +36,14 @@ class Typed:
         config_folder: Where the jobs are composed from.
         config_name: The file that composition begins with.
         keys: What is swept over in the words that were typed.
+        command: All words of the command.
         exit_code: Of the sweep.
     """
 
     config_folder: Path = Path()
     config_name: str = "config"
     keys: Sequence[str] = ()
+    command: Sequence[str] = ()
     exit_code: int = 0
 
 
@@ -103,6 +105,7 @@ class FreshProcesses(Launcher):
             config_folder=TYPED.config_folder,
             config_name=TYPED.config_name,
             keys=[*(self._config.hydra.sweeper.params or {}), *TYPED.keys],
+            typed=TYPED.command,
         )
 
     def name_of(self, overrides: Sequence[str], number: int) -> str:
@@ -185,9 +188,12 @@ def say_beginning(sweep: Sweep, jobs: Sequence[Job]) -> None:
         )
 
 
-def register(config_folder: Path, config_name: str, keys: Sequence[str]) -> None:
+def register(
+    config_folder: Path, config_name: str, *, keys: Sequence[str], command: Sequence[str]
+) -> None:
     """Make the launcher and the sweeper known to Hydra, and what they need to know. Repeatable."""
-    TYPED.config_folder, TYPED.config_name, TYPED.keys = config_folder, config_name, keys
+    TYPED.config_folder, TYPED.config_name = config_folder, config_name
+    TYPED.keys, TYPED.command = keys, command
     TYPED.exit_code = 0
     from recipes.sweep.optuna_sweeper import OptunaSweeper
 

@@ -2,7 +2,6 @@
 
 import logging
 import shlex
-import sys
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
@@ -30,7 +29,8 @@ from recipes.sweep.table import LiveTable, time_text
 LOGGER = logging.getLogger("lightning_recipes")
 # words about how the jobs are carried out: the same job by others
 _NOT_OF_A_JOB = ("launcher", "sweep", "hydra", "ignore_slurm")
-_TAIL_LINES = 4
+_TAIL_LINES = 6
+_OF_SRUN = ("srun: ", "slurmstepd: ")  # which only say that the ranks have ended
 
 
 class Sweep:
@@ -43,6 +43,7 @@ class Sweep:
         config_folder: Where they are composed from.
         config_name: The file that composition begins with.
         keys: What is swept over.
+        typed: The words of the command, to say how it goes on.
     """
 
     def __init__(
@@ -54,12 +55,14 @@ class Sweep:
         config_folder: Path,
         config_name: str,
         keys: Sequence[str],
+        typed: Sequence[str],
     ) -> None:
         check_objective(settings.objective)
         self.folder = folder
         self.settings = settings
         self.place = place
         self._where: dict[str, Any] = {"config_folder": config_folder, "config_name": config_name}
+        self._typed = typed
         self._keys = [key.lstrip("+") for key in keys]
         self._ledger = Ledger(folder)
         self._table = LiveTable(Console(), self._ledger.jobs)
@@ -140,7 +143,7 @@ class Sweep:
             job.save()
         for handle in self.place.start(jobs):
             LOGGER.info(f"job {handle.job.number} is {handle.job.cluster_job} in the queue")
-        LOGGER.info(f"To follow them: {again(sys.argv[1:], self.folder)} launcher.wait=true")
+        LOGGER.info(f"To follow them: {again(self._typed, self.folder)} launcher.wait=true")
         return 0
 
     def refuse(self, job: Job, mistakes: Sequence[Mistake]) -> None:
@@ -172,7 +175,7 @@ class Sweep:
 
     def _judged(self, job: Job) -> str:
         value = objective_of(job.folder, self.settings.objective)
-        if value is not None:
+        if value is not None and not job.state.has_failed:
             return f"{self.settings.objective} {value:.6g}"
         return f"exit code {job.exit_code}"
 
@@ -208,7 +211,7 @@ class Sweep:
                     f" python train.py {shlex.join(job.overrides)}"
                 )
         if any(not job.state.is_over and not job.state.has_failed for job in self.jobs):
-            LOGGER.info(f"To go on: {again(sys.argv[1:], self.folder)}")
+            LOGGER.info(f"To go on: {again(self._typed, self.folder)}")
 
 
 def words_of_job(overrides: Sequence[str]) -> list[str]:
@@ -241,4 +244,5 @@ def _resuming(job: Job) -> list[str]:
 def _tail(log: Path) -> str:
     """The last that a job has said."""
     lines = log.read_text(errors="replace").splitlines() if log.is_file() else []
+    lines = [line for line in lines if line and not line.startswith(_OF_SRUN)]
     return "\n".join(f"  {line}" for line in [*lines[-_TAIL_LINES:], f"all of it: {log}"])

@@ -2,6 +2,7 @@
 
 import json
 import signal
+from collections import Counter
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -9,6 +10,9 @@ import pytest
 from slurm_cluster import Cluster
 from support import run_train, write_texts
 from sweeping import Sweeps, by_job, rows, wait_until
+
+from recipes.logger.wandb_file import STEP
+from tests.recipes.logger.test_wandb import one_of, records_of, rows_of
 
 DDP = ("launcher=slurm", "launcher.partition=low", "strategy=ddp", "trainer.devices=2")
 TWO = "optimizer.lr=1e-3,3e-3"
@@ -53,10 +57,14 @@ def test_a_sweep_is_one_array_whose_jobs_have_two_tasks_each_and_the_curves_of_t
 
 @pytest.mark.timeout(600)
 def test_a_submitted_run_that_makes_way_goes_on_in_its_folder_under_its_wandb_id_to_the_same_curve(
-    sweeps: Sweeps, slurm: Cluster, undisturbed: Path
+    sweeps: Sweeps, slurm: Cluster
 ) -> None:
-    words = [*DDP, "optimizer.lr=3e-3", "logger=wandb"]
-    run = sweeps.start_run("preempted", *words, wait_at_lr=3e-3)
+    run_of_8 = ("optimizer.lr=3e-3", "trainer.max_steps=8", "logger=wandb")
+    alone = sweeps.start_run("alone", "strategy=ddp", "trainer.devices=2", *run_of_8)
+    said = alone.end()
+    assert alone.process.returncode == 0, said
+    # steps of a length that ranks can agree in on the one to stop after
+    run = sweeps.start_run("preempted", *DDP, *run_of_8, wait_at_lr=3e-3, seconds_a_step=0.5)
     said = run.end()
     assert run.process.returncode == 0, said
     folder = sweeps.folder / "preempted"
@@ -64,50 +72,61 @@ def test_a_submitted_run_that_makes_way_goes_on_in_its_folder_under_its_wandb_id
     assert f"Submitted as job {name}" in said
     wait_until((folder / "waits").exists, 120)
     urgent = slurm.submit("--partition=high", "--ntasks=4", "--wrap=true", folder=sweeps.folder)
-    slurm.until(lambda: slurm.job(urgent)["JobState"] != "RUNNING", "the urgent job is taken in")
-    (folder / "was_killed").touch()  # the step under way ends
     slurm.wait(urgent, "COMPLETED")
     again = slurm.wait(name, "COMPLETED", restarts=1)
-    assert again["Restarts"] == "1"
-    events = [
-        json.loads(line)["event"] for line in (folder / "events.jsonl").read_text().splitlines()
+    assert (again["JobId"], again["Restarts"]) == (name, "1")
+    lines = (folder / "events.jsonl").read_text().splitlines()
+    events = [json.loads(line)["event"] for line in lines]
+    assert [event for event in events if event in ("start", "preempted", "resume", "end")] == [
+        "start",
+        "preempted",
+        "resume",
+        "end",
     ]
-    assert events.count("start") == 1
-    assert "preempted" in events
-    assert "resume" in events
-    assert rows(folder) == rows(undisturbed / "1")
-    assert len({path.name.split("-")[-1] for path in (folder / "wandb").glob("offline-run-*")}) == 1
-    assert len(list((folder / "wandb").glob("offline-run-*"))) == 2
+    assert rows(folder) == rows(sweeps.folder / "alone")
+    starts = records_of(folder / "wandb")
+    assert len(starts) == 2
+    assert len({one_of(records, "run")["run_id"] for records in starts}) == 1
+    # SLURM signals W&B's own process too, which ends at once: what it missed is told at the next start
+    told = [row for records in starts for row in rows_of(records)]
+    assert {row[STEP] for row in told} == set(range(1, 9))
+    numbers = Counter((row[STEP], name) for row in told for name in row if name != STEP)
+    assert set(numbers.values()) == {1}, "nothing twice"
 
 
 @pytest.mark.timeout(600)
-def test_ctrl_c_takes_the_jobs_out_of_the_queue_and_a_lost_shell_leaves_them_to_be_found(
+def test_ctrl_c_takes_the_jobs_out_of_the_queue_and_the_same_command_goes_on(
     sweeps: Sweeps, slurm: Cluster, undisturbed: Path
 ) -> None:
-    name, goes_on = "shells", sweeps.folder / "shells/1/was_killed"
-    run = sweeps.start(name, TWO, *DDP, told="told_shells", wait_at_lr=3e-3)
-    wait_until((sweeps.folder / name / "1/waits").exists, 150)
-    wait_until(lambda: sweeps.states(name)["0.001"] == "finished", 60)
+    run = sweeps.start("stopped", TWO, *DDP, told="told_stopped", wait_at_lr=3e-3)
+    wait_until((sweeps.folder / "stopped/1/waits").exists, 150)
+    wait_until(lambda: sweeps.states("stopped")["0.001"] == "finished", 60)
     run.process.send_signal(signal.SIGINT)
-    goes_on.touch()
     said = run.end()
     assert run.process.returncode == 130, said
-    assert sweeps.states(name)["0.003"] in ("interrupted", "killed"), said
-    assert slurm.queue() == []
-    goes_on.unlink()
-    (sweeps.folder / name / "1/waits").unlink()
+    assert sweeps.states("stopped") == {"0.001": "finished", "0.003": "interrupted"}
+    assert slurm.queue() == ""
+    exit_code, said = sweeps.run("stopped", TWO, *DDP, told="told_stopped", wait_at_lr=3e-3)
+    assert exit_code == 0, said
+    assert rows(sweeps.folder / "stopped/1") == rows(undisturbed / "1")
 
-    run = sweeps.start(name, TWO, *DDP, told="told_shells", wait_at_lr=3e-3)
-    wait_until((sweeps.folder / name / "1/waits").exists, 150)
-    before = {row["optimizer.lr"]: row["cluster_job"] for row in sweeps.board(name)}
+
+@pytest.mark.timeout(600)
+def test_jobs_whose_shell_is_lost_run_on_and_the_same_command_finds_them(
+    sweeps: Sweeps, undisturbed: Path
+) -> None:
+    run = sweeps.start("lost", TWO, *DDP, told="told_lost", wait_at_lr=3e-3)
+    wait_until((sweeps.folder / "lost/1/waits").exists, 150)
+    before = {row["optimizer.lr"]: row["cluster_job"] for row in sweeps.board("lost")}
     run.process.kill()
     run.end()
-    goes_on.touch()
-    exit_code, said = sweeps.run(name, TWO, *DDP, told="told_shells", wait_at_lr=3e-3)
+    (sweeps.folder / "lost/1/was_killed").touch()  # it goes on
+    exit_code, said = sweeps.run("lost", TWO, *DDP, told="told_lost", wait_at_lr=3e-3)
     assert exit_code == 0, said
-    assert {row["optimizer.lr"]: row["cluster_job"] for row in sweeps.board(name)} == before
+    assert {row["optimizer.lr"]: row["cluster_job"] for row in sweeps.board("lost")} == before
     for job in ("0", "1"):
-        assert rows(sweeps.folder / name / job) == rows(undisturbed / job)
+        assert rows(sweeps.folder / "lost" / job) == rows(undisturbed / job)
+        assert "resume" not in (sweeps.folder / "lost" / job / "events.jsonl").read_text()
 
 
 @pytest.mark.timeout(300)

@@ -54,6 +54,7 @@ def source_in(
         config_folder=CONF,
         config_name="config",
         keys=[],
+        typed=[],
     )
     study = optuna.create_study(
         storage=f"sqlite:///{folder / 'study.db'}",
