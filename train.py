@@ -16,7 +16,7 @@ from recipes.launcher.environ import forget_slurm
 from recipes.leave import leave
 from recipes.mistake import Mistake, MistakesError
 from recipes.rank import composed_by_rank_zero
-from recipes.ranks import global_rank
+from recipes.ranks import global_rank, started_by
 from recipes.sweep.submit import is_for_cluster, submit
 
 HYDRAS_OWN = ("help", "hydra_help", "cfg", "info", "shell_completion")
@@ -60,6 +60,15 @@ def asks_for_sweep(overrides: list[str]) -> bool:
 
 def sweep(overrides: list[str], folder: Path, name: str) -> int:
     """`-m`: jobs side by side, each in processes of its own; the exit code of the worst."""
+    if started_by() is not None:
+        refused = Mistake(
+            f"-m under {started_by()}",
+            "each of its ranks would carry out the whole sweep",
+            "python train.py -m … launcher.devices_per_job=<ranks of each job>",
+        )
+        if global_rank() == 0:
+            print(report([refused]), file=sys.stderr)
+        return EXIT_WRONG_CONFIG
     from recipes.sweep.hydra_launcher import NAME, TYPED, register
     from recipes.sweep.typed import check_words
 

@@ -37,7 +37,7 @@ class Local:
         max_jobs: int | None,
     ) -> None:
         self.max_jobs = max_jobs
-        self.waits = True
+        self.waits = self.is_bounded = True
         self._devices_per_job = devices_per_job
         self._running: list[_Process] = []
         self._gpus = _visible_gpus(os.environ)

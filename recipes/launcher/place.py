@@ -35,10 +35,12 @@ class Place(Protocol):
     Attributes:
         max_jobs: At a time; None: as many as fit.
         waits: Whether its jobs are followed to their end.
+        is_bounded: Whether it is ever full, so that jobs are asked for when others have ended.
     """
 
     max_jobs: int | None
     waits: bool
+    is_bounded: bool
 
     def num_devices(self, job: Job) -> int:
         """The devices that a job takes here.

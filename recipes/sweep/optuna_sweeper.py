@@ -100,6 +100,12 @@ class OptunaSweeper(Sweeper):
         with alone_in(folder, word="hydra.sweep.dir"):
             OmegaConf.save(self._config, folder / "multirun.yaml")
             sweep = self._launcher.open()
+            if not sweep.place.is_bounded:
+                raise Mistake(
+                    "hydra/sweeper=optuna launcher.max_jobs=null",
+                    "all trials would be submitted at once, before there is a result to learn from",
+                    "launcher.max_jobs=4 launcher.wait=true",
+                )
             source = StudySource(
                 study=self._study(folder, sweep.settings.direction),
                 sweep=sweep,

@@ -1,5 +1,7 @@
 """What a person sees while a sweep goes on: a live table in a terminal, else a line whenever a job begins or ends."""
 
+import logging
+import sys
 import time
 from collections.abc import Mapping, Sequence
 from types import TracebackType
@@ -8,6 +10,7 @@ from rich.console import Console
 from rich.live import Live
 from rich.table import Table
 
+from recipes.console import LOGGER
 from recipes.sweep.ledger import Job
 from recipes.sweep.progress import Progress
 from recipes.sweep.state import State
@@ -43,6 +46,7 @@ class LiveTable:
     def __enter__(self) -> "LiveTable":
         if self._live is not None:
             self._live.__enter__()
+            _log_to_stdout()
         return self
 
     def __exit__(
@@ -53,6 +57,7 @@ class LiveTable:
     ) -> None:
         if self._live is not None:
             self._live.__exit__(kind, error, trace)
+            _log_to_stdout()
 
     def show(self, progress: Mapping[int, Progress], *, now: bool = False) -> None:
         """Draw it anew, twice a second at most.
@@ -96,6 +101,13 @@ def time_text(seconds: float) -> str:
     minutes, rest = divmod(round(seconds), 60)
     hours, minutes = divmod(minutes, 60)
     return f"{hours}:{minutes:02d}:{rest:02d}" if hours else f"{minutes}:{rest:02d}"
+
+
+def _log_to_stdout() -> None:
+    """What is standard output now: above the table while there is one."""
+    for handler in LOGGER.handlers:
+        if type(handler) is logging.StreamHandler:
+            handler.setStream(sys.stdout)
 
 
 def _weight(job: Job) -> int:
