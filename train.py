@@ -73,12 +73,12 @@ def sweep(overrides: list[str], folder: Path, name: str) -> int:
     from recipes.sweep.typed import check_words
 
     words = check_words(overrides, config_folder=folder, config_name=name)
-    if words.mistakes:
+    # a first job with a wrong config may be left out
+    if words.mistakes and "sweep.skip_refused=true" not in overrides:
         print(report(words.mistakes), file=sys.stderr)
         return EXIT_WRONG_CONFIG
     register(folder, name, keys=words.keys, command=sys.argv[1:])
-    flags = [word for word in sys.argv[1:] if word not in (*overrides, "-m", "--multirun")]
-    flags.append("--multirun")
+    flags = ["--multirun"]
     if not any(word.startswith("hydra/launcher=") for word in overrides):
         flags.append(f"hydra/launcher={NAME}")
     sys.argv[1:] = [*flags, *words.for_hydra]

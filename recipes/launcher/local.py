@@ -179,9 +179,12 @@ class _Process:
 
 def _visible_gpus(environ: Mapping[str, str]) -> list[str]:
     """The GPUs of this machine by the words that CUDA takes."""
-    if environ.get(VISIBLE):
-        return [word.strip() for word in environ[VISIBLE].split(",")]
-    return [str(number) for number in range(num_gpus())]
+    count = num_gpus()
+    if VISIBLE not in environ:
+        return [str(number) for number in range(count)]
+    words = [word.strip() for word in environ[VISIBLE].split(",")]
+    named = words[: words.index("-1")] if "-1" in words else words  # where CUDA stops reading
+    return named[:count]
 
 
 def _share(cores: Sequence[int], slot: int, num_slots: int) -> list[int]:

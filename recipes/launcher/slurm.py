@@ -2,6 +2,7 @@
 
 import os
 import shlex
+import shutil
 import signal
 import subprocess
 import sys
@@ -60,6 +61,7 @@ class Slurm:
         } | directives
         self._setup = setup
         self._started: list[_Submitted] = []
+        self._queues: dict[Path, Queue] = {}
 
     def words_of(self, job: Job) -> list[str]:
         return []
@@ -78,8 +80,15 @@ class Slurm:
         if not waiting:
             return []
         folder = waiting[0].folder.parent / FOLDER
-        queue = Queue(folder)
-        fresh = [job for job in waiting if not queue.has(job.cluster_job)]
+        queue = self._queues.setdefault(folder, Queue(folder))
+        # one of which the end has been taken in is over, whatever it has left
+        open_jobs = {job.number: job.cluster_job for job in waiting if job.exit_code is None}
+        here = queue.those_of([name for name in open_jobs.values() if name is not None])
+        fresh = [
+            job
+            for job in waiting
+            if job.number not in open_jobs or open_jobs[job.number] not in here
+        ]
         for shape in dict.fromkeys(_shape_of(job) for job in fresh):
             alike = [job for job in fresh if _shape_of(job) == shape]
             for job, name in zip(alike, self._submit(alike, shape, folder), strict=True):
@@ -107,7 +116,10 @@ class Slurm:
         python = [sys.executable, "-P", "-m", "recipes.sweep.job_process"]
         nodes, per_node, on_gpus = shape
         options = {name: value for name, value in self._options.items() if value is not None}
-        if (gpus := self._gpus_per_node or (per_node if on_gpus else None)) is not None:
+        gpus = per_node if on_gpus else 0
+        if self._gpus_per_node is not None:
+            gpus = self._gpus_per_node
+        if gpus > 0:
             options = {"gpus-per-node": gpus} | options
         srun_args = ["--kill-on-bad-exit=1"]
         if "cpus-per-task" in options:  # which srun does not take over by itself
@@ -202,6 +214,10 @@ def _shape_of(job: Job) -> _Shape:
 
 
 def _submitit() -> Any:
+    if shutil.which("sbatch") is None:
+        raise Mistake(
+            "launcher=slurm", "this machine has no sbatch", "launcher=local, or from a login node"
+        )
     try:
         import submitit
     except ImportError as error:

@@ -3,7 +3,10 @@
 import re
 import subprocess
 import time
+from collections.abc import Sequence
 from pathlib import Path
+
+from recipes.mistake import Mistake
 
 _ASK_SECONDS = 2.0
 _WAITING = ("PENDING", "REQUEUED", "REQUEUE_FED", "REQUEUE_HOLD", "SPECIAL_EXIT", "CONFIGURING")
@@ -11,6 +14,7 @@ _ENDED = ("COMPLETED", "FAILED")
 # ends that are no run's own, as negative exit codes: it can go on
 CUT = ("BOOT_FAIL", "CANCELLED", "DEADLINE", "NODE_FAIL", "OUT_OF_MEMORY", "PREEMPTED", "TIMEOUT")
 _KILLED = -9
+_SILENT_SECONDS = 60.0
 _LOST_SECONDS = 10.0  # for a file system to show what another machine has written
 
 
@@ -27,12 +31,30 @@ class Queue:
         self._asked_at = float("-inf")
         self._lost_at: dict[str, float] = {}
         self._names: set[str] = set()
+        self._has_answered = False  # when it was last asked
 
-    def has(self, name: str | None) -> bool:
-        """Whether a job is waiting or running, or has come to an end of its own that nobody has taken in."""
-        if name is None:
-            return False
-        state = self._state_of(name, now=True)
+    def those_of(self, names: Sequence[str]) -> set[str]:
+        """The jobs that are waiting or running, or have come to an end of their own that nobody has taken in.
+
+        Raises:
+            Mistake: SLURM does not answer: nobody knows whether they run.
+        """
+        if not names:
+            return set()
+        self._names |= set(names)
+        until = time.monotonic() + _SILENT_SECONDS
+        while not self._ask():
+            if time.monotonic() > until:
+                raise Mistake(
+                    "launcher=slurm",
+                    f"squeue does not answer, and {', '.join(names)} may be running",
+                    "the same command again when SLURM answers",
+                )
+            time.sleep(_ASK_SECONDS)
+        return {name for name in names if self._is_open(name)}
+
+    def _is_open(self, name: str) -> bool:
+        state = self._states[name] if name in self._states else None
         if state is None or state in _ENDED:
             return self._code_of(name) is not None
         return state not in CUT
@@ -44,6 +66,8 @@ class Queue:
     def exit_code_of(self, name: str) -> int | None:
         """Of a job that has ended; None: it has not, or will be started again."""
         state = self._state_of(name)
+        if not self._has_answered:
+            return None
         if state in CUT:
             return _KILLED
         if state is not None and state not in _ENDED:
@@ -58,15 +82,16 @@ class Queue:
             return None
         return 0 if state == "COMPLETED" else _KILLED
 
-    def _state_of(self, name: str, *, now: bool = False) -> str | None:
+    def _state_of(self, name: str) -> str | None:
         """SLURM's word; None: it does not know the job, or no more."""
         is_new = name not in self._names
         self._names.add(name)
-        if now or is_new or time.monotonic() - self._asked_at > _ASK_SECONDS:
+        if is_new or time.monotonic() - self._asked_at > _ASK_SECONDS:
             self._ask()
         return self._states[name] if name in self._states else None
 
-    def _ask(self) -> None:
+    def _ask(self) -> bool:
+        """Whether SLURM has answered; else the states are those of its last answer."""
         jobs = ",".join(sorted(self._names))
         command = ["squeue", "--states=all", "--array", "--noheader", "--format=%i|%T"]
         asked = subprocess.run(
@@ -74,10 +99,12 @@ class Queue:
         )
         self._asked_at = time.monotonic()
         # a single job that it has forgotten is an error, one of several is left out
-        if asked.returncode and "Invalid job id" not in asked.stderr:
-            return  # a controller that is busy or restarts: the states are those of the last answer
+        self._has_answered = not asked.returncode or "Invalid job id" in asked.stderr
+        if not self._has_answered:
+            return False  # a controller that is busy or restarts
         pairs = (line.strip().split("|") for line in asked.stdout.splitlines() if "|" in line)
         self._states = {name: state.split()[0] for name, state in pairs}
+        return True
 
     def _code_of(self, name: str) -> int | None:
         """What the batch script has left, as the run's own exit code."""

@@ -55,8 +55,7 @@ def after_ranks(folder: Path) -> list[str]:
 def environ_of_jobs() -> Iterator[None]:
     """sbatch hands our environment on: without what an allocation or a rank has left in it."""
     before = dict(os.environ)
-    ours = {name: value for name, value in clean_environ().items() if not name.startswith("SBATCH")}
-    ours |= {"PYTHONPATH": python_path()}
+    ours = clean_environ() | {"PYTHONPATH": python_path()}
     try:
         os.environ.clear()
         os.environ.update(ours)

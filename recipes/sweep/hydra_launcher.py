@@ -15,7 +15,9 @@ from omegaconf import DictConfig, OmegaConf, open_dict
 
 from recipes.console import open_console
 from recipes.mistake import Mistake, MistakesError
+from recipes.preemption import EXIT_PREEMPTED
 from recipes.run_lock import alone_in
+from recipes.start_ranks import EXIT_TERMINATED
 from recipes.sweep.hydra_home import enter
 from recipes.sweep.leaderboard import objective_of
 from recipes.sweep.ledger import Job
@@ -26,6 +28,7 @@ from recipes.sweep.sweep import Sweep
 LOGGER = logging.getLogger("lightning_recipes")
 NAME = "recipes"
 LOG_FILE = "sweep.log"
+_MANY = 50  # jobs that take some ten seconds to compose
 
 
 @dataclass(kw_only=True)
@@ -78,6 +81,8 @@ class FreshProcesses(Launcher):
             source = _Fixed([job for job in jobs if sweep.is_to_start(job)])
             say_beginning(sweep, jobs)
             TYPED.exit_code = max(TYPED.exit_code, sweep.carry_out(source))
+            if TYPED.exit_code in (EXIT_PREEMPTED, EXIT_TERMINATED):
+                raise SystemExit(TYPED.exit_code)  # no further batch
             goes_on = self._config.hydra.sweeper._target_.endswith("BasicSweeper")
             return [self._returned(sweep, job, goes_on=goes_on) for job in jobs]
 
@@ -123,6 +128,8 @@ class FreshProcesses(Launcher):
         self, sweep: Sweep, job_overrides: Sequence[Sequence[str]], first: int
     ) -> list[Job]:
         """All jobs, composed and checked; those that cannot be are refused, or end the sweep before it begins."""
+        if len(job_overrides) >= _MANY:
+            LOGGER.info(f"Composing and checking {len(job_overrides)} jobs")
         jobs: list[Job] = []
         wrong: list[tuple[Job, list[Mistake]]] = []
         for number, overrides in enumerate(job_overrides, start=first):

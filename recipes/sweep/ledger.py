@@ -1,11 +1,13 @@
 """The jobs of a sweep's folder, each in a `job.json` of its own: what a sweep that goes on finds again."""
 
 import json
+import os
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
 from recipes.compose import Composed
+from recipes.mistake import Mistake
 from recipes.rank import composed_of, text_of
 from recipes.sweep.state import State
 
@@ -48,13 +50,26 @@ class Job:
             told["composed"] = json.loads(text_of(self.composed))
         self.folder.mkdir(parents=True, exist_ok=True)
         unfinished = self.file.with_suffix(".tmp")
-        unfinished.write_text(json.dumps(told, indent=1) + "\n")
+        with unfinished.open("w") as file:
+            file.write(json.dumps(told, indent=1) + "\n")
+            file.flush()
+            os.fsync(file.fileno())
         unfinished.replace(self.file)
 
 
 def read_job(file: Path) -> Job:
-    """The job that a `job.json` tells of; its folder is the one that the file lies in."""
-    told: dict[str, Any] = json.loads(file.read_text())
+    """The job that a `job.json` tells of; its folder is the one that the file lies in.
+
+    Raises:
+        Mistake: It is damaged.
+    """
+    try:
+        told: dict[str, Any] = json.loads(file.read_text())
+    except json.JSONDecodeError as error:
+        remedy = f"rm {file}, and the job is a new one"
+        raise Mistake(
+            f"hydra.sweep.dir={file.parent.parent}", f"{file} is damaged", remedy
+        ) from error
     composed = told.pop("composed")
     job = Job(**told | {"folder": file.parent, "state": State(told["state"])})
     job.composed = None if composed is None else composed_of(json.dumps(composed))
@@ -69,7 +84,8 @@ class Ledger:
     """
 
     def __init__(self, folder: Path) -> None:
-        found = [read_job(file) for file in sorted(folder.glob(f"*/{JOB_FILE}"))]
+        files = [*folder.glob(f"*/{JOB_FILE}"), *folder.glob(f"*/*/{JOB_FILE}")]
+        found = [read_job(file) for file in sorted(files)]
         self.jobs = sorted(found, key=lambda job: job.number)
         self._unclaimed = list(self.jobs)
 

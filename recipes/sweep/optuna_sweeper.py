@@ -1,5 +1,6 @@
 """Hydra's sweeper over an Optuna study: asks for the next trial when there is room, stops what is not worth it."""
 
+import inspect
 import math
 from collections.abc import Callable, Mapping
 from pathlib import Path
@@ -34,6 +35,7 @@ class OptunaSweeper(Sweeper):
         sampler: Makes what proposes them; takes `seed`.
         pruner: Says which are not worth going on with; None: none.
         prune_on: The metric it looks at, whenever it is logged.
+        prune_direction: Whether less of that is better.
         seed: The same seed and results propose the same trials, also after a kill; None: other ones each time.
         storage: Another place than `study.db` in the sweep's folder, as Optuna's URL.
     """
@@ -46,6 +48,7 @@ class OptunaSweeper(Sweeper):
         sampler: Callable[..., Any],
         pruner: Any,
         prune_on: str,
+        prune_direction: Direction,
         seed: int | None,
         storage: str | None,
     ) -> None:
@@ -54,6 +57,7 @@ class OptunaSweeper(Sweeper):
         self._make_sampler = sampler
         self._pruner = pruner
         self._prune_on = prune_on
+        self._prune_direction = prune_direction
         self._seed = seed
         self._storage = storage
         self._launcher: FreshProcesses | None = None
@@ -102,7 +106,7 @@ class OptunaSweeper(Sweeper):
             sweep = self._launcher.open()
             if not sweep.place.is_bounded:
                 raise Mistake(
-                    "hydra/sweeper=optuna launcher.max_jobs=null",
+                    "hydra/sweeper=optuna on a cluster without launcher.max_jobs, or launcher.wait=false",
                     "all trials would be submitted at once, before there is a result to learn from",
                     "launcher.max_jobs=4 launcher.wait=true",
                 )
@@ -115,6 +119,8 @@ class OptunaSweeper(Sweeper):
                 num_trials=self._num_trials,
                 seed_sampler=self._sampler_of,
                 prune_on=self._prune_on if self._pruner is not None else None,
+                # what a pruner compares is better in the direction of the study
+                prune_sign=1 if self._prune_direction == sweep.settings.direction else -1,
             )
             LOGGER.info(
                 f"Sweep: a study of {self._num_trials} trials over {', '.join(space.parameters)}"
@@ -140,10 +146,16 @@ class OptunaSweeper(Sweeper):
         """A sampler that knows no more than the study does: what a restart would make of it as well."""
         import numpy
 
-        if self._seed is None:
-            return self._make_sampler(seed=None)
-        own = numpy.random.SeedSequence([self._seed, trial]).generate_state(1)[0]
-        return self._make_sampler(seed=int(own))
+        words: dict[str, Any] = {}
+        if self._seed is not None and "seed" in inspect.signature(self._make_sampler).parameters:
+            own = numpy.random.SeedSequence([self._seed, trial]).generate_state(1)[0]
+            words["seed"] = int(own)
+        try:
+            return self._make_sampler(**words)
+        except TypeError as error:  # an argument of another sampler
+            raise Mistake(
+                "hydra.sweeper.sampler=…", str(error), "'~hydra.sweeper.sampler.<that argument>'"
+            ) from error
 
 
 def distributions_of(space: SearchSpace) -> dict[str, "BaseDistribution"]:

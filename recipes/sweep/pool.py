@@ -64,6 +64,7 @@ class Pool:
         self._hopeless: set[int] = set()
         self._asked: list[int] = []  # signals that ask to stop
         self._read_at = 0.0
+        self._is_dry = False  # nothing more to start until a job has ended
 
     def run(self) -> int | None:
         """Until all jobs have ended, or a signal has stopped them.
@@ -83,6 +84,9 @@ class Pool:
         except SecondSignalError as second:
             LOGGER.error("Terminated by a second signal")
             return second.number
+        except Exception:
+            self._stop(signal.SIGTERM)  # a fault of ours: the jobs save
+            raise
         finally:
             for handle in self._running.values():
                 handle.kill()
@@ -96,14 +100,15 @@ class Pool:
                 self._start()
             self._read()
             self._show(self._progress)
-            if not self._running and (self._asked or not self._waiting):
-                if self._asked or not self._refill():
-                    return
-                continue
+            if not self._running and (self._asked or (self._is_dry and not self._waiting)):
+                return
             time.sleep(_POLL_SECONDS)
 
     def _refill(self) -> bool:
+        if self._is_dry:
+            return False
         more = self._source.more()
+        self._is_dry = not more
         for job in more:
             job.save()  # which is what its process starts from
         self._waiting += more
@@ -128,7 +133,7 @@ class Pool:
         self._progress[job.number] = Progress(job.folder, max_steps)
         self._began[job.number] = time.monotonic()
         job.state, job.exit_code, job.seconds = _state_of(handle), None, None
-        job.save()
+        _keep(job)
         self._tell(job)
         for number in self._asked:
             handle.ask(number)
@@ -139,6 +144,7 @@ class Pool:
             if exit_code is None:
                 continue
             del self._running[number]
+            self._is_dry = False
             job = handle.job
             self._progress[number].read()
             job.exit_code = exit_code
@@ -148,7 +154,7 @@ class Pool:
                 job.state = State.PRUNED
             elif stopped and job.state not in (State.FINISHED, State.PREEMPTED):
                 job.state = State.INTERRUPTED
-            job.save()
+            _keep(job)
             self._source.ended(job)
             self._tell(job)
 
@@ -159,7 +165,7 @@ class Pool:
         for number, handle in self._running.items():
             if (state := _state_of(handle)) is not handle.job.state:
                 handle.job.state = state  # of a cluster's: it has begun, or waits again
-                handle.job.save()
+                _keep(handle.job)
                 self._tell(handle.job)
             rows = self._progress[number].read()
             if rows and number not in self._hopeless and self._source.is_hopeless(handle.job, rows):
@@ -174,23 +180,34 @@ class Pool:
     def _interrupt(self) -> None:
         """Hand Ctrl-C to all jobs and give them time; a second one kills them."""
         try:
-            for handle in self._running.values():
-                handle.ask(signal.SIGINT)
-            until = time.monotonic() + _INTERRUPTED_SECONDS
-            while time.monotonic() < until:
-                self._take_ended(stopped=True)
-                if not self._running:
-                    return
-                time.sleep(_POLL_SECONDS)
+            self._stop(signal.SIGINT)
         except KeyboardInterrupt:
             LOGGER.error("Interrupted again; what still runs is killed")
+
+    def _stop(self, number: int) -> None:
+        for handle in self._running.values():
+            handle.ask(number)
+        until = time.monotonic() + _INTERRUPTED_SECONDS
+        while time.monotonic() < until:
+            self._take_ended(stopped=True)
+            if not self._running:
+                return
+            time.sleep(_POLL_SECONDS)
+
+
+def _keep(job: Job) -> None:
+    """On the disk, if it takes it: the jobs themselves outlive a full one."""
+    try:
+        job.save()
+    except OSError as error:
+        LOGGER.error(f"{job.file} cannot be written now: {error.strerror}")
 
 
 def _state_of(handle: Handle) -> State:
     return State.QUEUED if handle.is_waiting() else State.RUNNING
 
 
-def exit_code_of(signal_number: int, jobs: Sequence[Job]) -> int:
-    """Of a sweep that a signal has stopped."""
-    saved = all(job.state in (State.PREEMPTED, State.FINISHED, State.WAITING) for job in jobs)
-    return EXIT_PREEMPTED if saved else EXIT_TERMINATED
+def exit_code_of(jobs: Sequence[Job]) -> int:
+    """Of a sweep that a signal has stopped: whether nothing is lost."""
+    lost = (State.INTERRUPTED, State.KILLED, State.RUNNING)
+    return EXIT_TERMINATED if any(job.state in lost for job in jobs) else EXIT_PREEMPTED

@@ -46,10 +46,13 @@ class Progress:
         except FileNotFoundError:
             return []
         whole = [line for line in lines if line.endswith(b"\n")]  # the last one may be half written
+        rows: list[dict[str, float]] = []
+        for line in whole:
+            if (row := self._row(line)) is None:
+                break  # being written: it is read again
+            rows.append(row)
         # the newest row is written again while its step lasts
-        settled = whole[:-1]
-        self._offset += sum(map(len, settled))
-        rows = [self._row(line) for line in whole]
+        self._offset += sum(map(len, whole[: max(0, len(rows) - 1)]))
         for row in rows:
             self.last |= row
         if rows:
@@ -70,10 +73,15 @@ class Progress:
     def max_steps(self) -> int | None:
         return self._max_steps
 
-    def _row(self, line: bytes) -> dict[str, float]:
-        cells = next(csv.reader([line.decode()]))
-        # a row that is being written again may be shorter for a moment
-        return {name: float(cell) for name, cell in zip(self._columns, cells, strict=False) if cell}
+    def _row(self, line: bytes) -> dict[str, float] | None:
+        """None: it is a mixture of what it was and what it will be."""
+        try:
+            cells = next(csv.reader([line.decode()]))
+            pairs = zip(self._columns, cells, strict=False)
+            row = {name: float(cell) for name, cell in pairs if cell}
+        except (ValueError, csv.Error, StopIteration):
+            return None
+        return row if "step" in row else None
 
     def _move_to(self, step: int) -> None:
         if self._began is None or step < self.step:  # it has resumed, or gone back

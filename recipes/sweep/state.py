@@ -7,7 +7,7 @@ from typing import Any
 
 from recipes.out_of_memory import EXIT_OUT_OF_MEMORY
 from recipes.preemption import EXIT_PREEMPTED
-from recipes.start_ranks import EXIT_INTERRUPTED, EXIT_TERMINATED
+from recipes.start_ranks import EXIT_INTERRUPTED, EXIT_TERMINATED, EXIT_UNSAVED
 
 SUMMARY_FILE = "summary.json"
 
@@ -27,6 +27,7 @@ class State(StrEnum):
     INTERRUPTED = "interrupted"
     PREEMPTED = "preempted"  # after saving
     KILLED = "killed"
+    UNSAVED = "unsaved"  # finished, but for its last checkpoint: a full disk
 
     @property
     def is_over(self) -> bool:
@@ -44,6 +45,7 @@ class State(StrEnum):
         return self in (
             State.QUEUED,
             State.RUNNING,
+            State.UNSAVED,
             State.INTERRUPTED,
             State.PREEMPTED,
             State.KILLED,
@@ -58,6 +60,7 @@ _OF_EXIT_CODES = {
     EXIT_PREEMPTED: State.PREEMPTED,
     EXIT_INTERRUPTED: State.INTERRUPTED,
     EXIT_TERMINATED: State.INTERRUPTED,
+    EXIT_UNSAVED: State.UNSAVED,
     128 + 9: State.KILLED,  # as a shell tells it
 }
 

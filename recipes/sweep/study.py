@@ -5,6 +5,7 @@ from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
+from recipes.mistake import Mistake
 from recipes.sweep.leaderboard import objective_of
 from recipes.sweep.ledger import Job
 from recipes.sweep.state import State
@@ -16,6 +17,7 @@ if TYPE_CHECKING:
 
 LOGGER = logging.getLogger("lightning_recipes")
 _FOLDER = "folder"  # of the sweep that a trial is of, where several share a storage
+_OF_WHAT = "of_what"  # it is a study: objective, direction, space
 _REPEATED = "repeated"  # of the study
 
 
@@ -31,6 +33,7 @@ class StudySource:
         num_trials: Of the study, those of earlier starts included.
         seed_sampler: The sampler for the trial of a number.
         prune_on: The metric that the pruner looks at; None: there is no pruner.
+        prune_sign: -1 where less of it is better and the study maximizes, or the other way round.
     """
 
     def __init__(
@@ -44,6 +47,7 @@ class StudySource:
         num_trials: int,
         seed_sampler: Callable[[int], Any],
         prune_on: str | None,
+        prune_sign: int = 1,
     ) -> None:
         self._study = study
         self._sweep = sweep
@@ -53,6 +57,11 @@ class StudySource:
         self._num_trials = num_trials
         self._seed_sampler = seed_sampler
         self._prune_on = prune_on
+        self._prune_sign = prune_sign
+        self._is_stopped = False
+        # a sampler that has tried all there is says so; outside Optuna's own loop that is an error
+        study.stop = self._stop  # type: ignore[method-assign]
+        self._check_is_the_same()
         self._trials: dict[int, Trial] = {}  # by job number, of those that run
         self._reported: dict[int, set[int]] = {}
         self._take_up()
@@ -70,7 +79,7 @@ class StudySource:
         while True:
             if self._cut:
                 trial = self._cut.pop(0)
-            elif self._num_over() + len(self._trials) + self._num_left_running < self._num_trials:
+            elif not self._is_stopped and self._num_asked_for() < self._num_trials:
                 trial = self._ask()
             else:
                 return []
@@ -87,13 +96,13 @@ class StudySource:
         elif job.state is State.FINISHED:
             value = objective_of(job.folder, self._sweep.settings.objective)
             if value is None:
+                objective = self._sweep.settings.objective
+                LOGGER.error(f"job {job.number} has left no {objective}: a failed trial")
                 self._study.tell(trial, state=TrialState.FAIL)
             else:
                 self._study.tell(trial, value)
         elif job.state.has_failed:
             self._study.tell(trial, state=TrialState.FAIL)
-        else:
-            self._num_left_running += 1
 
     def is_hopeless(self, job: Job, rows: Sequence[Mapping[str, float]]) -> bool:
         if self._prune_on is None:
@@ -102,7 +111,7 @@ class StudySource:
         for row in rows:
             step = int(row["step"])
             if self._prune_on in row and step not in reported:
-                trial.report(row[self._prune_on], step)
+                trial.report(self._prune_sign * row[self._prune_on], step)
                 reported.add(step)
                 if trial.should_prune():
                     LOGGER.info(
@@ -117,19 +126,48 @@ class StudySource:
         from optuna.trial import Trial, TrialState
 
         folder, self._cut = str(self._sweep.folder.resolve()), []
-        self._num_left_running = 0
         for told in self._study.get_trials(deepcopy=False):
             mine = _FOLDER not in told.user_attrs or told.user_attrs[_FOLDER] == folder
             if told.state is TrialState.RUNNING and mine:
                 self._cut.append(Trial(self._study, told._trial_id))
-            elif told.state is TrialState.RUNNING:
-                self._num_left_running += 1
             elif told.state.is_finished() and mine:
                 self._sweep.claim(self._words_of(told.params))
             repeats = told.state is TrialState.FAIL and self._sweep.settings.repeat_failed
             if repeats and mine and told.number not in self._repeated():
                 self._study.set_user_attr(_REPEATED, [*self._repeated(), told.number])
                 self._study.enqueue_trial(told.params, user_attrs={_FOLDER: folder})
+
+    def _check_is_the_same(self) -> None:
+        """A study goes on as what it was.
+
+        Raises:
+            Mistake: It was of something else.
+        """
+        now = {
+            "objective": self._sweep.settings.objective,
+            "direction": self._sweep.settings.direction,
+            "space": {key: str(one) for key, one in sorted(self._distributions.items())},
+        }
+        if _OF_WHAT not in self._study.user_attrs:
+            self._study.set_user_attr(_OF_WHAT, now)
+        was = self._study.user_attrs[_OF_WHAT]
+        for name in now:
+            if was[name] != now[name]:
+                raise Mistake(
+                    f"hydra.sweep.dir={self._sweep.folder}",
+                    f"the {name} of the study in it is {was[name]}, not {now[name]}",
+                    "hydra.sweep.dir=<another folder>, or the same words as before",
+                )
+
+    def _stop(self) -> None:
+        self._is_stopped = True
+
+    def _num_asked_for(self) -> int:
+        """Trials that have ended or run, here or, where several share a storage, elsewhere."""
+        from optuna.trial import TrialState
+
+        told = self._study.get_trials(deepcopy=False)
+        return self._num_over() + sum(one.state is TrialState.RUNNING for one in told)
 
     def _num_over(self) -> int:
         """Trials with an end; one that failed and is repeated counts once."""

@@ -11,9 +11,13 @@ from recipes.ranks import started_by
 def is_for_cluster(composed: Composed) -> bool:
     """Whether a run is to be submitted, and is not one of the cluster's already."""
     config = composed.config
-    trains = config["mode"]["_target_"].endswith(".fit")
+    trains: bool = config["mode"]["_target_"].endswith(".fit")
     launcher = config["launcher"]["_target_"] if "launcher" in config else ""
-    return trains and launcher.endswith(".Slurm") and started_by() is None
+    if not launcher.endswith(".Slurm") or started_by() is not None:
+        return False
+    if not trains:
+        print("launcher=slurm submits what trains; this is carried out here", file=sys.stderr)
+    return trains
 
 
 def submit(composed: Composed) -> int:
@@ -25,7 +29,7 @@ def submit(composed: Composed) -> int:
     from hydra.utils import instantiate
 
     from recipes.launch import EXIT_WRONG_CONFIG, report
-    from recipes.sweep.ledger import Job
+    from recipes.sweep.ledger import JOB_FILE, Job, read_job
 
     open_console()
     config = composed.config
@@ -34,13 +38,18 @@ def submit(composed: Composed) -> int:
     folder = composed.run_folder
     job = Job(number=0, folder=folder, overrides=composed.overrides, composed=composed)
     try:
+        if (folder / JOB_FILE).is_file():  # an earlier start's, which may be in the queue yet
+            before = read_job(folder / JOB_FILE)
+            job.cluster_job = before.cluster_job
         place = instantiate(config["launcher"], _convert_="all")
         job.save()
+        was = job.cluster_job
         place.start([job])
     except Mistake as mistake:
         print(report([mistake]), file=sys.stderr)
         return EXIT_WRONG_CONFIG
     name = job.cluster_job
-    LOGGER.info(f"Submitted as job {name}; the run's folder is {folder}")
+    does = "Submitted as" if name != was else "In the queue already as"
+    LOGGER.info(f"{does} job {name}; the run's folder is {folder}")
     LOGGER.info(f"squeue --jobs={name}; tail -F {place.log_of(job)}; scancel {name}")
     return 0

@@ -3,12 +3,13 @@
 import logging
 import sys
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from types import TracebackType
 
 from rich.console import Console
 from rich.live import Live
 from rich.table import Table
+from rich.text import Text
 
 from recipes.console import LOGGER
 from recipes.sweep.ledger import Job
@@ -34,11 +35,13 @@ class LiveTable:
     Args:
         console: Where; no terminal: nothing is shown but what the log says.
         jobs: All there are; the list may grow.
-        words: By job number, what sets it apart.
+        swept: By job number, what sets it apart.
     """
 
-    def __init__(self, console: Console, jobs: Sequence[Job]) -> None:
-        self.words: Mapping[int, Mapping[str, str]] = {}
+    def __init__(
+        self, console: Console, jobs: Sequence[Job], swept: Callable[[], dict[int, dict[str, str]]]
+    ) -> None:
+        self._swept = swept
         self._jobs = jobs
         self._shown_at = 0.0
         self._live = Live(console=console, auto_refresh=False) if console.is_terminal else None
@@ -69,7 +72,7 @@ class LiveTable:
         if self._live is None or (not now and time.monotonic() - self._shown_at < _REFRESH_SECONDS):
             return
         self._shown_at = time.monotonic()
-        self._live.update(table_of(self._jobs, self.words, progress), refresh=True)
+        self._live.update(table_of(self._jobs, self._swept(), progress), refresh=True)
 
 
 def table_of(
@@ -88,9 +91,9 @@ def table_of(
         mine = words[job.number] if job.number in words else {}
         cells = [mine[key] if key in mine else "" for key in keys]
         numbers = _numbers(progress[job.number] if job.number in progress else None, job)
-        style = _STYLES[job.state] if job.state in _STYLES else "red"
-        state = f"[{style}]{job.state}[/]"
-        table.add_row(str(job.number), *cells, state, *numbers)
+        state = Text(job.state, style=_STYLES[job.state] if job.state in _STYLES else "red")
+        # as text: [a] is no markup
+        table.add_row(str(job.number), *map(Text, cells), state, *numbers)
     counts = {state: sum(job.state is state for job in jobs) for state in State}
     table.caption = ", ".join(f"{count} {state}" for state, count in counts.items() if count)
     return table

@@ -1,16 +1,16 @@
 """The words of a sweep, checked as those of its first job would be, before Hydra sees them."""
 
 import importlib.util
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from hydra.core.override_parser.types import IntervalSweep, Override
+from hydra.core.override_parser.types import Glob, IntervalSweep, Override, RangeSweep
 from hydra.errors import HydraException
 
 from recipes.check.command_line import compose_typed
-from recipes.compose import parse
+from recipes.compose import CONF, parse
 from recipes.launch import compose_and_check
 from recipes.mistake import Mistake
 
@@ -45,9 +45,14 @@ def check_words(typed: Sequence[str], *, config_folder: Path, config_name: str) 
         for override in map(parse, of_config)
         if override.key_or_group not in typed_keys
     ]
+    params = [override.key_or_group for override in map(parse, of_config)]
     composed, mistakes = compose_and_check([*more, *first], **where)
     added = set(composed.overrides) if composed is not None else set()
     sweeper = composed.choices["hydra/sweeper"] if composed is not None else _GRID
+    for word in [word for word in swept if _is_empty(swept[word])]:
+        mistakes.append(
+            Mistake(word, "there is nothing in it", f"{swept[word].key_or_group}=<values>")
+        )
     for word, override in swept.items():
         if isinstance(override.value(), IntervalSweep) and sweeper == _GRID:
             remedy = f"{override.get_key_element()}=<values with commas>, or hydra/sweeper=optuna"
@@ -57,12 +62,35 @@ def check_words(typed: Sequence[str], *, config_folder: Path, config_name: str) 
         mistakes.append(Mistake("hydra/sweeper=optuna", "Optuna is not installed", remedy))
     return Words(
         for_hydra=[
-            f"+{word}" if f"+{one}" in added else word
-            for word, one in zip(typed, first, strict=True)
+            _for_hydra(word, one, added, params) for word, one in zip(typed, first, strict=True)
         ],
         keys=[override.key_or_group for override in swept.values()],
         mistakes=mistakes,
     )
+
+
+def _for_hydra(word: str, first: str, added: Collection[str], params: Collection[str]) -> str:
+    """With a `+` where one is needed; without those that would make it another key beside the same of `sweep=`."""
+    if word.lstrip("+").partition("=")[0] in params:
+        return word.lstrip("+")
+    return f"+{word}" if f"+{first}" in added else word
+
+
+def _is_empty(override: Override) -> bool:
+    value = override.value()
+    if isinstance(value, RangeSweep):
+        assert value.start is not None
+        assert value.stop is not None
+        return (value.stop - value.start) * value.step <= 0
+    return isinstance(value, Glob) and not _options_of(override)
+
+
+def _options_of(override: Override) -> list[str]:
+    """The options of a group that a glob names."""
+    value = override.value()
+    assert isinstance(value, Glob)
+    names = sorted(path.stem for path in (CONF / override.key_or_group).glob("*.yaml"))
+    return [str(name) for name in value.filter(names)]
 
 
 def _swept(word: str) -> Override | None:
@@ -80,5 +108,9 @@ def _first_of(override: Override) -> str:
         return str(override.input_line)
     value = override.value()
     if isinstance(value, IntervalSweep):
+        return f"{override.get_key_element()}={value.start}"
+    if isinstance(value, Glob):
+        return f"{override.get_key_element()}={next(iter(_options_of(override)), 'none')}"
+    if isinstance(value, RangeSweep) and _is_empty(override):
         return f"{override.get_key_element()}={value.start}"
     return f"{override.get_key_element()}={next(iter(override.sweep_string_iterator()))}"

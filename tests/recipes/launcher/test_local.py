@@ -105,7 +105,9 @@ def test_gpus_named_by_number_keep_their_numbers_and_are_not_given_twice() -> No
 def test_gpus_that_are_visible_are_shared_out_by_their_own_names(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "GPU-5b,GPU-7c")
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "GPU-5b,GPU-7c,-1,GPU-9e")
+    monkeypatch.setattr(local, "num_gpus", lambda: 2)
+    monkeypatch.setattr("recipes.ranks.num_gpus", lambda: 2)
     place = local_place()
     assert rooms(place.start([job_of(0), job_of(1), job_of(2)])) == [["GPU-5b"], ["GPU-7c"]]
 
@@ -154,8 +156,17 @@ def test_slurm_is_forgotten_when_asked_and_not_before() -> None:
         "SLURM_STEP_NUM_TASKS": "2",
         "SLURMD_NODENAME": "n1",
         "HOME": "/root",
+        "SLURM_CONF": "c",
     }
     forget_slurm(["recipe=ddp_bf16", "ignore_slurm=false"], environ)
     assert environ["SLURM_JOB_ID"] == "7"
     forget_slurm(["ignore_slurm=True"], environ)
     assert environ == {"HOME": "/root", "SLURM_CONF": "c"}
+
+
+def test_a_list_of_gpus_on_a_machine_without_one_is_a_machine_without_one(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "0,1")
+    monkeypatch.setattr(local, "num_gpus", lambda: 0)
+    assert "cores" in local_place().describe()

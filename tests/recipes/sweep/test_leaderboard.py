@@ -100,7 +100,7 @@ def test_a_job_reads_back_as_it_was_written_from_a_folder_that_was_moved(tmp_pat
         (2, State.REFUSED),
         (3, State.DIVERGED),
         (71, State.OUT_OF_MEMORY),
-        (74, State.FAILED),
+        (74, State.UNSAVED),
         (75, State.PREEMPTED),
         (130, State.INTERRUPTED),
         (143, State.INTERRUPTED),

@@ -70,3 +70,14 @@ def test_the_time_left_is_that_of_the_steps_left_at_the_pace_seen(
     file.write_text("step,train/loss\n10,5.0\n18,5.0\n")
     progress.read()
     assert progress.seconds_left() == pytest.approx(4.0 / 8 * 32)
+
+
+@pytest.mark.parametrize("odd", ["2,1e-,", "x,3,", "2,\0\0,", ",5.0,"])
+def test_a_row_that_is_half_of_what_it_will_be_is_read_again(tmp_path: Path, odd: str) -> None:
+    file = tmp_path / "metrics.csv"
+    file.write_text(f"step,train/loss,val/loss\n1,5.5,\n{odd}\n")
+    progress = Progress(tmp_path, 10)
+    assert [row["step"] for row in progress.read()] == [1]
+    file.write_text("step,train/loss,val/loss\n1,5.5,\n2,5.2,\n3,5.0,\n")
+    progress.read()
+    assert progress.step == 3

@@ -13,6 +13,7 @@ from optuna.trial import TrialState
 
 from recipes.compose import CONF
 from recipes.launcher.local import Local
+from recipes.mistake import Mistake
 from recipes.sweep.ledger import Job
 from recipes.sweep.optuna_sweeper import distributions_of, words_of_trial
 from recipes.sweep.search_space import SearchSpace, read_space
@@ -212,3 +213,30 @@ def test_a_trial_with_a_wrong_config_is_refused_and_the_next_one_asked_for(
     [job] = source.more()
     assert job.number == 1
     assert trials_of(tmp_path)[0].state is TrialState.FAIL
+
+
+def test_a_study_goes_on_as_what_it_was_or_not_at_all(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    source_in(tmp_path)
+    monkeypatch.setitem(globals(), "space_of", lambda: read_space(SPACE[:2])[0])
+    with pytest.raises(Mistake, match="the space of the study in it is"):
+        source_in(tmp_path)
+
+
+def test_a_study_that_maximizes_stops_the_trial_with_the_larger_loss(tmp_path: Path) -> None:
+    source = source_in(tmp_path, prune_on="val/loss")
+    source._prune_sign = -1
+    pruner_of_a_maximum = optuna.create_study(
+        direction="maximize", pruner=optuna.pruners.MedianPruner(n_startup_trials=2)
+    )
+    source._study = pruner_of_a_maximum
+    for _ in range(3):
+        [job] = source.more()
+        assert not source.is_hopeless(job, [{"step": 10.0, "val/loss": 4.0}])
+        end(source, job, State.FINISHED, best_val_loss=100.0)
+    [job] = source.more()
+    assert not source.is_hopeless(job, [{"step": 10.0, "val/loss": 3.0}])
+    end(source, job, State.FINISHED, best_val_loss=100.0)
+    [job] = source.more()
+    assert source.is_hopeless(job, [{"step": 10.0, "val/loss": 5.0}])

@@ -1,0 +1,62 @@
+"""SLURM's queue by a squeue that answers as it is told: what is known, what has ended, and what nobody knows."""
+
+import os
+from pathlib import Path
+
+import pytest
+
+from recipes.launcher import slurm_queue
+from recipes.launcher.slurm_queue import Queue
+from recipes.mistake import Mistake
+
+
+@pytest.fixture
+def squeue(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """A file that holds what squeue says; without it, squeue fails."""
+    answer = tmp_path / "answer"
+    script = tmp_path / "bin" / "squeue"
+    script.parent.mkdir()
+    script.write_text(f"#!/bin/sh\necho asked >> {tmp_path}/calls\ncat {answer}\n")
+    script.chmod(0o755)
+    monkeypatch.setenv("PATH", f"{script.parent}{os.pathsep}{os.environ['PATH']}")
+    monkeypatch.setattr(slurm_queue, "_ASK_SECONDS", 0.0)
+    monkeypatch.setattr(slurm_queue, "_LOST_SECONDS", 0.0)
+    monkeypatch.setattr(slurm_queue, "_SILENT_SECONDS", 0.0)
+    return answer
+
+
+@pytest.mark.parametrize(
+    ("state", "code", "exit_code"),
+    [
+        ("PENDING", None, None), ("RUNNING", None, None), ("COMPLETING", "75", None),
+        ("COMPLETED", "0", 0), ("FAILED", "101", 1), ("FAILED", "171", 71), ("FAILED", "103", 3),
+        ("FAILED", "137", -9), ("CANCELLED", None, -9), ("TIMEOUT", "75", -9), ("NODE_FAIL", None, -9),
+        ("COMPLETED", None, 0), ("FAILED", None, -9), (None, "0", 0), (None, None, -9),
+    ],
+)  # fmt: skip
+def test_a_state_and_what_the_script_has_left_are_an_exit_code(
+    squeue: Path, tmp_path: Path, state: str | None, code: str | None, exit_code: int | None
+) -> None:
+    squeue.write_text("" if state is None else f"7_0|{state}\n")
+    if code is not None:
+        (tmp_path / "code_7_0").write_text(f"{code}\n")
+    assert Queue(tmp_path).exit_code_of("7_0") == exit_code
+
+
+def test_a_squeue_that_fails_says_nothing_of_a_job(squeue: Path, tmp_path: Path) -> None:
+    queue = Queue(tmp_path)
+    assert queue.exit_code_of("7") is None
+    with pytest.raises(Mistake, match="squeue does not answer, and 7 may be running"):
+        queue.those_of(["7"])
+    squeue.write_text("7|RUNNING\n")
+    assert queue.those_of(["7"]) == {"7"}
+    squeue.unlink()
+    assert queue.exit_code_of("7") is None, "that it ran is the last that is known"
+
+
+def test_what_is_open_is_followed_and_what_was_cut_is_not(squeue: Path, tmp_path: Path) -> None:
+    squeue.write_text("1|PENDING\n2|RUNNING\n3|COMPLETED\n4|CANCELLED\n5|FAILED\n")
+    (tmp_path / "code_3").write_text("0\n")
+    names = ["1", "2", "3", "4", "5", "6"]
+    assert Queue(tmp_path).those_of(names) == {"1", "2", "3"}
+    assert (tmp_path / "calls").read_text().split() == ["asked"], "once for all"
