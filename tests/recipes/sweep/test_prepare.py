@@ -2,6 +2,7 @@
 
 import json
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -9,6 +10,7 @@ import pytest
 from rich.console import Console
 
 from recipes.compose import CONF
+from recipes.launch import compose_and_check
 from recipes.launcher.local import Local
 from recipes.sweep.job_words import again, command_of, words_of_job
 from recipes.sweep.ledger import Job
@@ -37,6 +39,10 @@ def sweep_in(folder: Path, **changed: Any) -> Sweep:
         keys=[],
         typed=["-m", "seed=1,2"],
     )
+
+
+def _composed(compose: Callable[..., Any], *words: Any, **where: Any) -> tuple[Any, list[Any]]:
+    return compose(*words, **where)[0], []
 
 
 def prepared(sweep: Sweep, *words: str, number: int = 0) -> Job:
@@ -85,9 +91,10 @@ def test_a_job_that_is_over_is_not_checked_again_when_its_data_has_gone(tmp_path
 def test_a_job_that_was_cut_goes_on_from_its_own_checkpoint_also_where_it_began_with_another(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    other = tmp_path / "other"
+    other = tmp_path / "other"  # a run is of no matter here
     words = ["seed=3", f"resume={other}"]
-    other.mkdir()
+    unchecked = partial(_composed, compose_and_check)
+    monkeypatch.setattr("recipes.sweep.sweep.compose_and_check", unchecked)
     fresh, _ = sweep_in(tmp_path).prepare(words, 0, str)
     assert fresh.composed is not None
     assert fresh.composed.config["resume"] == str(other)
