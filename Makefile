@@ -33,6 +33,7 @@ benchmark: $(VENV)/.installed-test
 	$(RUN) benchmarks/watching.py
 	$(RUN) benchmarks/throughput.py
 	$(RUN) benchmarks/start.py
+	$(RUN) benchmarks/sweep.py
 	$(RUN) benchmarks/parity.py
 	$(RUN) benchmarks/memory.py
 	$(RUN) benchmarks/checkpoint.py
