@@ -9,6 +9,7 @@ end of the one before to its own first step; the launchers take turns.
 
 import argparse
 import json
+import os
 import statistics
 import subprocess
 import sys
@@ -60,8 +61,6 @@ def started(folder: Path, sweep: str, *words: str) -> tuple[float, float]:
 
 
 def _environ(folder: Path) -> dict[str, str]:
-    import os
-
     return os.environ | {"PYTHONPATH": str(folder)}
 
 
@@ -89,10 +88,9 @@ def main() -> None:
     with tempfile.TemporaryDirectory() as name:
         folder = Path(name)
         (folder / "first_step.py").write_text(FIRST_STEP)
-        sys.path.insert(0, str(ROOT / "tests"))
-        from support import write_texts
-
-        write_texts(folder / "texts")
+        (folder / "texts").mkdir()
+        for number in range(24):
+            (folder / "texts" / f"{number}.txt").write_text(f"line {number} of many\n" * 100)
         for turn in range(args.rounds):
             began, _ = started(folder, "alone", f"hydra.run.dir=alone_{turn}/0")
             alone += seconds_of_jobs(folder / f"alone_{turn}", began)
