@@ -158,7 +158,7 @@ def test_two_jobs_at_a_time_overlap_and_have_cores_of_their_own(sweeps: Sweeps) 
         "optimizer.lr=1e-3,3e-3",
         "launcher.max_jobs=2",
         told="told_pair",
-        seconds_a_step=0.5,
+        seconds_a_step=2.0,
     )
     assert exit_code == 0, said
     first, second = sorted(sweeps.told("told_pair"), key=lambda one: one["began"])
