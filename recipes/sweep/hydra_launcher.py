@@ -22,7 +22,6 @@ from recipes.sweep.hydra_home import enter
 from recipes.sweep.leaderboard import objective_of
 from recipes.sweep.ledger import Job
 from recipes.sweep.settings import Settings
-from recipes.sweep.state import State
 from recipes.sweep.sweep import Sweep
 
 LOGGER = logging.getLogger("lightning_recipes")
@@ -181,18 +180,16 @@ class _Fixed:
 
 def say_beginning(sweep: Sweep, jobs: Sequence[Job]) -> None:
     """How many jobs there are, and what a sweep that goes on makes of those that were."""
-    LOGGER.info(f"Sweep: {len(jobs)} jobs {sweep.place.describe()}, in {sweep.folder}")
-    done = sum(job.state is not State.WAITING and not sweep.is_to_start(job) for job in jobs)
-    cut = sum(job.state.is_cut for job in jobs)
+    many = "1 job" if len(jobs) == 1 else f"{len(jobs)} jobs"
+    LOGGER.info(f"Sweep: {many} {sweep.place.describe()}, in {sweep.folder}")
     failed = sum(job.state.has_failed and not sweep.is_to_start(job) for job in jobs)
-    if done:
-        LOGGER.info(
-            f"{done - failed} are over from an earlier start, {cut} go on where they were cut"
-        )
-    if failed:
-        LOGGER.info(
-            f"{failed} have failed and are left alone; sweep.repeat_failed=true repeats them"
-        )
+    counts = {
+        "over from an earlier start": sum(job.state.is_over for job in jobs),
+        "going on where cut": sum(job.state.is_cut for job in jobs),
+        "failed and left alone; sweep.repeat_failed=true repeats such": failed,
+    }
+    if told := ", ".join(f"{count} {what}" for what, count in counts.items() if count):
+        LOGGER.info(told)
 
 
 def register(

@@ -189,6 +189,8 @@ def _check(word: str, key: str, interval: Interval) -> None:
     if not (math.isfinite(low) and math.isfinite(high)):
         raise Mistake(word, "its ends must be numbers", remedy)
     if low > high:
-        raise Mistake(word, f"{low} is greater than {high}", f"{key}=interval({high},{low})")
+        other_way = f"interval({high},{low})"
+        remedy = f"{key}=tag(log,{other_way})" if interval.log else f"{key}={other_way}"
+        raise Mistake(word, f"{low} is greater than {high}", remedy)
     if interval.log and low <= 0:
         raise Mistake(word, f"{low} has no logarithm", f"{key}=tag(log,interval(<above 0>,{high}))")

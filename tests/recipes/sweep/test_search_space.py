@@ -144,6 +144,11 @@ def test_a_shuffled_list_is_one_list_for_every_run() -> None:
     [
         ("x=interval(2,1)", "2.0 is greater than 1.0", "x=interval(1.0,2.0)"),
         (
+            "x=tag(log,interval(2,1))",
+            "2.0 is greater than 1.0",
+            "x=tag(log,interval(1.0,2.0))",
+        ),
+        (
             "x=tag(log,interval(0,1))",
             "0.0 has no logarithm",
             "x=tag(log,interval(<above 0>,1.0))",

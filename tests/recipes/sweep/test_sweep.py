@@ -147,7 +147,7 @@ def test_a_sweep_that_is_stopped_leaves_no_process_and_goes_on_to_the_same_curve
     goes_on.touch()
     ended, said = sweeps.run(name, THREE, told=f"told_{name}", wait_at_lr=2e-3)
     assert ended == 0, said
-    assert "1 are over from an earlier start" in said
+    assert "1 over from an earlier start, 1 going on where cut" in said
     for job in range(3):
         assert rows(sweeps.folder / name / str(job)) == rows(undisturbed / str(job)), job
 
