@@ -4,20 +4,15 @@ import os
 import sys
 from pathlib import Path
 
-from recipes.compose import as_options
-from recipes.launch import (
-    EXIT_INTERRUPTED,
-    EXIT_WRONG_CONFIG,
-    compose_and_check,
-    launch,
-    report,
-)
+from recipes.config import compose_and_check
+from recipes.config.compose import as_options
+from recipes.entry.run import EXIT_INTERRUPTED, EXIT_WRONG_CONFIG, launch
+from recipes.entry.torchrun import composed_by_rank_zero
+from recipes.errors import Mistake, MistakesError, report
 from recipes.launcher.environ import forget_slurm
-from recipes.leave import leave
-from recipes.mistake import Mistake, MistakesError
-from recipes.rank import composed_by_rank_zero
-from recipes.ranks import global_rank, started_by
-from recipes.sweep.submit import is_for_cluster, submit
+from recipes.launcher.submit import is_for_cluster, submit
+from recipes.runtime.process import leave
+from recipes.runtime.world import global_rank, started_by
 
 HYDRAS_OWN = ("help", "hydra_help", "cfg", "info", "shell_completion")
 
@@ -69,8 +64,8 @@ def sweep(overrides: list[str], folder: Path, name: str) -> int:
         if global_rank() == 0:
             print(report([refused]), file=sys.stderr)
         return EXIT_WRONG_CONFIG
+    from recipes.sweep.command_line import check_words
     from recipes.sweep.hydra_launcher import NAME, TYPED, register
-    from recipes.sweep.typed import check_words
 
     words = check_words(overrides, config_folder=folder, config_name=name)
     # a first job with a wrong config may be left out
@@ -91,7 +86,7 @@ def through_hydra(folder: Path, name: str) -> int:
     from hydra.core.hydra_config import HydraConfig
     from hydra.errors import HydraException
 
-    from recipes.compose import register_resolvers
+    from recipes.config.compose import register_resolvers
 
     exit_codes = [0]
 

@@ -15,9 +15,9 @@ import torch
 from lightning.pytorch.callbacks import Callback
 
 from recipes.build import Run, build
-from recipes.console import open_console
-from recipes.environment import describe_environment
-from recipes.launch import compose_and_check
+from recipes.config import compose_and_check
+from recipes.runtime.console import open_console
+from recipes.runtime.environment import describe_environment
 
 RESULTS = Path(__file__).parent / "results"
 

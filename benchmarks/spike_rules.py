@@ -12,7 +12,7 @@ from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).parents[1]))
 
-from callbacks.spike_watch import Reading, SpikeWatch
+from callbacks.loss_spike.monitor import Reading, SpikeWatch
 
 Series = Sequence[float]
 

@@ -19,27 +19,27 @@ A metric's prefix is the name of the callback that owns it, and nobody else writ
 
 They read what a module offers (`num_tokens`, `num_samples`, `flops_of`, `grad_norm`, `generate_text`) and do
 with less where it offers nothing. A name is imported when it is first asked for, so that
-`from callbacks.report_page import write_report` does not pay for Lightning.
+`from callbacks.report.page import write_report` does not pay for Lightning.
 """
 
 from importlib import import_module
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
-    from callbacks.bottleneck import BottleneckMonitor
-    from callbacks.compare import write_comparison
+    from callbacks.bottleneck.callback import BottleneckMonitor
     from callbacks.early_stop import EarlyStop
-    from callbacks.grad_norm import GradNormMonitor
+    from callbacks.grad_norm.callback import GradNormMonitor
     from callbacks.loss_scale import LossScaleMonitor
-    from callbacks.loss_spike import LossSpikeRollback
-    from callbacks.memory import MemoryMonitor
-    from callbacks.progress import ProgressLine
-    from callbacks.report import RunReport
-    from callbacks.report_page import write_report
+    from callbacks.loss_spike.callback import LossSpikeRollback
+    from callbacks.memory.callback import MemoryMonitor
+    from callbacks.progress.callback import ProgressLine
+    from callbacks.report.callback import RunReport
+    from callbacks.report.compare.page import write_comparison
+    from callbacks.report.page import write_report
     from callbacks.sample_text import SampleText
     from callbacks.step_profiler import StepProfiler
     from callbacks.stop_at_nan import StopAtNan
-    from callbacks.throughput import SpeedMonitor
+    from callbacks.throughput.callback import SpeedMonitor
 
 _HOME = {
     "BottleneckMonitor": "bottleneck",

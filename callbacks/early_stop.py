@@ -5,7 +5,7 @@ from typing import Any, Literal
 from lightning.pytorch import LightningModule, Trainer
 from lightning.pytorch.callbacks import EarlyStopping
 
-from callbacks.spike_events import tell
+from callbacks.events import tell
 
 
 class EarlyStop(EarlyStopping):

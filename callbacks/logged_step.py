@@ -1,6 +1,7 @@
 """Which batch ends an optimizer step, and which step ends in a row: two attribute reads a batch."""
 
 from collections.abc import Mapping
+from pathlib import Path
 
 import torch
 from lightning.pytorch import LightningModule, Trainer
@@ -50,3 +51,12 @@ def log_row(pl_module: LightningModule, metrics: Mapping[str, float | Tensor]) -
         for name, value in metrics.items()
     }
     pl_module.log_dict(row, on_step=True, on_epoch=False)
+
+
+def run_folder(trainer: Trainer) -> Path | None:
+    """The `log_dir` of the first of `trainer.loggers` that has one; None if there is none."""
+    for logger in trainer.loggers:
+        folder = getattr(logger, "log_dir", None)
+        if isinstance(folder, (str, Path)):
+            return Path(folder)
+    return None

@@ -10,9 +10,8 @@ import torch
 from lightning.pytorch import Callback, LightningModule, Trainer
 from lightning.pytorch.utilities.seed import isolate_rng
 
-from callbacks.logged_step import StepCounter
-from callbacks.profiler_tap import profiler_of
-from callbacks.run_folder import run_folder
+from callbacks.logged_step import StepCounter, run_folder
+from callbacks.profiler_hooks import profiler_of
 
 log = logging.getLogger("lightning_recipes")
 

@@ -9,9 +9,8 @@ from lightning.pytorch import Callback, LightningModule, Trainer
 from lightning.pytorch.profilers import PyTorchProfiler
 from torch.profiler import ProfilerActivity, profile
 
-from callbacks.logged_step import StepCounter
-from callbacks.profiler_tap import profiler_of
-from callbacks.run_folder import run_folder
+from callbacks.logged_step import StepCounter, run_folder
+from callbacks.profiler_hooks import profiler_of
 
 log = logging.getLogger("lightning_recipes")
 FOLDER = "profile"

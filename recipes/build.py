@@ -19,17 +19,17 @@ from lightning.fabric.plugins.environments import (  # type: ignore[attr-defined
 from lightning.pytorch.callbacks import Callback
 from lightning.pytorch.loggers import Logger
 
-from recipes.accumulation import Accumulation, divide
 from recipes.checkpoint.resume import find_checkpoint, names_one
 from recipes.checkpoint.saver import CheckpointSaver
-from recipes.compose import Composed, Config, folder_of_run, freeze
+from recipes.config.compose import Composed, Config, folder_of_run, freeze
 from recipes.data.datamodule import StreamData
-from recipes.logger.rows import RowWriter
-from recipes.logger.summary import SummaryWriter
-from recipes.mistake import Mistake
+from recipes.errors import Mistake
+from recipes.lightning_internals import _without_lightnings_signals
+from recipes.logger.writers import RowWriter, SummaryWriter
+from recipes.numerics.accumulation import Accumulation, divide
 from recipes.precision import Precision
-from recipes.ranks import Ranks, ranks_of
-from recipes.task.learning import LearningTask
+from recipes.runtime.world import Ranks, ranks_of
+from recipes.task.base import LearningTask
 
 TOKENIZER_FOLDER = "tokenizer"
 SINGLE = {"_target_": "recipes.strategy.single.SingleDevice", "_partial_": True}
@@ -186,14 +186,6 @@ def _cluster(ranks: Ranks) -> list[ClusterEnvironment]:
     if ranks.started_by == "slurm":
         return [SLURMEnvironment(auto_requeue=False)]
     return [TorchElasticEnvironment()] if ranks.started_by else [LightningEnvironment()]
-
-
-def _without_lightnings_signals(trainer: lightning.Trainer) -> None:
-    """Lightning asks rank 0 before every micro-batch whether it was told to stop, and waits for the answer
-    (#21487, 2.6.6); and at SIGTERM it broadcasts inside the handler, which fails wherever the handler interrupts
-    when a peer is dead. `recipes.preemption` takes the signals instead."""
-    trainer._signal_connector.register_signal_handlers = lambda: None  # type: ignore[method-assign]
-    trainer.fit_loop.epoch_loop._broadcast_sigterm_tensor = lambda: None  # type: ignore[method-assign]
 
 
 def _as_saved(config: Config, checkpoint: Path) -> Config:

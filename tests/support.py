@@ -12,7 +12,7 @@ import torch
 from lightning.pytorch.callbacks import Callback
 from torch import Tensor
 
-from recipes.launch import compose_and_check
+from recipes.config import compose_and_check
 
 ROOT = Path(__file__).parent.parent
 

@@ -11,9 +11,9 @@ import yaml
 from support import composed_config
 
 from recipes.build import _make, build
-from recipes.check import engines
-from recipes.launch import compose_and_check
-from recipes.sweep.typed import check_words
+from recipes.config import compose_and_check
+from recipes.config.check import strategy as engines
+from recipes.sweep.command_line import check_words
 
 ROOT = Path(__file__).parent.parent
 CONF = ROOT / "conf"

@@ -8,8 +8,8 @@ import pytest
 from started import Started
 from support import ROOT, TINY, composed_config, read_metrics, run_train
 
-from recipes.check import engines
-from recipes.launch import compose_and_check
+from recipes.config import compose_and_check
+from recipes.config.check import strategy as engines
 
 OPTIONS = sorted(path.stem for path in (ROOT / "conf/debug").glob("*.yaml"))
 RECIPES = sorted(path.stem for path in (ROOT / "conf/recipe").glob("*.yaml"))
@@ -139,7 +139,9 @@ def test_overfit_learns_a_batch_of_text_by_heart(
 def test_overfit_learns_a_batch_of_digits_by_heart(tmp_path: Path) -> None:
     run = tmp_path / "run"
     words = ["model=resnet18", "data=digits", "global_batch_size=8", f"hydra.run.dir={run}"]
-    done = run_train([*words, "debug=overfit", "~callbacks.report", "trainer.max_steps=100"])
+    done = run_train(
+        [*words, "debug=overfit", "~callbacks.report", "trainer.max_steps=100"]
+    )
     assert done.returncode == 0, done.stdout + done.stderr
     summary = json.loads((run / "summary.json").read_text())
     assert summary["train_loss"] < 0.01

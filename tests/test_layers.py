@@ -23,12 +23,12 @@ L3 = {
 L2_FOLDERS = {"task", "strategy", "checkpoint", "logger"}
 L2_FILES = {
     "recipes/data/datamodule.py",
-    "recipes/precision_plugin.py",
-    "recipes/reachable_gradients.py",
-    "recipes/zero_live_state.py",
-    "recipes/zero_loss_scale.py",
-    "recipes/zero_partition.py",
-    "recipes/zero_step_guard.py",
+    "recipes/strategy/precision_plugin.py",
+    "recipes/strategy/torch_native.py",
+    "recipes/strategy/deepspeed/train_state.py",
+    "recipes/strategy/deepspeed/loss_scale.py",
+    "recipes/strategy/deepspeed/partition.py",
+    "recipes/strategy/deepspeed/step_guard.py",
 }
 C1 = {
     f"callbacks/{name}.py"

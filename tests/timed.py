@@ -5,7 +5,7 @@ from typing import Any
 from torch import Tensor
 from torch.utils.data import DataLoader, Dataset
 
-from callbacks.throughput import SpeedMonitor
+from callbacks.throughput.callback import SpeedMonitor
 
 STEP, FETCH, VALIDATION = 0.75, 0.25, 64.0
 

@@ -4,7 +4,7 @@ from pathlib import Path
 
 from recipes.checkpoint.manifest import fault, read_manifest
 from recipes.checkpoint.retention import CHECKPOINTS, pointed, steps_on_disk
-from recipes.mistake import Mistake
+from recipes.errors import Mistake
 
 
 def find_checkpoint(resume: str | None, run_folder: Path) -> Path | None:

@@ -8,9 +8,7 @@ from typing import Any, Literal
 import lightning.pytorch as lightning
 from lightning.pytorch.callbacks import Checkpoint
 
-from recipes.agreement import StepAgreement
-from recipes.checkpoint.finished_saves import FinishedSaves
-from recipes.checkpoint.folder_io import FolderCheckpointIO
+from recipes.checkpoint.checkpoint_io import FolderCheckpointIO
 from recipes.checkpoint.retention import (
     CHECKPOINTS,
     UNDONE,
@@ -20,10 +18,11 @@ from recipes.checkpoint.retention import (
     rename_after,
     sweep,
 )
-from recipes.checkpoint.space import warn_if_short
-from recipes.checkpoint.validation_due import validate_now
+from recipes.checkpoint.save_log import FinishedSaves, warn_if_short
 from recipes.checkpoint.writer import CheckpointWriter
-from recipes.preemption import Preempted, hand_over, requested_by
+from recipes.lightning_internals import validate_now
+from recipes.runtime.signals import Preempted, hand_over, requested_by
+from recipes.runtime.step_agreement import StepAgreement
 
 LOGGER = logging.getLogger("lightning_recipes")
 _STOP, _SAVE, _GIVE_UP = "stop", "save", "give up"

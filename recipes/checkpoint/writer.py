@@ -17,12 +17,11 @@ from typing import Any
 import torch.distributed as dist
 import xxhash
 
-from recipes.checkpoint.host_copy import HostCopy
-from recipes.checkpoint.layout import RUN_FILE, shard_name
+from recipes.checkpoint.layout import RUN_FILE, serialized, shard_name
 from recipes.checkpoint.manifest import MANIFEST_FILE, FileRecord, Manifest, fault, sync
-from recipes.checkpoint.plain_data import serialized
 from recipes.checkpoint.retention import LAST, UNFINISHED, point, set_aside
 from recipes.checkpoint.shard_file import Part, write_shard
+from recipes.checkpoint.staging import HostCopy
 
 LOGGER = logging.getLogger("lightning_recipes")
 _NEVER = timedelta(days=1)

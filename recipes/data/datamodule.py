@@ -3,7 +3,9 @@
 import itertools
 import logging
 import os
+import signal
 import sys
+import threading
 from collections.abc import Iterator
 from typing import Any
 
@@ -12,12 +14,10 @@ import numpy as np
 import torch
 from torch.utils.data import DataLoader, Subset
 
-from recipes.accumulation import Accumulation
 from recipes.data import DataSource, SampleDataset
-from recipes.data.loader_process import outlive_signals
-from recipes.data.order import PositionSampler, RepeatedOrder, ShuffledOrder
-from recipes.data.rank_share import RankShare
-from recipes.data.windows import Batch, with_num_targets
+from recipes.data.batches import Batch, RankShare, with_num_targets
+from recipes.data.sampler import PositionSampler, RepeatedOrder, ShuffledOrder
+from recipes.numerics.accumulation import Accumulation
 
 LOGGER = logging.getLogger("lightning_recipes")
 # processes a device: enough to hide a memory map or small images behind a 50 ms step
@@ -228,3 +228,23 @@ def _evenly(dataset: SampleDataset, num_samples: int | None) -> Any:
     if num_samples is None or num_samples >= len(dataset):
         return dataset
     return Subset(dataset, [i * len(dataset) // num_samples for i in range(num_samples)])  # type: ignore[arg-type]
+
+
+def outlive_signals(worker: int) -> None:
+    """For `DataLoader(worker_init_fn=…)`: heed SIGTERM from the rank alone; SIGUSR1 means nothing here.
+
+    torchrun, `timeout` and systemd signal the whole process group. torch takes a loader process that ends for a crash
+    of the run, which then could not save.
+
+    Args:
+        worker: Its number.
+    """
+    signal.signal(signal.SIGUSR1, signal.SIG_IGN)
+    signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGTERM})
+    threading.Thread(target=_end_for_parent, name=f"signals_{worker}", daemon=True).start()
+
+
+def _end_for_parent() -> None:
+    while signal.sigwaitinfo({signal.SIGTERM}).si_pid != os.getppid():
+        pass
+    os._exit(0)

@@ -10,8 +10,8 @@ import torch
 from torch import Tensor
 from torch.utils.data import Dataset
 
-from recipes.data.order import mix64
-from recipes.mistake import Mistake
+from recipes.data.sampler import mix64
+from recipes.errors import Mistake
 from recipes.tokenizer import Tokenizer
 
 _MAX_INK = 16.0  # a pixel counts the dark points of a 4 x 4 field of the scan

@@ -7,8 +7,8 @@ import torch
 from torch import Tensor
 from torch.utils.data import Dataset
 
-from recipes.data.order import mix64
-from recipes.mistake import Mistake
+from recipes.data.sampler import mix64
+from recipes.errors import Mistake
 from recipes.tokenizer import Tokenizer
 
 _VAL_STREAM = 1 << 62  # validation counts its tokens from here, training from 0

@@ -5,10 +5,9 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import ClassVar
 
-from recipes.data.corpus import Document
-from recipes.data.list_files import list_files
-from recipes.data.text_source import TextSource
-from recipes.mistake import Mistake
+from recipes.data.text.corpus import Document
+from recipes.data.text.source import TextSource, list_files
+from recipes.errors import Mistake
 
 # Not the library (installed packages), not text for people (tables, generated help), or mostly
 # data (tests).

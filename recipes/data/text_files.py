@@ -6,10 +6,9 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import ClassVar
 
-from recipes.data.corpus import Document
-from recipes.data.list_files import list_files
-from recipes.data.text_source import TextSource
-from recipes.mistake import Mistake
+from recipes.data.text.corpus import Document
+from recipes.data.text.source import TextSource, list_files
+from recipes.errors import Mistake
 from recipes.tokenizer import TokenizerConfig
 
 # What a folder's files must be called to be read: prose and source code. Tables and markup

@@ -7,10 +7,10 @@ from typing import ClassVar, Literal
 
 import numpy as np
 
-from recipes.data.cache_folder import build_once, open_cache_dir
-from recipes.data.text_source import check_windows
-from recipes.data.token_windows import TokenWindows, check_length
-from recipes.mistake import Mistake
+from recipes.cache import build_once, open_cache_dir
+from recipes.data.text.sequences import TokenWindows, check_length
+from recipes.data.text.source import check_windows
+from recipes.errors import Mistake
 from recipes.tokenizer import Tokenizer
 
 _CHUNK_TOKENS = 4 * 1024 * 1024

@@ -3,7 +3,7 @@
 import os
 from collections.abc import Mapping, MutableMapping, Sequence
 
-from recipes.ranks import RANK_FILE
+from recipes.runtime.world import RANK_FILE
 
 # what would make a job one of the ranks of another run, or a part of it
 _OF_A_RANK = (

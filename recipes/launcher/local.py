@@ -9,14 +9,14 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
+from recipes.entry.spawn import python_path
+from recipes.errors import Mistake
+from recipes.launcher import Handle
 from recipes.launcher.environ import clean_environ
-from recipes.launcher.place import Handle
-from recipes.mistake import Mistake
-from recipes.preemption import held_back
-from recipes.ranks import num_gpus, ranks_of
-from recipes.start_ranks import python_path
-from recipes.sweep.job_process import CORES, WITH_PARENT
-from recipes.sweep.ledger import Job
+from recipes.launcher.job import Job
+from recipes.launcher.job_main import CORES, WITH_PARENT
+from recipes.runtime.signals import held_back
+from recipes.runtime.world import num_gpus, ranks_of
 
 LOG_FILE = "job.log"  # all that the job's processes say
 VISIBLE = "CUDA_VISIBLE_DEVICES"
@@ -145,7 +145,7 @@ class _Process:
                     sys.executable,
                     "-P",
                     "-m",
-                    "recipes.sweep.job_process",
+                    "recipes.launcher.job_main",
                     WITH_PARENT,
                     str(job.file),
                 ],

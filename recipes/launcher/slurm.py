@@ -10,11 +10,11 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from recipes.launcher.place import Handle
+from recipes.errors import Mistake
+from recipes.launcher import Handle
+from recipes.launcher.job import Job
 from recipes.launcher.slurm_queue import Queue
 from recipes.launcher.slurm_script import TASK, after_ranks, before_ranks, environ_of_jobs
-from recipes.mistake import Mistake
-from recipes.sweep.ledger import Job
 
 FOLDER = "slurm"  # beside the jobs: scripts, logs, exit codes
 _JOB_NAME = "lightning_recipes"
@@ -113,7 +113,7 @@ class Slurm:
         folder.mkdir(parents=True, exist_ok=True)
         task = folder.resolve() / "task.sh"
         task.write_text(TASK)
-        python = [sys.executable, "-P", "-m", "recipes.sweep.job_process"]
+        python = [sys.executable, "-P", "-m", "recipes.launcher.job_main"]
         nodes, per_node, on_gpus = shape
         options = {name: value for name, value in self._options.items() if value is not None}
         gpus = per_node if on_gpus else 0

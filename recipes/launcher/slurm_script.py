@@ -7,9 +7,9 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
+from recipes.entry.spawn import python_path
 from recipes.launcher.environ import clean_environ
-from recipes.preemption import EXIT_PREEMPTED
-from recipes.start_ranks import python_path
+from recipes.runtime.signals import EXIT_PREEMPTED
 
 # Runs a rank. srun answers with the largest code of its tasks: one that fails must not be hidden by the others, which
 # are told to stop and answer 75; and a signal before the run listens has lost nothing.

@@ -10,8 +10,8 @@ from lightning.fabric.loggers.logger import rank_zero_experiment
 from lightning.pytorch.loggers.logger import Logger
 from lightning.pytorch.utilities import rank_zero_only
 
+from recipes.errors import Mistake
 from recipes.logger.csv import EVENTS_FILE, METRICS_FILE
-from recipes.logger.summary import SUMMARY_FILE
 from recipes.logger.tensorboard_records import (
     event_text,
     hyperparameter_records,
@@ -23,7 +23,7 @@ from recipes.logger.tensorboard_records import (
     text_record,
     verbatim,
 )
-from recipes.mistake import Mistake
+from recipes.logger.writers import SUMMARY_FILE
 
 if TYPE_CHECKING:
     from torch.utils.tensorboard import FileWriter

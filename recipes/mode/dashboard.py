@@ -7,10 +7,10 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
-from recipes.compose import Composed
-from recipes.console import LOGGER
-from recipes.mistake import Mistake
-from recipes.mode.workspace import as_json, make_workspace
+from recipes.config.compose import Composed
+from recipes.errors import Mistake
+from recipes.mode.wandb_workspace import as_json, make_workspace
+from recipes.runtime.console import LOGGER
 
 DASHBOARD_FILE = "dashboard.json"
 ANSWER_SECONDS = 10  # a server that does not answer within them counts as out of reach

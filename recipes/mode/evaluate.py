@@ -4,8 +4,8 @@ import json
 from typing import Literal
 
 from recipes.build import Run
-from recipes.console import LOGGER
-from recipes.mode.weights import load_task
+from recipes.mode.load import load_task
+from recipes.runtime.console import LOGGER
 
 
 def evaluate(

@@ -4,9 +4,9 @@ from pathlib import Path
 from typing import Literal
 
 from recipes.build import Run
-from recipes.console import LOGGER
-from recipes.mode.weights import load_task
-from recipes.model.huggingface import export_pretrained
+from recipes.mode.load import load_task
+from recipes.model.weights.huggingface import export_pretrained
+from recipes.runtime.console import LOGGER
 
 
 def export(run: Run, *, path: str | None, weights: Literal["trained", "ema"]) -> int:

@@ -10,19 +10,19 @@ import lightning.pytorch as lightning
 from lightning.pytorch.callbacks import Callback
 
 from recipes.build import TOKENIZER_FOLDER, Run
-from recipes.checkpoint.folder_io import FolderCheckpointIO
+from recipes.checkpoint.checkpoint_io import FolderCheckpointIO
 from recipes.checkpoint.resume import newest_checkpoint, step_of
 from recipes.checkpoint.saver import CheckpointSaver
-from recipes.compose import ENVIRONMENT_FILE
-from recipes.console import LOGGER
-from recipes.environment import describe_environment
-from recipes.failure import OOM_FOLDER, is_by_peer, is_out_of_memory, word_of_peer
+from recipes.config.compose import ENVIRONMENT_FILE
+from recipes.entry.out_of_memory import leave_word
+from recipes.entry.spawn import EXIT_TERMINATED, EXIT_UNSAVED
 from recipes.logger.csv import EVENTS_FILE, CsvLogger
-from recipes.logger.summary import SummaryWriter
-from recipes.mode.header import header
-from recipes.out_of_memory import leave_word
-from recipes.preemption import EXIT_PREEMPTED, Preempted
-from recipes.start_ranks import EXIT_TERMINATED, EXIT_UNSAVED
+from recipes.logger.writers import SummaryWriter
+from recipes.mode.start import header
+from recipes.runtime.console import LOGGER
+from recipes.runtime.environment import describe_environment
+from recipes.runtime.failure import OOM_FOLDER, is_by_peer, is_out_of_memory, word_of_peer
+from recipes.runtime.signals import EXIT_PREEMPTED, Preempted
 
 EXIT_DIVERGED = 3
 

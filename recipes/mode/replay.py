@@ -10,13 +10,13 @@ from torch import Tensor
 
 from recipes.build import Run
 from recipes.checkpoint.layout import is_shard
-from recipes.checkpoint.parts import load_module
-from recipes.checkpoint.saved_tensors import open_tensors
-from recipes.console import LOGGER
-from recipes.gradients import global_norm
-from recipes.mistake import Mistake
-from recipes.mode.weights import load_task
-from recipes.task.learning import LearningTask
+from recipes.checkpoint.shard_file import open_tensors
+from recipes.checkpoint.shards import load_module
+from recipes.errors import Mistake
+from recipes.mode.load import load_task
+from recipes.numerics.gradients import global_norm
+from recipes.runtime.console import LOGGER
+from recipes.task.base import LearningTask
 
 FOLDER = "spikes"
 SHOWN_SAMPLES = 5

@@ -6,9 +6,9 @@ from os.path import commonpath
 from pathlib import Path
 from typing import Any
 
-from recipes.compose import CONFIG_FILE, Composed
-from recipes.console import LOGGER
-from recipes.mistake import Mistake
+from recipes.config.compose import CONFIG_FILE, Composed
+from recipes.errors import Mistake
+from recipes.runtime.console import LOGGER
 
 PAGE = "report.html"
 # what a run leaves, the earliest first: one that failed at its start has a log alone

@@ -3,9 +3,9 @@
 from typing import Literal
 
 from recipes.build import Run
-from recipes.console import LOGGER
-from recipes.mistake import Mistake
-from recipes.mode.weights import load_task, load_tokenizer
+from recipes.errors import Mistake
+from recipes.mode.load import load_task, load_tokenizer
+from recipes.runtime.console import LOGGER
 from recipes.task.language_modeling import LanguageModeling
 
 

@@ -10,15 +10,15 @@ from hydra import initialize_config_dir
 from hydra.core.config_loader import ConfigLoader
 from hydra.core.global_hydra import GlobalHydra
 
-from recipes.check.command_line import compose_typed
-from recipes.compose import CONF, Composed, parse
-from recipes.console import LOGGER
-from recipes.logger.wandb_start import DEFAULT_PROJECT
-from recipes.mistake import Mistake
+from recipes.config.check.command_line import compose_typed
+from recipes.config.compose import CONF, Composed, parse
+from recipes.config.overrides import override
+from recipes.errors import Mistake
+from recipes.logger.wandb.init import DEFAULT_PROJECT
+from recipes.runtime.console import LOGGER
 from recipes.sweep.leaderboard import check_objective
 from recipes.sweep.search_space import Choice, SearchSpace, read_space
 from recipes.sweep.wandb_sweep import Search, command_of, described, fixed_words, name_of
-from recipes.sweep.words import override
 
 PROGRAM = CONF.parent / "train.py"
 
@@ -47,7 +47,8 @@ def wandb_sweep(
     Raises:
         Mistake: W&B cannot search this space so.
     """
-    from recipes.launch import EXIT_WRONG_CONFIG, report
+    from recipes.entry.run import EXIT_WRONG_CONFIG
+    from recipes.errors import report
 
     check_objective(objective)
     space, fixed, mistakes = _searched(composed)

@@ -3,13 +3,12 @@
 from collections.abc import Callable, Iterator
 from typing import Any, ClassVar, Protocol
 
-import torch
 from torch import Tensor, nn
 
+from recipes.model.attention import KeyValueCache
 from recipes.model.flops import Flops
-from recipes.model.kv_cache import KeyValueCache
 
-__all__ = ["Flops", "ImageModel", "KeyValueCache", "LanguageModel", "Model", "initialize"]
+__all__ = ["Flops", "ImageModel", "KeyValueCache", "LanguageModel", "Model"]
 
 
 class Model(Protocol):
@@ -54,28 +53,3 @@ class ImageModel(Model, Protocol):
 
     def forward(self, images: Tensor) -> Tensor: ...
     def flops_per_sample(self, image_size: int) -> Flops: ...
-
-
-@torch.no_grad()
-def initialize(model: Model, seed: int) -> None:
-    """Give `model` its first weights: `model.pretrained` if it is set, else `init_weights(seed)`.
-
-    Call after `to_empty`, on the device of the run, sharded or not. No collectives: every rank
-    reads or draws the whole of one parameter at a time and keeps its own shard.
-
-    Raises:
-        ValueError: the weights named by `model.pretrained` do not fit the model; nothing was
-            loaded.
-    """
-    pretrained: str | None = getattr(model, "pretrained", None)
-    if pretrained is None:
-        model.init_weights(seed)
-        return
-    # Imported here: only a run that starts from somebody's weights pays for safetensors.
-    from recipes.model import huggingface, torchvision
-
-    load: dict[str, Callable[[Any, str], None]] = {
-        "tokens": huggingface.load_pretrained,
-        "images": torchvision.load_pretrained,
-    }
-    load[model.input_kind](model, pretrained)

@@ -12,7 +12,7 @@ from contextlib import contextmanager
 import torch
 from torch import Tensor
 
-from recipes.mistake import Mistake
+from recipes.errors import Mistake
 from recipes.model import KeyValueCache, LanguageModel
 
 

@@ -12,12 +12,11 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from recipes.mistake import Mistake
-from recipes.model.attention import attend
+from recipes.errors import Mistake
+from recipes.model.attention import KeyValueCache, LayerCache, attend
 from recipes.model.flops import Flops, decoder_flops_per_token
 from recipes.model.init import init_decoder
-from recipes.model.kv_cache import KeyValueCache, LayerCache
-from recipes.model.vocabulary import hide_padding, padded_vocab_size
+from recipes.model.vocab_padding import hide_padding, padded_vocab_size
 
 
 class Attention(nn.Module):

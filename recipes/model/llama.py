@@ -10,14 +10,13 @@ from typing import ClassVar, Self
 import torch
 from torch import Tensor, nn
 
-from recipes.mistake import Mistake
+from recipes.errors import Mistake
+from recipes.model.attention import KeyValueCache
 from recipes.model.flops import Flops, decoder_flops_per_token
 from recipes.model.init import init_decoder
-from recipes.model.kv_cache import KeyValueCache
-from recipes.model.llama_block import Attention, Block, Mlp
-from recipes.model.rms_norm import RMSNorm
+from recipes.model.llama_block import Attention, Block, Mlp, RMSNorm
 from recipes.model.rope import Rotation, rope_tables
-from recipes.model.vocabulary import hide_padding, padded_vocab_size
+from recipes.model.vocab_padding import hide_padding, padded_vocab_size
 
 
 class Llama(nn.Module):

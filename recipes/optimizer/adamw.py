@@ -5,7 +5,7 @@ from collections.abc import Sequence
 import torch
 from torch import nn
 
-from recipes.optimizer.groups import decay_groups
+from recipes.optimizer.param_groups import decay_groups
 
 
 def adamw(

@@ -3,7 +3,7 @@
 import torch
 from torch import nn
 
-from recipes.optimizer.groups import decay_groups
+from recipes.optimizer.param_groups import decay_groups
 
 
 def sgd(

@@ -17,10 +17,10 @@ from torch.distributed.fsdp import (
     fully_shard,
 )
 
-from recipes.checkpoint.parts import SavesTensors
+from recipes.checkpoint.shards import SavesTensors
 from recipes.precision import Precision
-from recipes.precision_plugin import lightning_plugin
-from recipes.reachable_gradients import ReachableGradients
+from recipes.strategy.precision_plugin import lightning_plugin
+from recipes.strategy.torch_native import ReachableGradients
 
 # what autocast computes in the low precision: their weights may be gathered in it, no other parameter
 _LOW_PRECISION = (nn.Linear, nn.Conv1d, nn.Conv2d, nn.Conv3d)

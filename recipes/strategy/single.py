@@ -6,10 +6,10 @@ import torch
 from lightning.pytorch.plugins.io import CheckpointIO
 from lightning.pytorch.strategies import SingleDeviceStrategy
 
-from recipes.checkpoint.parts import SavesTensors
+from recipes.checkpoint.shards import SavesTensors
 from recipes.precision import Precision
-from recipes.precision_plugin import lightning_plugin
-from recipes.reachable_gradients import ReachableGradients
+from recipes.strategy.precision_plugin import lightning_plugin
+from recipes.strategy.torch_native import ReachableGradients
 
 
 class SingleDevice(ReachableGradients, SavesTensors, SingleDeviceStrategy):

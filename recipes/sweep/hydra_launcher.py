@@ -13,14 +13,14 @@ from hydra.types import HydraContext, TaskFunction
 from hydra.utils import instantiate
 from omegaconf import DictConfig, OmegaConf, open_dict
 
-from recipes.console import open_console
-from recipes.mistake import Mistake, MistakesError
-from recipes.preemption import EXIT_PREEMPTED
-from recipes.run_lock import alone_in
-from recipes.start_ranks import EXIT_TERMINATED
-from recipes.sweep.hydra_home import enter
+from recipes.entry.spawn import EXIT_TERMINATED
+from recipes.errors import Mistake, MistakesError
+from recipes.launcher.job import Job
+from recipes.runtime.console import open_console
+from recipes.runtime.lock import alone_in
+from recipes.runtime.signals import EXIT_PREEMPTED
 from recipes.sweep.leaderboard import objective_of
-from recipes.sweep.ledger import Job
+from recipes.sweep.plugins import enter
 from recipes.sweep.settings import Settings
 from recipes.sweep.sweep import Sweep
 

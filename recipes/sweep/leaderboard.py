@@ -8,10 +8,9 @@ from difflib import get_close_matches
 from pathlib import Path
 from typing import Any, Literal
 
-from recipes.mistake import Mistake
-from recipes.sweep.ledger import Job
+from recipes.errors import Mistake
+from recipes.launcher.job import Job, State, summary_of
 from recipes.sweep.progress import METRICS_FILE
-from recipes.sweep.state import State, summary_of
 
 SWEEP_FILE = "sweep.csv"
 Direction = Literal["minimize", "maximize"]

@@ -11,13 +11,13 @@ from hydra.plugins.sweeper import Sweeper
 from hydra.types import HydraContext, TaskFunction
 from omegaconf import DictConfig, OmegaConf
 
-from recipes.mistake import Mistake, MistakesError
-from recipes.run_lock import alone_in
+from recipes.config.overrides import override, words_of
+from recipes.errors import Mistake, MistakesError
+from recipes.runtime.lock import alone_in
 from recipes.sweep.hydra_launcher import LOGGER, TYPED, FreshProcesses
 from recipes.sweep.leaderboard import Direction
+from recipes.sweep.optuna_study import StudySource
 from recipes.sweep.search_space import Choice, SearchSpace, read_space
-from recipes.sweep.study import StudySource
-from recipes.sweep.words import override, words_of
 
 if TYPE_CHECKING:
     from optuna.distributions import BaseDistribution

@@ -6,12 +6,11 @@ import time
 from collections.abc import Callable, Mapping, Sequence
 from typing import Protocol
 
-from recipes.launcher.place import Handle, Place
-from recipes.preemption import EXIT_PREEMPTED, SecondSignalError, requests_to
-from recipes.start_ranks import EXIT_TERMINATED
-from recipes.sweep.ledger import Job
+from recipes.entry.spawn import EXIT_TERMINATED
+from recipes.launcher import Handle, Place
+from recipes.launcher.job import Job, State, state_of
+from recipes.runtime.signals import EXIT_PREEMPTED, SecondSignalError, requests_to
 from recipes.sweep.progress import Progress
-from recipes.sweep.state import State, state_of
 
 LOGGER = logging.getLogger("lightning_recipes")
 _POLL_SECONDS = 0.05

@@ -18,8 +18,8 @@ from hydra.core.override_parser.types import (
 )
 from hydra.errors import HydraException
 
-from recipes.mistake import Mistake
-from recipes.sweep.words import override, plain
+from recipes.config.overrides import override, plain
+from recipes.errors import Mistake
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -7,18 +7,17 @@ from typing import Any
 from rich.console import Console
 
 from recipes.checkpoint.resume import newest_checkpoint
-from recipes.console import LOGGER
-from recipes.launch import compose_and_check
-from recipes.launcher.place import Place
-from recipes.mistake import Mistake
-from recipes.sweep.job_words import again, words_of_job
+from recipes.config import compose_and_check
+from recipes.errors import Mistake
+from recipes.launcher import Place
+from recipes.launcher.job import JOB_FILE, Job, State, read_job
+from recipes.runtime.console import LOGGER
+from recipes.sweep.command_line import again, words_of_job
 from recipes.sweep.leaderboard import check_objective
-from recipes.sweep.ledger import Job, Ledger
+from recipes.sweep.live_table import LiveTable
 from recipes.sweep.pool import Pool, Source, exit_code_of
-from recipes.sweep.records import Records
+from recipes.sweep.report import Records
 from recipes.sweep.settings import Settings
-from recipes.sweep.state import State
-from recipes.sweep.table import LiveTable
 
 
 class Sweep:
@@ -168,3 +167,35 @@ def _goes_on(job: Job) -> list[str]:
 
 def _trains(job: Job) -> bool:
     return not any(word.startswith("mode=") and word != "mode=fit" for word in job.overrides)
+
+
+class Ledger:
+    """All jobs of a sweep's folder, those of earlier starts included.
+
+    Args:
+        folder: Of the sweep.
+    """
+
+    def __init__(self, folder: Path) -> None:
+        files = [*folder.glob(f"*/{JOB_FILE}"), *folder.glob(f"*/*/{JOB_FILE}")]
+        found = [read_job(file) for file in sorted(files)]
+        self.jobs = sorted(found, key=lambda job: job.number)
+        self._unclaimed = list(self.jobs)
+
+    def claim(self, overrides: list[str]) -> Job | None:
+        """The job of an earlier start that was asked for in the same words, each once; None: there is none."""
+        words = sorted(overrides)
+        for job in self._unclaimed:
+            if sorted(job.overrides) == words:
+                self._unclaimed.remove(job)
+                return job
+        return None
+
+    def free_number(self, wanted: int) -> int:
+        """A number that no job has: the one wanted, else the next after all."""
+        taken = {job.number for job in self.jobs}
+        return wanted if wanted not in taken else max(taken) + 1
+
+    def add(self, job: Job) -> None:
+        """Take in a new job."""
+        self.jobs.append(job)

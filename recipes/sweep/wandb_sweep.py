@@ -7,8 +7,8 @@ from typing import Any
 
 from hydra.errors import HydraException
 
-from recipes.compose import MODE_OF_SWEEPS, parse
-from recipes.mistake import Mistake
+from recipes.config.compose import MODE_OF_SWEEPS, parse
+from recipes.errors import Mistake
 from recipes.sweep.search_space import Choice, Interval, SearchSpace
 
 # of the parameters' names, from W&B's schema of a sweep (pip install 'wandb[sweeps]': sweeps/config/schema.json)

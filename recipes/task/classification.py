@@ -4,8 +4,8 @@ from typing import ClassVar
 
 from torch import Tensor
 
-from recipes.loss import count_correct, count_targets, mean_per_sample
-from recipes.task.learning import Batch, LearningTask
+from recipes.numerics.loss import count_correct, count_targets, mean_per_sample
+from recipes.task.base import Batch, LearningTask
 
 
 class Classification(LearningTask):

@@ -5,10 +5,10 @@ from typing import ClassVar, cast
 
 from torch import Tensor
 
-from recipes.loss import count_targets, mean_per_sample
 from recipes.model import LanguageModel
 from recipes.model.generate import generate
-from recipes.task.learning import Batch, LearningTask
+from recipes.numerics.loss import count_targets, mean_per_sample
+from recipes.task.base import Batch, LearningTask
 from recipes.tokenizer import Tokenizer
 
 

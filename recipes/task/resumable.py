@@ -1,6 +1,6 @@
 """What a task adds to a checkpoint and takes from one: counters, names, random numbers, the optimizer's identity."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -9,17 +9,13 @@ import lightning.pytorch as lightning
 import torch
 from torch.optim.lr_scheduler import LambdaLR
 
-from recipes.checkpoint.compatibility import (
-    recount_micro_batches,
-    refuse_other_model,
-    refuse_other_optimizer,
-)
 from recipes.checkpoint.layout import shard_name
-from recipes.checkpoint.random_state import random_state, restore, seed_rank
-from recipes.checkpoint.shard_file import write_shard
+from recipes.checkpoint.rng_state import random_state, restore, seed_rank
+from recipes.checkpoint.shard_file import SavedTensor, write_shard
 from recipes.clipping import Clipping
+from recipes.errors import Mistake
 from recipes.model.init import whole_shape
-from recipes.weight_average import NAME as AVERAGE
+from recipes.numerics.ema import NAME as AVERAGE
 
 
 class Resumable(lightning.LightningModule):
@@ -169,3 +165,58 @@ class Resumable(lightning.LightningModule):
             for name, parameter in every
             if first.setdefault(id(parameter), name) != name
         }
+
+
+def refuse_other_model(own: Mapping[str, torch.Size], saved: Mapping[str, SavedTensor]) -> None:
+    """Compare the shapes of a model's tensors with the tensors of a checkpoint.
+
+    Raises:
+        Mistake: One is missing, one too many, or one has another shape.
+    """
+    here = {name: tuple(shape) for name, shape in own.items()}
+    there = {name: tuple(tensor.shape) for name, tensor in saved.items()}
+    for name in here | there:
+        if here.get(name) != there.get(name):
+            raise Mistake(
+                "resume=… model.…",
+                f"the checkpoint is of another model: {name} is {_shape(there.get(name))} there"
+                f" and {_shape(here.get(name))} here",
+                "resume=… without settings of the model",
+            )
+
+
+def refuse_other_optimizer(name: str, saved_name: str | None) -> None:
+    """Moments of one optimizer mean nothing to another.
+
+    Args:
+        name: Class of the optimizer of this run.
+        saved_name: That of the checkpoint; None where there is none.
+
+    Raises:
+        Mistake: They differ.
+    """
+    if saved_name not in (None, name):
+        raise Mistake(
+            f"optimizer={name.lower()}",
+            f"the checkpoint holds the state of {saved_name}",
+            f"optimizer={str(saved_name).lower()}, or leave it out",
+        )
+
+
+def recount_micro_batches(checkpoint: dict[str, Any], *, passes: int) -> None:
+    """Rewrite Lightning's counters, in micro-batches, for a run with another number of them per step.
+
+    Args:
+        checkpoint: Lightning's, changed in place.
+        passes: Micro-batches per optimizer step of this run.
+    """
+    progress = checkpoint["loops"]["fit_loop"]["epoch_loop.batch_progress"]
+    done = checkpoint["global_step"] * passes
+    for counts in (progress["total"], progress["current"]):
+        # 1 in a checkpoint written before its batch was counted as completed, else 0
+        uncounted = counts["ready"] - counts["completed"]
+        counts |= dict.fromkeys(counts, done) | {"completed": done - uncounted}
+
+
+def _shape(shape: tuple[int, ...] | None) -> str:
+    return "missing" if shape is None else str(list(shape))

@@ -1,7 +1,7 @@
 """Text <-> token ids: one class over the `tokenizers` library; ~3 MB/s a process, bytes ~500 MB/s.
 
 The library's own threads stay off, because a process that has used them must not fork afterwards,
-and DataLoader workers are forks; recipes/data/tokenize.py spreads texts over processes instead.
+and DataLoader workers are forks; recipes/data/text/tokenize.py spreads texts over processes instead.
 """
 
 from __future__ import annotations

@@ -10,8 +10,8 @@ from pathlib import Path
 from tokenizers import AddedToken, Regex, decoders, models, pre_tokenizers, trainers
 from tokenizers import Tokenizer as Backend
 
-from recipes.data.cache_folder import build_once
-from recipes.mistake import Mistake
+from recipes.cache import build_once
+from recipes.errors import Mistake
 from recipes.tokenizer import END_OF_TEXT, NUM_BYTES, TextCorpus, Tokenizer
 
 log = logging.getLogger(__name__)

@@ -6,7 +6,7 @@ from typing import Any
 
 from tokenizers import Tokenizer as Backend
 
-from recipes.mistake import Mistake
+from recipes.errors import Mistake
 from recipes.tokenizer import END_OF_TEXT, TextCorpus, Tokenizer, token_text
 
 _SETTINGS_FILE = "tokenizer_config.json"

@@ -5,8 +5,8 @@ from pathlib import Path
 
 from support import TINY
 
-from recipes.compose import Composed
-from recipes.launch import compose_and_check
+from recipes.config import compose_and_check
+from recipes.config.compose import Composed
 
 COMMON = (
     *TINY,

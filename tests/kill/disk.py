@@ -11,7 +11,7 @@ import torch
 from safetensors.torch import load_file
 from torch import Tensor
 
-from recipes.checkpoint.folder_io import FolderCheckpointIO
+from recipes.checkpoint.checkpoint_io import FolderCheckpointIO
 
 # columns that differ from run to run
 MEASURED = ("time/", "throughput/", "memory/")

@@ -12,7 +12,7 @@ from kill.lives import CommandLife, ForkedLife, Life, Zygote
 from kill.victim import Victim, draw_moment
 from support import write_texts
 
-from recipes.compose import Composed
+from recipes.config.compose import Composed
 
 # in which a life of the zygote has come to its first row
 START_SECONDS = 1.0

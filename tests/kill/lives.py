@@ -16,9 +16,8 @@ from typing import Any, Protocol
 from started import living, marked
 from support import ROOT
 
-from recipes.compose import Composed
-from recipes.rank import text_of
-from recipes.start_ranks import _free_port, environ_of
+from recipes.config.compose import Composed, text_of
+from recipes.entry.spawn import _free_port, environ_of
 
 _ALONE_SECONDS = 0.5  # that ranks are given to end by themselves once one is killed
 _GONE_SECONDS = 30.0  # for what a killed command has started

@@ -20,9 +20,9 @@ _PR_SET_PDEATHSIG = 1
 # imported late by a run, besides what its config names; other versions may have no such module
 _LATE = (
     "recipes.build",
-    "recipes.launch",
-    "recipes.rank",
-    "recipes.start_ranks",
+    "recipes.entry.run",
+    "recipes.entry.rank_main",
+    "recipes.entry.spawn",
     "deepspeed",
     "deepspeed.runtime.zero.muon.muon_optimizer",
     "multiprocessing.popen_fork",
@@ -110,9 +110,9 @@ def _be_rank(run_file: str, environ: dict[str, str], log: str, stdin: int) -> No
 
 
 def _carry_out(run_file: str) -> int:
-    from recipes import rank
-    from recipes.launch import launch
-    from recipes.ranks import RANK_FILE
+    from recipes.entry import rank_main as rank
+    from recipes.entry.run import launch
+    from recipes.runtime.world import RANK_FILE
 
     if RANK_FILE in os.environ:
         return rank.main()

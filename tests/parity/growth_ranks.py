@@ -12,8 +12,8 @@ sys.path[:0] = [str(folder) for folder in Path(__file__).parents[:3]]
 import run_cases  # noqa: E402
 from support import composed_config, read_metrics  # noqa: E402
 
-from recipes import zero_loss_scale  # noqa: E402
 from recipes.build import build  # noqa: E402
+from recipes.strategy.deepspeed import loss_scale as zero_loss_scale  # noqa: E402
 
 zero_loss_scale.GROWTH_INTERVAL = 2
 _grow_after_the_step = zero_loss_scale._grow_after_the_step

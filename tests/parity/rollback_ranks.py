@@ -15,11 +15,11 @@ from lightning.pytorch.callbacks import Callback  # noqa: E402
 from run_cases import carry_out  # noqa: E402
 from support import ROOT, composed_config, read_metrics  # noqa: E402
 
-from callbacks import loss_spike  # noqa: E402
-from callbacks.loss_spike import LossSpikeRollback  # noqa: E402
-from callbacks.spike_detector import Alarm  # noqa: E402
-from callbacks.spike_watch import Reading, Verdict  # noqa: E402
-from callbacks.step_reader import StepReader  # noqa: E402
+from callbacks.loss_spike import callback as loss_spike  # noqa: E402
+from callbacks.loss_spike.callback import LossSpikeRollback  # noqa: E402
+from callbacks.loss_spike.detector import Alarm  # noqa: E402
+from callbacks.loss_spike.monitor import Reading, Verdict  # noqa: E402
+from callbacks.loss_spike.reader import StepReader  # noqa: E402
 from recipes.build import build  # noqa: E402
 
 

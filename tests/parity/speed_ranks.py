@@ -18,7 +18,7 @@ from lightning.pytorch.callbacks import Callback  # noqa: E402
 from run_cases import carry_out  # noqa: E402
 from support import composed_config, read_metrics  # noqa: E402
 
-from callbacks.throughput import SpeedMonitor  # noqa: E402
+from callbacks.throughput.callback import SpeedMonitor  # noqa: E402
 from recipes.build import build  # noqa: E402
 
 

@@ -7,7 +7,7 @@ import pytest
 from cases import COMMON, DECODER, TOKENS
 from ranks import run_on_ranks
 
-from recipes.check.toolchain import has_libaio
+from recipes.config.check.deepspeed import has_libaio
 
 AT, TO, STEPS = 33, 16, 36  # so that 16 steps are made twice
 WORKER = Path(__file__).parent / "rollback_ranks.py"

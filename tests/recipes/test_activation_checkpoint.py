@@ -6,8 +6,8 @@ import pytest
 import torch
 
 from recipes.activation_checkpoint import ActivationCheckpoint
-from recipes.model import initialize
 from recipes.model.gpt2 import GPT2
+from recipes.model.weights import initialize
 
 SHAPE: dict[str, Any] = {
     "vocab_size": 64,

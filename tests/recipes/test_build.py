@@ -7,7 +7,7 @@ import torch
 from support import TINY, composed_config
 
 from recipes.build import build
-from recipes.mistake import Mistake
+from recipes.errors import Mistake
 
 needs_no_gpu = pytest.mark.skipif(torch.cuda.is_available(), reason="there is a GPU here")
 

@@ -108,7 +108,11 @@ def test_float16_skips_an_outlier_without_touching_its_loss_scale(
         def _inputs(self, trainer: Any, pl_module: Any, batch: Any) -> None:
             batch["num_targets"] = batch["num_targets"] / torch.tensor(1.5)
 
-    words = ["precision=16-mixed", "trainer.max_steps=27", "callbacks.loss_spike.loss_score=6"]
+    words = [
+        "precision=16-mixed",
+        "trainer.max_steps=27",
+        "callbacks.loss_spike.loss_score=6",
+    ]
     fault = Large(kind="inputs", step=24)
     rows, events = train(tmp_path, text_folder, *words, callbacks=(fault,))
     assert named(events, "skip") == [("skip", 25)]

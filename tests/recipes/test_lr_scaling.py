@@ -8,8 +8,8 @@ import pytest
 import yaml
 from support import TINY, read_metrics, run_train
 
-from recipes.compose import compose_run, freeze
-from recipes.launch import compose_and_check
+from recipes.config import compose_and_check
+from recipes.config.compose import compose_run, freeze
 from recipes.lr_scaling import is_positive, scaled_lr
 
 REFERENCE = ("lr_scaling.reference_lr=3e-4", "lr_scaling.reference_batch_size=32")

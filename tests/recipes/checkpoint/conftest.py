@@ -14,12 +14,12 @@ from torch import Tensor
 
 from recipes.build import build
 from recipes.checkpoint.manifest import Manifest
-from recipes.checkpoint.parts import whole_part
 from recipes.checkpoint.retention import name_of
+from recipes.checkpoint.shards import whole_part
 from recipes.checkpoint.writer import CheckpointWriter, Outcome
-from recipes.console import open_console
 from recipes.mode.fit import fit
-from recipes.preemption import SIGNALS
+from recipes.runtime.console import open_console
+from recipes.runtime.signals import SIGNALS
 
 
 class Ended(NamedTuple):

@@ -9,10 +9,11 @@ from pathlib import Path
 import pytest
 from support import ROOT, read_metrics, run_train
 
-from recipes.checkpoint.folder_io import FolderCheckpointIO
+from recipes.checkpoint.checkpoint_io import FolderCheckpointIO
 from recipes.checkpoint.writer import CheckpointWriter
-from recipes.launch import compose_and_check, launch
-from recipes.mistake import Mistake
+from recipes.config import compose_and_check
+from recipes.entry.run import launch
+from recipes.errors import Mistake
 
 FILES = ["manifest.json", "rank_00000.safetensors", "run.pt"]
 NUM_FLIPS = 100

@@ -14,10 +14,11 @@ import pytest
 from lightning.pytorch.callbacks import Callback
 from support import read_metrics
 
-from recipes.checkpoint.finished_saves import SaveError
 from recipes.checkpoint.manifest import fault
 from recipes.checkpoint.resume import newest_checkpoint
-from recipes.launch import compose_and_check, launch
+from recipes.checkpoint.save_log import SaveError
+from recipes.config import compose_and_check
+from recipes.entry.run import launch
 
 SIZE = "1300k"  # two checkpoints of 489 kB and all else that a run writes; not three
 WORDS = ["save_every=5", "eval_every=20", "checkpoint.keep_best=0"]

@@ -9,9 +9,8 @@ import pytest
 import torch
 from torch import Tensor
 
-from recipes.checkpoint.parts import whole_part
-from recipes.checkpoint.saved_tensors import SavedTensor, open_tensors
-from recipes.checkpoint.shard_file import Part, write_shard
+from recipes.checkpoint.shard_file import Part, SavedTensor, open_tensors, write_shard
+from recipes.checkpoint.shards import whole_part
 
 DTYPES = [torch.float32, torch.bfloat16, torch.float64, torch.int64]
 

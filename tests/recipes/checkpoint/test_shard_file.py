@@ -11,8 +11,8 @@ from safetensors.torch import load_file
 from torch import Tensor
 
 from recipes.checkpoint.manifest import hash_file
-from recipes.checkpoint.parts import whole_part
 from recipes.checkpoint.shard_file import Part, flat_start, write_shard
+from recipes.checkpoint.shards import whole_part
 
 FLOATS = [torch.float64, torch.float32, torch.float16, torch.bfloat16]
 WHOLE_NUMBERS = [torch.int64, torch.int32, torch.int16, torch.int8, torch.uint8]

@@ -10,8 +10,8 @@ import torch
 from support import CrashAt
 
 from recipes.checkpoint.manifest import FileRecord, fault, read_manifest
-from recipes.checkpoint.parts import whole_part
 from recipes.checkpoint.retention import Retention, apply, name_of, pointed, steps_on_disk
+from recipes.checkpoint.shards import whole_part
 from recipes.checkpoint.writer import CheckpointWriter, Report
 
 KEEP_THREE = Retention(keep_last=3, keep_every=None, keep_best=0, metric="val/loss", mode="min")

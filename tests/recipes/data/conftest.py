@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from recipes.data.corpus import Corpus, Document
+from recipes.data.text.corpus import Corpus, Document
 
 _SYLLABLES = ["ba", "ko", "ti", "ren", "sal", "mu", "vo", "pe", "lin", "dar", "é", "ß", "漢", "😀"]
 

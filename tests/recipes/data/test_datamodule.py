@@ -8,8 +8,8 @@ import pytest
 import torch
 from support import MaskedTokens
 
-from recipes.accumulation import Accumulation
 from recipes.data.datamodule import StreamData
+from recipes.numerics.accumulation import Accumulation
 
 
 class Numbered(MaskedTokens):

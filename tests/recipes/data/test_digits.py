@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from recipes.data.digits import Digits
-from recipes.mistake import Mistake
+from recipes.errors import Mistake
 
 
 @pytest.fixture(scope="module")

@@ -9,7 +9,7 @@ import time
 import pytest
 from torch.utils.data import DataLoader
 
-from recipes.data.loader_process import outlive_signals
+from recipes.data.datamodule import outlive_signals
 
 SECONDS = 10.0
 

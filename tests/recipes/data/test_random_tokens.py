@@ -5,7 +5,7 @@ import pytest
 import torch
 
 from recipes.data.random_tokens import RandomTokens
-from recipes.mistake import Mistake
+from recipes.errors import Mistake
 
 
 def source(**changes):

@@ -3,7 +3,7 @@
 import torch
 from support import MaskedTokens
 
-from recipes.data.rank_share import RankShare
+from recipes.data.batches import RankShare
 
 
 def test_three_ranks_read_ten_samples_once_and_pad_to_four_each() -> None:

@@ -3,7 +3,7 @@
 import pytest
 
 from recipes.data.text_files import TEXT_SUFFIXES, TextFiles
-from recipes.mistake import Mistake
+from recipes.errors import Mistake
 from recipes.tokenizer.bytes import Bytes
 
 USUAL = "data.path=<file, folder or 'glob/**/*.txt' of UTF-8 text>"

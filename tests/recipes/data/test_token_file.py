@@ -4,7 +4,7 @@ import numpy as np
 import pytest
 
 from recipes.data.token_file import TokenFile
-from recipes.mistake import Mistake
+from recipes.errors import Mistake
 
 
 @pytest.fixture

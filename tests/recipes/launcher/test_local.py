@@ -4,13 +4,13 @@ from pathlib import Path
 
 import pytest
 
-from recipes.launch import compose_and_check
+from recipes.config import compose_and_check
+from recipes.errors import Mistake
 from recipes.launcher import local
 from recipes.launcher.environ import clean_environ, forget_slurm
+from recipes.launcher.job import Job
 from recipes.launcher.local import Local
-from recipes.mistake import Mistake
-from recipes.ranks import RANK_FILE
-from recipes.sweep.ledger import Job
+from recipes.runtime.world import RANK_FILE
 
 
 class FakeProcess:
@@ -33,7 +33,7 @@ def _processes(monkeypatch: pytest.MonkeyPatch) -> None:
 @pytest.fixture
 def four_gpus(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(local, "num_gpus", lambda: 4)
-    monkeypatch.setattr("recipes.ranks.num_gpus", lambda: 4)
+    monkeypatch.setattr("recipes.runtime.world.num_gpus", lambda: 4)
 
 
 @pytest.fixture
@@ -107,7 +107,7 @@ def test_gpus_that_are_visible_are_shared_out_by_their_own_names(
 ) -> None:
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "GPU-5b,GPU-7c,-1,GPU-9e")
     monkeypatch.setattr(local, "num_gpus", lambda: 2)
-    monkeypatch.setattr("recipes.ranks.num_gpus", lambda: 2)
+    monkeypatch.setattr("recipes.runtime.world.num_gpus", lambda: 2)
     place = local_place()
     assert rooms(place.start([job_of(0), job_of(1), job_of(2)])) == [["GPU-5b"], ["GPU-7c"]]
 

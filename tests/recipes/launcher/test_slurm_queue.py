@@ -5,9 +5,9 @@ from pathlib import Path
 
 import pytest
 
+from recipes.errors import Mistake
 from recipes.launcher import slurm_queue
 from recipes.launcher.slurm_queue import Queue
-from recipes.mistake import Mistake
 
 
 @pytest.fixture

@@ -13,9 +13,10 @@ from faults import FaultAt
 from support import ROOT, TINY, composed_config, read_metrics, run_train
 
 from recipes.build import build
-from recipes.launch import compose_and_check, launch
+from recipes.config import compose_and_check
+from recipes.entry.run import launch
+from recipes.errors import Mistake
 from recipes.logger.tensorboard import TensorBoardLogger
-from recipes.mistake import Mistake
 
 pytest.importorskip("tensorboard")
 
@@ -231,7 +232,10 @@ def test_a_run_that_went_back_has_each_step_once_and_every_event(
     spikes = [
         "callbacks=[grad_norm,loss_scale,loss_spike]",
         *(f"callbacks.loss_spike.{word}" for word in ("window=32", "warm_up=16")),
-        *(f"callbacks.loss_spike.{word}" for word in ("snapshot_every=10", "quarantine_steps=10")),
+        *(
+            f"callbacks.loss_spike.{word}"
+            for word in ("snapshot_every=10", "quarantine_steps=10")
+        ),
     ]
     typed = [word for word in words(tmp_path, text_folder, *spikes) if not word.startswith("~")]
     rates = ["scheduler=constant", "optimizer.lr=1e-3", "seed=3", "save_every=10", "eval_every=20"]

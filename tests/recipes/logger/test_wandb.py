@@ -16,12 +16,12 @@ import pytest
 from support import ROOT, TINY, read_metrics, write_texts
 from wandb_server import KEY, serving
 
-from recipes.launch import compose_and_check, launch
-from recipes.logger.wandb import STEP, WandbRun
-from recipes.logger.wandb_alerts import Alerts
-from recipes.logger.wandb_ending import Ending
-from recipes.logger.wandb_file import rows_in_file
-from recipes.logger.wandb_start import ID_FILE
+from recipes.config import compose_and_check
+from recipes.entry.run import launch
+from recipes.logger.wandb.alerts import Alerts, Ending
+from recipes.logger.wandb.init import ID_FILE
+from recipes.logger.wandb.logger import STEP, WandbRun
+from recipes.logger.wandb.resume import rows_in_file
 
 Record = dict[str, Any]
 OF_WANDB = ("_step", "_runtime", "_timestamp")
@@ -374,7 +374,7 @@ def core_process() -> int:
 def test_a_process_of_wandb_that_dies_or_hangs_costs_one_line_and_never_the_run(
     folder: Path, said: list[str], monkeypatch: pytest.MonkeyPatch, number: int
 ) -> None:
-    monkeypatch.setattr("recipes.logger.wandb._START_SECONDS", 10.0)
+    monkeypatch.setattr("recipes.logger.wandb.logger._START_SECONDS", 10.0)
     logger = logger_in(folder, finish_timeout_seconds=-8.0)  # two seconds in all
     logger.log_event("start", 0)
     log_steps(logger, 1, 2)
@@ -479,7 +479,7 @@ def test_alerts_of_a_kind_wait_and_the_next_says_how_many_were_held_back(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     now = [0.0]
-    monkeypatch.setattr("recipes.logger.wandb_alerts.time.monotonic", lambda: now[0])
+    monkeypatch.setattr("recipes.logger.wandb.alerts.time.monotonic", lambda: now[0])
     alerts = Alerts(every_minutes=30)
     sent = []
     for minute in range(65):

@@ -15,11 +15,11 @@ import pytest
 import yaml
 from support import ROOT
 
-from recipes.compose import Composed
-from recipes.launch import compose_and_check
-from recipes.mistake import Mistake
+from recipes.config import compose_and_check
+from recipes.config.compose import Composed
+from recipes.errors import Mistake
 from recipes.mode.dashboard import dashboard
-from recipes.mode.workspace import KINDS, STEP, make_workspace, pattern_of
+from recipes.mode.wandb_workspace import KINDS, STEP, make_workspace, pattern_of
 
 SPEC = yaml.safe_load((ROOT / "conf" / "dashboard" / "default.yaml").read_text())["sections"]
 PANELS = [panel for section in SPEC for panel in section["panels"]]

@@ -8,7 +8,8 @@ import torch
 import yaml
 from support import TINY, composed_config, read_metrics, write_texts
 
-from recipes.launch import compose_and_check, launch
+from recipes.config import compose_and_check
+from recipes.entry.run import launch
 
 REMAINS = [
     ".lock",
@@ -186,7 +187,7 @@ def test_an_export_is_loaded_by_transformers_with_the_same_logits(
     assert tokens.tolist() == [list(b"value_1 = 2")]
     config = composed_config(f"resume={run}", "mode=export")
     from recipes.build import build
-    from recipes.mode.weights import load_task
+    from recipes.mode.load import load_task
 
     ours, checkpoint = load_task(build(config, run, []), "trained")
     assert checkpoint.name == "step_0000012.ckpt"

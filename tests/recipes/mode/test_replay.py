@@ -11,8 +11,8 @@ from faults import FaultAt
 from support import TINY, run_train, write_texts
 
 from recipes.build import build
-from recipes.compose import freeze
-from recipes.launch import compose_and_check
+from recipes.config import compose_and_check
+from recipes.config.compose import freeze
 from recipes.mode.fit import fit
 
 WORDS = [

@@ -6,8 +6,8 @@ from typing import Any
 
 import pytest
 
-from recipes.compose import Composed
-from recipes.mistake import Mistake
+from recipes.config.compose import Composed
+from recipes.errors import Mistake
 from recipes.mode.report import find_runs, report
 
 COMPOSED = Composed(config={}, choices={}, run_folder=Path("unused"), overrides=[])

@@ -12,9 +12,10 @@ import pytest
 import yaml
 from support import ROOT, TINY, write_texts
 
-from recipes.launch import compose_and_check, launch
-from recipes.logger.wandb_file import STEP
-from recipes.logger.wandb_start import ID_FILE
+from recipes.config import compose_and_check
+from recipes.entry.run import launch
+from recipes.logger.wandb.init import ID_FILE
+from recipes.logger.wandb.resume import STEP
 from tests.recipes.logger.test_wandb import one_of, records_of, rows_of, summary_of
 
 SPACE = (

@@ -6,10 +6,10 @@ import pytest
 import torch
 from torch import nn
 
-from recipes.mistake import Mistake
+from recipes.errors import Mistake
+from recipes.model.attention import KeyValueCache, causal_mask
 from recipes.model.generate import generate, sampling_probabilities
 from recipes.model.gpt2 import GPT2
-from recipes.model.kv_cache import KeyValueCache, causal_mask
 from recipes.model.llama import Llama
 
 torch.set_num_threads(1)

@@ -7,7 +7,7 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
-from recipes.mistake import Mistake
+from recipes.errors import Mistake
 from recipes.model.gpt2 import GPT2
 
 torch.set_num_threads(1)

@@ -11,9 +11,9 @@ from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor, Shard, distribute_tensor
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
-from recipes.model import initialize
 from recipes.model.gpt2 import GPT2
 from recipes.model.init import fill, generator_for, named_parameters, normal_
+from recipes.model.weights import initialize
 
 torch.set_num_threads(1)
 

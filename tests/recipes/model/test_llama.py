@@ -9,10 +9,10 @@ import torch.distributed as dist
 import torch.nn.functional as F
 from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 
-from recipes.mistake import Mistake
+from recipes.errors import Mistake
 from recipes.model import llama_block
 from recipes.model.llama import Llama
-from recipes.model.rms_norm import RMSNorm
+from recipes.model.llama_block import RMSNorm
 from recipes.model.rope import Rotation, rope_tables, rotate
 
 torch.set_num_threads(1)

@@ -8,9 +8,9 @@ import torch
 import torch.nn.functional as F
 from safetensors.torch import save_file
 
-from recipes.mistake import Mistake
-from recipes.model import initialize
+from recipes.errors import Mistake
 from recipes.model.resnet18 import ResNet18
+from recipes.model.weights import initialize
 
 torch.set_num_threads(1)
 

@@ -45,7 +45,7 @@ def test_lightning_still_broadcasts_inside_its_signal_handler() -> None:
 
 
 def test_deepspeed_still_links_moments_when_only_the_first_group_has_any() -> None:
-    """0.19.8, `recipes.checkpoint.zero._link`."""
+    """0.19.8, `recipes.strategy.deepspeed.checkpoint._link`."""
     from deepspeed.runtime.zero.stage_1_and_2 import DeepSpeedZeroOptimizer
 
     source = inspect.getsource(DeepSpeedZeroOptimizer._optimizer_step)
@@ -61,7 +61,7 @@ def test_deepspeed_still_gives_each_rank_a_scaler_of_its_own_under_autocast() ->
 
 
 def test_deepspeed_still_pickles_its_loss_scaler_into_its_own_checkpoints() -> None:
-    """0.19.8, `recipes.checkpoint.zero`: `torch.load(..., weights_only=True)` refuses them; ours are tensors."""
+    """0.19.8: `torch.load(..., weights_only=True)` rejects them; `strategy/deepspeed/checkpoint.py` writes tensors."""
     from deepspeed.runtime.zero.stage_1_and_2 import DeepSpeedZeroOptimizer
 
     assert "[LOSS_SCALER] = self.loss_scaler" in inspect.getsource(
@@ -70,7 +70,7 @@ def test_deepspeed_still_pickles_its_loss_scaler_into_its_own_checkpoints() -> N
 
 
 def test_deepspeed_cpu_adam_still_computes_powers_anew_where_steps_are_left_out() -> None:
-    """0.19.8, `recipes.checkpoint.zero._count_up`: the last bit of a correction differs in some step."""
+    """0.19.8, `recipes.strategy.deepspeed.checkpoint._count_up`: the last bit of a correction differs in some step."""
     from deepspeed.ops.adam import DeepSpeedCPUAdam
 
     def after(steps: range) -> float:

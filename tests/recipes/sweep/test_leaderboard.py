@@ -7,7 +7,8 @@ from typing import Any
 
 import pytest
 
-from recipes.mistake import Mistake
+from recipes.errors import Mistake
+from recipes.launcher.job import Job, State, read_job, state_of
 from recipes.sweep.leaderboard import (
     check_objective,
     objective_of,
@@ -15,8 +16,7 @@ from recipes.sweep.leaderboard import (
     swept_words,
     write_leaderboard,
 )
-from recipes.sweep.ledger import Job, Ledger, read_job
-from recipes.sweep.state import State, state_of
+from recipes.sweep.sweep import Ledger
 
 
 def job_in(

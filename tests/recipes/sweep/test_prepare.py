@@ -9,18 +9,16 @@ from typing import Any
 import pytest
 from rich.console import Console
 
-from recipes.compose import CONF
-from recipes.launch import compose_and_check
+from recipes.config import compose_and_check
+from recipes.config.compose import CONF
+from recipes.launcher.job import Job, State
 from recipes.launcher.local import Local
-from recipes.sweep.job_words import again, command_of, words_of_job
-from recipes.sweep.ledger import Job
+from recipes.sweep.command_line import again, check_words, command_of, words_of_job
+from recipes.sweep.live_table import table_of
 from recipes.sweep.pool import exit_code_of
-from recipes.sweep.records import Records
+from recipes.sweep.report import Records
 from recipes.sweep.settings import Settings
-from recipes.sweep.state import State
 from recipes.sweep.sweep import Sweep
-from recipes.sweep.table import table_of
-from recipes.sweep.typed import check_words
 
 
 def settings_of(*, compare: Callable[..., None] | None = None, **changed: Any) -> Settings:
@@ -67,7 +65,10 @@ def test_a_job_is_the_same_whoever_carries_it_out_and_whatever_it_is_judged_by()
     others = ["launcher=slurm", "launcher.max_jobs=3", "sweep.objective=mfu", "hydra.sweep.dir=x"]
     others += ["sweep.repeat_failed=true", "ignore_slurm=true", "hydra/sweeper=optuna"]
     assert words_of_job([*words, *others]) == words
-    assert words_of_job(["~callbacks.report=null", "seed=1"]) == ["~callbacks.report", "seed=1"]
+    assert words_of_job(["~callbacks.report=null", "seed=1"]) == [
+        "~callbacks.report",
+        "seed=1",
+    ]
 
 
 def test_two_jobs_of_one_folder_are_refused(tmp_path: Path) -> None:

@@ -8,7 +8,7 @@ from hydra._internal.core_plugins.basic_sweeper import BasicSweeper
 from hydra.core.global_hydra import GlobalHydra
 from hydra.core.override_parser.overrides_parser import OverridesParser
 
-from recipes.compose import CONF, parse
+from recipes.config.compose import CONF, parse
 from recipes.sweep.search_space import Choice, Interval, SearchSpace, read_space
 
 FREE_RANGES = ["range(5)", "range(1,10)", "range(1,10,3)", "range(10,1,-2)", "range(-3,3)"]
@@ -114,14 +114,24 @@ def test_a_glob_is_the_options_of_its_group() -> None:
 def test_later_words_replace_earlier_ones_whatever_they_did_with_the_key() -> None:
     space = space_of(
         *("optimizer.lr=1e-3,1e-2", "model=gpt2_nano,llama_nano", "+callbacks.x={a:1}"),
-        *("seed=1", "~callbacks.report", "optimizer.lr=interval(0.1,0.2)", "model=gpt2_nano"),
+        *(
+            "seed=1",
+            "~callbacks.report",
+            "optimizer.lr=interval(0.1,0.2)",
+            "model=gpt2_nano",
+        ),
         *("seed=range(3)", "callbacks.x=null", "name='a b'"),
     )
     assert space.parameters == {
         "optimizer.lr": Interval(low=0.1, high=0.2),
         "seed": Interval(low=0, high=2, is_integer=True, step=1),
     }
-    assert space.fixed == ["~callbacks.report", "model=gpt2_nano", "callbacks.x=null", "name=a b"]
+    assert space.fixed == [
+        "~callbacks.report",
+        "model=gpt2_nano",
+        "callbacks.x=null",
+        "name=a b",
+    ]
 
 
 def test_fixed_words_are_read_by_hydra_as_they_were() -> None:

@@ -7,8 +7,8 @@ from pathlib import Path
 
 import pytest
 
-from recipes.data.corpus import Corpus, Document
-from recipes.mistake import Mistake
+from recipes.data.text.corpus import Corpus, Document
+from recipes.errors import Mistake
 from recipes.tokenizer import Tokenizer
 from recipes.tokenizer.bpe import Bpe, train_bpe
 

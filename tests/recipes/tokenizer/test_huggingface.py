@@ -5,7 +5,7 @@ import sys
 
 import pytest
 
-from recipes.mistake import Mistake
+from recipes.errors import Mistake
 from recipes.tokenizer.bytes import byte_tokenizer
 from recipes.tokenizer.huggingface import HuggingFace
 

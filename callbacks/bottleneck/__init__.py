@@ -1,0 +1,1 @@
+"""Name what slows a run down: data, synchronisation, a slow rank, the host."""

@@ -1,0 +1,1 @@
+"""Log the gradient norm, and warn when it vanishes or keeps rising."""

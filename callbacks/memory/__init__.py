@@ -1,0 +1,1 @@
+"""Log peak memory, and dump what fills it when it runs out."""

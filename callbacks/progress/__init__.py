@@ -1,0 +1,1 @@
+"""Print progress: a live bar on a terminal, lines elsewhere."""

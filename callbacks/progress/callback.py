@@ -1,0 +1,163 @@
+"""One line that tells how a run goes: microseconds a step, at most four redraws a second."""
+
+import logging
+import math
+import sys
+import time
+from collections.abc import Callable
+from typing import TYPE_CHECKING, Any
+
+from lightning.pytorch import Callback, LightningModule, Trainer
+
+from callbacks.logged_step import StepCounter, is_logged_step
+from callbacks.progress.text import (
+    VAL_LOSS,
+    clock_text,
+    first_of,
+    step_text,
+    train_text,
+    val_text,
+)
+
+if TYPE_CHECKING:
+    from callbacks.progress.bar import LiveBar
+
+log = logging.getLogger("lightning_recipes")
+
+
+class ProgressLine(Callback):
+    """On a terminal a bar, redrawn in place; elsewhere a plain line per logged step. Rank 0 only.
+
+    Every line goes to the logger "lightning_recipes" at INFO in both cases. While there is a bar,
+    its records carry `console=False`, for a console handler to leave them out and a file handler to
+    keep. A process whose logging nobody has set up gets a handler to stderr while it fits. Metrics
+    are read at logged steps only, once the module's own `on_train_batch_end` has had its say: when
+    the next batch, a validation or the end of training begins.
+    """
+
+    def __init__(self, *, refresh_per_second: float = 4.0) -> None:
+        self.clock: Callable[[], float] = time.monotonic
+        self._min_redraw_seconds = 1.0 / refresh_per_second
+        self._steps = StepCounter()
+        self._handler: logging.Handler | None = None
+        self._bar: LiveBar | None = None
+        self._begin(total=None)
+
+    def _begin(self, *, total: int | None) -> None:
+        self._total = total
+        self._pending_step: int | None = None  # logged, not yet written
+        self._timed_from: tuple[int, float] | None = None  # step and time at the first step's end
+        self._redrawn_at = -math.inf
+        self._train_words = ""
+        self._val_loss: float | None = None
+
+    def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        if not trainer.is_global_zero:
+            return
+        self._begin(total=_total_steps(trainer))
+        self._steps.start(trainer)
+        if sys.stderr.isatty() and sys.stdout.isatty():  # `| tee log` wants plain lines
+            from callbacks.progress.bar import LiveBar  # rich: 50 ms that only a terminal needs
+
+            self._bar = LiveBar()
+            self._bar.start()
+            self._redraw(trainer.global_step)
+        elif not log.hasHandlers():
+            self._handler = logging.StreamHandler()
+            log.addHandler(self._handler)
+            log.setLevel(logging.INFO)
+
+    def on_train_batch_start(
+        self, trainer: Trainer, pl_module: LightningModule, batch: Any, batch_idx: int
+    ) -> None:
+        if self._pending_step is not None:
+            self._write_row(trainer)
+        if self._bar is not None and self.clock() - self._redrawn_at >= self._min_redraw_seconds:
+            self._redraw(trainer.global_step)
+
+    def on_train_batch_end(
+        self, trainer: Trainer, pl_module: LightningModule, outputs: Any, batch: Any, batch_idx: int
+    ) -> None:
+        if not trainer.is_global_zero or not self._steps.stepped(trainer):
+            return
+        step = trainer.global_step
+        if self._timed_from is None:
+            self._timed_from = (step, self.clock())
+        if is_logged_step(trainer):
+            self._pending_step = step
+
+    def on_validation_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        self._write_row(trainer)
+
+    def on_validation_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        if not trainer.is_global_zero or trainer.sanity_checking:
+            return
+        metrics = _numbers(trainer)
+        self._val_loss = first_of(metrics, VAL_LOSS)
+        words = val_text(metrics)
+        if words:
+            self._log(f"{step_text(trainer.global_step, self._total)}  {words}")
+
+    def on_train_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        self._write_row(trainer)
+        if self._bar is not None:
+            self._train_words = train_text(_numbers(trainer), val_loss=self._val_loss)
+            self._redraw(trainer.global_step)
+        self._close()
+
+    def on_exception(
+        self, trainer: Trainer, pl_module: LightningModule, exception: BaseException
+    ) -> None:
+        self._close()
+
+    def _close(self) -> None:
+        if self._bar is not None:
+            self._bar.stop()
+            self._bar = None
+        if self._handler is not None:
+            log.removeHandler(self._handler)
+            log.setLevel(logging.NOTSET)
+            self._handler = None
+
+    def _write_row(self, trainer: Trainer) -> None:
+        """Write the row that waits, if one does."""
+        if self._pending_step is None:
+            return
+        step, self._pending_step = self._pending_step, None
+        metrics = _numbers(trainer)
+        words = [step_text(step, self._total), train_text(metrics), self._time_left(step)]
+        self._log("  ".join(word for word in words if word))
+        self._train_words = train_text(metrics, val_loss=self._val_loss)
+
+    def _log(self, line: str) -> None:
+        log.info("%s", line, extra={"console": self._bar is None})
+
+    def _redraw(self, step: int) -> None:
+        assert self._bar is not None
+        fraction = step / self._total if self._total is not None else None
+        words = [self._train_words, self._time_left(step)]
+        self._bar.draw(
+            fraction=fraction,
+            before=step_text(step, self._total),
+            after="  ".join(word for word in words if word),
+        )
+        self._redrawn_at = self.clock()
+
+    def _time_left(self, step: int) -> str:
+        """By the pace since the first step's end, evaluation and saving included; else no word."""
+        if self._total is None or self._timed_from is None or step <= self._timed_from[0]:
+            return ""
+        first_step, first_time = self._timed_from
+        step_seconds = (self.clock() - first_time) / (step - first_step)
+        return f"{clock_text(step_seconds * max(0, self._total - step))} left"
+
+
+def _total_steps(trainer: Trainer) -> int | None:
+    """Optimizer steps of the whole fit, or None if only a person or the data will end it."""
+    total = trainer.estimated_stepping_batches
+    return int(total) if math.isfinite(total) and total > 0 else None
+
+
+def _numbers(trainer: Trainer) -> dict[str, float]:
+    """Every metric that was logged so far, as it stands."""
+    return {name: float(value) for name, value in trainer.callback_metrics.items()}

@@ -1,0 +1,1 @@
+"""Compare several runs on one page."""

@@ -1,0 +1,1 @@
+"""Measure tokens per second and MFU, and leave out what is not training."""

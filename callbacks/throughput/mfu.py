@@ -1,0 +1,202 @@
+"""Model FLOPs utilization: how much of a device's peak a model's own arithmetic takes. One count of FLOPs a shape."""
+
+import logging
+import time
+from typing import Any
+
+import torch
+from lightning.pytorch import LightningModule, Trainer
+
+from callbacks.throughput.flop_counter import count_flops, shapes_of
+from callbacks.throughput.peak_flops import Kind, Peak, peak_of
+from callbacks.throughput.stopwatch import Reading
+
+log = logging.getLogger("lightning_recipes")
+_KINDS: dict[torch.dtype, Kind] = {
+    torch.bfloat16: "bf16",
+    torch.float16: "fp16",
+    torch.float32: "fp32",
+}
+_DTYPES = {
+    "bf16": torch.bfloat16,
+    "fp16": torch.float16,
+    "tf32": torch.float32,
+    "fp32": torch.float32,
+}
+_MAX_SHAPES = 256  # of which the FLOPs are remembered
+_MAX_COUNTED = 32  # that are counted: each takes as long as a step
+
+
+class FlopMeter:
+    """Knows the FLOPs of a micro-batch and the peak of the device.
+
+    Args:
+        peak_tflops: The device's dense peak, where no table knows it.
+        measure_peak: Measure a matrix product and give the share of that.
+    """
+
+    def __init__(self, *, peak_tflops: float | None, measure_peak: bool) -> None:
+        self._peak_tflops = peak_tflops
+        self._measure_peak = measure_peak
+        self._flops: dict[Any, tuple[float, float | None]] = {}  # by shape of a micro-batch
+        self._num_counted = 0  # by hand
+        self._cannot_count = False
+        self._peak: Peak | None = None
+        self._measured: float | None = None  # TFLOP/s
+
+    def start(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        """Find the peak, and say in one line which it is, or why there is none."""
+        device, kind = trainer.strategy.root_device, kind_of(trainer, pl_module)
+        if self._measure_peak:
+            if kind is None or kind == "fp8" or (kind == "fp16" and device.type == "cpu"):
+                told = f"no MFU: products of {kind or 'this precision'} are not measured"
+            else:
+                self._measured = measure_peak_tflops(device, _DTYPES[kind])
+                told = f"a matrix product in {kind} reaches {self._measured:.4g} TFLOP/s here"
+        elif self._peak_tflops is not None:
+            self._peak = Peak(self._peak_tflops, "peak_tflops, as set")
+            told = f"MFU: of {self._peak_tflops:g} TFLOP/s, as peak_tflops says"
+        elif kind is None:
+            told = "no MFU: the precision of this run has no published peak"
+        elif device.type != "cuda":
+            told = (
+                f"no MFU: a {device.type} has no published peak;"
+                " callbacks.throughput.measure_peak=true gives the share of a measured matrix product"
+            )
+        else:
+            self._peak = peak_of(torch.cuda.get_device_name(device), kind)
+            told = self._peak.told
+        if trainer.is_global_zero:
+            log.info(told)
+
+    def known(self, batch: Any) -> tuple[float, float | None] | None:
+        """FLOPs of a micro-batch of shapes that have been looked at; None: they have not."""
+        if self._cannot_count:
+            return 0.0, None
+        return self._flops.get(shapes_of(batch))
+
+    def look(
+        self, trainer: Trainer, pl_module: LightningModule, batch: Any
+    ) -> tuple[float, float | None]:
+        """FLOPs of a micro-batch on this rank, attention in full and at half; 0 where nobody can tell.
+
+        From the module's `flops_of(batch)`, which has `palm` and `causal`; else counted, in full only.
+        """
+        own = getattr(pl_module, "flops_of", None)
+        if callable(own) and (told := own(batch)) is not None:
+            flops: tuple[float, float | None] = (float(told.palm), float(told.causal))
+        else:
+            flops = (self._counted(trainer, pl_module, batch), None)
+        if self._cannot_count:
+            return 0.0, None
+        if len(self._flops) >= _MAX_SHAPES:
+            self._flops.clear()
+        if shapes := shapes_of(batch):
+            self._flops[shapes] = flops
+        return flops
+
+    def _counted(self, trainer: Trainer, pl_module: LightningModule, batch: Any) -> float:
+        self._num_counted += 1
+        why = ""
+        if not hasattr(pl_module, "forward_on_meta"):
+            if trainer.world_size > 1:
+                why = "its step may wait for other ranks"
+            if not pl_module.automatic_optimization:
+                why = "its step steps its optimizers"
+        if self._num_counted > _MAX_COUNTED:
+            why = f"its batches have more than {_MAX_COUNTED} shapes"
+        if not why:
+            try:
+                return count_flops(pl_module, batch)
+            except Exception as error:
+                # whatever a stranger's module does on a device without values
+                why = f"{type(error).__name__} on the meta device"
+        self._cannot_count = True
+        if trainer.is_global_zero:
+            log.info(
+                f"no MFU: the FLOPs of {type(pl_module).__name__} cannot be counted ({why});"
+                " give it flops_of(batch) with .palm and .causal"
+            )
+        return 0.0
+
+    def row(self, window: Reading) -> dict[str, float]:
+        """The metrics of a window, over all ranks, in which time has passed."""
+        if window.flops <= 0 or self._cannot_count:
+            return {}
+        row = {
+            "throughput/tflops": window.flops / window.device_seconds / 1e12,
+            "throughput/total_tflops": window.flops / window.seconds / 1e12,
+        }
+        if self._measured is not None:
+            row["throughput/matmul_fraction"] = row["throughput/tflops"] / self._measured
+        peak = None if self._peak is None else self._peak.tflops
+        if peak is not None:
+            row["throughput/mfu"] = row["throughput/tflops"] / peak
+            if window.causal_flops > 0:
+                causal = window.causal_flops / window.device_seconds / 1e12
+                row["throughput/mfu_causal"] = causal / peak
+        return row
+
+
+def kind_of(trainer: Trainer, pl_module: LightningModule) -> Kind | None:
+    """In what the matrix products of a run are made; None: in nothing that has a peak of its own here.
+
+    A precision plugin may say it as `compute_dtype`; Lightning's do so in their name.
+    """
+    if any(_is_fp8(module) for module in pl_module.modules()):
+        return "fp8"
+    dtype = getattr(trainer.precision_plugin, "compute_dtype", None)
+    if not isinstance(dtype, torch.dtype):
+        words = {"bf16": torch.bfloat16, "16": torch.float16, "32": torch.float32}
+        word = str(trainer.precision).partition("-")[0]
+        if word == "transformer":
+            return "fp8"
+        if word not in words:
+            return None
+        dtype = words[word]
+    if dtype not in _KINDS:
+        return None
+    kind = _KINDS[dtype]
+    if kind == "fp32" and torch.backends.cuda.matmul.fp32_precision == "tf32":
+        return "tf32"
+    return kind
+
+
+def _is_fp8(module: torch.nn.Module) -> bool:
+    """A layer of torchao's or TransformerEngine's that multiplies in eight bits."""
+    kind = type(module)
+    return kind.__name__.startswith("Float8") or kind.__module__.startswith("transformer_engine")
+
+
+_SIZES = {"cuda": (4096, 8192), "cpu": (1024, 2048)}
+
+
+_REPEATS = 8
+
+
+def measure_peak_tflops(device: torch.device, dtype: torch.dtype) -> float:
+    """The best rate over a few square sizes, with random operands: zeros draw less power and run faster."""
+    sizes = _SIZES["cuda" if device.type == "cuda" else "cpu"]
+    best = max(_tflops(size, device, dtype) for size in sizes)
+    if device.type == "cuda":
+        torch.cuda.empty_cache()
+    return best
+
+
+def _tflops(size: int, device: torch.device, dtype: torch.dtype) -> float:
+    generator = torch.Generator(device).manual_seed(0)  # of its own: the run's stays where it is
+    a, b = (torch.randn(size, size, generator=generator, device=device).to(dtype) for _ in "ab")
+    c = torch.empty_like(a)  # [size, size]
+    torch.mm(a, b, out=c)
+    seconds = min(_seconds(a, b, c) for _ in range(_REPEATS))
+    return 2.0 * size**3 / seconds / 1e12
+
+
+def _seconds(a: torch.Tensor, b: torch.Tensor, c: torch.Tensor) -> float:
+    if a.is_cuda:
+        torch.cuda.synchronize(a.device)
+    began = time.perf_counter()
+    torch.mm(a, b, out=c)
+    if a.is_cuda:
+        torch.cuda.synchronize(a.device)
+    return time.perf_counter() - began

@@ -1,0 +1,132 @@
+"""A folder of the cache that is built once, by whoever comes first: one file lock and one rename.
+
+A process that is killed while it builds leaves a lock that the kernel has already released and a
+temporary folder that the next builder removes; nobody ever reads a half-written folder.
+"""
+
+import contextlib
+import errno
+import fcntl
+import logging
+import os
+import shutil
+import socket
+import time
+import uuid
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+from recipes.errors import Mistake
+
+log = logging.getLogger(__name__)
+
+_LEFTOVER_SECONDS = 24 * 3600.0  # another host's temporary folder is dead after a day of silence
+_NO_LOCKS_HERE = {errno.ENOLCK, errno.ENOSYS, errno.EOPNOTSUPP}
+
+
+def open_cache_dir(cache_dir: str) -> Path:
+    """The cache folder, made if it is not there; `~` stands for the home folder.
+
+    Raises:
+        Mistake: It cannot be made or written to.
+    """
+    path = Path(cache_dir).expanduser().absolute()
+    remedy = "RECIPES_CACHE=<folder> before the command, or data.cache_dir=<folder>"
+    try:
+        path.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise Mistake(
+            f"data.cache_dir={cache_dir}", f"it cannot be made ({error})", remedy
+        ) from error
+    if not os.access(path, os.W_OK | os.X_OK):
+        raise Mistake(f"data.cache_dir={cache_dir}", "it cannot be written to", remedy)
+    return path
+
+
+def build_once(
+    target: Path, build: Callable[[Path], None], *, is_whole: Callable[[Path], bool]
+) -> None:
+    """Return when `target` is whole, building it if nobody has; safe in any number of processes.
+
+    Args:
+        target: The folder.
+        build: Fills an empty folder beside it, which is then renamed; what it raises is passed on
+            and leaves nothing behind.
+        is_whole: Whether a folder is one that `build` would have made; what is not is replaced.
+    """
+    if is_whole(target):
+        return
+    target.parent.mkdir(parents=True, exist_ok=True)
+    with _locked(target.with_name(f".{target.name}.lock")) as is_locked:
+        if is_whole(target):
+            return
+        if is_locked:
+            _remove_leftovers(target)
+        temporary = target.with_name(f"{_leftover_prefix(target)}{_host()}.{uuid.uuid4().hex}")
+        temporary.mkdir()
+        try:
+            build(temporary)
+            _flush(temporary)
+            _put_in_place(temporary, target, is_whole=is_whole)
+        finally:
+            shutil.rmtree(temporary, ignore_errors=True)
+
+
+def _put_in_place(temporary: Path, target: Path, *, is_whole: Callable[[Path], bool]) -> None:
+    if target.exists() and not is_whole(target):
+        log.warning("%s is broken and is replaced", target)
+        broken = temporary.with_name(f"{temporary.name}.broken")
+        target.rename(broken)
+        shutil.rmtree(broken)
+    try:
+        temporary.rename(target)
+    except OSError:
+        if not is_whole(target):  # else a file system without locks let another one finish first
+            raise
+
+
+@contextlib.contextmanager
+def _locked(path: Path) -> Iterator[bool]:
+    """Hold an exclusive lock that dies with the process; False where the file system has none."""
+    with path.open("ab") as file:
+        try:
+            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            log.info("another process prepares %s; waiting for it", path.parent)
+            fcntl.flock(file, fcntl.LOCK_EX)
+        except OSError as error:
+            if error.errno not in _NO_LOCKS_HERE:
+                raise
+            log.warning("no file locks in %s: every process prepares its own copy", path.parent)
+            yield False
+            return
+        yield True
+
+
+def _leftover_prefix(target: Path) -> str:
+    return f".{target.name}.tmp."
+
+
+def _host() -> str:
+    return socket.gethostname().replace(os.sep, "_")
+
+
+def _remove_leftovers(target: Path) -> None:
+    """Remove what dead builders left; who holds the lock knows that no live one is on this host."""
+    prefix = _leftover_prefix(target)
+    for path in target.parent.iterdir():
+        if not path.name.startswith(prefix):
+            continue
+        is_ours = path.name.startswith(f"{prefix}{_host()}.")
+        if is_ours or time.time() - path.stat().st_mtime > _LEFTOVER_SECONDS:
+            shutil.rmtree(path, ignore_errors=True)
+
+
+def _flush(folder: Path) -> None:
+    """Put the bytes on the disk before the name says that they are there."""
+    for path in [*folder.rglob("*"), folder]:
+        handle = os.open(path, os.O_RDONLY)
+        try:
+            os.fsync(handle)
+        finally:
+            os.close(handle)

@@ -1,0 +1,24 @@
+"""Command line to one checked, frozen config. Imports neither torch nor Lightning."""
+
+from collections.abc import Sequence
+from pathlib import Path
+
+from recipes.config.check import check
+from recipes.config.check.command_line import compose_typed
+from recipes.config.compose import CONF, Composed
+from recipes.errors import Mistake
+
+
+def compose_and_check(
+    overrides: Sequence[str], *, config_folder: Path = CONF, config_name: str = "config"
+) -> tuple[Composed | None, list[Mistake]]:
+    """Compose a run and gather every mistake in it. No torch, nothing built, no folder made."""
+    composed, mistakes = compose_typed(
+        overrides, config_folder=config_folder, config_name=config_name
+    )
+    if composed is not None:
+        mistakes = [
+            *mistakes,
+            *check(composed.config, composed.choices, overrides, composed.run_folder),
+        ]
+    return composed, mistakes

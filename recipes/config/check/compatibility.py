@@ -1,0 +1,203 @@
+"""Choices that are each right and cannot go together."""
+
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Any
+
+from recipes.config.compose import CONF
+from recipes.config.signature import TargetNotFoundError, read_signature
+from recipes.errors import Mistake
+
+# Trainer arguments that a group or a word of ours sets: argument -> what to type instead
+_OURS = {
+    "strategy": "strategy=<option>",
+    "precision": "precision=<option>",
+    "logger": "logger=<option>",
+    "callbacks": "callbacks=<option>",
+    "plugins": "strategy=<option>",
+    "default_root_dir": "hydra.run.dir=<folder>",
+    "log_every_n_steps": "log_every=<optimizer steps>",
+    "val_check_interval": "eval_every=<optimizer steps>",
+    "check_val_every_n_epoch": "eval_every=<optimizer steps>",
+    "max_epochs": "trainer.max_steps=<optimizer steps>",
+    "min_epochs": "trainer.min_steps=<optimizer steps>",
+    "enable_checkpointing": "save_every=null for no checkpoints",
+    "enable_progress_bar": "'~callbacks.progress' for no progress",
+    "enable_model_summary": "mode=fit, which prints the number of parameters",
+    "limit_val_batches": "eval_samples=<samples>",
+    "limit_train_batches": "trainer.max_steps=<optimizer steps>",
+    "limit_test_batches": "mode=evaluate resume=<run folder>",
+    "limit_predict_batches": "mode=sample resume=<run folder>",
+    "overfit_batches": "debug=overfit, or loader.overfit_batches=<global batches>",
+    "fast_dev_run": "debug=fdr",
+    "barebones": "'~callbacks.report' '~callbacks.sample_text' save_every=null",
+    "enable_autolog_hparams": "nothing: config.yaml holds them",
+    "inference_mode": "nothing: evaluation takes no gradients",
+    "num_sanity_val_steps": "eval_every=<optimizer steps>",
+    "use_distributed_sampler": "nothing: the order is the same for every number of ranks",
+    "reload_dataloaders_every_n_epochs": "nothing: training is one stream without epochs",
+}
+
+
+# Trainer arguments of which only some values mean something here
+_OPTIONS: dict[str, tuple[str | None, ...]] = {
+    "accelerator": ("auto", "cpu", "gpu", "cuda"),
+    "gradient_clip_algorithm": ("norm", "value", None),
+}
+
+
+def check_pairs(config: Mapping[str, Any]) -> Iterator[Mistake]:
+    """Trainer against groups, tokenizer against model, precision against device, schedule against length."""
+    yield from _trainer(config)
+    yield from _vocabulary(config)
+    yield from _published_weights(config)
+    if "tokenizer" in config["data"] and not config["data"]["tokenizer"]:
+        yield Mistake(
+            "tokenizer=none", "text needs a tokenizer", "tokenizer=bpe or tokenizer=bytes"
+        )
+    yield from _model_shape(config["model"])
+    yield from _schedule(config)
+    if config["mode"]["_target_"].endswith((".sample", ".export")):
+        mode = config["mode"]["_target_"].rpartition(".")[2]
+        if not config["task"]["_target_"].endswith("LanguageModeling"):
+            yield Mistake(
+                f"mode={mode}",
+                "it is for language models alone",
+                "mode=evaluate resume=<run folder>",
+            )
+
+
+def _trainer(config: Mapping[str, Any]) -> Iterator[Mistake]:
+    trainer = config["trainer"]
+    for argument, remedy in _OURS.items():
+        if argument in trainer:
+            if (CONF / argument / f"{trainer[argument]}.yaml").is_file():
+                remedy = f"{argument}={trainer[argument]}"
+            yield Mistake(f"trainer.{argument}={trainer[argument]}", "another word sets it", remedy)
+    for argument, options in _OPTIONS.items():
+        if argument in trainer and trainer[argument] not in options:
+            told = " ".join(str(option) for option in options if option is not None)
+            yield Mistake(
+                f"trainer.{argument}={trainer[argument]}",
+                f"the options are {told}",
+                f"trainer.{argument}={options[0]}",
+            )
+
+
+def _published_weights(config: Mapping[str, Any]) -> Iterator[Mistake]:
+    """Weights that know the ids of their own tokenizer learn nonsense from another one's."""
+    pretrained = config["model"].get("pretrained")
+    tokenizer = str(config["tokenizer"].get("_target_"))
+    if pretrained is not None and tokenizer.endswith((".Bpe", ".Bytes")):
+        yield Mistake(
+            f"model.pretrained={pretrained} tokenizer={tokenizer.split('.')[2]}",
+            "published weights know the ids of their own tokenizer",
+            f"tokenizer=huggingface tokenizer.name={pretrained}",
+        )
+
+
+def _vocabulary(config: Mapping[str, Any]) -> Iterator[Mistake]:
+    known = config["model"].get("vocab_size")
+    if known is None:
+        return
+    for section in ("tokenizer", "data"):
+        node = config[section] or {}
+        size = node.get("vocab_size")
+        if size is None and "_target_" in node:
+            size = read_signature(node["_target_"]).constants.get("vocab_size")
+        if isinstance(size, int) and size > known:
+            yield Mistake(
+                f"{section}.vocab_size={size}",
+                f"the model knows model.vocab_size={known} tokens",
+                f"model.vocab_size={size}",
+            )
+
+
+def _model_shape(model: Mapping[str, Any]) -> Iterator[Mistake]:
+    width, heads, kv_heads = (model.get(key) for key in ("width", "num_heads", "num_kv_heads"))
+    if width and heads and width % heads:
+        yield Mistake(
+            f"model.num_heads={heads}",
+            f"model.width={width} does not divide into {heads} heads",
+            f"model.num_heads={_nearest_divisor(width, heads)}",
+        )
+    elif width and heads and kv_heads and (width // heads) % 2:
+        yield Mistake(
+            f"model.num_heads={heads}",
+            f"rotary positions turn pairs, and model.width={width} makes heads of {width // heads}",
+            f"model.width={2 * heads * max(1, width // heads // 2)}",
+        )
+    if heads and kv_heads and heads % kv_heads:
+        yield Mistake(
+            f"model.num_kv_heads={kv_heads}",
+            f"model.num_heads={heads} does not divide into {kv_heads} groups",
+            f"model.num_kv_heads={_nearest_divisor(heads, kv_heads)}",
+        )
+
+
+def _schedule(config: Mapping[str, Any]) -> Iterator[Mistake]:
+    """A decay must fit behind the warm-up; a run that ends within its warm-up is short, not wrong."""
+    scheduler, max_steps = config["scheduler"], config["trainer"]["max_steps"]
+    for key in ("decay_steps", "cooldown_steps"):
+        warmup, decay = scheduler.get("warmup_steps"), scheduler.get(key)
+        if None not in (warmup, decay) and warmup + decay > max_steps > 0:
+            yield Mistake(
+                f"scheduler.warmup_steps={warmup} scheduler.{key}={decay}",
+                f"together they are longer than trainer.max_steps={max_steps}",
+                f"scheduler.warmup_steps={max_steps // 10} scheduler.{key}={max_steps // 5}",
+            )
+
+
+def _nearest_divisor(number: int, wanted: int) -> int:
+    divisors = [candidate for candidate in range(1, number + 1) if number % candidate == 0]
+    return min(divisors, key=lambda divisor: (abs(divisor - wanted), divisor))
+
+
+def check_kinds(
+    config: Mapping[str, Any], choices: Mapping[str, str], overrides: Sequence[str]
+) -> Iterator[Mistake]:
+    """Tokens or images: what the model takes, what the data gives, what the task learns."""
+    if not all(isinstance(config.get(group), dict) for group in ("task", "model", "data")):
+        return
+    takes = {
+        group: _kind(config[group]["_target_"], attribute)
+        for group, attribute in (
+            ("task", "input_kind"),
+            ("model", "input_kind"),
+            ("data", "sample_kind"),
+        )
+    }
+    if None in takes.values():
+        return  # a target that cannot be read: the nodes' own check says so
+    named = {group: f"{group}={_option(config, choices, group)}" for group in takes}
+    if takes["model"] != takes["data"]:
+        typed = {override.partition("=")[0] for override in overrides}
+        if "data" in typed and "model" not in typed:  # then the data is what is meant
+            remedy = "model=gpt2_nano" if takes["data"] == "tokens" else "model=resnet18"
+        else:
+            remedy = "data=stdlib_text" if takes["model"] == "tokens" else "data=digits"
+        yield Mistake(
+            f"{named['model']} {named['data']}",
+            f"the model takes {takes['model']}, the data gives {takes['data']}",
+            remedy,
+        )
+    if takes["model"] != takes["task"]:
+        remedy = "task=language_modeling" if takes["model"] == "tokens" else "task=classification"
+        yield Mistake(
+            f"{named['model']} {named['task']}",
+            f"the model takes {takes['model']}, the task {takes['task']}",
+            remedy,
+        )
+
+
+def _kind(target: str, attribute: str) -> object:
+    try:
+        constants = read_signature(target).constants
+    except TargetNotFoundError:
+        return None
+    return constants[attribute] if attribute in constants else None
+
+
+def _option(config: Mapping[str, Any], choices: Mapping[str, str], group: str) -> str:
+    if group in choices:
+        return choices[group]
+    return str(config[group]["_target_"]).split(".")[2]

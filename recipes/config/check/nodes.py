@@ -1,0 +1,113 @@
+"""Bind every config node to the signature of its target: unknown, missing and mistyped arguments."""
+
+from collections.abc import Iterator, Mapping
+from difflib import get_close_matches
+from typing import Any
+
+from recipes.config.check.deepspeed import misplaced_offload
+from recipes.config.check.types import describe, fits, placeholder, written
+from recipes.config.signature import Signature, TargetNotFoundError, read_signature
+from recipes.errors import Mistake
+
+# null here means that build.py works it out, whatever the target's own annotation says
+_DERIVED = {"trainer.accumulate_grad_batches"}
+# what build.py hands to partial nodes: live objects, and words that several nodes share
+PROVIDED: dict[str, set[str]] = {
+    "optimizer": {"model", "fused"},
+    "scheduler": {"step"},
+    "strategy": {"devices", "precision", "checkpoint_io"},
+    "task": {
+        "make_model",
+        "make_optimizer",
+        "schedule",
+        "activation_checkpoint",
+        "compile_blocks",
+        "fused_optimizer",
+        "clipping",
+        "ema_decay",
+        "label_smoothing",
+        "z_loss",
+        "seed",
+    },
+    "loader": {"source", "accumulation", "seed", "eval_samples"},
+    "logger.csv": {"run_folder"},
+    "logger.tensorboard": {"run_folder"},
+    "logger.wandb": {"run_folder"},
+    "mode": {"run", "composed"},
+    "mode.write": {"folders", "path"},
+    "sweep.compare": {"folders", "path", "sort", "dashboard"},
+}
+_INSTANTIATE = {"_target_", "_partial_", "_convert_", "_recursive_", "_args_"}
+
+
+def check_nodes(config: Mapping[str, Any], path: str = "") -> Iterator[Mistake]:
+    """Every node of a (sub)tree that has a `_target_`, nested ones included."""
+    for key, value in config.items():
+        if not isinstance(value, dict):
+            continue
+        here = f"{path}.{key}" if path else str(key)
+        if isinstance(value.get("_target_"), str):
+            yield from _bind(here, value)
+        yield from check_nodes(value, here)
+
+
+def _bind(path: str, node: Mapping[str, Any]) -> Iterator[Mistake]:
+    target: str = node["_target_"]
+    try:
+        signature = read_signature(target)
+    except TargetNotFoundError as error:
+        yield Mistake(
+            f"{path}._target_={target}", str(error), f"{path}=<an option of conf/{path}/>"
+        )
+        return
+    provided = PROVIDED[path] if path in PROVIDED else set()
+    for key, value in node.items():
+        if key in _INSTANTIATE:
+            continue
+        if key in provided:
+            where = f"{path}.{key}"
+            yield Mistake(
+                f"{where}={written(value)}", "the run itself provides it", f"nothing for {where}"
+            )
+            continue
+        if key in signature.parameters:
+            yield from _check_value(f"{path}.{key}", value, signature, key)
+        elif not signature.takes_any:
+            where = f"{path}.{key}"
+            shown = f"{where}={written(value)}"
+            offload = misplaced_offload(node, key, value, shown) if path == "strategy" else None
+            yield offload or _unknown(where, value, signature, target)
+    for key, parameter in signature.parameters.items():
+        if parameter.required and key not in node and key not in provided:
+            yield Mistake(
+                f"no {path}.{key}", f"{_short(target)} needs it", f"+{path}.{key}=<value>"
+            )
+
+
+def _check_value(where: str, value: object, signature: Signature, key: str) -> Iterator[Mistake]:
+    if value is None and where in _DERIVED:
+        return
+    annotation = signature.parameters[key].annotation
+    blank = placeholder(annotation) if annotation is not None else "value"
+    if value == "???":
+        yield Mistake(f"no {where}", "it has no default", f"{where}=<{blank}>")
+    elif annotation is not None and not _is_node(value) and not fits(value, annotation):
+        yield Mistake(
+            f"{where}={written(value)}", f"it takes {describe(annotation)}", f"{where}=<{blank}>"
+        )
+
+
+def _unknown(where: str, value: object, signature: Signature, target: str) -> Mistake:
+    parent, _, key = where.rpartition(".")
+    shown = "…" if isinstance(value, dict | list) else value
+    near = get_close_matches(key, signature.parameters, 1)
+    remedy = f"{parent}.{near[0]}={shown}" if near else f"'~{where}' to leave it out"
+    return Mistake(f"{where}={shown}", f"{_short(target)} has no argument {key!r}", remedy)
+
+
+def _is_node(value: object) -> bool:
+    return isinstance(value, dict) and "_target_" in value
+
+
+def _short(target: str) -> str:
+    return target.rpartition(".")[2]

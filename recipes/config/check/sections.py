@@ -1,0 +1,90 @@
+"""The words at the top of the config: which there are, of what type, and the sections that hold nodes."""
+
+import ast
+import re
+from collections.abc import Iterator, Mapping
+from difflib import get_close_matches
+from pathlib import Path
+from typing import Any
+
+from recipes.config.check.types import describe, fits, placeholder
+from recipes.errors import Mistake
+
+CONF = Path(__file__).parents[3] / "conf"
+
+WORDS: dict[str, str] = {
+    "name": "str",
+    "seed": "int",
+    "warmup_steps": "int",
+    "tags": "list[str]",
+    "resume": "str | None",
+    "global_batch_size": "int",
+    "micro_batch_size": "int | None",
+    "seq_len": "int | None",
+    "log_every": "int",
+    "eval_every": "int",
+    "save_every": "int | None",
+    "save_every_minutes": "float | None",
+    "eval_samples": "int | None",
+    "ema_decay": "float | None",
+    "label_smoothing": "float",
+    "z_loss": "float",
+    "compile": "bool",
+    "ignore_slurm": "bool",
+    "profile": "int | None",
+}
+NODES = ("loader",)  # sections of config.yaml that are no group
+COMPOSING = ("recipe", "debug", "hydra")  # groups that leave no section
+NEWER = (
+    "lr_scaling",
+    "ignore_slurm",
+    "launcher",
+    "sweep",
+)  # sections that runs of earlier versions do not have
+
+
+def groups() -> list[str]:
+    """The config groups that leave a section: the folders of conf/, less the purely composing ones."""
+    folders = (path.name for path in CONF.iterdir() if path.is_dir())
+    return sorted(name for name in folders if name not in COMPOSING)
+
+
+def check_words(config: Mapping[str, Any]) -> Iterator[Mistake]:
+    """Unknown sections, missing sections, words of the wrong type."""
+    sections = [*groups(), *NODES]
+    for key, value in config.items():
+        if key in WORDS:
+            annotation = ast.parse(WORDS[key], mode="eval").body
+            if not fits(value, annotation):
+                yield Mistake(
+                    f"{key}={value}",
+                    f"it takes {describe(annotation)}",
+                    f"{key}=<{placeholder(annotation)}>",
+                )
+        elif key in sections:
+            if not isinstance(value, dict):
+                yield Mistake(f"{key}={value}", "it is a section of settings", _section(key))
+        else:
+            near = get_close_matches(key, [*WORDS, *sections], 1)
+            remedy = f"{near[0]}=…" if near else f"one of {', '.join([*WORDS, *sections])}"
+            yield Mistake(f"{key}=…", "there is no such word or section", remedy)
+    for name, node in dict(config.get("callbacks") or {}).items():
+        if node is not None and not (isinstance(node, dict) and "_target_" in node):
+            yield Mistake(
+                f"callbacks.{name}={node}",
+                "a callback is a section with a _target_",
+                f"callbacks.{name}=null",
+            )
+    name = config.get("name")
+    if isinstance(name, str) and not re.fullmatch(r"[\w.][\w.,=+ -]*", name):
+        yield Mistake(
+            f"name={name}", "it names a folder under logs/", "name=<letters, digits, . _ ->"
+        )
+    for key in [*WORDS, *sections]:
+        if key not in config and key not in NEWER:
+            yield Mistake(f"no {key}", "every run has one", f"{key}=… (see conf/config.yaml)")
+
+
+def _section(key: str) -> str:
+    options = sorted(path.stem for path in (CONF / key).glob("*.yaml"))
+    return f"{key}=<{' | '.join(options)}>" if options else f"{key}.<setting>=<value>"

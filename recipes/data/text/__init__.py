@@ -1,0 +1,1 @@
+"""Text files to a token cache to sequences of tokens."""

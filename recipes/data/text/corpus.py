@@ -1,0 +1,243 @@
+"""A corpus: documents in a fixed order, read piece by piece in bounded memory, never held whole."""
+
+import hashlib
+import json
+import os
+import re
+import time
+import uuid
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from functools import cached_property
+from itertools import pairwise
+from pathlib import Path
+
+from recipes.errors import Mistake
+
+PIECE_BYTES = 256 * 1024  # encoding takes ~170 bytes of memory for each byte of text
+# how far a cut looks for a good place: a piece is twice as long at most
+_CUT_WINDOW_BYTES = PIECE_BYTES
+
+# A line's end between two lines of text, neither blank nor indented: no pre-tokenizer of a
+# byte-level vocabulary joins what stands on its two sides, so both parts keep their tokens.
+_SAFE_CUT = re.compile(rb"[!-~]\n(?=[!-~])")
+
+MIN_DOCUMENTS_TO_SPLIT = 20
+
+
+@dataclass(frozen=True)
+class Document:
+    """One file of text, with the name that the cache and the errors give it."""
+
+    name: str
+    path: Path
+    num_bytes: int
+    mtime_ns: int
+
+    @classmethod
+    def of(cls, path: Path, *, name: str) -> "Document":
+        """Describe a file as it is now."""
+        status = path.stat()
+        return cls(name, path, status.st_size, status.st_mtime_ns)
+
+
+@dataclass(frozen=True)
+class Piece:
+    """Bytes [start, stop) of a document: whole lines if it has lines, whole characters always."""
+
+    document: Document
+    start: int
+    stop: int
+
+    @property
+    def ends_document(self) -> bool:
+        """Whether it is the document's last."""
+        return self.stop == self.document.num_bytes
+
+    def read(self) -> str:
+        """The text.
+
+        Raises:
+            Mistake: Bytes that are not UTF-8; with the file and the offset of the first.
+        """
+        with self.document.path.open("rb") as file:
+            file.seek(self.start)
+            data = file.read(self.stop - self.start)
+        try:
+            return data.decode("utf-8")
+        except UnicodeDecodeError as error:
+            raise Mistake(
+                f"data.path={self.document.path}",
+                f"byte {self.start + error.start} is not UTF-8 text ({error.reason})",
+                "data.path= of UTF-8 files; iconv -f latin1 -t utf-8 converts an old one",
+            ) from error
+
+
+class Corpus:
+    """Documents in order, and what follows from their content: a hash and a validation split."""
+
+    def __init__(self, documents: Sequence[Document], *, cache_dir: Path) -> None:
+        """Take the documents that are not empty.
+
+        Args:
+            documents: In the order in which they are to be tokenized.
+            cache_dir: Where digests, tokenizers and tokens are kept.
+        """
+        self.documents = [document for document in documents if document.num_bytes > 0]
+        self.cache_dir = cache_dir
+        self.num_bytes = sum(document.num_bytes for document in self.documents)
+
+    @cached_property
+    def digests(self) -> list[str]:
+        """A hash of each document's content."""
+        return content_digests(
+            [(document.path, document.num_bytes, document.mtime_ns) for document in self.documents],
+            cache_dir=self.cache_dir,
+        )
+
+    @cached_property
+    def content_hash(self) -> str:
+        """A hash of all names and contents, in order; where the files lie is not part of it."""
+        digest = hashlib.blake2b(digest_size=16)
+        for document, content in zip(self.documents, self.digests, strict=True):
+            line = f"{content} {document.num_bytes} {document.name}\0"
+            digest.update(line.encode("utf-8", "surrogateescape"))  # a file name may be any bytes
+        return digest.hexdigest()
+
+    def val_documents(self, val_fraction: float) -> frozenset[str]:
+        """Names of the documents held out, about `val_fraction` of all bytes.
+
+        Documents are taken in the order of the hashes of their contents until the share is reached,
+        so that the choice knows neither seed nor folder, equal files stay together, and a new
+        document moves few others. One that is larger than the whole share is never taken. Empty if
+        there are fewer than 20 documents, or none is small enough: then the tail of the tokens is
+        held out.
+        """
+        if len(self.documents) < MIN_DOCUMENTS_TO_SPLIT:
+            return frozenset()
+        share = self.num_bytes * val_fraction
+        copies: dict[str, list[Document]] = {}
+        for digest, document in zip(self.digests, self.documents, strict=True):
+            copies.setdefault(digest, []).append(document)
+        chosen: set[str] = set()
+        num_chosen_bytes = 0
+        for digest in sorted(copies):
+            num_bytes = sum(document.num_bytes for document in copies[digest])
+            if num_bytes <= share:
+                num_chosen_bytes += num_bytes
+                chosen.update(document.name for document in copies[digest])
+            if num_chosen_bytes >= share:
+                break
+        return frozenset(chosen)
+
+    def pieces(self, *, cut: bool = True) -> Iterator[Piece]:
+        """All documents in pieces of about 256 KiB; `cut=False` gives whole documents."""
+        for document in self.documents:
+            starts = [0, *(_cuts(document) if cut else ()), document.num_bytes]
+            for start, stop in pairwise(starts):
+                yield Piece(document, start, stop)
+
+    def texts(self, max_bytes: int) -> Iterator[str]:
+        """The text in order, or pieces spread evenly over it that add up to about `max_bytes`."""
+        share = min(1.0, max_bytes / max(1, self.num_bytes))
+        seen = taken = 0
+        for piece in self.pieces():
+            num_bytes = piece.stop - piece.start
+            if taken <= seen * share:
+                taken += num_bytes
+                yield piece.read()
+            seen += num_bytes
+
+    def check_unchanged(self) -> None:
+        """Make sure that what was read is what was hashed.
+
+        Raises:
+            Mistake: A file changed in the meantime.
+        """
+        for document in self.documents:
+            if Document.of(document.path, name=document.name) != document:
+                raise Mistake(
+                    f"data.path={document.path}",
+                    "the file changed while it was being read",
+                    "the same command again, when nothing writes to it any more",
+                )
+
+
+def _cuts(document: Document) -> Iterator[int]:
+    """Offsets at which a long document is cut; reads only the surroundings of each."""
+    if document.num_bytes <= PIECE_BYTES:
+        return
+    with document.path.open("rb") as file:
+        start = 0
+        while document.num_bytes - start > PIECE_BYTES:
+            target = start + PIECE_BYTES - 1
+            file.seek(target)
+            window = file.read(_CUT_WINDOW_BYTES)
+            cut = _best_cut(window, is_last=target + len(window) >= document.num_bytes)
+            if cut is None:
+                return
+            start = target + cut
+            yield start
+
+
+def _best_cut(window: bytes, *, is_last: bool) -> int | None:
+    """Where to cut in a window, at least 1 byte into it; None: the rest stays one piece."""
+    match = _SAFE_CUT.search(window)
+    if match is not None:
+        return match.end()
+    if is_last:
+        return None
+    after_line = window.find(b"\n") + 1
+    if after_line > 0:
+        return after_line
+    starts = (i for i, byte in enumerate(window) if i > 0 and byte & 0xC0 != 0x80)
+    return next(starts, len(window))  # a character's first byte; without any it is not UTF-8 anyway
+
+
+MIN_BYTES_TO_REMEMBER = 64 * 1024**2  # below, hashing again is faster than anyone notices
+
+
+_SETTLED_NS = 2_000_000_000  # a file touched more recently may change again within one clock tick
+
+
+FileState = tuple[Path, int, int]  # path, size in bytes, time of the last change in ns
+
+
+def content_digests(files: Sequence[FileState], *, cache_dir: Path) -> list[str]:
+    """A hash of each file's content.
+
+    The content decides, never the date. Only for speed, and only where the files have 64 MiB or
+    more together, a hash is remembered under (path, size, time of change); a file that changed less
+    than two seconds before it was hashed is hashed again the next time.
+    """
+    if sum(num_bytes for _, num_bytes, _ in files) < MIN_BYTES_TO_REMEMBER:
+        return [file_digest(path) for path, _, _ in files]
+    names = "\n".join(sorted(str(path.absolute()) for path, _, _ in files))
+    key = hashlib.blake2b(names.encode("utf-8", "surrogateescape"), digest_size=10).hexdigest()
+    memory = cache_dir / "digests" / f"{key}.json"
+    known: dict[str, str] = json.loads(memory.read_text()) if memory.is_file() else {}
+    started_ns = time.time_ns()
+    digests: list[str] = []
+    settled: dict[str, str] = {}
+    for path, num_bytes, mtime_ns in files:
+        state = f"{num_bytes} {mtime_ns} {path.absolute()}"
+        digest = known[state] if state in known else file_digest(path)
+        digests.append(digest)
+        if mtime_ns < started_ns - _SETTLED_NS:
+            settled[state] = digest
+    if settled != known:
+        _write(memory, json.dumps(settled))
+    return digests
+
+
+def file_digest(path: Path) -> str:
+    """The hash of one file, read in bounded memory."""
+    with path.open("rb") as file:
+        return hashlib.file_digest(file, lambda: hashlib.blake2b(digest_size=16)).hexdigest()
+
+
+def _write(path: Path, text: str) -> None:
+    path.parent.mkdir(parents=True, exist_ok=True)
+    temporary = path.with_name(f".{path.name}.{uuid.uuid4().hex}")
+    temporary.write_text(text)
+    os.replace(temporary, path)

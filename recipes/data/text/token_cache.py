@@ -1,0 +1,251 @@
+"""The tokens of a corpus on disk, made once per (content, tokenizer, split); then it costs a hash.
+
+`<cache_dir>/tokens/<key>/` holds `train.bin` and `val.bin`, raw little-endian ids with the
+end-of-text token after every document; `documents.jsonl`, one line for each document and split it
+has tokens in; and `meta.json`, the numbers below.
+"""
+
+import hashlib
+import json
+import math
+from collections.abc import Iterator
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any, BinaryIO, Literal
+
+import numpy as np
+from numpy.typing import NDArray
+
+from recipes.cache import build_once
+from recipes.data.text.corpus import Corpus
+from recipes.data.text.tokenize import tokenize
+from recipes.tokenizer import Tokenizer
+
+Split = Literal["train", "val"]
+
+FORMAT_VERSION = 1  # raise it where the same key would give other files
+_CHUNK_TOKENS = 1024 * 1024
+
+
+@dataclass(frozen=True)
+class TokenCacheMeta:
+    """What `meta.json` says.
+
+    Attributes:
+        unigram_entropy_nats: Mean over the validation tokens of -log of their frequency in the
+            training tokens, add-one smoothed: the loss of a model that knows frequencies and no
+            context. A network that is not below it has learnt nothing else. None without tokens.
+    """
+
+    format_version: int
+    content_hash: str
+    tokenizer_fingerprint: str
+    val_fraction: float
+    dtype: str
+    vocab_size: int
+    end_of_text: int
+    num_documents: int
+    num_bytes: int
+    num_train_tokens: int
+    num_val_tokens: int
+    unigram_entropy_nats: float | None
+
+
+class TokenCache:
+    """A whole folder of tokens."""
+
+    def __init__(self, folder: Path) -> None:
+        """Read what it holds."""
+        self.folder = folder
+        self.meta = TokenCacheMeta(**json.loads((folder / "meta.json").read_text("utf-8")))
+
+    def path(self, split: Split) -> Path:
+        """The file of a split."""
+        return self.folder / f"{split}.bin"
+
+    def num_tokens(self, split: Split) -> int:
+        """Tokens of a split."""
+        return self.meta.num_train_tokens if split == "train" else self.meta.num_val_tokens
+
+    def documents(self, split: Split, *, start: int, stop: int) -> list[dict[str, Any]]:
+        """Which documents tokens [start, stop) of a split come from, and from where in them; one pass over the index.
+
+        Returns:
+            Dicts of `name`, `first_token` within the document, and `num_tokens`.
+        """
+        found = []
+        with (self.folder / "documents.jsonl").open(encoding="utf-8") as lines:
+            for line in lines:
+                row = json.loads(line)
+                first = max(start, row["offset"])
+                last = min(stop, row["offset"] + row["num_tokens"])
+                if row["split"] == split and first < last:
+                    place = {"first_token": first - row["offset"], "num_tokens": last - first}
+                    found.append({"name": row["name"]} | place)
+        return found
+
+
+def cached_tokens(
+    corpus: Corpus, tokenizer: Tokenizer, *, val_fraction: float, num_processes: int | None
+) -> TokenCache:
+    """The tokens of a corpus, from the cache or made now; safe in any number of processes.
+
+    Raises:
+        Mistake: Text that cannot be read; nothing is left in the cache.
+    """
+    recipe = f"{FORMAT_VERSION} {corpus.content_hash} {tokenizer.fingerprint} {val_fraction!r}"
+    key = hashlib.blake2b(recipe.encode(), digest_size=12).hexdigest()
+    folder = corpus.cache_dir / "tokens" / key
+
+    def build(temporary: Path) -> None:
+        _build(temporary, corpus, tokenizer, val_fraction=val_fraction, num_processes=num_processes)
+
+    build_once(folder, build, is_whole=is_whole)
+    return TokenCache(folder)
+
+
+def is_whole(folder: Path) -> bool:
+    """Whether a folder has its files, of the sizes that its meta data names."""
+    if not (folder / "meta.json").is_file() or not (folder / "documents.jsonl").is_file():
+        return False
+    cache = TokenCache(folder)
+    item_bytes = np.dtype(cache.meta.dtype).itemsize
+    splits: tuple[Split, Split] = ("train", "val")
+    return all(
+        cache.path(split).is_file()
+        and cache.path(split).stat().st_size == cache.num_tokens(split) * item_bytes
+        for split in splits
+    )
+
+
+@dataclass
+class _SplitWriter:
+    """Appends documents to the file of one split and notes where each begins."""
+
+    split: Split
+    file: BinaryIO
+    num_tokens: int = 0
+    document_start: int = 0
+
+    def write(self, tokens: NDArray[np.unsignedinteger]) -> None:
+        self.file.write(tokens.astype(tokens.dtype.newbyteorder("<"), copy=False).tobytes())
+        self.num_tokens += len(tokens)
+
+    def end_document(self, name: str) -> tuple[str, Split, int, int]:
+        row = (name, self.split, self.document_start, self.num_tokens - self.document_start)
+        self.document_start = self.num_tokens
+        return row
+
+
+def _build(
+    folder: Path,
+    corpus: Corpus,
+    tokenizer: Tokenizer,
+    *,
+    val_fraction: float,
+    num_processes: int | None,
+) -> None:
+    dtype = "uint16" if tokenizer.vocab_size <= 1 << 16 else "uint32"
+    num_train, num_val = _write_tokens(
+        folder,
+        corpus,
+        tokenizer,
+        dtype=dtype,
+        val_fraction=val_fraction,
+        num_processes=num_processes,
+    )
+    corpus.check_unchanged()
+    meta = TokenCacheMeta(
+        format_version=FORMAT_VERSION,
+        content_hash=corpus.content_hash,
+        tokenizer_fingerprint=tokenizer.fingerprint,
+        val_fraction=val_fraction,
+        dtype=dtype,
+        vocab_size=tokenizer.vocab_size,
+        end_of_text=tokenizer.end_of_text,
+        num_documents=len(corpus.documents),
+        num_bytes=corpus.num_bytes,
+        num_train_tokens=num_train,
+        num_val_tokens=num_val,
+        unigram_entropy_nats=_unigram_entropy(folder, dtype=dtype, vocab_size=tokenizer.vocab_size),
+    )
+    (folder / "meta.json").write_text(json.dumps(asdict(meta), indent=2) + "\n", "utf-8")
+
+
+def _write_tokens(
+    folder: Path,
+    corpus: Corpus,
+    tokenizer: Tokenizer,
+    *,
+    dtype: str,
+    val_fraction: float,
+    num_processes: int | None,
+) -> tuple[int, int]:
+    """Fill `train.bin`, `val.bin` and `documents.jsonl`; the tokens of the two splits."""
+    held_out = corpus.val_documents(val_fraction)
+    end = np.array([tokenizer.end_of_text], dtype=dtype)
+    rows = []
+    train_path, val_path = folder / "train.bin", folder / "val.bin"
+    with train_path.open("wb") as train_file, val_path.open("wb") as val_file:
+        train, val = _SplitWriter("train", train_file), _SplitWriter("val", val_file)
+        for piece, tokens in tokenize(corpus, tokenizer, dtype=dtype, num_processes=num_processes):
+            writer = val if piece.document.name in held_out else train
+            writer.write(tokens)
+            if piece.ends_document:
+                writer.write(end)
+                rows.append(writer.end_document(piece.document.name))
+    num_train, num_val = train.num_tokens, val.num_tokens
+    if not held_out:
+        num_val = round(num_train * val_fraction)
+        num_train -= num_val
+        _move_tail(folder, num_bytes=num_train * np.dtype(dtype).itemsize)
+        rows = list(_cut_rows(rows, num_train=num_train))
+    _write_index(folder / "documents.jsonl", rows)
+    return num_train, num_val
+
+
+Row = tuple[str, Split, int, int]  # name, split, first token in it, number of tokens
+
+
+def _cut_rows(rows: list[Row], *, num_train: int) -> Iterator[Row]:
+    """Documents of one stream, told apart at the token where validation begins."""
+    for name, _, offset, num_tokens in rows:
+        before = min(num_tokens, max(0, num_train - offset))
+        if before > 0:
+            yield name, "train", offset, before
+        if before < num_tokens:
+            yield name, "val", max(0, offset - num_train), num_tokens - before
+
+
+def _write_index(path: Path, rows: list[Row]) -> None:
+    with path.open("w", encoding="utf-8") as file:
+        for name, split, offset, num_tokens in rows:
+            row = {"name": name, "split": split, "offset": offset, "num_tokens": num_tokens}
+            file.write(json.dumps(row) + "\n")
+
+
+def _move_tail(folder: Path, *, num_bytes: int) -> None:
+    """Keep the first bytes of `train.bin` and move the others to `val.bin`."""
+    with (folder / "train.bin").open("r+b") as train, (folder / "val.bin").open("wb") as val:
+        train.seek(num_bytes)
+        while chunk := train.read(_CHUNK_TOKENS):
+            val.write(chunk)
+        train.truncate(num_bytes)
+
+
+def _counts(path: Path, *, dtype: str, vocab_size: int) -> NDArray[np.int64]:
+    """How often each id occurs in a file, [vocab_size]."""
+    counts = np.zeros(vocab_size, dtype=np.int64)
+    with path.open("rb") as file:
+        while len(chunk := np.fromfile(file, dtype=dtype, count=_CHUNK_TOKENS)):
+            counts += np.bincount(chunk, minlength=vocab_size)
+    return counts
+
+
+def _unigram_entropy(folder: Path, *, dtype: str, vocab_size: int) -> float | None:
+    train = _counts(folder / "train.bin", dtype=dtype, vocab_size=vocab_size)
+    val = _counts(folder / "val.bin", dtype=dtype, vocab_size=vocab_size)
+    if val.sum() == 0:
+        return None
+    log_frequency = np.log(train + 1) - math.log(int(train.sum()) + vocab_size)
+    return float(-(val * log_frequency).sum() / val.sum())

@@ -1,0 +1,1 @@
+"""From a checked config to running processes."""

@@ -1,0 +1,139 @@
+"""Sections of panels, from plain lists, as the workspace that the package wandb-workspaces makes. No network."""
+
+import re
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from recipes.errors import Mistake
+
+STEP = "trainer/global_step"  # the x axis everywhere
+KINDS = ("line", "bar", "parallel")
+_DEFAULTS: dict[str, Any] = {"kind": "line", "log_scale": False}
+_SECTION_WORDS = {"title": str, "panels": list}
+_PANEL_WORDS = {
+    "title": str,
+    "metrics": list,
+    "kind": str,
+    "log_scale": bool,
+    "picture": bool,  # of curves.png; nothing here
+    "parameters": list,
+}
+
+
+def make_workspace(
+    sections: Sequence[dict[str, Any]], *, entity: str, project: str, title: str
+) -> Any:
+    """A `wandb_workspaces.workspaces.Workspace`, not saved.
+
+    Raises:
+        Mistake: A section or a panel is none.
+    """
+    import wandb_workspaces.workspaces as ws
+
+    for number, section in enumerate(sections):
+        _check_section(f"dashboard.sections[{number}]", section)
+    return ws.Workspace(
+        entity=entity,
+        project=project,
+        name=title,
+        settings=ws.WorkspaceSettings(x_axis=STEP),
+        sections=[
+            ws.Section(
+                name=section["title"],
+                is_open=True,
+                panel_settings=ws.SectionPanelSettings(x_axis=STEP),
+                panels=[_make_panel(panel) for panel in section["panels"]],
+            )
+            for section in sections
+        ],
+    )
+
+
+def as_json(workspace: Any) -> str:
+    """What `workspace.save()` would send: entity, project, title, and the `spec` that W&B's page reads."""
+    view: str = workspace._model.model_dump_json(by_alias=True, exclude_none=True, indent=2)
+    return view
+
+
+def pattern_of(metrics: Sequence[str]) -> str:
+    """A regular expression for exactly these names, in which `*` stands for any characters.
+
+    Written so that JavaScript, Go and Python read it alike.
+    """
+    names = [".*".join(re.escape(part) for part in name.split("*")) for name in metrics]
+    return f"^({'|'.join(names)})$"
+
+
+def _make_panel(panel: dict[str, Any]) -> Any:
+    import wandb_workspaces.reports.v2 as wr
+
+    panel = _DEFAULTS | panel
+    title, metrics = panel["title"], panel["metrics"]
+    if panel["kind"] == "bar":
+        return wr.BarPlot(title=title, metrics=metrics)
+    if panel["kind"] == "parallel":
+        columns = [
+            *(wr.ParallelCoordinatesPlotColumn(wr.Config(name)) for name in panel["parameters"]),
+            *(wr.ParallelCoordinatesPlotColumn(wr.SummaryMetric(name)) for name in metrics),
+        ]
+        return wr.ParallelCoordinatesPlot(title=title, columns=columns)
+    is_pattern = any("*" in name for name in metrics)
+    return wr.LinePlot(
+        title=title,
+        x=STEP,
+        y=[] if is_pattern else metrics,
+        metric_regex=pattern_of(metrics) if is_pattern else None,
+        log_y=panel["log_scale"] or None,
+    )
+
+
+def _check_section(where: str, section: object) -> None:
+    _check_words(where, section, _SECTION_WORDS, required=("title", "panels"))
+    assert isinstance(section, dict)
+    for number, panel in enumerate(section["panels"]):
+        _check_panel(f"{where}.panels[{number}]", panel)
+
+
+def _check_panel(where: str, panel: object) -> None:
+    _check_words(where, panel, _PANEL_WORDS, required=("title", "metrics"))
+    assert isinstance(panel, dict)
+    for key in ("metrics", "parameters"):
+        names = panel[key] if key in panel else ["-"]
+        if not names or not all(isinstance(name, str) for name in names):
+            raise Mistake(
+                f"{where}.{key}={names}", "it takes a list of names", f"{key}: [<name>, …]"
+            )
+    kind = (_DEFAULTS | panel)["kind"]
+    if kind not in KINDS:
+        raise Mistake(
+            f"{where}.kind={kind}", f"the kinds are {', '.join(KINDS)}", "kind: <one of them>"
+        )
+    if (kind == "parallel") != ("parameters" in panel):
+        takes = "needs" if kind == "parallel" else "has no"
+        remedy = "parameters: [<key of the config>, …]" if takes == "needs" else "kind: parallel"
+        raise Mistake(f"{where}.kind={kind}", f"a {kind} panel {takes} parameters", remedy)
+    patterns = [name for name in panel["metrics"] if "*" in name]
+    if kind != "line" and patterns:
+        raise Mistake(
+            f"{where}.metrics={patterns}",
+            f"a {kind} panel names each of its metrics",
+            "metrics: [<whole name>, …]",
+        )
+
+
+def _check_words(
+    where: str, node: object, words: Mapping[str, type], *, required: tuple[str, ...]
+) -> None:
+    if not isinstance(node, dict):
+        raise Mistake(f"{where}={node}", f"it takes {', '.join(words)}", f"{{{required[0]}: …, …}}")
+    for key, value in node.items():
+        if key not in words:
+            raise Mistake(
+                f"{where}.{key}={value}", f"there is no word {key!r}", f"one of {', '.join(words)}"
+            )
+        if not isinstance(value, words[key]):
+            of = {str: "text", list: "a list", bool: "true or false"}[words[key]]
+            raise Mistake(f"{where}.{key}={value}", f"it takes {of}", f"{key}: <{of}>")
+    for key in required:
+        if key not in node:
+            raise Mistake(f"no {where}.{key}", f"it needs {' and '.join(required)}", f"{key}: …")

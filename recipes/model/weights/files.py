@@ -1,0 +1,132 @@
+"""A folder of published weights (safetensors or .bin, sharded or not), one tensor at a time."""
+
+import json
+from collections.abc import Iterator
+from contextlib import ExitStack, contextmanager
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors import safe_open
+from torch import Tensor
+
+from recipes.errors import Mistake
+
+# In the order they are preferred: one file, then its sharded form. Pickles last, and only as plain
+# tensors.
+_FILES = ("model.safetensors", "pytorch_model.bin")
+
+
+def locate(name_or_folder: str) -> Path:
+    """The folder itself, or the local copy of a hub repository, downloaded if it is not there yet.
+
+    Raises:
+        ImportError: a hub name, and huggingface_hub is not installed.
+        Mistake: neither a folder with config.json nor a repository that can be reached.
+    """
+    folder = Path(name_or_folder)
+    if folder.is_dir():
+        if not (folder / "config.json").is_file():
+            raise Mistake(
+                f"model.pretrained={name_or_folder}",
+                "the folder has no config.json",
+                "model.pretrained=<folder with config.json and model.safetensors>",
+            )
+        return folder
+    try:
+        from huggingface_hub import snapshot_download  # optional
+    except ImportError as error:
+        raise Mistake(
+            f"model.pretrained={name_or_folder}",
+            "it is no folder here, and the hub needs huggingface_hub",
+            "pip install -e '.[huggingface]'",
+        ) from error
+    try:
+        return _download(snapshot_download, name_or_folder)
+    except (OSError, ValueError) as error:  # offline, unknown, gated, or no repository name at all
+        raise Mistake(
+            f"model.pretrained={name_or_folder}",
+            f"it is no folder here and the hub did not give it ({type(error).__name__}: {error})",
+            "model.pretrained=<folder with config.json and model.safetensors>, or null",
+        ) from error
+
+
+def _download(snapshot_download: Any, name: str) -> Path:
+    def fetch(*patterns: str) -> Path:
+        return Path(snapshot_download(name, allow_patterns=["config.json", *patterns]))
+
+    folder = fetch("model*.safetensors", "model.safetensors.index.json")
+    if any(folder.glob("*.safetensors")):
+        return folder
+    return fetch("pytorch_model*.bin", "pytorch_model.bin.index.json")
+
+
+class PublishedWeights:
+    """The tensors of a folder, by name."""
+
+    def __init__(self, file_of: dict[str, Any]) -> None:
+        self._file_of = file_of
+
+    def names(self) -> set[str]:
+        """All tensor names."""
+        return set(self._file_of)
+
+    def read(self, name: str) -> Tensor:
+        """One tensor, on the CPU."""
+        tensor: Tensor = self._file_of[name].get_tensor(name)
+        return tensor
+
+
+class _Pickle:
+    """The reading side of `safe_open` for a .bin file; unpickles tensors only."""
+
+    def __init__(self, file: Path) -> None:
+        self._tensors: dict[str, Tensor] = torch.load(
+            file, map_location="cpu", weights_only=True, mmap=True
+        )
+
+    def keys(self) -> list[str]:
+        return list(self._tensors)
+
+    def get_tensor(self, name: str) -> Tensor:
+        return self._tensors[name]
+
+
+@contextmanager
+def open_weights(folder: Path) -> Iterator[PublishedWeights]:
+    """Open every weight file of `folder`; nothing but headers is read until `read`.
+
+    Raises:
+        Mistake: there is no weight file, or a file that the index names is missing.
+    """
+    with ExitStack() as stack:
+        file_of: dict[str, Any] = {}
+        for file in _weight_files(folder):
+            if file.suffix == ".safetensors":
+                opened = stack.enter_context(safe_open(file, framework="pt", device="cpu"))
+            else:
+                opened = _Pickle(file)
+            file_of.update(dict.fromkeys(opened.keys(), opened))
+        yield PublishedWeights(file_of)
+
+
+def _weight_files(folder: Path) -> list[Path]:
+    for name in _FILES:
+        index = folder / f"{name}.index.json"
+        if (folder / name).is_file():
+            return [folder / name]
+        if index.is_file():
+            files = sorted(set(json.loads(index.read_text())["weight_map"].values()))
+            missing = [file for file in files if not (folder / file).is_file()]
+            if missing:
+                raise Mistake(
+                    f"model.pretrained={folder}",
+                    f"{index.name} names files that are missing: {', '.join(missing)}",
+                    "model.pretrained=<a folder that is complete>",
+                )
+            return [folder / file for file in files]
+    raise Mistake(
+        f"model.pretrained={folder}",
+        "it holds neither model.safetensors nor pytorch_model.bin, whole or sharded",
+        "model.pretrained=<folder with config.json and model.safetensors>",
+    )

@@ -1,0 +1,111 @@
+"""GPT-2 as `GPT2LMHeadModel` is published: its matrices are transposed (Conv1D)."""
+
+import re
+from typing import Any
+
+from recipes.model.gpt2 import GPT2
+from recipes.model.weights.hf_format import Config, Entry, Setting, plain_entry, vocab_entry
+
+# Inside block i: ours -> theirs. The matrices among them are the transposed ones.
+_IN_BLOCK = {
+    "attention_norm": "ln_1",
+    "attention.qkv": "attn.c_attn",
+    "attention.out": "attn.c_proj",
+    "mlp_norm": "ln_2",
+    "mlp.up": "mlp.c_fc",
+    "mlp.out": "mlp.c_proj",
+}
+_OUTSIDE = {"position": "transformer.wpe", "norm": "transformer.ln_f"}
+_MASKS = re.compile(r"transformer\.h\.\d+\.attn\.(bias|masked_bias)")  # old files save the mask
+_DEFAULTS = {  # transformers' GPT2Config
+    "activation_function": "gelu_new",
+    "layer_norm_epsilon": 1e-5,
+    "model_type": None,
+    "n_inner": None,
+    "scale_attn_by_inverse_layer_idx": False,
+    "scale_attn_weights": True,
+    "tie_word_embeddings": True,
+}
+
+
+class GPT2Format:
+    """How `model` is published."""
+
+    def __init__(self, model: GPT2) -> None:
+        self.model = model
+
+    def entries(self) -> list[Entry]:
+        """Every parameter, a tied head once."""
+        size = self.model.vocab_size
+        entries = []
+        for name, parameter in self.model.named_parameters():
+            module, kind = name.rsplit(".", 1)
+            if name == "embedding.weight":
+                entry = vocab_entry(name, published="transformer.wte.weight", vocab_size=size)
+            elif name == "head.weight":
+                entry = vocab_entry(name, published="lm_head.weight", vocab_size=size)
+            elif module in _OUTSIDE:
+                published = f"{_OUTSIDE[module]}.{kind}"
+                entry = plain_entry(name, published=published, parameter=parameter)
+            else:
+                _, index, inner = module.split(".", 2)
+                published = f"transformer.h.{index}.{_IN_BLOCK[inner]}.{kind}"
+                matrix = parameter.dim() == 2
+                entry = plain_entry(
+                    name, published=published, parameter=parameter, transposed=matrix
+                )
+            entries.append(entry)
+        return entries
+
+    def settings(self, config: Config) -> list[Setting]:
+        """What a completed config.json must say."""
+        model = self.model
+        tanh = ("gelu_new", "gelu_pytorch_tanh")  # two names of one function
+        activation = config["activation_function"]
+        return [
+            Setting("model_type", "gpt2", None),
+            Setting("vocab_size", model.vocab_size, "model.vocab_size"),
+            Setting("n_positions", model.max_seq_len, "model.max_seq_len"),
+            Setting("n_layer", model.num_layers, "model.num_layers"),
+            Setting("n_head", model.num_heads, "model.num_heads"),
+            Setting("n_embd", model.width, "model.width"),
+            Setting("tie_word_embeddings", model.tie_head, "model.tie_head"),
+            Setting("n_inner", None if config["n_inner"] is None else 4 * model.width, None),
+            Setting("activation_function", activation if activation in tanh else tanh[0], None),
+            Setting("layer_norm_epsilon", model.norm.eps, None),
+            Setting("scale_attn_by_inverse_layer_idx", False, None),
+            Setting("scale_attn_weights", True, None),
+        ]
+
+    def with_defaults(self, config: Config) -> Config:
+        """`config` with transformers' defaults where a key is absent."""
+        return {**_DEFAULTS, **config}
+
+    def full_name(self, name: str) -> str | None:
+        """`h.0.ln_1.weight` -> `transformer.h.0.ln_1.weight`, as the oldest files lack the prefix.
+
+        None: a saved mask, or the copy of a tied head.
+        """
+        if name == "lm_head.weight":
+            return None if self.model.tie_head else name
+        full = name if name.startswith("transformer.") else f"transformer.{name}"
+        return None if _MASKS.fullmatch(full) else full
+
+    def config(self) -> dict[str, Any]:
+        """config.json, without dtype and special tokens."""
+        model = self.model
+        return {
+            "architectures": ["GPT2LMHeadModel"],
+            "model_type": "gpt2",
+            "activation_function": "gelu_new",
+            "attn_pdrop": model.dropout.p,
+            "embd_pdrop": model.dropout.p,
+            "resid_pdrop": model.dropout.p,
+            "layer_norm_epsilon": model.norm.eps,
+            "n_embd": model.width,
+            "n_head": model.num_heads,
+            "n_layer": model.num_layers,
+            "n_positions": model.max_seq_len,
+            "tie_word_embeddings": model.tie_head,
+            "vocab_size": model.vocab_size,
+        }

@@ -1,0 +1,163 @@
+"""Llama as `LlamaForCausalLM` is published; with `qk_norm`, as `Qwen3ForCausalLM`."""
+
+from typing import Any
+
+from recipes.model.llama import Llama
+from recipes.model.rope import HIGH_FREQ_FACTOR, LOW_FREQ_FACTOR, ORIGINAL_CONTEXT
+from recipes.model.weights.hf_format import Config, Entry, Setting, plain_entry, vocab_entry
+
+_IN_BLOCK = {  # ours -> theirs, one to one
+    "attention_norm": "input_layernorm",
+    "attention.out": "self_attn.o_proj",
+    "attention.query_norm": "self_attn.q_norm",
+    "attention.key_norm": "self_attn.k_norm",
+    "mlp_norm": "post_attention_layernorm",
+    "mlp.gate": "mlp.gate_proj",
+    "mlp.up": "mlp.up_proj",
+    "mlp.out": "mlp.down_proj",
+}
+_DEFAULTS = {  # transformers' LlamaConfig; Qwen3's published files state what differs
+    "attention_bias": False,
+    "head_dim": None,
+    "hidden_act": "silu",
+    "max_position_embeddings": 2048,
+    "mlp_bias": False,
+    "model_type": None,
+    "num_key_value_heads": None,
+    "rms_norm_eps": 1e-6,
+    "rope_parameters": None,
+    "rope_scaling": None,
+    "rope_theta": 10000.0,
+    "tie_word_embeddings": False,
+    "use_sliding_window": False,
+}
+_KNOWN_KINDS = "llama or qwen3"
+_KNOWN_ROPES = "default, or llama3 as Llama 3.1 to 3.3 use it"
+_LLAMA3_ROPE = {  # the rotary scaling that `rope_scaling_factor` means, factor aside
+    "rope_type": "llama3",
+    "low_freq_factor": LOW_FREQ_FACTOR,
+    "high_freq_factor": HIGH_FREQ_FACTOR,
+    "original_max_position_embeddings": ORIGINAL_CONTEXT,
+}
+
+
+class LlamaFormat:
+    """How `model` is published."""
+
+    def __init__(self, model: Llama) -> None:
+        self.model = model
+
+    def entries(self) -> list[Entry]:
+        """Every parameter, a tied head once."""
+        model = self.model
+        size = model.vocab_size
+        entries = []
+        for name, parameter in model.named_parameters():
+            module, kind = name.rsplit(".", 1)
+            if name == "embedding.weight":
+                entry = vocab_entry(name, published="model.embed_tokens.weight", vocab_size=size)
+            elif name == "head.weight":
+                entry = vocab_entry(name, published="lm_head.weight", vocab_size=size)
+            elif name == "norm.weight":
+                entry = plain_entry(name, published="model.norm.weight", parameter=parameter)
+            else:
+                _, index, inner = module.split(".", 2)
+                block = f"model.layers.{index}"
+                if inner == "attention.qkv":
+                    entry = self._fused_entry(name, block=block)
+                else:
+                    published = f"{block}.{_IN_BLOCK[inner]}.{kind}"
+                    entry = plain_entry(name, published=published, parameter=parameter)
+            entries.append(entry)
+        return entries
+
+    def _fused_entry(self, name: str, *, block: str) -> Entry:
+        model = self.model
+        rows = tuple(
+            num_heads * model.head_dim
+            for num_heads in (model.num_heads, model.num_kv_heads, model.num_kv_heads)
+        )
+        published = tuple(f"{block}.self_attn.{letter}_proj.weight" for letter in "qkv")
+        return Entry(name, published, rows)
+
+    def settings(self, config: Config) -> list[Setting]:
+        """What a completed config.json must say."""
+        model = self.model
+        longest = max(model.max_seq_len, config["max_position_embeddings"])  # shorter is fine
+        return [
+            Setting("kind", _KNOWN_KINDS, None),
+            Setting("qk_norm", model.qk_norm, "model.qk_norm"),
+            Setting("vocab_size", model.vocab_size, "model.vocab_size"),
+            Setting("max_position_embeddings", longest, "model.max_seq_len"),
+            Setting("num_hidden_layers", model.num_layers, "model.num_layers"),
+            Setting("num_attention_heads", model.num_heads, "model.num_heads"),
+            Setting("num_key_value_heads", model.num_kv_heads, "model.num_kv_heads"),
+            Setting("hidden_size", model.width, "model.width"),
+            Setting("intermediate_size", model.hidden_width, "model.hidden_width"),
+            Setting("head_dim", model.head_dim, "model.head_dim"),
+            Setting("rms_norm_eps", model.rms_eps, "model.rms_eps"),
+            Setting("tie_word_embeddings", model.tie_head, "model.tie_head"),
+            Setting("rope_theta", model.rope_theta, "model.rope_theta"),
+            Setting("rope_factor", model.rope_scaling_factor, "model.rope_scaling_factor"),
+            Setting("rope_type", _KNOWN_ROPES, None),
+            Setting("attention_bias", False, None),
+            Setting("mlp_bias", False, None),
+            Setting("hidden_act", "silu", None),
+            Setting("use_sliding_window", False, None),
+        ]
+
+    def with_defaults(self, config: Config) -> Config:
+        """`config` with transformers' defaults where a key is absent.
+
+        Added, for `settings`: kind, qk_norm, rope_type and rope_factor.
+        """
+        full = {**_DEFAULTS, **config}
+        if full["num_key_value_heads"] is None:
+            full["num_key_value_heads"] = full["num_attention_heads"]
+        if full["head_dim"] is None:
+            full["head_dim"] = full["hidden_size"] // full["num_attention_heads"]
+        known = full["model_type"] in ("llama", "qwen3")
+        full["kind"] = _KNOWN_KINDS if known else full["model_type"]
+        full["qk_norm"] = full["model_type"] == "qwen3"
+        # transformers 5 keeps theta and scaling in `rope_parameters`, earlier ones in two keys.
+        rope = {"rope_type": "default", **(full["rope_parameters"] or full["rope_scaling"] or {})}
+        if "rope_theta" in rope:
+            full["rope_theta"] = rope["rope_theta"]
+        llama3 = all(key in rope and rope[key] == value for key, value in _LLAMA3_ROPE.items())
+        full["rope_factor"] = rope["factor"] if llama3 else None
+        full["rope_type"] = (
+            _KNOWN_ROPES if llama3 or rope["rope_type"] == "default" else rope["rope_type"]
+        )
+        return full
+
+    def full_name(self, name: str) -> str | None:
+        """`name`; None: saved rotary frequencies, or the copy of a tied head."""
+        if name.endswith("rotary_emb.inv_freq") or (
+            name == "lm_head.weight" and self.model.tie_head
+        ):
+            return None
+        return name
+
+    def config(self) -> dict[str, Any]:
+        """config.json, without dtype and special tokens, as transformers 4 and 5 read it."""
+        model = self.model
+        factor = model.rope_scaling_factor
+        return {
+            "architectures": ["Qwen3ForCausalLM" if model.qk_norm else "LlamaForCausalLM"],
+            "model_type": "qwen3" if model.qk_norm else "llama",
+            "attention_bias": False,
+            "attention_dropout": 0.0,
+            "head_dim": model.head_dim,
+            "hidden_act": "silu",
+            "hidden_size": model.width,
+            "intermediate_size": model.hidden_width,
+            "max_position_embeddings": model.max_seq_len,
+            "num_attention_heads": model.num_heads,
+            "num_hidden_layers": model.num_layers,
+            "num_key_value_heads": model.num_kv_heads,
+            "rms_norm_eps": model.rms_eps,
+            "rope_scaling": None if factor is None else {**_LLAMA3_ROPE, "factor": factor},
+            "rope_theta": model.rope_theta,
+            "tie_word_embeddings": model.tie_head,
+            "vocab_size": model.vocab_size,
+        }

@@ -1,0 +1,166 @@
+"""Weights in and out as `transformers` has them. In: one tensor at a time; out: one copy."""
+
+import json
+import os
+import shutil
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors.torch import save_file
+from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
+
+from recipes.errors import Mistake
+from recipes.model.gpt2 import GPT2
+from recipes.model.init import fill
+from recipes.model.llama import Llama
+from recipes.model.weights.files import PublishedWeights, locate, open_weights
+from recipes.model.weights.hf_format import Config, Entry, Format
+from recipes.model.weights.hf_gpt2 import GPT2Format
+from recipes.model.weights.hf_llama import LlamaFormat
+
+_TOKENIZER_FILES = (
+    "tokenizer.json",
+    "tokenizer_config.json",
+    "special_tokens_map.json",
+    "vocab.json",
+    "merges.txt",
+)
+
+
+def load_pretrained(model: nn.Module, name_or_folder: str | Path) -> None:
+    """Fill every parameter and buffer of `model` from published weights.
+
+    Args:
+        model: A GPT2 or Llama, on the device of the run, sharded or not.
+        name_or_folder: A folder with config.json and weights, or a hub name.
+
+    Raises:
+        ValueError: config.json and the model differ; every difference is listed, nothing was
+            loaded.
+        ImportError: a hub name, and huggingface_hub is not installed.
+    """
+    folder = locate(str(name_or_folder))
+    layout = _format(model)
+    config = json.loads((folder / "config.json").read_text())
+    _check_config(layout, config=config, folder=folder)
+    with open_weights(folder) as weights:
+        names = _check_names(layout, weights=weights, folder=folder)
+        parameters = dict(model.named_parameters())
+        for entry in layout.entries():
+            parameter = parameters[entry.name]
+            fill(
+                parameter,
+                entry.assemble(lambda name: weights.read(names[name]), shape=parameter.shape),
+            )
+    _language_model(model).init_buffers()
+
+
+def export_pretrained(
+    model: nn.Module, folder: str | Path, *, tokenizer_folder: str | Path | None = None
+) -> None:
+    """Write a folder that `transformers.AutoModelForCausalLM.from_pretrained` loads.
+
+    The file is read back and compared with the model, bit for bit, before this returns. Vocabulary
+    padding is left out.
+
+    Args:
+        model: A whole GPT2 or Llama, not sharded.
+        folder: Made if it is not there; files of the same names are replaced.
+        tokenizer_folder: Its tokenizer files are copied, and its end of text is written into
+            config.json.
+    """
+    layout = _format(model)
+    target = Path(folder)
+    target.mkdir(parents=True, exist_ok=True)
+    parameters = dict(model.named_parameters())
+    sharded = [name for name, value in parameters.items() if isinstance(value, DTensor)]
+    assert not sharded, f"gather the model before it is exported: {len(sharded)} sharded parameters"
+    tensors: dict[str, Tensor] = {}
+    for entry in layout.entries():
+        tensors |= entry.publish(parameters[entry.name])
+    partial = target / "model.safetensors.partial"
+    save_file(tensors, partial, metadata={"format": "pt"})
+    os.replace(partial, target / "model.safetensors")
+    dtype = str(next(iter(tensors.values())).dtype).removeprefix("torch.")
+    end_of_text = None if tokenizer_folder is None else _copy_tokenizer(tokenizer_folder, target)
+    special = {"bos_token_id": end_of_text, "eos_token_id": end_of_text}
+    config = layout.config() | special | {"torch_dtype": dtype}
+    (target / "config.json").write_text(json.dumps(config, indent=2, sort_keys=True) + "\n")
+    _verify(layout, parameters=parameters, folder=target)
+
+
+def _format(model: nn.Module) -> Format:
+    if isinstance(model, GPT2):
+        return GPT2Format(model)
+    return LlamaFormat(_language_model(model))
+
+
+def _language_model(model: nn.Module) -> Any:
+    if not isinstance(model, GPT2 | Llama):
+        raise Mistake(
+            f"model={type(model).__name__}",
+            "no published form is known",
+            "model=gpt2 or model=llama_160m",
+        )
+    return model
+
+
+def _check_config(layout: Format, *, config: Config, folder: Path) -> None:
+    full = layout.with_defaults(config)
+    found = [setting.difference(full) for setting in layout.settings(full)]
+    differences = [line for line in found if line is not None]
+    if differences:
+        raise Mistake(
+            f"model.pretrained={folder}",
+            "it does not fit:\n   "
+            + "\n   ".join(line.partition("; type ")[0] for line in differences),
+            " ".join(line.rpartition("; type ")[2] for line in differences),
+        )
+
+
+def _check_names(layout: Format, *, weights: PublishedWeights, folder: Path) -> dict[str, str]:
+    """Full name -> name in the file, for exactly the tensors that `layout` wants."""
+    in_file = {layout.full_name(name): name for name in weights.names()}
+    in_file.pop(None, None)
+    wanted = {name for entry in layout.entries() for name in entry.published}
+    lines = [f"missing: {name}" for name in sorted(wanted - in_file.keys())]
+    lines += [f"unknown: {name}" for name in sorted(in_file.keys() - wanted, key=str)]
+    if lines:
+        raise Mistake(
+            f"model.pretrained={folder}",
+            "the tensors are not those its config.json describes: " + "\n  ".join(lines),
+            "model.pretrained=<a whole folder>",
+        )
+    return {str(full): name for full, name in in_file.items()}
+
+
+def _copy_tokenizer(source: str | Path, target: Path) -> int | None:
+    """Copy the tokenizer's files; return the id of its end-of-text token, None if it names none."""
+    from tokenizers import Tokenizer  # an export without a tokenizer does not need it
+
+    source = Path(source)
+    for name in _TOKENIZER_FILES:
+        if (source / name).is_file() and source.resolve() != target.resolve():
+            shutil.copyfile(source / name, target / name)
+    settings = json.loads((source / "tokenizer_config.json").read_text())
+    token = {"eos_token": None, **settings}["eos_token"]
+    if isinstance(token, dict):  # older files hold the token with its flags
+        token = token["content"]
+    if token is None:
+        return None
+    end_of_text: int | None = Tokenizer.from_file(str(source / "tokenizer.json")).token_to_id(token)
+    return end_of_text
+
+
+def _verify(layout: Format, *, parameters: dict[str, nn.Parameter], folder: Path) -> None:
+    _check_config(layout, config=json.loads((folder / "config.json").read_text()), folder=folder)
+    entries: list[Entry] = layout.entries()
+    with open_weights(folder) as weights:
+        for entry in entries:
+            parameter = parameters[entry.name].detach().cpu()
+            num_rows = sum(entry.rows)
+            read = entry.assemble(weights.read, shape=parameter[:num_rows].shape)
+            if not torch.equal(read, parameter[:num_rows]):
+                raise OSError(f"{folder}/model.safetensors: {entry.name} reads back differently")

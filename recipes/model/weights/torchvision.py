@@ -1,0 +1,65 @@
+"""torchvision's ResNet-18 weights into ours, without torchvision. One read of one file."""
+
+import re
+from pathlib import Path
+
+import torch
+from safetensors.torch import load_file
+from torch import Tensor
+
+from recipes.errors import Mistake
+from recipes.model.init import fill
+from recipes.model.resnet18 import ResNet18
+
+_BLOCK = re.compile(r"layer([1-4])\.([01])\.(.+)")
+_RENAMED = (  # ours <- torchvision's, on the beginning of what follows the block
+    ("stem_conv.", "conv1."),
+    ("stem_norm.", "bn1."),
+    ("head.", "fc."),
+)
+
+
+def our_name(name: str) -> str:
+    """`layer2.0.downsample.1.bias` -> `blocks.2.shortcut.1.bias`"""
+    if match := _BLOCK.fullmatch(name):
+        stage, place, rest = match.groups()
+        rest = rest.replace("bn", "norm").replace("downsample", "shortcut")
+        return f"blocks.{2 * (int(stage) - 1) + int(place)}.{rest}"
+    for ours, theirs in _RENAMED:
+        if name.startswith(theirs):
+            return ours + name.removeprefix(theirs)
+    return name
+
+
+def load_pretrained(model: ResNet18, file: str | Path) -> None:
+    """Fill `model` from a .safetensors or .pth file with torchvision's names.
+
+    Raises:
+        Mistake: no such file.
+        ValueError: names or shapes differ; every difference is listed and nothing was loaded.
+    """
+    path = Path(file)
+    if not path.is_file():
+        raise Mistake(f"model.pretrained={file}", "there is no such file", "model.pretrained=null")
+    read = load_file(path) if path.suffix == ".safetensors" else _load_pickle(path)
+    weights = {our_name(name): tensor for name, tensor in read.items()}
+    targets = model.state_dict(keep_vars=True)
+    differences = [f"{name} is missing" for name in targets if name not in weights]
+    differences += [f"{name} is unknown" for name in weights if name not in targets]
+    for name, target in targets.items():
+        if name in weights and weights[name].shape != target.shape:
+            theirs = tuple(weights[name].shape)
+            differences.append(f"{name} is {theirs}, the model's {tuple(target.shape)}")
+    if differences:
+        raise Mistake(
+            f"model.pretrained={file}",
+            f"it does not fit: {'; '.join(differences)}",
+            "model.num_classes=1000 model.in_channels=3 model.small_images=false for published weights",
+        )
+    for name, target in targets.items():
+        fill(target, weights[name])
+
+
+def _load_pickle(path: Path) -> dict[str, Tensor]:
+    weights: dict[str, Tensor] = torch.load(path, map_location="cpu", weights_only=True)
+    return weights

@@ -1,0 +1,1 @@
+"""Arithmetic that every strategy shares: accumulation, collectives, gradients, loss, weight average."""

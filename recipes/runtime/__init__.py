@@ -1,0 +1,1 @@
+"""One process: its world, signals, lock, console, failure and exit code. Knows no recipe."""

@@ -1,0 +1,108 @@
+"""What a ZeRO optimizer keeps on this rank, the tensors themselves: master weights, moments, and what computes.
+
+References, a sub-group at a time where it lies on a disk; no collective.
+"""
+
+import copy
+from collections.abc import Iterator
+from typing import Any
+
+from torch import Tensor, nn
+
+from recipes.strategy.deepspeed.checkpoint import count_up, is_stage_3
+from recipes.strategy.deepspeed.checkpoint_stage3 import in_memory
+
+_COUNTERS = ("global_steps", "global_samples", "micro_steps")
+
+
+class ShowsLiveState:
+    """For a strategy: what snapshots copy, and what they put back."""
+
+    optimizers: list[Any]
+    lightning_module: Any
+    deepspeed_engine: Any
+
+    def live_tensors(self, *, writes_back: bool) -> Iterator[tuple[str, Tensor]]:
+        """Every tensor that a step changes, by name.
+
+        Args:
+            writes_back: Whether the caller overwrites them; weights that compute then follow from the master copy.
+        """
+        optimizer, module = self.optimizers[0], self.lightning_module
+        if is_stage_3(optimizer):
+            yield from _stage_3(optimizer, module, writes_back=writes_back)
+        else:
+            yield from _stages_1_and_2(optimizer, module)
+        persistent = module.state_dict(keep_vars=True)
+        for name, buffer in module.named_buffers():
+            if name in persistent:
+                yield f"buffer/{name}", buffer
+
+    def forget_tensors(self, names: list[str]) -> None:
+        """Take away moments that have come since."""
+        flats = _flats(self.optimizers[0])
+        for name in names:
+            kind, _, place = name.partition("/")
+            if kind == "moment":
+                moment, _, index = place.rpartition("/")
+                self.optimizers[0].optimizer.state[flats[int(index)]].pop(moment)
+
+    def live_numbers(self) -> dict[str, Any]:
+        """What is not a tensor: the engine's counters, steps that an optimizer counts in an int, the loss scale."""
+        optimizer = self.optimizers[0]
+        return {
+            "engine": {name: getattr(self.deepspeed_engine, name) for name in _COUNTERS},
+            "scaler": copy.deepcopy(vars(optimizer.loss_scaler)),
+            "counts": [_counts(optimizer, flat) for flat in _flats(optimizer)],
+        }
+
+    def put_numbers_back(self, numbers: dict[str, Any]) -> None:
+        """As `live_numbers` found them."""
+        optimizer = self.optimizers[0]
+        for name, value in numbers["engine"].items():
+            setattr(self.deepspeed_engine, name, value)
+        vars(optimizer.loss_scaler).update(numbers["scaler"])
+        for flat, counts in zip(_flats(optimizer), numbers["counts"], strict=True):
+            if counts:
+                optimizer.optimizer.state[flat].update(counts)
+        if type(optimizer.optimizer).__name__ == "DeepSpeedCPUAdam":
+            count_up(optimizer.optimizer, numbers["counts"][0]["step"])
+
+
+def _stages_1_and_2(optimizer: Any, module: nn.Module) -> Iterator[tuple[str, Tensor]]:
+    for index, flat in enumerate(optimizer.single_partition_of_fp32_groups):
+        yield f"master/{index}", flat.data
+        yield from _moments(optimizer, flat, index)
+    for name, parameter in module.named_parameters():
+        yield f"weight/{name}", parameter.data
+
+
+def _stage_3(
+    optimizer: Any, module: nn.Module, *, writes_back: bool
+) -> Iterator[tuple[str, Tensor]]:
+    for index in range(len(optimizer.fp16_groups)):
+        with in_memory(optimizer, index, writes_back=writes_back) as flat:
+            yield f"master/{index}", flat.data
+            yield from _moments(optimizer, flat, index)
+            if writes_back:
+                optimizer._reassign_or_swap_out_partitioned_parameters(index)
+    for name, parameter in module.named_parameters():
+        if parameter.numel() == parameter.ds_numel:  # type: ignore[attr-defined]  # small ones stay whole
+            yield f"weight/{name}", parameter.data
+
+
+def _moments(optimizer: Any, flat: Tensor, index: int) -> Iterator[tuple[str, Tensor]]:
+    for name, value in optimizer.optimizer.state.get(flat, {}).items():
+        if isinstance(value, Tensor):
+            yield f"moment/{name}/{index}", value
+
+
+def _counts(optimizer: Any, flat: Tensor) -> dict[str, Any]:
+    state = optimizer.optimizer.state.get(flat, {})
+    return {key: value for key, value in state.items() if not isinstance(value, Tensor)}
+
+
+def _flats(optimizer: Any) -> list[Tensor]:
+    if is_stage_3(optimizer):
+        return list(optimizer.fp32_partitioned_groups_flat)
+    return list(optimizer.single_partition_of_fp32_groups)

@@ -1,0 +1,257 @@
+"""What every task shares: exact accumulation, one clipping pass, counters, one log call per logged step."""
+
+import functools
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Iterator, Mapping
+from typing import Any, ClassVar
+
+import torch
+from lightning.pytorch.utilities.types import OptimizerLRScheduler
+from torch import Tensor, nn
+from torch.optim.lr_scheduler import LambdaLR
+
+from recipes.activation_checkpoint import ActivationCheckpoint
+from recipes.clipping import Clipping
+from recipes.clipping.none import Fixed
+from recipes.compile import compile_blocks
+from recipes.model.flops import TellsFlops
+from recipes.model.weights import initialize
+from recipes.numerics.collectives import average_over_ranks
+from recipes.numerics.ema import average_weights
+from recipes.numerics.loss import cross_entropy_sum, regularizer_sum
+from recipes.strategy import StepGuard
+from recipes.task.resumable import Resumable
+
+Batch = dict[str, Any]
+
+
+class LearningTask(TellsFlops, Resumable, ABC):
+    """A model, its optimizer and schedule, and the loss as a sum over targets.
+
+    Args:
+        make_model: Constructs the model; called under the meta device.
+        make_optimizer: model, `fused` -> optimizer.
+        schedule: Optimizer step -> multiplier of the peak learning rate.
+        activation_checkpoint: Which blocks are recomputed in the backward pass.
+        compile_blocks: Whether each block and the loss, the largest elementwise part, are compiled.
+        fused_optimizer: Whether the optimizer may use fused kernels (not under a loss scaler).
+        clipping: A limit of the gradient norm beside the fixed one.
+        ema_decay: Of an average of the weights, kept with the moments; None: none is kept.
+        label_smoothing, z_loss: Of the training objective, see `regularizer_sum`; every loss that is logged is plain.
+        seed: Of the initial weights.
+
+    Attributes:
+        row: What has been logged for the step that is under way.
+    """
+
+    input_kind: ClassVar[str]
+    writes_rows: ClassVar[bool] = True  # by `RowWriter`, once a step
+    model: nn.Module
+
+    def __init__(
+        self,
+        *,
+        make_model: Callable[[], nn.Module],
+        make_optimizer: Callable[..., torch.optim.Optimizer],
+        schedule: Callable[[int], float],
+        activation_checkpoint: ActivationCheckpoint,
+        compile_blocks: bool,
+        fused_optimizer: bool,
+        clipping: Clipping,
+        ema_decay: float | None,
+        label_smoothing: float,
+        z_loss: float,
+        seed: int,
+    ) -> None:
+        super().__init__(seed=seed, clipping=clipping, keeps_average=ema_decay is not None)
+        self._ema_decay = ema_decay
+        self._regularizer = {"label_smoothing": label_smoothing, "z_loss": z_loss}
+        self._make_model = make_model
+        self._make_optimizer = make_optimizer
+        self._schedule = schedule
+        self._activation_checkpoint = activation_checkpoint
+        self._compile_blocks = compile_blocks
+        self.cross_entropy_sum: Callable[[Tensor, Tensor], Tensor] = cross_entropy_sum
+        self._fused_optimizer = fused_optimizer
+        self.row: dict[str, float | Tensor] = {}
+        self._micro_batches_in_window = self._window_samples = self._window_tokens = 0
+        self._window_loss: Tensor | None = None
+        self._val_sums: Tensor | None = None
+
+    @abstractmethod
+    def loss_sum(self, batch: Batch) -> tuple[Tensor, Tensor]:
+        """One batch to the sum of its losses over targets, and the logits [..., V]."""
+
+    def objective_sum(self, batch: Batch) -> tuple[Tensor, Tensor]:
+        """What training lowers, and the plain loss in it, both summed over targets."""
+        loss_sum, logits = self.loss_sum(batch)
+        if not any(self._regularizer.values()):
+            return loss_sum, loss_sum
+        added = regularizer_sum(logits, batch["targets"], **self._regularizer)
+        return loss_sum + added, loss_sum
+
+    @abstractmethod
+    def sample_losses(self, batch: Batch) -> Tensor:
+        """Mean loss of each sample over its targets, [B]."""
+
+    @abstractmethod
+    def counts(self, logits: Tensor, batch: Batch) -> list[Tensor]:
+        """What a validation adds up beside the losses: the number of targets first."""
+
+    @abstractmethod
+    def val_metrics(self, sums: list[float]) -> dict[str, float]:
+        """Sums over the whole validation, [loss, targets, …], to named metrics; `val/loss` among them."""
+
+    def configure_model(self) -> None:
+        """Make the model on the meta device, let the engine place it, then give it weights. Repeatable."""
+        if hasattr(self, "model"):
+            return
+        model = self.meta_model()
+        self._activation_checkpoint.apply(model.blocks)  # type: ignore[arg-type]
+        if self._compile_blocks:
+            compile_blocks(model.blocks)  # type: ignore[arg-type]
+            self.cross_entropy_sum = torch.compile(cross_entropy_sum, dynamic=False)
+        self.model_name = type(model).__name__  # engines may give it a class of their own
+        first_weights = functools.partial(initialize, seed=self._seed)
+        self.trainer.strategy.place(model, first_weights)  # type: ignore[attr-defined]
+        self.model = model
+
+    def meta_model(self) -> nn.Module:
+        """The model whole and without memory."""
+        with torch.device("meta"):
+            return self._make_model()
+
+    def configure_optimizers(self) -> OptimizerLRScheduler:
+        optimizer = self._make_optimizer(self.model, fused=self._fused_optimizer)
+        self.remember_optimizer(optimizer)
+        optimizer = self.trainer.strategy.own_optimizer(optimizer)  # type: ignore[attr-defined]
+        self.remember_hyperparameters(optimizer)
+        if self._ema_decay is not None:
+            average_weights(optimizer, decay=self._ema_decay, step=lambda: self.trainer.global_step)
+        scheduler = LambdaLR(optimizer, self._schedule)
+        return {
+            "optimizer": optimizer,
+            "lr_scheduler": {"scheduler": scheduler, "interval": "step"},
+        }
+
+    def on_train_start(self) -> None:
+        adaptive = None if isinstance(self.clipping, Fixed) else self.clipping
+        self.trainer.strategy.clipping = adaptive  # type: ignore[attr-defined]
+        self.go_on(self._schedule)
+
+    def on_train_batch_start(self, batch: Batch, batch_idx: int) -> None:
+        # Lightning 2.6 numbers rows by a counter of its own, which some resumes leave one behind
+        self.trainer.fit_loop.epoch_loop._batches_that_stepped = self.trainer.global_step
+
+    def training_step(self, batch: Batch, batch_idx: int) -> Tensor:
+        trainer = self.trainer
+        objective_sum, loss_sum = self.objective_sum(batch)
+        self._count(batch)
+        share = loss_sum.detach() / batch["num_targets"]
+        self._window_loss = share if self._window_loss is None else self._window_loss + share
+        if self._micro_batches_in_window == trainer.accumulate_grad_batches:
+            self._end_window()
+        # Lightning divides by the number of passes, engines average over ranks: undo both
+        passes_and_ranks = trainer.accumulate_grad_batches * trainer.world_size
+        loss: Tensor = objective_sum * (passes_and_ranks / batch["num_targets"])
+        return loss
+
+    def optimizer_zero_grad(self, epoch: int, batch_idx: int, optimizer: Any) -> None:
+        optimizer.zero_grad(set_to_none=self.trainer.strategy.frees_gradients)  # type: ignore[attr-defined]
+
+    def configure_gradient_clipping(
+        self,
+        optimizer: torch.optim.Optimizer,
+        gradient_clip_val: int | float | None = None,
+        gradient_clip_algorithm: str | None = None,
+    ) -> None:
+        """One pass gives the norm and clips. Lightning 2.6's own refuses fused AdamW under bf16-mixed (#21435)."""
+        by_value = gradient_clip_algorithm == "value"
+        self.trainer.strategy.clip_gradients(  # type: ignore[attr-defined]
+            self.parameters(),
+            max_norm=None if by_value else gradient_clip_val,
+            max_value=gradient_clip_val if by_value else None,
+        )
+
+    def guard_steps(self, guard: StepGuard) -> None:
+        """From now on a step is made unless this guard refuses it."""
+        self.trainer.strategy.guard = guard  # type: ignore[attr-defined]
+
+    @property
+    def grad_norm_limit(self) -> Tensor | None:
+        """What the gradients of the last step were scaled down to where they were above, a 0-dim tensor."""
+        return self.trainer.strategy.grad_norm_limit  # type: ignore[attr-defined, no-any-return]
+
+    @property
+    def grad_norm(self) -> Tensor | None:
+        """Global norm before clipping of the last optimizer step, a 0-dim tensor."""
+        return self.trainer.strategy.grad_norm  # type: ignore[attr-defined, no-any-return]
+
+    def on_validation_epoch_start(self) -> None:
+        self._val_sums = None
+        self.share_statistics()
+
+    def share_statistics(self) -> None:
+        """Running means and variances are of one rank's samples; what is evaluated or saved is their mean."""
+        saved = self.state_dict(keep_vars=True)  # constant tables are not in it
+        buffers = (buffer for name, buffer in self.named_buffers() if name in saved)
+        average_over_ranks(buffer for buffer in buffers if buffer.is_floating_point())
+
+    def validation_step(self, batch: Batch, batch_idx: int) -> None:
+        loss_sum, logits = self.loss_sum(batch)
+        # float64: sums over a large validation split stay exact enough to add in any order
+        sums = torch.stack([loss_sum, *self.counts(logits, batch)]).double()  # [1 + counts]
+        self._val_sums = sums if self._val_sums is None else self._val_sums + sums
+
+    def on_validation_epoch_end(self) -> None:
+        assert self._val_sums is not None, "a validation without a single batch"
+        sums = self._sum_over_ranks(self._val_sums).tolist()
+        self.log_dict(self.val_metrics(sums))
+
+    def _count(self, batch: Batch) -> None:
+        num_samples = len(batch["targets"]) * self.trainer.world_size
+        self._window_samples += num_samples
+        self._window_tokens += num_samples * self._tokens_per_sample(batch)
+        self._micro_batches_in_window += 1
+
+    def _tokens_per_sample(self, batch: Batch) -> int:
+        return 0
+
+    def _end_window(self) -> None:
+        """Log the step that the optimizer is about to make: its loss over all ranks, its learning rates."""
+        trainer, window_loss = self.trainer, self._window_loss
+        self.num_samples += self._window_samples
+        self.num_tokens += self._window_tokens
+        self._window_samples = self._window_tokens = self._micro_batches_in_window = 0
+        self._window_loss = None
+        step = trainer.global_step + 1
+        if step == trainer.max_steps:
+            # so that Lightning logs and validates the last step, whatever its number
+            trainer.should_stop = True
+        guard = trainer.strategy.guard  # type: ignore[attr-defined]
+        is_logged = step % trainer.log_every_n_steps == 0 or trainer.should_stop  # type: ignore[attr-defined]
+        if window_loss is None or not (is_logged or guard is not None):
+            return
+        loss = self._sum_over_ranks(window_loss)
+        if guard is not None:
+            guard.loss = loss
+        if not is_logged:
+            return
+        self.log_row({"train/loss": loss, "train/samples": self.num_samples})
+        if self.num_tokens:
+            self.log_row({"train/tokens": self.num_tokens})
+        self.log_row(dict(self._learning_rates()))
+
+    def log_row(self, metrics: Mapping[str, float | Tensor]) -> None:
+        """Add to the row of this step; `RowWriter` hands it to the loggers when the step is over."""
+        self.row |= metrics
+
+    def _learning_rates(self) -> Iterator[tuple[str, float]]:
+        groups = self.trainer.optimizers[0].param_groups
+        yield "lr", groups[0]["lr"]
+        if len({group["lr"] for group in groups}) > 1:
+            for group in groups:
+                yield f"lr/{group['group_name']}", group["lr"]
+
+    def _sum_over_ranks(self, value: Tensor) -> Tensor:
+        return self.trainer.strategy.sum_over_ranks(value)  # type: ignore[attr-defined, no-any-return]

@@ -1,0 +1,139 @@
+"""What slows a run down: said once, and only when five rows in a row leave no doubt."""
+
+from dataclasses import replace
+
+import pytest
+from timed import STEP, monitor_at, timed
+
+from callbacks.bottleneck.callback import BottleneckMonitor
+from callbacks.bottleneck.rules import NUM_ROWS, Row, findings, typical
+
+FINE = Row(step=100, seconds=4.0, step_seconds=0.4, data_wait=(0.02, 0.03))
+HALF = replace(FINE, data_wait=(0.02, 0.5))
+
+
+def kinds(rows: list[Row], best: Row | None = None) -> list[str]:
+    return [finding.kind for finding in findings(rows, best=best)]
+
+
+def test_a_run_in_which_nothing_is_wrong_hears_nothing() -> None:
+    assert kinds([FINE] * NUM_ROWS, best=FINE) == []
+
+
+def test_five_rows_must_agree_and_be_ten_seconds_long() -> None:
+    assert kinds([HALF] * NUM_ROWS) == ["data"]
+    assert kinds([HALF] * (NUM_ROWS - 1)) == []
+    assert kinds([HALF, HALF, FINE, HALF, HALF]) == []
+    assert kinds([FINE, *[HALF] * NUM_ROWS]) == ["data"]
+    assert kinds([replace(HALF, seconds=1.9)] * NUM_ROWS) == []
+
+
+@pytest.mark.parametrize(("wait", "found"), [(0.10, []), (0.11, ["data"])])
+def test_waiting_for_data_is_told_above_a_tenth_of_a_step(wait: float, found: list[str]) -> None:
+    assert kinds([replace(FINE, data_wait=(0.0, wait))] * NUM_ROWS) == found
+
+
+def test_the_slow_rank_is_named_where_it_is_the_same_one_each_time() -> None:
+    slow = replace(FINE, forward_seconds=(0.1, 0.1, 0.15, 0.1))
+    other = replace(FINE, forward_seconds=(0.1, 0.15, 0.1, 0.1))
+    [finding] = findings([slow] * NUM_ROWS, best=None)
+    assert finding.text.startswith("rank 2 takes 1.5 times as long")
+    assert kinds([slow, slow, other, slow, slow]) == []
+    assert kinds([replace(FINE, forward_seconds=(0.1, 0.12))] * NUM_ROWS) == []
+
+
+def test_gradients_between_ranks_are_told_above_a_quarter_of_a_step() -> None:
+    assert kinds([replace(FINE, sync_seconds=0.11)] * NUM_ROWS) == ["sync"]
+    assert kinds([replace(FINE, sync_seconds=0.09)] * NUM_ROWS) == []
+
+
+def test_room_for_larger_micro_batches_is_told_where_there_are_several() -> None:
+    roomy = replace(FINE, free_memory=0.7, num_micro_batches=8)
+    assert kinds([roomy] * NUM_ROWS) == ["small_batch"]
+    assert kinds([replace(roomy, num_micro_batches=1)] * NUM_ROWS) == []
+    assert kinds([replace(roomy, free_memory=0.5)] * NUM_ROWS) == []
+
+
+def test_steps_half_as_long_again_as_the_best_are_told_with_the_mfu() -> None:
+    best = replace(FINE, mfu=0.42)
+    now = replace(FINE, step=900, step_seconds=0.8, mfu=0.21)
+    [finding] = findings([now] * NUM_ROWS, best=best)
+    assert finding.kind == "slower"
+    assert "steps take 0.8 s; around step 100 they took 0.4 s" in finding.text
+    assert "MFU 0.210, was 0.420" in finding.text
+    assert kinds([replace(now, step_seconds=0.55)] * NUM_ROWS, best=best) == []
+
+
+def test_one_slow_row_does_not_make_a_typical_one() -> None:
+    rows = [replace(FINE, step_seconds=s) for s in (0.1, 9.0, 0.3, 0.2, 0.25)]
+    assert typical(rows).step_seconds == 0.25
+    assert typical(rows[:-1]) is None
+
+
+def test_a_run_that_waits_for_data_says_so_once_with_what_to_type(
+    stranger, make_trainer, clock, caplog
+) -> None:
+    monitor = BottleneckMonitor(advice={"data": "loader.num_workers=8"})
+    monitor.clock = clock
+    callbacks = [monitor_at(clock), monitor]
+    trainer = make_trainer(callbacks=callbacks, max_epochs=4, log_every_n_steps=2)
+    # a fetch of 0.25 s before each step of 0.75 s
+    trainer.fit(timed(stranger, clock))
+    lines = [r.getMessage() for r in caplog.records if "waiting for data" in r.getMessage()]
+    assert lines == ["Step 10: 25% of each step is spent waiting for data; loader.num_workers=8"]
+
+
+def test_without_a_speed_monitor_nothing_is_said(stranger, make_trainer, clock, caplog) -> None:
+    make_trainer(callbacks=[BottleneckMonitor()], max_epochs=4).fit(timed(stranger, clock))
+    assert "data" not in caplog.text
+
+
+def test_the_best_that_a_run_has_reached_outlives_it(stranger, make_trainer, clock, caplog) -> None:
+    first, second, third = BottleneckMonitor(), BottleneckMonitor(), BottleneckMonitor()
+    words = {"max_epochs": 3, "log_every_n_steps": 2}
+    make_trainer(callbacks=[monitor_at(clock), first], **words).fit(timed(stranger, clock))
+    second.load_state_dict(first.state_dict())
+    assert second.state_dict() == first.state_dict()
+
+    class Slower(type(timed(stranger, clock))):  # type: ignore[misc]
+        def training_step(self, *arguments):
+            clock.now += 3 * STEP
+            return super().training_step(*arguments)
+
+    def fit(monitor: BottleneckMonitor) -> str:
+        caplog.clear()
+        module = Slower()
+        module.num_samples = module.num_tokens = 0
+        trainer = make_trainer(callbacks=[monitor_at(clock), monitor], **words)
+        trainer.fit(module)
+        return caplog.text
+
+    assert "they took 1 s" in fit(second)
+    third.load_state_dict(first.state_dict() | {"where": "another device x 8"})
+    assert "they took" not in fit(third)
+
+
+def test_two_backward_passes_a_batch_are_no_phases(stranger, make_trainer, clock) -> None:
+    import torch
+
+    class Gan(stranger):  # type: ignore[misc]
+        def __init__(self) -> None:
+            super().__init__()
+            self.automatic_optimization = False
+
+        def training_step(self, batch, batch_idx):
+            for _ in range(2):
+                self.manual_backward(self.layer(batch[0]).sum())
+            self.optimizers().step()
+            return torch.zeros(())
+
+    monitor = BottleneckMonitor()
+    make_trainer(callbacks=[monitor_at(clock), monitor]).fit(Gan())
+    assert monitor.state_dict()["told"] == []
+
+
+def test_one_that_stands_before_its_speed_monitor_says_so(
+    stranger, make_trainer, clock, caplog
+) -> None:
+    make_trainer(callbacks=[BottleneckMonitor(), monitor_at(clock)]).fit(timed(stranger, clock))
+    assert "it has no SpeedMonitor before it" in caplog.text

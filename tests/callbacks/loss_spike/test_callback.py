@@ -1,0 +1,354 @@
+"""LossSpikeRollback in a stranger's project: no config, no recipes, Lightning's own strategies and checkpoints."""
+
+import inspect
+import json
+import logging
+import os
+import socket
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import yaml
+from lightning.fabric.utilities.exceptions import MisconfigurationException
+from lightning.pytorch import Callback
+from lightning.pytorch.callbacks import ModelCheckpoint
+from lightning.pytorch.plugins import MixedPrecision
+from torch import Tensor
+from torch.utils.data import DataLoader, TensorDataset
+
+from callbacks import LossSpikeRollback
+from callbacks.loss_spike import rollback
+from callbacks.loss_spike.recovery import TrainingDivergedError
+
+CONF = Path(__file__).parents[3] / "conf/callbacks/loss_spike.yaml"
+SMALL: dict[str, Any] = {"window": 16, "warm_up": 8, "snapshot_every": 10, "quarantine_steps": 10}
+
+
+class Poison(Callback):
+    """Batches of huge numbers, or weights that are lost, once."""
+
+    def __init__(self, *, at: int, what: str) -> None:
+        self.at, self.what, self.is_done = at, what, False
+
+    def on_train_batch_start(
+        self, trainer: Any, pl_module: Any, batch: Any, batch_idx: int
+    ) -> None:
+        if batch_idx < self.at or self.is_done:
+            return
+        self.is_done = True
+        with torch.no_grad():
+            if self.what == "weight":
+                pl_module.layer.weight += 50
+            else:
+                batch[0].mul_(1000 if self.what == "huge" else torch.nan)
+
+
+@pytest.fixture
+def noisy(stranger: Any) -> Any:
+    """A stranger with Adam on 60 batches of noise."""
+
+    class Noisy(stranger):  # type: ignore[misc, valid-type]
+        def training_step(self, batch: list[Tensor], batch_idx: int) -> Tensor:
+            loss = (self.layer(batch[0]) - 1).square().mean()
+            self.log("train_loss", loss)
+            return loss
+
+        def configure_optimizers(self) -> Any:
+            optimizer = torch.optim.Adam(self.parameters(), lr=0.003)
+            schedule = torch.optim.lr_scheduler.LinearLR(optimizer, 1.0, 0.1, 60)
+            return {
+                "optimizer": optimizer,
+                "lr_scheduler": {"scheduler": schedule, "interval": "step"},
+            }
+
+        def train_dataloader(self) -> DataLoader[Any]:
+            draws = torch.randn(60 * 8, 4, generator=torch.Generator().manual_seed(0))
+            return DataLoader(TensorDataset(draws), batch_size=8)
+
+    return Noisy
+
+
+def test_its_defaults_are_those_of_the_config() -> None:
+    """They are in both: a stranger constructs it without a config."""
+    node = yaml.safe_load(CONF.read_text())["loss_spike"]
+    node.pop("_target_")
+    signature = inspect.signature(LossSpikeRollback).parameters
+    assert node == {name: one.default for name, one in signature.items() if name != "rewinds_data"}
+
+
+@pytest.mark.parametrize("what", ["huge", "nan"])
+@pytest.mark.parametrize("precision", ["32-true", "bf16-mixed", "16-mixed"])
+def test_a_bad_batch_is_skipped(
+    noisy: Any, make_trainer: Any, what: str, precision: str, read_column: Any
+) -> None:
+    torch.manual_seed(0)
+    module = noisy()
+    spikes = LossSpikeRollback(**SMALL)
+    make_trainer(
+        callbacks=[Poison(at=30, what=what), spikes], precision=precision, gradient_clip_val=1.0
+    ).fit(module)
+    assert spikes.summary() == {"rollbacks": 0, "skipped_steps": 1}
+    assert all(bool(one.isfinite().all()) for one in module.parameters())
+    assert read_column("spike/skipped_steps")[-1] == 1
+
+
+def test_an_overflow_of_float16_is_left_to_its_scaler(noisy: Any, make_trainer: Any) -> None:
+    class Overflow(Callback):
+        def on_after_backward(self, trainer: Any, pl_module: Any) -> None:
+            if trainer.global_step in (30, 31, 32, 33, 34):
+                pl_module.layer.weight.grad.fill_(torch.inf)
+
+    spikes = LossSpikeRollback(**SMALL)
+    # Lightning takes a scaler on a CPU only by hand
+    plugin = MixedPrecision("16-mixed", "cpu", torch.amp.GradScaler("cpu", init_scale=1024))
+    trainer = make_trainer(callbacks=[Overflow(), spikes], plugins=[plugin])
+    trainer.fit(noisy())
+    assert spikes.summary() == {"rollbacks": 0, "skipped_steps": 0}
+    assert trainer.precision_plugin.scaler.get_scale() == 1024 / 2**5
+    assert trainer.global_step == 60
+
+
+def test_a_lost_weight_is_gone_back_from(noisy: Any, make_trainer: Any, caplog: Any) -> None:
+    torch.manual_seed(0)
+    module = noisy()
+    spikes = LossSpikeRollback(**SMALL)
+    with caplog.at_level(logging.WARNING, logger="lightning_recipes"):
+        trainer = make_trainer(callbacks=[Poison(at=35, what="weight"), spikes])
+        trainer.fit(module)
+    assert spikes.summary()["rollbacks"] == 1
+    assert float(module.layer.weight.detach().abs().max()) < 5
+    # steps 36 to 39 were skipped or undone: the run went back 9 steps and has that many fewer
+    assert trainer.global_step == 60 - (39 - 20)
+    assert "Step 39: went back to step 20" in caplog.text
+    schedule = trainer.lr_scheduler_configs[0].scheduler
+    assert schedule.last_epoch == trainer.global_step
+
+
+def test_a_run_resumed_in_the_cool_down_has_the_cut_rate(
+    noisy: Any, make_trainer: Any, tmp_path: Path
+) -> None:
+    from callbacks.loss_spike.lr_backoff import LearningRateCut
+
+    class Cuts(Callback):
+        def __init__(self, spikes: LossSpikeRollback) -> None:
+            self.cut: LearningRateCut = spikes._recovery.cut
+
+        def on_train_batch_end(self, trainer: Any, *args: Any) -> None:
+            if trainer.global_step == 10:
+                self.cut.cut(trainer, 0.5, until=10**6)
+            if trainer.global_step == 20:
+                trainer.save_checkpoint(tmp_path / "half.ckpt")
+
+    class Rates(Callback):
+        def __init__(self) -> None:
+            self.seen: list[float] = []
+
+        def on_before_optimizer_step(self, trainer: Any, pl_module: Any, optimizer: Any) -> None:
+            self.seen.append(optimizer.param_groups[0]["lr"])
+
+    torch.manual_seed(0)
+    spikes, whole = LossSpikeRollback(**SMALL), Rates()
+    make_trainer(callbacks=[spikes, Cuts(spikes), whole], max_steps=30).fit(noisy())
+    again = Rates()
+    make_trainer(callbacks=[LossSpikeRollback(**SMALL), again], max_steps=30).fit(
+        noisy(), ckpt_path=tmp_path / "half.ckpt"
+    )
+    assert again.seen == whole.seen[20:]
+    assert whole.seen[10] < 0.6 * whole.seen[9]
+
+
+def test_lightnings_checkpoints_hold_plain_data_of_it(
+    noisy: Any, make_trainer: Any, tmp_path: Path
+) -> None:
+    trainer = make_trainer(callbacks=[LossSpikeRollback(**SMALL)], max_steps=20)
+    trainer.fit(noisy())
+    trainer.save_checkpoint(tmp_path / "one.ckpt")
+    state = torch.load(tmp_path / "one.ckpt", weights_only=True)["callbacks"]
+    second = LossSpikeRollback(**SMALL)
+    second.load_state_dict(state["LossSpikeRollback"])
+    assert second.state_dict() == state["LossSpikeRollback"]
+
+
+def test_evidence_is_left_without_anything_of_ours(
+    noisy: Any, make_trainer: Any, tmp_path: Path
+) -> None:
+    torch.manual_seed(0)
+    make_trainer(callbacks=[Poison(at=30, what="huge"), LossSpikeRollback(**SMALL)]).fit(noisy())
+    folder = tmp_path / "run/spikes/step_0000031"
+    told = json.loads((folder / "spike.json").read_text())
+    assert told["skipped"] is True
+    assert told["alarms"]["loss"]["kind"] == "spike"
+    assert len(told["windows"]["loss"]) == 16
+    [batch] = torch.load(folder / "rank_00000.pt", weights_only=True)["batches"]
+    assert batch[0].shape == (8, 4)
+    assert float(batch[0].abs().max()) > 500
+
+
+def test_no_data_position_no_batches_to_pass_over(noisy: Any, make_trainer: Any) -> None:
+    with pytest.raises(MisconfigurationException, match="skip_batches=0"):
+        make_trainer(callbacks=[LossSpikeRollback(skip_batches=10)]).fit(noisy())
+
+
+def test_without_a_good_state_it_stops_with_3(noisy: Any, make_trainer: Any) -> None:
+    torch.manual_seed(0)
+    with pytest.raises(TrainingDivergedError, match="no good state") as raised:
+        make_trainer(
+            callbacks=[Poison(at=3, what="weight"), _Nan(), LossSpikeRollback(**SMALL)]
+        ).fit(noisy())
+    assert raised.value.exit_code == 3
+
+
+class _Nan(Callback):
+    def on_train_batch_start(
+        self, trainer: Any, pl_module: Any, batch: Any, batch_idx: int
+    ) -> None:
+        batch[0].fill_(torch.nan)
+
+
+def test_under_lightnings_own_ddp_both_ranks_skip_and_go_back_together(tmp_path: Path) -> None:
+    worker = Path(__file__).parent / "ddp_stranger.py"
+    results = tmp_path / "results.json"
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        port = probe.getsockname()[1]
+    common = os.environ | {
+        "MASTER_ADDR": "127.0.0.1",
+        "MASTER_PORT": str(port),
+        "WORLD_SIZE": "2",
+        "LOCAL_WORLD_SIZE": "2",
+        "OMP_NUM_THREADS": "1",
+    }
+    ranks = [
+        subprocess.Popen(
+            [sys.executable, str(worker), "-", str(results)],
+            env=common | {"RANK": str(rank), "LOCAL_RANK": str(rank)},
+            stderr=subprocess.PIPE,
+            text=True,
+        )
+        for rank in range(2)
+    ]
+    told = [rank.communicate(timeout=120)[1] for rank in ranks]
+    assert [rank.returncode for rank in ranks] == [0, 0], told
+    first, second = json.loads(results.read_text())
+    assert first == second, "weights to the last bit, counts and steps"
+    _, summary, steps = first
+    # one skip for the gradient of one rank, four for the lost weight
+    assert summary == {"rollbacks": 1, "skipped_steps": 5}
+    assert steps < 60
+
+
+def test_running_statistics_come_back_with_a_step_that_is_refused(
+    noisy: Any, make_trainer: Any
+) -> None:
+    class Normed(noisy):  # type: ignore[misc, valid-type]
+        def __init__(self) -> None:
+            super().__init__()
+            self.layer = torch.nn.Sequential(torch.nn.BatchNorm1d(4), torch.nn.Linear(4, 1))
+
+    torch.manual_seed(0)
+    module = Normed()
+    spikes = LossSpikeRollback(**SMALL)
+    make_trainer(callbacks=[Poison(at=30, what="nan"), spikes]).fit(module)
+    assert spikes.summary()["skipped_steps"] == 1
+    assert all(bool(one.isfinite().all()) for one in module.buffers())
+    assert int(module.layer[0].num_batches_tracked) == 59
+
+
+def test_a_batch_that_the_module_passes_over_is_no_spike(noisy: Any, make_trainer: Any) -> None:
+    class PassesOver(noisy):  # type: ignore[misc, valid-type]
+        def training_step(self, batch: list[Tensor], batch_idx: int) -> Any:
+            return None if batch_idx in (7, 30) else super().training_step(batch, batch_idx)
+
+    torch.manual_seed(0)
+    spikes = LossSpikeRollback(**SMALL)
+    make_trainer(callbacks=[spikes]).fit(PassesOver())
+    assert spikes.summary() == {"rollbacks": 0, "skipped_steps": 0}
+
+
+def test_lightnings_checkpoint_of_a_step_made_again_is_that_of_the_second_time(
+    noisy: Any, make_trainer: Any, tmp_path: Path
+) -> None:
+    torch.manual_seed(0)
+    module = noisy()
+    saver = ModelCheckpoint(tmp_path, "{step}", every_n_train_steps=30, save_top_k=-1)
+    seen: list[Tensor] = []
+
+    class Keeps(Callback):
+        def on_train_batch_end(self, trainer: Any, pl_module: Any, *_: Any) -> None:
+            if trainer.global_step == 30:
+                seen.append(pl_module.layer.weight.detach().clone())
+
+    trainer = make_trainer(
+        callbacks=[Poison(at=35, what="weight"), LossSpikeRollback(**SMALL), Keeps(), saver],
+        enable_checkpointing=True,
+    )
+    trainer.fit(module)
+    assert len(seen) == 2
+    newest = max(tmp_path.glob("step=30*.ckpt"), key=lambda path: path.stat().st_mtime_ns)
+    saved = torch.load(newest, weights_only=True)["state_dict"]["layer.weight"]
+    assert torch.equal(saved, seen[1])
+
+
+@pytest.mark.parametrize("kind", ["sequential", "one cycle", "lambda"])
+def test_a_cut_holds_under_the_schedules_of_torch(kind: str) -> None:
+    from types import SimpleNamespace
+
+    from callbacks.loss_spike.lr_backoff import LearningRateCut
+
+    def make() -> tuple[Any, Any]:
+        optimizer = torch.optim.SGD([torch.nn.Parameter(torch.zeros(1))], lr=1.0, momentum=0.9)
+        schedules = torch.optim.lr_scheduler
+        if kind == "one cycle":
+            return optimizer, schedules.OneCycleLR(optimizer, max_lr=1.0, total_steps=40)
+        first = schedules.LambdaLR(optimizer, lambda step: 0.5 + step / 40)
+        if kind == "lambda":
+            return optimizer, first
+        second = schedules.LambdaLR(optimizer, lambda step: 1 - step / 40)
+        return optimizer, schedules.SequentialLR(optimizer, [first, second], [15])
+
+    (plain, schedule), (cut, cut_schedule) = make(), make()
+    trainer: Any = SimpleNamespace(
+        optimizers=[cut], lr_scheduler_configs=[SimpleNamespace(scheduler=cut_schedule)]
+    )
+    one = LearningRateCut()
+    for step in range(30):
+        if step == 10:
+            one.cut(trainer, 0.5, until=20)
+        one.end_if_due(trainer, step)
+        share = 0.5 if 10 <= step < 20 else 1.0
+        assert cut.param_groups[0]["lr"] == pytest.approx(share * plain.param_groups[0]["lr"]), step
+        for optimizer, its in ((plain, schedule), (cut, cut_schedule)):
+            optimizer.step()
+            its.step()
+
+
+@pytest.mark.parametrize("snapshots_in", ["auto", "memory"])
+def test_snapshots_that_do_not_fit_go_to_disk_by_a_line_or_are_refused(
+    noisy: Any, make_trainer: Any, tmp_path: Path, monkeypatch: Any, caplog: Any, snapshots_in: Any
+) -> None:
+    monkeypatch.setattr(rollback, "available_bytes", lambda: 100)
+    on_disk: list[int] = []
+
+    class Looks(Callback):
+        def on_train_batch_end(self, trainer: Any, *_: Any) -> None:
+            on_disk.append(len(list((tmp_path / "run/snapshots").rglob("*.bin"))))
+
+    torch.manual_seed(0)
+    module = noisy()
+    spikes = LossSpikeRollback(**SMALL, snapshots_in=snapshots_in)
+    trainer = make_trainer(callbacks=[Poison(at=35, what="weight"), spikes, Looks()])
+    if snapshots_in == "memory":
+        with pytest.raises(MisconfigurationException, match="snapshots_in=disk"):
+            trainer.fit(module)
+        return
+    with caplog.at_level(logging.WARNING, logger="lightning_recipes"):
+        trainer.fit(module)
+    assert "they are kept on disk" in caplog.text
+    assert spikes.summary()["rollbacks"] == 1
+    # weight and bias, each with two moments and a step, in two snapshots
+    assert max(on_disk) == 2 * 8
+    assert not (tmp_path / "run/snapshots/rank_0").exists()

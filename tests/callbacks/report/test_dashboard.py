@@ -1,0 +1,78 @@
+"""Panels from plain lists; and, where there are none, one place for every metric."""
+
+from pathlib import Path
+
+import pytest
+import yaml
+
+from callbacks.report.dashboard import Panel, sections_for, sections_of
+
+ROOT = Path(__file__).parents[3]
+
+
+def test_a_panel_draws_its_metrics_in_its_own_order_and_each_once() -> None:
+    panel = Panel(title="norms", metrics=("grad/norm", "grad/*"))
+    written = ["grad/clipped", "lr", "grad/norm"]
+    assert panel.metrics_among(written) == ["grad/norm", "grad/clipped"]
+
+
+def test_a_metric_with_a_bracket_in_its_name_is_found_by_its_name() -> None:
+    assert Panel(title="x", metrics=("acc[top5]",)).metrics_among(["acc[top5]"]) == ["acc[top5]"]
+    [section] = sections_for(["val/acc[top5]"])
+    assert section.panels[0].metrics_among(["val/acc[top5]"]) == ["val/acc[top5]"]
+
+
+def test_a_word_that_panels_do_not_have_is_an_error() -> None:
+    with pytest.raises(TypeError, match="colour"):
+        sections_of([{"title": "a", "panels": [{"title": "b", "metrics": ["c"], "colour": "red"}]}])
+
+
+def test_the_dashboard_of_the_recipes_is_one_with_a_picture_that_begins_with_the_loss() -> None:
+    config = yaml.safe_load((ROOT / "conf" / "dashboard" / "default.yaml").read_text())
+    panels = [panel for section in sections_of(config["sections"]) for panel in section.panels]
+    assert next(panel for panel in panels if panel.picture).metrics == ("train/loss", "val/loss")
+    assert {panel.kind for panel in panels} == {"line", "bar", "parallel"}
+
+
+def test_lightnings_usual_names_share_the_panels_of_learning() -> None:
+    names = [
+        "epoch",
+        "val_loss",
+        "lr-Adam",
+        "train_loss_step",
+        "train_acc",
+        "val_acc",
+        "train_loss_epoch",
+    ]
+    learning, other = sections_for(names)
+    assert [(panel.title, panel.metrics_among(names)) for panel in learning.panels] == [
+        ("loss", ["val_loss", "train_loss_step", "train_loss_epoch"]),
+        ("acc", ["train_acc", "val_acc"]),
+        ("learning rate", ["lr-Adam"]),
+    ]
+    assert (other.title, other.panels[0].title) == ("other", "epoch")
+
+
+def test_without_a_dashboard_every_metric_is_drawn_exactly_once() -> None:
+    names = [
+        "train/loss", "val/loss", "loss", "lr", "lr/head", "grad/norm", "grad/norm/blocks.0",
+        "throughput/tokens_per_second", "memory/peak_gib", "my metric", "train_x", "a/b/c/d", "*",
+    ]  # fmt: skip
+    drawn = [
+        name
+        for section in sections_for(names)
+        for panel in section.panels
+        for name in panel.metrics_among(names)
+    ]
+    assert sorted(drawn) == sorted(names)
+
+
+def test_the_picture_has_at_most_eight_panels_and_learning_comes_first() -> None:
+    names = [f"train/m{i}" for i in range(20)] + ["grad/norm"]
+    panels = [panel for section in sections_for(names) for panel in section.panels]
+    assert sum(panel.picture for panel in panels) == 8
+    assert panels[0].picture
+
+
+def test_no_metrics_make_no_sections() -> None:
+    assert sections_for([]) == []

@@ -1,0 +1,267 @@
+"""MFU against a clock that stands still between steps, and devices by the names that they give themselves."""
+
+import subprocess
+import sys
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+from lightning.pytorch.plugins import HalfPrecision
+from support import ROOT
+from timed import monitor_at, timed
+from torch import Tensor, nn
+
+from callbacks.throughput.callback import SpeedMonitor
+from callbacks.throughput.flop_counter import count_flops, shapes_of
+from callbacks.throughput.mfu import FlopMeter, kind_of, measure_peak_tflops
+from callbacks.throughput.stopwatch import Reading
+
+TERA = 1e12
+
+
+class Told:
+    """A module's own figures for a micro-batch."""
+
+    palm, causal = 8 * TERA, 6 * TERA
+
+
+def telling(base: type, clock: Any) -> Any:
+    module = timed(base, clock)
+    module.flops_of = lambda batch: Told()
+    return module
+
+
+def test_mfu_is_flops_over_seconds_over_the_peak_in_both_conventions(
+    stranger, make_trainer, read_column, clock
+) -> None:
+    monitor = SpeedMonitor(peak_tflops=40.0)
+    monitor.clock = clock
+    make_trainer(callbacks=[monitor], accumulate_grad_batches=2).fit(telling(stranger, clock))
+    # steps of 2 seconds in two passes of 8 TFLOP each
+    assert read_column("throughput/tflops") == [8.0] * 3
+    assert read_column("throughput/total_tflops") == [8.0] * 3
+    assert read_column("throughput/mfu") == [0.2] * 3
+    assert read_column("throughput/mfu_causal") == [0.15] * 3
+    assert monitor.summary()["mfu"] == 0.2
+
+
+@pytest.mark.parametrize(
+    ("device", "precision", "peak", "words"),
+    [
+        ("NVIDIA H100 80GB HBM3", "bf16-true", 989.4, "H100 SXM"),
+        ("NVIDIA H200", "bf16-true", 989.5, "H200"),
+        ("NVIDIA L40S", "bf16-true", 362.05, "L40S"),
+        ("NVIDIA GeForce RTX 4090", "16-mixed", 165.2, "RTX 4090"),
+        ("NVIDIA A100-SXM4-80GB", "32-true", 19.5, "A100"),
+        ("NVIDIA A100-SXM4-80GB MIG 1g.10gb", "bf16-true", None, "MIG"),
+        ("NVIDIA Unheard 9000", "bf16-true", None, "peak_tflops="),
+    ],
+)
+def test_a_gpu_is_known_by_its_name_and_the_precision_of_the_run(
+    monkeypatch, caplog, device, precision, peak, words
+) -> None:
+    meter = meter_on(monkeypatch, device, precision=precision, caplog=caplog)
+    window = Reading(flops=8 * TERA, causal_flops=6 * TERA, seconds=1.0, device_seconds=2.0)
+    row = meter.row(window)
+    assert row["throughput/tflops"] == 4.0
+    assert row["throughput/total_tflops"] == 8.0
+    mfu = row["throughput/mfu"] if "throughput/mfu" in row else None
+    assert mfu == (None if peak is None else 4.0 / peak)
+    [line] = [record.getMessage() for record in caplog.records]
+    assert words in line
+
+
+def meter_on(
+    monkeypatch: Any, device: str, *, precision: str, caplog: Any, module: Any = None
+) -> FlopMeter:
+    """A meter that has begun on one rank of two, on a GPU with this name."""
+    monkeypatch.setattr(torch.cuda, "get_device_name", lambda *_: device)
+    trainer: Any = SimpleNamespace(
+        strategy=SimpleNamespace(root_device=torch.device("cuda", 0)),
+        precision_plugin=HalfPrecision(),
+        precision=precision,
+        is_global_zero=True,
+    )
+    meter = FlopMeter(peak_tflops=None, measure_peak=False)
+    with caplog.at_level("INFO", logger="lightning_recipes"):
+        meter.start(trainer, module if module is not None else nn.Linear(1, 1))
+    return meter
+
+
+def test_eight_bit_layers_are_never_shown_against_the_bf16_peak(monkeypatch, caplog) -> None:
+    class Float8Linear(nn.Linear):
+        """Named as torchao names its own."""
+
+    window = Reading(flops=989.4 * TERA, seconds=1.0, device_seconds=1.0)
+    for device, mfu in (("NVIDIA H100 80GB HBM3", 0.5), ("NVIDIA A100-SXM4-80GB", None)):
+        model = nn.Sequential(nn.Linear(1, 1), Float8Linear(1, 1))
+        meter = meter_on(monkeypatch, device, precision="bf16-mixed", caplog=caplog, module=model)
+        row = meter.row(window)
+        found = row["throughput/mfu"] if "throughput/mfu" in row else None
+        assert (found is None) == (mfu is None)
+        assert found is None or found == pytest.approx(mfu, rel=1e-3)  # printed: 1978.9 and 989.4
+
+
+@pytest.mark.parametrize(
+    ("precision", "kind"),
+    [("32-true", "fp32"), ("bf16-mixed", "bf16"), ("64-true", None)],
+)
+def test_the_kind_of_product_follows_from_the_precision(
+    make_trainer, stranger, precision, kind
+) -> None:
+    assert kind_of(make_trainer(precision=precision), stranger()) == kind
+
+
+TF32 = {
+    "by the old word": "torch.set_float32_matmul_precision('high')",
+    "by the new one": "torch.backends.cuda.matmul.fp32_precision = 'tf32'",
+    "by neither": "",
+}
+
+
+@pytest.mark.parametrize("how", TF32)
+def test_float32_products_in_tf32_are_shown_against_its_peak(how: str) -> None:
+    # in a process of its own: torch refuses to hear of both words in one
+    code = f"""
+import torch
+from lightning.pytorch import LightningModule, Trainer
+from callbacks.mfu import kind_of
+{TF32[how]}
+print(kind_of(Trainer(accelerator="cpu", logger=False), LightningModule()))
+"""
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, cwd=ROOT)
+    assert done.stdout.split() == ["fp32" if how == "by neither" else "tf32"], done.stderr
+
+
+def test_a_cpu_has_no_mfu_and_one_line(stranger, make_trainer, tmp_path, clock, caplog) -> None:
+    with caplog.at_level("INFO", logger="lightning_recipes"):
+        make_trainer(callbacks=[monitor_at(clock)]).fit(telling(stranger, clock))
+    lines = [r.getMessage() for r in caplog.records if "MFU" in r.getMessage()]
+    assert len(lines) == 1
+    assert "measure_peak=true" in lines[0]
+    assert "throughput/mfu" not in (tmp_path / "run" / "metrics.csv").read_text()
+
+
+def test_the_share_of_a_measured_product_is_logged_instead(
+    stranger, make_trainer, read_column, tmp_path, clock, monkeypatch
+) -> None:
+    monkeypatch.setattr("callbacks.throughput.mfu.measure_peak_tflops", lambda device, dtype: 32.0)
+    monitor = SpeedMonitor(measure_peak=True)
+    monitor.clock = clock
+    make_trainer(callbacks=[monitor]).fit(telling(stranger, clock))
+    assert read_column("throughput/matmul_fraction") == [0.25] * 7
+    assert "throughput/mfu" not in (tmp_path / "run" / "metrics.csv").read_text()
+
+
+def test_a_measured_peak_is_a_rate_and_leaves_the_random_state_alone() -> None:
+    before = torch.get_rng_state()
+    assert 1e-4 < measure_peak_tflops(torch.device("cpu"), torch.float32) < 100
+    assert torch.equal(before, torch.get_rng_state())
+
+
+class Vision(nn.Module):
+    """A convolution and a head, with a step as Lightning's modules have one."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.conv = nn.Conv2d(3, 8, 3, padding=1)
+        self.head = nn.Linear(8 * 8 * 8, 10)
+
+    def training_step(self, batch: list[Tensor], batch_idx: int) -> Tensor:
+        images, labels = batch
+        return nn.functional.cross_entropy(self.head(self.conv(images).flatten(1)), labels)
+
+
+def test_a_strangers_step_is_counted_on_a_copy_and_the_module_stays_as_it_is() -> None:
+    module = Vision()
+    before = {name: value.clone() for name, value in module.state_dict().items()}
+    batch = [torch.randn(4, 3, 8, 8), torch.zeros(4, dtype=torch.long)]
+    random = torch.get_rng_state()
+    conv, head = 2 * 4 * 8 * 3 * 9 * 64, 2 * 4 * 512 * 10
+    # nobody asks for the gradient of the images
+    assert count_flops(module, batch) == 2 * conv + 3 * head
+    after = module.state_dict()
+    assert all(torch.equal(value, after[name]) for name, value in before.items())
+    assert torch.equal(random, torch.get_rng_state())
+    assert all(parameter.grad is None for parameter in module.parameters())
+
+
+def test_a_frozen_part_costs_its_forward_pass_alone() -> None:
+    module = Vision()
+    module.conv.requires_grad_(False)
+    batch = [torch.randn(4, 3, 8, 8), torch.zeros(4, dtype=torch.long)]
+    conv, head = 2 * 4 * 8 * 3 * 9 * 64, 2 * 4 * 512 * 10
+    assert count_flops(module, batch) == conv + 2 * head
+
+
+def test_attention_counts_in_full() -> None:
+    class Attention(nn.Module):
+        def training_step(self, batch: Tensor) -> dict[str, Tensor]:
+            q = k = v = batch.requires_grad_()
+            return {"loss": nn.functional.scaled_dot_product_attention(q, k, v, is_causal=True)}
+
+    heads = torch.randn(2, 4, 16, 8)  # [B, H, T, Q]
+    forward = 2 * 2 * 2 * 4 * 16 * 16 * 8
+    assert count_flops(Attention(), heads) == 3 * forward
+
+
+def test_a_strangers_run_has_flops_and_a_module_that_asks_for_values_has_one_line(
+    stranger, make_trainer, read_column, clock, caplog
+) -> None:
+    make_trainer(callbacks=[monitor_at(clock)]).fit(timed(stranger, clock))
+    # a batch of one sample: four weights, twice two FLOPs each, in a second
+    assert read_column("throughput/tflops") == pytest.approx([16 / TERA] * 7)
+
+    class Asking(stranger):  # type: ignore[misc]
+        def training_step(self, batch: list[Tensor], batch_idx: int) -> Tensor:
+            loss = super().training_step(batch, batch_idx)
+            return loss if loss.item() > -1 else -loss
+
+    caplog.clear()
+    with caplog.at_level("INFO", logger="lightning_recipes"):
+        make_trainer(callbacks=[monitor_at(clock)]).fit(Asking())
+    lines = [r.getMessage() for r in caplog.records if "cannot be counted" in r.getMessage()]
+    assert len(lines) == 1
+    assert "flops_of(batch)" in lines[0]
+
+
+def test_shapes_tell_batches_apart() -> None:
+    batch = {"inputs": torch.zeros(2, 3), "targets": [torch.zeros(2), "word"]}
+    assert shapes_of(batch) == ((2, 3), ((2,), ()))
+
+
+@pytest.mark.parametrize("which", ["one of two ranks", "steps by hand", "many shapes"])
+def test_what_cannot_be_counted_without_harm_is_not(
+    which: str, stranger, make_trainer, caplog
+) -> None:
+    module, trainer = stranger(), make_trainer()
+    batches = [[torch.ones(2, 4)]]
+    if which == "one of two ranks":
+        trainer = SimpleNamespace(world_size=2, is_global_zero=True)
+    elif which == "steps by hand":
+        module.automatic_optimization = False
+    else:
+        batches = [[torch.ones(number + 1, 4)] for number in range(40)]
+    meter = FlopMeter(peak_tflops=1.0, measure_peak=False)
+    with caplog.at_level("INFO", logger="lightning_recipes"):
+        for batch in batches:
+            if meter.known(batch) is None:
+                meter.look(trainer, module, batch)
+    assert meter.row(Reading(flops=1.0, seconds=1.0, device_seconds=1.0)) == {}
+    assert sum("cannot be counted" in record.getMessage() for record in caplog.records) == 1
+
+
+def test_mfu_is_of_the_devices_that_did_the_work_however_many_came_after(
+    stranger, make_trainer, clock
+) -> None:
+    first = SpeedMonitor(peak_tflops=40.0)
+    first.clock = clock
+    make_trainer(callbacks=[first]).fit(telling(stranger, clock))
+    on_eight = first.state_dict()  # as if eight ranks had done it
+    on_eight = on_eight | {name: 8 * on_eight[name] for name in ("flops", "device_seconds")}
+    second = SpeedMonitor(peak_tflops=40.0)
+    second.clock = clock
+    second.load_state_dict(on_eight)
+    make_trainer(callbacks=[second]).fit(telling(stranger, clock))
+    assert first.summary()["mfu"] == second.summary()["mfu"] == 0.2

@@ -1,0 +1,144 @@
+"""A checkpoint is whole or it is none, holds plain data and tensors, and is found by what `resume=` says."""
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from recipes.checkpoint.checkpoint_io import FolderCheckpointIO
+from recipes.checkpoint.resume import (
+    find_checkpoint,
+    names_one,
+    newest_checkpoint,
+    older_than,
+    step_of,
+)
+from recipes.checkpoint.retention import name_of
+from recipes.checkpoint.rng_state import random_state
+from recipes.checkpoint.shards import whole_part
+from recipes.checkpoint.writer import CheckpointWriter
+from recipes.errors import Mistake
+
+SaveAt = Callable[[Path, int], Path]
+WEIGHT = torch.arange(6.0).reshape(3, 2)
+
+
+def make_io() -> FolderCheckpointIO:
+    writer = CheckpointWriter(asynchronous=False, after=lambda folder: None)
+    return FolderCheckpointIO(writer=writer, verify_hashes=True)
+
+
+def state(step: int) -> dict[str, Any]:
+    """What Lightning hands over, of a model with two names for one weight."""
+    weight = whole_part(WEIGHT + step)
+    moment = {"exp_avg": whole_part(WEIGHT * 2), "step": whole_part(torch.tensor(float(step)))}
+    return {
+        "global_step": step,
+        "strategy": "SingleDevice",
+        "state_dict": {"embedding": weight, "head": weight},
+        "tied": {"head": "embedding"},
+        "parameters": ["embedding"],
+        "optimizer_states": [{"state": {0: moment}, "param_groups": [{"lr": 0.1, "params": [0]}]}],
+        "rng": random_state(),
+        "callbacks": {"meter": {"seen": 3, "best": None}},
+    }
+
+
+@pytest.fixture
+def save_at() -> SaveAt:
+    """Saves one step of a run."""
+
+    def run(run_folder: Path, step: int) -> Path:
+        path = run_folder / "checkpoints" / name_of(step)
+        io = make_io()
+        io.save_checkpoint(state(step), path)
+        outcome = io.writer.ended(wait=True)
+        assert outcome is not None
+        assert outcome.is_whole, outcome
+        return path
+
+    return run
+
+
+def test_what_is_saved_is_loaded_bit_for_bit(tmp_path: Path, save_at: SaveAt) -> None:
+    path = save_at(tmp_path, 7)
+    assert sorted(entry.name for entry in path.parent.iterdir()) == ["last", "step_0000007.ckpt"]
+    assert sorted(entry.name for entry in path.iterdir()) == [
+        "manifest.json",
+        "rank_00000.safetensors",
+        "run.pt",
+    ]
+    loaded = make_io().load_checkpoint(path)
+    assert loaded["global_step"] == 7
+    assert loaded["callbacks"] == {"meter": {"seen": 3, "best": None}}
+    assert loaded["state_dict"].keys() == {"embedding", "head"}
+    assert torch.equal(loaded["state_dict"]["head"].whole(), WEIGHT + 7)
+    [optimizer] = loaded["optimizer_states"]
+    assert optimizer["param_groups"] == [{"lr": 0.1, "params": [0]}]
+    assert torch.equal(optimizer["state"][0]["exp_avg"].whole(), WEIGHT * 2)
+    assert float(optimizer["state"][0]["step"].whole()) == 7
+    assert torch.equal(loaded["rng"][0]["cpu"].whole(), torch.get_rng_state())
+
+
+def test_the_plain_part_loads_with_weights_only_and_holds_no_tensor(
+    tmp_path: Path, save_at: SaveAt
+) -> None:
+    def leaves(node: Any) -> list[Any]:
+        if isinstance(node, dict):
+            return [leaf for value in node.values() for leaf in leaves(value)]
+        if isinstance(node, list | tuple):
+            return [leaf for value in node for leaf in leaves(value)]
+        return [node]
+
+    plain = torch.load(save_at(tmp_path, 7) / "run.pt", weights_only=True)
+    assert plain["optimizer_states"][0]["state"] == {0: {}}
+    assert {type(leaf) for leaf in leaves(plain)} <= {int, float, str, bool, type(None)}
+
+
+def test_resume_finds_the_newest_the_named_or_none(tmp_path: Path, save_at: SaveAt) -> None:
+    first, second = save_at(tmp_path, 10), save_at(tmp_path, 20)
+    (tmp_path / "checkpoints" / "step_0000030.ckpt.tmp").mkdir()
+    (tmp_path / "checkpoints" / "abandoned_0000040_1").mkdir()
+    elsewhere = tmp_path / "elsewhere"
+    assert find_checkpoint(None, tmp_path) is None
+    assert find_checkpoint("auto", tmp_path) == second
+    assert find_checkpoint("auto", elsewhere) is None
+    assert find_checkpoint(str(tmp_path), elsewhere) == second
+    assert find_checkpoint(str(first), tmp_path) == first
+    assert find_checkpoint(str(tmp_path / "checkpoints/last"), elsewhere) == second
+    for missing in (elsewhere, tmp_path / "checkpoints" / name_of(30)):
+        with pytest.raises(Mistake, match="it is no whole checkpoint: there is no such folder"):
+            find_checkpoint(str(missing), tmp_path)
+
+
+def test_a_run_folder_without_a_checkpoint_is_a_mistake_where_it_was_named(tmp_path: Path) -> None:
+    (tmp_path / "checkpoints").mkdir()
+    assert find_checkpoint("auto", tmp_path) is None
+    with pytest.raises(Mistake, match="there is no whole checkpoint in it"):
+        find_checkpoint(str(tmp_path), tmp_path)
+
+
+def test_only_a_checkpoint_that_is_named_allows_no_other(tmp_path: Path, save_at: SaveAt) -> None:
+    path = save_at(tmp_path, 10)
+    assert names_one(str(path))
+    assert names_one(str(path.parent / "last"))
+    assert not names_one(str(tmp_path))
+    assert not names_one("auto")
+    assert not names_one(None)
+
+
+def test_the_others_are_tried_newest_first_those_before_it_before_those_after_it(
+    tmp_path: Path, save_at: SaveAt
+) -> None:
+    paths = {step: save_at(tmp_path, step) for step in (10, 20, 30, 40, 50)}
+    assert [step_of(path) for path in older_than(paths[30])] == [20, 10, 50, 40]
+    assert [step_of(path) for path in older_than(paths[50])] == [40, 30, 20, 10]
+    assert newest_checkpoint(tmp_path) == paths[50]
+
+
+def test_a_removed_checkpoint_is_gone_whole(tmp_path: Path, save_at: SaveAt) -> None:
+    first, second = save_at(tmp_path, 10), save_at(tmp_path, 20)
+    make_io().remove_checkpoint(first)
+    assert sorted(path.name for path in second.parent.iterdir()) == ["last", second.name]

@@ -1,0 +1,75 @@
+"""What may be typed about checkpoints: each mistake with its exact message, told before anything is built."""
+
+from pathlib import Path
+
+import pytest
+from support import composed_config, run_train
+
+from recipes.config import compose_and_check
+
+MESSAGES = {
+    "save_every=0": (
+        "save_every=0: a number of optimizer steps is at least 1; type save_every=<at least 1>"
+    ),
+    "save_every_minutes=0": (
+        "save_every_minutes=0: a number of minutes is above 0; type save_every_minutes=<above 0>"
+    ),
+    "save_every_minutes=soon": (
+        "save_every_minutes=soon: it takes a number or null;"
+        " type save_every_minutes=<number or null>"
+    ),
+    "checkpoint.keep_every=0": (
+        "checkpoint.keep_every=0: a number of optimizer steps is at least 1;"
+        " type checkpoint.keep_every=<at least 1>"
+    ),
+    "checkpoint.keep_every=2.5": (
+        "checkpoint.keep_every=2.5: it takes a whole number or null;"
+        " type checkpoint.keep_every=<whole number or null>"
+    ),
+    "checkpoint.keep_best=-1": (
+        "checkpoint.keep_best=-1: a number of checkpoints is at least 0;"
+        " type checkpoint.keep_best=<at least 0>"
+    ),
+    "checkpoint.best_mode=up": (
+        "checkpoint.best_mode=up: it takes min or max; type checkpoint.best_mode=<min or max>"
+    ),
+    "checkpoint.if_save_fails=ignore": (
+        "checkpoint.if_save_fails=ignore: it takes continue or stop;"
+        " type checkpoint.if_save_fails=<continue or stop>"
+    ),
+    "checkpoint.keep_lats=3": (
+        "checkpoint.keep_lats=3: there is no 'checkpoint.keep_lats'; type checkpoint.keep_last=3"
+    ),
+}
+
+
+@pytest.mark.parametrize("typed", MESSAGES)
+def test_a_mistake_about_checkpoints_is_one_sentence_that_says_what_to_type(typed: str) -> None:
+    _, mistakes = compose_and_check([typed])
+    assert [str(mistake) for mistake in mistakes] == [MESSAGES[typed]]
+
+
+def test_a_mistake_about_checkpoints_ends_with_exit_code_2_and_leaves_no_folder(
+    tmp_path: Path,
+) -> None:
+    done = run_train(["checkpoint.best_mode=up"], folder=tmp_path)
+    assert done.returncode == 2
+    assert "type: checkpoint.best_mode=<min or max>" in done.stderr
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_steps_and_minutes_may_both_be_null_and_a_minute_may_be_a_fraction() -> None:
+    config = composed_config("save_every=null", "save_every_minutes=null")
+    assert (config["checkpoint"]["save_every"], config["checkpoint"]["save_every_minutes"]) == (
+        None,
+        None,
+    )
+    config = composed_config("save_every_minutes=0.02")
+    assert config["checkpoint"]["save_every_minutes"] == 0.02
+
+
+def test_words_that_are_no_choice_and_numbers_out_of_range_are_told_at_once() -> None:
+    typed = ["checkpoint.best_mode=up", "checkpoint.keep_last=0", "checkpoint.keep_every=-1.5"]
+    typed += ["optimizer.betas=x"]
+    _, mistakes = compose_and_check(typed)
+    assert sorted(mistake.you_set for mistake in mistakes) == sorted(typed)

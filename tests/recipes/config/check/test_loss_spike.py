@@ -1,0 +1,81 @@
+"""Every rule that cannot work is refused with the override that mends it."""
+
+from pathlib import Path
+
+import pytest
+
+from recipes.config import compose_and_check
+from recipes.config.check.loss_spike import check_spikes, num_parameters_at_least
+
+WORDS = ["model=gpt2_nano"]
+
+
+def mistakes(*words: str) -> list[str]:
+    _, found = compose_and_check([*WORDS, *words])
+    return [str(mistake) for mistake in found]
+
+
+@pytest.mark.parametrize(
+    ("words", "remedy"),
+    [
+        (["callbacks.loss_spike.window=32"], "callbacks.loss_spike.window=64"),
+        (
+            ["callbacks.loss_spike.max_rollbacks=0"],
+            "callbacks.loss_spike.max_rollbacks=<at least 1>",
+        ),
+        (
+            ["callbacks.loss_spike.num_snapshots=1"],
+            "callbacks.loss_spike.num_snapshots=<at least 2>",
+        ),
+        (
+            ["callbacks.loss_spike.quarantine_steps=80"],
+            "callbacks.loss_spike.quarantine_steps=50",
+        ),
+        (
+            ["callbacks.loss_spike.snapshots_in=gpu"],
+            "callbacks.loss_spike.snapshots_in=",
+        ),
+        (
+            ["callbacks.loss_spike.lr_factor=1.5"],
+            "callbacks.loss_spike.lr_factor=<above 0 and below 1>",
+        ),
+    ],
+)
+def test_a_rule_that_cannot_work_names_what_mends_it(words: list[str], remedy: str) -> None:
+    [mistake] = mistakes(*words)
+    assert remedy in mistake
+    assert words[0].split("=")[0] in mistake
+
+
+def test_snapshots_that_no_memory_of_this_machine_holds_go_to_disk(tmp_path: Path) -> None:
+    composed, found = compose_and_check(
+        [
+            "model=gpt2_xl",
+            "callbacks.loss_spike.snapshots_in=memory",
+            "strategy=ddp",
+            "trainer.devices=2",
+        ]
+    )
+    assert composed is not None, [str(one) for one in found]
+    meminfo = tmp_path / "meminfo"
+    # 1.56 billion parameters x 12 bytes x 2 snapshots x 2 ranks: 70 GiB
+    for gib, expected in ((69, 1), (71, 0)):
+        meminfo.write_text(f"MemTotal:       {gib * 2**20} kB\n")
+        told = [str(one) for one in check_spikes(composed.config, 2, meminfo)]
+        assert len(told) == expected
+        assert all("callbacks.loss_spike.snapshots_in=disk" in one for one in told)
+
+
+@pytest.mark.parametrize("name", ["gpt2_nano", "gpt2", "llama_160m", "llama_1b"])
+def test_the_lower_bound_is_three_quarters_of_the_model_or_more(name: str) -> None:
+    import torch
+    from hydra.utils import instantiate
+
+    composed, found = compose_and_check([f"model={name}", "tokenizer=bytes"])
+    assert composed is not None, [str(one) for one in found]
+    with torch.device("meta"):
+        model = instantiate(composed.config["model"], _convert_="all")
+    true = sum(parameter.numel() for parameter in model.parameters())
+    bound = num_parameters_at_least(composed.config["model"])
+    assert bound is not None
+    assert 0.75 * true < bound <= true

@@ -1,0 +1,36 @@
+"""What an engine cannot do with the GPUs it is given, where only a machine with GPUs would get that far."""
+
+from typing import Any
+
+import pytest
+
+from recipes.config.check.strategy import check_engines
+
+
+def _config(devices: list[int]) -> dict[str, Any]:
+    return {
+        "mode": {"_target_": "recipes.mode.fit.fit"},
+        "strategy": {
+            "_target_": "recipes.strategy.deepspeed.strategy.Zero",
+            "stage": 1,
+            "offload_optimizer": None,
+            "offload_parameters": None,
+            "nvme_path": None,
+        },
+        "trainer": {"devices": devices},
+        "model": {"_target_": "recipes.model.gpt2.GPT2"},
+        "optimizer": {"_target_": "recipes.optimizer.adamw.adamw"},
+    }
+
+
+@pytest.mark.parametrize("devices", [[0], [0, 1], [1, 0]])
+def test_deepspeed_takes_the_first_gpus(devices: list[int]) -> None:
+    assert list(check_engines(_config(devices), len(devices))) == []
+
+
+def test_deepspeed_with_other_gpus_is_told_to_make_them_the_first() -> None:
+    [mistake] = check_engines(_config([1, 2]), 2)
+    assert str(mistake) == (
+        "trainer.devices=[1,2] strategy=deepspeed_stage_1: DeepSpeed counts the GPUs it sees from 0;"
+        " type CUDA_VISIBLE_DEVICES=1,2 python train.py … trainer.devices=2"
+    )

@@ -1,0 +1,61 @@
+"""Values as words: what Hydra reads is what was meant, to the last bit and of the same type."""
+
+import math
+import random
+import struct
+from typing import Any
+
+import numpy as np
+import pytest
+
+from recipes.config.compose import parse
+from recipes.config.overrides import override, words_of
+from recipes.errors import Mistake
+
+
+def read(word: str) -> Any:
+    """What Hydra makes of it."""
+    return parse(word).value()
+
+
+def test_a_thousand_floats_of_random_bits_are_read_back_as_they_are() -> None:
+    random.seed(0)
+    for _ in range(1000):
+        [value] = struct.unpack("<d", random.randbytes(8))
+        got = read(override("x", value))
+        assert got == value or (math.isnan(got) and math.isnan(value))
+
+
+@pytest.mark.parametrize(
+    "value",
+    [
+        *[0, -7, 10**30, 0.0, -0.0, 1.0, 1e-05, 1e22, 1e16, 0.1 + 0.2, math.inf, -math.inf],
+        *[True, False, None, "", "abc", "true", "Null", "1", "1e-3", "nan", "16-mixed", "32-true"],
+        *["a,b", "a=b", "f(x)", "int(3)", "range(1,3)", "glob(*)", "[1,2]", "{a:1}", " x ", "a b"],
+        *["it's", 'say "no"', "back\\", "\\'", "a\\b", "~/x", "C:/x", "${seed}", "${oc.env:A,b}"],
+        *["line\nline", "tab\t", "ünïcode", "a:b", "100%", "#", "*"],
+        *[[1, 2.0, "3", None, True], [], [[1], ["a,b"]], {"a": 1, "b": {"c": "1"}}, {}],
+    ],
+    ids=repr,
+)
+def test_a_value_is_read_back_as_it_is(value: object) -> None:
+    word = override("a.b", value)
+    assert parse(word).key_or_group == "a.b"
+    assert repr(read(word)) == repr(value)
+
+
+def test_numpys_numbers_are_written_as_pythons() -> None:
+    values = [np.float64(0.1), np.int64(3), np.str_("a,b")]
+    assert [override("+x", value) for value in values] == ["+x=0.1", "+x=3", "+x='a,b'"]
+
+
+def test_what_the_grammar_cannot_say_is_a_mistake() -> None:
+    for value in ({"a:b": 1}, {"1": 2}, object()):
+        with pytest.raises(Mistake):
+            override("x", value)
+
+
+def test_text_of_the_config_is_a_word_as_it_stands() -> None:
+    params = {"a": "interval(0,1)", "b": "1,2", "c": 0.1, "d": None, "e": [1, "x"], "f": True}
+    assert words_of(params) == ["a=interval(0,1)", "b=1,2", "c=0.1", "d=null", "e=[1,x]", "f=true"]
+    assert words_of(None) == []

@@ -1,0 +1,236 @@
+"""Several ranks as real processes: equal curves whoever starts them, one error when one fails, none left behind."""
+
+import signal
+import socket
+import sys
+import time
+from collections.abc import Callable, Iterator, Sequence
+from pathlib import Path
+
+import pytest
+from started import Started
+from support import ROOT, TINY, read_metrics
+
+from recipes.runtime.failure import is_by_peer
+
+TRAIN = str(ROOT / "train.py")
+TORCHRUN = [sys.executable, "-m", "torch.distributed.run"]
+FAULT = """
+import os, signal, time
+from lightning.pytorch import Callback
+from recipes.mistake import Mistake
+
+class Fault(Callback):
+    def __init__(self, kind):
+        self.kind = kind
+
+    def on_fit_start(self, trainer, *_):
+        if self.kind == "mistake":
+            raise Mistake("model=odd", "it is odd", "model=even")
+
+    def on_train_batch_end(self, trainer, *_):
+        if trainer.global_step != 3:
+            return
+        if self.kind == "wait":
+            open(f"at_step_3_{trainer.global_rank}", "w").close()
+            while True:
+                time.sleep(0.05)
+        saved = trainer.default_root_dir + "/checkpoints/step_0000002.ckpt"
+        while self.kind == "kill" and not os.path.exists(saved):
+            time.sleep(0.05)
+        if self.kind == "raise_while_busy" and trainer.global_rank == 0:
+            time.sleep(3)  # torchrun ends this rank before it comes to miss the other one
+        if trainer.global_rank == 1 and self.kind.startswith("raise"):
+            raise OSError("the disk is gone")
+        if trainer.global_rank == 1 and self.kind == "kill":
+            os.kill(os.getpid(), signal.SIGKILL)
+"""
+# columns that differ from run to run
+MEASURED = ("time/", "throughput/", "memory/")
+
+
+Start = Callable[..., Started]
+
+
+@pytest.fixture(scope="module")
+def workplace(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("ranks")
+    (folder / "fault.py").write_text(FAULT)
+    return folder
+
+
+@pytest.fixture
+def start(workplace: Path, text_folder: str) -> Iterator[Start]:
+    """Starts `train.py` by a launcher; whatever it leaves is killed in the end."""
+    started: list[Started] = []
+
+    def by(launcher: Sequence[str], *words: str, kind: str | None = None) -> Started:
+        fault = ["+callbacks.fault._target_=fault.Fault", f"+callbacks.fault.kind={kind}"]
+        run = [*TINY, f"data.path={text_folder}", "strategy=ddp", "trainer.max_steps=4"]
+        run += ["trainer.accelerator=cpu", "warmup_steps=1", "save_every=2", "eval_every=4"]
+        command = [*launcher, TRAIN, *run, *(fault if kind else []), *words]
+        started.append(Started(command, folder=workplace, paths=[workplace, ROOT / "tests"]))
+        return started[-1]
+
+    yield by
+    for one in started:
+        one.kill()
+
+
+def rows(folder: Path) -> list[dict[str, float]]:
+    """What a run computed, to the last bit."""
+    return [
+        {name: value for name, value in row.items() if not name.startswith(MEASURED)}
+        for row in read_metrics(folder)
+    ]
+
+
+def wait_until(happens: Callable[[], bool], seconds: float) -> bool:
+    until = time.monotonic() + seconds
+    while time.monotonic() < until:
+        if happens():
+            return True
+        time.sleep(0.05)
+    return False
+
+
+@pytest.fixture
+def at_step_3(workplace: Path, start: Start) -> Started:
+    """A run of which both ranks wait after their third step."""
+    marks = [workplace / f"at_step_3_{rank}" for rank in range(2)]
+    for mark in marks:
+        mark.unlink(missing_ok=True)
+    folder = f"waits_{time.time_ns()}"
+    run: Started = start(
+        [sys.executable], "trainer.devices=2", f"hydra.run.dir={folder}", kind="wait"
+    )
+    assert wait_until(lambda: all(mark.exists() for mark in marks), 120)
+    return run
+
+
+def test_the_same_rows_whether_we_or_torchrun_or_two_agents_start_the_ranks(
+    start: Start, workplace: Path
+) -> None:
+    ours = start([sys.executable], "trainer.devices=2", "hydra.run.dir=ours")
+    said = ours.end()
+    assert ours.process.returncode == 0, said
+    lines = said.splitlines()
+    assert lines[0].endswith("the run's folder is ours")
+    assert lines[-1].startswith("Finished: 4 steps")
+    assert (workplace / "ours/train.log").read_text() == said  # one voice, and no noise
+    expected = rows(workplace / "ours")
+    assert [row["step"] for row in expected] == [1, 2, 3, 4]
+
+    one = [*TORCHRUN, "--nproc-per-node", "2"]
+    torchrun = start(one, "trainer.devices=auto", "hydra.run.dir=torchrun")
+    said = torchrun.end()
+    assert torchrun.process.returncode == 0, said
+    assert said.count("Finished: 4 steps") == 1
+    assert rows(workplace / "torchrun") == expected
+
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        port = probe.getsockname()[1]
+    two = [*TORCHRUN, "--nnodes", "2", "--nproc-per-node", "1"]
+    two += ["--master-addr", "127.0.0.1", "--master-port", str(port)]
+    agents = [
+        start(
+            [*two, "--node-rank", str(node)],
+            "trainer.devices=auto",
+            "name=agents",  # each would name its folder by its own clock
+        )
+        for node in range(2)
+    ]
+    said = "".join(agent.end() for agent in agents)
+    assert [agent.process.returncode for agent in agents] == [0, 0], said
+    assert said.count("Finished: 4 steps") == 1
+    (folder,) = (workplace / "logs/agents").iterdir()
+    assert rows(folder) == expected
+
+
+def test_a_killed_rank_ends_the_run_with_one_error_that_names_it(
+    start: Start, workplace: Path
+) -> None:
+    run = start([sys.executable], "trainer.devices=2", "hydra.run.dir=killed", kind="kill")
+    said = run.end()
+    assert run.process.returncode == 1, said
+    assert "Traceback" not in said
+    assert said.splitlines()[-2:] == [
+        "rank 1 of 2 was killed by SIGKILL",
+        "The run crashed; its folder is killed, its last whole checkpoint step_0000002.ckpt",
+    ]
+    assert (workplace / "killed/train.log").read_text() == said
+    assert run.left() == []
+
+
+def test_an_exception_in_one_rank_shows_one_traceback(start: Start) -> None:
+    run = start([sys.executable], "trainer.devices=2", "hydra.run.dir=raised", kind="raise")
+    said = run.end()
+    assert run.process.returncode == 1, said
+    assert said.count("Traceback (most recent call last)") == 1
+    assert "rank 1 of 2 failed:\n" in said
+    assert "OSError: the disk is gone" in said
+    assert "checkpoint step_0000002.ckpt" in said.splitlines()[-1]
+
+
+@pytest.mark.parametrize("kind", ["raise", "raise_while_busy"])
+def test_torchrun_names_the_rank_that_failed_first_and_no_other(start: Start, kind: str) -> None:
+    one = [*TORCHRUN, "--nproc-per-node", "2"]
+    torchrun = start(one, "trainer.devices=auto", f"hydra.run.dir=torchrun_{kind}", kind=kind)
+    said = torchrun.end()
+    assert torchrun.process.returncode == 1
+    # torchrun's own, and that of the rank as the root cause
+    assert said.count("Traceback (most recent call last)") == 2, said
+    _, _, cause = said.partition("Root Cause")
+    assert "rank      : 1" in cause
+    assert "OSError: the disk is gone" in cause
+
+
+def test_a_mistake_that_every_rank_makes_is_reported_once(start: Start) -> None:
+    run = start([sys.executable], "trainer.devices=2", "hydra.run.dir=odd", kind="mistake")
+    said = run.end()
+    assert run.process.returncode == 2, said
+    assert said.count("it is odd") == 1
+    assert "Traceback" not in said
+
+
+def test_a_killed_parent_leaves_no_rank(at_step_3: Started) -> None:
+    assert len(at_step_3.left()) >= 2
+    at_step_3.process.kill()
+    assert wait_until(lambda: not at_step_3.left(), 10), at_step_3.left()
+
+
+@pytest.mark.parametrize(
+    ("asked", "exit_code", "says"),
+    [
+        ([signal.SIGINT], 130, "Interrupted; "),
+        # the first is for the end of the step, which never comes
+        ([signal.SIGTERM, signal.SIGTERM], 143, "Terminated by a second signal"),
+    ],
+)
+def test_a_request_to_end_at_once_reaches_the_ranks_and_none_is_left(
+    at_step_3: Started, asked: Sequence[signal.Signals], exit_code: int, says: str
+) -> None:
+    for number in asked:
+        at_step_3.process.send_signal(number)
+        time.sleep(1.1 * (len(asked) - 1))  # within a second they would be one request
+    said = at_step_3.end(timeout=30)
+    assert at_step_3.process.returncode == exit_code, said
+    assert said.count(says) == 1
+    assert "Traceback" not in said
+    assert at_step_3.left() == []
+
+
+@pytest.mark.parametrize(
+    ("error", "by_peer"),
+    [
+        (RuntimeError("[pair.cc:547] Connection closed by peer [127.0.0.1]:31"), True),
+        (RuntimeError("read: Connection reset by peer"), True),
+        (RuntimeError("CUDA out of memory"), False),
+        (OSError("broken pipe of the data"), False),
+    ],
+)
+def test_only_a_lost_connection_of_torch_is_the_fault_of_a_peer(
+    error: Exception, by_peer: bool
+) -> None:
+    assert is_by_peer(error) == by_peer

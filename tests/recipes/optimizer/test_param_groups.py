@@ -1,0 +1,50 @@
+"""Weight decay acts on matrices only, and a tied matrix is decayed once."""
+
+import pytest
+import torch
+from support import composed_config
+
+from recipes.build import _make
+from recipes.model.gpt2 import GPT2
+from recipes.model.weights import initialize
+from recipes.optimizer.param_groups import decay_groups
+
+
+def small() -> GPT2:
+    model = GPT2(vocab_size=64, max_seq_len=8, num_layers=2, num_heads=2, width=16, dropout=0.0)
+    initialize(model, seed=0)
+    return model
+
+
+def test_biases_and_norms_are_not_decayed_and_every_parameter_is_in_one_group() -> None:
+    model = small()
+    decay, no_decay = decay_groups(model, weight_decay=0.1)
+    assert (decay["weight_decay"], no_decay["weight_decay"]) == (0.1, 0.0)
+    assert all(parameter.ndim >= 2 for parameter in decay["params"])
+    assert all(parameter.ndim == 1 for parameter in no_decay["params"])
+    grouped = [id(parameter) for parameter in decay["params"] + no_decay["params"]]
+    assert sorted(grouped) == sorted(id(parameter) for parameter in model.parameters())
+
+
+def test_frozen_parameters_are_left_out() -> None:
+    model = small()
+    for parameter in model.blocks.parameters():
+        parameter.requires_grad_(False)
+    groups = decay_groups(model, weight_decay=0.1)
+    left = [parameter for parameter in model.parameters() if parameter.requires_grad]
+    assert sum(len(group["params"]) for group in groups) == len(left) == 4  # embeddings, last norm
+    assert all(parameter.requires_grad for group in groups for parameter in group["params"])
+
+
+@pytest.mark.parametrize("option", ["adamw", "adamw_small", "adam", "sgd"])
+@pytest.mark.parametrize("fused", [True, False])
+def test_an_optimizer_made_from_its_node_takes_a_step(option: str, fused: bool) -> None:
+    model = small()
+    node = composed_config(f"optimizer={option}")["optimizer"]
+    optimizer = _make(node)(model, fused=fused)
+    before = [parameter.detach().clone() for parameter in model.parameters()]
+    model(torch.arange(8)[None]).logsumexp(-1).sum().backward()
+    optimizer.step()
+    assert optimizer.param_groups[0]["lr"] == node["lr"]
+    moved = [not torch.equal(a, b) for a, b in zip(before, model.parameters(), strict=True)]
+    assert any(moved)

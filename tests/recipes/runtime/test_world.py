@@ -1,0 +1,174 @@
+"""Who started how many ranks, from faked environments; the contradictions are mistakes."""
+
+from typing import Any
+
+import pytest
+
+from recipes.errors import Mistake
+from recipes.runtime import world as ranks
+from recipes.runtime.world import RANK_FILE, Ranks, global_rank, ranks_of
+
+TORCHRUN = {
+    "RANK": "3",
+    "WORLD_SIZE": "4",
+    "LOCAL_RANK": "1",
+    "LOCAL_WORLD_SIZE": "2",
+    "MASTER_ADDR": "node0",
+    "MASTER_PORT": "29500",
+}
+SLURM = {
+    "SLURM_STEP_NUM_TASKS": "7",
+    "SLURM_PROCID": "5",
+    "SLURM_LOCALID": "1",
+    "SLURM_STEP_TASKS_PER_NODE": "2(x3),1",
+}
+US = TORCHRUN | {"RANK": "1", "WORLD_SIZE": "2", RANK_FILE: "composed.json"}
+
+
+def config(
+    *,
+    devices: Any = "auto",
+    num_nodes: int = 1,
+    accelerator: str = "auto",
+    strategy: str = "recipes.strategy.ddp.DataParallel",
+    mode: str = "fit",
+) -> dict[str, Any]:
+    return {
+        "strategy": {"_target_": strategy},
+        "mode": {"_target_": f"recipes.mode.{mode}.{mode}"},
+        "trainer": {"devices": devices, "num_nodes": num_nodes, "accelerator": accelerator},
+    }
+
+
+SINGLE = "recipes.strategy.single.SingleDevice"
+
+
+@pytest.fixture
+def two_gpus(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(ranks, "num_gpus", lambda: 2)
+
+
+@pytest.fixture
+def no_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(ranks, "num_gpus", lambda: 0)
+
+
+@pytest.mark.usefixtures("two_gpus")
+@pytest.mark.parametrize(
+    ("asked", "per_node"),
+    [
+        ({"devices": "auto"}, 2),
+        ({"devices": -1}, 2),
+        ({"devices": 1}, 1),
+        ({"devices": [1]}, 1),
+        ({"devices": [0, 1]}, 2),
+        ({"devices": "auto", "accelerator": "cpu"}, 1),
+        ({"devices": 5, "accelerator": "cpu"}, 5),
+        ({"devices": "auto", "strategy": SINGLE}, 1),
+        ({"devices": 1, "mode": "evaluate"}, 1),
+        ({"devices": 2, "mode": "evaluate"}, 1),
+    ],
+)
+def test_where_nobody_started_ranks_the_config_and_the_gpus_say_how_many(
+    asked: dict[str, Any], per_node: int
+) -> None:
+    found = ranks_of(config(**asked), {})
+    assert found == Ranks(per_node=per_node, num_nodes=1, started_by=None)
+    assert global_rank({}) == 0
+
+
+@pytest.mark.usefixtures("no_gpu")
+@pytest.mark.parametrize(("devices", "per_node"), [("auto", 1), (-1, 1), (3, 3)])
+def test_a_machine_without_gpu_carries_one_rank_or_as_many_as_asked(
+    devices: Any, per_node: int
+) -> None:
+    assert ranks_of(config(devices=devices), {}).world_size == per_node
+
+
+def test_the_ranks_that_exist_say_how_many_they_are() -> None:
+    found = ranks_of(config(), TORCHRUN)
+    assert found == Ranks(per_node=2, num_nodes=2, started_by="torchrun")
+    assert global_rank(TORCHRUN) == 3
+    assert ranks_of(config(devices=2), US | {"GROUP_WORLD_SIZE": "1"}).started_by == "us"
+    assert global_rank(US) == 1
+    slurm = SLURM | {"SLURM_STEP_NUM_TASKS": "6", "SLURM_STEP_TASKS_PER_NODE": "2(x3)"}
+    assert ranks_of(config(), slurm) == Ranks(per_node=2, num_nodes=3, started_by="slurm")
+    assert global_rank(slurm) == 5
+    older = {"SLURM_STEP_NUM_TASKS": "4", "SLURM_PROCID": "0", "SLURM_NTASKS_PER_NODE": "4"}
+    assert ranks_of(config(), older) == Ranks(per_node=4, num_nodes=1, started_by="slurm")
+
+
+def test_a_plain_command_in_a_batch_script_is_no_rank() -> None:
+    batch = {"SLURM_JOB_ID": "7", "SLURM_NTASKS": "8", "SLURM_PROCID": "0", "SLURM_LOCALID": "0"}
+    assert ranks_of(config(devices=1), batch) == Ranks(per_node=1, num_nodes=1, started_by=None)
+
+
+def test_torchrun_agents_that_srun_started_are_counted_as_torchrun_says() -> None:
+    assert ranks_of(config(), SLURM | TORCHRUN).started_by == "torchrun"
+
+
+@pytest.mark.usefixtures("two_gpus")
+@pytest.mark.parametrize(
+    ("asked", "environ", "mistake"),
+    [
+        (
+            {"devices": 4},
+            TORCHRUN,
+            "trainer.devices=4 trainer.num_nodes=1: torchrun started 4 ranks on 2 nodes;"
+            " type trainer.devices=auto",
+        ),
+        (
+            {"devices": 2, "num_nodes": 3},
+            TORCHRUN,
+            "trainer.devices=2 trainer.num_nodes=3: torchrun started 4 ranks on 2 nodes;"
+            " type trainer.devices=auto trainer.num_nodes=1",
+        ),
+        (
+            {"strategy": SINGLE, "devices": 1},
+            TORCHRUN,
+            "strategy=single with WORLD_SIZE=4: each of these ranks would train the whole run,"
+            " in the same folder; type strategy=ddp, or python train.py … without torchrun",
+        ),
+        (
+            {"mode": "evaluate"},
+            TORCHRUN,
+            "mode=evaluate with WORLD_SIZE=4: only training is shared among ranks: each of these"
+            " would do all of it; type python train.py … without torchrun or srun",
+        ),
+        (
+            {},
+            SLURM,
+            "srun started 2 + 2 + 2 + 1 ranks: every node must have the same number of them; type"
+            " torchrun --nproc-per-node <the same number on each node>, or srun --ntasks-per-node",
+        ),
+        (
+            {"strategy": SINGLE, "devices": 2},
+            {},
+            "trainer.devices=2 trainer.num_nodes=1: strategy=single trains on one device;"
+            " type strategy=ddp, or trainer.devices=1 trainer.num_nodes=1",
+        ),
+        (
+            {"devices": 4},
+            {},
+            "trainer.devices=4: this machine has 2 GPUs; type trainer.devices=auto",
+        ),
+        (
+            {"devices": [1, 2]},
+            {},
+            "trainer.devices=[1,2]: this machine has 2 GPUs (they count from 0);"
+            " type trainer.devices=auto",
+        ),
+        (
+            {"devices": 8, "num_nodes": 2, "accelerator": "cpu"},
+            {},
+            "trainer.num_nodes=2: a run on several machines is started on each of them;"
+            " type torchrun --nnodes 2 --nproc-per-node 8 train.py …",
+        ),
+    ],
+)
+def test_what_contradicts_is_a_mistake_with_its_remedy(
+    asked: dict[str, Any], environ: dict[str, str], mistake: str
+) -> None:
+    with pytest.raises(Mistake) as caught:
+        ranks_of(config(**asked), environ)
+    assert str(caught.value) == mistake

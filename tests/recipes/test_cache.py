@@ -1,0 +1,64 @@
+"""One builder, one rename."""
+
+import os
+import socket
+
+import pytest
+
+from recipes.cache import build_once, open_cache_dir
+from recipes.errors import Mistake
+
+
+def is_whole(folder):
+    return (folder / "done").is_file()
+
+
+def build(folder):
+    (folder / "done").write_text("yes")
+
+
+def test_a_whole_folder_is_not_built_again(tmp_path):
+    build_once(tmp_path / "x", build, is_whole=is_whole)
+    build_once(tmp_path / "x", lambda _: pytest.fail("built twice"), is_whole=is_whole)
+    assert is_whole(tmp_path / "x")
+
+
+def test_a_builder_that_fails_leaves_nothing_but_an_open_lock(tmp_path):
+    def fail(folder):
+        build(folder)
+        raise RuntimeError("out of luck")
+
+    with pytest.raises(RuntimeError, match="out of luck"):
+        build_once(tmp_path / "x", fail, is_whole=is_whole)
+    assert [path.name for path in tmp_path.iterdir()] == [".x.lock"]
+    build_once(tmp_path / "x", build, is_whole=is_whole)
+    assert is_whole(tmp_path / "x")
+
+
+def test_leftovers_of_dead_builders_go_and_those_of_other_hosts_stay_a_day(tmp_path):
+    ours = tmp_path / f".x.tmp.{socket.gethostname()}.1"
+    fresh, stale, stranger = (tmp_path / name for name in (".x.tmp.far.1", ".x.tmp.far.2", "y"))
+    for folder in (ours, fresh, stale, stranger):
+        folder.mkdir()
+    os.utime(stale, (1000, 1000))
+    build_once(tmp_path / "x", build, is_whole=is_whole)
+    assert not ours.exists()
+    assert not stale.exists()
+    assert fresh.exists()
+    assert stranger.exists()
+
+
+def test_a_cache_that_cannot_be_made_says_what_to_type(tmp_path):
+    (tmp_path / "file").write_text("")
+    with pytest.raises(Mistake) as caught:
+        open_cache_dir(str(tmp_path / "file"))
+    assert caught.value.you_set == f"data.cache_dir={tmp_path / 'file'}"
+    assert caught.value.why.startswith("it cannot be made")
+    assert caught.value.remedy == (
+        "RECIPES_CACHE=<folder> before the command, or data.cache_dir=<folder>"
+    )
+
+
+def test_the_home_folder_may_be_written_as_a_tilde(tmp_path, monkeypatch):
+    monkeypatch.setenv("HOME", str(tmp_path))
+    assert open_cache_dir("~/cache") == tmp_path / "cache"
