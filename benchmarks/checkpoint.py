@@ -13,7 +13,7 @@ import lightning.pytorch as lightning
 from lightning.pytorch.callbacks import Callback
 from measure import build_run, report
 
-from recipes.checkpoint.manifest import fault_of_content, read_manifest
+from recipes.checkpoint.manifest import find_content_fault, read_manifest
 from recipes.checkpoint.saver import CheckpointSaver
 
 STEPS_BETWEEN = 8
@@ -121,7 +121,7 @@ def _hash_seconds(checkpoint: Path) -> float:
     manifest = read_manifest(checkpoint)
     assert manifest is not None
     began = time.perf_counter()
-    assert fault_of_content(checkpoint, manifest, manifest.files) is None
+    assert find_content_fault(checkpoint, manifest, manifest.files) is None
     return round(time.perf_counter() - began, 3)
 
 

@@ -66,7 +66,7 @@ def _draw(folders: list[Path]) -> None:
         axes.annotate(
             f"NaN from step {step + 1} on", (step, loss), (step + 10, loss), color="#c0392b"
         )
-    undone = sorted((folders[1] / "undone").glob("*.csv"))
+    undone = sorted((folders[1] / "rolled_back").glob("*.csv"))
     for number, path in enumerate(undone):
         kept = [(step, loss) for step, loss in _rows(path) if math.isfinite(loss)]
         label = "steps that were undone" if number == 0 else None

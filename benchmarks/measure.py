@@ -94,10 +94,15 @@ def report(name: str, rows: list[dict[str, Any]], *, command: str | None = None)
     widths = [max(len(column), *(len(str(row[column])) for row in rows)) for column in columns]
     for cells in [
         columns,
-        ["-" * width for width in widths],
+        ["-" * hidden_size for hidden_size in widths],
         *([row[c] for c in columns] for row in rows),
     ]:
-        print("  ".join(str(cell).rjust(width) for cell, width in zip(cells, widths, strict=True)))
+        print(
+            "  ".join(
+                str(cell).rjust(hidden_size)
+                for cell, hidden_size in zip(cells, widths, strict=True)
+            )
+        )
     RESULTS.mkdir(exist_ok=True)
     where = describe_environment([])
     kept = {key: where[key] for key in ("devices", "num_cpus", "num_threads", "python", "packages")}

@@ -30,7 +30,7 @@ COMMON = [
     "callbacks=[grad_norm]",
 ]
 WHOLE = ["model=gpt2", "model.max_seq_len=16", "global_batch_size=2"]
-QUARTER = [*WHOLE, "model.width=384", "model.num_heads=6", "model.vocab_size=25000"]
+QUARTER = [*WHOLE, "model.hidden_size=384", "model.num_heads=6", "model.vocab_size=25000"]
 ENGINES = {
     1: ["single"],
     2: ["ddp", "fsdp", "deepspeed_stage_1", "deepspeed_stage_2", "deepspeed_stage_3"],
@@ -127,11 +127,13 @@ def run_case(case: dict[str, Any], folder: Path) -> dict[str, Any]:
 
     from callbacks import LossSpikeRollback
     from recipes.build import build
-    from recipes.model.init import whole_shape
+    from recipes.model.init import unsharded_shape
 
     run = build(composed_config(*case["words"]), folder, [])
     every = case["every"]
-    spikes = LossSpikeRollback(snapshot_every=every, quarantine_steps=every, snapshots_in="memory")
+    spikes = LossSpikeRollback(
+        snapshot_every=every, quarantine_steps=every, snapshot_storage="memory"
+    )
     rollbacks: list[float] = []
     spent = _time_hooks(spikes)
     snapshots = _time_snapshots(spikes)
@@ -154,7 +156,7 @@ def run_case(case: dict[str, Any], folder: Path) -> dict[str, Any]:
         "snapshots": snapshots,
         "rollbacks": rollbacks,
         "num_bytes": spikes._recovery.rollback.num_bytes,
-        "num_parameters": sum(whole_shape(one).numel() for one in run.task.parameters()),
+        "num_parameters": sum(unsharded_shape(one).numel() for one in run.task.parameters()),
         "hooks": spent[0] / steps,
     }
     assert torch.tensor(rollbacks).isfinite().all()

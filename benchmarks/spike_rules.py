@@ -12,17 +12,19 @@ from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).parents[1]))
 
-from callbacks.loss_spike.monitor import Reading, SpikeWatch
+from callbacks.loss_spike.monitor import SpikeMonitor, StepMeasurement
 
 Series = Sequence[float]
 
 
 def ours(losses: Series, norms: Series) -> list[int]:
     """Median and MAD of a window of 128 without what was flagged: 8 deviations of loss, 16 of log norm; drift."""
-    watch = SpikeWatch(window=128, warm_up=64, loss_score=8.0, norm_score=16.0, drift_score=1.75)
+    watch = SpikeMonitor(
+        window=128, warmup_steps=64, loss_threshold=8.0, norm_threshold=16.0, drift_threshold=1.75
+    )
     flagged = []
     for step, (loss, norm) in enumerate(zip(losses, norms, strict=True), start=1):
-        reading = Reading(step=step, loss=loss, norm=norm, refused=False)
+        reading = StepMeasurement(step=step, loss=loss, norm=norm, refused=False)
         if watch.judge(reading, overflowed=False).alarms:
             flagged.append(step)
     return flagged

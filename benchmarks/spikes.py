@@ -26,7 +26,7 @@ MODEL = [
     "model.vocab_size=257",
     "model.num_layers=2",
     "model.num_heads=2",
-    "model.width=32",
+    "model.hidden_size=32",
     "model.max_seq_len=32",
     "global_batch_size=8",
     "scheduler=constant",
@@ -155,7 +155,7 @@ def _clean() -> list[dict[str, Any]]:
                 f"trainer.max_steps={CLEAN_STEPS}",
                 f"eval_every={CLEAN_STEPS}",
                 "callbacks=[grad_norm]",
-                "seed=99",  # not the one whose curves norm_score was chosen on
+                "seed=99",  # not the one whose curves norm_threshold was chosen on
                 *words,
             ]
         }

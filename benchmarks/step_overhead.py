@@ -12,7 +12,7 @@ SKIP = 10
 SMALL = (
     "model.num_layers=1",
     "model.num_heads=2",
-    "model.width=32",
+    "model.hidden_size=32",
     "seq_len=32",
     "global_batch_size=4",
 )

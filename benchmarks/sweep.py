@@ -20,7 +20,7 @@ from pathlib import Path
 ROOT = Path(__file__).parent.parent
 WORDS = (
     "tokenizer=bytes", "data=text_files", "model.vocab_size=257", "model.num_layers=2", "model.num_heads=2",
-    "model.width=32", "model.max_seq_len=32", "global_batch_size=8", "eval_samples=8", "trainer.max_steps=2",
+    "model.hidden_size=32", "model.max_seq_len=32", "global_batch_size=8", "eval_samples=8", "trainer.max_steps=2",
     "eval_every=2", "save_every=null", "warmup_steps=1", "trainer.accelerator=cpu",
     "~callbacks.report", "~callbacks.sample_text",
 )  # fmt: skip

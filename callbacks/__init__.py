@@ -26,36 +26,36 @@ from importlib import import_module
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
-    from callbacks.bottleneck.callback import BottleneckMonitor
-    from callbacks.early_stop import EarlyStop
-    from callbacks.grad_norm.callback import GradNormMonitor
-    from callbacks.loss_scale import LossScaleMonitor
-    from callbacks.loss_spike.callback import LossSpikeRollback
-    from callbacks.memory.callback import MemoryMonitor
-    from callbacks.progress.callback import ProgressLine
-    from callbacks.report.callback import RunReport
-    from callbacks.report.compare.page import write_comparison
-    from callbacks.report.page import write_report
-    from callbacks.sample_text import SampleText
-    from callbacks.step_profiler import StepProfiler
-    from callbacks.stop_at_nan import StopAtNan
-    from callbacks.throughput.callback import SpeedMonitor
+    from .bottleneck.callback import BottleneckMonitor
+    from .early_stop import EarlyStop
+    from .grad_norm.callback import GradNormMonitor
+    from .loss_scale import LossScaleMonitor
+    from .loss_spike.callback import LossSpikeRollback
+    from .memory.callback import MemoryMonitor
+    from .progress.callback import ProgressLine
+    from .report.callback import RunReport
+    from .report.compare.page import write_comparison
+    from .report.page import write_report
+    from .sample_text import SampleText
+    from .step_profiler import StepProfiler
+    from .stop_at_nan import StopAtNan
+    from .throughput.callback import SpeedMonitor
 
 _HOME = {
-    "BottleneckMonitor": "bottleneck",
+    "BottleneckMonitor": "bottleneck.callback",
     "EarlyStop": "early_stop",
-    "GradNormMonitor": "grad_norm",
+    "GradNormMonitor": "grad_norm.callback",
     "LossScaleMonitor": "loss_scale",
-    "LossSpikeRollback": "loss_spike",
-    "MemoryMonitor": "memory",
-    "ProgressLine": "progress",
-    "RunReport": "report",
+    "LossSpikeRollback": "loss_spike.callback",
+    "MemoryMonitor": "memory.callback",
+    "ProgressLine": "progress.callback",
+    "RunReport": "report.callback",
     "SampleText": "sample_text",
-    "SpeedMonitor": "throughput",
+    "SpeedMonitor": "throughput.callback",
     "StepProfiler": "step_profiler",
     "StopAtNan": "stop_at_nan",
-    "write_comparison": "compare",
-    "write_report": "report_page",
+    "write_comparison": "report.compare.page",
+    "write_report": "report.page",
 }
 
 __all__ = [

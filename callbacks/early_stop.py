@@ -1,33 +1,33 @@
-"""Ends a run whose validation no longer improves: Lightning's EarlyStopping, switched on by one number."""
+"""Stop a run whose validation metric no longer improves: Lightning's EarlyStopping, switched on by one number."""
 
 from typing import Any, Literal
 
 from lightning.pytorch import LightningModule, Trainer
 from lightning.pytorch.callbacks import EarlyStopping
 
-from callbacks.events import tell
+from .events import log_event
 
 
 class EarlyStop(EarlyStopping):
-    """Tells it in one line and one event, `stop`.
+    """Log the stop as one console line and one event, `stop`.
 
     Args:
-        after: Validations without a better value; None: the run is never ended.
-        metric: What must improve.
-        mode: Whether less or more of it is better.
-        min_delta: A smaller improvement is none.
+        patience: Validations without an improvement before the run stops. None disables early stopping.
+        monitor: Metric that must improve.
+        mode: "min" or "max": the direction that counts as an improvement.
+        min_delta: Smaller changes do not count as an improvement.
     """
 
     def __init__(
         self,
         *,
-        after: int | None,
-        metric: str,
+        patience: int | None,
+        monitor: str,
         mode: Literal["min", "max"],
         min_delta: float,
     ) -> None:
-        super().__init__(monitor=metric, mode=mode, patience=after or 1, min_delta=min_delta)
-        self._is_on = after is not None
+        super().__init__(monitor=monitor, mode=mode, patience=patience or 1, min_delta=min_delta)
+        self._is_on = patience is not None
 
     def setup(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
         super().setup(trainer, pl_module, stage)
@@ -42,4 +42,4 @@ class EarlyStop(EarlyStopping):
             why = f"{self.monitor} has not improved for {self.patience} validations"
             best: Any = float(self.best_score)
             line = f"Step {step}: {why}, the best was {best:.4f}; the run ends"
-            tell(trainer, line, "stop", step, why=why)
+            log_event(trainer, line, "stop", step, why=why)

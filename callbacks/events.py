@@ -9,7 +9,7 @@ from lightning.pytorch import Trainer
 log = logging.getLogger("lightning_recipes")
 
 
-def tell(trainer: Trainer, line: str | None, event: str, step: int, **fields: Any) -> None:
+def log_event(trainer: Trainer, line: str | None, event: str, step: int, **fields: Any) -> None:
     """A line, where there is one, and an event for every logger that takes them."""
     if not trainer.is_global_zero:
         return

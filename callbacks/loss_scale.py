@@ -4,7 +4,7 @@ from typing import Any
 
 from lightning.pytorch import Callback, LightningModule, Trainer
 
-from callbacks.logged_step import StepCounter, is_logged_step, log_row
+from .logged_step import StepCounter, is_logged_step, log_row
 
 
 class LossScaleMonitor(Callback):

@@ -11,7 +11,7 @@ from lightning.pytorch import Trainer
 from lightning.pytorch.profilers import Profiler
 
 
-def profiler_of(trainer: Trainer) -> Profiler:
+def get_profiler(trainer: Trainer) -> Profiler:
     """The trainer's profiler, which Lightning sets from outside the class."""
     return trainer.profiler  # type: ignore[attr-defined, no-any-return]
 

@@ -10,8 +10,8 @@ import torch
 from lightning.pytorch import Callback, LightningModule, Trainer
 from lightning.pytorch.utilities.seed import isolate_rng
 
-from callbacks.logged_step import StepCounter, run_folder
-from callbacks.profiler_hooks import profiler_of
+from .logged_step import StepCounter, run_folder
+from .profiler_hooks import get_profiler
 
 log = logging.getLogger("lightning_recipes")
 
@@ -77,7 +77,7 @@ class SampleText(Callback):
             return
         self._sampled_at = trainer.global_step
         # SpeedMonitor hears the profiler, and leaves this time out of the throughput.
-        with profiler_of(trainer).profile("sample_text"), _undisturbed(pl_module):
+        with get_profiler(trainer).profile("sample_text"), _undisturbed(pl_module):
             for prompt in self.prompts:
                 text = generate_text(
                     prompt,

@@ -9,8 +9,8 @@ from lightning.pytorch import Callback, LightningModule, Trainer
 from lightning.pytorch.profilers import PyTorchProfiler
 from torch.profiler import ProfilerActivity, profile
 
-from callbacks.logged_step import StepCounter, run_folder
-from callbacks.profiler_hooks import profiler_of
+from .logged_step import StepCounter, run_folder
+from .profiler_hooks import get_profiler
 
 log = logging.getLogger("lightning_recipes")
 FOLDER = "profile"
@@ -46,7 +46,7 @@ class StepProfiler(Callback):
     ) -> None:
         if self._num_steps is None or self._trace is not None or self._done != self._after:
             return
-        if isinstance(profiler_of(trainer), PyTorchProfiler):
+        if isinstance(get_profiler(trainer), PyTorchProfiler):
             self._num_steps = None
             log.warning(
                 "nothing is traced: trainer.profiler=pytorch traces already, and torch has one trace"
@@ -57,7 +57,7 @@ class StepProfiler(Callback):
             activities.append(ProfilerActivity.CUDA)
         # torch's tracer writes two lines to stderr whenever it traces (2.13); what goes wrong it raises
         os.environ.setdefault("KINETO_LOG_LEVEL", "99")
-        profiler_of(trainer).start(FOLDER)  # SpeedMonitor hears it
+        get_profiler(trainer).start(FOLDER)  # SpeedMonitor hears it
         self._trace = profile(activities=activities, record_shapes=True)
         self._trace.start()
 
@@ -95,7 +95,7 @@ class StepProfiler(Callback):
         except Exception as error:
             log.warning(f"the trace could not be written: {type(error).__name__}: {error}")
         finally:
-            profiler_of(trainer).stop(FOLDER)
+            get_profiler(trainer).stop(FOLDER)
 
     def _write(self, trainer: Trainer, trace: Any) -> None:
         parent = run_folder(trainer)

@@ -7,7 +7,7 @@ ranks.py        L3  how many processes carry a run, and who started them
 launch.py       L3  run folder, log; then build and mode, here or on ranks of its own; exit codes
 start_ranks.py  L3  one process per rank from one frozen composition; the first failure ends all
 rank.py         L3  the main of such a process
-end_with_parent.py L1 a process that ends with the one that started it
+die_with_parent.py L1 a process that ends with the one that started it
 meeting.py      L1  the ranks of one start of torchrun find each other; a restart too
 preemption.py   L1  SIGTERM and SIGUSR1 as a request to save and end
 agreement.py    L1  all ranks do something after the same step

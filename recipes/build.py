@@ -19,19 +19,21 @@ from lightning.fabric.plugins.environments import (  # type: ignore[attr-defined
 from lightning.pytorch.callbacks import Callback
 from lightning.pytorch.loggers import Logger
 
-from recipes.checkpoint.resume import find_checkpoint, names_one
+from recipes.checkpoint.resume import find_checkpoint, names_checkpoint
 from recipes.checkpoint.saver import CheckpointSaver
-from recipes.config.compose import Composed, Config, folder_of_run, freeze
-from recipes.data.datamodule import StreamData
-from recipes.errors import Mistake
+from recipes.config.compose import Composed, Config, freeze
+from recipes.config.ranks import get_ranks
+from recipes.config.traits import trains
+from recipes.data.datamodule import StreamDataModule
+from recipes.errors import ConfigError
 from recipes.lightning_internals import _without_lightnings_signals
 from recipes.logger.writers import RowWriter, SummaryWriter
 from recipes.numerics.accumulation import Accumulation, divide
 from recipes.precision import Precision
-from recipes.runtime.world import Ranks, ranks_of
-from recipes.task.base import LearningTask
+from recipes.run_folder import TOKENIZER_FOLDER, find_run_folder
+from recipes.runtime.world import Ranks
+from recipes.task.base import TrainingTask
 
-TOKENIZER_FOLDER = "tokenizer"
 SINGLE = {"_target_": "recipes.strategy.single.SingleDevice", "_partial_": True}
 
 
@@ -49,8 +51,8 @@ class Run:
 
     name: str
     folder: Path
-    task: LearningTask
-    data: StreamData
+    task: TrainingTask
+    data: StreamDataModule
     trainer: lightning.Trainer
     precision: Precision
     accumulation: Accumulation
@@ -61,7 +63,7 @@ class Run:
     freeze: Callable[[], None] = lambda: None
 
 
-def carry_out(composed: Composed) -> int:
+def execute(composed: Composed) -> int:
     """Build a run and do what `mode=` says; its exit code. For a mode of `composed`, of runs that are over, none is."""
     mode = _make(composed.config["mode"])
     if "composed" in inspect.signature(mode).parameters:
@@ -76,15 +78,15 @@ def build(config: Config, folder: Path, overrides: list[str]) -> Run:
     """Instantiate every node of a checked config.
 
     Raises:
-        Mistake: The machine or a checkpoint cannot do what the config asks.
+        ConfigError: The machine or a checkpoint cannot do what the config asks.
     """
-    trains = config["mode"]["_target_"].endswith(".fit")
+    trained = trains(config)
     checkpoint = find_checkpoint(config["resume"], folder)
     if checkpoint is not None:
         config = _as_saved(config, checkpoint)
     lightning.seed_everything(config["seed"], verbose=False)
     precision: Precision = _make(config["precision"])
-    ranks = ranks_of(config)
+    ranks = get_ranks(config)
     devices = _devices(config["trainer"], ranks)
     accumulation = divide(
         global_batch_size=config["global_batch_size"],
@@ -92,18 +94,18 @@ def build(config: Config, folder: Path, overrides: list[str]) -> Run:
         num_devices=ranks.world_size,
         accumulate_grad_batches=config["trainer"]["accumulate_grad_batches"],
     )
-    data: StreamData = _make(config["loader"])(
+    data: StreamDataModule = _make(config["loader"])(
         source=_make(config["data"]),
         accumulation=accumulation,
         seed=config["seed"],
-        eval_samples=config["eval_samples"] if trains else None,
+        eval_samples=config["eval_samples"] if trained else None,
     )
     return Run(
         name=config["name"],
         folder=folder,
         task=_task(config, precision),
         data=data,
-        trainer=_trainer(config, folder, ranks, devices, precision, accumulation, trains=trains),
+        trainer=_trainer(config, folder, ranks, devices, precision, accumulation, trained=trained),
         precision=precision,
         accumulation=accumulation,
         checkpoint=checkpoint,
@@ -113,8 +115,8 @@ def build(config: Config, folder: Path, overrides: list[str]) -> Run:
     )
 
 
-def _task(config: Config, precision: Precision) -> LearningTask:
-    task: LearningTask = _make(config["task"])(
+def _task(config: Config, precision: Precision) -> TrainingTask:
+    task: TrainingTask = _make(config["task"])(
         make_model=functools.partial(_make, config["model"]),
         make_optimizer=_make(config["optimizer"]),
         schedule=_make(config["scheduler"]),
@@ -138,13 +140,13 @@ def _trainer(
     precision: Precision,
     accumulation: Accumulation,
     *,
-    trains: bool,
+    trained: bool,
 ) -> lightning.Trainer:
     saver: CheckpointSaver = _make(config["checkpoint"])
-    saver.checkpoint_io.falls_back = not names_one(config["resume"])
+    saver.checkpoint_io.falls_back = not names_checkpoint(config["resume"])
     callbacks: list[Callback] = []
     loggers: list[Logger] = []
-    if trains:
+    if trained:
         loggers = [_make(node)(run_folder=folder) for node in config["logger"].values()]
         watching = [_make(node) for node in config["callbacks"].values() if node is not None]
         callbacks = [
@@ -154,7 +156,7 @@ def _trainer(
             saver,
         ]
     # what does not train runs on one device: it reads the checkpoint of any strategy
-    node = config["strategy"] if trains else SINGLE
+    node = config["strategy"] if trained else SINGLE
     strategy = _make(node)(devices=devices, precision=precision, checkpoint_io=saver.checkpoint_io)
     make_trainer = _make(config["trainer"] | {"_partial_": True})
     trainer: lightning.Trainer = make_trainer(
@@ -173,7 +175,7 @@ def _trainer(
         num_sanity_val_steps=0,
         default_root_dir=folder,
         use_distributed_sampler=False,
-        enable_checkpointing=trains,
+        enable_checkpointing=trained,
         enable_progress_bar=False,
         enable_model_summary=False,
     )
@@ -202,7 +204,7 @@ def _as_saved(config: Config, checkpoint: Path) -> Config:
 
 def _tokenizer_folder(checkpoint: Path | None) -> Path | None:
     """The tokenizer beside a checkpoint, in the folder of its run."""
-    run = folder_of_run(str(checkpoint)) if checkpoint is not None else None
+    run = find_run_folder(checkpoint) if checkpoint is not None else None
     folder = run / TOKENIZER_FOLDER if run is not None else None
     return folder if folder is not None and folder.is_dir() else None
 
@@ -212,7 +214,7 @@ def _devices(trainer: Config, ranks: Ranks) -> list[torch.device]:
     accelerator, wanted = trainer["accelerator"], trainer["devices"]
     has_gpu = torch.cuda.is_available()
     if accelerator in ("gpu", "cuda") and not has_gpu:
-        raise Mistake(
+        raise ConfigError(
             f"trainer.accelerator={accelerator}",
             "torch sees no GPU on this machine",
             "trainer.accelerator=auto",

@@ -16,7 +16,7 @@ import uuid
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
-from recipes.errors import Mistake
+from recipes.errors import ConfigError
 
 log = logging.getLogger(__name__)
 
@@ -28,18 +28,18 @@ def open_cache_dir(cache_dir: str) -> Path:
     """The cache folder, made if it is not there; `~` stands for the home folder.
 
     Raises:
-        Mistake: It cannot be made or written to.
+        ConfigError: It cannot be made or written to.
     """
     path = Path(cache_dir).expanduser().absolute()
-    remedy = "RECIPES_CACHE=<folder> before the command, or data.cache_dir=<folder>"
+    fix = "RECIPES_CACHE=<folder> before the command, or data.cache_dir=<folder>"
     try:
         path.mkdir(parents=True, exist_ok=True)
     except OSError as error:
-        raise Mistake(
-            f"data.cache_dir={cache_dir}", f"it cannot be made ({error})", remedy
+        raise ConfigError(
+            f"data.cache_dir={cache_dir}", f"it cannot be made ({error})", fix
         ) from error
     if not os.access(path, os.W_OK | os.X_OK):
-        raise Mistake(f"data.cache_dir={cache_dir}", "it cannot be written to", remedy)
+        raise ConfigError(f"data.cache_dir={cache_dir}", "it cannot be written to", fix)
     return path
 
 

@@ -15,14 +15,14 @@ POWERS = {
 
 
 def scaled_lr(
-    rule: str, reference_lr: object, reference_batch_size: object, global_batch_size: object
+    rule: str, base_lr: object, base_batch_size: object, global_batch_size: object
 ) -> float | None:
     """The learning rate of a batch size.
 
     Args:
         rule: `linear` or `sqrt`.
-        reference_lr: A learning rate that is known to be good.
-        reference_batch_size: Samples per optimizer step that it is good for.
+        base_lr: A learning rate that is known to be good.
+        base_batch_size: Samples per optimizer step that it is good for.
         global_batch_size: Samples per optimizer step.
 
     Returns:
@@ -30,12 +30,12 @@ def scaled_lr(
     """
     if not (
         rule in POWERS
-        and is_positive(reference_lr)
-        and is_positive(reference_batch_size)
+        and is_positive(base_lr)
+        and is_positive(base_batch_size)
         and is_positive(global_batch_size)
     ):
         return None
-    return float(reference_lr * (global_batch_size / reference_batch_size) ** POWERS[rule])
+    return float(base_lr * (global_batch_size / base_batch_size) ** POWERS[rule])
 
 
 def is_positive(value: object) -> TypeGuard[int | float]:

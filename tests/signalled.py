@@ -12,11 +12,11 @@ from typing import Any
 import lightning.pytorch as lightning
 from lightning.pytorch.callbacks import Callback
 
-from recipes.checkpoint.manifest import fault, fault_of_content, read_manifest
+from recipes.checkpoint.manifest import find_content_fault, find_fault, read_manifest
 
 # columns and words that differ from run to run
 MEASURED = ("time/", "throughput/", "memory/")
-MEASURED_AT_THE_END = ("seconds", "tokens_per_second", "peak_memory_gib", "left_out_seconds")
+MEASURED_AT_THE_END = ("seconds", "tokens_per_second", "peak_memory_gib", "excluded_seconds")
 
 
 class SignalAt(Callback):
@@ -121,11 +121,11 @@ def stopped_step(folder: Path, *, by: str, num_ranks: int = 1) -> int:
         assert ended[-1] == f"Preempted {step}", (rank, ended)
     last = (folder / "checkpoints" / "last").resolve()
     assert last.name == f"step_{step:07d}.ckpt"
-    assert fault(last) is None
+    assert find_fault(last) is None
     manifest = read_manifest(last)
     assert manifest is not None
     assert (manifest.step, manifest.world_size) == (step, num_ranks)
-    assert fault_of_content(last, manifest, list(manifest.files)) is None
+    assert find_content_fault(last, manifest, list(manifest.files)) is None
     assert int(computed(folder)[-1]["step"]) == step
     return step
 

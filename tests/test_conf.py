@@ -13,7 +13,7 @@ from support import composed_config
 from recipes.build import _make, build
 from recipes.config import compose_and_check
 from recipes.config.check import strategy as engines
-from recipes.sweep.command_line import check_words
+from recipes.sweep.command_line import check_command
 
 ROOT = Path(__file__).parent.parent
 CONF = ROOT / "conf"
@@ -103,12 +103,12 @@ def test_the_command_in_an_options_comment_composes(path: Path) -> None:
         words = shlex.split(command)[2:]
         if "-m" in words or any(word.startswith("sweep=") for word in words):
             typed = [word for word in words if word != "-m"]
-            mistakes = check_words(typed, config_folder=CONF, config_name="config").mistakes
+            mistakes = check_command(typed, config_folder=CONF, config_name="config").mistakes
         else:
             _, mistakes = compose_and_check(words)
         # runs, texts and disks named there are the reader's own
         theirs = ("resume=", "mode=", "data.path=", "strategy.nvme_path=")
-        serious = [str(mistake) for mistake in mistakes if not mistake.you_set.startswith(theirs)]
+        serious = [str(mistake) for mistake in mistakes if not mistake.setting.startswith(theirs)]
         assert not serious, (command, serious)
 
 

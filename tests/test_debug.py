@@ -19,7 +19,7 @@ ENGINES = {
     "fsdp": 2,
     "deepspeed_stage_2": 2,
 }
-# debug=fdr is there for the report and the sample, too
+# debug=fast_dev_run is there for the report and the sample, too
 WHOLE = [word for word in TINY if not word.startswith("~")]
 
 
@@ -43,8 +43,8 @@ def test_every_recipe_takes_every_debug_option(
 
 
 def test_it_overrules_the_recipe_and_what_is_typed_overrules_it() -> None:
-    assert composed_config("recipe=quickstart", "debug=fdr")["trainer"]["max_steps"] == 1
-    typed = composed_config("recipe=quickstart", "debug=fdr", "trainer.max_steps=2")
+    assert composed_config("recipe=quickstart", "debug=fast_dev_run")["trainer"]["max_steps"] == 1
+    typed = composed_config("recipe=quickstart", "debug=fast_dev_run", "trainer.max_steps=2")
     assert typed["trainer"]["max_steps"] == 2
     overfit = composed_config("debug=overfit", "optimizer=sgd", "scheduler=warmup_cosine")
     assert overfit["optimizer"]["weight_decay"] == 0.0
@@ -74,7 +74,7 @@ def test_a_fast_dev_run_validates_saves_samples_and_reports_after_one_step(
 ) -> None:
     run = tmp_path / "run"
     words = [*WHOLE, f"data.path={text_folder}", *engine(strategy), f"hydra.run.dir={run}"]
-    done = run_train([*words, "debug=fdr"])
+    done = run_train([*words, "debug=fast_dev_run"])
     assert done.returncode == 0, done.stdout + done.stderr
     summary = json.loads((run / "summary.json").read_text())
     assert summary["steps"] == 1
@@ -87,7 +87,7 @@ def test_a_fast_dev_run_validates_saves_samples_and_reports_after_one_step(
 
 def test_a_fast_dev_run_of_images_needs_no_text(tmp_path: Path) -> None:
     run = tmp_path / "run"
-    done = run_train(["model=resnet18", "debug=fdr", f"hydra.run.dir={run}"])
+    done = run_train(["model=resnet18", "debug=fast_dev_run", f"hydra.run.dir={run}"])
     assert done.returncode == 0, done.stdout + done.stderr
     assert (run / "checkpoints/step_0000001.ckpt/manifest.json").is_file()
 
@@ -139,9 +139,7 @@ def test_overfit_learns_a_batch_of_text_by_heart(
 def test_overfit_learns_a_batch_of_digits_by_heart(tmp_path: Path) -> None:
     run = tmp_path / "run"
     words = ["model=resnet18", "data=digits", "global_batch_size=8", f"hydra.run.dir={run}"]
-    done = run_train(
-        [*words, "debug=overfit", "~callbacks.report", "trainer.max_steps=100"]
-    )
+    done = run_train([*words, "debug=overfit", "~callbacks.report", "trainer.max_steps=100"])
     assert done.returncode == 0, done.stdout + done.stderr
     summary = json.loads((run / "summary.json").read_text())
     assert summary["train_loss"] < 0.01

@@ -21,7 +21,7 @@ NUM_STEPS = 20
 LANGUAGE = [word for word in TINY if not word.startswith(("global", "eval"))]
 CASES: dict[str, list[str]] = {
     "gpt2": [*LANGUAGE, "model=gpt2_nano"],
-    "llama": [*LANGUAGE, "model=llama_nano", "model.hidden_width=64", "model.num_kv_heads=1"],
+    "llama": [*LANGUAGE, "model=llama_nano", "model.ffn_hidden_size=64", "model.num_kv_heads=1"],
     "resnet18": [
         "model=resnet18",
         "data=digits",

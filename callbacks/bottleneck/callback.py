@@ -12,10 +12,10 @@ import torch.distributed as dist
 from lightning.pytorch import Callback, LightningModule, Trainer
 from lightning.pytorch.strategies import DDPStrategy
 
-from callbacks.bottleneck.phase_timer import PhaseTimes
-from callbacks.bottleneck.rules import NUM_ROWS, Finding, Row, findings, typical
-from callbacks.logged_step import StepCounter, is_logged_step
-from callbacks.throughput.callback import SpeedMonitor
+from ..logged_step import StepCounter, is_logged_step
+from ..throughput.callback import SpeedMonitor
+from .phase_timer import PhaseTimes
+from .rules import NUM_ROWS, BottleneckSample, Finding, findings, typical
 
 log = logging.getLogger("lightning_recipes")
 
@@ -34,8 +34,8 @@ class BottleneckMonitor(Callback):
         self._advice = dict(advice) if advice is not None else {}
         self.clock: Callable[[], float] = time.perf_counter
         self._steps = StepCounter()
-        self._rows: list[Row] = []
-        self._best: Row | None = None
+        self._rows: list[BottleneckSample] = []
+        self._best: BottleneckSample | None = None
         self._told: set[str] = set()
         self._where = ""
         self._row_step = 0
@@ -93,7 +93,7 @@ class BottleneckMonitor(Callback):
 
     def _read(
         self, trainer: Trainer, speed: Mapping[str, float], phases: list[tuple[float, float]]
-    ) -> Row | None:
+    ) -> BottleneckSample | None:
         """The newest row, of all ranks: every rank comes here for every row."""
         steps, self._row_step = trainer.global_step - self._row_step, trainer.global_step
         forward = median(seconds for seconds, _ in phases) if phases else 0.0
@@ -104,7 +104,7 @@ class BottleneckMonitor(Callback):
         step_seconds = speed["time/step_seconds"]
         # under FSDP and ZeRO-3 a forward pass waits for the shards of others: it tells nothing of its own rank
         is_ddp = isinstance(trainer.strategy, DDPStrategy) and trainer.world_size > 1
-        return Row(
+        return BottleneckSample(
             step=trainer.global_step,
             seconds=step_seconds * steps,
             step_seconds=step_seconds,
@@ -140,7 +140,7 @@ class BottleneckMonitor(Callback):
         self._best = None
         if best is not None:
             by_rank = {name: tuple(best[name]) for name in ("data_wait", "forward_seconds")}
-            self._best = Row(**(best | by_rank))
+            self._best = BottleneckSample(**(best | by_rank))
 
 
 def _device_name(trainer: Trainer) -> str:

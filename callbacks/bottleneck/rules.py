@@ -14,7 +14,7 @@ _FREE = 0.6  # of a device's memory
 
 
 @dataclass(frozen=True, kw_only=True)
-class Row:
+class BottleneckSample:
     """What one row says; of all ranks, where there is a list.
 
     Attributes:
@@ -49,7 +49,9 @@ class Finding:
     text: str
 
 
-def findings(rows: Sequence[Row], *, best: Row | None) -> Iterator[Finding]:
+def findings(
+    rows: Sequence[BottleneckSample], *, best: BottleneckSample | None
+) -> Iterator[Finding]:
     """What all of the newest rows agree on; nothing before there are enough of them.
 
     Args:
@@ -66,7 +68,7 @@ def findings(rows: Sequence[Row], *, best: Row | None) -> Iterator[Finding]:
     yield from _slower(newest, best)
 
 
-def typical(rows: Sequence[Row]) -> Row | None:
+def typical(rows: Sequence[BottleneckSample]) -> BottleneckSample | None:
     """The row of the median step time among the newest; None before there are enough."""
     newest = rows[-NUM_ROWS:]
     if len(newest) < NUM_ROWS:
@@ -74,14 +76,14 @@ def typical(rows: Sequence[Row]) -> Row | None:
     return sorted(newest, key=lambda row: row.step_seconds)[NUM_ROWS // 2]
 
 
-def _data(rows: Sequence[Row]) -> Iterator[Finding]:
+def _data(rows: Sequence[BottleneckSample]) -> Iterator[Finding]:
     if min(max(row.data_wait) for row in rows) <= DATA_WAIT:
         return
     share = median(max(row.data_wait) for row in rows)
     yield Finding("data", f"{share:.0%} of each step is spent waiting for data")
 
 
-def _slow_rank(rows: Sequence[Row]) -> Iterator[Finding]:
+def _slow_rank(rows: Sequence[BottleneckSample]) -> Iterator[Finding]:
     if any(len(row.forward_seconds) < 2 or min(row.forward_seconds) <= 0 for row in rows):
         return
     slowest = {row.forward_seconds.index(max(row.forward_seconds)) for row in rows}
@@ -96,18 +98,18 @@ def _slow_rank(rows: Sequence[Row]) -> Iterator[Finding]:
         yield Finding("slow_rank", text)
 
 
-def _of_others(row: Row, rank: int) -> float:
+def _of_others(row: BottleneckSample, rank: int) -> float:
     return median(value for r, value in enumerate(row.forward_seconds) if r != rank)
 
 
-def _sync(rows: Sequence[Row]) -> Iterator[Finding]:
+def _sync(rows: Sequence[BottleneckSample]) -> Iterator[Finding]:
     shares = [row.sync_seconds / row.step_seconds for row in rows if row.sync_seconds is not None]
     if len(shares) == NUM_ROWS and min(shares) > SYNC:
         text = f"{median(shares):.0%} of each step is spent on gradients between ranks"
         yield Finding("sync", text)
 
 
-def _small_batch(rows: Sequence[Row]) -> Iterator[Finding]:
+def _small_batch(rows: Sequence[BottleneckSample]) -> Iterator[Finding]:
     """Passes that could be one: the same global batch, larger products."""
     free = [row.free_memory for row in rows if row.free_memory is not None]
     if len(free) == NUM_ROWS and min(free) > _FREE and rows[-1].num_micro_batches > 1:
@@ -116,7 +118,7 @@ def _small_batch(rows: Sequence[Row]) -> Iterator[Finding]:
         yield Finding("small_batch", text)
 
 
-def _slower(rows: Sequence[Row], best: Row | None) -> Iterator[Finding]:
+def _slower(rows: Sequence[BottleneckSample], best: BottleneckSample | None) -> Iterator[Finding]:
     if best is None or min(row.step_seconds for row in rows) < SLOWER * best.step_seconds:
         return
     now = median(row.step_seconds for row in rows)

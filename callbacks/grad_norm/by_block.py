@@ -11,7 +11,7 @@ from torch import Tensor, nn
 _BLOCK = re.compile(r"^(.*?\d+)\.")
 
 
-def block_of(name: str) -> str:
+def get_block(name: str) -> str:
     """`model.blocks.3.mlp.weight` -> `blocks.3`; what is in no numbered block by its own module."""
     name = name.removeprefix("model.")
     numbered = _BLOCK.match(name)
@@ -34,7 +34,7 @@ def sum_by_block(named: Iterable[tuple[str, Tensor]]) -> dict[str, float | None]
     squares: dict[str, Tensor] = {}
     for name, tensor in named:
         square = _sum_of_squares(tensor)
-        block = block_of(name)
+        block = get_block(name)
         squares[block] = squares[block] + square if block in squares else square
     return {
         block: float(value.sqrt()) if bool(value.isfinite()) else None

@@ -10,9 +10,9 @@ from lightning.pytorch.strategies import DeepSpeedStrategy, FSDPStrategy
 from torch import Tensor
 from torch.optim import Optimizer
 
-from callbacks.grad_norm.by_block import sum_by_block
-from callbacks.grad_norm.trend import NormTrend
-from callbacks.logged_step import StepCounter, is_logged_step, log_row
+from ..logged_step import StepCounter, is_logged_step, log_row
+from .by_block import sum_by_block
+from .trend import NormTrend
 
 log = logging.getLogger("lightning_recipes")
 _NO_LIMIT = 1e6  # in a row: a curve cannot show infinity
@@ -29,7 +29,7 @@ class GradNormMonitor(Callback):
     `grad/clipped_fraction` is the share of the optimizer steps since the last row whose norm was
     above `trainer.gradient_clip_val`. It needs the norm of every step, so it is logged only for
     modules that set `grad_norm`, and only where clipping by norm is on. Counted on the device. A module whose limit
-    is another at every step sets `grad_norm_limit` too, logged as `grad/norm_limit`.
+    is another at every step sets `clip_threshold` too, logged as `grad/clip_threshold`.
 
     A norm that vanishes, or that has risen for long, is told once, at a logged step, until it is well again.
 
@@ -82,7 +82,7 @@ class GradNormMonitor(Callback):
         if norm is not None and is_logged_step(trainer):
             row = {"grad/norm": norm, **self._take_clipped_fraction()}
             if isinstance(max_norm, Tensor):
-                row["grad/norm_limit"] = max_norm.clamp(max=_NO_LIMIT)
+                row["grad/clip_threshold"] = max_norm.clamp(max=_NO_LIMIT)
             blocks = self._by_block.items()
             row |= {f"grad/norm/{block}": math.nan if one is None else one for block, one in blocks}
             log_row(pl_module, row)
@@ -130,7 +130,7 @@ def _module_keeps_norm(pl_module: LightningModule) -> bool:
 
 def _limit(trainer: Trainer, pl_module: LightningModule) -> Tensor | float | None:
     """The norm that a step was limited to: by the module's own word, where it differs from step to step."""
-    own = getattr(pl_module, "grad_norm_limit", None)
+    own = getattr(pl_module, "clip_threshold", None)
     adapts = getattr(trainer.strategy, "clipping", None) is not None
     return own if isinstance(own, Tensor) and adapts else _max_norm(trainer)
 

@@ -11,15 +11,15 @@ from lightning.pytorch import Callback, LightningModule, Trainer
 from torch import Tensor
 from torch.optim import Optimizer
 
-from callbacks.logged_step import StepCounter, is_logged_step, log_row
-from callbacks.loss_spike.dump import SpikeEvidence
-from callbacks.loss_spike.escalation import Response
-from callbacks.loss_spike.monitor import SpikeWatch, Verdict
-from callbacks.loss_spike.reader import StepReader
-from callbacks.loss_spike.recovery import Recovery, data_of
-from callbacks.loss_spike.train_state import is_reachable
-from callbacks.loss_spike.verdict_log import tell_verdict
-from callbacks.profiler_hooks import profiler_of
+from ..logged_step import StepCounter, is_logged_step, log_row
+from ..profiler_hooks import get_profiler
+from .dump import SpikeDump
+from .escalation import Response
+from .monitor import SpikeMonitor, Verdict
+from .reader import StepReader
+from .recovery import Recovery, data_of
+from .train_state import is_reachable
+from .verdict_log import log_verdict
 
 log = logging.getLogger("lightning_recipes")
 _LARGEST_SCORE = 1e6  # in a row: a curve cannot show infinity
@@ -39,40 +39,40 @@ class LossSpikeRollback(Callback):
     or the data module, hears of one.
 
     Args:
-        window, warm_up, loss_score, norm_score, drift_score: See `SpikeWatch`.
-        max_skips, snapshot_every, num_snapshots, quarantine_steps, snapshots_in: See `Recovery`.
-        skip_batches, lr_factor, lr_cut_steps, cool_down_steps, max_rollbacks: See `Recovery`.
-        max_evidence: So many spikes leave a folder `spikes/step_N`; later ones a line and an event.
-        rewinds_data: Whether the data goes back too, as tests want it; the run then meets the same samples again.
+        window, warmup_steps, loss_threshold, norm_threshold, drift_threshold: See `SpikeMonitor`.
+        max_skips, snapshot_every, num_snapshots, quarantine_steps, snapshot_storage: See `Recovery`.
+        skip_batches, lr_factor, lr_backoff_steps, cooldown_steps, max_rollbacks: See `Recovery`.
+        max_dumps: So many spikes leave a folder `spikes/step_N`; later ones a line and an event.
+        rewind_data: Whether the data goes back too, as tests want it; the run then meets the same samples again.
     """
 
     def __init__(
         self,
         *,
         window: int = 128,
-        warm_up: int = 64,
-        loss_score: float = 8.0,
-        norm_score: float = 16.0,
-        drift_score: float | None = 1.75,
+        warmup_steps: int = 64,
+        loss_threshold: float = 8.0,
+        norm_threshold: float = 16.0,
+        drift_threshold: float | None = 1.75,
         max_skips: int = 3,
         snapshot_every: int = 50,
         num_snapshots: int = 2,
         quarantine_steps: int = 50,
-        snapshots_in: Literal["auto", "memory", "disk"] = "auto",
+        snapshot_storage: Literal["auto", "memory", "disk"] = "auto",
         skip_batches: int = 0,
         lr_factor: float = 0.5,
-        lr_cut_steps: int = 200,
-        cool_down_steps: int = 200,
+        lr_backoff_steps: int = 200,
+        cooldown_steps: int = 200,
         max_rollbacks: int = 5,
-        max_evidence: int = 3,
-        rewinds_data: bool = False,
+        max_dumps: int = 3,
+        rewind_data: bool = False,
     ) -> None:
-        self._watch = SpikeWatch(
+        self._watch = SpikeMonitor(
             window=window,
-            warm_up=warm_up,
-            loss_score=loss_score,
-            norm_score=norm_score,
-            drift_score=drift_score,
+            warmup_steps=warmup_steps,
+            loss_threshold=loss_threshold,
+            norm_threshold=norm_threshold,
+            drift_threshold=drift_threshold,
         )
         self._recovery = Recovery(
             watch=self._watch,
@@ -80,15 +80,15 @@ class LossSpikeRollback(Callback):
             snapshot_every=snapshot_every,
             num_snapshots=num_snapshots,
             quarantine_steps=quarantine_steps,
-            snapshots_in=snapshots_in,
+            snapshot_storage=snapshot_storage,
             skip_batches=skip_batches,
-            cool_down_steps=cool_down_steps,
+            cooldown_steps=cooldown_steps,
             lr_factor=lr_factor,
-            lr_cut_steps=lr_cut_steps,
+            lr_backoff_steps=lr_backoff_steps,
             max_rollbacks=max_rollbacks,
-            rewinds_data=rewinds_data,
+            rewind_data=rewind_data,
         )
-        self._evidence = SpikeEvidence(max_folders=max_evidence)
+        self._evidence = SpikeDump(max_folders=max_dumps)
         self._snapshot_every = snapshot_every
         self._skip_batches = skip_batches
         self._steps = StepCounter()
@@ -173,10 +173,10 @@ class LossSpikeRollback(Callback):
         clock = self._recovery.ladder.counts.clock
         if verdict is None or self._reader is None:
             return
-        tell_verdict(trainer, verdict, self._response)
+        log_verdict(trainer, verdict, self._response)
         is_first = len(self._recovery.ladder.counts.recent_skips) == 1
         if verdict.alarms and (is_first or self._response not in ("none", "skip")):
-            with profiler_of(trainer).profile(
+            with get_profiler(trainer).profile(
                 "spike"
             ):  # heard by SpeedMonitor, which leaves it out
                 self._evidence.write(trainer, pl_module, verdict, self._watch)
@@ -184,7 +184,7 @@ class LossSpikeRollback(Callback):
             self._recovery.stop(trainer)
         if self._response in ("rollback", "rollback_and_cut"):
             cuts = self._response == "rollback_and_cut"
-            with profiler_of(trainer).profile("spike"):
+            with get_profiler(trainer).profile("spike"):
                 self._recovery.go_back(trainer, pl_module, verdict, cuts=cuts)
             self._reader.go_back()
             self._evidence.forget()
@@ -200,7 +200,7 @@ class LossSpikeRollback(Callback):
         last = None if self._reader is None else self._reader.read_last(trainer)
         if last is not None:
             self._recovery.ladder.step(refused=last.refused, drifts=False)
-            tell_verdict(trainer, last, "skip")
+            log_verdict(trainer, last, "skip")
         self._recovery.rollback.drop()
 
     def on_exception(

@@ -40,9 +40,9 @@ class SpikeDetector:
 
     Args:
         window: So many recent values in line are what a value is compared with.
-        warm_up: Values before there can be a spike; at most `window`.
+        warmup_steps: Values before there can be a spike; at most `window`.
         spike_score: Robust standard deviations above the median from which a value is a spike.
-        drift_score: The same for the median of the newer half of a full window, above its lowest so far. None: no
+        drift_threshold: The same for the median of the newer half of a full window, above its lowest so far. None: no
             drift is looked for. Norms of a healthy run rise for thousands of steps, losses do not.
         drift_patience: Values in a row for which that must hold.
         logarithmic: Whether the series is one of ratios, such as gradient norms: its logarithm is looked at.
@@ -55,17 +55,19 @@ class SpikeDetector:
         self,
         *,
         window: int = 128,
-        warm_up: int = 64,
+        warmup_steps: int = 64,
         spike_score: float = 8.0,
-        drift_score: float | None = 1.75,
+        drift_threshold: float | None = 1.75,
         drift_patience: int = 20,
         logarithmic: bool = False,
     ) -> None:
-        if not 2 <= warm_up <= window:
-            raise ValueError(f"a warm-up of {warm_up} values needs a window of at least as many")
-        self._warm_up = warm_up
+        if not 2 <= warmup_steps <= window:
+            raise ValueError(
+                f"a warm-up of {warmup_steps} values needs a window of at least as many"
+            )
+        self._warmup_steps = warmup_steps
         self._spike_score = spike_score
-        self._drift_score = drift_score
+        self._drift_threshold = drift_threshold
         self._drift_patience = drift_patience
         self._logarithmic = logarithmic
         self._values: deque[float] = deque(maxlen=window)
@@ -81,14 +83,14 @@ class SpikeDetector:
         """Robust standard deviations above the median; 0 during the warm-up, inf where it is not finite."""
         if not math.isfinite(value):
             return math.inf
-        if len(self._values) < self._warm_up:
+        if len(self._values) < self._warmup_steps:
             return 0.0
         center, spread = _center_and_spread(self._values)
         return (self._scaled(value) - center) / spread
 
     def limit(self) -> float:
         """From which value on a finite one is a spike; inf during the warm-up."""
-        if len(self._values) < self._warm_up:
+        if len(self._values) < self._warmup_steps:
             return math.inf
         center, spread = _center_and_spread(self._values)
         scaled = center + self._spike_score * spread
@@ -131,7 +133,7 @@ class SpikeDetector:
         self._num_above = state["num_above"]
 
     def _drift(self) -> Alarm | None:
-        if self._drift_score is None or len(self._values) < (self._values.maxlen or 0):
+        if self._drift_threshold is None or len(self._values) < (self._values.maxlen or 0):
             return None
         newest = list(self._values)[len(self._values) // 2 :]
         center, spread = _center_and_spread(newest)
@@ -140,7 +142,7 @@ class SpikeDetector:
             return None
         lowest, spread_there = self._lowest
         score = (center - lowest) / spread_there
-        self._num_above = self._num_above + 1 if score > self._drift_score else 0
+        self._num_above = self._num_above + 1 if score > self._drift_threshold else 0
         if self._num_above < self._drift_patience:
             return None
         return Alarm(
@@ -148,7 +150,7 @@ class SpikeDetector:
         )
 
     def _expected(self) -> float:
-        if len(self._values) < self._warm_up:
+        if len(self._values) < self._warmup_steps:
             return math.nan
         return self._shown(_center_and_spread(self._values)[0])
 

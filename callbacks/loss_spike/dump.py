@@ -14,11 +14,11 @@ import torch.distributed as dist
 from lightning.pytorch import LightningModule, Trainer
 from torch import Tensor
 
-from callbacks.events import finite
-from callbacks.grad_norm.by_block import norms_by_block
-from callbacks.logged_step import run_folder
-from callbacks.loss_spike.monitor import SpikeWatch, Verdict
-from callbacks.loss_spike.train_state import random_state
+from ..events import finite
+from ..grad_norm.by_block import norms_by_block
+from ..logged_step import run_folder
+from .monitor import SpikeMonitor, Verdict
+from .train_state import rng_state
 
 log = logging.getLogger("lightning_recipes")
 FOLDER = "spikes"
@@ -32,7 +32,7 @@ class _MicroBatch:
     position: int | None  # of the data, when it was handed out
 
 
-class SpikeEvidence:
+class SpikeDump:
     """Remembers the micro-batches of the newest two steps, and writes them down.
 
     A module may offer `sample_losses(batch) -> [B]` and `save_weights(folder)`, a data module
@@ -54,7 +54,7 @@ class SpikeEvidence:
         step = trainer.global_step + 1
         self._newest = [one for one in self._newest if one.step in (step, step - 1)]
         position = getattr(getattr(trainer, "datamodule", None), "position", None)
-        random = random_state()
+        random = rng_state()
         draws = {
             device: random[device] for device in ("torch", "cuda")
         }  # tensors: they load as plain data
@@ -65,7 +65,7 @@ class SpikeEvidence:
         self._newest = []
 
     def write(
-        self, trainer: Trainer, pl_module: LightningModule, verdict: Verdict, watch: SpikeWatch
+        self, trainer: Trainer, pl_module: LightningModule, verdict: Verdict, watch: SpikeMonitor
     ) -> None:
         """A folder for a step, on every rank; none where there are enough of them."""
         parent = run_folder(trainer)
@@ -119,7 +119,7 @@ class SpikeEvidence:
             save_weights(folder / "weights")
 
 
-def _describe(trainer: Trainer, verdict: Verdict, watch: SpikeWatch) -> dict[str, Any]:
+def _describe(trainer: Trainer, verdict: Verdict, watch: SpikeMonitor) -> dict[str, Any]:
     reading = verdict.reading
     scale = getattr(trainer.strategy, "current_loss_scale", None)
     return {

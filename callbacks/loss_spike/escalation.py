@@ -27,13 +27,13 @@ class Counts:
     last_rollback_at: int | None = None
 
 
-class SpikeLadder:
+class SpikeEscalation:
     """Decides from host numbers alone, so that every rank decides the same.
 
     Args:
         max_skips: One more within the window, and the run goes back.
         skip_window: In steps.
-        cool_down_steps: A rollback within so many steps of the one before is a step up the ladder.
+        cooldown_steps: A rollback within so many steps of the one before is a step up the ladder.
         max_rollbacks: So many, each within the cool-down of the one before, and the run stops.
 
     Raises:
@@ -41,7 +41,7 @@ class SpikeLadder:
     """
 
     def __init__(
-        self, *, max_skips: int, skip_window: int, cool_down_steps: int, max_rollbacks: int
+        self, *, max_skips: int, skip_window: int, cooldown_steps: int, max_rollbacks: int
     ) -> None:
         if max_rollbacks < 1:
             raise ValueError(
@@ -49,7 +49,7 @@ class SpikeLadder:
             )
         self._max_skips = max_skips
         self._skip_window = skip_window
-        self._cool_down_steps = cool_down_steps
+        self._cooldown_steps = cooldown_steps
         self._max_rollbacks = max_rollbacks
         self.counts = Counts()
 
@@ -74,7 +74,7 @@ class SpikeLadder:
         counts = self.counts
         counts.recent_skips = []
         last, counts.last_rollback_at = counts.last_rollback_at, counts.clock
-        again = last is not None and counts.clock - last <= self._cool_down_steps
+        again = last is not None and counts.clock - last <= self._cooldown_steps
         counts.recent_rollbacks = counts.recent_rollbacks + 1 if again else 1
         if counts.recent_rollbacks > self._max_rollbacks:
             return "stop"

@@ -12,7 +12,7 @@ _RATES = {
 }  # of a group, as torch's schedules leave them there
 
 
-class LearningRateCut:
+class LearningRateBackoff:
     """Multiplies rates and what schedules start from, and takes it back.
 
     Attributes:

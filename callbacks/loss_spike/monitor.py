@@ -4,11 +4,11 @@ import math
 from dataclasses import dataclass
 from typing import Any
 
-from callbacks.loss_spike.detector import Alarm, SpikeDetector
+from .detector import Alarm, SpikeDetector
 
 
 @dataclass(frozen=True, kw_only=True)
-class Reading:
+class StepMeasurement:
     """Of one optimizer step, the same on every rank.
 
     Attributes:
@@ -35,7 +35,7 @@ class Verdict:
         refused: Whether the step was refused, other than by a loss scaler, which looks for its scale that way.
     """
 
-    reading: Reading
+    reading: StepMeasurement
     alarms: dict[str, Alarm]
     score: float
     refused: bool
@@ -46,39 +46,42 @@ class Verdict:
         return any(alarm.kind == "drift" for alarm in self.alarms.values())
 
 
-class SpikeWatch:
+class SpikeMonitor:
     """Two detectors, and the limits they set for the next step.
 
     Args:
-        window, warm_up: Of both, see `SpikeDetector`.
-        loss_score: Deviations from which a loss is a spike.
-        norm_score: The same for the log of a norm, which has heavy tails in healthy runs.
-        drift_score: Of the loss alone: norms of a healthy run rise for thousands of steps.
+        window, warmup_steps: Of both, see `SpikeDetector`.
+        loss_threshold: Deviations from which a loss is a spike.
+        norm_threshold: The same for the log of a norm, which has heavy tails in healthy runs.
+        drift_threshold: Of the loss alone: norms of a healthy run rise for thousands of steps.
     """
 
     def __init__(
         self,
         *,
         window: int,
-        warm_up: int,
-        loss_score: float,
-        norm_score: float,
-        drift_score: float | None,
+        warmup_steps: int,
+        loss_threshold: float,
+        norm_threshold: float,
+        drift_threshold: float | None,
     ) -> None:
         self.detectors = {
             "loss": SpikeDetector(
-                window=window, warm_up=warm_up, spike_score=loss_score, drift_score=drift_score
+                window=window,
+                warmup_steps=warmup_steps,
+                spike_score=loss_threshold,
+                drift_threshold=drift_threshold,
             ),
             "norm": SpikeDetector(
                 window=window,
-                warm_up=warm_up,
-                spike_score=norm_score,
-                drift_score=None,
+                warmup_steps=warmup_steps,
+                spike_score=norm_threshold,
+                drift_threshold=None,
                 logarithmic=True,
             ),
         }
 
-    def judge(self, reading: Reading, *, overflowed: bool) -> Verdict:
+    def judge(self, reading: StepMeasurement, *, overflowed: bool) -> Verdict:
         """Compare a step with those before it.
 
         Args:

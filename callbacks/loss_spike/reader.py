@@ -7,8 +7,8 @@ from lightning.pytorch import LightningModule, Trainer
 from torch import Tensor
 from torch.optim import Optimizer
 
-from callbacks.loss_spike.monitor import Reading, SpikeWatch, Verdict
-from callbacks.loss_spike.step_guard import OwnGuard, StepGuard, guards_itself, keep_buffers
+from .monitor import SpikeMonitor, StepMeasurement, Verdict
+from .step_guard import OwnGuard, StepGuard, guards_itself, keep_buffers
 
 
 class StepReader:
@@ -20,13 +20,13 @@ class StepReader:
         pl_module: Takes the guard, or is guarded from outside.
     """
 
-    def __init__(self, watch: SpikeWatch, trainer: Trainer, pl_module: LightningModule) -> None:
+    def __init__(self, watch: SpikeMonitor, trainer: Trainer, pl_module: LightningModule) -> None:
         self._watch = watch
         self._guard = StepGuard()
         self._own_guard = None if guards_itself(pl_module) else OwnGuard(self._guard)
         if self._own_guard is None:
             pl_module.guard_steps(self._guard)  # type: ignore[operator]
-        self._late = LateNumbers()
+        self._late = DelayedReadback()
         self._num_overflows = _num_overflows(trainer)
         self._buffers: list[tuple[Tensor, Tensor]] = []  # with copies of before the step
         self.set_limits()
@@ -81,7 +81,7 @@ class StepReader:
         if ready is None:
             return None
         step, (loss, norm, refused, by_scaler) = ready
-        reading = Reading(step=step, loss=loss, norm=norm, refused=bool(refused))
+        reading = StepMeasurement(step=step, loss=loss, norm=norm, refused=bool(refused))
         overflowed = by_scaler > 0
         if self._own_guard is not None and not math.isfinite(norm):  # nobody counts for us
             overflowed = getattr(trainer.precision_plugin, "scaler", None) is not None
@@ -93,7 +93,7 @@ def _num_overflows(trainer: Trainer) -> int:
     return int(getattr(trainer.strategy, "num_overflows", 0))
 
 
-class LateNumbers:
+class DelayedReadback:
     """A queue of one. Every rank runs on the same kind of device, so all are as late."""
 
     def __init__(self) -> None:

@@ -7,11 +7,11 @@ from typing import Any, Literal, NoReturn
 from lightning.pytorch import LightningModule, Trainer
 from lightning.pytorch.callbacks import ModelCheckpoint
 
-from callbacks.events import tell
-from callbacks.loss_spike.escalation import SpikeLadder
-from callbacks.loss_spike.lr_backoff import LearningRateCut
-from callbacks.loss_spike.monitor import SpikeWatch, Verdict
-from callbacks.loss_spike.rollback import Rollback
+from ..events import log_event
+from .escalation import SpikeEscalation
+from .lr_backoff import LearningRateBackoff
+from .monitor import SpikeMonitor, Verdict
+from .rollback import Rollback
 
 log = logging.getLogger("lightning_recipes")
 
@@ -35,13 +35,13 @@ class Recovery:
         snapshot_every: Optimizer steps between snapshots.
         num_snapshots: How many are kept, each of the size of weights and optimizer state.
         quarantine_steps: A snapshot is good when so many steps have followed it.
-        snapshots_in: `memory`, `disk` or `auto`: memory where they fit.
+        snapshot_storage: `memory`, `disk` or `auto`: memory where they fit.
         skip_batches: Optimizer steps' worth of data passed over after a rollback.
-        cool_down_steps: A rollback within so many steps of another is one more in a row.
+        cooldown_steps: A rollback within so many steps of another is one more in a row.
         lr_factor: Of the learning rates, from the second rollback in a row on.
-        lr_cut_steps: For so many steps.
+        lr_backoff_steps: For so many steps.
         max_rollbacks: So many in a row, and the run stops.
-        rewinds_data: Whether the data goes back too: it has a `position` and `move_to(position)`.
+        rewind_data: Whether the data goes back too: it has a `position` and `move_to(position)`.
 
     Raises:
         ValueError: Every snapshot is overwritten before it is good.
@@ -50,18 +50,18 @@ class Recovery:
     def __init__(
         self,
         *,
-        watch: SpikeWatch,
+        watch: SpikeMonitor,
         max_skips: int,
         snapshot_every: int,
         num_snapshots: int,
         quarantine_steps: int,
-        snapshots_in: Literal["auto", "memory", "disk"],
+        snapshot_storage: Literal["auto", "memory", "disk"],
         skip_batches: int,
-        cool_down_steps: int,
+        cooldown_steps: int,
         lr_factor: float,
-        lr_cut_steps: int,
+        lr_backoff_steps: int,
         max_rollbacks: int,
-        rewinds_data: bool,
+        rewind_data: bool,
     ) -> None:
         longest = snapshot_every * (num_snapshots - 1)
         if quarantine_steps > longest:
@@ -69,23 +69,23 @@ class Recovery:
                 f"num_snapshots={num_snapshots} every {snapshot_every} steps: each is overwritten before its"
                 f" quarantine of {quarantine_steps} steps is over; type quarantine_steps={longest}"
             )
-        self.cut = LearningRateCut()
-        self.ladder = SpikeLadder(
+        self.cut = LearningRateBackoff()
+        self.ladder = SpikeEscalation(
             max_skips=max_skips,
             skip_window=quarantine_steps,
-            cool_down_steps=cool_down_steps,
+            cooldown_steps=cooldown_steps,
             max_rollbacks=max_rollbacks,
         )
         self.rollback = Rollback(
             num_snapshots=num_snapshots,
             quarantine_steps=quarantine_steps,
-            snapshots_in=snapshots_in,
+            snapshot_storage=snapshot_storage,
         )
         self._watch = watch
         self._skip_batches = skip_batches
         self._lr_factor = lr_factor
-        self._lr_cut_steps = lr_cut_steps
-        self._rewinds_data = rewinds_data
+        self._lr_backoff_steps = lr_backoff_steps
+        self._rewind_data = rewind_data
 
     def take_snapshot(self, trainer: Trainer, *, is_good: bool = False) -> None:
         """Of now.
@@ -100,7 +100,7 @@ class Recovery:
             is_good=is_good,
             watch=self._watch.state_dict(),
             factor=self.cut.factor,
-            position=data_of(trainer).position if self._rewinds_data else None,
+            position=data_of(trainer).position if self._rewind_data else None,
         )
 
     def end_cut_if_due(self, trainer: Trainer) -> None:
@@ -130,7 +130,7 @@ class Recovery:
         self._watch.load_state_dict(beside["watch"])
         self.cut.put_back(trainer, beside["factor"])
         if cuts:
-            self.cut.cut(trainer, self._lr_factor, until=clock + self._lr_cut_steps)
+            self.cut.cut(trainer, self._lr_factor, until=clock + self._lr_backoff_steps)
         to_step = trainer.global_step
         for callback in trainer.callbacks:  # type: ignore[attr-defined]
             if isinstance(
@@ -139,7 +139,7 @@ class Recovery:
                 callback._last_global_step_saved = min(callback._last_global_step_saved, to_step)
         for listener in _listeners(trainer, pl_module):
             listener.on_rollback(trainer, pl_module, from_step, to_step)
-        if self._rewinds_data:
+        if self._rewind_data:
             data_of(trainer).move_to(beside["position"])
         if self._skip_batches:
             data_of(trainer).skip_batches(self._skip_batches)
@@ -156,18 +156,18 @@ class Recovery:
         if counts.recent_rollbacks > 1:
             why = f"{counts.recent_rollbacks - 1} rollbacks one after the other did not help"
         step = trainer.global_step
-        tell(trainer, None, "stop", step, why=why)
+        log_event(trainer, None, "stop", step, why=why)
         raise TrainingDivergedError(f"Diverged at step {step}: {why}")
 
     def _tell(self, trainer: Trainer, from_step: int, to_step: int, *, cuts: bool) -> None:
         past = f", {self._skip_batches} batches passed over" if self._skip_batches else ""
         line = f"Step {from_step}: went back to step {to_step}{past}"
         fields: dict[str, Any] = {"from": from_step, "skipped_batches": self._skip_batches}
-        tell(trainer, line, "rollback", to_step, **fields)
+        log_event(trainer, line, "rollback", to_step, **fields)
         if cuts:
-            factor, steps = self.cut.factor, self._lr_cut_steps
+            factor, steps = self.cut.factor, self._lr_backoff_steps
             line = f"Step {to_step}: the learning rate times {factor:g} for {steps} steps"
-            tell(trainer, line, "lr_cut", to_step, factor=factor, steps=steps)
+            log_event(trainer, line, "lr_backoff", to_step, factor=factor, steps=steps)
 
 
 def data_of(trainer: Trainer) -> Any:

@@ -11,14 +11,14 @@ from lightning.fabric.utilities.exceptions import MisconfigurationException
 from lightning.pytorch import Trainer
 from torch import Tensor
 
-from callbacks.host_memory import available_bytes
-from callbacks.logged_step import run_folder
-from callbacks.loss_spike.snapshot import Snapshot, SnapshotRing
-from callbacks.loss_spike.train_state import (
+from ..host_memory import available_bytes
+from ..logged_step import run_folder
+from .snapshot import Snapshot, SnapshotRing
+from .train_state import (
     forget_tensors,
-    live_numbers,
+    live_scalars,
     live_tensors,
-    put_numbers_back,
+    restore_scalars,
 )
 
 log = logging.getLogger("lightning_recipes")
@@ -32,7 +32,7 @@ class Rollback:
     Args:
         num_snapshots: How many are kept.
         quarantine_steps: Steps without a rollback after which one is good.
-        snapshots_in: `memory`, `disk` or `auto`: memory where they fit.
+        snapshot_storage: `memory`, `disk` or `auto`: memory where they fit.
     """
 
     def __init__(
@@ -40,11 +40,11 @@ class Rollback:
         *,
         num_snapshots: int,
         quarantine_steps: int,
-        snapshots_in: Literal["auto", "memory", "disk"],
+        snapshot_storage: Literal["auto", "memory", "disk"],
     ) -> None:
         self._num_snapshots = num_snapshots
         self._quarantine_steps = quarantine_steps
-        self._snapshots_in = snapshots_in
+        self._snapshot_storage = snapshot_storage
         self._ring: SnapshotRing | None = None
         self._folder: Path | None = None
         self.seconds = 0.0  # of the newest snapshot
@@ -64,7 +64,7 @@ class Rollback:
             self._ring = self._make_ring(trainer)
         snapshot = self._ring.oldest()
         snapshot.take(live_tensors(trainer, writes_back=False))
-        snapshot.numbers = live_numbers(trainer) | {"beside": beside}
+        snapshot.numbers = live_scalars(trainer) | {"beside": beside}
         snapshot.step = trainer.global_step
         snapshot.taken_at = clock - self._quarantine_steps if is_good else clock
         self.num_bytes = snapshot.num_bytes
@@ -98,7 +98,7 @@ class Rollback:
         self._ring.forget_after(snapshot)
         new = snapshot.put_back(live_tensors(trainer, writes_back=True))
         forget_tensors(trainer, new)
-        put_numbers_back(trainer, snapshot.numbers)
+        restore_scalars(trainer, snapshot.numbers)
         beside: dict[str, Any] = snapshot.numbers["beside"]
         return beside
 
@@ -113,7 +113,7 @@ class Rollback:
     def _make_ring(self, trainer: Trainer) -> SnapshotRing:
         """All ranks decide alike: those of a node need its memory together."""
         folder = _folder(trainer)
-        in_memory = self._snapshots_in != "disk" and self._fits(trainer, folder)
+        in_memory = self._snapshot_storage != "disk" and self._fits(trainer, folder)
         self._folder = None if in_memory else folder
         return SnapshotRing(
             size=self._num_snapshots,
@@ -127,13 +127,13 @@ class Rollback:
         available = available_bytes()
         of_node = needed * self._num_snapshots * _ranks_of_node(trainer)
         # by itself only half of what is left: data, checkpoints and other processes need some too
-        share = 1.0 if self._snapshots_in == "memory" else 0.5
+        share = 1.0 if self._snapshot_storage == "memory" else 0.5
         fits = _all_ranks(available is None or of_node <= available * share, trainer)
-        if not fits and self._snapshots_in == "memory":
+        if not fits and self._snapshot_storage == "memory":
             raise MisconfigurationException(
-                f"callbacks.loss_spike.snapshots_in=memory: {self._num_snapshots} snapshots take"
+                f"callbacks.loss_spike.snapshot_storage=memory: {self._num_snapshots} snapshots take"
                 f" {of_node / GIB:.1f} GiB of a node, {(available or 0) / GIB:.1f} are left;"
-                " type callbacks.loss_spike.snapshots_in=disk"
+                " type callbacks.loss_spike.snapshot_storage=disk"
             )
         if not fits and trainer.is_global_zero:
             left = "" if available is None else f" of {available / GIB:.1f} GiB left"

@@ -9,7 +9,7 @@ from lightning.pytorch import LightningModule, Trainer
 from torch import Tensor
 from torch.optim import Optimizer
 
-from callbacks.grad_norm.callback import global_norm
+from ..grad_norm.callback import global_norm
 
 
 class StepGuard:

@@ -76,14 +76,14 @@ def forget_tensors(trainer: Trainer, names: list[str]) -> None:
                 del optimizer.state[parameter]
 
 
-def live_numbers(trainer: Trainer) -> dict[str, Any]:
+def live_scalars(trainer: Trainer) -> dict[str, Any]:
     """A copy of everything else that goes back: schedules, learning rates, loss scale, step counters, random states.
 
-    A strategy or a module that has more answers `live_numbers()`, and takes it in `put_numbers_back(numbers)`.
+    A strategy or a module that has more answers `live_scalars()`, and takes it in `restore_scalars(numbers)`.
     """
     loop = trainer.fit_loop.epoch_loop
-    own = getattr(trainer.strategy, "live_numbers", None)
-    of_module = getattr(trainer.lightning_module, "live_numbers", None)
+    own = getattr(trainer.strategy, "live_scalars", None)
+    of_module = getattr(trainer.lightning_module, "live_scalars", None)
     return {
         "step": trainer.global_step,
         "schedulers": [
@@ -95,12 +95,12 @@ def live_numbers(trainer: Trainer) -> dict[str, Any]:
         "optim_progress": copy.deepcopy(loop.automatic_optimization.optim_progress.state_dict()),
         "scheduler_progress": copy.deepcopy(loop.scheduler_progress.state_dict()),
         "module": None if of_module is None else of_module(),
-        "random": random_state(),
+        "random": rng_state(),
     }
 
 
-def put_numbers_back(trainer: Trainer, numbers: dict[str, Any]) -> None:
-    """As they were when `live_numbers` was called, however often."""
+def restore_scalars(trainer: Trainer, numbers: dict[str, Any]) -> None:
+    """As they were when `live_scalars` was called, however often."""
     numbers = copy.deepcopy(numbers)  # what is handed out may be changed by the one who takes it
     loop = trainer.fit_loop.epoch_loop
     configs = trainer.lr_scheduler_configs
@@ -115,9 +115,9 @@ def put_numbers_back(trainer: Trainer, numbers: dict[str, Any]) -> None:
     if numbers["precision"]:
         trainer.precision_plugin.load_state_dict(numbers["precision"])
     if numbers["strategy"] is not None:
-        trainer.strategy.put_numbers_back(numbers["strategy"])  # type: ignore[attr-defined]
+        trainer.strategy.restore_scalars(numbers["strategy"])  # type: ignore[attr-defined]
     if numbers["module"] is not None:
-        trainer.lightning_module.put_numbers_back(numbers["module"])  # type: ignore[operator]
+        trainer.lightning_module.restore_scalars(numbers["module"])  # type: ignore[operator]
     loop.automatic_optimization.optim_progress.load_state_dict(numbers["optim_progress"])
     loop.scheduler_progress.load_state_dict(numbers["scheduler_progress"])
     _put_random_state_back(numbers["random"])
@@ -140,7 +140,7 @@ def _local(tensor: Tensor) -> Tensor:
     return tensor.detach() if to_local is None else to_local()
 
 
-def random_state() -> dict[str, Any]:
+def rng_state() -> dict[str, Any]:
     """Of this process: torch's, the GPU's, Python's and numpy's."""
     numpy = sys.modules.get("numpy")
     return {

@@ -4,14 +4,14 @@ import math
 
 from lightning.pytorch import Trainer
 
-from callbacks.events import finite, tell
-from callbacks.loss_spike.escalation import Response
-from callbacks.loss_spike.monitor import Verdict
+from ..events import finite, log_event
+from .escalation import Response
+from .monitor import Verdict
 
 _WORDS = {"loss": "loss", "norm": "gradient norm"}
 
 
-def tell_verdict(trainer: Trainer, verdict: Verdict, response: Response) -> None:
+def log_verdict(trainer: Trainer, verdict: Verdict, response: Response) -> None:
     """Everything that is out of line about a step."""
     step = verdict.reading.step
     for series, alarm in verdict.alarms.items():
@@ -22,7 +22,7 @@ def tell_verdict(trainer: Trainer, verdict: Verdict, response: Response) -> None
             line += f", expected {alarm.expected:.4g}"
         if math.isfinite(alarm.score):
             line += f", {alarm.score:.0f} standard deviations above"
-        tell(
+        log_event(
             trainer,
             line,
             "spike",
@@ -35,4 +35,4 @@ def tell_verdict(trainer: Trainer, verdict: Verdict, response: Response) -> None
         )
     if verdict.refused:
         line = f"Step {step}: skipped; weights and moments are as before"
-        tell(trainer, line if response == "skip" else None, "skip", step)
+        log_event(trainer, line if response == "skip" else None, "skip", step)

@@ -9,8 +9,8 @@ import torch
 import torch.distributed as dist
 from lightning.pytorch import Callback, LightningModule, Trainer
 
-from callbacks.logged_step import StepCounter, is_logged_step, log_row, run_folder
-from callbacks.memory.dump import is_out_of_memory, write_picture
+from ..logged_step import StepCounter, is_logged_step, log_row, run_folder
+from .dump import is_out_of_memory, write_picture
 
 log = logging.getLogger("lightning_recipes")
 GIB = 2**30
@@ -21,7 +21,7 @@ class MemoryMonitor(Callback):
     """Logs the peaks since the process began, as the maximum over ranks.
 
     `memory/host_peak_gib` (resident set, this process without its data workers) always;
-    `memory/allocated_peak_gib`, `memory/reserved_peak_gib`, `memory/alloc_retries` and `memory/ooms` on
+    `memory/allocated_peak_gib`, `memory/reserved_peak_gib`, `memory/alloc_retries` and `memory/num_ooms` on
     CUDA. The allocator's peak counters are read and never reset: other readers keep the whole run's peak.
     A peak belongs to a process, so a resumed run begins with fresh ones; there is no state to save.
 
@@ -82,7 +82,7 @@ def read_peaks(device: torch.device) -> dict[str, float]:
         peaks["memory/allocated_peak_gib"] = stats["allocated_bytes.all.peak"] / GIB
         peaks["memory/reserved_peak_gib"] = stats["reserved_bytes.all.peak"] / GIB
         peaks["memory/alloc_retries"] = float(stats["num_alloc_retries"])
-        peaks["memory/ooms"] = float(stats["num_ooms"])
+        peaks["memory/num_ooms"] = float(stats["num_ooms"])
     return peaks
 
 

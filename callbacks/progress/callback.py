@@ -9,8 +9,8 @@ from typing import TYPE_CHECKING, Any
 
 from lightning.pytorch import Callback, LightningModule, Trainer
 
-from callbacks.logged_step import StepCounter, is_logged_step
-from callbacks.progress.text import (
+from ..logged_step import StepCounter, is_logged_step
+from .text import (
     VAL_LOSS,
     clock_text,
     first_of,
@@ -20,7 +20,7 @@ from callbacks.progress.text import (
 )
 
 if TYPE_CHECKING:
-    from callbacks.progress.bar import LiveBar
+    from .bar import LiveBar
 
 log = logging.getLogger("lightning_recipes")
 
@@ -57,7 +57,7 @@ class ProgressLine(Callback):
         self._begin(total=_total_steps(trainer))
         self._steps.start(trainer)
         if sys.stderr.isatty() and sys.stdout.isatty():  # `| tee log` wants plain lines
-            from callbacks.progress.bar import LiveBar  # rich: 50 ms that only a terminal needs
+            from .bar import LiveBar  # rich: 50 ms that only a terminal needs
 
             self._bar = LiveBar()
             self._bar.start()

@@ -7,8 +7,8 @@ from typing import Any
 
 from lightning.pytorch import Callback, LightningModule, Trainer
 
-from callbacks.logged_step import run_folder
-from callbacks.report.page import write_report
+from ..logged_step import run_folder
+from .page import write_report
 
 log = logging.getLogger("lightning_recipes")
 

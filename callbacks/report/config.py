@@ -6,8 +6,8 @@ from typing import Any
 
 import yaml
 
-from callbacks.report.html import folded
-from callbacks.report.run_record import RunRecord
+from .html import folded
+from .run_record import RunRecord
 
 # How the run is shown and what else the command line can do: no part of what was trained.
 LEFT_OUT = ("dashboard", "mode", "hydra", "callbacks.report.dashboard")

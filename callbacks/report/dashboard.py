@@ -47,7 +47,7 @@ class Section:
     panels: tuple[Panel, ...]
 
 
-def sections_of(dashboard: Sequence[Mapping[str, Any]]) -> list[Section]:
+def get_sections(dashboard: Sequence[Mapping[str, Any]]) -> list[Section]:
     """A dashboard's `sections`, as YAML holds them.
 
     Raises:

@@ -6,9 +6,9 @@ from datetime import UTC, datetime
 from html import escape
 from typing import Any
 
-from callbacks.progress.text import TRAIN_LOSS, VAL_LOSS, clock_text
-from callbacks.report.html import words
-from callbacks.report.run_record import RunRecord, how_it_ended
+from ..progress.text import TRAIN_LOSS, VAL_LOSS, clock_text
+from .html import words
+from .run_record import RunRecord, how_it_ended
 
 _STATUS_CLASSES = {
     "finished": "good",

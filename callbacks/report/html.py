@@ -6,8 +6,8 @@ from html import escape
 from pathlib import Path
 from typing import Any
 
-from callbacks.report.charts.axis import value_label
-from callbacks.report.charts.json_data import as_json
+from .charts.axis import value_label
+from .charts.json_data import as_json
 
 HERE = Path(__file__).parent
 
@@ -35,7 +35,7 @@ def write_page(path: Path, text: str) -> None:
     partial.replace(path)
 
 
-def place_of(title: str) -> str:
+def anchor_id(title: str) -> str:
     """An id for the heading of a section."""
     return "charts-" + "".join(c if c.isascii() and c.isalnum() else "-" for c in title.lower())
 

@@ -5,27 +5,27 @@ from html import escape
 from pathlib import Path
 from typing import Any
 
-from callbacks.report.charts.json_data import chart_data
-from callbacks.report.charts.png import write_png
-from callbacks.report.charts.series import (
+from .charts.json_data import chart_data
+from .charts.png import write_png
+from .charts.series import (
     MARKED_EVENTS,
     Group,
     Mark,
-    groups_of,
-    marks_of,
+    get_groups,
+    get_marks,
     not_drawn,
 )
-from callbacks.report.charts.svg import STILL_BUCKETS, STILL_POINTS, chart_html, padded, spans
-from callbacks.report.config import config_text, typed_words
-from callbacks.report.dashboard import sections_for, sections_of
-from callbacks.report.header import diagnosis, head, tiles
-from callbacks.report.html import facts, place_of, whole_page, write_page, zoom_bar
-from callbacks.report.run_record import RunRecord, read_run
-from callbacks.report.tables import events, evidence, operators, plan_table, samples
+from .charts.svg import STILL_BUCKETS, STILL_POINTS, chart_html, padded, spans
+from .config import config_text, typed_words
+from .dashboard import get_sections, sections_for
+from .header import diagnosis, head, tiles
+from .html import anchor_id, facts, whole_page, write_page, zoom_bar
+from .run_record import RunRecord, read_run
+from .tables import events, evidence, operators, plan_table, samples
 
 STYLES = ("page.css", "charts.css")
 SCRIPTS = ("axis.js", "charts.js", "zoom.js")
-_EVENT_WORDS = {"lr_cut": "learning rate cut", "checkpoint_refused": "checkpoint refused"}
+_EVENT_WORDS = {"lr_backoff": "learning rate cut", "checkpoint_rejected": "checkpoint refused"}
 
 
 def write_report(run_folder: Path, dashboard: Sequence[Mapping[str, Any]] | None = None) -> None:
@@ -40,8 +40,8 @@ def write_report(run_folder: Path, dashboard: Sequence[Mapping[str, Any]] | None
     Raises FileNotFoundError without `metrics.csv`.
     """
     run = read_run(run_folder)
-    sections = sections_for(run.series) if dashboard is None else sections_of(dashboard)
-    groups, marks = groups_of(run, sections), marks_of(run.events)
+    sections = sections_for(run.series) if dashboard is None else get_sections(dashboard)
+    groups, marks = get_groups(run, sections), get_marks(run.events)
     pictures = [chart for group in groups for chart in group.charts if chart.picture]
     if pictures:
         write_png(run_folder / "curves.png", title=run.name, charts=pictures, marks=marks)
@@ -58,7 +58,7 @@ def page_html(run: RunRecord, groups: Sequence[Group], marks: Sequence[Mark]) ->
         config_text(run),
     ]
     charts = [chart for group in groups for chart in group.charts]
-    places = [(place_of(group.title), group.title) for group in groups]
+    places = [(anchor_id(group.title), group.title) for group in groups]
     places += [("evidence", "evidence")] if run.evidence else []
     bar = zoom_bar([*places, ("tables", "tables")]) if charts else ""
     body = (
@@ -90,7 +90,7 @@ def charts_html(groups: Sequence[Group], marks: Sequence[Mark]) -> str:
             figures.append(chart_html(chart, marks, index=index, span=span, max_buckets=buckets))
             index += 1
         html.append(
-            f'<section id="{place_of(group.title)}"><h2>{escape(group.title)}</h2>'
+            f'<section id="{anchor_id(group.title)}"><h2>{escape(group.title)}</h2>'
             f'<div class="charts{" lead" if number == 0 else ""}">{"".join(figures)}</div></section>'
         )
     return "".join(html)

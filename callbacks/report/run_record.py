@@ -91,7 +91,7 @@ def read_run(folder: Path, *, needs_metrics: bool = True) -> RunRecord:
             {**_read_object(path), "folder": str(path.parent.relative_to(folder))}
             for path in sorted(folder.glob("spikes/step_*/spike.json"))
         ],
-        undone=[_metrics_so_far(path) for path in sorted(folder.glob("undone/*.csv"))],
+        undone=[_metrics_so_far(path) for path in sorted(folder.glob("rolled_back/*.csv"))],
     )
 
 

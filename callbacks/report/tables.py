@@ -5,9 +5,9 @@ import statistics
 from html import escape
 from typing import Any, TypeGuard
 
-from callbacks.progress.text import clock_text
-from callbacks.report.html import flat, folded, section, table, words
-from callbacks.report.run_record import RunRecord
+from ..progress.text import clock_text
+from .html import flat, folded, section, table, words
+from .run_record import RunRecord
 
 MAX_EVENT_ROWS = 200
 MAX_OPERATORS = 20

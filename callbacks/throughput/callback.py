@@ -8,10 +8,10 @@ from typing import Any
 import torch
 from lightning.pytorch import Callback, LightningModule, Trainer
 
-from callbacks.logged_step import StepCounter, is_logged_step, log_row
-from callbacks.profiler_hooks import Listener, ProfilerTap, profiler_of
-from callbacks.throughput.mfu import FlopMeter
-from callbacks.throughput.stopwatch import CompileTap, Reading, Stopwatch
+from ..logged_step import StepCounter, is_logged_step, log_row
+from ..profiler_hooks import Listener, ProfilerTap, get_profiler
+from .mfu import FlopMeter
+from .stopwatch import CompileTap, Snapshot, Stopwatch
 
 
 class SpeedMonitor(Callback):
@@ -21,7 +21,7 @@ class SpeedMonitor(Callback):
     over all ranks, up to date when `on_train_batch_end` begins); what a module does not count is
     not logged. FLOPs come from its `flops_of(batch)`, else they are counted, see `FlopMeter`.
 
-    Left out of the window, and summed in `time/left_out_seconds`: the first step of each process;
+    Left out of the window, and summed in `time/excluded_seconds`: the first step of each process;
     compilation; evaluation, from the end of the training batch before it to the next fetch of data,
     so with its worker start-up; every `trainer.save_checkpoint`; and whatever runs inside
     `trainer.profiler.profile(name)` with one of the names in `LEFT_OUT`.
@@ -45,7 +45,7 @@ class SpeedMonitor(Callback):
             )
         self.clock: Callable[[], float] = time.perf_counter
         self._meter = FlopMeter(peak_tflops=peak_tflops, measure_peak=measure_peak)
-        self._earlier = Reading()  # before this process
+        self._earlier = Snapshot()  # before this process
         self._earlier_left_out: dict[str, float] = {}
         self._steps = StepCounter()
         self._world_size = 1
@@ -54,8 +54,8 @@ class SpeedMonitor(Callback):
 
     def _begin(self) -> None:
         self._watch = Stopwatch(self.clock)
-        self._now = Reading()  # counters of this process; seconds are filled in by _read
-        self._row = Reading()  # at the last row
+        self._now = Snapshot()  # counters of this process; seconds are filled in by _read
+        self._row = Snapshot()  # at the last row
         self._is_first = True  # the step under way, of this process
         self._counted = (0, 0)  # the module's samples and tokens when last looked at
         self._wait_seconds = 0.0
@@ -76,7 +76,7 @@ class SpeedMonitor(Callback):
             f"[{loop}].train_dataloader_next": Listener(self._on_fetch, self._on_fetched),
             **{name: self._pausing(name) for name in self.LEFT_OUT},
         }
-        self._taps = [ProfilerTap(listeners, profiler_of(trainer)), CompileTap(self._watch)]
+        self._taps = [ProfilerTap(listeners, get_profiler(trainer)), CompileTap(self._watch)]
         self._watch.start()
         self._watch.pause("first_step")
 
@@ -139,7 +139,7 @@ class SpeedMonitor(Callback):
         if self._watch.is_paused:  # the whole step is left out: the first one, one that is traced
             return
         samples, tokens = (max(0, b - a) for a, b in zip(before, self._counted, strict=True))
-        self._now += Reading(
+        self._now += Snapshot(
             steps=int(stepped),
             samples=samples,
             tokens=tokens,
@@ -159,19 +159,19 @@ class SpeedMonitor(Callback):
         finally:
             self._watch.resume("count_flops")
 
-    def _read(self) -> Reading:
+    def _read(self) -> Snapshot:
         """Everything this process has done up to now."""
         seconds = self._watch.seconds()
-        return self._now + Reading(
+        return self._now + Snapshot(
             seconds=seconds,
             device_seconds=seconds * self._world_size,
             wait_seconds=self._wait_seconds,
-            left_out_seconds=sum(self._watch.left_out_seconds.values()),
+            excluded_seconds=sum(self._watch.excluded_seconds.values()),
         )
 
-    def _rates(self, window: Reading, *, world_size: int) -> dict[str, float]:
+    def _rates(self, window: Snapshot, *, world_size: int) -> dict[str, float]:
         """The metrics of one row; of a window with nothing but what is left out, that alone."""
-        row = {"time/left_out_seconds": window.left_out_seconds}
+        row = {"time/excluded_seconds": window.excluded_seconds}
         if window.seconds <= 0 or not window.steps:
             return row
         row["time/step_seconds"] = window.seconds / window.steps
@@ -211,15 +211,15 @@ class SpeedMonitor(Callback):
             "samples_per_second": _rate(total.samples, total.seconds),
             "step_seconds": total.seconds / total.steps if total.steps else None,
             "mfu": mfu,
-            "left_out_seconds": self._left_out(),
+            "excluded_seconds": self._left_out(),
         }
 
-    def _total(self) -> Reading:
+    def _total(self) -> Snapshot:
         return self._earlier + self._read()
 
     def _left_out(self) -> dict[str, float]:
         """By reason, over the whole run."""
-        now = self._watch.left_out_seconds
+        now = self._watch.excluded_seconds
         names = sorted({*self._earlier_left_out, *now})
         before = self._earlier_left_out
         return {
@@ -234,7 +234,7 @@ class SpeedMonitor(Callback):
         numbers = dict(state_dict)
         if "left_out" in numbers:  # none in the files of earlier versions
             self._earlier_left_out = numbers.pop("left_out")
-        self._earlier = Reading(**numbers)
+        self._earlier = Snapshot(**numbers)
 
 
 def _counters(pl_module: LightningModule) -> tuple[int, int]:

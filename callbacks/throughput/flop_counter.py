@@ -43,7 +43,7 @@ def count_flops(module: nn.Module, batch: Any) -> float:
     return float(counter.get_total_flops())
 
 
-def shapes_of(batch: Any) -> tuple[Any, ...]:
+def get_shapes(batch: Any) -> tuple[Any, ...]:
     """What decides the FLOPs of a batch: the shapes of its tensors; () where none is found."""
     if isinstance(batch, Tensor):
         return tuple(batch.shape)
@@ -52,7 +52,7 @@ def shapes_of(batch: Any) -> tuple[Any, ...]:
     elif dataclasses.is_dataclass(batch) and not isinstance(batch, type):
         batch = list(vars(batch).values())
     if isinstance(batch, (list, tuple)):
-        return tuple(shapes_of(one) for one in batch)
+        return tuple(get_shapes(one) for one in batch)
     return ()
 
 

@@ -7,9 +7,9 @@ from typing import Any
 import torch
 from lightning.pytorch import LightningModule, Trainer
 
-from callbacks.throughput.flop_counter import count_flops, shapes_of
-from callbacks.throughput.peak_flops import Kind, Peak, peak_of
-from callbacks.throughput.stopwatch import Reading
+from .flop_counter import count_flops, get_shapes
+from .peak_flops import Kind, Peak, get_peak
+from .stopwatch import Snapshot
 
 log = logging.getLogger("lightning_recipes")
 _KINDS: dict[torch.dtype, Kind] = {
@@ -46,7 +46,7 @@ class FlopMeter:
 
     def start(self, trainer: Trainer, pl_module: LightningModule) -> None:
         """Find the peak, and say in one line which it is, or why there is none."""
-        device, kind = trainer.strategy.root_device, kind_of(trainer, pl_module)
+        device, kind = trainer.strategy.root_device, get_kind(trainer, pl_module)
         if self._measure_peak:
             if kind is None or kind == "fp8" or (kind == "fp16" and device.type == "cpu"):
                 told = f"no MFU: products of {kind or 'this precision'} are not measured"
@@ -64,7 +64,7 @@ class FlopMeter:
                 " callbacks.throughput.measure_peak=true gives the share of a measured matrix product"
             )
         else:
-            self._peak = peak_of(torch.cuda.get_device_name(device), kind)
+            self._peak = get_peak(torch.cuda.get_device_name(device), kind)
             told = self._peak.told
         if trainer.is_global_zero:
             log.info(told)
@@ -73,7 +73,7 @@ class FlopMeter:
         """FLOPs of a micro-batch of shapes that have been looked at; None: they have not."""
         if self._cannot_count:
             return 0.0, None
-        return self._flops.get(shapes_of(batch))
+        return self._flops.get(get_shapes(batch))
 
     def look(
         self, trainer: Trainer, pl_module: LightningModule, batch: Any
@@ -91,7 +91,7 @@ class FlopMeter:
             return 0.0, None
         if len(self._flops) >= _MAX_SHAPES:
             self._flops.clear()
-        if shapes := shapes_of(batch):
+        if shapes := get_shapes(batch):
             self._flops[shapes] = flops
         return flops
 
@@ -119,7 +119,7 @@ class FlopMeter:
             )
         return 0.0
 
-    def row(self, window: Reading) -> dict[str, float]:
+    def row(self, window: Snapshot) -> dict[str, float]:
         """The metrics of a window, over all ranks, in which time has passed."""
         if window.flops <= 0 or self._cannot_count:
             return {}
@@ -138,7 +138,7 @@ class FlopMeter:
         return row
 
 
-def kind_of(trainer: Trainer, pl_module: LightningModule) -> Kind | None:
+def get_kind(trainer: Trainer, pl_module: LightningModule) -> Kind | None:
     """In what the matrix products of a run are made; None: in nothing that has a peak of its own here.
 
     A precision plugin may say it as `compute_dtype`; Lightning's do so in their name.

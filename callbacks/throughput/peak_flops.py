@@ -20,7 +20,7 @@ class Peak:
 
 
 @dataclass(frozen=True)
-class Row:
+class PeakFlops:
     """One device. A name is its name if it holds all of `words` and no other word than `also`."""
 
     device: str
@@ -40,12 +40,12 @@ def _row(
     fp32: float,
     fp8: float | None = None,
     also: str = "",
-) -> Row:
+) -> PeakFlops:
     """float16 is as fast as bfloat16 on every device here when both accumulate in float32."""
     tflops: dict[Kind, float] = {"bf16": bf16, "fp16": bf16, "tf32": tf32, "fp32": fp32}
     if fp8 is not None:
         tflops["fp8"] = fp8
-    return Row(device, frozenset(words.split()), source, tflops, frozenset(also.split()))
+    return PeakFlops(device, frozenset(words.split()), source, tflops, frozenset(also.split()))
 
 
 # Say nothing about speed. Any other word that a row does not know (Ti, D, Laptop, Max-Q, a custom
@@ -54,7 +54,7 @@ _NEUTRAL = frozenset({"nvidia", "geforce", "amd", "instinct"})
 
 # bf16, fp16, tf32, fp8: matrix units, float32 accumulation, no sparsity; fp32: vector units.
 # "Halved": the document prints the figure with 2:4 sparsity only. Rows of the longest name come first.
-ROWS: tuple[Row, ...] = (
+ROWS: tuple[PeakFlops, ...] = (
     # Drivers print "NVIDIA H100 80GB HBM3" for SXM. "H100 80GB HBM2e" is reported from PCIe cards and
     # from SXM hosts alike, and the 64, 94 and 96 GB modules of some customers have no public data
     # sheet: none of them is a row.
@@ -222,7 +222,7 @@ ROWS: tuple[Row, ...] = (
 )
 
 
-def peak_of(device_name: str, kind: Kind) -> Peak:
+def get_peak(device_name: str, kind: Kind) -> Peak:
     """The dense peak of the device that `torch.cuda.get_device_name` calls `device_name`.
 
     Raises ValueError for a kind that is none of `Kind`.
@@ -230,10 +230,10 @@ def peak_of(device_name: str, kind: Kind) -> Peak:
     if kind not in get_args(Kind):
         known = ", ".join(get_args(Kind))
         raise ValueError(f"kind is {kind!r}: peaks are known for {known}: take one of these")
-    words = words_of(device_name)
+    words = name_words(device_name)
     if "mig" in words:
         return _unknown(f"{device_name!r} is a MIG slice, whose peak nobody publishes", kind)
-    rows = rows_of(words)
+    rows = find_rows(words)
     if not rows:
         return _unknown(f"{device_name!r} is no device of the table of peaks", kind)
     row = rows[0]
@@ -243,12 +243,12 @@ def peak_of(device_name: str, kind: Kind) -> Peak:
     return Peak(tflops, f"{row.device}: {tflops:g} TFLOP/s dense {kind} ({row.source})")
 
 
-def words_of(device_name: str) -> frozenset[str]:
+def name_words(device_name: str) -> frozenset[str]:
     """Lower-case runs of letters and digits; 'MIG3g.90gb' and 'Max-Q' fall into two."""
     return frozenset(re.findall(r"mig(?=\d)|[a-z0-9]+", device_name.lower()))
 
 
-def rows_of(words: frozenset[str]) -> list[Row]:
+def find_rows(words: frozenset[str]) -> list[PeakFlops]:
     """Rows that a name of these words may mean, those with the most words first."""
     rows = [row for row in ROWS if row.words <= words <= row.words | row.also | _NEUTRAL]
     return sorted(rows, key=lambda row: -len(row.words))

@@ -9,36 +9,36 @@ from torch._dynamo.callback import callback_handler
 
 
 @dataclass(frozen=True)
-class Reading:
+class Snapshot:
     """What a run did, up to or between readings. Zero samples, tokens or FLOPs: nobody counts them."""
 
     seconds: float = 0.0
     device_seconds: float = 0.0  # of all ranks together
     wait_seconds: float = 0.0
-    left_out_seconds: float = 0.0
+    excluded_seconds: float = 0.0
     steps: int = 0
     samples: int = 0
     tokens: int = 0
     flops: float = 0.0  # attention in full
     causal_flops: float = 0.0  # attention at half
 
-    def __add__(self, other: "Reading") -> "Reading":
+    def __add__(self, other: "Snapshot") -> "Snapshot":
         return _combined(self, other, operator.add)
 
-    def __sub__(self, other: "Reading") -> "Reading":
+    def __sub__(self, other: "Snapshot") -> "Snapshot":
         return _combined(self, other, operator.sub)
 
 
-def _combined(one: Reading, other: Reading, combine: Callable[[Any, Any], Any]) -> Reading:
-    names = [field.name for field in fields(Reading)]
-    return Reading(**{name: combine(getattr(one, name), getattr(other, name)) for name in names})
+def _combined(one: Snapshot, other: Snapshot, combine: Callable[[Any, Any], Any]) -> Snapshot:
+    names = [field.name for field in fields(Snapshot)]
+    return Snapshot(**{name: combine(getattr(one, name), getattr(other, name)) for name in names})
 
 
 class Stopwatch:
     """Seconds since `start`, without the stretches in which anyone had asked for a pause.
 
     Attributes:
-        left_out_seconds: By the reason that began a stretch, or came last in it; without the one that is open.
+        excluded_seconds: By the reason that began a stretch, or came last in it; without the one that is open.
     """
 
     def __init__(self, clock: Callable[[], float]) -> None:
@@ -47,7 +47,7 @@ class Stopwatch:
         self._running_since: float | None = None
         self._reasons: list[str] = []
         self._paused_since = 0.0  # for the last of them
-        self.left_out_seconds: dict[str, float] = {}
+        self.excluded_seconds: dict[str, float] = {}
 
     @property
     def is_paused(self) -> bool:
@@ -84,8 +84,8 @@ class Stopwatch:
         """Book what has passed of the open stretch, if anything has."""
         since, self._paused_since = self._paused_since, self._clock()
         if self._reasons and self._paused_since > since:
-            before = self.left_out_seconds.setdefault(self._reasons[-1], 0.0)
-            self.left_out_seconds[self._reasons[-1]] = before + self._paused_since - since
+            before = self.excluded_seconds.setdefault(self._reasons[-1], 0.0)
+            self.excluded_seconds[self._reasons[-1]] = before + self._paused_since - since
 
     def seconds(self) -> float:
         if self._running_since is None:

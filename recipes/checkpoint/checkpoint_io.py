@@ -10,18 +10,18 @@ import torch
 import torch.distributed as dist
 from lightning.pytorch.plugins.io import CheckpointIO
 
-from recipes.checkpoint.layout import RUN_FILE, is_shard, put_together, take_apart
-from recipes.checkpoint.manifest import Manifest, fault, fault_of_content, read_manifest
+from recipes.checkpoint.layout import RUN_FILE, is_shard, merge_state, split_state
+from recipes.checkpoint.manifest import Manifest, find_content_fault, find_fault, read_manifest
 from recipes.checkpoint.resume import older_than
 from recipes.checkpoint.retention import remove
 from recipes.checkpoint.shard_file import open_tensors
 from recipes.checkpoint.writer import CheckpointWriter
-from recipes.errors import Mistake
+from recipes.errors import ConfigError
 
 LOGGER = logging.getLogger("lightning_recipes")
 
 
-class Refusal(NamedTuple):
+class Rejection(NamedTuple):
     """A checkpoint that was not loaded, and why."""
 
     path: Path
@@ -46,7 +46,7 @@ class FolderCheckpointIO(CheckpointIO):
         self.writer = writer
         self.falls_back = False
         self.loaded: Path | None = None
-        self.refused: list[Refusal] = []
+        self.refused: list[Rejection] = []
         self.metrics: Mapping[str, float] = {}
         self._verify_hashes = verify_hashes
 
@@ -55,7 +55,7 @@ class FolderCheckpointIO(CheckpointIO):
     ) -> None:
         """Begin to save what this rank holds."""
         rank = dist.get_rank() if dist.is_initialized() else 0
-        plain, parts = take_apart(checkpoint, rank=rank)
+        plain, parts = split_state(checkpoint, rank=rank)
         manifest = Manifest(
             step=checkpoint["global_step"],
             world_size=_world_size(),
@@ -72,7 +72,7 @@ class FolderCheckpointIO(CheckpointIO):
         """Plain data in memory, tensors still on disk.
 
         Raises:
-            Mistake: The checkpoint is not what was written, and no other may take its place.
+            ConfigError: The checkpoint is not what was written, and no other may take its place.
         """
         folder = self.whole(Path(path))
         manifest = read_manifest(folder)
@@ -80,7 +80,7 @@ class FolderCheckpointIO(CheckpointIO):
         plain = torch.load(folder / RUN_FILE, map_location="cpu", weights_only=True)
         tensors = open_tensors(folder / name for name in manifest.files if is_shard(name))
         self.loaded = folder
-        return put_together(plain, tensors)
+        return merge_state(plain, tensors)
 
     def whole(self, named: Path) -> Path:
         """A checkpoint that is what was written: the one named or, where allowed, the newest older one.
@@ -92,9 +92,9 @@ class FolderCheckpointIO(CheckpointIO):
             why = self._fault(folder)
             if why is None:
                 return folder
-            self.refused.append(Refusal(folder, why))
+            self.refused.append(Rejection(folder, why))
             LOGGER.info("Refused %s: %s", folder, why)  # every rank says it; rank 0 is heard
-        raise Mistake(
+        raise ConfigError(
             f"resume=… {named}",
             f"{self.refused[-1].why}; {'no older one is whole' if self.falls_back else 'it was named'}",
             "resume=<the run's folder>, which takes its newest whole checkpoint"
@@ -103,7 +103,7 @@ class FolderCheckpointIO(CheckpointIO):
         )
 
     def _fault(self, folder: Path) -> str | None:
-        why = fault(folder)
+        why = find_fault(folder)
         if why is None and self._verify_hashes:
             manifest = read_manifest(folder)
             if manifest is None:
@@ -112,7 +112,7 @@ class FolderCheckpointIO(CheckpointIO):
                 ranks, rank = _world_size(), dist.get_rank() if dist.is_initialized() else 0
                 # largest first, so that each rank reads about as much
                 names = sorted(manifest.files, key=lambda name: -manifest.files[name].bytes)
-                why = fault_of_content(folder, manifest, names[rank::ranks])
+                why = find_content_fault(folder, manifest, names[rank::ranks])
         return _first(why)
 
     def remove_checkpoint(self, path: str | Path) -> None:

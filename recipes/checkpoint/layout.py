@@ -28,7 +28,7 @@ def is_shard(name: str) -> bool:
     return Path(name).suffix == ".safetensors"
 
 
-def take_apart(checkpoint: State, *, rank: int) -> tuple[State, dict[str, Part]]:
+def split_state(checkpoint: State, *, rank: int) -> tuple[State, dict[str, Part]]:
     """Separate what is plain data from the tensors that this rank writes.
 
     Args:
@@ -53,7 +53,7 @@ def take_apart(checkpoint: State, *, rank: int) -> tuple[State, dict[str, Part]]
     return plain | {"optimizer_states": states}, parts
 
 
-def put_together(plain: State, tensors: Mapping[str, SavedTensor]) -> State:
+def merge_state(plain: State, tensors: Mapping[str, SavedTensor]) -> State:
     """Lightning's checkpoint again, with `SavedTensor` for tensors and the random numbers of every rank in `rng`."""
     weights: State = {}
     number = {name: index for index, name in enumerate(plain["parameters"])}

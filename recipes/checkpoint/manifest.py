@@ -79,7 +79,7 @@ def read_manifest(folder: Path) -> Manifest | None:
         return None
 
 
-def fault(folder: Path) -> str | None:
+def find_fault(folder: Path) -> str | None:
     """What is wrong with a checkpoint by names and sizes; None: nothing."""
     if not folder.is_dir():
         return "there is no such folder"
@@ -97,7 +97,7 @@ def fault(folder: Path) -> str | None:
     return None
 
 
-def fault_of_content(folder: Path, manifest: Manifest, names: Iterable[str]) -> str | None:
+def find_content_fault(folder: Path, manifest: Manifest, names: Iterable[str]) -> str | None:
     """The first of some files whose content is not what was written; None: all are. Reads them whole."""
     for name in names:
         try:

@@ -2,9 +2,10 @@
 
 from pathlib import Path
 
-from recipes.checkpoint.manifest import fault, read_manifest
-from recipes.checkpoint.retention import CHECKPOINTS, pointed, steps_on_disk
-from recipes.errors import Mistake
+from recipes.checkpoint.manifest import find_fault, read_manifest
+from recipes.checkpoint.retention import resolve_symlink, steps_on_disk
+from recipes.errors import ConfigError
+from recipes.run_folder import CHECKPOINTS
 
 
 def find_checkpoint(resume: str | None, run_folder: Path) -> Path | None:
@@ -18,7 +19,7 @@ def find_checkpoint(resume: str | None, run_folder: Path) -> Path | None:
         A checkpoint that is whole by names and sizes, or None to start from the beginning.
 
     Raises:
-        Mistake: A folder was named and holds no whole checkpoint; or this one holds only damaged ones.
+        ConfigError: A folder was named and holds no whole checkpoint; or this one holds only damaged ones.
     """
     if resume is None:
         return None
@@ -31,8 +32,8 @@ def find_checkpoint(resume: str | None, run_folder: Path) -> Path | None:
         why = "there is no whole checkpoint in it"
         if damaged:
             newest = damaged[max(damaged)]
-            why = f"none of its {len(damaged)} checkpoints is whole: {newest.name}: {fault(newest)}"
-        raise Mistake(
+            why = f"none of its {len(damaged)} checkpoints is whole: {newest.name}: {find_fault(newest)}"
+        raise ConfigError(
             f"resume={resume}",
             why,
             "resume=<a run that saved one>, or resume=null hydra.run.dir=<another folder> to begin anew",
@@ -40,16 +41,16 @@ def find_checkpoint(resume: str | None, run_folder: Path) -> Path | None:
     return found
 
 
-def names_one(resume: str | None) -> bool:
+def names_checkpoint(resume: str | None) -> bool:
     """Whether `resume=` means one checkpoint and no other."""
     return resume not in (None, "auto") and not (Path(str(resume)) / CHECKPOINTS).is_dir()
 
 
 def _named(checkpoint: Path) -> Path:
-    folder = pointed(checkpoint) or checkpoint  # `last` is a link
-    why = fault(folder)
+    folder = resolve_symlink(checkpoint) or checkpoint  # `last` is a link
+    why = find_fault(folder)
     if why is not None:
-        raise Mistake(
+        raise ConfigError(
             f"resume={checkpoint}",
             f"it is no whole checkpoint: {why}",
             "resume=<the run's folder>, which takes its newest whole checkpoint",
@@ -60,7 +61,7 @@ def _named(checkpoint: Path) -> Path:
 def newest_checkpoint(run_folder: Path) -> Path | None:
     """The newest whole checkpoint. A run that resumes from an older one gives those after it other names."""
     folder = run_folder / CHECKPOINTS
-    return next((path for path in reversed(_all(folder)) if fault(path) is None), None)
+    return next((path for path in reversed(_all(folder)) if find_fault(path) is None), None)
 
 
 def older_than(checkpoint: Path) -> list[Path]:

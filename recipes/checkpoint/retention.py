@@ -8,12 +8,11 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal
 
-from recipes.checkpoint.manifest import Manifest, fault, read_manifest
+from recipes.checkpoint.manifest import Manifest, find_fault, read_manifest
 
-CHECKPOINTS = "checkpoints"
 LAST, BEST = "last", "best"
 UNFINISHED = ".tmp"
-UNDONE = "undone_{step:07d}"  # saved after the step that a rollback has gone back to
+ROLLED_BACK = "rolled_back_{step:07d}"  # saved after the step that a rollback has gone back to
 _TRASH = ".trash"
 _NAME = re.compile(r"step_(\d+)\.ckpt")
 
@@ -82,7 +81,7 @@ def apply(retention: Retention, folder: Path) -> None:
     metrics = {step: manifest.metrics for step, manifest in held.items()}
     best = retention.best(metrics)
     if best:
-        point(folder / BEST, name_of(best[0]))
+        update_symlink(folder / BEST, name_of(best[0]))
     kept = retention.kept(metrics)
     for step in held:
         if step not in kept:
@@ -105,7 +104,7 @@ def rename_after(folder: Path, step: int, name: str) -> None:
         held[saved].rename(target)
     left = [saved for saved in held if saved <= step]
     if left and len(left) < len(held):
-        point(folder / LAST, name_of(max(left)))
+        update_symlink(folder / LAST, name_of(max(left)))
 
 
 def remove(path: Path) -> None:
@@ -121,15 +120,15 @@ def set_aside(path: Path) -> Path:
     return doomed
 
 
-def take_back(folder: Path) -> None:
+def recover_interrupted(folder: Path) -> None:
     """Give a whole checkpoint its name again that a kill has left without: between the old and the new of one step."""
     for path in folder.glob(f"*{_TRASH}"):
         named = path.with_name(path.name.removesuffix(_TRASH))
-        if not named.exists() and fault(path) is None:
+        if not named.exists() and find_fault(path) is None:
             path.rename(named)
 
 
-def sweep(folder: Path) -> None:
+def clean_up(folder: Path) -> None:
     """Remove what a killed run has left half written or half deleted."""
     for pattern in (f"*{UNFINISHED}", f"*{_TRASH}"):
         leftovers: Iterable[Path] = folder.glob(pattern)
@@ -140,7 +139,7 @@ def sweep(folder: Path) -> None:
                 path.unlink(missing_ok=True)
 
 
-def point(link: Path, name: str) -> None:
+def update_symlink(link: Path, name: str) -> None:
     """Let a link name a checkpoint, by one rename; a small file where the file system has no links."""
     fresh = link.with_name(link.name + UNFINISHED)
     fresh.unlink(missing_ok=True)
@@ -151,7 +150,7 @@ def point(link: Path, name: str) -> None:
     fresh.replace(link)
 
 
-def pointed(link: Path) -> Path | None:
+def resolve_symlink(link: Path) -> Path | None:
     """The folder that a link names; None where there is no such folder."""
     target = link
     if link.is_file() and _NAME.fullmatch(name := link.read_text(errors="replace").strip()):

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from recipes.checkpoint.shard_file import Part, SavedTensor
-from recipes.checkpoint.shards import whole_part
+from recipes.checkpoint.shards import unsharded_part
 
 
 def seed_rank(*, seed: int, rank: int, step: int) -> None:
@@ -25,12 +25,12 @@ def seed_rank(*, seed: int, rank: int, step: int) -> None:
     torch.manual_seed(seed)
 
 
-def random_state() -> dict[str, Part]:
+def rng_state() -> dict[str, Part]:
     """Of this rank, by source, as tensors."""
     states = {"cpu": torch.get_rng_state(), "numpy": _of_numpy(), "python": _of_python()}
     if torch.cuda.is_available():
         states["cuda"] = torch.cuda.get_rng_state()
-    return {source: whole_part(state) for source, state in states.items()}
+    return {source: unsharded_part(state) for source, state in states.items()}
 
 
 def restore(

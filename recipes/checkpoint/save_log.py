@@ -8,7 +8,7 @@ from typing import Any, Literal
 import lightning.pytorch as lightning
 import torch
 
-from recipes.checkpoint.layout import take_apart
+from recipes.checkpoint.layout import split_state
 from recipes.checkpoint.retention import Retention, manifests
 from recipes.checkpoint.shard_file import Part
 from recipes.checkpoint.writer import Outcome
@@ -17,23 +17,23 @@ LOGGER = logging.getLogger("lightning_recipes")
 
 
 class SaveError(RuntimeError):
-    """A checkpoint could not be written, and `checkpoint.if_save_fails=stop`."""
+    """A checkpoint could not be written, and `checkpoint.on_save_error=stop`."""
 
 
-class FinishedSaves:
+class SaveLog:
     """Tells about every save once.
 
     Args:
-        if_save_fails: Whether training goes on without a checkpoint that could not be written.
+        on_save_error: Whether training goes on without a checkpoint that could not be written.
 
     Attributes:
         newest: How the newest save ended; None: none has.
     """
 
-    def __init__(self, *, if_save_fails: Literal["continue", "stop"]) -> None:
+    def __init__(self, *, on_save_error: Literal["continue", "stop"]) -> None:
         self.newest: Outcome | None = None
         self._failed: Outcome | None = None
-        self._stops = if_save_fails == "stop"
+        self._stops = on_save_error == "stop"
 
     def report(self, trainer: lightning.Trainer, outcome: Outcome | None) -> None:
         """Record how a save ended, where all ranks wait for it.
@@ -44,7 +44,7 @@ class FinishedSaves:
         self.record(trainer, outcome)
         if self._stops and self._failed is not None:
             raise SaveError(
-                f"checkpoint.if_save_fails=stop: {self._failed.path.name} could not be written: {self._failed.error},"
+                f"checkpoint.on_save_error=stop: {self._failed.path.name} could not be written: {self._failed.error},"
                 " then resume=<the run's folder>"
             )
 
@@ -72,7 +72,7 @@ class FinishedSaves:
             )
         elif outcome.refused is not None:
             LOGGER.error(f"Not saved, {name}: {outcome.refused}; what was saved before stays")
-            _log_event(trainer, "checkpoint_refused", outcome.step, path=name, why=outcome.refused)
+            _log_event(trainer, "checkpoint_rejected", outcome.step, path=name, why=outcome.refused)
         else:
             LOGGER.error(f"Could not save {name}: {outcome.error}. What was saved before stays")
             _log_event(trainer, "checkpoint_failed", outcome.step, path=name, error=outcome.error)
@@ -118,7 +118,7 @@ def checkpoint_bytes(trainer: lightning.Trainer) -> int:
     }
     task = trainer.lightning_module
     task.on_save_checkpoint(checkpoint)
-    _, parts = take_apart(checkpoint, rank=trainer.global_rank)
+    _, parts = split_state(checkpoint, rank=trainer.global_rank)
     mine = torch.tensor(float(sum(_bytes(part) for part in parts.values())), dtype=torch.float64)
     return int(trainer.strategy.sum_over_ranks(mine))  # type: ignore[attr-defined]
 

@@ -10,18 +10,18 @@ from lightning.pytorch.callbacks import Checkpoint
 
 from recipes.checkpoint.checkpoint_io import FolderCheckpointIO
 from recipes.checkpoint.retention import (
-    CHECKPOINTS,
-    UNDONE,
+    ROLLED_BACK,
     Retention,
     apply,
+    clean_up,
     name_of,
     rename_after,
-    sweep,
 )
-from recipes.checkpoint.save_log import FinishedSaves, warn_if_short
+from recipes.checkpoint.save_log import SaveLog, warn_if_short
 from recipes.checkpoint.writer import CheckpointWriter
 from recipes.lightning_internals import validate_now
-from recipes.runtime.signals import Preempted, hand_over, requested_by
+from recipes.run_folder import CHECKPOINTS
+from recipes.runtime.signals import Preempted, requested_by, set_handler
 from recipes.runtime.step_agreement import StepAgreement
 
 LOGGER = logging.getLogger("lightning_recipes")
@@ -45,7 +45,7 @@ class CheckpointSaver(Checkpoint):
         best_mode: Whether less or more of it is better.
         asynchronous: Whether training goes on while a checkpoint is written.
         verify_hashes: Whether every file is hashed before it is loaded.
-        if_save_fails: Whether training goes on without a checkpoint that could not be written.
+        on_save_error: Whether training goes on without a checkpoint that could not be written.
     """
 
     _agreement: StepAgreement
@@ -63,7 +63,7 @@ class CheckpointSaver(Checkpoint):
         best_mode: Literal["min", "max"],
         asynchronous: bool,
         verify_hashes: bool,
-        if_save_fails: Literal["continue", "stop"],
+        on_save_error: Literal["continue", "stop"],
     ) -> None:
         self._save_every = save_every
         self._save_every_minutes = save_every_minutes
@@ -79,7 +79,7 @@ class CheckpointSaver(Checkpoint):
             asynchronous=asynchronous, after=lambda folder: apply(self._retention, folder)
         )
         self.checkpoint_io = FolderCheckpointIO(writer=self._writer, verify_hashes=verify_hashes)
-        self.finished = FinishedSaves(if_save_fails=if_save_fails)
+        self.finished = SaveLog(on_save_error=on_save_error)
         self._saved_step = -1
         self._seen_step = -1
         self._validated_step = -1
@@ -104,7 +104,7 @@ class CheckpointSaver(Checkpoint):
         self._writer.connect()
         self._agreement = StepAgreement(step=step)
         self._seen_step = step
-        hand_over(lambda: self._agreement.ask(_STOP))
+        set_handler(lambda: self._agreement.ask(_STOP))
         if self._validation_due:
             self._validation_due = False
             self._saved_step = -1  # saved again, with its validation
@@ -147,7 +147,7 @@ class CheckpointSaver(Checkpoint):
             self._agreement.ask(_GIVE_UP)
         if trainer.is_global_zero:
             try:
-                rename_after(self._folder(trainer), to_step, UNDONE)
+                rename_after(self._folder(trainer), to_step, ROLLED_BACK)
             except OSError as error:  # the others wait below
                 LOGGER.error(f"Checkpoints after step {to_step} keep their names: {error.strerror}")
         trainer.strategy.barrier()
@@ -170,7 +170,7 @@ class CheckpointSaver(Checkpoint):
             self._save_if_due(trainer)  # now, with its numbers
 
     def on_train_end(self, trainer: lightning.Trainer, pl_module: Any) -> None:
-        hand_over(None)
+        set_handler(None)
         self._agreement.close()
         self.finished.report(trainer, self._writer.ended(wait=True))
 
@@ -250,5 +250,5 @@ class CheckpointSaver(Checkpoint):
 
 def _clear(folder: Path, step: int) -> None:
     """Remove what a killed run left half done; checkpoints of a branch that this resume abandons get another name."""
-    sweep(folder)
+    clean_up(folder)
     rename_after(folder, step, f"abandoned_{{step:07d}}_{int(time.time())}")

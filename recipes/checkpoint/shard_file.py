@@ -54,13 +54,13 @@ class Part:
     Attributes:
         tensor: A slab of rows, or a flat range, or the whole; may lie on any device.
         offsets: Of its first element in the whole, one a dimension of `tensor`.
-        whole_shape: Of the whole tensor.
+        unsharded_shape: Of the whole tensor.
         constant: Whether it keeps its values until the next optimizer step.
     """
 
     tensor: Tensor
     offsets: tuple[int, ...]
-    whole_shape: torch.Size
+    unsharded_shape: torch.Size
     constant: bool = True
 
 
@@ -123,7 +123,7 @@ def _header(ordered: list[tuple[str, Part]]) -> bytes:
             _SHARDING_INFO: json.dumps(
                 {name: {"saved_offsets": list(part.offsets)} for name, part in ordered}
             ),
-            WHOLE_SHAPES: json.dumps({name: list(part.whole_shape) for name, part in ordered}),
+            WHOLE_SHAPES: json.dumps({name: list(part.unsharded_shape) for name, part in ordered}),
         }
     }
     start = 0
@@ -157,18 +157,20 @@ def _is_finite(chunk: memoryview, dtype: torch.dtype | None) -> bool:
     return not bool(((bits & kind(exponent)) == kind(exponent)).any())
 
 
-def flat_start(offsets: tuple[int, ...], whole_shape: torch.Size) -> int:
+def flat_start(offsets: tuple[int, ...], unsharded_shape: torch.Size) -> int:
     """Position of a part's first element in the flattened whole; parts are ranges of it.
 
     Raises:
         ValueError: The part is cut along another dimension than the first.
     """
-    if len(offsets) != len(whole_shape):
+    if len(offsets) != len(unsharded_shape):
         [start] = offsets
         return start
     if any(offsets[1:]):
-        raise ValueError(f"a part that starts at {offsets} of {list(whole_shape)} is no flat range")
-    return offsets[0] * math.prod(whole_shape[1:]) if offsets else 0
+        raise ValueError(
+            f"a part that starts at {offsets} of {list(unsharded_shape)} is no flat range"
+        )
+    return offsets[0] * math.prod(unsharded_shape[1:]) if offsets else 0
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -12,7 +12,7 @@ from torch.distributed.tensor._utils import compute_local_shape_and_global_offse
 from recipes.checkpoint.shard_file import Part, SavedTensor, flat_start
 
 
-class SavesByRank:
+class PerRankSavingMixin:
     """For every strategy: each rank hands over what it holds, and takes back what it keeps."""
 
     checkpoint_io: CheckpointIO
@@ -36,7 +36,7 @@ class SavesByRank:
         return True
 
 
-class SavesTensors(SavesByRank):
+class ShardSavingMixin(PerRankSavingMixin):
     """For strategies whose weights and moments are torch's own tensors, whole or sharded by rows."""
 
     is_global_zero: bool
@@ -47,14 +47,14 @@ class SavesTensors(SavesByRank):
         """This rank's parts of the module."""
         constant = {name for name, _ in self.lightning_module.named_parameters()}
         state: Mapping[str, Tensor] = self.lightning_module.state_dict()
-        return parts_of(state, constant=constant, writes_whole=self.is_global_zero)
+        return get_shards(state, constant=constant, writes_whole=self.is_global_zero)
 
     def optimizer_state(self, optimizer: torch.optim.Optimizer) -> dict[str, Any]:
         """This rank's parts of the moments, keyed as torch's `state_dict` is."""
         saved = getattr(optimizer, "_optimizer", optimizer).state_dict()
         state = {
             index: _others(of_parameter)
-            | parts_of(
+            | get_shards(
                 {key: value for key, value in of_parameter.items() if isinstance(value, Tensor)},
                 constant=of_parameter,
                 writes_whole=self.is_global_zero,
@@ -73,7 +73,7 @@ class SavesTensors(SavesByRank):
             load_optimizer(optimizer, saved)
 
 
-def parts_of(
+def get_shards(
     state: Mapping[str, Tensor], *, constant: Collection[str], writes_whole: bool
 ) -> dict[str, Part]:
     """The parts of some tensors that this rank writes.
@@ -88,7 +88,7 @@ def parts_of(
         if isinstance(tensor, DTensor):
             part = _shard(tensor)
         elif writes_whole:
-            part = whole_part(tensor, constant=name in constant)
+            part = unsharded_part(tensor, constant=name in constant)
         else:
             part = None
         if part is not None:
@@ -96,11 +96,11 @@ def parts_of(
     return parts
 
 
-def whole_part(tensor: Tensor, *, constant: bool = True) -> Part:
+def unsharded_part(tensor: Tensor, *, constant: bool = True) -> Part:
     """A tensor that one rank writes whole."""
     offsets = (0,) * tensor.ndim
     tensor = tensor.detach()
-    return Part(tensor=tensor, offsets=offsets, whole_shape=tensor.shape, constant=constant)
+    return Part(tensor=tensor, offsets=offsets, unsharded_shape=tensor.shape, constant=constant)
 
 
 def _shard(tensor: DTensor) -> Part | None:
@@ -117,7 +117,7 @@ def _shard(tensor: DTensor) -> Part | None:
     local = tensor.to_local().detach()
     if any(replicas) or local.numel() == 0:
         return None
-    return Part(tensor=local, offsets=tuple(offsets), whole_shape=tensor.shape)
+    return Part(tensor=local, offsets=tuple(offsets), unsharded_shape=tensor.shape)
 
 
 @torch.no_grad()

@@ -16,7 +16,7 @@ from torch import Tensor
 from recipes.checkpoint.shard_file import Part
 
 
-class HostCopy:
+class HostStaging:
     """Copies of parts. `begin` on the thread that trains, `fill` on any other, `wait` before tensors change."""
 
     def __init__(self) -> None:

@@ -1,6 +1,6 @@
 """Writes checkpoints behind training: one file a rank, a manifest last, one rename. One at a time.
 
-Costs what `HostCopy` costs, a thread while it writes, and two small messages between the ranks' threads.
+Costs what `HostStaging` costs, a thread while it writes, and two small messages between the ranks' threads.
 """
 
 import logging
@@ -18,10 +18,10 @@ import torch.distributed as dist
 import xxhash
 
 from recipes.checkpoint.layout import RUN_FILE, serialized, shard_name
-from recipes.checkpoint.manifest import MANIFEST_FILE, FileRecord, Manifest, fault, sync
-from recipes.checkpoint.retention import LAST, UNFINISHED, point, set_aside
+from recipes.checkpoint.manifest import MANIFEST_FILE, FileRecord, Manifest, find_fault, sync
+from recipes.checkpoint.retention import LAST, UNFINISHED, set_aside, update_symlink
 from recipes.checkpoint.shard_file import Part, write_shard
-from recipes.checkpoint.staging import HostCopy
+from recipes.checkpoint.staging import HostStaging
 
 LOGGER = logging.getLogger("lightning_recipes")
 _NEVER = timedelta(days=1)
@@ -76,7 +76,7 @@ class CheckpointWriter:
     def __init__(self, *, asynchronous: bool, after: Callable[[Path], None]) -> None:
         self._asynchronous = asynchronous
         self._after = after
-        self._copy = HostCopy()
+        self._copy = HostStaging()
         self._thread: threading.Thread | None = None
         self._outcome: Outcome | None = None
         self._stall_seconds = 0.0
@@ -197,15 +197,15 @@ class CheckpointWriter:
                 whole = Manifest(**vars(manifest) | {"files": files})
                 _write(unfinished / MANIFEST_FILE, whole.text().encode())
                 sync(unfinished)
-                if (why := fault(unfinished)) is not None:
+                if (why := find_fault(unfinished)) is not None:
                     raise FileNotFoundError(f"{why}; hydra.run.dir=<a folder that all nodes share>")
                 old = set_aside(path) if path.exists() else None
                 unfinished.rename(path)
                 if old is not None:
-                    # only now: a kill before has cost the name, which `take_back` gives again
+                    # only now: a kill before has cost the name, which `recover_interrupted` gives again
                     shutil.rmtree(old, ignore_errors=True)
                 sync(path.parent)
-                point(path.parent / LAST, path.name)
+                update_symlink(path.parent / LAST, path.name)
                 sync(path.parent)
                 return Outcome(path=path, step=judged.step, bytes=whole.total_bytes)
         except Exception as error:  # the other ranks wait for a verdict

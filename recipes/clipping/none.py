@@ -6,7 +6,7 @@ import torch
 from torch import Tensor
 
 
-class Fixed:
+class NoClipping:
     """No limit beside the fixed one."""
 
     def limit(self, norm: Tensor) -> Tensor:

@@ -12,12 +12,12 @@ class Quantile:
     Args:
         quantile: 0.1 clips nine steps of ten, as the paper does; 0.99 one of a hundred.
         window: So many norms, before clipping, are remembered.
-        warm_up: Norms before anything is clipped.
+        warmup_steps: Norms before anything is clipped.
     """
 
-    def __init__(self, *, quantile: float, window: int, warm_up: int) -> None:
+    def __init__(self, *, quantile: float, window: int, warmup_steps: int) -> None:
         self._quantile = quantile
-        self._warm_up = warm_up
+        self._warmup_steps = warmup_steps
         self._num_seen = 0
         self._norms = torch.full((window,), torch.nan)  # [window], NaN where there is none; a ring
 
@@ -25,7 +25,7 @@ class Quantile:
         norm = norm.detach()
         self._norms = self._norms.to(norm.device)
         limit = torch.full_like(norm, torch.inf)
-        if self._num_seen >= self._warm_up:
+        if self._num_seen >= self._warmup_steps:
             # NaN where every norm was infinite
             limit = (
                 torch.nanquantile(self._norms, self._quantile).to(norm.dtype).nan_to_num(torch.inf)

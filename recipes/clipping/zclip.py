@@ -15,13 +15,13 @@ class ZClip:
     Args:
         decay: Of the moving averages of norm and variance.
         z_score: Deviations above which a norm is clipped.
-        warm_up: Steps whose plain mean and variance the averages begin with.
+        warmup_steps: Steps whose plain mean and variance the averages begin with.
     """
 
-    def __init__(self, *, decay: float, z_score: float, warm_up: int) -> None:
+    def __init__(self, *, decay: float, z_score: float, warmup_steps: int) -> None:
         self._decay = decay
         self._z_score = z_score
-        self._warm_up = warm_up
+        self._warmup_steps = warmup_steps
         self._num_seen = 0
         # number of finite norms, mean, and sum of squared differences, then variance; on the norm's device
         self._count: Tensor = torch.zeros((), dtype=torch.float64)
@@ -34,7 +34,7 @@ class ZClip:
             one.to(value.device) for one in (self._count, self._mean, self._spread)
         )
         self._num_seen += 1
-        if self._num_seen <= self._warm_up:
+        if self._num_seen <= self._warmup_steps:
             self._collect(value)
             return torch.full_like(norm, torch.inf)
         deviation = self._spread.sqrt() + 1e-6
@@ -59,7 +59,7 @@ class ZClip:
         rest = torch.where(finite, value - self._mean, 0.0)
         self._spread = self._spread + difference * rest
         self._count = count
-        if self._num_seen == self._warm_up:
+        if self._num_seen == self._warmup_steps:
             self._spread = self._spread / count.clamp(min=1)
 
     def state_dict(self) -> dict[str, Any]:

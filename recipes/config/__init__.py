@@ -6,12 +6,12 @@ from pathlib import Path
 from recipes.config.check import check
 from recipes.config.check.command_line import compose_typed
 from recipes.config.compose import CONF, Composed
-from recipes.errors import Mistake
+from recipes.errors import ConfigError
 
 
 def compose_and_check(
     overrides: Sequence[str], *, config_folder: Path = CONF, config_name: str = "config"
-) -> tuple[Composed | None, list[Mistake]]:
+) -> tuple[Composed | None, list[ConfigError]]:
     """Compose a run and gather every mistake in it. No torch, nothing built, no folder made."""
     composed, mistakes = compose_typed(
         overrides, config_folder=config_folder, config_name=config_name

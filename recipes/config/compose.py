@@ -20,15 +20,15 @@ from hydra.core.utils import setup_globals
 from omegaconf import DictConfig, OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
-from recipes.config.overrides import words_of
-from recipes.errors import Mistake
+from recipes.config.overrides import to_overrides
+from recipes.config.traits import trains
+from recipes.errors import ConfigError
 from recipes.lr_scaling import scaled_lr
 from recipes.numerics.accumulation import steps_of
+from recipes.run_folder import CONFIG_FILE, ENVIRONMENT_FILE, find_run_folder
 
 Config = dict[str, Any]
 CONF = Path(__file__).parents[2] / "conf"
-CONFIG_FILE = "config.yaml"
-ENVIRONMENT_FILE = "environment.json"
 _NO_WORD = re.compile(r"\d+|nan|inf|null|true|false", re.IGNORECASE)  # to Hydra's grammar
 MODE_OF_SWEEPS = "mode=wandb_sweep"  # one composed run, whose words may name several values
 
@@ -42,7 +42,7 @@ class Composed:
         run_folder: Where the run leaves its files.
         overrides: What was typed, for the record.
         choices: The option of each group, to name it in messages.
-        sweep_words: What a sweep would vary: `hydra.sweeper.params`, then what was typed with `mode=wandb_sweep`.
+        sweep_overrides: What a sweep would vary: `hydra.sweeper.params`, then what was typed with `mode=wandb_sweep`.
         config_folder: Where it was composed from.
         config_name: The file that composition began with.
     """
@@ -51,9 +51,14 @@ class Composed:
     choices: dict[str, str]
     run_folder: Path
     overrides: list[str]
-    sweep_words: list[str] = field(default_factory=list)
+    sweep_overrides: list[str] = field(default_factory=list)
     config_folder: str = str(CONF)
     config_name: str = "config"
+
+    @property
+    def trains(self) -> bool:
+        """Whether the run trains; every other mode runs once, on one device."""
+        return trains(self.config)
 
 
 def register_resolvers() -> None:
@@ -64,12 +69,12 @@ def register_resolvers() -> None:
     OmegaConf.register_new_resolver("steps_of", steps_of, replace=True)
 
 
-def as_options(overrides: Sequence[str]) -> list[str]:
+def quote_options(overrides: Sequence[str]) -> list[str]:
     """What was typed, with quotes where Hydra takes the name of an option for a number: `debug=nan`, `precision=16`."""
-    return [_as_option(override) for override in overrides]
+    return [_quote_option(override) for override in overrides]
 
 
-def _as_option(override: str) -> str:
+def _quote_option(override: str) -> str:
     group, equals, names = override.partition("=")
     if not equals or not group or not (CONF / group).is_dir():
         return override
@@ -83,16 +88,16 @@ def run_folder(name: str, resume: str | None) -> str:
     A run that resumes another goes on in its folder; under SLURM, torchrun and a W&B agent the folder is keyed by
     the job, so that a requeued job finds it; else it is new.
     """
-    if resume not in (None, "auto") and (resumed := folder_of_run(str(resume))):
+    if resume not in (None, "auto") and (resumed := find_run_folder(Path(str(resume)))):
         return str(resumed)
-    if job := job_of_cluster():
+    if job := cluster_job_name():
         return f"logs/{name}/{job}"
     fresh = f"logs/{name}/{time.strftime('%Y-%m-%d_%H-%M-%S')}"
     taken = len(glob.glob(f"{fresh}*"))  # by a start in the same second
     return f"{fresh}_{taken + 1}" if taken else fresh
 
 
-def job_of_cluster() -> str | None:
+def cluster_job_name() -> str | None:
     """A name for what a W&B agent, SLURM or torchrun started, the same when it is started again; else None."""
     sweep, trial = os.environ.get("WANDB_SWEEP_ID"), os.environ.get("WANDB_RUN_ID")
     if sweep and trial:  # an agent carries out one trial after the other in one job of SLURM
@@ -101,15 +106,6 @@ def job_of_cluster() -> str | None:
         job = os.environ.get(variable)
         if job not in (None, "", "none"):  # torchrun says none where no id was given
             return f"{prefix}_{job}"
-    return None
-
-
-def folder_of_run(resume: str) -> Path | None:
-    """The run folder that holds `resume`: itself, or two above a checkpoint. None if there is no config in it."""
-    named = Path(resume)
-    for candidate in (named, named.parent.parent):
-        if (candidate / CONFIG_FILE).is_file():
-            return candidate
     return None
 
 
@@ -122,20 +118,20 @@ def compose_run(
 
     Raises:
         hydra.errors.HydraException: A group, option or key does not exist.
-        Mistake: An interpolation names nothing.
+        ConfigError: An interpolation names nothing.
     """
     register_resolvers()
-    overrides = as_options(overrides)
+    overrides = quote_options(overrides)
     resumed = _resumed_run(overrides)
     before = _typed_before(resumed) if resumed else []
     overrides, swept = _without_sweeps(overrides)
-    parsed = [parse(override) for override in overrides]
+    parsed = [parse_override(override) for override in overrides]
     typed_now = {override.key_or_group for override in parsed if not override.is_delete()}
     typed_again = set(overrides)  # a deletion cannot be carried out twice
     kept = [
         override
         for override in before
-        if override not in typed_again and parse(override).key_or_group not in typed_now
+        if override not in typed_again and parse_override(override).key_or_group not in typed_now
     ]
     node = _compose([*kept, *overrides], config_folder, config_name)
     config = _plain(node)
@@ -150,7 +146,7 @@ def compose_run(
         choices={group: str(option) for group, option in node.hydra.runtime.choices.items()},
         run_folder=Path(node.hydra.run.dir),
         overrides=[*kept, *overrides],
-        sweep_words=[*words_of(_params(node)), *swept],
+        sweep_overrides=[*to_overrides(_params(node)), *swept],
         config_folder=str(config_folder),
         config_name=config_name,
     )
@@ -165,7 +161,7 @@ def freeze(composed: Composed) -> None:
     (composed.run_folder / CONFIG_FILE).write_text(header + text)
 
 
-def parse(override: str) -> Override:
+def parse_override(override: str) -> Override:
     """One `key=value`, parsed by Hydra's grammar."""
     parsed: Override = OverridesParser.create().parse_override(override)
     return parsed
@@ -180,7 +176,9 @@ def _compose(overrides: Sequence[str], folder: Path, name: str) -> DictConfig:
 def _without_sweeps(overrides: Sequence[str]) -> tuple[list[str], list[str]]:
     """What was typed, and the sweeps in it where the mode takes them; everywhere else Hydra refuses them."""
     takes = MODE_OF_SWEEPS in overrides
-    swept = [override for override in overrides if takes and parse(override).is_sweep_override()]
+    swept = [
+        override for override in overrides if takes and parse_override(override).is_sweep_override()
+    ]
     return [override for override in overrides if override not in swept], swept
 
 
@@ -204,7 +202,7 @@ def _plain(node: DictConfig) -> Config:
             )
         except OmegaConfBaseException as error:
             where = error.full_key or str(key)
-            raise Mistake(
+            raise ConfigError(
                 f"{where}=…", str(error).splitlines()[0], f"{where}=<value> on the command line"
             ) from error
     return config
@@ -214,7 +212,7 @@ def _resumed_run(overrides: Sequence[str]) -> Path | None:
     for override in overrides:
         key, _, value = override.partition("=")
         if key == "resume" and value not in ("null", "auto", ""):
-            return folder_of_run(value.strip("'\""))
+            return find_run_folder(Path(value.strip("'\"")))
     return None
 
 
@@ -224,7 +222,7 @@ def _typed_before(resumed: Path) -> list[str]:
     if not record.is_file():
         return []
     typed: list[str] = json.loads(record.read_text())["overrides"]
-    keys = {override: parse(override).key_or_group for override in typed}
+    keys = {override: parse_override(override).key_or_group for override in typed}
     of_one_start = ("hydra.", "mode.")
     return [
         override
@@ -249,13 +247,13 @@ def _changed(frozen: Config, *, before: Config, now: Config) -> Config:
     return {key: value for key, value in changed.items() if key in now or key not in before}
 
 
-def text_of(composed: Composed) -> str:
+def to_json(composed: Composed) -> str:
     """A composed run as text for another process."""
     fields = dataclasses.asdict(composed) | {"run_folder": str(composed.run_folder)}
     return json.dumps(fields)
 
 
-def composed_of(text: str) -> Composed:
+def from_json(text: str) -> Composed:
     """The composed run that another process wrote."""
     fields = json.loads(text)
     return Composed(**fields | {"run_folder": Path(fields["run_folder"])})

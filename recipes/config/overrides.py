@@ -8,18 +8,18 @@ from hydra.core.override_parser.overrides_parser import OverridesParser
 from hydra.core.override_parser.types import Quote, QuotedString
 from hydra.errors import HydraException
 
-from recipes.errors import Mistake
+from recipes.errors import ConfigError
 
 
-def words_of(params: Mapping[str, Any] | None) -> list[str]:
+def to_overrides(params: Mapping[str, Any] | None) -> list[str]:
     """`hydra.sweeper.params` as words; text stands there as it would be typed."""
     return [
-        f"{key}={value if isinstance(value, str) else written(plain(key, value))}"
+        f"{key}={value if isinstance(value, str) else to_grammar(to_plain(key, value))}"
         for key, value in (params or {}).items()
     ]
 
 
-def override(key: str, value: object) -> str:
+def make_override(key: str, value: object) -> str:
     """`key=value` that Hydra reads as exactly this value.
 
     Args:
@@ -27,33 +27,35 @@ def override(key: str, value: object) -> str:
         value: A number, text, None, or lists and dicts of them; NumPy's numbers count as Python's.
 
     Raises:
-        Mistake: Hydra's grammar cannot say it.
+        ConfigError: Hydra's grammar cannot say it.
     """
-    exact = plain(key, value)
-    word = f"{key}={written(exact)}"
+    exact = to_plain(key, value)
+    word = f"{key}={to_grammar(exact)}"
     if not _reads_as(word, exact):
-        raise Mistake(f"{key}={value!r}", "Hydra's grammar cannot say it", f"{key}=<another value>")
+        raise ConfigError(
+            f"{key}={value!r}", "Hydra's grammar cannot say it", f"{key}=<another value>"
+        )
     return word
 
 
-def written(value: object) -> str:
+def to_grammar(value: object) -> str:
     """A plain value in Hydra's grammar; text in quotes where it would be read as something else."""
     if value is None:
         return "null"
     if isinstance(value, str):
         return value if _reads_as(f"x={value}", value) else _quoted(value)
     if isinstance(value, list):
-        return f"[{','.join(map(written, value))}]"
+        return f"[{','.join(map(to_grammar, value))}]"
     if isinstance(value, dict):
-        return f"{{{','.join(f'{key}:{written(child)}' for key, child in value.items())}}}"
+        return f"{{{','.join(f'{key}:{to_grammar(child)}' for key, child in value.items())}}}"
     return str(value).lower() if isinstance(value, bool) else repr(value)
 
 
-def plain(key: str, value: object) -> Any:
+def to_plain(key: str, value: object) -> Any:
     """The value that `key` takes, made of Python's own types.
 
     Raises:
-        Mistake: It is none that a word can hold.
+        ConfigError: It is none that a word can hold.
     """
     if value is None or isinstance(value, bool):
         return value
@@ -64,10 +66,10 @@ def plain(key: str, value: object) -> Any:
     if isinstance(value, Real):
         return float(value)
     if isinstance(value, list | tuple):
-        return [plain(key, child) for child in value]
+        return [to_plain(key, child) for child in value]
     if isinstance(value, Mapping):
-        return {plain(key, name): plain(key, child) for name, child in value.items()}
-    raise Mistake(
+        return {to_plain(key, name): to_plain(key, child) for name, child in value.items()}
+    raise ConfigError(
         f"{key}={value}", "only a whole value can be swept over", f"{key}=choice(<values>)"
     )
 

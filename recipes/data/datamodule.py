@@ -24,7 +24,7 @@ LOGGER = logging.getLogger("lightning_recipes")
 GPU_WORKERS = 4
 
 
-class StreamData(lightning.LightningDataModule):
+class StreamDataModule(lightning.LightningDataModule):
     """An endless stream of training samples in an order that (seed, position) fixes, and a fixed validation split.
 
     Args:
@@ -211,7 +211,7 @@ class StreamData(lightning.LightningDataModule):
 class Stream:
     """What Lightning iterates: endless, so that no epoch ever ends and no partial window reaches the optimizer."""
 
-    def __init__(self, data: StreamData, dataset: SampleDataset) -> None:
+    def __init__(self, data: StreamDataModule, dataset: SampleDataset) -> None:
         self._data = data
         self._dataset = dataset
 

@@ -11,7 +11,7 @@ from torch import Tensor
 from torch.utils.data import Dataset
 
 from recipes.data.sampler import mix64
-from recipes.errors import Mistake
+from recipes.errors import ConfigError
 from recipes.tokenizer import Tokenizer
 
 _MAX_INK = 16.0  # a pixel counts the dark points of a 4 x 4 field of the scan
@@ -57,12 +57,12 @@ class Digits:
         """Read the images once.
 
         Raises:
-            Mistake: scikit-learn is not installed.
+            ConfigError: scikit-learn is not installed.
         """
         try:
             from sklearn.datasets import load_digits
         except ImportError as error:
-            raise Mistake(
+            raise ConfigError(
                 "data=digits",
                 "these images come with scikit-learn, which is not installed",
                 "pip install -e '.[digits]'",

@@ -8,7 +8,7 @@ from torch import Tensor
 from torch.utils.data import Dataset
 
 from recipes.data.sampler import mix64
-from recipes.errors import Mistake
+from recipes.errors import ConfigError
 from recipes.tokenizer import Tokenizer
 
 _VAL_STREAM = 1 << 62  # validation counts its tokens from here, training from 0
@@ -77,7 +77,7 @@ class RandomTokens:
             seed: Of the noise; the order of the samples has the seed of the run.
 
         Raises:
-            Mistake: One of the numbers is not positive.
+            ConfigError: One of the numbers is not positive.
         """
         for name, value in (
             ("seq_len", seq_len),
@@ -86,7 +86,7 @@ class RandomTokens:
             ("data.num_val_samples", num_val_samples),
         ):
             if value < 1:
-                raise Mistake(f"{name}={value}", "noise needs at least one", f"{name}=256")
+                raise ConfigError(f"{name}={value}", "noise needs at least one", f"{name}=256")
         self.vocab_size = vocab_size
         self.seq_len = seq_len
         self.num_samples = num_samples

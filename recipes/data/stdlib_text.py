@@ -7,7 +7,7 @@ from typing import ClassVar
 
 from recipes.data.text.corpus import Document
 from recipes.data.text.source import TextSource, list_files
-from recipes.errors import Mistake
+from recipes.errors import ConfigError
 
 # Not the library (installed packages), not text for people (tables, generated help), or mostly
 # data (tests).
@@ -36,14 +36,14 @@ class StdlibText(TextSource):
         """Every module of the library.
 
         Raises:
-            Mistake: This Python keeps its library in an archive, or without sources.
+            ConfigError: This Python keeps its library in an archive, or without sources.
         """
         folder = Path(sysconfig.get_path("stdlib"))
         suffixes = frozenset({".py"})
         files = list_files(folder, suffixes=suffixes, skipped_folders=_SKIPPED_FOLDERS)
         files = [path for path in files if not path.name.startswith(_GENERATED_PREFIX)]
         if not files:
-            raise Mistake(
+            raise ConfigError(
                 "data=stdlib_text",
                 f"this Python has no sources in {folder}",
                 "data=text_files data.path=<folder of text>",

@@ -8,7 +8,7 @@ from typing import ClassVar
 
 from recipes.data.text.corpus import Document
 from recipes.data.text.source import TextSource, list_files
-from recipes.errors import Mistake
+from recipes.errors import ConfigError
 from recipes.tokenizer import TokenizerConfig
 
 # What a folder's files must be called to be read: prose and source code. Tables and markup
@@ -59,7 +59,7 @@ class TextFiles(TextSource):
         """The files, in the order of their relative paths.
 
         Raises:
-            Mistake: Nothing there, nothing that is text by its name, or nothing in it.
+            ConfigError: Nothing there, nothing that is text by its name, or nothing in it.
         """
         path = Path(self.path).expanduser()
         if path.is_file():
@@ -92,9 +92,9 @@ class TextFiles(TextSource):
         """More files."""
         return "data.path=<more text>"
 
-    def _mistake(self, why: str, remedy: str | None = None) -> Mistake:
+    def _mistake(self, why: str, fix: str | None = None) -> ConfigError:
         usual = "data.path=<file, folder or 'glob/**/*.txt' of UTF-8 text>"
-        return Mistake(f"data.path={self.path}", why, remedy or usual)
+        return ConfigError(f"data.path={self.path}", why, fix or usual)
 
 
 def _name(file: Path, folder: Path) -> str:

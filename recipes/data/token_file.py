@@ -10,7 +10,7 @@ import numpy as np
 from recipes.cache import build_once, open_cache_dir
 from recipes.data.text.sequences import TokenWindows, check_length
 from recipes.data.text.source import check_windows
-from recipes.errors import Mistake
+from recipes.errors import ConfigError
 from recipes.tokenizer import Tokenizer
 
 _CHUNK_TOKENS = 4 * 1024 * 1024
@@ -55,11 +55,11 @@ class TokenFile:
             cache_dir: Where the largest token of a file is remembered.
 
         Raises:
-            Mistake: `dtype`, `seq_len` or `val_fraction` is none that could be.
+            ConfigError: `dtype`, `seq_len` or `val_fraction` is none that could be.
         """
         check_windows(seq_len=seq_len, val_fraction=val_fraction)
         if dtype not in _DTYPES:
-            raise Mistake(
+            raise ConfigError(
                 f"data.dtype={dtype}",
                 "tokens are whole numbers from 0",
                 "data.dtype=uint16 or uint32",
@@ -82,7 +82,7 @@ class TokenFile:
         """Check the files; the tokens themselves only when the file is new or changed.
 
         Raises:
-            Mistake: Missing, empty, cut off, too short, or with tokens beyond the vocabulary.
+            ConfigError: Missing, empty, cut off, too short, or with tokens beyond the vocabulary.
         """
         if self._prepared is not None:
             return
@@ -96,9 +96,9 @@ class TokenFile:
                 self._windows(train, 0, train.num_tokens),
                 self._windows(val, 0, val.num_tokens),
             )
-        check_length(windows[0], split="training", remedy="data.path=<more tokens>")
-        remedy = "a larger data.val_fraction, or data.val_path=<more tokens>"
-        check_length(windows[1], split="validation", remedy=remedy)
+        check_length(windows[0], split="training", fix="data.path=<more tokens>")
+        fix = "a larger data.val_fraction, or data.val_path=<more tokens>"
+        check_length(windows[1], split="validation", fix=fix)
         self._prepared = windows
 
     @property
@@ -138,7 +138,7 @@ class TokenFile:
         layout = _layout(key, value, dtype=self.dtype)
         largest = largest_token(layout, cache_dir=open_cache_dir(self.cache_dir))
         if largest >= self.vocab_size:
-            raise Mistake(
+            raise ConfigError(
                 f"data.{key}={value}",
                 f"it has token {largest} and the vocabulary ends at {self.vocab_size - 1}",
                 f"model.vocab_size={largest + 1} or more, or the right data.dtype",
@@ -148,41 +148,41 @@ class TokenFile:
 
 def _layout(key: str, value: str, *, dtype: str) -> _Layout:
     path = Path(value).expanduser().absolute()
-    remedy = f"data.{key}=<file of {dtype} tokens>"
+    fix = f"data.{key}=<file of {dtype} tokens>"
     if not path.is_file():
-        raise Mistake(f"data.{key}={value}", "there is no such file", remedy)
+        raise ConfigError(f"data.{key}={value}", "there is no such file", fix)
     num_bytes, byte_offset = path.stat().st_size, 0
     if path.suffix == ".npy" and num_bytes > 0:
         dtype, byte_offset, num_bytes = _npy_layout(key, path)
     item_bytes = np.dtype(dtype).itemsize
     if num_bytes == 0:
-        raise Mistake(f"data.{key}={value}", "the file is empty", remedy)
+        raise ConfigError(f"data.{key}={value}", "the file is empty", fix)
     if num_bytes % item_bytes != 0:
-        raise Mistake(
+        raise ConfigError(
             f"data.{key}={value}",
             f"{num_bytes} bytes are no whole number of {dtype} tokens: the file was cut off",
-            f"{remedy}, copied again, or the right data.dtype",
+            f"{fix}, copied again, or the right data.dtype",
         )
     return _Layout(path, dtype, byte_offset, num_bytes // item_bytes)
 
 
 def _npy_layout(key: str, path: Path) -> tuple[str, int, int]:
     """Type, first byte and number of bytes of the tokens in a .npy file."""
-    remedy = f"data.{key}=<one-dimensional .npy of uint16 or uint32>"
+    fix = f"data.{key}=<one-dimensional .npy of uint16 or uint32>"
     try:
         array = np.load(path, mmap_mode="r")
     except ValueError as error:
-        raise Mistake(
-            f"data.{key}={path}", f"it is no whole .npy file ({error})", remedy
+        raise ConfigError(
+            f"data.{key}={path}", f"it is no whole .npy file ({error})", fix
         ) from error
     if (
         not isinstance(array, np.memmap)
         or array.ndim != 1
         or array.dtype.str[1:] not in ("u2", "u4")
     ):
-        raise Mistake(f"data.{key}={path}", f"it holds {array.dtype} {array.shape}", remedy)
+        raise ConfigError(f"data.{key}={path}", f"it holds {array.dtype} {array.shape}", fix)
     if array.dtype.byteorder == ">":
-        raise Mistake(f"data.{key}={path}", "its bytes are big-endian", remedy)
+        raise ConfigError(f"data.{key}={path}", "its bytes are big-endian", fix)
     return array.dtype.name, array.offset, array.nbytes
 
 

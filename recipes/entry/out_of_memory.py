@@ -9,11 +9,11 @@ from pathlib import Path
 from typing import Any
 
 from recipes.config.compose import Composed
+from recipes.config.traits import get_traits
 from recipes.numerics.accumulation import divide
-from recipes.runtime.failure import OOM_FOLDER as FOLDER
-from recipes.runtime.failure import word_of_peer
+from recipes.run_folder import OOM_FOLDER, has_checkpoint, write_atomically
+from recipes.runtime.failure import read_peer_error
 
-EXIT_OUT_OF_MEMORY = 71  # sysexits.h: EX_OSERR, what an operating system could not give
 _MAX_WAYS = 3
 # an option of strategy/ -> what shards or moves more of the state out of device memory, first step first
 _NEXT_STAGE = {
@@ -29,7 +29,7 @@ _NEXT_STAGE = {
 }
 
 
-def ways_out(
+def remedies(
     composed: Composed, *, world_size: int, of_host: bool = False
 ) -> Iterator[tuple[str, str]]:
     """What to type, and what it costs; the cheapest first, of all that this run does not do yet.
@@ -69,13 +69,8 @@ def _stage(composed: Composed) -> str:
     if "strategy" in composed.choices:
         return composed.choices["strategy"]
     node = composed.config["strategy"]
-    if "stage" not in node:
-        name = str(node["_target_"]).rpartition(".")[2]
-        return {"SingleDevice": "single", "HybridShard": "hsdp", "FullyShard": "fsdp"}.get(
-            name, "ddp"
-        )
     offloaded = {"cpu": "_offload", "nvme": "_nvme"}
-    return f"deepspeed_stage_{node['stage']}" + offloaded.get(str(node["offload_optimizer"]), "")
+    return get_traits(node).option + offloaded.get(str(node.get("offload_optimizer")), "")
 
 
 def _next_stage(strategy: str, node: dict[str, Any], *, of_host: bool) -> Iterator[tuple[str, str]]:
@@ -96,12 +91,12 @@ def _smaller(micro_batch_size: int) -> int | None:
     return next((size for size in halves if micro_batch_size % size == 0), None)
 
 
-def report_of(error: BaseException, composed: Composed, *, world_size: int) -> str:
+def describe_out_of_memory(error: BaseException, composed: Composed, *, world_size: int) -> str:
     """What a person reads instead of a traceback."""
     first_line = str(error).partition("\n")[0][:200]
     lines = [f"Out of memory: {first_line}"]
-    ways = [*ways_out(composed, world_size=world_size, of_host=_is_of_host(error))]
-    if not composed.config["mode"]["_target_"].endswith(".fit"):
+    ways = [*remedies(composed, world_size=world_size, of_host=_is_of_host(error))]
+    if not composed.trains:
         ways = []  # what does not train runs on one device, without a backward pass
     ways = ways[:_MAX_WAYS]
     width = max((len(word) for word, _ in ways), default=0)
@@ -112,9 +107,9 @@ def report_of(error: BaseException, composed: Composed, *, world_size: int) -> s
         lines.append(
             "A smaller model, shorter samples, or a device with more memory is what is left."
         )
-    if any((composed.run_folder / FOLDER).glob("rank_*")):
-        lines.append(f"What filled it is in {composed.run_folder / FOLDER}")
-    if any((composed.run_folder / "checkpoints").glob("step_*.ckpt")):
+    if any((composed.run_folder / OOM_FOLDER).glob("rank_*")):
+        lines.append(f"What filled it is in {composed.run_folder / OOM_FOLDER}")
+    if has_checkpoint(composed.run_folder):
         lines.append(f"To go on from the last checkpoint, also: resume={composed.run_folder}")
     return "\n".join(lines)
 
@@ -130,20 +125,18 @@ def _is_of_host(error: BaseException | None) -> bool:
     return False
 
 
-def leave_word(run_folder: Path, *, rank: int, step: int, error: str) -> None:
+def write_error_report(run_folder: Path, *, rank: int, step: int, error: str) -> None:
     """A rank that is not the first tells no events: it leaves its own beside them."""
-    folder = run_folder / FOLDER
+    folder = run_folder / OOM_FOLDER
     folder.mkdir(parents=True, exist_ok=True)
     told = {"time": round(time.time(), 3), "step": step, "event": "oom", "rank": rank}
     told |= {"error": error}
-    unfinished = folder / f"rank_{rank:05d}.part"
-    unfinished.write_text(json.dumps(told) + "\n")
-    unfinished.replace(folder / f"rank_{rank:05d}.json")
+    write_atomically(folder / f"rank_{rank:05d}.json", json.dumps(told) + "\n")
 
 
-def tell_the_end(run_folder: Path, events_file: Path) -> None:
+def log_exit(run_folder: Path, events_file: Path) -> None:
     """Once all ranks have ended: what the first could not tell, because another one's end has killed it."""
-    word = word_of_peer(run_folder)
+    word = read_peer_error(run_folder)
     if word is None or not events_file.exists():
         return
     events = [line for line in events_file.read_text().splitlines() if '"event": "oom"' in line]

@@ -9,31 +9,30 @@ import traceback
 from collections.abc import Iterator
 from dataclasses import replace
 
-from recipes.checkpoint.retention import CHECKPOINTS, take_back
+from recipes.checkpoint.retention import recover_interrupted
 from recipes.config.compose import Composed
-from recipes.entry.out_of_memory import EXIT_OUT_OF_MEMORY, report_of, tell_the_end
-from recipes.entry.spawn import start_ranks
-from recipes.errors import Mistake, report
+from recipes.config.ranks import get_ranks
+from recipes.entry.out_of_memory import describe_out_of_memory, log_exit
+from recipes.entry.spawn import spawn_ranks
+from recipes.errors import ConfigError, format_report
+from recipes.run_folder import CHECKPOINTS, EVENTS_FILE, LOG_FILE, has_checkpoint
 from recipes.runtime.console import LOGGER, open_console
+from recipes.runtime.exit_codes import ExitCode
 from recipes.runtime.failure import (
     Failure,
     error_file,
-    failure_of,
     is_out_of_memory,
+    make_failure,
     write_failure,
 )
-from recipes.runtime.lock import alone_in
+from recipes.runtime.lock import lock_run_folder
 from recipes.runtime.signals import listening, was_requested
-from recipes.runtime.world import Ranks, global_rank, ranks_of, started_by
+from recipes.runtime.world import Ranks, global_rank, started_by
 
-EXIT_FINISHED = 0
-EXIT_CRASHED = 1
-EXIT_WRONG_CONFIG = 2
-EXIT_INTERRUPTED = 130  # what a shell calls Ctrl-C
 _PEER_SECONDS = 2.0
 
 
-def launch(composed: Composed, *, in_sweep: bool = False) -> int:
+def run_composed(composed: Composed, *, in_sweep: bool = False) -> int:
     """Carry out one checked run: here, or in as many processes as it asks for where nobody has started them.
 
     Args:
@@ -45,16 +44,16 @@ def launch(composed: Composed, *, in_sweep: bool = False) -> int:
         143 terminated, 1 a crash (the traceback of the rank that failed first is printed and logged).
     """
     with contextlib.ExitStack() as signals:
-        if _fits(composed) and started_by() != "us":  # the ranks that we start listen already
+        if composed.trains and started_by() != "us":  # the ranks that we start listen already
             signals.enter_context(listening())
         return _launch(composed, in_sweep=in_sweep)
 
 
 def _launch(composed: Composed, *, in_sweep: bool) -> int:
     try:
-        ranks = ranks_of(composed.config)
+        ranks = get_ranks(composed.config)
         _open(composed)
-    except Mistake as mistake:
+    except ConfigError as mistake:
         return _refused(mistake)
     alone = ranks.world_size == 1 and not in_sweep
     if alone or ranks.started_by is not None:
@@ -62,18 +61,18 @@ def _launch(composed: Composed, *, in_sweep: bool) -> int:
     try:
         with _held(composed):
             pass  # every rank looks for its checkpoint: not before an earlier run has written its last
-    except Mistake as mistake:
+    except ConfigError as mistake:
         return _refused(mistake)
     # train.log is rank 0's until all ranks have ended
-    ending = start_ranks(composed, ranks)
-    if ending.exit_code == EXIT_OUT_OF_MEMORY:
-        tell_the_end(composed.run_folder, composed.run_folder / "events.jsonl")
+    ending = spawn_ranks(composed, ranks)
+    if ending.exit_code == ExitCode.OUT_OF_MEMORY:
+        log_exit(composed.run_folder, composed.run_folder / EVENTS_FILE)
     if ending.report is not None:
         _open(composed)
         LOGGER.error(ending.report)
         if ending.crashed:
             LOGGER.error(f"The run crashed; its folder is {_where(composed)}")
-        elif ending.exit_code != EXIT_WRONG_CONFIG:
+        elif ending.exit_code != ExitCode.INVALID_CONFIG:
             LOGGER.error(f"The run ended early; its folder is {_where(composed)}")
     return ending.exit_code
 
@@ -82,17 +81,17 @@ def _open(composed: Composed) -> None:
     """The run's folder and log. Only rank 0 speaks, and keeps what it says.
 
     Raises:
-        Mistake: The folder cannot be written to.
+        ConfigError: The folder cannot be written to.
     """
     speaks = global_rank() == 0
     try:
-        if _fits(composed):
+        if composed.trains:
             composed.run_folder.mkdir(parents=True, exist_ok=True)
         open_console(
-            composed.run_folder / "train.log" if _fits(composed) and speaks else None, speaks=speaks
+            composed.run_folder / LOG_FILE if composed.trains and speaks else None, speaks=speaks
         )
     except OSError as error:
-        raise Mistake(
+        raise ConfigError(
             f"hydra.run.dir={composed.run_folder}",
             f"the folder cannot be written to: {error.strerror}",
             "hydra.run.dir=<a folder of yours>",
@@ -102,52 +101,50 @@ def _open(composed: Composed) -> None:
 @contextlib.contextmanager
 def _held(composed: Composed) -> Iterator[None]:
     """The folder of a run that trains, by rank 0; what a kill has left there without a name has it again."""
-    if not _fits(composed) or global_rank() != 0:
+    if not composed.trains or global_rank() != 0:
         yield
         return
-    with alone_in(composed.run_folder):
-        take_back(composed.run_folder / CHECKPOINTS)
+    with lock_run_folder(composed.run_folder):
+        recover_interrupted(composed.run_folder / CHECKPOINTS)
         yield
 
 
-def _fits(composed: Composed) -> bool:
-    return bool(composed.config["mode"]["_target_"].endswith(".fit"))
-
-
-def _refused(mistake: Mistake) -> int:
+def _refused(mistake: ConfigError) -> int:
     """A mistake before there is a log to write to; where several ranks make it, one says it."""
     if (file := error_file()) is not None and started_by() is not None:
-        text = report([mistake])
-        write_failure(failure_of(mistake, exit_code=EXIT_WRONG_CONFIG, report=text), file)
+        text = format_report([mistake])
+        write_failure(make_failure(mistake, exit_code=ExitCode.INVALID_CONFIG, report=text), file)
     elif global_rank() == 0:
-        print(report([mistake]), file=sys.stderr)
-    return EXIT_WRONG_CONFIG
+        print(format_report([mistake]), file=sys.stderr)
+    return ExitCode.INVALID_CONFIG
 
 
 def _here(composed: Composed, ranks: Ranks) -> int:
     """The run, or this rank of it, in this process."""
     try:
         with _held(composed):
-            from recipes.build import carry_out
+            from recipes.build import execute
 
-            return carry_out(composed)
+            return execute(composed)
     except KeyboardInterrupt:
         if global_rank() == 0:
             LOGGER.error(f"Interrupted; the run's folder is {_where(composed)}")
-            if any((composed.run_folder / "checkpoints").glob("step_*.ckpt")):
+            if has_checkpoint(composed.run_folder):
                 LOGGER.error(f"To go on: python train.py resume={composed.run_folder}")
-        return EXIT_INTERRUPTED
+        return ExitCode.INTERRUPTED
     except Exception as error:
         last_line: str | None = f"The run crashed; its folder is {_where(composed)}"
         if is_out_of_memory(error):
-            text = report_of(error, composed, world_size=ranks.world_size)
-            failure = failure_of(error, exit_code=EXIT_OUT_OF_MEMORY, report=text)
+            text = describe_out_of_memory(error, composed, world_size=ranks.world_size)
+            failure = make_failure(error, exit_code=ExitCode.OUT_OF_MEMORY, report=text)
             last_line = f"The run ended early; its folder is {_where(composed)}"
         elif (wrapped := _mistake_behind(error)) is not None:
-            failure = failure_of(wrapped, exit_code=EXIT_WRONG_CONFIG, report=report([wrapped]))
+            failure = make_failure(
+                wrapped, exit_code=ExitCode.INVALID_CONFIG, report=format_report([wrapped])
+            )
             last_line = None
         else:
-            failure = failure_of(error, exit_code=EXIT_CRASHED, report=traceback.format_exc())
+            failure = make_failure(error, exit_code=ExitCode.CRASHED, report=traceback.format_exc())
         _tell(failure, last_line, ranks)
         return failure.exit_code
 
@@ -176,9 +173,9 @@ def _tell(failure: Failure, last_line: str | None, ranks: Ranks) -> None:
             LOGGER.error(last_line)
 
 
-def _mistake_behind(error: BaseException | None) -> Mistake | None:
+def _mistake_behind(error: BaseException | None) -> ConfigError | None:
     """The mistake that an error is or wraps: Hydra wraps whatever a constructor raises."""
-    while error is not None and not isinstance(error, Mistake):
+    while error is not None and not isinstance(error, ConfigError):
         error = error.__cause__
     return error
 

@@ -13,18 +13,23 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import BinaryIO
 
-from recipes.config.compose import Composed, text_of
-from recipes.entry.out_of_memory import EXIT_OUT_OF_MEMORY
+from recipes.config.compose import Composed, to_json
+from recipes.runtime.exit_codes import ExitCode
 from recipes.runtime.failure import ERROR_FILE, STACK, Failure, read_failure
-from recipes.runtime.signals import EXIT_PREEMPTED, SecondSignalError, held_back, requests_to
+from recipes.runtime.process import python_path
+from recipes.runtime.signals import SecondSignalError, forward_signals_to, signals_blocked
 from recipes.runtime.world import RANK_FILE, Ranks
 
-EXIT_CRASHED = 1
-EXIT_INTERRUPTED = 130
-EXIT_UNSAVED = 74  # sysexits.h: EX_IOERR
-EXIT_TERMINATED = 143  # what a shell calls SIGTERM
 # exit codes that say what happened, and that the rank has said it
-_OURS = (2, 3, EXIT_OUT_OF_MEMORY, EXIT_UNSAVED, EXIT_PREEMPTED, EXIT_TERMINATED, EXIT_INTERRUPTED)
+_OURS = (
+    2,
+    3,
+    ExitCode.OUT_OF_MEMORY,
+    ExitCode.UNSAVED,
+    ExitCode.PREEMPTED,
+    ExitCode.TERMINATED,
+    ExitCode.INTERRUPTED,
+)
 _FAILED_SECONDS = 5.0  # for the others to end once one rank has failed
 _ASKED_SECONDS = 10.0  # to end by themselves when a person or the cluster asks
 _CAUSE_SECONDS = 2.0
@@ -34,7 +39,7 @@ _COMPOSED_FILE = "composed.json"
 
 
 @dataclass(frozen=True, kw_only=True)
-class Ending:
+class ProcessExit:
     """How a run of several ranks ended.
 
     Attributes:
@@ -87,7 +92,7 @@ class _Process:
         return "\n".join(lines[-_TAIL_LINES:])
 
 
-def start_ranks(composed: Composed, ranks: Ranks) -> Ending:
+def spawn_ranks(composed: Composed, ranks: Ranks) -> ProcessExit:
     """Carry out a run by one process a rank, all from this one composition; none is left when it returns."""
     started: list[_Process] = []
 
@@ -98,12 +103,14 @@ def start_ranks(composed: Composed, ranks: Ranks) -> Ending:
         for one in started:
             _ask_to_stop(one, number)
 
-    with tempfile.TemporaryDirectory(prefix="recipes_ranks_") as name, requests_to(tell):
+    with tempfile.TemporaryDirectory(prefix="recipes_ranks_") as name, forward_signals_to(tell):
         folder = Path(name)
-        (folder / _COMPOSED_FILE).write_text(text_of(composed))
+        (folder / _COMPOSED_FILE).write_text(to_json(composed))
         port = _free_port()
         try:
-            with held_back():  # for us: until all ranks can be told; for them: until they listen
+            with (
+                signals_blocked()
+            ):  # for us: until all ranks can be told; for them: until they listen
                 for rank in range(ranks.world_size):
                     started.append(_start(rank, ranks.world_size, port, folder))
             for number in asked[:1]:  # before there was anybody to tell
@@ -112,12 +119,14 @@ def start_ranks(composed: Composed, ranks: Ranks) -> Ending:
         except KeyboardInterrupt:
             return _interrupted(started)
         except SecondSignalError as second:
-            return Ending(exit_code=128 + second.number, report="Terminated by a second signal")
+            return ProcessExit(
+                exit_code=128 + second.number, report="Terminated by a second signal"
+            )
         finally:
             _kill(started)
 
 
-def environ_of(rank: int, world_size: int, port: int, composed: Path) -> dict[str, str]:
+def rank_environ(rank: int, world_size: int, port: int, composed: Path) -> dict[str, str]:
     """What makes a process one of the ranks of this machine.
 
     Args:
@@ -141,7 +150,7 @@ def environ_of(rank: int, world_size: int, port: int, composed: Path) -> dict[st
 
 def _start(rank: int, world_size: int, port: int, folder: Path) -> _Process:
     """One rank in a process group of its own: a Ctrl-C in the terminal reaches it through us, once."""
-    environ = os.environ | environ_of(rank, world_size, port, folder / _COMPOSED_FILE)
+    environ = os.environ | rank_environ(rank, world_size, port, folder / _COMPOSED_FILE)
     environ |= {"PYTHONPATH": python_path()}
     error_file = Path(environ[ERROR_FILE])
     environ.setdefault("OMP_NUM_THREADS", str(max(1, _num_cores() // world_size)))
@@ -161,18 +170,18 @@ def _start(rank: int, world_size: int, port: int, folder: Path) -> _Process:
     return _Process(rank=rank, process=process, error_file=error_file, log_file=log_file)
 
 
-def _watch(started: Sequence[_Process]) -> Ending:
+def _watch(started: Sequence[_Process]) -> ProcessExit:
     while True:
         running = [one for one in started if one.is_running()]
         failed = [one for one in started if one.has_failed()]
         if failed:
             return _end_of_failed(started, failed)
         if not running:
-            return Ending(exit_code=0)
+            return ProcessExit(exit_code=0)
         time.sleep(_POLL_SECONDS)
 
 
-def _end_of_failed(started: Sequence[_Process], failed: Sequence[_Process]) -> Ending:
+def _end_of_failed(started: Sequence[_Process], failed: Sequence[_Process]) -> ProcessExit:
     """Stop the others, and find what came first; what was torn down by that is no cause."""
     failed = _with_cause(started, failed)
     others = [one for one in started if one not in failed]
@@ -186,11 +195,11 @@ def _end_of_failed(started: Sequence[_Process], failed: Sequence[_Process]) -> E
     rank, first = min(failures, key=lambda pair: (pair[1].by_peer, pair[1].time))
     written = any(one.rank == rank and one.error_file.exists() for one in told)
     if first.exit_code in _OURS:
-        return Ending(exit_code=first.exit_code, report=first.report if written else None)
+        return ProcessExit(exit_code=first.exit_code, report=first.report if written else None)
     who = f"rank {rank} of {len(started)}"
     head = f"{who} failed" if written else f"{who} {first.message}"
     report = f"{head}:\n{first.report}" if first.report else head
-    return Ending(exit_code=EXIT_CRASHED, report=report, crashed=True)
+    return ProcessExit(exit_code=ExitCode.CRASHED, report=report, crashed=True)
 
 
 def _with_cause(started: Sequence[_Process], failed: Sequence[_Process]) -> Sequence[_Process]:
@@ -202,13 +211,13 @@ def _with_cause(started: Sequence[_Process], failed: Sequence[_Process]) -> Sequ
     return failed
 
 
-def _interrupted(started: Sequence[_Process]) -> Ending:
+def _interrupted(started: Sequence[_Process]) -> ProcessExit:
     """Hand Ctrl-C to the ranks and give them time; a second one kills them."""
     with contextlib.suppress(KeyboardInterrupt, SecondSignalError):
         _signal(started, signal.SIGINT)
         _wait(started, _ASKED_SECONDS)
-    said = any(one.rank == 0 and one.process.poll() == EXIT_INTERRUPTED for one in started)
-    return Ending(exit_code=EXIT_INTERRUPTED, report=None if said else "Interrupted")
+    said = any(one.rank == 0 and one.process.poll() == ExitCode.INTERRUPTED for one in started)
+    return ProcessExit(exit_code=ExitCode.INTERRUPTED, report=None if said else "Interrupted")
 
 
 def _signal(processes: Sequence[_Process], number: signal.Signals) -> None:
@@ -239,12 +248,6 @@ def _ask_to_stop(one: _Process, number: int) -> None:
     with contextlib.suppress(OSError):  # it has ended
         one.process.stdin.write(bytes([number]))
         one.process.stdin.flush()
-
-
-def python_path() -> str:
-    """This project first, then what the person set."""
-    paths = (str(Path(__file__).parents[2]), os.environ.get("PYTHONPATH"))
-    return os.pathsep.join(path for path in paths if path)
 
 
 def _num_cores() -> int:

@@ -8,8 +8,8 @@ from collections.abc import Callable, Sequence
 from datetime import timedelta
 from typing import TYPE_CHECKING, Any
 
-from recipes.config.compose import Composed, composed_of, text_of
-from recipes.errors import Mistake
+from recipes.config.compose import Composed, from_json, to_json
+from recipes.errors import ConfigError
 from recipes.runtime.world import global_rank, started_by
 
 if TYPE_CHECKING:
@@ -21,13 +21,13 @@ _SERVED: list["TCPStore"] = []  # a store must outlive the function that opens i
 _ASKS = "recipes_rank_{rank}_asks"
 
 
-def torchruns_store() -> "TCPStore":
+def torchrun_store() -> "TCPStore":
     """The store that torchrun tells its ranks of: served by its agent through all starts, or by rank 0 for this one."""
     serves = not _is_agents() and os.environ["RANK"] == "0"
     return _store(int(os.environ["MASTER_PORT"]), serves=serves)
 
 
-def store_of_this_start() -> int | None:
+def open_start_store() -> int | None:
     """By rank 0: serve a store in which nothing is left from earlier starts.
 
     torch meets in the agent's own, under the same keys at every start (pytorch #135712, torch 2.13): a rank then takes
@@ -39,14 +39,14 @@ def store_of_this_start() -> int | None:
     return _store(0, serves=True).port if _is_agents() else None
 
 
-def meet_at(port: int | None) -> None:
+def rendezvous_at(port: int | None) -> None:
     """Let torch meet in the store that rank 0 serves for this start."""
     if port is not None:
         os.environ["MASTER_PORT"] = str(port)
         os.environ["TORCHELASTIC_USE_AGENT_STORE"] = str(False)
 
 
-def tell(store: "TCPStore", text: str, *, world_size: int) -> None:
+def send_to_ranks(store: "TCPStore", text: str, *, world_size: int) -> None:
     """By rank 0: say it to every other rank of this start, and wait until each has heard it.
 
     A rank asks by a word that nobody has used before: what a dead one has asked for is answered in vain. The number of
@@ -79,7 +79,7 @@ def tell(store: "TCPStore", text: str, *, world_size: int) -> None:
     store.delete_key(start)
 
 
-def hear(store: "TCPStore", *, rank: int) -> str:
+def receive_from_rank_zero(store: "TCPStore", *, rank: int) -> str:
     """By every other rank: what rank 0 of this start says."""
     word = uuid.uuid4().hex
     store.set(_ASKS.format(rank=rank), word)
@@ -118,9 +118,9 @@ _TELL_SECONDS = 1.0
 _BEGUN = "recipes_begun"  # in the store of torchrun's agent: the run as it was composed first
 
 
-def composed_by_rank_zero(
-    compose: Callable[[], tuple[Composed | None, Sequence[Mistake]]],
-) -> tuple[Composed | None, Sequence[Mistake]]:
+def compose_on_rank_zero(
+    compose: Callable[[], tuple[Composed | None, Sequence[ConfigError]]],
+) -> tuple[Composed | None, Sequence[ConfigError]]:
     """Compose once for all ranks of torchrun, and for all times that it starts them.
 
     The folder named by the clock is then the same everywhere, and a restart goes on in it, from its newest whole
@@ -131,22 +131,22 @@ def composed_by_rank_zero(
     """
     if started_by() != "torchrun" or not (_has_peers() or _may_be_restarted()):
         return compose()
-    store = torchruns_store()
+    store = torchrun_store()
     if (rank := global_rank()) > 0:
-        told = json.loads(hear(store, rank=rank))
+        told = json.loads(receive_from_rank_zero(store, rank=rank))
         if told["composed"] is None:
             time.sleep(_TELL_SECONDS)  # torchrun ends rank 0 as soon as another rank has ended
             return None, []
-        meet_at(told["port"])
-        return composed_of(told["composed"]), []
+        rendezvous_at(told["port"])
+        return from_json(told["composed"]), []
     composed, mistakes = (_begun(store), []) if store.check([_BEGUN]) else compose()
-    text = None if mistakes or composed is None else text_of(composed)
-    port = store_of_this_start()
+    text = None if mistakes or composed is None else to_json(composed)
+    port = open_start_store()
     word = json.dumps({"composed": text, "port": port})
-    tell(store, word, world_size=int(os.environ["WORLD_SIZE"]))
+    send_to_ranks(store, word, world_size=int(os.environ["WORLD_SIZE"]))
     if text is not None and port is not None:  # the agent's store is still there at a restart
         store.set(_BEGUN, text)
-    meet_at(port)
+    rendezvous_at(port)
     return composed, mistakes
 
 
@@ -160,7 +160,7 @@ def _may_be_restarted() -> bool:
 
 def _begun(store: Any) -> Composed:
     """The run that torchrun has started before; it goes on, where a start from nothing would be refused."""
-    composed = composed_of(store.get(_BEGUN).decode())
+    composed = from_json(store.get(_BEGUN).decode())
     if composed.config["resume"] is None:
         composed.config["resume"] = "auto"
     print(

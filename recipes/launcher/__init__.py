@@ -29,7 +29,7 @@ class Handle(Protocol):
         ...
 
 
-class Place(Protocol):
+class Launcher(Protocol):
     """Starts jobs.
 
     Attributes:
@@ -46,7 +46,7 @@ class Place(Protocol):
         """The devices that a job takes here.
 
         Raises:
-            Mistake: There are never so many.
+            ConfigError: There are never so many.
         """
         ...
 

@@ -1,17 +1,15 @@
 """The jobs of a sweep's folder, each in a `job.json` of its own: what a sweep that goes on finds again."""
 
 import json
-import os
 from dataclasses import asdict, dataclass, field
 from enum import StrEnum
 from pathlib import Path
 from typing import Any
 
-from recipes.config.compose import Composed, composed_of, text_of
-from recipes.entry.out_of_memory import EXIT_OUT_OF_MEMORY
-from recipes.entry.spawn import EXIT_INTERRUPTED, EXIT_TERMINATED, EXIT_UNSAVED
-from recipes.errors import Mistake
-from recipes.runtime.signals import EXIT_PREEMPTED
+from recipes.config.compose import Composed, from_json, to_json
+from recipes.errors import ConfigError
+from recipes.run_folder import write_atomically
+from recipes.runtime.exit_codes import ExitCode
 
 
 class State(StrEnum):
@@ -90,62 +88,45 @@ class Job:
         """Leave it in its folder, in one piece."""
         told: dict[str, Any] = asdict(self) | {"folder": str(self.folder), "composed": None}
         if self.composed is not None:
-            told["composed"] = json.loads(text_of(self.composed))
+            told["composed"] = json.loads(to_json(self.composed))
         self.folder.mkdir(parents=True, exist_ok=True)
-        unfinished = self.file.with_suffix(".tmp")
-        with unfinished.open("w") as file:
-            file.write(json.dumps(told, indent=1) + "\n")
-            file.flush()
-            os.fsync(file.fileno())
-        unfinished.replace(self.file)
+        write_atomically(self.file, json.dumps(told, indent=1) + "\n", fsync=True)
 
 
 def read_job(file: Path) -> Job:
     """The job that a `job.json` tells of; its folder is the one that the file lies in.
 
     Raises:
-        Mistake: It is damaged.
+        ConfigError: It is damaged.
     """
     try:
         told: dict[str, Any] = json.loads(file.read_text())
     except json.JSONDecodeError as error:
-        remedy = f"rm {file}, and the job is a new one"
-        raise Mistake(
-            f"hydra.sweep.dir={file.parent.parent}", f"{file} is damaged", remedy
+        fix = f"rm {file}, and the job is a new one"
+        raise ConfigError(
+            f"hydra.sweep.dir={file.parent.parent}", f"{file} is damaged", fix
         ) from error
     composed = told.pop("composed")
     job = Job(**told | {"folder": file.parent, "state": State(told["state"])})
-    job.composed = None if composed is None else composed_of(json.dumps(composed))
+    job.composed = None if composed is None else from_json(json.dumps(composed))
     return job
-
-
-SUMMARY_FILE = "summary.json"
 
 
 _OF_EXIT_CODES = {
     0: State.FINISHED,
     2: State.REFUSED,
     3: State.DIVERGED,
-    EXIT_OUT_OF_MEMORY: State.OUT_OF_MEMORY,
-    EXIT_PREEMPTED: State.PREEMPTED,
-    EXIT_INTERRUPTED: State.INTERRUPTED,
-    EXIT_TERMINATED: State.INTERRUPTED,
-    EXIT_UNSAVED: State.UNSAVED,
+    ExitCode.OUT_OF_MEMORY: State.OUT_OF_MEMORY,
+    ExitCode.PREEMPTED: State.PREEMPTED,
+    ExitCode.INTERRUPTED: State.INTERRUPTED,
+    ExitCode.TERMINATED: State.INTERRUPTED,
+    ExitCode.UNSAVED: State.UNSAVED,
     128 + 9: State.KILLED,  # as a shell tells it
 }
 
 
-def state_of(exit_code: int) -> State:
+def state_from_exit_code(exit_code: int) -> State:
     """The state that a job has ended in; a negative exit code is the signal that killed it."""
     if exit_code < 0:
         return State.KILLED
     return _OF_EXIT_CODES[exit_code] if exit_code in _OF_EXIT_CODES else State.FAILED
-
-
-def summary_of(folder: Path) -> dict[str, Any] | None:
-    """What a run has left of itself at its end; None: nothing."""
-    path = folder / SUMMARY_FILE
-    if not path.is_file():
-        return None
-    summary: dict[str, Any] = json.loads(path.read_text())
-    return summary

@@ -4,9 +4,10 @@ import os
 import sys
 from pathlib import Path
 
-from recipes.entry.run import EXIT_INTERRUPTED, launch
+from recipes.entry.run import run_composed
 from recipes.launcher.job import read_job
-from recipes.runtime.process import end_with_parent, leave
+from recipes.runtime.exit_codes import ExitCode
+from recipes.runtime.process import die_with_parent, exit_process
 from recipes.runtime.signals import listen
 
 WITH_PARENT = "--with-parent"  # whose end of our standard input says whether it lives
@@ -18,16 +19,16 @@ def main() -> int:
     *flags, file = sys.argv[1:]
     listen(second_ends=False)  # held back by our starter
     if WITH_PARENT in flags:
-        end_with_parent()
+        die_with_parent()
     if CORES in os.environ:
         os.sched_setaffinity(0, map(int, os.environ.pop(CORES).split(",")))
     composed = read_job(Path(file)).composed
     assert composed is not None, "a job that is started has been composed"
     try:
-        return launch(composed)
+        return run_composed(composed)
     except KeyboardInterrupt:  # before the run began or after it ended
-        return EXIT_INTERRUPTED
+        return ExitCode.INTERRUPTED
 
 
 if __name__ == "__main__":
-    leave(main())
+    exit_process(main())

@@ -9,14 +9,16 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from recipes.entry.spawn import python_path
-from recipes.errors import Mistake
+from recipes.config.ranks import get_ranks
+from recipes.config.traits import get_traits
+from recipes.errors import ConfigError
 from recipes.launcher import Handle
 from recipes.launcher.environ import clean_environ
 from recipes.launcher.job import Job
 from recipes.launcher.job_main import CORES, WITH_PARENT
-from recipes.runtime.signals import held_back
-from recipes.runtime.world import num_gpus, ranks_of
+from recipes.runtime.process import python_path
+from recipes.runtime.signals import signals_blocked
+from recipes.runtime.world import num_gpus
 
 LOG_FILE = "job.log"  # all that the job's processes say
 VISIBLE = "CUDA_VISIBLE_DEVICES"
@@ -48,16 +50,16 @@ class Local:
         assert job.composed is not None
         config = job.composed.config
         takes_all = config["trainer"]["devices"] in ("auto", -1)
-        single = config["strategy"]["_target_"].endswith("SingleDevice")
+        single = not get_traits(config["strategy"]).needs_process_group
         if self._devices_per_job is None or not takes_all or single:
             return []
         return [f"trainer.devices={self._devices_per_job}"]
 
     def num_devices(self, job: Job) -> int:
         assert job.composed is not None
-        num_devices = ranks_of(job.composed.config, {}).world_size
+        num_devices = get_ranks(job.composed.config, {}).world_size
         if self._devices_per_job is not None and num_devices > self._devices_per_job:
-            raise Mistake(
+            raise ConfigError(
                 f"trainer.devices={num_devices} launcher.devices_per_job={self._devices_per_job}",
                 "the job asks for more devices than it gets",
                 f"launcher.devices_per_job={num_devices}, or trainer.devices=auto",
@@ -139,7 +141,7 @@ class _Process:
     def __init__(self, job: Job, room: _Room) -> None:
         self.job = job
         self.room = room
-        with (job.folder / LOG_FILE).open("ab") as log, held_back():  # until it listens
+        with (job.folder / LOG_FILE).open("ab") as log, signals_blocked():  # until it listens
             self._process = subprocess.Popen(
                 [
                     sys.executable,

@@ -10,11 +10,12 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from recipes.errors import Mistake
+from recipes.config.traits import get_traits
+from recipes.errors import ConfigError
 from recipes.launcher import Handle
 from recipes.launcher.job import Job
 from recipes.launcher.slurm_queue import Queue
-from recipes.launcher.slurm_script import TASK, after_ranks, before_ranks, environ_of_jobs
+from recipes.launcher.slurm_script import TASK, after_ranks, before_ranks, job_environ
 
 FOLDER = "slurm"  # beside the jobs: scripts, logs, exit codes
 _JOB_NAME = "lightning_recipes"
@@ -124,7 +125,7 @@ class Slurm:
         srun_args = ["--kill-on-bad-exit=1"]
         if "cpus-per-task" in options:  # which srun does not take over by itself
             srun_args.append(f"--cpus-per-task={options['cpus-per-task']}")
-        with environ_of_jobs():
+        with job_environ():
             executor = submitit.SlurmExecutor(
                 folder.resolve(),
                 python=f"sh {shlex.quote(str(task))} {shlex.quote(sys.executable)} -P",
@@ -149,7 +150,7 @@ class Slurm:
                         executor.submit(os.execv, python[0], [*python, file]) for file in files
                     ]
             except submitit.core.utils.FailedJobError as error:
-                raise Mistake(
+                raise ConfigError(
                     "launcher=slurm", f"sbatch refuses it: {error}", "launcher.<what it names>=…"
                 ) from error
         return [str(one.job_id) for one in submitted]
@@ -169,7 +170,7 @@ class _Submitted:
         self._is_cancelled = False
 
     def poll(self) -> int | None:
-        return self._queue.exit_code_of(self._name)
+        return self._queue.worst_exit_code(self._name)
 
     def is_waiting(self) -> bool:
         return self._queue.is_waiting(self._name)
@@ -188,16 +189,16 @@ def _ranks_of(job: Job) -> tuple[int, int]:
     """Nodes, and ranks on each: of a cluster, whose GPUs cannot be counted from here.
 
     Raises:
-        Mistake: It does not say how many.
+        ConfigError: It does not say how many.
     """
     assert job.composed is not None
     config = job.composed.config
     trainer = config["trainer"]
-    if config["strategy"]["_target_"].endswith("SingleDevice"):
+    if not get_traits(config["strategy"]).needs_process_group:
         return 1, 1
     devices = trainer["devices"]
     if devices in ("auto", -1):
-        raise Mistake(
+        raise ConfigError(
             f"launcher=slurm trainer.devices={devices}",
             "how many GPUs a node of the cluster has cannot be seen from here",
             "trainer.devices=<GPUs a node>",
@@ -215,13 +216,13 @@ def _shape_of(job: Job) -> _Shape:
 
 def _submitit() -> Any:
     if shutil.which("sbatch") is None:
-        raise Mistake(
+        raise ConfigError(
             "launcher=slurm", "this machine has no sbatch", "launcher=local, or from a login node"
         )
     try:
         import submitit
     except ImportError as error:
-        raise Mistake(
+        raise ConfigError(
             "launcher=slurm", "submitit is not installed", "pip install -e '.[slurm]'"
         ) from error
     return submitit

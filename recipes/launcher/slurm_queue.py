@@ -6,7 +6,7 @@ import time
 from collections.abc import Sequence
 from pathlib import Path
 
-from recipes.errors import Mistake
+from recipes.errors import ConfigError
 
 _ASK_SECONDS = 2.0
 _WAITING = ("PENDING", "REQUEUED", "REQUEUE_FED", "REQUEUE_HOLD", "SPECIAL_EXIT", "CONFIGURING")
@@ -37,7 +37,7 @@ class Queue:
         """The jobs that are waiting or running, or have come to an end of their own that nobody has taken in.
 
         Raises:
-            Mistake: SLURM does not answer: nobody knows whether they run.
+            ConfigError: SLURM does not answer: nobody knows whether they run.
         """
         if not names:
             return set()
@@ -45,7 +45,7 @@ class Queue:
         until = time.monotonic() + _SILENT_SECONDS
         while not self._ask():
             if time.monotonic() > until:
-                raise Mistake(
+                raise ConfigError(
                     "launcher=slurm",
                     f"squeue does not answer, and {', '.join(names)} may be running",
                     "the same command again when SLURM answers",
@@ -63,7 +63,7 @@ class Queue:
         """Whether a job stands in the queue."""
         return self._state_of(name) in _WAITING
 
-    def exit_code_of(self, name: str) -> int | None:
+    def worst_exit_code(self, name: str) -> int | None:
         """Of a job that has ended; None: it has not, or will be started again."""
         state = self._state_of(name)
         if not self._has_answered:

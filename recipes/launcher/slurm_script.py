@@ -7,9 +7,9 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
-from recipes.entry.spawn import python_path
 from recipes.launcher.environ import clean_environ
-from recipes.runtime.signals import EXIT_PREEMPTED
+from recipes.runtime.exit_codes import ExitCode
+from recipes.runtime.process import python_path
 
 # Runs a rank. srun answers with the largest code of its tasks: one that fails must not be hidden by the others, which
 # are told to stop and answer 75; and a signal before the run listens has lost nothing.
@@ -18,8 +18,8 @@ trap : TERM USR1
 "$@"
 code=$?
 case $code in
-  0|{EXIT_PREEMPTED}) exit $code ;;
-  {128 + signal.SIGUSR1}|{128 + signal.SIGTERM}) exit {EXIT_PREEMPTED} ;;
+  0|{ExitCode.PREEMPTED}) exit $code ;;
+  {128 + signal.SIGUSR1}|{128 + signal.SIGTERM}) exit {ExitCode.PREEMPTED} ;;
 esac
 [ $code -lt 100 ] && code=$((code + 100))
 exit $code
@@ -46,13 +46,13 @@ def after_ranks(folder: Path) -> list[str]:
         "code=$?",
         _NAME_OF_JOB,
         f"echo $code > {shlex.quote(str(folder.resolve()))}/code_$job",
-        f"if [ $code = {EXIT_PREEMPTED} ]; then scontrol requeue $job; fi",
+        f"if [ $code = {ExitCode.PREEMPTED} ]; then scontrol requeue $job; fi",
         "exit $code",
     ]
 
 
 @contextmanager
-def environ_of_jobs() -> Iterator[None]:
+def job_environ() -> Iterator[None]:
     """sbatch hands our environment on: without what an allocation or a rank has left in it."""
     before = dict(os.environ)
     ours = clean_environ() | {"PYTHONPATH": python_path()}

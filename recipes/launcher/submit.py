@@ -3,7 +3,7 @@
 import sys
 
 from recipes.config.compose import Composed
-from recipes.errors import Mistake
+from recipes.errors import ConfigError
 from recipes.runtime.console import LOGGER, open_console
 from recipes.runtime.world import started_by
 
@@ -11,13 +11,12 @@ from recipes.runtime.world import started_by
 def is_for_cluster(composed: Composed) -> bool:
     """Whether a run is to be submitted, and is not one of the cluster's already."""
     config = composed.config
-    trains: bool = config["mode"]["_target_"].endswith(".fit")
     launcher = config["launcher"]["_target_"] if "launcher" in config else ""
     if not launcher.endswith(".Slurm") or started_by() is not None:
         return False
-    if not trains:
+    if not composed.trains:
         print("launcher=slurm submits what trains; this is carried out here", file=sys.stderr)
-    return trains
+    return composed.trains
 
 
 def submit(composed: Composed) -> int:
@@ -28,9 +27,9 @@ def submit(composed: Composed) -> int:
     """
     from hydra.utils import instantiate
 
-    from recipes.entry.run import EXIT_WRONG_CONFIG
-    from recipes.errors import report
+    from recipes.errors import format_report
     from recipes.launcher.job import JOB_FILE, Job, read_job
+    from recipes.runtime.exit_codes import ExitCode
 
     open_console()
     config = composed.config
@@ -46,9 +45,9 @@ def submit(composed: Composed) -> int:
         job.save()
         was = job.cluster_job
         place.start([job])
-    except Mistake as mistake:
-        print(report([mistake]), file=sys.stderr)
-        return EXIT_WRONG_CONFIG
+    except ConfigError as mistake:
+        print(format_report([mistake]), file=sys.stderr)
+        return ExitCode.INVALID_CONFIG
     name = job.cluster_job
     does = "Submitted as" if name != was else "In the queue already as"
     LOGGER.info(f"{does} job {name}; the run's folder is {folder}")

@@ -14,15 +14,20 @@ from lightning.fabric.loggers.logger import rank_zero_experiment
 from lightning.pytorch.loggers.logger import Logger
 from lightning.pytorch.utilities import rank_zero_only
 
+from recipes.run_folder import (
+    EVENTS_FILE,
+    METRICS_FILE,
+    ROLLED_BACK_FOLDER,
+    read_cells,
+    write_atomically,
+)
+
 LOGGER = logging.getLogger("lightning_recipes")
-METRICS_FILE = "metrics.csv"
-EVENTS_FILE = "events.jsonl"
-UNDONE_FOLDER = "undone"  # rows of steps that a rollback has undone
 # events about a process or the disk, which no resume undoes
 OF_PROCESSES = (
     "start",
     "resume",
-    "checkpoint_refused",
+    "checkpoint_rejected",
     "checkpoint_failed",
     "preempted",
     "oom",
@@ -102,7 +107,7 @@ class CsvLogger(Logger):
 
     def _drop_rows_after(self, step: int) -> None:
         self._rows = []
-        rows = _read(self._folder / METRICS_FILE)
+        rows = read_cells(self._folder / METRICS_FILE)
         kept = [row for row in rows if int(row["step"]) <= step]
         newest = kept.pop() if kept and int(kept[-1]["step"]) == step else None
         if newest is not None:  # a validation at this step may still be to come
@@ -115,16 +120,16 @@ class CsvLogger(Logger):
         """The rows after the step gone back to leave metrics.csv, which has one row a step, for a file of their own."""
         with self._or_later():
             undone = [
-                row for row in _read(self._folder / METRICS_FILE) if int(row["step"]) > to_step
+                row for row in read_cells(self._folder / METRICS_FILE) if int(row["step"]) > to_step
             ]
             if undone:
                 text = io.StringIO(newline="")
                 writer = csv.DictWriter(text, list(undone[0]))
                 writer.writeheader()
                 writer.writerows(undone)
-                folder = self._folder / UNDONE_FOLDER
+                folder = self._folder / ROLLED_BACK_FOLDER
                 folder.mkdir(exist_ok=True)
-                _replace(
+                write_atomically(
                     folder / f"steps_{to_step + 1:07d}_to_{from_step:07d}.csv", text.getvalue()
                 )
         self._drop_rows_after(to_step)
@@ -150,7 +155,7 @@ class CsvLogger(Logger):
             for number, (line, event) in enumerate(zip(lines, events, strict=True))
             if number <= past or event["step"] <= step or event["event"] in OF_PROCESSES
         ]
-        _replace(path, "".join(kept))
+        write_atomically(path, "".join(kept))
         self._events_offset = None
 
     @rank_zero_only
@@ -175,7 +180,7 @@ class CsvLogger(Logger):
             columns = list(dict.fromkeys(names))
             if columns != self._columns:
                 steps = {str(row["step"]) for row in self._rows}
-                kept = [row for row in _read(path) if row["step"] not in steps]
+                kept = [row for row in read_cells(path) if row["step"] not in steps]
                 self._replace_rows(kept, columns)
             else:
                 if self._offset is None:
@@ -207,7 +212,7 @@ class CsvLogger(Logger):
         writer.writeheader()
         writer.writerows(rows)
         before = text.getvalue()
-        _replace(self._folder / METRICS_FILE, before + self._newest_rows(columns))
+        write_atomically(self._folder / METRICS_FILE, before + self._newest_rows(columns))
         self._columns, self._offset = columns, len(before.encode())
 
 
@@ -220,22 +225,6 @@ def _put(path: Path, text: str, offset: int) -> int:
         return file.tell()
 
 
-def _replace(path: Path, text: str) -> None:
-    """A file anew, by one rename."""
-    unfinished = path.with_suffix(".tmp")
-    with unfinished.open("w", newline="") as file:
-        file.write(text)
-    unfinished.replace(path)
-
-
 def _format(value: float) -> str:
     """Whole numbers in full; others in 9 digits, which hold every float32 exactly."""
     return str(int(value)) if float(value).is_integer() else f"{value:.9g}"
-
-
-def _read(path: Path) -> list[dict[str, str]]:
-    if not path.is_file():
-        return []
-    lines = path.read_text().splitlines(keepends=True)
-    # a killed run may leave half a line at the end
-    return list(csv.DictReader(line for line in lines if line.endswith("\n")))

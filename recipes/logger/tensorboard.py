@@ -10,20 +10,25 @@ from lightning.fabric.loggers.logger import rank_zero_experiment
 from lightning.pytorch.loggers.logger import Logger
 from lightning.pytorch.utilities import rank_zero_only
 
-from recipes.errors import Mistake
-from recipes.logger.csv import EVENTS_FILE, METRICS_FILE
+from recipes.errors import ConfigError
 from recipes.logger.tensorboard_records import (
     event_text,
     hyperparameter_records,
-    read_lines,
-    read_rows,
     row_record,
     sample_text,
     start_record,
     text_record,
     verbatim,
 )
-from recipes.logger.writers import SUMMARY_FILE
+from recipes.run_folder import (
+    CONFIG_FILE,
+    EVENTS_FILE,
+    METRICS_FILE,
+    SAMPLES_FILE,
+    SUMMARY_FILE,
+    read_json_lines,
+    read_rows,
+)
 
 if TYPE_CHECKING:
     from torch.utils.tensorboard import FileWriter
@@ -32,8 +37,6 @@ LOGGER = logging.getLogger("lightning_recipes")
 FOLDER = "tensorboard"
 FLUSH_SECONDS = 30  # what is logged is on the disk within them
 MAX_QUEUE = 1000  # records that wait for the disk before training does
-_CONFIG_FILE = "config.yaml"
-_SAMPLES_FILE = "samples.jsonl"
 _AT_START, _AT_RESUME, _AT_SAVE = "start", "resume", "checkpoint"
 _AT_END = ("end", "preempted")
 
@@ -49,7 +52,7 @@ class TensorBoardLogger(Logger):
         run_folder: Of the run.
 
     Raises:
-        Mistake: The package tensorboard is not installed.
+        ConfigError: The package tensorboard is not installed.
     """
 
     def __init__(self, *, run_folder: Path) -> None:
@@ -57,7 +60,7 @@ class TensorBoardLogger(Logger):
         try:
             import torch.utils.tensorboard  # noqa: F401
         except ImportError as error:
-            raise Mistake(
+            raise ConfigError(
                 "logger=tensorboard", str(error), "pip install -e '.[tensorboard]'"
             ) from error
         self._run_folder = Path(run_folder)
@@ -125,7 +128,9 @@ class TensorBoardLogger(Logger):
     def resume_at(self, step: int, *, num_rollbacks: int = 0) -> None:
         """Go on in the same folder after a step, as metrics.csv does, which has been cut there."""
         saved = [
-            one for one in read_lines(self._run_folder / EVENTS_FILE) if one["event"] == _AT_SAVE
+            one
+            for one in read_json_lines(self._run_folder / EVENTS_FILE)
+            if one["event"] == _AT_SAVE
         ]
         # what was logged since the checkpoint before may not have reached the disk
         before = [one["step"] for one in saved if one["step"] < step]
@@ -149,14 +154,14 @@ class TensorBoardLogger(Logger):
         since = max(since, 1)  # at 0 there are the config and the start
         self._row = {}
         self._write(lambda writer: writer.add_event(start_record(), since))
-        rows = read_rows(self._run_folder / METRICS_FILE, range(since, step + 1))
+        rows = _rows_of_steps(self._run_folder / METRICS_FILE, range(since, step + 1))
         for self._step, self._row in rows.items():
             if self._step < step:  # at the step itself a validation may still be to come
                 self._write_row()
-        for event in read_lines(self._run_folder / EVENTS_FILE):
+        for event in read_json_lines(self._run_folder / EVENTS_FILE):
             if event["step"] >= since:
                 self._write_event(event)
-        samples = read_lines(self._run_folder / _SAMPLES_FILE)
+        samples = read_json_lines(self._run_folder / SAMPLES_FILE)
         for sample in samples:
             if since <= sample["step"] <= step:
                 self._write_text("sample", sample_text(sample), sample["step"])
@@ -176,7 +181,7 @@ class TensorBoardLogger(Logger):
         self._write_text(*event_text(event), event["step"], event["time"])
 
     def _write_config(self, step: int, *, with_hyperparameters: bool) -> None:
-        path = self._run_folder / _CONFIG_FILE
+        path = self._run_folder / CONFIG_FILE
         if not path.is_file():
             return
         config = path.read_text()
@@ -190,7 +195,7 @@ class TensorBoardLogger(Logger):
             self._write_text("summary", verbatim(path.read_text()), step)
 
     def _write_samples(self) -> None:
-        samples = read_lines(self._run_folder / _SAMPLES_FILE)
+        samples = read_json_lines(self._run_folder / SAMPLES_FILE)
         for sample in samples[self._num_samples :]:
             self._write_text("sample", sample_text(sample), sample["step"])
         self._num_samples = len(samples)
@@ -212,3 +217,8 @@ class TensorBoardLogger(Logger):
             LOGGER.error(
                 f"{self.log_dir} takes nothing more: {error.strerror}; {METRICS_FILE} has every row"
             )
+
+
+def _rows_of_steps(path: Path, steps: range) -> dict[int, dict[str, float]]:
+    rows = (row for row in read_rows(path) if int(row["step"]) in steps)
+    return {int(row.pop("step")): row for row in rows}

@@ -1,10 +1,7 @@
 """What of a run folder TensorBoard shows, as its records: a row, a text, the hyperparameters. No file is written."""
 
-import csv
-import json
 import textwrap
 from collections.abc import Iterator, Mapping
-from pathlib import Path
 from typing import Any
 
 import yaml
@@ -62,28 +59,6 @@ def sample_text(sample: Mapping[str, Any]) -> str:
 def verbatim(text: str) -> str:
     """Markdown that shows it letter by letter."""
     return textwrap.indent(text, "    ")
-
-
-def read_lines(path: Path) -> list[dict[str, Any]]:
-    """Objects of a file of JSON lines; half a line at its end is none, nor is a missing file."""
-    if not path.is_file():
-        return []
-    lines = path.read_text(encoding="utf-8").splitlines(keepends=True)
-    return [json.loads(line) for line in lines if line.endswith("\n")]
-
-
-def read_rows(path: Path, steps: range) -> dict[int, dict[str, float]]:
-    """The rows of metrics.csv of these steps, by step; none where there is no file."""
-    if not path.is_file():
-        return {}
-    with path.open(newline="") as file:
-        found = [row for row in csv.DictReader(file) if int(row["step"]) in steps]
-    return {
-        int(row["step"]): {
-            name: float(value) for name, value in row.items() if value and name != "step"
-        }
-        for row in found
-    }
 
 
 def _leaves(node: Mapping[str, Any], path: str = "") -> Iterator[tuple[str, Any]]:

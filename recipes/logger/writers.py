@@ -11,8 +11,9 @@ import lightning.pytorch as lightning
 import torch
 from lightning.pytorch.callbacks import Callback
 
-from recipes.model.init import whole_shape
-from recipes.runtime.failure import is_by_peer, is_out_of_memory, word_of_peer
+from recipes.model.init import unsharded_shape
+from recipes.run_folder import SUMMARY_FILE, write_atomically
+from recipes.runtime.failure import is_out_of_memory, is_peer_failure, read_peer_error
 from recipes.runtime.signals import Preempted
 
 
@@ -47,14 +48,11 @@ class RowWriter(Callback):
 LOGGER = logging.getLogger("lightning_recipes")
 
 
-SUMMARY_FILE = "summary.json"
-
-
 # what other callbacks may answer in their `summary()`; each has one owner
 _FROM_CALLBACKS = (
     "tokens_per_second",
     "mfu",
-    "left_out_seconds",
+    "excluded_seconds",
     "peak_memory_gib",
     "rollbacks",
 )
@@ -96,7 +94,7 @@ class SummaryWriter(Callback):
             status = "diverged"
         if isinstance(exception, Preempted):
             status = "preempted"
-        by_other = is_by_peer(exception) and word_of_peer(self._folder) is not None
+        by_other = is_peer_failure(exception) and read_peer_error(self._folder) is not None
         if is_out_of_memory(exception) or by_other:
             status = "out_of_memory"
         self._write(trainer, pl_module, status)
@@ -126,11 +124,11 @@ class SummaryWriter(Callback):
             "seconds": round(self._seconds(), 3),
             "tokens_per_second": None,
             "mfu": None,
-            "left_out_seconds": None,
+            "excluded_seconds": None,
             "peak_memory_gib": None,
             "rollbacks": 0,
             "skipped_steps": 0,
-            "num_parameters": sum(whole_shape(p).numel() for p in pl_module.parameters()),
+            "num_parameters": sum(unsharded_shape(p).numel() for p in pl_module.parameters()),
         }
         num_skipped = 0
         for callback in trainer.callbacks:  # type: ignore[attr-defined]
@@ -140,10 +138,8 @@ class SummaryWriter(Callback):
                 num_skipped += theirs.get("skipped_steps", 0)  # by a loss scaler, and as a spike
         summary["skipped_steps"] = num_skipped
         self.newest = summary
-        unfinished = self._folder / f"{SUMMARY_FILE}.tmp"
         try:
-            unfinished.write_text(json.dumps(summary, indent=2) + "\n")
-            unfinished.replace(self._folder / SUMMARY_FILE)
+            write_atomically(self._folder / SUMMARY_FILE, json.dumps(summary, indent=2) + "\n")
         except OSError as error:
             LOGGER.error(f"{SUMMARY_FILE} could not be written: {error.strerror}")
 

@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from recipes.config.compose import Composed
-from recipes.errors import Mistake
+from recipes.errors import ConfigError
 from recipes.mode.wandb_workspace import as_json, make_workspace
 from recipes.runtime.console import LOGGER
 
@@ -36,7 +36,7 @@ def dashboard(
         path: A file for the JSON, which then is all that is made.
 
     Raises:
-        Mistake: The sections have an error, a package is missing, or W&B refuses the workspace.
+        ConfigError: The sections have an error, a package is missing, or W&B refuses the workspace.
     """
     _find_packages()
     shown = title if title is not None else project
@@ -66,7 +66,7 @@ def _find_packages() -> None:
         import wandb  # noqa: F401
         import wandb_workspaces.workspaces  # noqa: F401
     except ImportError as error:
-        raise Mistake(
+        raise ConfigError(
             "mode=dashboard",
             f"it needs the package {str(error.name).partition('.')[0]}, which is not installed",
             "pip install -e '.[dashboard]'",
@@ -105,10 +105,10 @@ def _send(make: Callable[[str], Any], api: Any, entity: str | None, project: str
     try:
         workspace = make(entity or api.default_entity)
         workspace.save()
-    except Mistake:
+    except ConfigError:
         raise
     except Exception as error:  # of the transport, by several names
-        raise Mistake(
+        raise ConfigError(
             f"mode.entity={entity or 'null'} mode.project={project}",
             f"W&B refuses the workspace: {str(error).splitlines()[0]}",
             "mode.entity=<yours> mode.project=<one that has a run with logger=wandb>",

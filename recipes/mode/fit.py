@@ -9,22 +9,20 @@ from typing import Any
 import lightning.pytorch as lightning
 from lightning.pytorch.callbacks import Callback
 
-from recipes.build import TOKENIZER_FOLDER, Run
+from recipes.build import Run
 from recipes.checkpoint.checkpoint_io import FolderCheckpointIO
 from recipes.checkpoint.resume import newest_checkpoint, step_of
 from recipes.checkpoint.saver import CheckpointSaver
-from recipes.config.compose import ENVIRONMENT_FILE
-from recipes.entry.out_of_memory import leave_word
-from recipes.entry.spawn import EXIT_TERMINATED, EXIT_UNSAVED
-from recipes.logger.csv import EVENTS_FILE, CsvLogger
+from recipes.entry.out_of_memory import write_error_report
+from recipes.logger.csv import CsvLogger
 from recipes.logger.writers import SummaryWriter
 from recipes.mode.start import header
+from recipes.run_folder import ENVIRONMENT_FILE, EVENTS_FILE, OOM_FOLDER, TOKENIZER_FOLDER
 from recipes.runtime.console import LOGGER
 from recipes.runtime.environment import describe_environment
-from recipes.runtime.failure import OOM_FOLDER, is_by_peer, is_out_of_memory, word_of_peer
-from recipes.runtime.signals import EXIT_PREEMPTED, Preempted
-
-EXIT_DIVERGED = 3
+from recipes.runtime.exit_codes import ExitCode
+from recipes.runtime.failure import is_out_of_memory, is_peer_failure, read_peer_error
+from recipes.runtime.signals import Preempted
 
 
 class GaveUpError(Exception):
@@ -40,7 +38,7 @@ class GaveUpError(Exception):
         self.exit_code = exit_code
 
 
-class Began(Callback):
+class RunStartCallback(Callback):
     """Says what is trained, and writes the config, once everything is built and every state restored.
 
     Until then a resume that fails leaves the run it meant as it was.
@@ -89,7 +87,7 @@ class Began(Callback):
     def _tell_resume(self, step: int) -> None:
         run, io = self._run, _checkpoint_io(self._run)
         for refused in io.refused:
-            _log_event(run, "checkpoint_refused", step, path=refused.path.name, why=refused.why)
+            _log_event(run, "checkpoint_rejected", step, path=refused.path.name, why=refused.why)
         assert io.loaded is not None, "a run that is past step 0 has loaded a checkpoint"
         # a run killed between the checkpoint and the line that tells of it
         ours = io.loaded.parents[1] == run.folder.resolve()
@@ -115,7 +113,7 @@ def fit(run: Run) -> int:
     LOGGER.info(f"{run.name}: the run's folder is {run.folder}")
     run.data.prepare_data()
     LOGGER.info(f"data: {run.data.source.describe()}")
-    run.trainer.callbacks.insert(0, Began(run))  # type: ignore[attr-defined]
+    run.trainer.callbacks.insert(0, RunStartCallback(run))  # type: ignore[attr-defined]
     try:
         _fit(run)
     except Preempted as stopped:
@@ -127,7 +125,7 @@ def fit(run: Run) -> int:
     assert summary is not None, "training has ended"
     if summary["train_loss"] is None:
         LOGGER.error(f"Diverged: the training loss is no number; the run's folder is {run.folder}")
-        return EXIT_DIVERGED
+        return ExitCode.DIVERGED
     LOGGER.info(_last_line(summary, run.folder))
     return _exit_code_of_saves(run)
 
@@ -139,7 +137,7 @@ def _exit_code_of_saves(run: Run) -> int:
     if newest is None or newest.is_whole:
         return 0
     LOGGER.error(f"The last checkpoint of this run, {newest.path.name}, was not written")
-    return EXIT_DIVERGED if newest.refused is not None else EXIT_UNSAVED
+    return ExitCode.DIVERGED if newest.refused is not None else ExitCode.UNSAVED
 
 
 def _preempted(run: Run, stopped: Preempted) -> int:
@@ -155,7 +153,7 @@ def _preempted(run: Run, stopped: Preempted) -> int:
     else:
         LOGGER.error(f"{where}; nothing was saved")
     run.trainer.strategy.barrier()  # a rank that has ended ends the others, wherever they are
-    return EXIT_PREEMPTED if stopped.saved else EXIT_TERMINATED
+    return ExitCode.PREEMPTED if stopped.saved else ExitCode.TERMINATED
 
 
 def _gave_up(run: Run, error: GaveUpError) -> int:
@@ -184,9 +182,9 @@ def _fit(run: Run) -> None:
             _tell_out_of_memory(run, error)
             raise
         what = f"{type(error).__name__}: {error}"
-        if is_by_peer(error):
+        if is_peer_failure(error):
             what = "another rank failed first; what it said is on the console"
-            if (word := word_of_peer(run.folder)) is not None:
+            if (word := read_peer_error(run.folder)) is not None:
                 _tell_full(run, word)
                 raise
         _log_event(run, "end", run.trainer.global_step, status="failed", error=what)
@@ -198,7 +196,7 @@ def _tell_out_of_memory(run: Run, error: Exception) -> None:
     told: dict[str, Any] = {"rank": run.trainer.global_rank, "step": run.trainer.global_step}
     told |= {"error": str(error).partition("\n")[0]}
     with contextlib.suppress(OSError):  # a full disk is not what ends this run
-        leave_word(run.folder, **told)
+        write_error_report(run.folder, **told)
     _tell_full(run, told)
 
 
@@ -223,7 +221,7 @@ def _checkpoint_io(run: Run) -> FolderCheckpointIO:
 
 def _log_event(run: Run, event: str, step: int, **fields: Any) -> None:
     """Where training has begun: a resume that fails leaves the run it meant as it was."""
-    [began] = [one for one in run.trainer.callbacks if isinstance(one, Began)]  # type: ignore[attr-defined]
+    [began] = [one for one in run.trainer.callbacks if isinstance(one, RunStartCallback)]  # type: ignore[attr-defined]
     if run.checkpoint is not None and not began.has_begun:
         return
     for logger in run.trainer.loggers:

@@ -6,13 +6,13 @@ from typing import Any, Literal
 from recipes.build import Run
 from recipes.checkpoint.checkpoint_io import FolderCheckpointIO
 from recipes.checkpoint.shards import load_module
-from recipes.errors import Mistake
+from recipes.errors import ConfigError
 from recipes.numerics.ema import NAME as AVERAGE
-from recipes.task.base import LearningTask
+from recipes.task.base import TrainingTask
 from recipes.tokenizer import Tokenizer
 
 
-def load_task(run: Run, weights: Literal["trained", "ema"]) -> tuple[LearningTask, Path]:
+def load_task(run: Run, weights: Literal["trained", "ema"]) -> tuple[TrainingTask, Path]:
     """The run's task with its model on the device, in eval mode, and the checkpoint its weights are of.
 
     Args:
@@ -20,10 +20,10 @@ def load_task(run: Run, weights: Literal["trained", "ema"]) -> tuple[LearningTas
         weights: Those that were trained, or their average.
 
     Raises:
-        Mistake: There is no checkpoint (`resume=auto` in a folder without one), or no average in it.
+        ConfigError: There is no checkpoint (`resume=auto` in a folder without one), or no average in it.
     """
     if run.checkpoint is None:
-        raise Mistake(
+        raise ConfigError(
             "resume=auto",
             f"{run.folder} holds no whole checkpoint",
             "resume=<a run that saved one>",
@@ -51,7 +51,7 @@ def _average(state: dict[str, Any]) -> dict[str, Any]:
         if AVERAGE in moments.get(index, {})
     }
     if not average:
-        raise Mistake(
+        raise ConfigError(
             "mode.weights=ema",
             "the checkpoint holds no average of the weights: its run was trained without ema_decay",
             "mode.weights=trained",

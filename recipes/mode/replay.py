@@ -12,11 +12,11 @@ from recipes.build import Run
 from recipes.checkpoint.layout import is_shard
 from recipes.checkpoint.shard_file import open_tensors
 from recipes.checkpoint.shards import load_module
-from recipes.errors import Mistake
+from recipes.errors import ConfigError
 from recipes.mode.load import load_task
 from recipes.numerics.gradients import global_norm
 from recipes.runtime.console import LOGGER
-from recipes.task.base import LearningTask
+from recipes.task.base import TrainingTask
 
 FOLDER = "spikes"
 SHOWN_SAMPLES = 5
@@ -30,7 +30,7 @@ def replay(run: Run, *, step: int | None) -> int:
         step: Optimizer steps completed with it; None: the newest there is.
 
     Raises:
-        Mistake: There is no evidence of that step.
+        ConfigError: There is no evidence of that step.
     """
     task, checkpoint = load_task(run, "trained")
     folder = _evidence(checkpoint.parents[1] / FOLDER, step)
@@ -62,7 +62,7 @@ def _evidence(parent: Path, step: int | None) -> Path:
     wanted = found[-1:] if step is None else [parent / f"step_{step:07d}"]
     if not wanted or not (wanted[0] / "spike.json").is_file():
         have = ", ".join(str(int(path.name.removeprefix("step_"))) for path in found)
-        raise Mistake(
+        raise ConfigError(
             f"mode.step={step if step is not None else 'null'}",
             f"there is no evidence of it in {parent}" + (f", but of {have}" if have else ""),
             f"mode.step={have.split(', ')[-1]}" if have else "resume=<a run that has met a spike>",
@@ -70,14 +70,14 @@ def _evidence(parent: Path, step: int | None) -> Path:
     return wanted[0]
 
 
-def _other(task: LearningTask, name: str, saved: Any) -> Any:
+def _other(task: TrainingTask, name: str, saved: Any) -> Any:
     """The tensor that a tied name stands for."""
     own = dict(task.named_parameters(remove_duplicate=False))
     return next(saved[other] for other, one in own.items() if one is own[name] and other in saved)
 
 
 def _compute(
-    run: Run, task: LearningTask, ranks: list[dict[str, Any]]
+    run: Run, task: TrainingTask, ranks: list[dict[str, Any]]
 ) -> tuple[float, dict[str, float | None], float]:
     """Loss, gradient norm by block, global norm: all ranks' micro-batches one after the other."""
     device = run.trainer.strategy.root_device

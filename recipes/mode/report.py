@@ -6,13 +6,14 @@ from os.path import commonpath
 from pathlib import Path
 from typing import Any
 
-from recipes.config.compose import CONFIG_FILE, Composed
-from recipes.errors import Mistake
+from recipes.config.compose import Composed
+from recipes.errors import ConfigError
+from recipes.run_folder import CONFIG_FILE, EVENTS_FILE, LOG_FILE, METRICS_FILE, SUMMARY_FILE
 from recipes.runtime.console import LOGGER
 
 PAGE = "report.html"
 # what a run leaves, the earliest first: one that failed at its start has a log alone
-LEFT_BY_A_RUN = ("train.log", "events.jsonl", "metrics.csv", "summary.json")
+LEFT_BY_A_RUN = (LOG_FILE, EVENTS_FILE, METRICS_FILE, SUMMARY_FILE)
 
 
 def report(
@@ -35,7 +36,7 @@ def report(
         write: Writes it: `(folders, path, sort=, dashboard=)`.
 
     Raises:
-        Mistake: There is no run where one was named, or none has `sort`.
+        ConfigError: There is no run where one was named, or none has `sort`.
     """
     del composed
     folders = find_runs([runs] if isinstance(runs, str) else runs)
@@ -45,7 +46,7 @@ def report(
     except LookupError as error:
         if type(error) is not LookupError:  # a fault of ours
             raise
-        raise Mistake(f"mode.sort={sort}", str(error), "mode.sort=<one of these>") from error
+        raise ConfigError(f"mode.sort={sort}", str(error), "mode.sort=<one of these>") from error
     LOGGER.info(f"{len(folders)} run{'' if len(folders) == 1 else 's'} compared by {sort}")
     LOGGER.info(str(page))
     return 0
@@ -55,10 +56,10 @@ def find_runs(named: Sequence[str]) -> list[Path]:
     """The run folders that words name, each once.
 
     Raises:
-        Mistake: A word names none.
+        ConfigError: A word names none.
     """
     if not named:
-        raise Mistake("mode.runs=[]", "no run is named", "mode.runs=[logs/<name>]")
+        raise ConfigError("mode.runs=[]", "no run is named", "mode.runs=[logs/<name>]")
     found = [folder for word in named for folder in _runs_of(word)]
     return list({folder.resolve(): folder for folder in found}.values())
 
@@ -66,12 +67,12 @@ def find_runs(named: Sequence[str]) -> list[Path]:
 def _runs_of(word: str) -> list[Path]:
     expanded = str(Path(word).expanduser())
     matches = [Path(expanded)] if Path(expanded).exists() else list(map(Path, glob.glob(expanded)))
-    remedy = "mode.runs=[<run folders, globs or a sweep's folder>]"
+    fix = "mode.runs=[<run folders, globs or a sweep's folder>]"
     if not matches:
-        raise Mistake(f"mode.runs=[{word}]", "there is no such folder", remedy)
+        raise ConfigError(f"mode.runs=[{word}]", "there is no such folder", fix)
     found = [run for match in sorted(matches) for run in _runs_in(match, depth=2)]
     if not found:
-        raise Mistake(f"mode.runs=[{word}]", "there is no run in it", remedy)
+        raise ConfigError(f"mode.runs=[{word}]", "there is no run in it", fix)
     return found
 
 
@@ -97,7 +98,7 @@ def _page(path: str | None, folders: Sequence[Path]) -> Path:
         return named / PAGE if named.is_dir() else named
     parent = Path(commonpath([folder.resolve().parent for folder in folders]))
     if _is_run(parent):
-        raise Mistake(
+        raise ConfigError(
             "mode.path=null", f"{parent} is a run with a page of its own", "mode.path=<a file>"
         )
     return parent / PAGE

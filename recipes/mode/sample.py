@@ -3,7 +3,7 @@
 from typing import Literal
 
 from recipes.build import Run
-from recipes.errors import Mistake
+from recipes.errors import ConfigError
 from recipes.mode.load import load_task, load_tokenizer
 from recipes.runtime.console import LOGGER
 from recipes.task.language_modeling import LanguageModeling
@@ -38,7 +38,7 @@ def sample(
     assert isinstance(task, LanguageModeling), "the config check lets only language models pass"
     task.tokenizer = load_tokenizer(run)
     if task.tokenizer is None:
-        raise Mistake(
+        raise ConfigError(
             f"mode=sample resume={run.folder}", "that run's data was no text", "a run on text"
         )
     for number in range(num_samples):

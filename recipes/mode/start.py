@@ -4,13 +4,13 @@ from collections.abc import Iterator
 from pathlib import Path
 
 from recipes.build import Run
-from recipes.model.init import whole_shape
+from recipes.model.init import unsharded_shape
 
 
 def header(run: Run, *, resumed_from: Path | None) -> Iterator[str]:
     """What is trained, on what, in which portions: three lines before the first step."""
     trainer, plan = run.trainer, run.accumulation
-    num_parameters = sum(whole_shape(weight).numel() for weight in run.task.parameters())
+    num_parameters = sum(unsharded_shape(weight).numel() for weight in run.task.parameters())
     ranks = trainer.world_size
     devices = str(run.task.device) if ranks == 1 else f"{ranks} ranks of {run.task.device.type}"
     where = f"{devices}, {run.precision.name}, {type(trainer.strategy).__name__}"

@@ -11,9 +11,9 @@ from hydra.core.config_loader import ConfigLoader
 from hydra.core.global_hydra import GlobalHydra
 
 from recipes.config.check.command_line import compose_typed
-from recipes.config.compose import CONF, Composed, parse
-from recipes.config.overrides import override
-from recipes.errors import Mistake
+from recipes.config.compose import CONF, Composed, parse_override
+from recipes.config.overrides import make_override
+from recipes.errors import ConfigError
 from recipes.logger.wandb.init import DEFAULT_PROJECT
 from recipes.runtime.console import LOGGER
 from recipes.sweep.leaderboard import check_objective
@@ -45,16 +45,16 @@ def wandb_sweep(
         path: The file.
 
     Raises:
-        Mistake: W&B cannot search this space so.
+        ConfigError: W&B cannot search this space so.
     """
-    from recipes.entry.run import EXIT_WRONG_CONFIG
-    from recipes.errors import report
+    from recipes.errors import format_report
+    from recipes.runtime.exit_codes import ExitCode
 
     check_objective(objective)
     space, fixed, mistakes = _searched(composed)
     if mistakes:
-        LOGGER.error(report(mistakes))
-        return EXIT_WRONG_CONFIG
+        LOGGER.error(format_report(mistakes))
+        return ExitCode.INVALID_CONFIG
     search = Search(
         objective=objective,
         direction=direction,
@@ -67,12 +67,12 @@ def wandb_sweep(
     return 0
 
 
-def _searched(composed: Composed) -> tuple[SearchSpace, list[str], list[Mistake]]:
+def _searched(composed: Composed) -> tuple[SearchSpace, list[str], list[ConfigError]]:
     """What the trials differ in, what all of them are given, and what cannot be."""
-    words = [*composed.sweep_words, *fixed_words(composed.overrides)]
+    words = [*composed.sweep_overrides, *fixed_words(composed.overrides)]
     space, mistakes = read_space(words, config_loader=_loader(composed))
     if not mistakes and not space.parameters:
-        raise Mistake(
+        raise ConfigError(
             "mode=wandb_sweep",
             "there is nothing to search",
             "mode=wandb_sweep sweep=<an entry of conf/sweep/>",
@@ -99,30 +99,30 @@ def _flags(composed: Composed) -> list[str]:
 
 def _of_every_trial(composed: Composed, fixed: list[str]) -> list[str]:
     """What was typed, and what makes a trial of it: told to W&B, one run, which goes on when it is started again."""
-    typed = {parse(word).key_or_group: word for word in fixed}
+    typed = {parse_override(word).key_or_group: word for word in fixed}
     words = ["resume=auto"]
     if "sweep" in typed:
         words.append("hydra.mode=RUN")  # whatever the entry says
     if "wandb" not in composed.config["logger"]:
         if "logger" in typed:
-            raise Mistake(typed["logger"], "W&B is not told of the trials", "logger=wandb")
+            raise ConfigError(typed["logger"], "W&B is not told of the trials", "logger=wandb")
         words.append("logger=wandb")
     return [*fixed, *words]
 
 
-def _refused(composed: Composed, space: SearchSpace, fixed: list[str]) -> list[Mistake]:
+def _refused(composed: Composed, space: SearchSpace, fixed: list[str]) -> list[ConfigError]:
     """What cannot be composed of the options, one by one; of an interval one end stands for all."""
-    mistakes: dict[str, Mistake] = {}
+    mistakes: dict[str, ConfigError] = {}
     for key, parameter in space.parameters.items():
         name = name_of(key)
         values = parameter.values if isinstance(parameter, Choice) else (parameter.low,)
         for value in values:
-            _, wrong = _composed(composed, [*fixed, override(name, value)])
+            _, wrong = _composed(composed, [*fixed, make_override(name, value)])
             mistakes |= {str(mistake): mistake for mistake in wrong}
     return list(mistakes.values())
 
 
-def _composed(composed: Composed, words: list[str]) -> tuple[Composed | None, list[Mistake]]:
+def _composed(composed: Composed, words: list[str]) -> tuple[Composed | None, list[ConfigError]]:
     return compose_typed(
         words, config_folder=Path(composed.config_folder), config_name=composed.config_name
     )
@@ -148,7 +148,7 @@ def _write(content: dict[str, Any], path: Path) -> None:
     try:
         path.write_text(header + text)
     except OSError as error:
-        raise Mistake(
+        raise ConfigError(
             f"mode.path={path}", f"it cannot be written: {error.strerror}", "mode.path=<a file>"
         ) from error
     shown = shlex.quote(str(path))

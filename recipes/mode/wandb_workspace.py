@@ -4,7 +4,7 @@ import re
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from recipes.errors import Mistake
+from recipes.errors import ConfigError
 
 STEP = "trainer/global_step"  # the x axis everywhere
 KINDS = ("line", "bar", "parallel")
@@ -26,7 +26,7 @@ def make_workspace(
     """A `wandb_workspaces.workspaces.Workspace`, not saved.
 
     Raises:
-        Mistake: A section or a panel is none.
+        ConfigError: A section or a panel is none.
     """
     import wandb_workspaces.workspaces as ws
 
@@ -100,21 +100,21 @@ def _check_panel(where: str, panel: object) -> None:
     for key in ("metrics", "parameters"):
         names = panel[key] if key in panel else ["-"]
         if not names or not all(isinstance(name, str) for name in names):
-            raise Mistake(
+            raise ConfigError(
                 f"{where}.{key}={names}", "it takes a list of names", f"{key}: [<name>, …]"
             )
     kind = (_DEFAULTS | panel)["kind"]
     if kind not in KINDS:
-        raise Mistake(
+        raise ConfigError(
             f"{where}.kind={kind}", f"the kinds are {', '.join(KINDS)}", "kind: <one of them>"
         )
     if (kind == "parallel") != ("parameters" in panel):
         takes = "needs" if kind == "parallel" else "has no"
-        remedy = "parameters: [<key of the config>, …]" if takes == "needs" else "kind: parallel"
-        raise Mistake(f"{where}.kind={kind}", f"a {kind} panel {takes} parameters", remedy)
+        fix = "parameters: [<key of the config>, …]" if takes == "needs" else "kind: parallel"
+        raise ConfigError(f"{where}.kind={kind}", f"a {kind} panel {takes} parameters", fix)
     patterns = [name for name in panel["metrics"] if "*" in name]
     if kind != "line" and patterns:
-        raise Mistake(
+        raise ConfigError(
             f"{where}.metrics={patterns}",
             f"a {kind} panel names each of its metrics",
             "metrics: [<whole name>, …]",
@@ -125,15 +125,19 @@ def _check_words(
     where: str, node: object, words: Mapping[str, type], *, required: tuple[str, ...]
 ) -> None:
     if not isinstance(node, dict):
-        raise Mistake(f"{where}={node}", f"it takes {', '.join(words)}", f"{{{required[0]}: …, …}}")
+        raise ConfigError(
+            f"{where}={node}", f"it takes {', '.join(words)}", f"{{{required[0]}: …, …}}"
+        )
     for key, value in node.items():
         if key not in words:
-            raise Mistake(
+            raise ConfigError(
                 f"{where}.{key}={value}", f"there is no word {key!r}", f"one of {', '.join(words)}"
             )
         if not isinstance(value, words[key]):
             of = {str: "text", list: "a list", bool: "true or false"}[words[key]]
-            raise Mistake(f"{where}.{key}={value}", f"it takes {of}", f"{key}: <{of}>")
+            raise ConfigError(f"{where}.{key}={value}", f"it takes {of}", f"{key}: <{of}>")
     for key in required:
         if key not in node:
-            raise Mistake(f"no {where}.{key}", f"it needs {' and '.join(required)}", f"{key}: …")
+            raise ConfigError(
+                f"no {where}.{key}", f"it needs {' and '.join(required)}", f"{key}: …"
+            )

@@ -51,16 +51,16 @@ def flops_per_sample(model: nn.Module, shape: Sequence[int]) -> Flops | None:
 def decoder_flops_per_token(
     model: nn.Module, *, embedding: nn.Embedding, attention_width: int, seq_len: int
 ) -> Flops:
-    """FLOPs per trained token of a decoder with `model.blocks` and `model.tie_head`.
+    """FLOPs per trained token of a decoder with `model.blocks` and `model.tie_embeddings`.
 
     Args:
         model: The whole decoder, on any device, also meta.
         embedding: Its input embedding, left out of N where it is not the head as well.
-        attention_width: H Q, query heads times head size; equal to the width in most models.
+        attention_width: H Q, query heads times head size; equal to the hidden_size in most models.
         seq_len: T, tokens per sample.
     """
     num_parameters = sum(parameter.numel() for parameter in model.parameters())
-    if not model.tie_head:
+    if not model.tie_embeddings:
         num_parameters -= embedding.weight.numel()
     assert isinstance(model.blocks, nn.ModuleList)
     attention = 6.0 * len(model.blocks) * attention_width * seq_len
@@ -69,7 +69,7 @@ def decoder_flops_per_token(
     )
 
 
-class TellsFlops:
+class CountsFlops:
     """A task whose batches have `inputs`. The model at hand may be in pieces: these ask a whole one."""
 
     @abstractmethod

@@ -12,7 +12,7 @@ from contextlib import contextmanager
 import torch
 from torch import Tensor
 
-from recipes.errors import Mistake
+from recipes.errors import ConfigError
 from recipes.model import KeyValueCache, LanguageModel
 
 
@@ -138,10 +138,12 @@ def _check(
     prompt_tokens: list[int], *, temperature: float, top_k: int | None, top_p: float | None
 ) -> None:
     if not prompt_tokens:
-        raise Mistake("an empty prompt", "the first token needs one before it", "a word as prompt")
+        raise ConfigError(
+            "an empty prompt", "the first token needs one before it", "a word as prompt"
+        )
     if temperature < 0.0:
-        raise Mistake(f"temperature={temperature}", "it divides the logits", "temperature=0.8")
+        raise ConfigError(f"temperature={temperature}", "it divides the logits", "temperature=0.8")
     if top_k is not None and top_k < 1:
-        raise Mistake(f"top_k={top_k}", "at least one token must be left", "top_k=null for all")
+        raise ConfigError(f"top_k={top_k}", "at least one token must be left", "top_k=null for all")
     if top_p is not None and not 0.0 < top_p <= 1.0:
-        raise Mistake(f"top_p={top_p}", "it is a share of probability", "top_p=0.95, or null")
+        raise ConfigError(f"top_p={top_p}", "it is a share of probability", "top_p=0.95, or null")

@@ -1,6 +1,6 @@
 """GPT-2 (Radford et al. 2019): learned positions, LayerNorm, GELU. 6 N + 12 L W T FLOPs a token.
 
-Shapes: B sequences, T tokens, W width, H heads, Q = W / H head size, V vocabulary padded to a
+Shapes: B sequences, T tokens, W hidden_size, H heads, Q = W / H head size, V vocabulary padded to a
 multiple.
 """
 
@@ -12,7 +12,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from recipes.errors import Mistake
+from recipes.errors import ConfigError
 from recipes.model.attention import KeyValueCache, LayerCache, attend
 from recipes.model.flops import Flops, decoder_flops_per_token
 from recipes.model.init import init_decoder
@@ -22,31 +22,33 @@ from recipes.model.vocab_padding import hide_padding, padded_vocab_size
 class Attention(nn.Module):
     """Multi-head causal self-attention; one matrix makes queries, keys and values."""
 
-    def __init__(self, *, width: int, num_heads: int, dropout: float) -> None:
+    def __init__(self, *, hidden_size: int, num_heads: int, dropout: float) -> None:
         super().__init__()
         self.num_heads = num_heads
         self.dropout = dropout
-        self.qkv = nn.Linear(width, 3 * width)
-        self.out = nn.Linear(width, width)
+        self.qkv = nn.Linear(hidden_size, 3 * hidden_size)
+        self.out = nn.Linear(hidden_size, hidden_size)
 
     def forward(self, x: Tensor, cache: LayerCache | None) -> Tensor:
         """[B, T, W] -> [B, T, W]"""
-        batch, num_tokens, width = x.shape
-        heads = self.qkv(x).view(batch, num_tokens, 3, self.num_heads, width // self.num_heads)
+        batch, num_tokens, hidden_size = x.shape
+        heads = self.qkv(x).view(
+            batch, num_tokens, 3, self.num_heads, hidden_size // self.num_heads
+        )
         queries, keys, values = heads.permute(2, 0, 3, 1, 4).unbind(0)  # [B, H, T, Q] each, views
         dropout = self.dropout if self.training else 0.0
         mixed = attend(queries, keys, values, dropout=dropout, cache=cache)  # [B, H, T, Q]
-        out: Tensor = self.out(mixed.transpose(1, 2).reshape(batch, num_tokens, width))
+        out: Tensor = self.out(mixed.transpose(1, 2).reshape(batch, num_tokens, hidden_size))
         return out
 
 
 class Mlp(nn.Module):
     """Two linear layers, four times as wide between them."""
 
-    def __init__(self, *, width: int) -> None:
+    def __init__(self, *, hidden_size: int) -> None:
         super().__init__()
-        self.up = nn.Linear(width, 4 * width)
-        self.out = nn.Linear(4 * width, width)
+        self.up = nn.Linear(hidden_size, 4 * hidden_size)
+        self.out = nn.Linear(4 * hidden_size, hidden_size)
 
     def forward(self, x: Tensor) -> Tensor:
         """[B, T, W] -> [B, T, W]"""
@@ -57,12 +59,12 @@ class Mlp(nn.Module):
 class Block(nn.Module):
     """Attention, then the MLP, each on a normalized copy of the residual stream."""
 
-    def __init__(self, *, width: int, num_heads: int, dropout: float) -> None:
+    def __init__(self, *, hidden_size: int, num_heads: int, dropout: float) -> None:
         super().__init__()
-        self.attention_norm = nn.LayerNorm(width)
-        self.attention = Attention(width=width, num_heads=num_heads, dropout=dropout)
-        self.mlp_norm = nn.LayerNorm(width)
-        self.mlp = Mlp(width=width)
+        self.attention_norm = nn.LayerNorm(hidden_size)
+        self.attention = Attention(hidden_size=hidden_size, num_heads=num_heads, dropout=dropout)
+        self.mlp_norm = nn.LayerNorm(hidden_size)
+        self.mlp = Mlp(hidden_size=hidden_size)
         self.dropout = nn.Dropout(dropout)
 
     def forward(self, x: Tensor, cache: LayerCache | None = None) -> Tensor:
@@ -79,15 +81,15 @@ class GPT2(nn.Module):
         vocab_size: Tokens that exist.
         max_seq_len: Positions that exist; longer inputs are refused.
         num_layers: Blocks.
-        num_heads: Attention heads; divides `width`.
-        width: Size of the residual stream.
+        num_heads: Attention heads; divides `hidden_size`.
+        hidden_size: Size of the residual stream.
         dropout: On the embedding, attention weights and residual branches.
-        pad_vocab_to: Embedding rows are rounded up to a multiple of this; 1: none are added.
-        tie_head: The head is the token embedding.
+        vocab_pad_multiple: Embedding rows are rounded up to a multiple of this; 1: none are added.
+        tie_embeddings: The head is the token embedding.
         pretrained: Folder or hub name of weights to start from; None: `init_weights`.
 
     Raises:
-        Mistake: `num_heads` does not divide `width`.
+        ConfigError: `num_heads` does not divide `hidden_size`.
     """
 
     input_kind: ClassVar[str] = "tokens"
@@ -99,34 +101,35 @@ class GPT2(nn.Module):
         max_seq_len: int,
         num_layers: int,
         num_heads: int,
-        width: int,
+        hidden_size: int,
         dropout: float,
-        pad_vocab_to: int = 64,
-        tie_head: bool = True,
+        vocab_pad_multiple: int = 64,
+        tie_embeddings: bool = True,
         pretrained: str | None = None,
     ) -> None:
         super().__init__()
-        _check_heads(num_heads, width=width)
+        _check_heads(num_heads, hidden_size=hidden_size)
         self.vocab_size = vocab_size
         self.max_seq_len = max_seq_len
         self.num_layers = num_layers
         self.num_heads = num_heads
-        self.width = width
-        self.tie_head = tie_head
+        self.hidden_size = hidden_size
+        self.tie_embeddings = tie_embeddings
         self.pretrained = pretrained
-        num_rows = padded_vocab_size(vocab_size, multiple=pad_vocab_to)
-        self.embedding = nn.Embedding(num_rows, width)
-        self.position = nn.Embedding(max_seq_len, width)
+        num_rows = padded_vocab_size(vocab_size, multiple=vocab_pad_multiple)
+        self.embedding = nn.Embedding(num_rows, hidden_size)
+        self.position = nn.Embedding(max_seq_len, hidden_size)
         self.dropout = nn.Dropout(dropout)
         self.blocks = nn.ModuleList(
-            Block(width=width, num_heads=num_heads, dropout=dropout) for _ in range(num_layers)
+            Block(hidden_size=hidden_size, num_heads=num_heads, dropout=dropout)
+            for _ in range(num_layers)
         )
-        self.norm = nn.LayerNorm(width)
-        self.head = nn.Linear(width, num_rows, bias=False)
+        self.norm = nn.LayerNorm(hidden_size)
+        self.head = nn.Linear(hidden_size, num_rows, bias=False)
         self._tie()
 
     def _tie(self) -> None:
-        if self.tie_head:
+        if self.tie_embeddings:
             self.head.weight = self.embedding.weight
 
     def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> Self:
@@ -167,14 +170,14 @@ class GPT2(nn.Module):
     def flops_per_token(self, seq_len: int) -> Flops:
         """FLOPs per trained token at `seq_len`, forward and backward."""
         return decoder_flops_per_token(
-            self, embedding=self.embedding, attention_width=self.width, seq_len=seq_len
+            self, embedding=self.embedding, attention_width=self.hidden_size, seq_len=seq_len
         )
 
 
-def _check_heads(num_heads: int, *, width: int) -> None:
-    if width % num_heads != 0:
-        raise Mistake(
+def _check_heads(num_heads: int, *, hidden_size: int) -> None:
+    if hidden_size % num_heads != 0:
+        raise ConfigError(
             f"model.num_heads={num_heads}",
-            f"heads share model.width={width} evenly and {width} / {num_heads} is not whole",
-            f"model.width={math.ceil(width / num_heads) * num_heads}",
+            f"heads share model.hidden_size={hidden_size} evenly and {hidden_size} / {num_heads} is not whole",
+            f"model.hidden_size={math.ceil(hidden_size / num_heads) * num_heads}",
         )

@@ -110,7 +110,7 @@ def constant_(parameter: Tensor, value: float) -> None:
     local.fill_(value)
 
 
-def whole_shape(parameter: Tensor) -> torch.Size:
+def unsharded_shape(parameter: Tensor) -> torch.Size:
     """The shape of a parameter that this rank may hold only a part of (DeepSpeed says it in `ds_shape`)."""
     shape: torch.Size = getattr(parameter, "ds_shape", parameter.shape)
     return shape

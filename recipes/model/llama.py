@@ -1,6 +1,6 @@
 """Llama (arXiv:2302.13971, 2407.21783): RMSNorm, RoPE, SwiGLU, GQA. 6 N + 12 L H Q T FLOPs a token.
 
-Shapes: B sequences, T tokens, W width, Q head size, V padded vocabulary.
+Shapes: B sequences, T tokens, W hidden_size, Q head size, V padded vocabulary.
 """
 
 import math
@@ -10,7 +10,7 @@ from typing import ClassVar, Self
 import torch
 from torch import Tensor, nn
 
-from recipes.errors import Mistake
+from recipes.errors import ConfigError
 from recipes.model.attention import KeyValueCache
 from recipes.model.flops import Flops, decoder_flops_per_token
 from recipes.model.init import init_decoder
@@ -28,20 +28,20 @@ class Llama(nn.Module):
         num_layers: Blocks.
         num_heads: Query heads.
         num_kv_heads: Key-value heads; divides `num_heads`.
-        width: Size of the residual stream.
-        hidden_width: Size between the linear layers of the MLP.
+        hidden_size: Size of the residual stream.
+        ffn_hidden_size: Size between the linear layers of the MLP.
         rope_theta: Base of the rotary wavelengths.
         rope_scaling_factor: Llama 3.1's stretch of the long wavelengths (8; Llama 3.2: 32); None:
             none.
         rms_eps: Added to the mean square.
-        head_dim: Size of a head; None: `width / num_heads`.
-        tie_head: The head is the token embedding.
+        head_dim: Size of a head; None: `hidden_size / num_heads`.
+        tie_embeddings: The head is the token embedding.
         qk_norm: RMSNorm on each query and key head before it is rotated, as in Qwen3.
-        pad_vocab_to: Embedding rows are rounded up to a multiple of this; 1: none are added.
+        vocab_pad_multiple: Embedding rows are rounded up to a multiple of this; 1: none are added.
         pretrained: Folder or hub name of weights to start from; None: `init_weights`.
 
     Raises:
-        Mistake: heads do not divide what they share.
+        ConfigError: heads do not divide what they share.
     """
 
     input_kind: ClassVar[str] = "tokens"
@@ -56,58 +56,62 @@ class Llama(nn.Module):
         num_layers: int,
         num_heads: int,
         num_kv_heads: int,
-        width: int,
-        hidden_width: int,
+        hidden_size: int,
+        ffn_hidden_size: int,
         rope_theta: float,
         rope_scaling_factor: float | None = None,
         rms_eps: float = 1e-5,
         head_dim: int | None = None,
-        tie_head: bool = False,
+        tie_embeddings: bool = False,
         qk_norm: bool = False,
-        pad_vocab_to: int = 64,
+        vocab_pad_multiple: int = 64,
         pretrained: str | None = None,
     ) -> None:
         super().__init__()
-        _check_heads(num_heads, num_kv_heads=num_kv_heads, width=width, head_dim=head_dim)
+        _check_heads(
+            num_heads, num_kv_heads=num_kv_heads, hidden_size=hidden_size, head_dim=head_dim
+        )
         self.vocab_size = vocab_size
         self.max_seq_len = max_seq_len
         self.num_layers = num_layers
         self.num_heads = num_heads
         self.num_kv_heads = num_kv_heads
-        self.width = width
-        self.hidden_width = hidden_width
+        self.hidden_size = hidden_size
+        self.ffn_hidden_size = ffn_hidden_size
         self.rope_theta = rope_theta
         self.rope_scaling_factor = rope_scaling_factor
         self.rms_eps = rms_eps
-        self.head_dim = width // num_heads if head_dim is None else head_dim
-        self.tie_head = tie_head
+        self.head_dim = hidden_size // num_heads if head_dim is None else head_dim
+        self.tie_embeddings = tie_embeddings
         self.qk_norm = qk_norm
         self.pretrained = pretrained
-        self._build(num_rows=padded_vocab_size(vocab_size, multiple=pad_vocab_to))
+        self._build(num_rows=padded_vocab_size(vocab_size, multiple=vocab_pad_multiple))
 
     def _build(self, *, num_rows: int) -> None:
-        self.embedding = nn.Embedding(num_rows, self.width)
+        self.embedding = nn.Embedding(num_rows, self.hidden_size)
         self.blocks = nn.ModuleList(self._block() for _ in range(self.num_layers))
-        self.norm = RMSNorm(self.width, eps=self.rms_eps)
-        self.head = nn.Linear(self.width, num_rows, bias=False)
+        self.norm = RMSNorm(self.hidden_size, eps=self.rms_eps)
+        self.head = nn.Linear(self.hidden_size, num_rows, bias=False)
         self._tie()
         self._make_tables(device=self.embedding.weight.device)
         self.init_buffers()
 
     def _block(self) -> Block:
         attention = Attention(
-            width=self.width,
+            hidden_size=self.hidden_size,
             num_heads=self.num_heads,
             num_kv_heads=self.num_kv_heads,
             head_dim=self.head_dim,
             rms_eps=self.rms_eps,
             qk_norm=self.qk_norm,
         )
-        mlp = Mlp(width=self.width, hidden_width=self.hidden_width)
-        return Block(attention=attention, mlp=mlp, width=self.width, rms_eps=self.rms_eps)
+        mlp = Mlp(hidden_size=self.hidden_size, ffn_hidden_size=self.ffn_hidden_size)
+        return Block(
+            attention=attention, mlp=mlp, hidden_size=self.hidden_size, rms_eps=self.rms_eps
+        )
 
     def _tie(self) -> None:
-        if self.tie_head:
+        if self.tie_embeddings:
             self.head.weight = self.embedding.weight
 
     def _make_tables(self, *, device: torch.device) -> None:
@@ -183,23 +187,27 @@ class Llama(nn.Module):
         )
 
 
-def _check_heads(num_heads: int, *, num_kv_heads: int, width: int, head_dim: int | None) -> None:
-    if head_dim is None and width % num_heads != 0:
-        raise Mistake(
+def _check_heads(
+    num_heads: int, *, num_kv_heads: int, hidden_size: int, head_dim: int | None
+) -> None:
+    if head_dim is None and hidden_size % num_heads != 0:
+        raise ConfigError(
             f"model.num_heads={num_heads}",
-            f"heads share model.width={width} evenly and {width} / {num_heads} is not whole",
-            f"model.width={math.ceil(width / num_heads) * num_heads}",
+            f"heads share model.hidden_size={hidden_size} evenly and {hidden_size} / {num_heads} is not whole",
+            f"model.hidden_size={math.ceil(hidden_size / num_heads) * num_heads}",
         )
     if num_heads % num_kv_heads != 0:
-        raise Mistake(
+        raise ConfigError(
             f"model.num_kv_heads={num_kv_heads}",
             f"query heads share them evenly and {num_heads} / {num_kv_heads} is not whole",
             f"model.num_kv_heads={math.gcd(num_heads, num_kv_heads)}",
         )
-    size = width // num_heads if head_dim is None else head_dim
+    size = hidden_size // num_heads if head_dim is None else head_dim
     if size % 2 != 0:
-        raise Mistake(
-            f"model.width={width}" if head_dim is None else f"model.head_dim={head_dim}",
+        raise ConfigError(
+            f"model.hidden_size={hidden_size}"
+            if head_dim is None
+            else f"model.head_dim={head_dim}",
             f"rotary positions turn pairs of channels and a head has {size}",
             f"model.head_dim={size + 1}",
         )

@@ -1,6 +1,6 @@
 """A Llama block: grouped-query attention and SwiGLU, each behind an RMSNorm.
 
-Shapes: B sequences, T tokens, W width, H query heads, G key-value heads, Q head size.
+Shapes: B sequences, T tokens, W hidden_size, H query heads, G key-value heads, Q head size.
 """
 
 import torch
@@ -17,7 +17,7 @@ class Attention(nn.Module):
     def __init__(
         self,
         *,
-        width: int,
+        hidden_size: int,
         num_heads: int,
         num_kv_heads: int,
         head_dim: int,
@@ -28,8 +28,8 @@ class Attention(nn.Module):
         self.num_heads = num_heads
         self.num_kv_heads = num_kv_heads
         self.head_dim = head_dim
-        self.qkv = nn.Linear(width, (num_heads + 2 * num_kv_heads) * head_dim, bias=False)
-        self.out = nn.Linear(num_heads * head_dim, width, bias=False)
+        self.qkv = nn.Linear(hidden_size, (num_heads + 2 * num_kv_heads) * head_dim, bias=False)
+        self.out = nn.Linear(num_heads * head_dim, hidden_size, bias=False)
         self.query_norm = RMSNorm(head_dim, eps=rms_eps) if qk_norm else None
         self.key_norm = RMSNorm(head_dim, eps=rms_eps) if qk_norm else None
 
@@ -58,11 +58,11 @@ class Attention(nn.Module):
 class Mlp(nn.Module):
     """SwiGLU (Shazeer 2020, arXiv:2002.05202)."""
 
-    def __init__(self, *, width: int, hidden_width: int) -> None:
+    def __init__(self, *, hidden_size: int, ffn_hidden_size: int) -> None:
         super().__init__()
-        self.gate = nn.Linear(width, hidden_width, bias=False)
-        self.up = nn.Linear(width, hidden_width, bias=False)
-        self.out = nn.Linear(hidden_width, width, bias=False)
+        self.gate = nn.Linear(hidden_size, ffn_hidden_size, bias=False)
+        self.up = nn.Linear(hidden_size, ffn_hidden_size, bias=False)
+        self.out = nn.Linear(ffn_hidden_size, hidden_size, bias=False)
 
     def forward(self, x: Tensor) -> Tensor:
         """[B, T, W] -> [B, T, W]"""
@@ -73,11 +73,11 @@ class Mlp(nn.Module):
 class Block(nn.Module):
     """Attention, then the MLP, each on a normalized copy of the residual stream."""
 
-    def __init__(self, *, attention: Attention, mlp: Mlp, width: int, rms_eps: float) -> None:
+    def __init__(self, *, attention: Attention, mlp: Mlp, hidden_size: int, rms_eps: float) -> None:
         super().__init__()
-        self.attention_norm = RMSNorm(width, eps=rms_eps)
+        self.attention_norm = RMSNorm(hidden_size, eps=rms_eps)
         self.attention = attention
-        self.mlp_norm = RMSNorm(width, eps=rms_eps)
+        self.mlp_norm = RMSNorm(hidden_size, eps=rms_eps)
         self.mlp = mlp
 
     def forward(self, x: Tensor, rotation: Rotation, cache: LayerCache | None = None) -> Tensor:
@@ -90,10 +90,10 @@ class Block(nn.Module):
 class RMSNorm(nn.Module):
     """x / sqrt(mean(x^2) + eps) * weight over the last dimension, in the dtype of x."""
 
-    def __init__(self, width: int, *, eps: float) -> None:
+    def __init__(self, hidden_size: int, *, eps: float) -> None:
         super().__init__()
         self.eps = eps
-        self.weight = nn.Parameter(torch.ones(width))
+        self.weight = nn.Parameter(torch.ones(hidden_size))
 
     def forward(self, x: Tensor) -> Tensor:
         """[..., W] -> [..., W]"""

@@ -2,7 +2,7 @@
 
 from dataclasses import dataclass
 
-from recipes.errors import Mistake
+from recipes.errors import ConfigError
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -36,7 +36,7 @@ def divide(
         accumulate_grad_batches: Passes per optimizer step; None: follows from the others.
 
     Raises:
-        Mistake: The numbers do not divide, or contradict each other.
+        ConfigError: The numbers do not divide, or contradict each other.
     """
     if micro_batch_size is None:
         passes = 1 if accumulate_grad_batches is None else accumulate_grad_batches
@@ -49,13 +49,13 @@ def divide(
         passes = max(global_batch_size // once, 1)
         what = f"micro-batches of {micro_batch_size} on {_devices(num_devices)}"
     if global_batch_size % once:
-        raise Mistake(
+        raise ConfigError(
             f"global_batch_size={global_batch_size}",
             f"{global_batch_size} samples do not divide into {what}",
             f"global_batch_size={_multiples_around(global_batch_size, once)}",
         )
     if accumulate_grad_batches not in (None, passes):
-        raise Mistake(
+        raise ConfigError(
             f"trainer.accumulate_grad_batches={accumulate_grad_batches}",
             f"global_batch_size={global_batch_size} in {what} takes {passes} passes",
             f"trainer.accumulate_grad_batches={passes}",

@@ -4,7 +4,7 @@ from typing import Any
 
 from torch import nn
 
-from recipes.model.init import whole_shape
+from recipes.model.init import unsharded_shape
 
 
 def decay_groups(model: nn.Module, *, weight_decay: float) -> list[dict[str, Any]]:
@@ -18,8 +18,8 @@ def decay_groups(model: nn.Module, *, weight_decay: float) -> list[dict[str, Any
         One or two groups with `params`, `weight_decay` and `group_name` (`decay`, `no_decay`).
     """
     trainable = [parameter for parameter in model.parameters() if parameter.requires_grad]
-    matrices = [parameter for parameter in trainable if len(whole_shape(parameter)) >= 2]
-    vectors = [parameter for parameter in trainable if len(whole_shape(parameter)) < 2]
+    matrices = [parameter for parameter in trainable if len(unsharded_shape(parameter)) >= 2]
+    vectors = [parameter for parameter in trainable if len(unsharded_shape(parameter)) < 2]
     groups = [
         {"params": matrices, "weight_decay": weight_decay, "group_name": "decay"},
         {"params": vectors, "weight_decay": 0.0, "group_name": "no_decay"},

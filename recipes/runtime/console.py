@@ -22,7 +22,7 @@ _NOISY_WARNINGS = (
     r".*does not have many workers.*",  # Lightning: a memory map needs none
     r".*LeafSpec.*is deprecated.*",  # Lightning 2.6 on torch 2.13, from its use of _pytree
     r".*isinstance\(treespec, LeafSpec\).*",
-    r".*resuming from a checkpoint that ended before the epoch ended.*",  # there are no epochs: StreamData resumes
+    r".*resuming from a checkpoint that ended before the epoch ended.*",  # a stream has no epochs
     r".*Found .* module\(s\) in eval mode at the start of training.*",
     r".*The `srun` command is available on your system but is not used.*",  # nobody said it should
     r".*GPU available but not used.*",  # the user asked for the CPU

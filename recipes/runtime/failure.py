@@ -11,6 +11,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from recipes.run_folder import OOM_FOLDER, write_atomically
+
 ERROR_FILE = "TORCHELASTIC_ERROR_FILE"  # torchrun's word for where a rank leaves its error
 STACK = ".stack"  # beside it: where the interpreter leaves its stack at a segmentation fault
 # What gloo, NCCL and the store say in a rank whose peer is gone
@@ -23,7 +25,6 @@ _LOST_PEER = re.compile(
 _OUT_OF_MEMORY = re.compile(
     r"out of memory|_ALLOC_FAILED|can't allocate memory|Cannot allocate memory", re.IGNORECASE
 )
-OOM_FOLDER = "oom"  # of a run folder
 _FROM_TORCH = ("RuntimeError", "DistBackendError", "DistNetworkError", "DistStoreError")
 
 
@@ -52,7 +53,7 @@ def error_file(environ: Mapping[str, str] = os.environ) -> Path | None:
     return Path(named) if named else None
 
 
-def is_by_peer(error: BaseException | None) -> bool:
+def is_peer_failure(error: BaseException | None) -> bool:
     """Whether an exception, or one behind it, says that another rank is gone."""
     while error is not None:
         if type(error).__name__ in _FROM_TORCH and _LOST_PEER.search(str(error)):
@@ -74,7 +75,7 @@ def is_out_of_memory(error: BaseException | None) -> bool:
     return False
 
 
-def word_of_peer(run_folder: Path) -> dict[str, Any] | None:
+def read_peer_error(run_folder: Path) -> dict[str, Any] | None:
     """What another rank than the first has left when its memory was full; None: nothing whole."""
     for path in sorted((run_folder / OOM_FOLDER).glob("rank_*.json")):
         with contextlib.suppress(OSError, json.JSONDecodeError):
@@ -95,9 +96,7 @@ def write_failure(failure: Failure, file: Path) -> None:
         "exit_code": failure.exit_code,
         "by_peer": failure.by_peer,
     }
-    part = file.with_suffix(".part")
-    part.write_text(json.dumps(told))
-    part.replace(file)
+    write_atomically(file, json.dumps(told))
 
 
 def read_failure(file: Path) -> Failure | None:
@@ -114,12 +113,12 @@ def read_failure(file: Path) -> Failure | None:
     )
 
 
-def failure_of(error: BaseException, *, exit_code: int, report: str) -> Failure:
+def make_failure(error: BaseException, *, exit_code: int, report: str) -> Failure:
     """The failure that an exception is, now."""
     return Failure(
         exit_code=exit_code,
         message=f"{type(error).__name__}: {error}",
         report=report,
         time=time.time(),
-        by_peer=is_by_peer(error),
+        by_peer=is_peer_failure(error),
     )

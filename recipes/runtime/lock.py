@@ -9,7 +9,7 @@ import time
 from collections.abc import Iterator
 from pathlib import Path
 
-from recipes.errors import Mistake
+from recipes.errors import ConfigError
 
 LOGGER = logging.getLogger("lightning_recipes")
 LOCK_FILE = ".lock"
@@ -18,7 +18,7 @@ _POLL_SECONDS = 0.1
 
 
 @contextlib.contextmanager
-def alone_in(folder: Path, *, word: str = "hydra.run.dir") -> Iterator[None]:
+def lock_run_folder(folder: Path, *, word: str = "hydra.run.dir") -> Iterator[None]:
     """Hold the folder of a run or a sweep.
 
     Args:
@@ -26,7 +26,7 @@ def alone_in(folder: Path, *, word: str = "hydra.run.dir") -> Iterator[None]:
         word: What names it on the command line.
 
     Raises:
-        Mistake: Another process holds it.
+        ConfigError: Another process holds it.
     """
     # a record lock: unlike flock, loader processes forked from this one do not hold it
     with (folder / LOCK_FILE).open("a+") as file:
@@ -34,7 +34,7 @@ def alone_in(folder: Path, *, word: str = "hydra.run.dir") -> Iterator[None]:
         while not _locked(file.fileno()):
             if time.monotonic() > until:
                 file.seek(0)
-                raise Mistake(
+                raise ConfigError(
                     f"{word}={folder}",
                     f"another process is training in it: {file.read().strip()}",
                     f"{word}=<another folder>, or end that process",

@@ -4,10 +4,11 @@ import atexit
 import os
 import sys
 import threading
+from pathlib import Path
 from typing import NoReturn
 
 
-def end_with_parent() -> None:
+def die_with_parent() -> None:
     """End this process when the parent's end of our standard input closes.
 
     What the parent writes there is the number of a signal: a cluster that signals both of us asks once.
@@ -22,10 +23,10 @@ def end_with_parent() -> None:
             os.kill(os.getpid(), told[0])  # wakes the main thread, where `raise_signal` would not
         os._exit(1)
 
-    threading.Thread(target=wait, name="end_with_parent", daemon=True).start()
+    threading.Thread(target=wait, name="die_with_parent", daemon=True).start()
 
 
-def leave(exit_code: int) -> NoReturn:
+def exit_process(exit_code: int) -> NoReturn:
     """End this process; a rank without taking the interpreter down.
 
     Gloo's threads let go of tensors after a collective has ended, for which they need the interpreter: a rank that is
@@ -38,3 +39,9 @@ def leave(exit_code: int) -> NoReturn:
     sys.stdout.flush()
     sys.stderr.flush()
     os._exit(exit_code)
+
+
+def python_path() -> str:
+    """This project first, then what the person set."""
+    paths = (str(Path(__file__).parents[2]), os.environ.get("PYTHONPATH"))
+    return os.pathsep.join(path for path in paths if path)

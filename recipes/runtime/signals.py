@@ -9,8 +9,9 @@ import time
 from collections.abc import Callable, Iterator
 from typing import Any
 
+from recipes.runtime.exit_codes import ExitCode
+
 LOGGER = logging.getLogger("lightning_recipes")
-EXIT_PREEMPTED = 75
 SIGNALS = (signal.SIGTERM, signal.SIGUSR1)
 _SAME_REQUEST_SECONDS = 1.0  # a cluster may tell a process and, through its starter, tell it again
 
@@ -68,7 +69,7 @@ def listen(*, second_ends: bool) -> None:
     signal.pthread_sigmask(signal.SIG_UNBLOCK, SIGNALS)  # held back by whoever started this process
 
 
-def hand_over(to: Callable[[], None] | None) -> None:
+def set_handler(to: Callable[[], None] | None) -> None:
     """Let training answer a request, or, with None, nobody: the run is ending by itself."""
     _REQUESTS.hand_to = to if to is not None else _nobody
     if to is not None and _REQUESTS.by is not None:
@@ -101,7 +102,7 @@ def listening() -> Iterator[None]:
 
 
 @contextlib.contextmanager
-def held_back() -> Iterator[None]:
+def signals_blocked() -> Iterator[None]:
     """Signals wait, for this process until the end, for those it starts until they `listen`."""
     signal.pthread_sigmask(signal.SIG_BLOCK, SIGNALS)
     try:
@@ -111,7 +112,7 @@ def held_back() -> Iterator[None]:
 
 
 @contextlib.contextmanager
-def requests_to(tell: Callable[[int], None]) -> Iterator[None]:
+def forward_signals_to(tell: Callable[[int], None]) -> Iterator[None]:
     """Hand the first signal on to the processes that do the work, for which they have all the time they need.
 
     Raises:
@@ -150,5 +151,5 @@ def _take(number: int, frame: Any) -> None:
     if _REQUESTS.hand_to is None:
         LOGGER.error("Stopped by %s before the first step", _REQUESTS.by)
         # not by an exception: one that breaks into an import may leave a library half made
-        os._exit(EXIT_PREEMPTED)
+        os._exit(ExitCode.PREEMPTED)
     _REQUESTS.hand_to()

@@ -27,7 +27,7 @@ class Engine(Protocol):
 
     Attributes:
         grad_norm: Global L2 norm before clipping of the last optimizer step, a 0-dim tensor; None before it.
-        grad_norm_limit: What the gradients of that step were scaled down to where they were above; inf: nothing.
+        clip_threshold: What the gradients of that step were scaled down to where they were above; inf: nothing.
         guard: Refuses optimizer steps; None: every step is made.
         clipping: A limit of the norm from the norms before, beside the fixed one; None: there is none.
         current_loss_scale: What the loss is multiplied by; None without a loss scaler. Read from the device.
@@ -36,7 +36,7 @@ class Engine(Protocol):
     """
 
     grad_norm: Tensor | None
-    grad_norm_limit: Tensor | None
+    clip_threshold: Tensor | None
     guard: StepGuard | None
     clipping: Clipping | None
     frees_gradients: bool
@@ -69,7 +69,7 @@ class Engine(Protocol):
         """Add a tensor over all ranks; with several, the sum lies on their device."""
 
 
-def refuse(
+def skip_step(
     optimizer: torch.optim.Optimizer, parameters: Iterable[nn.Parameter], refused: Tensor
 ) -> None:
     """Let an optimizer step without any effect where a 0-dim bool tensor is true.

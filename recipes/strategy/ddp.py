@@ -1,6 +1,7 @@
 """A whole model on every rank; gradients are averaged once per optimizer step, while the backward pass runs."""
 
 from collections.abc import Sequence
+from typing import ClassVar
 
 import lightning.pytorch as lightning
 import torch
@@ -8,13 +9,13 @@ from lightning.pytorch.plugins.io import CheckpointIO
 from lightning.pytorch.strategies import DDPStrategy
 from torch.nn.parallel import DistributedDataParallel
 
-from recipes.checkpoint.shards import SavesTensors
+from recipes.checkpoint.shards import ShardSavingMixin
 from recipes.precision import Precision
 from recipes.strategy.precision_plugin import lightning_plugin
-from recipes.strategy.torch_native import ReachableGradients
+from recipes.strategy.torch_native import TorchNativeMixin
 
 
-class DataParallel(ReachableGradients, SavesTensors, DDPStrategy):
+class DDP(TorchNativeMixin, ShardSavingMixin, DDPStrategy):
     """Lightning's DDP strategy, answering the questions of `recipes.strategy.Engine`.
 
     Gradients are views of the communication buckets and stay so, zeroed in place, which saves their copy, 4 bytes
@@ -27,6 +28,11 @@ class DataParallel(ReachableGradients, SavesTensors, DDPStrategy):
         precision: Of weights and products.
         checkpoint_io: How checkpoints are written and read.
     """
+
+    option: ClassVar[str] = "ddp"
+    replicates_state: ClassVar[bool] = True
+    # Lightning 2.6 converts batch norms under DDP and FSDP1 only
+    syncs_batch_norm: ClassVar[bool] = True
 
     frees_gradients = False
 

@@ -2,7 +2,7 @@
 
 from collections.abc import Callable, Generator, Sequence
 from contextlib import contextmanager
-from typing import Any, Literal
+from typing import Any, ClassVar, Literal
 
 import torch
 from lightning.pytorch.plugins.io import CheckpointIO
@@ -17,16 +17,16 @@ from torch.distributed.fsdp import (
     fully_shard,
 )
 
-from recipes.checkpoint.shards import SavesTensors
+from recipes.checkpoint.shards import ShardSavingMixin
 from recipes.precision import Precision
 from recipes.strategy.precision_plugin import lightning_plugin
-from recipes.strategy.torch_native import ReachableGradients
+from recipes.strategy.torch_native import TorchNativeMixin
 
 # what autocast computes in the low precision: their weights may be gathered in it, no other parameter
 _LOW_PRECISION = (nn.Linear, nn.Conv1d, nn.Conv2d, nn.Conv3d)
 
 
-class FullyShard(ReachableGradients, SavesTensors, ModelParallelStrategy):
+class FSDP2Strategy(TorchNativeMixin, ShardSavingMixin, ModelParallelStrategy):
     """Lightning's model-parallel strategy as plain FSDP2, answering the questions of `recipes.strategy.Engine`.
 
     Under a mixed precision the matrices of a block travel in the low precision and all else in float32, and
@@ -38,9 +38,12 @@ class FullyShard(ReachableGradients, SavesTensors, ModelParallelStrategy):
         precision: Of weights and products.
         checkpoint_io: How checkpoints are written and read.
         cpu_offload: Shards, gradients and optimizer state live in host memory; the optimizer steps there.
-        reduce_every: `micro_batch`: a reduce-scatter after every backward pass. `window`: one an optimizer step;
+        gradient_sync: `per_micro_batch`: reduce-scatter after every backward pass. `per_step`: once per optimizer step;
             each rank holds the gradients of the whole model until then, 4 bytes a parameter.
     """
+
+    option: ClassVar[str] = "fsdp"
+    shards_weights: ClassVar[bool] = True
 
     _placed: FSDPModule
 
@@ -51,7 +54,7 @@ class FullyShard(ReachableGradients, SavesTensors, ModelParallelStrategy):
         precision: Precision,
         checkpoint_io: CheckpointIO | None = None,
         cpu_offload: bool,
-        reduce_every: Literal["micro_batch", "window"],
+        gradient_sync: Literal["per_micro_batch", "per_step"],
     ) -> None:
         on_gpu = devices[0].type == "cuda"
         super().__init__(
@@ -66,7 +69,7 @@ class FullyShard(ReachableGradients, SavesTensors, ModelParallelStrategy):
         self._offload: OffloadPolicy = (
             CPUOffloadPolicy(pin_memory=on_gpu) if cpu_offload else OffloadPolicy()
         )
-        self._reduce_every = reduce_every
+        self._gradient_sync = gradient_sync
 
     def mesh_shape(self) -> dict[str, int]:
         """Axes of the device mesh: the last one shards, one before it replicates."""
@@ -129,7 +132,7 @@ class FullyShard(ReachableGradients, SavesTensors, ModelParallelStrategy):
     @contextmanager
     def block_backward_sync(self) -> Generator[None, None, None]:
         """Lightning enters it for every micro-batch of a window but the last."""
-        if self._reduce_every == "micro_batch":
+        if self._gradient_sync == "per_micro_batch":
             yield
             return
         self._placed.set_requires_gradient_sync(False)
@@ -147,12 +150,14 @@ class FullyShard(ReachableGradients, SavesTensors, ModelParallelStrategy):
         return optimizer
 
 
-class HybridShard(FullyShard):
+class HSDPStrategy(FSDP2Strategy):
     """FSDP2 within groups of ranks, replicas across them: gradients are reduced inside a group, then between groups.
 
     Args:
         shard_size: Ranks that share one copy of the model; None: those of one node.
     """
+
+    option: ClassVar[str] = "hsdp"
 
     def __init__(self, *, shard_size: int | None, **fully_shard_arguments: Any) -> None:
         super().__init__(**fully_shard_arguments)

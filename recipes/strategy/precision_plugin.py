@@ -68,13 +68,13 @@ def lightning_plugin(precision: Precision, device: torch.device) -> Plugin:
     return HalfPrecision("bf16-true") if precision.name == "bf16-true" else Plugin()
 
 
-def loss_scale_of(plugin: Plugin) -> float | None:
+def get_loss_scale(plugin: Plugin) -> float | None:
     """The present scale, read from the device; None where the loss is not scaled."""
     scaler = getattr(plugin, "scaler", None)
     return None if scaler is None else float(scaler.get_scale())
 
 
-def num_overflows_of(plugin: Plugin) -> int:
+def get_num_overflows(plugin: Plugin) -> int:
     """Optimizer steps skipped so far in this process."""
     scaler = getattr(plugin, "scaler", None)
     return 0 if scaler is None else scaler.num_overflows

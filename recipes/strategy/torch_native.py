@@ -9,23 +9,23 @@ from torch import Tensor, nn
 from recipes.clipping import Clipping
 from recipes.numerics.collectives import sum_over_ranks
 from recipes.numerics.gradients import clip_gradients
-from recipes.strategy import StepGuard, refuse
-from recipes.strategy.precision_plugin import loss_scale_of, num_overflows_of
+from recipes.strategy import StepGuard, skip_step
+from recipes.strategy.precision_plugin import get_loss_scale, get_num_overflows
 
 
-class ReachableGradients:
+class TorchNativeMixin:
     """Goes before Lightning's strategy among the bases of ours; see `recipes.strategy.Engine`.
 
     Attributes:
         grad_norm: Global L2 norm before clipping of the last optimizer step; None before it.
-        grad_norm_limit: What gradients of that step were scaled down to where they were above; inf: nothing.
+        clip_threshold: What gradients of that step were scaled down to where they were above; inf: nothing.
         guard: Refuses steps; None: every step is made.
         clipping: A limit of the norm beside the fixed one; None: there is none.
         frees_gradients: Whether gradients are freed after the step; False: zeroed where they lie.
     """
 
     grad_norm: Tensor | None = None
-    grad_norm_limit: Tensor | None = None
+    clip_threshold: Tensor | None = None
     guard: StepGuard | None = None
     clipping: Clipping | None = None
     optimizers: list[torch.optim.Optimizer]
@@ -47,12 +47,12 @@ class ReachableGradients:
     ) -> None:
         """Clip in place, where asked, and keep the norm over all ranks' shards before; refuse the step if need be."""
         parameters = list(parameters)
-        norm, self.grad_norm_limit = clip_gradients(
+        norm, self.clip_threshold = clip_gradients(
             parameters, max_norm=max_norm, max_value=max_value, clipping=self.clipping
         )
         self.grad_norm = norm
         if self.guard is not None:
-            refuse(self.optimizers[0], parameters, self.guard.judge(norm))
+            skip_step(self.optimizers[0], parameters, self.guard.judge(norm))
 
     def sum_over_ranks(self, value: Tensor) -> Tensor:
         """Add a tensor over all ranks."""
@@ -61,9 +61,9 @@ class ReachableGradients:
     @property
     def current_loss_scale(self) -> float | None:
         """What the loss is multiplied by; None without a loss scaler."""
-        return loss_scale_of(self.precision_plugin)
+        return get_loss_scale(self.precision_plugin)
 
     @property
     def num_overflows(self) -> int:
         """Optimizer steps skipped because a gradient was not finite."""
-        return num_overflows_of(self.precision_plugin)
+        return get_num_overflows(self.precision_plugin)

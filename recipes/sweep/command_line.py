@@ -12,15 +12,15 @@ from hydra.errors import HydraException
 
 from recipes.config import compose_and_check
 from recipes.config.check.command_line import compose_typed
-from recipes.config.compose import CONF, parse
-from recipes.config.overrides import override
-from recipes.errors import Mistake
+from recipes.config.compose import CONF, parse_override
+from recipes.config.overrides import make_override
+from recipes.errors import ConfigError
 
 _GRID = "basic"
 
 
 @dataclass(frozen=True, kw_only=True)
-class Words:
+class SweepCommand:
     """What was typed for a sweep.
 
     Attributes:
@@ -31,38 +31,38 @@ class Words:
 
     for_hydra: list[str]
     keys: list[str]
-    mistakes: list[Mistake]
+    mistakes: list[ConfigError]
 
 
-def check_words(typed: Sequence[str], *, config_folder: Path, config_name: str) -> Words:
+def check_command(typed: Sequence[str], *, config_folder: Path, config_name: str) -> SweepCommand:
     """Compose and check the first job of a sweep."""
     where: dict[str, Any] = {"config_folder": config_folder, "config_name": config_name}
     swept = {word: override for word in typed if (override := _swept(word)) is not None}
     first = [_first_of(swept[word]) if word in swept else word for word in typed]
     composed, _ = compose_typed(first, **where)
-    of_config = composed.sweep_words if composed is not None else []
+    of_config = composed.sweep_overrides if composed is not None else []
     typed_keys = {word.lstrip("+").partition("=")[0] for word in typed}
     more = [
         _first_of(override)
-        for override in map(parse, of_config)
+        for override in map(parse_override, of_config)
         if override.key_or_group not in typed_keys
     ]
-    params = [override.key_or_group for override in map(parse, of_config)]
+    params = [override.key_or_group for override in map(parse_override, of_config)]
     composed, mistakes = compose_and_check([*more, *first], **where)
     added = set(composed.overrides) if composed is not None else set()
     sweeper = composed.choices["hydra/sweeper"] if composed is not None else _GRID
     for word in [word for word in swept if _is_empty(swept[word])]:
         mistakes.append(
-            Mistake(word, "there is nothing in it", f"{swept[word].key_or_group}=<values>")
+            ConfigError(word, "there is nothing in it", f"{swept[word].key_or_group}=<values>")
         )
     for word, override in swept.items():
         if isinstance(override.value(), IntervalSweep) and sweeper == _GRID:
-            remedy = f"{override.get_key_element()}=<values with commas>, or hydra/sweeper=optuna"
-            mistakes.append(Mistake(word, "a grid takes single values", remedy))
+            fix = f"{override.get_key_element()}=<values with commas>, or hydra/sweeper=optuna"
+            mistakes.append(ConfigError(word, "a grid takes single values", fix))
     if sweeper == "optuna" and importlib.util.find_spec("optuna") is None:
-        remedy = "pip install -e '.[optuna]'"
-        mistakes.append(Mistake("hydra/sweeper=optuna", "Optuna is not installed", remedy))
-    return Words(
+        fix = "pip install -e '.[optuna]'"
+        mistakes.append(ConfigError("hydra/sweeper=optuna", "Optuna is not installed", fix))
+    return SweepCommand(
         for_hydra=[
             _for_hydra(word, one, added, params) for word, one in zip(typed, first, strict=True)
         ],
@@ -98,7 +98,7 @@ def _options_of(override: Override) -> list[str]:
 def _swept(word: str) -> Override | None:
     """The word as Hydra reads it; None where it is no sweep, or the check has to say what it is."""
     try:
-        override = parse(word)
+        override = parse_override(word)
     except HydraException:
         return None
     return override if override.is_sweep_override() else None
@@ -127,15 +127,15 @@ _NOT_OF_A_JOB_EITHER = tuple(
     for name in (
         "objective",
         "direction",
-        "repeat_failed",
-        "skip_refused",
+        "retry_failed",
+        "skip_invalid",
         "compare",
         "dashboard",
     )
 )
 
 
-def words_of_job(overrides: Sequence[str]) -> list[str]:
+def job_overrides(overrides: Sequence[str]) -> list[str]:
     """What makes a job what it is, whoever carries it out and wherever."""
     # Hydra's grid says what is to be deleted with a value
     plain = [word.removesuffix("=null") if word.startswith("~") else word for word in overrides]
@@ -148,10 +148,10 @@ def command_of(overrides: Sequence[str]) -> str:
     return f"python train.py {shlex.join([*overrides, *alone])}"
 
 
-def again(typed: Sequence[str], folder: Path) -> str:
+def resume_command(typed: Sequence[str], folder: Path) -> str:
     """The command that goes on with a sweep."""
     kept = [word for word in typed if not word.startswith("hydra.sweep.dir=")]
-    return f"python train.py {shlex.join([*kept, override('hydra.sweep.dir', str(folder))])}"
+    return f"python train.py {shlex.join([*kept, make_override('hydra.sweep.dir', str(folder))])}"
 
 
 def _is_of_the_sweep(word: str) -> bool:

@@ -8,9 +8,9 @@ from difflib import get_close_matches
 from pathlib import Path
 from typing import Any, Literal
 
-from recipes.errors import Mistake
-from recipes.launcher.job import Job, State, summary_of
-from recipes.sweep.progress import METRICS_FILE
+from recipes.errors import ConfigError
+from recipes.launcher.job import Job, State
+from recipes.run_folder import METRICS_FILE, read_rows, read_summary, write_atomically
 
 SWEEP_FILE = "sweep.csv"
 Direction = Literal["minimize", "maximize"]
@@ -35,17 +35,17 @@ def check_objective(name: str) -> None:
     """Refuse what no run leaves.
 
     Raises:
-        Mistake: It is no number of `summary.json`, and no column of `metrics.csv` is called so.
+        ConfigError: It is no number of `summary.json`, and no column of `metrics.csv` is called so.
     """
     if name not in _NUMBERS and "/" not in name and name != "lr":
-        raise Mistake(
+        raise ConfigError(
             f"sweep.objective={name}",
             f"a run leaves no such number; its summary has {' '.join(_NUMBERS)}",
             f"sweep.objective={(get_close_matches(name, _NUMBERS, 1) or ['val_loss'])[0]}",
         )
 
 
-def objective_of(folder: Path, name: str) -> float | None:
+def read_objective(folder: Path, name: str) -> float | None:
     """What a job is judged by.
 
     Args:
@@ -55,7 +55,7 @@ def objective_of(folder: Path, name: str) -> float | None:
     Returns:
         None where the run has left no such number, or it is not finite.
     """
-    summary = summary_of(folder)
+    summary = read_summary(folder)
     if summary is None:
         return None
     values = summary if name in summary else _last_values(folder / METRICS_FILE)
@@ -67,7 +67,7 @@ def ranked(jobs: Sequence[Job], objective: str, direction: Direction) -> list[Jo
     """The best first; then those without the number, in their order."""
 
     def key(job: Job) -> tuple[bool, float, int]:
-        value = objective_of(job.folder, objective) if job.state is State.FINISHED else None
+        value = read_objective(job.folder, objective) if job.state is State.FINISHED else None
         if value is None:
             return (True, 0.0, job.number)
         return (False, -value if direction == "maximize" else value, job.number)
@@ -92,15 +92,13 @@ def write_leaderboard(
     writer = csv.DictWriter(text, columns, restval="")
     writer.writeheader()
     for job in ranked(jobs, objective, direction):
-        summary = summary_of(job.folder) or {}
+        summary = read_summary(job.folder) or {}
         row: dict[str, Any] = {"job": job.number, "state": job.state, "folder": job.folder.name}
         row |= {"exit_code": job.exit_code, "cluster_job": job.cluster_job} | swept[job.number]
         row |= {name: summary[name] for name in numbers if name in summary}
-        row[objective] = objective_of(job.folder, objective)
+        row[objective] = read_objective(job.folder, objective)
         writer.writerow(row)
-    unfinished = folder / f"{SWEEP_FILE}.tmp"
-    unfinished.write_text(text.getvalue())
-    unfinished.replace(folder / SWEEP_FILE)
+    write_atomically(folder / SWEEP_FILE, text.getvalue())
 
 
 def swept_words(jobs: Sequence[Job], keys: Sequence[str] = ()) -> dict[int, dict[str, str]]:
@@ -125,10 +123,8 @@ def _split(override: str) -> tuple[str, str]:
 
 
 def _last_values(path: Path) -> dict[str, float]:
-    """The newest value of each column."""
+    """Return the newest value of each column of a metrics.csv."""
     last: dict[str, float] = {}
-    if path.is_file():
-        with path.open(newline="") as file:
-            for row in csv.DictReader(file):
-                last |= {name: float(value) for name, value in row.items() if value}
+    for row in read_rows(path):
+        last |= row
     return last

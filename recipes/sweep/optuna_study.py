@@ -5,9 +5,9 @@ from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
-from recipes.errors import Mistake
+from recipes.errors import ConfigError
 from recipes.launcher.job import Job, State
-from recipes.sweep.leaderboard import objective_of
+from recipes.sweep.leaderboard import read_objective
 from recipes.sweep.sweep import Sweep
 
 if TYPE_CHECKING:
@@ -65,7 +65,7 @@ class StudySource:
         self._reported: dict[int, set[int]] = {}
         self._take_up()
 
-    def say_beginning(self) -> None:
+    def log_start(self) -> None:
         """What there is from an earlier start."""
         over = self._num_over()
         if over or self._cut:
@@ -93,7 +93,7 @@ class StudySource:
         if job.state is State.PRUNED:
             self._study.tell(trial, state=TrialState.PRUNED)
         elif job.state is State.FINISHED:
-            value = objective_of(job.folder, self._sweep.settings.objective)
+            value = read_objective(job.folder, self._sweep.settings.objective)
             if value is None:
                 objective = self._sweep.settings.objective
                 LOGGER.error(f"job {job.number} has left no {objective}: a failed trial")
@@ -103,7 +103,7 @@ class StudySource:
         elif job.state.has_failed:
             self._study.tell(trial, state=TrialState.FAIL)
 
-    def is_hopeless(self, job: Job, rows: Sequence[Mapping[str, float]]) -> bool:
+    def should_prune(self, job: Job, rows: Sequence[Mapping[str, float]]) -> bool:
         if self._prune_on is None:
             return False
         trial, reported = self._trials[job.number], self._reported[job.number]
@@ -131,7 +131,7 @@ class StudySource:
                 self._cut.append(Trial(self._study, told._trial_id))
             elif told.state.is_finished() and mine:
                 self._sweep.claim(self._words_of(told.params))
-            repeats = told.state is TrialState.FAIL and self._sweep.settings.repeat_failed
+            repeats = told.state is TrialState.FAIL and self._sweep.settings.retry_failed
             if repeats and mine and told.number not in self._repeated():
                 self._study.set_user_attr(_REPEATED, [*self._repeated(), told.number])
                 self._study.enqueue_trial(told.params, user_attrs={_FOLDER: folder})
@@ -140,7 +140,7 @@ class StudySource:
         """A study goes on as what it was.
 
         Raises:
-            Mistake: It was of something else.
+            ConfigError: It was of something else.
         """
         now = {
             "objective": self._sweep.settings.objective,
@@ -152,7 +152,7 @@ class StudySource:
         was = self._study.user_attrs[_OF_WHAT]
         for name in now:
             if was[name] != now[name]:
-                raise Mistake(
+                raise ConfigError(
                     f"hydra.sweep.dir={self._sweep.folder}",
                     f"the {name} of the study in it is {was[name]}, not {now[name]}",
                     "hydra.sweep.dir=<another folder>, or the same words as before",

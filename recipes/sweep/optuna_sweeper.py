@@ -11,13 +11,15 @@ from hydra.plugins.sweeper import Sweeper
 from hydra.types import HydraContext, TaskFunction
 from omegaconf import DictConfig, OmegaConf
 
-from recipes.config.overrides import override, words_of
-from recipes.errors import Mistake, MistakesError
-from recipes.runtime.lock import alone_in
-from recipes.sweep.hydra_launcher import LOGGER, TYPED, FreshProcesses
+from recipes.config.overrides import make_override, to_overrides
+from recipes.errors import ConfigError, ConfigErrors
+from recipes.runtime.console import LOGGER
+from recipes.runtime.lock import lock_run_folder
+from recipes.sweep.hydra_launcher import SubprocessLauncher
 from recipes.sweep.leaderboard import Direction
 from recipes.sweep.optuna_study import StudySource
 from recipes.sweep.search_space import Choice, SearchSpace, read_space
+from recipes.sweep.session import MULTIRUN
 
 if TYPE_CHECKING:
     from optuna.distributions import BaseDistribution
@@ -60,7 +62,7 @@ class OptunaSweeper(Sweeper):
         self._prune_direction = prune_direction
         self._seed = seed
         self._storage = storage
-        self._launcher: FreshProcesses | None = None
+        self._launcher: SubprocessLauncher | None = None
         self._context: HydraContext | None = None
         self._config = DictConfig({})
 
@@ -71,8 +73,8 @@ class OptunaSweeper(Sweeper):
         launcher = Plugins.instance().instantiate_launcher(
             hydra_context=hydra_context, task_function=task_function, config=config
         )
-        if not isinstance(launcher, FreshProcesses):
-            raise Mistake(
+        if not isinstance(launcher, SubprocessLauncher):
+            raise ConfigError(
                 "hydra/launcher=…",
                 "a study watches its runs, which another launcher does not let it",
                 "no hydra/launcher=",
@@ -83,29 +85,29 @@ class OptunaSweeper(Sweeper):
         """Carry out the study.
 
         Raises:
-            MistakesError: The search space cannot be.
+            ConfigErrors: The search space cannot be.
             KeyboardInterrupt: Ctrl-C; all runs have ended.
         """
         assert self._launcher is not None, "setup comes first"
         assert self._context is not None, "setup comes first"
-        words = [*words_of(self._params), *arguments]
+        words = [*to_overrides(self._params), *arguments]
         space, mistakes = read_space(words, config_loader=self._context.config_loader)
         if not mistakes and not space.parameters:
             mistakes = [
-                Mistake(
+                ConfigError(
                     "hydra/sweeper=optuna",
                     "there is nothing to search",
                     "'optimizer.lr=tag(log,interval(1e-4,1e-2))'",
                 )
             ]
         if mistakes:
-            raise MistakesError(mistakes, "The search space is wrong; nothing was started.")
+            raise ConfigErrors(mistakes, "The search space is wrong; nothing was started.")
         folder = self._launcher.folder(made=True)
-        with alone_in(folder, word="hydra.sweep.dir"):
+        with lock_run_folder(folder, word="hydra.sweep.dir"):
             OmegaConf.save(self._config, folder / "multirun.yaml")
             sweep = self._launcher.open()
             if not sweep.place.is_bounded:
-                raise Mistake(
+                raise ConfigError(
                     "hydra/sweeper=optuna on a cluster without launcher.max_jobs, or launcher.wait=false",
                     "all trials would be submitted at once, before there is a result to learn from",
                     "launcher.max_jobs=4 launcher.wait=true",
@@ -113,8 +115,8 @@ class OptunaSweeper(Sweeper):
             source = StudySource(
                 study=self._study(folder, sweep.settings.direction),
                 sweep=sweep,
-                distributions=distributions_of(space),
-                words_of=lambda params: words_of_trial(space, params),
+                distributions=make_distributions(space),
+                words_of=lambda params: trial_overrides(space, params),
                 name_of=self._launcher.name_of,
                 num_trials=self._num_trials,
                 seed_sampler=self._sampler_of,
@@ -126,8 +128,8 @@ class OptunaSweeper(Sweeper):
                 f"Sweep: a study of {self._num_trials} trials over {', '.join(space.parameters)}"
                 f" {sweep.place.describe()}, in {folder}"
             )
-            source.say_beginning()
-            TYPED.exit_code = sweep.carry_out(source)
+            source.log_start()
+            MULTIRUN.exit_code = sweep.carry_out(source)
 
     def _study(self, folder: Path, direction: Direction) -> Any:
         import optuna
@@ -153,12 +155,12 @@ class OptunaSweeper(Sweeper):
         try:
             return self._make_sampler(**words)
         except TypeError as error:  # an argument of another sampler
-            raise Mistake(
+            raise ConfigError(
                 "hydra.sweeper.sampler=…", str(error), "'~hydra.sweeper.sampler.<that argument>'"
             ) from error
 
 
-def distributions_of(space: SearchSpace) -> dict[str, "BaseDistribution"]:
+def make_distributions(space: SearchSpace) -> dict[str, "BaseDistribution"]:
     """A search space in Optuna's words; a choice is one of words to type."""
     from optuna.distributions import (
         CategoricalDistribution,
@@ -178,10 +180,12 @@ def distributions_of(space: SearchSpace) -> dict[str, "BaseDistribution"]:
     return found
 
 
-def words_of_trial(space: SearchSpace, params: Mapping[str, Any]) -> list[str]:
+def trial_overrides(space: SearchSpace, params: Mapping[str, Any]) -> list[str]:
     """What to type to have a trial."""
     sampled = [
-        f"{key}={params[key]}" if isinstance(one, Choice) else override(key, _rounded(params[key]))
+        f"{key}={params[key]}"
+        if isinstance(one, Choice)
+        else make_override(key, _rounded(params[key]))
         for key, one in space.parameters.items()
     ]
     return [*space.fixed, *sampled]

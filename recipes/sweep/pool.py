@@ -6,10 +6,10 @@ import time
 from collections.abc import Callable, Mapping, Sequence
 from typing import Protocol
 
-from recipes.entry.spawn import EXIT_TERMINATED
-from recipes.launcher import Handle, Place
-from recipes.launcher.job import Job, State, state_of
-from recipes.runtime.signals import EXIT_PREEMPTED, SecondSignalError, requests_to
+from recipes.launcher import Handle, Launcher
+from recipes.launcher.job import Job, State, state_from_exit_code
+from recipes.runtime.exit_codes import ExitCode
+from recipes.runtime.signals import SecondSignalError, forward_signals_to
 from recipes.sweep.progress import Progress
 
 LOGGER = logging.getLogger("lightning_recipes")
@@ -29,7 +29,7 @@ class Source(Protocol):
         """Take in how a job has ended."""
         ...
 
-    def is_hopeless(self, job: Job, rows: Sequence[Mapping[str, float]]) -> bool:
+    def should_prune(self, job: Job, rows: Sequence[Mapping[str, float]]) -> bool:
         """Whether a job that has logged these rows, some of them told before, is not worth going on with."""
         ...
 
@@ -46,7 +46,7 @@ class Pool:
 
     def __init__(
         self,
-        place: Place,
+        place: Launcher,
         source: Source,
         *,
         tell: Callable[[Job], None],
@@ -75,7 +75,7 @@ class Pool:
             KeyboardInterrupt: Ctrl-C; all jobs have ended.
         """
         try:
-            with requests_to(self._ask_all):
+            with forward_signals_to(self._ask_all):
                 self._run()
         except KeyboardInterrupt:
             self._interrupt()
@@ -148,7 +148,7 @@ class Pool:
             self._progress[number].read()
             job.exit_code = exit_code
             job.seconds = round(time.monotonic() - self._began[number], 3)
-            job.state = state_of(exit_code)
+            job.state = state_from_exit_code(exit_code)
             if number in self._hopeless and job.state is not State.FINISHED:
                 job.state = State.PRUNED
             elif stopped and job.state not in (State.FINISHED, State.PREEMPTED):
@@ -167,7 +167,11 @@ class Pool:
                 _keep(handle.job)
                 self._tell(handle.job)
             rows = self._progress[number].read()
-            if rows and number not in self._hopeless and self._source.is_hopeless(handle.job, rows):
+            if (
+                rows
+                and number not in self._hopeless
+                and self._source.should_prune(handle.job, rows)
+            ):
                 self._hopeless.add(number)
                 handle.ask(signal.SIGINT)  # without a checkpoint: it is not to go on
 
@@ -206,7 +210,7 @@ def _state_of(handle: Handle) -> State:
     return State.QUEUED if handle.is_waiting() else State.RUNNING
 
 
-def exit_code_of(jobs: Sequence[Job]) -> int:
+def worst_exit_code(jobs: Sequence[Job]) -> int:
     """Of a sweep that a signal has stopped: whether nothing is lost."""
     lost = (State.INTERRUPTED, State.KILLED, State.RUNNING)
-    return EXIT_TERMINATED if any(job.state in lost for job in jobs) else EXIT_PREEMPTED
+    return ExitCode.TERMINATED if any(job.state in lost for job in jobs) else ExitCode.PREEMPTED

@@ -5,7 +5,7 @@ import os
 import time
 from pathlib import Path
 
-METRICS_FILE = "metrics.csv"
+from recipes.run_folder import METRICS_FILE
 
 
 class Progress:

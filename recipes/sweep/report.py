@@ -6,11 +6,11 @@ from pathlib import Path
 
 from recipes.launcher.job import Job, State
 from recipes.runtime.console import LOGGER
-from recipes.sweep.command_line import again, command_of
+from recipes.sweep.command_line import command_of, resume_command
 from recipes.sweep.leaderboard import (
     SWEEP_FILE,
-    objective_of,
     ranked,
+    read_objective,
     swept_words,
     write_leaderboard,
 )
@@ -105,7 +105,7 @@ class Records:
                     f"Best: job {job.number}, {self._judged(job)}: {command_of(job.overrides)}"
                 )
         if any(not job.state.is_over and not job.state.has_failed for job in self._jobs):
-            LOGGER.info(f"To go on: {again(self._typed, self._folder)}")
+            LOGGER.info(f"To go on: {resume_command(self._typed, self._folder)}")
 
     def _compare(self) -> None:
         """A page without the number that it is sorted by cannot be."""
@@ -121,7 +121,7 @@ class Records:
             self._say_once(f"{PAGE} cannot be written now: {type(error).__name__}: {error}")
 
     def _value(self, job: Job) -> float | None:
-        return objective_of(job.folder, self._settings.objective)
+        return read_objective(job.folder, self._settings.objective)
 
     def _judged(self, job: Job) -> str:
         value = self._value(job)

@@ -18,8 +18,8 @@ from hydra.core.override_parser.types import (
 )
 from hydra.errors import HydraException
 
-from recipes.config.overrides import override, plain
-from recipes.errors import Mistake
+from recipes.config.overrides import make_override, to_plain
+from recipes.errors import ConfigError
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -78,7 +78,7 @@ class SearchSpace:
 
 def read_space(
     words: Sequence[str], *, config_loader: ConfigLoader | None = None
-) -> tuple[SearchSpace, list[Mistake]]:
+) -> tuple[SearchSpace, list[ConfigError]]:
     """Read the words of a sweep: of the config first, then those that were typed, which replace them.
 
     Args:
@@ -96,7 +96,7 @@ def read_space(
             typed = parser.parse_override(word)
         except HydraException as error:
             why = next(line for line in reversed(str(error).splitlines()) if line.strip())
-            mistakes.append(Mistake(word, why.strip(), f"{word.partition('=')[0]}=<values>"))
+            mistakes.append(ConfigError(word, why.strip(), f"{word.partition('=')[0]}=<values>"))
             continue
         typed.config_loader = config_loader
         # a key is added, changed or deleted, whatever an earlier word has done with it
@@ -111,8 +111,8 @@ def read_space(
             elif typed.is_delete():
                 space.fixed.append(word)
             else:  # as it was read: `shuffle([1,2])` is one order for all runs
-                space.fixed.append(override(typed.get_key_element(), typed.value()))
-        except Mistake as mistake:
+                space.fixed.append(make_override(typed.get_key_element(), typed.value()))
+        except ConfigError as mistake:
             mistakes.append(mistake)
     return space, mistakes
 
@@ -121,7 +121,9 @@ def _parameter(word: str, typed: Override) -> Choice | Interval:
     sweep, key = typed.value(), typed.get_key_element()
     tags = sweep.tags if isinstance(sweep, Sweep) else set()
     if unknown := tags - {"log"}:
-        raise Mistake(word, f"the tag {min(unknown)!r} means nothing here", "tag(log,<a sweep>)")
+        raise ConfigError(
+            word, f"the tag {min(unknown)!r} means nothing here", "tag(log,<a sweep>)"
+        )
     if isinstance(sweep, ChoiceSweep | Glob):
         return _choice(word, typed, is_log=bool(tags))
     if isinstance(sweep, IntervalSweep):
@@ -140,24 +142,24 @@ def _choice(word: str, typed: Override, *, is_log: bool) -> Choice:
     key = typed.get_key_element()
     listed = typed.value()
     if is_log:
-        raise Mistake(
+        raise ConfigError(
             word, "single values have no scale", f"{key}=tag(log,interval(<low>,<high>)), or no tag"
         )
     if isinstance(listed, ChoiceSweep):
         # what sweep_iterator gives may be shuffled
         values = [Override._convert_value(value) for value in listed.list]
     elif typed.config_loader is None:
-        raise Mistake(word, "there are no options to choose from", f"{key}=<options>")
+        raise ConfigError(word, "there are no options to choose from", f"{key}=<options>")
     else:
         values = list(typed.sweep_iterator())
-    values = [plain(key, value) for value in values]
+    values = [to_plain(key, value) for value in values]
     if not values:
-        raise Mistake(word, "no option is of that name", f"{key}=<options>")
-    words = [override(key, value) for value in values]
+        raise ConfigError(word, "no option is of that name", f"{key}=<options>")
+    words = [make_override(key, value) for value in values]
     options = [one.removeprefix(f"{key}=") for one in words]
     if twice := [option for option in options if options.count(option) > 1]:
         once = ",".join(dict.fromkeys(options))
-        raise Mistake(word, f"{twice[0]} is named twice", f"{key}={once}")
+        raise ConfigError(word, f"{twice[0]} is named twice", f"{key}={once}")
     return Choice(options=tuple(options), values=tuple(values))
 
 
@@ -166,14 +168,14 @@ def _range(word: str, key: str, sweep: RangeSweep, *, is_log: bool) -> Interval:
     assert start is not None, "Hydra's range has a start"
     assert stop is not None, "Hydra's range has an end"
     if step == 0 or not all(map(math.isfinite, (start, stop, step))):
-        raise Mistake(word, "it has no end", f"{key}=range(<low>,<high>,<step>)")
+        raise ConfigError(word, "it has no end", f"{key}=range(<low>,<high>,<step>)")
     is_integer = all(isinstance(number, int) for number in (start, stop, step))
     first, width = Decimal(start), Decimal(step)
     count = math.ceil((Decimal(stop) - first) / width)
     if count < 1:
-        raise Mistake(word, "it is empty", f"{key}=range(<low>,<high>)")
+        raise ConfigError(word, "it is empty", f"{key}=range(<low>,<high>)")
     if is_log and (step != 1 or not is_integer):
-        raise Mistake(
+        raise ConfigError(
             word, "its steps are no equal ratios", f"{key}=tag(log,interval(<low>,<high>))"
         )
     low, high = sorted((first, first + (count - 1) * width))
@@ -185,12 +187,14 @@ def _range(word: str, key: str, sweep: RangeSweep, *, is_log: bool) -> Interval:
 
 def _check(word: str, key: str, interval: Interval) -> None:
     low, high = interval.low, interval.high
-    remedy = f"{key}=interval(<low>,<high>)"
+    fix = f"{key}=interval(<low>,<high>)"
     if not (math.isfinite(low) and math.isfinite(high)):
-        raise Mistake(word, "its ends must be numbers", remedy)
+        raise ConfigError(word, "its ends must be numbers", fix)
     if low > high:
         other_way = f"interval({high},{low})"
-        remedy = f"{key}=tag(log,{other_way})" if interval.log else f"{key}={other_way}"
-        raise Mistake(word, f"{low} is greater than {high}", remedy)
+        fix = f"{key}=tag(log,{other_way})" if interval.log else f"{key}={other_way}"
+        raise ConfigError(word, f"{low} is greater than {high}", fix)
     if interval.log and low <= 0:
-        raise Mistake(word, f"{low} has no logarithm", f"{key}=tag(log,interval(<above 0>,{high}))")
+        raise ConfigError(
+            word, f"{low} has no logarithm", f"{key}=tag(log,interval(<above 0>,{high}))"
+        )

@@ -14,8 +14,8 @@ class Settings:
     Args:
         objective: What a job is judged by: a number of `summary.json` or a column of `metrics.csv`.
         direction: Whether less of it is better.
-        repeat_failed: Whether a sweep that goes on starts again what has failed by itself.
-        skip_refused: Whether the others are carried out where the config of some jobs is wrong.
+        retry_failed: Whether a sweep that goes on starts again what has failed by itself.
+        skip_invalid: Whether the others are carried out where the config of some jobs is wrong.
         compare: Writes the page that compares the runs: `(folders, path, sort=, dashboard=)`; None: no page.
         dashboard: Its sections of panels.
         samples: Of each run, for `${steps_of:${sweep.samples},${global_batch_size}}` where the batch size is swept.
@@ -23,8 +23,8 @@ class Settings:
 
     objective: str
     direction: Direction
-    repeat_failed: bool
-    skip_refused: bool
+    retry_failed: bool
+    skip_invalid: bool
     compare: Callable[..., None] | None
     dashboard: list[Any]
     samples: int | None = None

@@ -8,14 +8,14 @@ from rich.console import Console
 
 from recipes.checkpoint.resume import newest_checkpoint
 from recipes.config import compose_and_check
-from recipes.errors import Mistake
-from recipes.launcher import Place
+from recipes.errors import ConfigError
+from recipes.launcher import Launcher
 from recipes.launcher.job import JOB_FILE, Job, State, read_job
 from recipes.runtime.console import LOGGER
-from recipes.sweep.command_line import again, words_of_job
+from recipes.sweep.command_line import job_overrides, resume_command
 from recipes.sweep.leaderboard import check_objective
 from recipes.sweep.live_table import LiveTable
-from recipes.sweep.pool import Pool, Source, exit_code_of
+from recipes.sweep.pool import Pool, Source, worst_exit_code
 from recipes.sweep.report import Records
 from recipes.sweep.settings import Settings
 
@@ -37,7 +37,7 @@ class Sweep:
         self,
         *,
         folder: Path,
-        place: Place,
+        place: Launcher,
         settings: Settings,
         config_folder: Path,
         config_name: str,
@@ -64,7 +64,7 @@ class Sweep:
 
     def prepare(
         self, overrides: Sequence[str], number: int, name_of: Callable[[int], str]
-    ) -> tuple[Job, list[Mistake]]:
+    ) -> tuple[Job, list[ConfigError]]:
         """The job that words ask for; one of an earlier start where the words are the same.
 
         It is composed and checked where it is to start: one that is over may have lost its data since.
@@ -74,13 +74,13 @@ class Sweep:
             number: Its place in the sweep, where it is new and nothing else has it.
             name_of: The name of a job's folder.
         """
-        words = words_of_job(overrides)
+        words = job_overrides(overrides)
         job = self._ledger.claim(words)
         if job is None:
             number = self._ledger.free_number(number)
             job = Job(number=number, folder=self.folder / name_of(number), overrides=words)
             if same := [other for other in self.jobs if other.folder == job.folder]:
-                refused = Mistake(
+                refused = ConfigError(
                     f"hydra.sweep.subdir={job.folder.name}",
                     f"jobs {same[0].number} and {number} would share it",
                     "no hydra.sweep.subdir, or one with ${hydra.job.num} in it",
@@ -92,11 +92,11 @@ class Sweep:
 
     def claim(self, overrides: Sequence[str]) -> None:
         """Take an earlier start's job out of those that may be asked for again."""
-        self._ledger.claim(words_of_job(overrides))
+        self._ledger.claim(job_overrides(overrides))
 
     def is_to_start(self, job: Job) -> bool:
         """Whether it has not the result that was asked for, and may have it."""
-        if job.state.has_failed and not self.settings.repeat_failed:
+        if job.state.has_failed and not self.settings.retry_failed:
             return False
         return not job.state.is_over
 
@@ -117,18 +117,18 @@ class Sweep:
         finally:
             self._records.say_end()
         if asked is not None:
-            return exit_code_of(self._asked_for)
+            return worst_exit_code(self._asked_for)
         codes = [job.exit_code for job in self._asked_for if not job.state.is_over]
         return max((1 if code is None or code < 0 else code for code in codes), default=0)
 
-    def refuse(self, job: Job, mistakes: Sequence[Mistake]) -> None:
+    def refuse(self, job: Job, mistakes: Sequence[ConfigError]) -> None:
         """Record that a job's config is wrong."""
         job.state, job.exit_code = State.REFUSED, 2
         job.save()
         LOGGER.error(f"job {job.number} is refused: {mistakes[0]}")
         self._records.write(with_page=False)
 
-    def _compose(self, job: Job) -> list[Mistake]:
+    def _compose(self, job: Job) -> list[ConfigError]:
         where = str(job.folder).replace("'", "\\'")
         words = [*job.overrides, *_goes_on(job), f"hydra.run.dir='{where}'"]
         job.composed, mistakes = compose_and_check(words, **self._where)
@@ -139,7 +139,7 @@ class Sweep:
                 job.composed, mistakes = compose_and_check([*words, *more], **self._where)
             if not mistakes:
                 self.place.num_devices(job)
-        except Mistake as mistake:
+        except ConfigError as mistake:
             return [mistake]
         if job.composed is not None and newest_checkpoint(job.folder) is not None and _trains(job):
             job.composed.config["resume"] = "auto"  # also one that began with another run's
@@ -152,7 +152,9 @@ class Sweep:
             job.save()
         for handle in self.place.start(jobs):
             LOGGER.info(f"job {handle.job.number} is {handle.job.cluster_job} in the queue")
-        LOGGER.info(f"To follow them: {again(self._typed, self.folder)} launcher.wait=true")
+        LOGGER.info(
+            f"To follow them: {resume_command(self._typed, self.folder)} launcher.wait=true"
+        )
         return 0
 
     def _tell(self, job: Job) -> None:

@@ -7,8 +7,8 @@ from typing import Any
 
 from hydra.errors import HydraException
 
-from recipes.config.compose import MODE_OF_SWEEPS, parse
-from recipes.errors import Mistake
+from recipes.config.compose import MODE_OF_SWEEPS, parse_override
+from recipes.errors import ConfigError
 from recipes.sweep.search_space import Choice, Interval, SearchSpace
 
 # of the parameters' names, from W&B's schema of a sweep (pip install 'wandb[sweeps]': sweeps/config/schema.json)
@@ -49,7 +49,7 @@ def described(space: SearchSpace, search: Search, command: Sequence[str]) -> dic
         command: As `command_of` makes it.
 
     Raises:
-        Mistake: W&B cannot search this space so.
+        ConfigError: W&B cannot search this space so.
     """
     method = search.method or (
         "grid" if all(map(_is_listed, space.parameters.values())) else "bayes"
@@ -85,15 +85,15 @@ def fixed_words(words: Sequence[str]) -> list[str]:
     """Of the overrides that are typed for the description, those that each trial is given.
 
     Raises:
-        Mistake: A word would put all trials into one folder.
+        ConfigError: A word would put all trials into one folder.
     """
     kept = []
     for word in words:
-        key = parse(word).key_or_group
+        key = parse_override(word).key_or_group
         if key == "hydra.run.dir" or (
             key == "resume" and word not in ("resume=null", "resume=auto")
         ):
-            raise Mistake(
+            raise ConfigError(
                 word,
                 "all trials of the sweep would share that folder",
                 f"{MODE_OF_SWEEPS} without it",
@@ -107,7 +107,7 @@ def name_of(key: str) -> str:
     """A key as the name of a W&B parameter: without its `+`, which `train.py` adds by itself where it can."""
     name = key.lstrip("+")
     if not _NAME.fullmatch(name):
-        raise Mistake(
+        raise ConfigError(
             f"{key}=<a sweep>",
             "the names of W&B's parameters are letters, digits and _ . - only",
             f"{key}=<one value>, or the same sweep with python train.py -m",
@@ -132,7 +132,7 @@ def _parameter(key: str, parameter: Choice | Interval, method: str) -> dict[str,
         # W&B's own steps are multiples, whatever the lowest value is
         return {"values": _listed(key, parameter)}
     if method == "grid":
-        raise Mistake(
+        raise ConfigError(
             f"mode.method=grid {key}=interval({low},{high})",
             "a grid needs single values",
             f"mode.method=bayes, or {key}=<value>,<value>",
@@ -146,9 +146,9 @@ def _parameter(key: str, parameter: Choice | Interval, method: str) -> dict[str,
 
 def _read_back(key: str, option: str, value: Any) -> Any:
     """The value where Hydra reads what an agent makes of it, `key=<str of it>`, as the value; else the word."""
-    typed = parse(f"{key}={option}")
+    typed = parse_override(f"{key}={option}")
     try:
-        same = repr(parse(f"{key}={value}").value()) == repr(typed.value())
+        same = repr(parse_override(f"{key}={value}").value()) == repr(typed.value())
     except HydraException:
         same = False
     return value if same else option
@@ -158,7 +158,7 @@ def _listed(key: str, interval: Interval) -> list[int | float]:
     assert interval.step is not None, "only ranges are listed"
     num_values = (interval.high - interval.low) / interval.step
     if num_values > _MAX_VALUES:
-        raise Mistake(
+        raise ConfigError(
             f"{key}=range({interval.low},{interval.high},{interval.step})",
             f"W&B would be told {num_values:.0f} values one by one",
             f"{key}=interval({interval.low},{interval.high})",
@@ -172,7 +172,7 @@ def _series(objective: str) -> str:
         return _SERIES[objective]
     if "/" in objective:
         return objective
-    raise Mistake(
+    raise ConfigError(
         f"mode.early_terminate=… sweep.objective={objective}",
         "it is known only at the end of a trial",
         f"sweep.objective={_SERIES['val_loss']}",

@@ -12,9 +12,9 @@ from torch.optim.lr_scheduler import LambdaLR
 
 from recipes.activation_checkpoint import ActivationCheckpoint
 from recipes.clipping import Clipping
-from recipes.clipping.none import Fixed
+from recipes.clipping.none import NoClipping
 from recipes.compile import compile_blocks
-from recipes.model.flops import TellsFlops
+from recipes.model.flops import CountsFlops
 from recipes.model.weights import initialize
 from recipes.numerics.collectives import average_over_ranks
 from recipes.numerics.ema import average_weights
@@ -25,7 +25,7 @@ from recipes.task.resumable import Resumable
 Batch = dict[str, Any]
 
 
-class LearningTask(TellsFlops, Resumable, ABC):
+class TrainingTask(CountsFlops, Resumable, ABC):
     """A model, its optimizer and schedule, and the loss as a sum over targets.
 
     Args:
@@ -135,7 +135,7 @@ class LearningTask(TellsFlops, Resumable, ABC):
         }
 
     def on_train_start(self) -> None:
-        adaptive = None if isinstance(self.clipping, Fixed) else self.clipping
+        adaptive = None if isinstance(self.clipping, NoClipping) else self.clipping
         self.trainer.strategy.clipping = adaptive  # type: ignore[attr-defined]
         self.go_on(self._schedule)
 
@@ -178,9 +178,9 @@ class LearningTask(TellsFlops, Resumable, ABC):
         self.trainer.strategy.guard = guard  # type: ignore[attr-defined]
 
     @property
-    def grad_norm_limit(self) -> Tensor | None:
+    def clip_threshold(self) -> Tensor | None:
         """What the gradients of the last step were scaled down to where they were above, a 0-dim tensor."""
-        return self.trainer.strategy.grad_norm_limit  # type: ignore[attr-defined, no-any-return]
+        return self.trainer.strategy.clip_threshold  # type: ignore[attr-defined, no-any-return]
 
     @property
     def grad_norm(self) -> Tensor | None:

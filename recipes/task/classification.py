@@ -5,11 +5,11 @@ from typing import ClassVar
 from torch import Tensor
 
 from recipes.numerics.loss import count_correct, count_targets, mean_per_sample
-from recipes.task.base import Batch, LearningTask
+from recipes.task.base import Batch, TrainingTask
 
 
-class Classification(LearningTask):
-    """A model of images [B, C, H, W] -> logits [B, V]. Arguments: see `LearningTask`."""
+class Classification(TrainingTask):
+    """A model of images [B, C, H, W] -> logits [B, V]. Arguments: see `TrainingTask`."""
 
     input_kind: ClassVar[str] = "images"
 

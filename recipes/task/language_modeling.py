@@ -8,12 +8,12 @@ from torch import Tensor
 from recipes.model import LanguageModel
 from recipes.model.generate import generate
 from recipes.numerics.loss import count_targets, mean_per_sample
-from recipes.task.base import Batch, LearningTask
+from recipes.task.base import Batch, TrainingTask
 from recipes.tokenizer import Tokenizer
 
 
-class LanguageModeling(LearningTask):
-    """A model of tokens [B, T] -> logits [B, T, V]. Arguments: see `LearningTask`.
+class LanguageModeling(TrainingTask):
+    """A model of tokens [B, T] -> logits [B, T, V]. Arguments: see `TrainingTask`.
 
     Attributes:
         tokenizer: For `generate_text`; None where the data is not text.

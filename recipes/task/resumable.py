@@ -10,11 +10,11 @@ import torch
 from torch.optim.lr_scheduler import LambdaLR
 
 from recipes.checkpoint.layout import shard_name
-from recipes.checkpoint.rng_state import random_state, restore, seed_rank
+from recipes.checkpoint.rng_state import restore, rng_state, seed_rank
 from recipes.checkpoint.shard_file import SavedTensor, write_shard
 from recipes.clipping import Clipping
-from recipes.errors import Mistake
-from recipes.model.init import whole_shape
+from recipes.errors import ConfigError
+from recipes.model.init import unsharded_shape
 from recipes.numerics.ema import NAME as AVERAGE
 
 
@@ -48,7 +48,7 @@ class Resumable(lightning.LightningModule):
         """Note which optimizer it is and the names of its parameters, before an engine takes it over.
 
         Raises:
-            Mistake: The checkpoint is of another one.
+            ConfigError: The checkpoint is of another one.
         """
         self._optimizer = type(optimizer).__name__
         refuse_other_optimizer(self._optimizer, self._resumed_optimizer)
@@ -96,13 +96,14 @@ class Resumable(lightning.LightningModule):
         checkpoint["optimizer"] = self._optimizer
         checkpoint["parameters"] = self._parameters_in_order
         checkpoint["tied"] = self._tied()
-        checkpoint["rng"] = random_state()
-        checkpoint["clipping"] = self.live_numbers()
+        checkpoint["rng"] = rng_state()
+        checkpoint["clipping"] = self.live_scalars()
 
     def on_load_checkpoint(self, checkpoint: dict[str, Any]) -> None:
         own = self.state_dict(keep_vars=True)
         refuse_other_model(
-            {name: whole_shape(tensor) for name, tensor in own.items()}, checkpoint["state_dict"]
+            {name: unsharded_shape(tensor) for name, tensor in own.items()},
+            checkpoint["state_dict"],
         )
         self.num_samples = checkpoint["consumed"]["samples"]
         self.num_tokens = checkpoint["consumed"]["tokens"]
@@ -113,7 +114,7 @@ class Resumable(lightning.LightningModule):
         if self._optimizer is not None:  # engines that restore after they have started
             refuse_other_optimizer(self._optimizer, self._resumed_optimizer)
         self._resumed_rng = checkpoint["rng"]
-        self.put_numbers_back(
+        self.restore_scalars(
             checkpoint.get("clipping", {})
         )  # none in the files of earlier versions
         if not self._keeps_average:
@@ -121,12 +122,12 @@ class Resumable(lightning.LightningModule):
                 of_parameter.pop(AVERAGE, None)
         recount_micro_batches(checkpoint, passes=self.trainer.accumulate_grad_batches)
 
-    def live_numbers(self) -> dict[str, Any]:
+    def live_scalars(self) -> dict[str, Any]:
         """What a rollback puts back beside tensors: the history of the clipping, by the name of its class."""
         return {type(self.clipping).__name__: self.clipping.state_dict()}
 
-    def put_numbers_back(self, numbers: dict[str, Any]) -> None:
-        """As `live_numbers` found them; that of another kind of clipping is left alone."""
+    def restore_scalars(self, numbers: dict[str, Any]) -> None:
+        """As `live_scalars` found them; that of another kind of clipping is left alone."""
         history = numbers.get(type(self.clipping).__name__)
         if history is not None:
             self.clipping.load_state_dict(history)
@@ -171,13 +172,13 @@ def refuse_other_model(own: Mapping[str, torch.Size], saved: Mapping[str, SavedT
     """Compare the shapes of a model's tensors with the tensors of a checkpoint.
 
     Raises:
-        Mistake: One is missing, one too many, or one has another shape.
+        ConfigError: One is missing, one too many, or one has another shape.
     """
     here = {name: tuple(shape) for name, shape in own.items()}
     there = {name: tuple(tensor.shape) for name, tensor in saved.items()}
     for name in here | there:
         if here.get(name) != there.get(name):
-            raise Mistake(
+            raise ConfigError(
                 "resume=… model.…",
                 f"the checkpoint is of another model: {name} is {_shape(there.get(name))} there"
                 f" and {_shape(here.get(name))} here",
@@ -193,10 +194,10 @@ def refuse_other_optimizer(name: str, saved_name: str | None) -> None:
         saved_name: That of the checkpoint; None where there is none.
 
     Raises:
-        Mistake: They differ.
+        ConfigError: They differ.
     """
     if saved_name not in (None, name):
-        raise Mistake(
+        raise ConfigError(
             f"optimizer={name.lower()}",
             f"the checkpoint holds the state of {saved_name}",
             f"optimizer={str(saved_name).lower()}, or leave it out",

@@ -11,7 +11,7 @@ from tokenizers import AddedToken, Regex, decoders, models, pre_tokenizers, trai
 from tokenizers import Tokenizer as Backend
 
 from recipes.cache import build_once
-from recipes.errors import Mistake
+from recipes.errors import ConfigError
 from recipes.tokenizer import END_OF_TEXT, NUM_BYTES, TextCorpus, Tokenizer
 
 log = logging.getLogger(__name__)
@@ -41,10 +41,10 @@ class Bpe:
             max_training_bytes: Merges are learnt from at most this much text, taken evenly.
 
         Raises:
-            Mistake: Fewer ids than there are bytes.
+            ConfigError: Fewer ids than there are bytes.
         """
         if vocab_size < SMALLEST_VOCABULARY:
-            raise Mistake(
+            raise ConfigError(
                 f"tokenizer.vocab_size={vocab_size}",
                 f"{NUM_BYTES} bytes and the end of a document take {SMALLEST_VOCABULARY} ids",
                 f"model.vocab_size={SMALLEST_VOCABULARY} tokenizer=bytes, or a larger vocabulary",

@@ -6,7 +6,7 @@ from typing import Any
 
 from tokenizers import Tokenizer as Backend
 
-from recipes.errors import Mistake
+from recipes.errors import ConfigError
 from recipes.tokenizer import END_OF_TEXT, TextCorpus, Tokenizer, token_text
 
 _SETTINGS_FILE = "tokenizer_config.json"
@@ -23,7 +23,7 @@ class HuggingFace:
         """Read it; the corpus has no say.
 
         Raises:
-            Mistake: No such tokenizer, no way to fetch it, or no token that ends a document.
+            ConfigError: No such tokenizer, no way to fetch it, or no token that ends a document.
         """
         tokenizer_file, settings_file = self._files()
         try:
@@ -59,7 +59,7 @@ class HuggingFace:
             from huggingface_hub import hf_hub_download
             from huggingface_hub.errors import EntryNotFoundError, HfHubHTTPError
         except ImportError as error:
-            raise Mistake(
+            raise ConfigError(
                 f"tokenizer.name={self.name}",
                 "it is no folder here, and the hub needs huggingface-hub, which is not installed",
                 "pip install -e '.[huggingface]', or tokenizer.name=<folder with tokenizer.json>",
@@ -76,8 +76,8 @@ class HuggingFace:
         except EntryNotFoundError:  # a repository need not have one
             return tokenizer_file, None
 
-    def _mistake(self, why: str) -> Mistake:
-        return Mistake(
+    def _mistake(self, why: str) -> ConfigError:
+        return ConfigError(
             f"tokenizer.name={self.name}",
             why,
             "tokenizer.name=<folder with tokenizer.json>, which works offline, or another hub id",

@@ -58,7 +58,7 @@ class Poison(Callback):
 def main() -> None:
     torch.set_num_threads(1)
     module = Module()
-    spikes = LossSpikeRollback(window=16, warm_up=8, snapshot_every=10, quarantine_steps=10)
+    spikes = LossSpikeRollback(window=16, warmup_steps=8, snapshot_every=10, quarantine_steps=10)
     trainer = Trainer(
         accelerator="cpu",
         devices=2,

@@ -48,7 +48,7 @@ def test_a_stranger_trains_with_all_of_them(
         num_sanity_val_steps=1,
         gradient_clip_val=1.0,
     ).fit(stranger())
-    for name in ("grad/norm", "time/left_out_seconds", "memory/host_peak_gib", "train_loss"):
+    for name in ("grad/norm", "time/excluded_seconds", "memory/host_peak_gib", "train_loss"):
         assert len(read_column(name)) == 8 // accumulate
     assert len(read_column("time/step_seconds")) == 8 // accumulate - 1  # not the first
     assert (tmp_path / "run" / "report.html").exists()

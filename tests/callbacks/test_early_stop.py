@@ -17,23 +17,23 @@ def losses(stranger: Any, values: list[float]) -> Any:
     return Told()
 
 
-@pytest.mark.parametrize(("after", "steps"), [(2, 4), (None, 8)])
-def test_it_ends_after_so_many_validations_without_a_better_one(
-    stranger: Any, make_trainer: Any, after: int | None, steps: int, caplog: Any
+@pytest.mark.parametrize(("patience", "steps"), [(2, 4), (None, 8)])
+def test_it_stops_after_patience_validations_without_an_improvement(
+    stranger: Any, make_trainer: Any, patience: int | None, steps: int, caplog: Any
 ) -> None:
-    callback = EarlyStop(after=after, metric="val/loss", mode="min", min_delta=0.0)
+    callback = EarlyStop(patience=patience, monitor="val/loss", mode="min", min_delta=0.0)
     module = losses(stranger, [3.0, 2.0, 2.5, 2.0, 1.0, 0.9, 0.8, 0.7])
     with caplog.at_level(logging.WARNING, logger="lightning_recipes"):
         trainer = make_trainer(callbacks=[callback], limit_val_batches=1, val_check_interval=1)
         trainer.fit(module)
     assert trainer.global_step == steps
-    assert ("the best was 2.0000" in caplog.text) == (after is not None)
+    assert ("the best was 2.0000" in caplog.text) == (patience is not None)
 
 
 def test_its_patience_survives_a_resume(stranger: Any) -> None:
-    first = EarlyStop(after=3, metric="val/loss", mode="min", min_delta=0.0)
+    first = EarlyStop(patience=3, monitor="val/loss", mode="min", min_delta=0.0)
     first.wait_count, first.best_score = 2, torch.tensor(1.5)
-    second = EarlyStop(after=3, metric="val/loss", mode="min", min_delta=0.0)
+    second = EarlyStop(patience=3, monitor="val/loss", mode="min", min_delta=0.0)
     second.load_state_dict(first.state_dict())
     assert second.wait_count == 2
     assert float(second.best_score) == 1.5

@@ -31,7 +31,7 @@ def test_three_steps_in_two_passes_are_traced_and_left_out(
     assert read_column("time/step_seconds") == [2.0]
     assert read_column("throughput/tokens_per_second") == [16.0]
     # three steps of 2 s, less the fetch before the first that is traced
-    assert sum(read_column("time/left_out_seconds")) == 3 * 2.0 - FETCH
+    assert sum(read_column("time/excluded_seconds")) == 3 * 2.0 - FETCH
 
 
 def test_a_run_that_fails_while_it_is_traced_leaves_the_trace(

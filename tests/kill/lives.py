@@ -16,8 +16,8 @@ from typing import Any, Protocol
 from started import living, marked
 from support import ROOT
 
-from recipes.config.compose import Composed, text_of
-from recipes.entry.spawn import _free_port, environ_of
+from recipes.config.compose import Composed, to_json
+from recipes.entry.spawn import _free_port, rank_environ
 
 _ALONE_SECONDS = 0.5  # that ranks are given to end by themselves once one is killed
 _GONE_SECONDS = 30.0  # for what a killed command has started
@@ -81,7 +81,7 @@ class ForkedLife:
         self._zygote = zygote
         self._folder = tempfile.TemporaryDirectory(prefix="kill_ranks_")
         run_file = Path(self._folder.name) / "composed.json"
-        run_file.write_text(text_of(run))
+        run_file.write_text(to_json(run))
         environs: list[dict[str, str]] = [{}]
         if world_size > 1:
             environs = list(_environs(run_file, world_size))
@@ -166,7 +166,7 @@ class CommandLife:
 def _environs(run_file: Path, world_size: int) -> Iterator[dict[str, str]]:
     port = _free_port()
     for rank in range(world_size):
-        yield environ_of(rank, world_size, port, run_file)
+        yield rank_environ(rank, world_size, port, run_file)
 
 
 def _children(pid: int) -> list[int]:

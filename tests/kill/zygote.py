@@ -110,14 +110,15 @@ def _be_rank(run_file: str, environ: dict[str, str], log: str, stdin: int) -> No
 
 
 def _carry_out(run_file: str) -> int:
-    from recipes.entry import rank_main as rank
-    from recipes.entry.run import launch
+    from recipes.config.compose import from_json
+    from recipes.entry import rank_main
+    from recipes.entry.run import run_composed
     from recipes.runtime.world import RANK_FILE
 
     if RANK_FILE in os.environ:
-        return rank.main()
+        return rank_main.main()
     _prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)  # ranks see it by their standard input
-    return launch(rank.composed_of(Path(run_file).read_text()))
+    return run_composed(from_json(Path(run_file).read_text()))
 
 
 def _prctl(option: int, value: int) -> None:

@@ -25,7 +25,7 @@ DECODER = [
     "model.max_seq_len=16",
     "model.num_layers=2",
     "model.num_heads=2",
-    "model.width=32",
+    "model.hidden_size=32",
     "optimizer.lr=1e-3",
 ]
 MODELS: dict[str, tuple[list[str], dict[str, Any]]] = {
@@ -34,7 +34,7 @@ MODELS: dict[str, tuple[list[str], dict[str, Any]]] = {
         TOKENS,
     ),
     "llama": (
-        [*DECODER, "model=llama_nano", "model.num_kv_heads=1", "model.hidden_width=64"],
+        [*DECODER, "model=llama_nano", "model.num_kv_heads=1", "model.ffn_hidden_size=64"],
         TOKENS,
     ),
     "resnet18": (["model=resnet18", "data=digits", "optimizer.lr=1e-3"], IMAGES),
@@ -64,7 +64,7 @@ STRATEGIES: dict[str, list[str]] = {
     "single": ["strategy=single"],
     "ddp": ["strategy=ddp"],
     "fsdp": ["strategy=fsdp"],
-    "fsdp, one reduce a window": ["strategy=fsdp", "strategy.reduce_every=window"],
+    "fsdp, gradient sync per step": ["strategy=fsdp", "strategy.gradient_sync=per_step"],
     "fsdp, cpu offload": ["strategy=fsdp", "strategy.cpu_offload=true"],
     "hsdp": ["strategy=hsdp", "strategy.shard_size=2"],
     "ZeRO-1": ["strategy=deepspeed_stage_1"],
@@ -94,7 +94,7 @@ def memory_case(name: str, *, world_size: int) -> dict[str, Any]:
     """Three steps of a model of 31 million parameters on very little data: what is held is its state."""
     words = {
         "model.vocab_size": 4096,
-        "model.width": 768,
+        "model.hidden_size": 768,
         "model.num_heads": 4,
         "model.num_layers": 4,
     }

@@ -28,7 +28,7 @@ def run_group(tmp_path_factory: pytest.TempPathFactory) -> Run:
 def rows(run_group: Run) -> Callable[..., list[dict[str, float]]]:
     """The rows of one case of a group; its traceback where it failed."""
 
-    def rows_of(
+    def find_rows(
         group: str, cases: dict[str, Any], name: str, *, world_size: int
     ) -> list[dict[str, float]]:
         result = run_group(group, cases, world_size=world_size)[name]
@@ -36,4 +36,4 @@ def rows(run_group: Run) -> Callable[..., list[dict[str, float]]]:
         found: list[dict[str, float]] = result["rows"]
         return found
 
-    return rows_of
+    return find_rows

@@ -18,7 +18,7 @@ from support import ROOT, composed_config, read_metrics  # noqa: E402
 from callbacks.loss_spike import callback as loss_spike  # noqa: E402
 from callbacks.loss_spike.callback import LossSpikeRollback  # noqa: E402
 from callbacks.loss_spike.detector import Alarm  # noqa: E402
-from callbacks.loss_spike.monitor import Reading, Verdict  # noqa: E402
+from callbacks.loss_spike.monitor import StepMeasurement, Verdict  # noqa: E402
 from callbacks.loss_spike.reader import StepReader  # noqa: E402
 from recipes.build import build  # noqa: E402
 
@@ -35,7 +35,7 @@ class DriftsOnce(StepReader):
         assert not verdict.refused, verdict
         if self.spikes._recovery.ladder.counts.clock + 1 != self.at:
             return verdict
-        reading = Reading(step=self.at, loss=verdict.reading.loss, norm=None, refused=False)
+        reading = StepMeasurement(step=self.at, loss=verdict.reading.loss, norm=None, refused=False)
         alarm = Alarm(kind="drift", value=reading.loss, expected=0.0, score=9.0)
         return Verdict(reading=reading, alarms={"loss": alarm}, score=9.0, refused=False)
 
@@ -59,7 +59,7 @@ def run_case(case: dict[str, Any], folder: Path) -> dict[str, Any]:
     arguments |= {"snapshot_every": case["to"], "quarantine_steps": case["to"]}
     arguments |= case["arguments"]
     arguments.pop("_target_")
-    spikes = LossSpikeRollback(**arguments, rewinds_data=True)
+    spikes = LossSpikeRollback(**arguments, rewind_data=True)
     DriftsOnce.at, DriftsOnce.spikes = case["at"], spikes
     loss_spike.StepReader = DriftsOnce  # type: ignore[misc]
     losses = Losses(spikes)

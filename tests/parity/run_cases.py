@@ -21,7 +21,7 @@ from held_bytes import HeldBytes  # noqa: E402
 from support import OverflowAt, composed_config, read_metrics  # noqa: E402
 
 from recipes.build import build  # noqa: E402
-from recipes.model.init import whole_shape  # noqa: E402
+from recipes.model.init import unsharded_shape  # noqa: E402
 
 
 def run_case(case: dict[str, Any], folder: Path) -> dict[str, Any]:
@@ -35,7 +35,7 @@ def run_case(case: dict[str, Any], folder: Path) -> dict[str, Any]:
         run.trainer.callbacks.insert(0, OverflowAt(**case["overflow"]))  # type: ignore[attr-defined]
     run.trainer.fit(run.task, datamodule=run.data, ckpt_path=run.checkpoint, weights_only=True)
     run.trainer.strategy.barrier()
-    num_parameters = sum(whole_shape(weight).numel() for weight in run.task.parameters())
+    num_parameters = sum(unsharded_shape(weight).numel() for weight in run.task.parameters())
     return {
         "rows": read_metrics(folder) if run.trainer.is_global_zero else [],
         "held_bytes": counter.most,

@@ -29,10 +29,10 @@ def _case(engine: str, kind: str, world_size: int) -> dict[str, Any]:
         "eval_every=34",
         "callbacks=[grad_norm,loss_spike]",
         "callbacks.loss_spike.window=16",
-        "callbacks.loss_spike.warm_up=8",
+        "callbacks.loss_spike.warmup_steps=8",
         "callbacks.loss_spike.snapshot_every=10",
         "callbacks.loss_spike.quarantine_steps=10",
-        "callbacks.loss_spike.norm_score=8",  # the damage shows in norms first, and 34 steps are few
+        "callbacks.loss_spike.norm_threshold=8",  # the damage shows in norms first, and 34 steps are few
     ]
     # the second rank's gradient alone
     fault = {"kind": kind, "step": AT, "rank": world_size - 1}

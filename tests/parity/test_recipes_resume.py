@@ -41,7 +41,7 @@ def _case(name: str, texts: Path) -> dict[str, Any]:
     if name.startswith("hsdp"):
         words.append("strategy.shard_size=2")
     if name == "zero3_bf16_nvme":  # DeepSpeed leaves what is smaller than a MiB in memory
-        words += ["model.width=512", "model.vocab_size=8192"]
+        words += ["model.hidden_size=512", "model.vocab_size=8192"]
         disk = texts.parent / "disk"
         disk.mkdir()
         words.append(f"strategy.nvme_path={disk}")

@@ -29,7 +29,7 @@ ON_TWO = [
     "recipe=zero3_bf16",
     "recipe=zero3_fp16_offload",
     "strategy=deepspeed_stage_2 precision=bf16-true",
-    "recipe=ddp_fp32 callbacks.loss_spike.snapshots_in=disk",
+    "recipe=ddp_fp32 callbacks.loss_spike.snapshot_storage=disk",
     *(["recipe=zero3_bf16_nvme"] if has_libaio() else []),
 ]
 
@@ -43,11 +43,11 @@ def _case(name: str, folder: Path, world_size: int) -> dict[str, Any]:
     if "nvme" in name:  # DeepSpeed leaves what is smaller than a MiB in memory
         (folder / "nvme").mkdir()
         words += [
-            "model.width=512",
+            "model.hidden_size=512",
             "model.vocab_size=8192",
             f"strategy.nvme_path={folder / 'nvme'}",
         ]
-    on_disk = {"snapshots_in": "disk"} if "disk" in name else {}
+    on_disk = {"snapshot_storage": "disk"} if "disk" in name else {}
     times = {"at": AT, "to": TO}
     if "nvme" in name:  # two seconds a step
         times = {"at": 9, "to": 4}
@@ -87,7 +87,7 @@ def test_a_run_that_went_back_has_one_row_a_step_and_no_checkpoint_of_what_it_un
     result, files = results[name], results[name]["files"]
     last = int(result["rows"][-1]["step"])
     assert [row["step"] for row in result["rows"]] == list(range(1, last + 1))
-    assert any(file.startswith(f"undone/steps_{result['to'] + 1:07d}_to_") for file in files)
+    assert any(file.startswith(f"rolled_back/steps_{result['to'] + 1:07d}_to_") for file in files)
     kept = {file for file in files if file.startswith("checkpoints/step") and file.count("/") == 1}
     newest = [f"checkpoints/step_{step:07d}.ckpt" for step in (30, 36)]
     assert kept == (

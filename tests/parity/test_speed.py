@@ -64,10 +64,10 @@ def test_flops_are_those_of_all_passes_on_all_ranks(engine: str, results: dict[s
 
 def _flops_per_token() -> float:
     """6 N + 12 L d T of the tiny model, from its shapes."""
-    width, layers, vocabulary = 32, 2, 64
-    blocks = layers * (12 * width**2 + 13 * width)
-    parameters = blocks + vocabulary * width + SEQ_LEN * width + 2 * width
-    return 6.0 * parameters + 12.0 * layers * width * SEQ_LEN
+    hidden_size, layers, vocabulary = 32, 2, 64
+    blocks = layers * (12 * hidden_size**2 + 13 * hidden_size)
+    parameters = blocks + vocabulary * hidden_size + SEQ_LEN * hidden_size + 2 * hidden_size
+    return 6.0 * parameters + 12.0 * layers * hidden_size * SEQ_LEN
 
 
 @pytest.mark.parametrize("engine", RUNS)

@@ -14,7 +14,7 @@ SHAPE: dict[str, Any] = {
     "max_seq_len": 16,
     "num_layers": 3,
     "num_heads": 2,
-    "width": 32,
+    "hidden_size": 32,
     "dropout": 0.1,
 }
 

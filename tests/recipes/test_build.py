@@ -7,16 +7,16 @@ import torch
 from support import TINY, composed_config
 
 from recipes.build import build
-from recipes.errors import Mistake
+from recipes.errors import ConfigError
 
 needs_no_gpu = pytest.mark.skipif(torch.cuda.is_available(), reason="there is a GPU here")
 
 
 @needs_no_gpu
 def test_a_gpu_that_is_asked_for_and_not_there_is_a_mistake(tmp_path: Path) -> None:
-    with pytest.raises(Mistake) as caught:
+    with pytest.raises(ConfigError) as caught:
         build(composed_config("trainer.accelerator=gpu"), tmp_path, [])
-    assert caught.value.remedy == "trainer.accelerator=auto"
+    assert caught.value.fix == "trainer.accelerator=auto"
 
 
 def test_a_build_makes_no_weights_and_touches_no_data(tmp_path: Path) -> None:
@@ -35,6 +35,6 @@ def test_a_tokenizer_larger_than_the_model_is_found_before_training(
     config = composed_config(*words)
     config["data"]["tokenizer"] = {"_target_": "recipes.tokenizer.bytes.Bytes"}
     config["data"]["vocab_size"] = 200
-    with pytest.raises(Mistake) as caught:
+    with pytest.raises(ConfigError) as caught:
         fit(build(config, tmp_path, []))
-    assert caught.value.remedy == "model.vocab_size=257"
+    assert caught.value.fix == "model.vocab_size=257"

@@ -6,7 +6,7 @@ import socket
 import pytest
 
 from recipes.cache import build_once, open_cache_dir
-from recipes.errors import Mistake
+from recipes.errors import ConfigError
 
 
 def is_whole(folder):
@@ -50,11 +50,11 @@ def test_leftovers_of_dead_builders_go_and_those_of_other_hosts_stay_a_day(tmp_p
 
 def test_a_cache_that_cannot_be_made_says_what_to_type(tmp_path):
     (tmp_path / "file").write_text("")
-    with pytest.raises(Mistake) as caught:
+    with pytest.raises(ConfigError) as caught:
         open_cache_dir(str(tmp_path / "file"))
-    assert caught.value.you_set == f"data.cache_dir={tmp_path / 'file'}"
-    assert caught.value.why.startswith("it cannot be made")
-    assert caught.value.remedy == (
+    assert caught.value.setting == f"data.cache_dir={tmp_path / 'file'}"
+    assert caught.value.reason.startswith("it cannot be made")
+    assert caught.value.fix == (
         "RECIPES_CACHE=<folder> before the command, or data.cache_dir=<folder>"
     )
 

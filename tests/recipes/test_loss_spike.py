@@ -20,7 +20,7 @@ WORDS = (
     "optimizer.lr=1e-3",
     "callbacks=[grad_norm,loss_scale,loss_spike]",
     "callbacks.loss_spike.window=32",
-    "callbacks.loss_spike.warm_up=16",
+    "callbacks.loss_spike.warmup_steps=16",
     "callbacks.loss_spike.snapshot_every=10",
     "callbacks.loss_spike.quarantine_steps=10",
     "log_every=1",
@@ -111,7 +111,7 @@ def test_float16_skips_an_outlier_without_touching_its_loss_scale(
     words = [
         "precision=16-mixed",
         "trainer.max_steps=27",
-        "callbacks.loss_spike.loss_score=6",
+        "callbacks.loss_spike.loss_threshold=6",
     ]
     fault = Large(kind="inputs", step=24)
     rows, events = train(tmp_path, text_folder, *words, callbacks=(fault,))
@@ -135,7 +135,9 @@ def test_a_corrupted_weight_is_gone_back_from_and_the_run_ends_as_long_as_ever(
     assert sorted(saved) == [10, 20, 30, 30, 40, 40, 50, 60], (
         "30 again, with what has happened since"
     )
-    assert [path.name for path in (tmp_path / "checkpoints").glob("undone*")] == ["undone_0000040"]
+    assert [path.name for path in (tmp_path / "checkpoints").glob("rolled_back*")] == [
+        "rolled_back_0000040"
+    ]
 
 
 @pytest.mark.parametrize("crash_at", [31, 41, 52], ids=["after", "later", "much later"])
@@ -167,7 +169,7 @@ def test_a_resume_after_a_rollback_equals_no_resume_at_all(
     for row, other in zip(found[0], expected[0], strict=True):
         computed = {key: value for key, value in row.items() if key.startswith(COMPUTED)}
         assert computed == {k: v for k, v in other.items() if k.startswith(COMPUTED)}
-    told = ("spike", "skip", "rollback", "checkpoint", "lr_cut")
+    told = ("spike", "skip", "rollback", "checkpoint", "lr_backoff")
     # sorted: when a save behind training ends is nobody's to say
     assert sorted(named(found[1], *told)) == sorted(named(expected[1], *told))
     mine, theirs = (

@@ -12,7 +12,7 @@ from recipes.config import compose_and_check
 from recipes.config.compose import compose_run, freeze
 from recipes.lr_scaling import is_positive, scaled_lr
 
-REFERENCE = ("lr_scaling.reference_lr=3e-4", "lr_scaling.reference_batch_size=32")
+REFERENCE = ("lr_scaling.base_lr=3e-4", "lr_scaling.base_batch_size=32")
 
 
 def mistakes(*words: str) -> list[str]:
@@ -68,19 +68,19 @@ def test_without_a_rule_the_rate_is_that_of_the_optimizer() -> None:
 
 def test_a_reference_that_is_missing_is_named_by_both_its_numbers() -> None:
     assert mistakes("lr_scaling=sqrt") == [
-        "no lr_scaling.reference_lr: lr_scaling=sqrt starts from a learning rate that is known to be good;"
-        " type lr_scaling.reference_lr=<above 0>",
-        "no lr_scaling.reference_batch_size: lr_scaling=sqrt starts from a batch size that is known to be good;"
-        " type lr_scaling.reference_batch_size=<above 0>",
+        "no lr_scaling.base_lr: lr_scaling=sqrt starts from a learning rate that is known to be good;"
+        " type lr_scaling.base_lr=<above 0>",
+        "no lr_scaling.base_batch_size: lr_scaling=sqrt starts from a batch size that is known to be good;"
+        " type lr_scaling.base_batch_size=<above 0>",
     ]
 
 
 def test_a_reference_that_is_no_positive_number_is_told_beside_other_mistakes() -> None:
-    words = ("lr_scaling.reference_lr=-1", "lr_scaling.reference_batch_size=many", "seq_len=4000")
+    words = ("lr_scaling.base_lr=-1", "lr_scaling.base_batch_size=many", "seq_len=4000")
     assert mistakes("lr_scaling=linear", *words) == [
-        "lr_scaling.reference_lr=-1: a learning rate is a number above 0; type lr_scaling.reference_lr=<above 0>",
-        "lr_scaling.reference_batch_size=many: a batch size is a number above 0;"
-        " type lr_scaling.reference_batch_size=<above 0>",
+        "lr_scaling.base_lr=-1: a learning rate is a number above 0; type lr_scaling.base_lr=<above 0>",
+        "lr_scaling.base_batch_size=many: a batch size is a number above 0;"
+        " type lr_scaling.base_batch_size=<above 0>",
         "seq_len=4000: the model sees at most model.max_seq_len=128 tokens; type seq_len=128",
     ]
 
@@ -94,9 +94,9 @@ def test_a_rate_typed_beside_a_rule_is_refused() -> None:
 
 
 def test_a_reference_without_a_rule_is_refused() -> None:
-    assert mistakes("lr_scaling.reference_lr=3e-4") == [
-        "lr_scaling.reference_lr=3e-4: no rule uses it: lr_scaling=none;"
-        " type lr_scaling=sqrt lr_scaling.reference_lr=3e-4"
+    assert mistakes("lr_scaling.base_lr=3e-4") == [
+        "lr_scaling.base_lr=3e-4: no rule uses it: lr_scaling=none;"
+        " type lr_scaling=sqrt lr_scaling.base_lr=3e-4"
     ]
 
 
@@ -153,7 +153,7 @@ def test_a_run_from_before_there_were_rules_is_no_mistake(tmp_path: Path) -> Non
 def test_in_a_sweep_the_rate_follows_each_batch(tmp_path: Path, text_folder: str) -> None:
     words = [*TINY, f"data.path={text_folder}", "trainer.max_steps=1", "scheduler=constant"]
     words += ["warmup_steps=0", "save_every=null", "lr_scaling=linear", "global_batch_size=8,16"]
-    words += ["lr_scaling.reference_lr=1e-3", "lr_scaling.reference_batch_size=8"]
+    words += ["lr_scaling.base_lr=1e-3", "lr_scaling.base_batch_size=8"]
     done = run_train(["-m", *words, f"hydra.sweep.dir={tmp_path}/sweep"])
     assert done.returncode == 0, done.stdout + done.stderr
     rates = {

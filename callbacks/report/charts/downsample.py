@@ -3,7 +3,7 @@
 import math
 from itertools import pairwise
 
-from callbacks.report.run_record import Point
+from ..run_record import Point
 
 MAX_BUCKETS = 500
 

@@ -4,8 +4,8 @@ import json
 import math
 from typing import Any
 
-from callbacks.report.charts.series import Chart
-from callbacks.report.run_record import Point
+from ..run_record import Point
+from .series import Chart
 
 
 def chart_data(chart: Chart) -> dict[str, Any]:

@@ -7,9 +7,9 @@ from itertools import cycle
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from callbacks.report.charts.axis import tick_label
-from callbacks.report.charts.downsample import segments
-from callbacks.report.charts.series import Chart, Curve, Mark
+from .axis import tick_label
+from .downsample import segments
+from .series import Chart, Curve, Mark
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes

@@ -5,17 +5,17 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from callbacks.report.charts.downsample import MAX_BUCKETS, segments, thin, trend
-from callbacks.report.dashboard import Panel, Section
-from callbacks.report.run_record import Point, RunRecord
+from ..dashboard import Panel, Section
+from ..run_record import Point, RunRecord
+from .downsample import MAX_BUCKETS, segments, thin, trend
 
 # Events worth a mark on the step axis; the others are in the page's table only.
 MARKED_EVENTS = (
     "spike",
     "skip",
     "rollback",
-    "lr_cut",
-    "checkpoint_refused",
+    "lr_backoff",
+    "checkpoint_rejected",
     "oom",
     "resume",
     "preempted",
@@ -76,7 +76,7 @@ class Mark:
     undone_to: int | None = None
 
 
-def groups_of(run: RunRecord, sections: Sequence[Section]) -> list[Group]:
+def get_groups(run: RunRecord, sections: Sequence[Section]) -> list[Group]:
     """The run's charts by section, all over the same steps; empty panels and sections are left out."""
     drawn = [
         (section.title, panel, names)
@@ -148,7 +148,7 @@ def _chart(panel: Panel, curves: list[Curve], steps: tuple[int, int]) -> Chart:
     return Chart(panel.title, curves, log_scale, steps, y_range, panel.picture)
 
 
-def marks_of(events: list[dict[str, Any]]) -> list[Mark]:
+def get_marks(events: list[dict[str, Any]]) -> list[Mark]:
     """Marks for the events worth one, each kind at most once a step."""
     marks = {
         Mark(event["step"], event["event"], _undone_to(event))

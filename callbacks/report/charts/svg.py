@@ -10,10 +10,10 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from html import escape
 
-from callbacks.report.charts.axis import linear_ticks, log_ticks, tick_label
-from callbacks.report.charts.downsample import segments, thin
-from callbacks.report.charts.series import Chart, Curve, Mark
-from callbacks.report.run_record import Point
+from ..run_record import Point
+from .axis import linear_ticks, log_ticks, tick_label
+from .downsample import segments, thin
+from .series import Chart, Curve, Mark
 
 UNITS = 1000
 STILL_POINTS = 60_000  # of all curves together: what is drawn before anybody zooms
@@ -27,7 +27,7 @@ def chart_html(
 ) -> str:
     """One `<figure>`; the script of the page finds its points by `index`. `span` is of six columns."""
     scale = _Scale(chart)
-    colors = colors_of(len(chart.curves))
+    colors = get_colors(len(chart.curves))
     lines = "".join(
         _curve(curve, scale, max_buckets, color=color)
         for curve, color in zip(chart.curves, colors, strict=True)
@@ -72,7 +72,7 @@ class Color:
         return f'class="{css} {self.css}"{style}'
 
 
-def colors_of(num_curves: int) -> list[Color]:
+def get_colors(num_curves: int) -> list[Color]:
     """Colors to tell a few apart, or to show many in their order, from blue to red."""
     if num_curves <= NUM_COLORS:
         return [Color(f"c{i}") for i in range(num_curves)]

@@ -7,22 +7,22 @@ from html import escape
 from pathlib import Path
 from typing import Any
 
-from callbacks.report.charts.json_data import packed
-from callbacks.report.charts.series import step_range, value_range
-from callbacks.report.charts.svg import figure, padded, spans
-from callbacks.report.compare.parallel import parallel_html
-from callbacks.report.compare.runs import ComparedRun, common_parent, in_order, read_runs
-from callbacks.report.compare.table import (
+from ..charts.json_data import packed
+from ..charts.series import step_range, value_range
+from ..charts.svg import figure, padded, spans
+from ..dashboard import Panel, Section, get_sections, sections_for
+from ..html import anchor_id, whole_page, words, write_page, zoom_bar
+from ..run_record import metric_names
+from .parallel import parallel_html
+from .runs import ComparedRun, common_parent, in_order, read_runs
+from .table import (
     bars_html,
     differences,
+    get_title,
     runs_table,
     shown_value,
-    title_of,
 )
-from callbacks.report.compare.values import short_names
-from callbacks.report.dashboard import Panel, Section, sections_for, sections_of
-from callbacks.report.html import place_of, whole_page, words, write_page, zoom_bar
-from callbacks.report.run_record import metric_names
+from .values import short_names
 
 STYLES = ("page.css", "charts.css", "compare.css")
 SCRIPTS = ("axis.js", "charts.js", "compare.js", "zoom.js")
@@ -38,7 +38,7 @@ def page_html(
         for i, section in enumerate(sections)
     ]
     curves = [(title, html) for title, html in curves if html]
-    places = [("runs", "runs"), *((place_of(title), title) for title, _ in curves)]
+    places = [("runs", "runs"), *((anchor_id(title), title) for title, _ in curves)]
     steps = [step for chart in charts for step in chart.pop("range")]
     first, last = padded(step_range(steps)) if steps else (0, 1)
     body = (
@@ -46,7 +46,7 @@ def page_html(
         f'<section id="runs">{runs_table(runs, path, sort=sort)}</section>'
         f"{_of_runs(sections, runs, sort)}{_legend(runs) if curves else ''}"
         + "".join(
-            f'<section id="{place_of(title)}"><h2>{escape(title)}</h2>{html}</section>'
+            f'<section id="{anchor_id(title)}"><h2>{escape(title)}</h2>{html}</section>'
             for title, html in curves
         )
         + differences(runs)
@@ -138,7 +138,7 @@ def _run_data(run: ComparedRun, sort: str) -> dict[str, Any]:
     return {
         "css": run.color.css,
         "hue": run.color.hue,
-        "told": " · ".join([run.name, f"{title_of(sort)} {shown}", *facts[:12]]),
+        "told": " · ".join([run.name, f"{get_title(sort)} {shown}", *facts[:12]]),
     }
 
 
@@ -177,7 +177,7 @@ def write_comparison(
     """
     if not folders:
         raise ValueError("there is no run to compare")
-    sections = _sections(folders, sort) if dashboard is None else sections_of(dashboard)
+    sections = _sections(folders, sort) if dashboard is None else get_sections(dashboard)
     runs = read_runs(in_order(folders), sections, sort=sort)
     path.parent.mkdir(parents=True, exist_ok=True)
     write_page(path, page_html(runs, sections, path, sort=sort))

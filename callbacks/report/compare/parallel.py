@@ -6,11 +6,11 @@ from dataclasses import dataclass
 from html import escape
 from typing import Any
 
-from callbacks.report.charts.axis import linear_ticks, log_ticks, tick_label
-from callbacks.report.charts.svg import UNITS
-from callbacks.report.compare.runs import ComparedRun
-from callbacks.report.compare.values import is_finite, short_names
-from callbacks.report.html import words
+from ..charts.axis import linear_ticks, log_ticks, tick_label
+from ..charts.svg import UNITS
+from ..html import words
+from .runs import ComparedRun
+from .values import is_finite, short_names
 
 MAX_AXES = 9  # with the metric's
 LOG_RATIO = 20.0
@@ -26,7 +26,7 @@ class Axis:
     ticks: list[tuple[float, str]]  # place, words
 
 
-def axis_of(title: str, values: Sequence[Any]) -> Axis:
+def get_axis(title: str, values: Sequence[Any]) -> Axis:
     """Numbers by size, on a log scale where they span decades; anything else evenly, in order of appearance.
 
     Runs without a value meet at the foot, below the others.
@@ -82,14 +82,14 @@ def _apart(place: Any, value: float, before: float) -> bool:
     return bool(place(value) - place(before) > 0.06)
 
 
-def axes_of(runs: Sequence[ComparedRun], metric: str, parameters: Sequence[str]) -> list[Axis]:
+def get_axes(runs: Sequence[ComparedRun], metric: str, parameters: Sequence[str]) -> list[Axis]:
     """Those of `parameters` that differ, then others that do, then the metric."""
     differ = list(runs[0].parameters)
     chosen = [name for name in [*parameters, *differ] if name in differ]
     chosen = list(dict.fromkeys(chosen))[: MAX_AXES - 1]
     short = short_names(chosen)
-    axes = [axis_of(short[name], [run.parameters[name] for run in runs]) for name in chosen]
-    return [*axes, axis_of(metric, [run.values[metric] for run in runs])]
+    axes = [get_axis(short[name], [run.parameters[name] for run in runs]) for name in chosen]
+    return [*axes, get_axis(metric, [run.values[metric] for run in runs])]
 
 
 def parallel_html(
@@ -101,7 +101,7 @@ def parallel_html(
         for number, run in enumerate(runs)
         if any(value is not None for value in run.parameters.values())
     ]
-    axes = axes_of([run for _, run in having], metric, parameters)
+    axes = get_axes([run for _, run in having], metric, parameters)
     last = len(axes) - 1
     heads = "".join(
         f'<div class="axis" style="left:{i / last:.2%}"><b>{escape(axis.title)}</b>'

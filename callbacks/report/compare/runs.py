@@ -7,18 +7,18 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from callbacks.report.charts.downsample import MAX_BUCKETS, thin
-from callbacks.report.charts.series import MAX_POINTS
-from callbacks.report.charts.svg import NUM_COLORS, Color
-from callbacks.report.compare.values import (
+from ..charts.downsample import MAX_BUCKETS, thin
+from ..charts.series import MAX_POINTS
+from ..charts.svg import NUM_COLORS, Color
+from ..dashboard import Panel, Section
+from ..run_record import Point, RunRecord, how_it_ended, metric_names, read_run
+from .values import (
     METRICS_OF,
-    best_of,
     differing,
+    find_best,
+    get_value,
     is_better_when_more,
-    value_of,
 )
-from callbacks.report.dashboard import Panel, Section
-from callbacks.report.run_record import Point, RunRecord, how_it_ended, metric_names, read_run
 
 PICTURE_WEIGHT = 4  # a panel of the picture is drawn so much finer than any other
 _MIN_BUCKETS = 3
@@ -54,12 +54,12 @@ def read_runs(
         LookupError: No run has `sort`, but some have other numbers.
     """
     panels = [panel for section in sections for panel in section.panels]
-    metrics = weights_of(folders, panels)
+    metrics = get_weights(folders, panels)
     budget = MAX_POINTS / 4 / max(1, sum(len(among) * w for among, w in metrics.values()))
     first = [name for panel in panels for name in panel.parameters]
     read = [_thin_record(folder, metrics, panels, budget) for folder in folders]
     measures = list(dict.fromkeys([sort, *METRICS_OF]))
-    values = [{m: value_of(record, m) for m in measures} | own for record, own, _ in read]
+    values = [{m: get_value(record, m) for m in measures} | own for record, own, _ in read]
     known = {m for one in values for m, value in one.items() if value is not None}
     if sort not in known and known - {"steps"}:
         raise LookupError(f"no run has it; they have {', '.join(sorted(known))}")
@@ -70,8 +70,8 @@ def read_runs(
         ComparedRun(
             name=names[i],
             folder=folders[i],
-            status=status_of(read[i][0]),
-            color=color_of(rank, values[i][sort], len(order)),
+            status=get_status(read[i][0]),
+            color=get_color(rank, values[i][sort], len(order)),
             values=values[i],
             best=read[i][2],
             curves=read[i][0].series,
@@ -81,12 +81,12 @@ def read_runs(
     ]
 
 
-def status_of(run: RunRecord) -> str:
+def get_status(run: RunRecord) -> str:
     """How it ended, if anything says so; a folder without a row and without an event is of a run that never began."""
     return how_it_ended(run) or ("unknown" if run.series else "did not start")
 
 
-def weights_of(
+def get_weights(
     folders: Sequence[Path], panels: Sequence[Panel]
 ) -> dict[str, tuple[list[Path], int]]:
     """Each metric that is drawn: the runs that have it, and how finely it is drawn."""
@@ -110,9 +110,9 @@ def _thin_record(
 ) -> tuple[RunRecord, dict[str, float | None], dict[str, float | None]]:
     """A run with thin curves; what thinning would change is computed before."""
     record = read_run(folder, needs_metrics=False)
-    own = {"best_val_loss": value_of(record, "best_val_loss")}
+    own = {"best_val_loss": get_value(record, "best_val_loss")}
     best = {
-        name: best_of([value for _, value in record.series[name]], name)
+        name: find_best([value for _, value in record.series[name]], name)
         for panel in panels
         if panel.kind == "bar"
         for name in panel.metrics_among(record.series)
@@ -137,7 +137,7 @@ def sort_key(value: float | None, measure: str) -> tuple[bool, float]:
     return False, -value if is_better_when_more(measure) else value
 
 
-def color_of(rank: int, value: float | None, num_runs: int) -> Color:
+def get_color(rank: int, value: float | None, num_runs: int) -> Color:
     """One color a run; of many runs, from blue for the best to red for the worst."""
     if num_runs <= NUM_COLORS:
         return Color(f"c{rank}")

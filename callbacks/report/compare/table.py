@@ -7,17 +7,17 @@ from html import escape
 from pathlib import Path
 from typing import Any
 
-from callbacks.progress.text import clock_text
-from callbacks.report.compare.runs import ComparedRun, sort_key
-from callbacks.report.compare.values import (
+from ...progress.text import clock_text
+from ..header import status_class
+from ..html import folded, table, words
+from .runs import ComparedRun, sort_key
+from .values import (
     METRICS_OF,
-    best_of,
+    find_best,
     has_best,
     is_better_when_more,
     short_names,
 )
-from callbacks.report.header import status_class
-from callbacks.report.html import folded, table, words
 
 MAX_COLUMNS = 8  # of parameters; the others are in the list of differences
 MAX_BARS = 12
@@ -36,7 +36,7 @@ _TITLES = {
 
 def runs_table(runs: Sequence[ComparedRun], page: Path, *, sort: str) -> str:
     """A row a run, best first; each heading sorts. What is best of a column is marked."""
-    measures = measures_of(runs, sort)
+    measures = get_measures(runs, sort)
     parameters = list(runs[0].parameters)[:MAX_COLUMNS]
     short = short_names(parameters)
     best = {m: _best([v for r in runs if (v := r.values[m]) is not None], m) for m in measures}
@@ -65,24 +65,24 @@ def runs_table(runs: Sequence[ComparedRun], page: Path, *, sort: str) -> str:
     )
 
 
-def measures_of(runs: Sequence[ComparedRun], sort: str) -> list[str]:
+def get_measures(runs: Sequence[ComparedRun], sort: str) -> list[str]:
     """What at least one run has, what is sorted by first; no column of zeros."""
     names = list(dict.fromkeys([sort, *METRICS_OF]))
     return [name for name in names if any(run.values[name] for run in runs)]
 
 
-def title_of(measure: str) -> str:
+def get_title(measure: str) -> str:
     """As a heading."""
     return _TITLES[measure] if measure in _TITLES else measure
 
 
 def _measure_head(measure: str) -> tuple[str, str]:
-    return title_of(measure), "desc" if is_better_when_more(measure) else "asc"
+    return get_title(measure), "desc" if is_better_when_more(measure) else "asc"
 
 
 def _best(values: list[float], measure: str) -> float | None:
     """What is marked: nothing where half the runs have it, or where no value is better than another."""
-    best = best_of(values, measure)
+    best = find_best(values, measure)
     is_common = best is not None and 2 * values.count(best) > len(values)
     return None if is_common or not has_best(measure) else best
 

@@ -4,10 +4,10 @@ import math
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from callbacks.progress.text import TRAIN_LOSS, VAL_LOSS
-from callbacks.report.config import shown_config, typed_keys
-from callbacks.report.html import flat
-from callbacks.report.run_record import RunRecord
+from ...progress.text import TRAIN_LOSS, VAL_LOSS
+from ..config import shown_config, typed_keys
+from ..html import flat
+from ..run_record import RunRecord
 
 # What stands in a summary, and the metrics that tell it of a run that has none yet.
 METRICS_OF: dict[str, tuple[str, ...]] = {
@@ -40,7 +40,7 @@ _NEITHER = ("steps", "tokens", "samples", "lr")
 _NO_PARAMETERS = ("name", "tags", "resume", "loader", "callbacks", "logger")
 
 
-def value_of(run: RunRecord, measure: str) -> float | None:
+def get_value(run: RunRecord, measure: str) -> float | None:
     """A number of the summary, else of the last row, by the summary's name or the metric's; None if unknown."""
     if measure in run.summary and is_finite(run.summary[measure]):
         return float(run.summary[measure])
@@ -51,11 +51,11 @@ def value_of(run: RunRecord, measure: str) -> float | None:
     )
     points = next((run.series[name] for name in names if name in run.series), [])
     if measure.startswith("best_"):
-        return best_of([value for _, value in points], measure)
+        return find_best([value for _, value in points], measure)
     return points[-1][1] if points and math.isfinite(points[-1][1]) else None
 
 
-def best_of(values: Sequence[float], measure: str) -> float | None:
+def find_best(values: Sequence[float], measure: str) -> float | None:
     """The lowest finite value of a loss, the highest of an accuracy."""
     finite = [value for value in values if math.isfinite(value)]
     return (max if is_better_when_more(measure) else min)(finite) if finite else None
@@ -76,7 +76,7 @@ def is_finite(value: Any) -> bool:
     return isinstance(value, (int, float)) and not isinstance(value, bool) and math.isfinite(value)
 
 
-def parameters_of(run: RunRecord) -> dict[str, Any]:
+def get_parameters(run: RunRecord) -> dict[str, Any]:
     """The config on one level; of a node, the class under the node's own name."""
     parameters = {}
     for name, value in flat(shown_config(run.config)):
@@ -95,7 +95,7 @@ def differing(runs: Sequence[RunRecord], first: Sequence[str] = ()) -> dict[str,
     Those in `first` come first, then what was typed. What has the same values as one before it, and was not typed,
     follows from that one and is left out.
     """
-    every = [parameters_of(run) for run in runs]
+    every = [get_parameters(run) for run in runs]
     read = [one for one in every if one]
     names = list(dict.fromkeys(name for one in read for name in one))
     typed = typed_keys([word for run in runs for word in run.overrides])

@@ -3,12 +3,12 @@
 from collections.abc import Iterator, Mapping
 from typing import Any
 
-from recipes.errors import Mistake
+from recipes.config.ranks import get_ranks
+from recipes.errors import ConfigError
 from recipes.numerics.accumulation import divide
-from recipes.runtime.world import ranks_of
 
 
-def check_batches(config: Mapping[str, Any], world_size: int | None) -> Iterator[Mistake]:
+def check_batch_size(config: Mapping[str, Any], world_size: int | None) -> Iterator[ConfigError]:
     """The global batch into micro-batches; the sample into the model's window.
 
     Args:
@@ -25,19 +25,19 @@ def check_batches(config: Mapping[str, Any], world_size: int | None) -> Iterator
                 num_devices=world_size,
                 accumulate_grad_batches=accumulate,
             )
-        except Mistake as mistake:
+        except ConfigError as mistake:
             yield mistake
     longest = config["model"].get("max_seq_len")
     data_seq_len = config["data"].get("seq_len")
     if longest is not None and data_seq_len is not None and data_seq_len > longest:
-        yield Mistake(
+        yield ConfigError(
             f"seq_len={data_seq_len}",
             f"the model sees at most model.max_seq_len={longest} tokens",
             f"seq_len={longest}",
         )
 
 
-def count_ranks(config: Mapping[str, Any]) -> tuple[int | None, list[Mistake]]:
+def count_ranks(config: Mapping[str, Any]) -> tuple[int | None, list[ConfigError]]:
     """The ranks of a run, None where they are a mistake; and that mistake.
 
     torch is asked only where there is a GPU and several ranks may use it.
@@ -46,12 +46,12 @@ def count_ranks(config: Mapping[str, Any]) -> tuple[int | None, list[Mistake]]:
     if not _are_devices(devices):
         shown = str(devices).replace(" ", "")
         why = "it takes a number from 1, a list of GPUs, or auto"
-        return None, [Mistake(f"trainer.devices={shown}", why, "trainer.devices=auto")]
+        return None, [ConfigError(f"trainer.devices={shown}", why, "trainer.devices=auto")]
     if num_nodes < 1:
         return None, []  # out of its range, which is told there
     try:
-        return ranks_of(config).world_size, []
-    except Mistake as mistake:
+        return get_ranks(config).world_size, []
+    except ConfigError as mistake:
         return None, [mistake]
 
 

@@ -14,10 +14,10 @@ from yaml import YAMLError
 
 from recipes.config.check.deepspeed import misplaced_offload
 from recipes.config.check.nodes import PROVIDED
-from recipes.config.check.sections import CONF, WORDS
-from recipes.config.compose import Composed, as_options, compose_run, parse
+from recipes.config.check.sections import CONF, SETTINGS
+from recipes.config.compose import Composed, compose_run, parse_override, quote_options
 from recipes.config.signature import TargetNotFoundError, read_signature
-from recipes.errors import Mistake
+from recipes.errors import ConfigError
 
 # what a broken file under conf/ raises
 _UNREADABLE = (HydraException, OmegaConfBaseException, YAMLError)
@@ -61,7 +61,7 @@ _SAID_OTHERWISE = {
 
 def compose_typed(
     overrides: Sequence[str], *, config_folder: Path = CONF, config_name: str = "config"
-) -> tuple[Composed | None, list[Mistake]]:
+) -> tuple[Composed | None, list[ConfigError]]:
     """Compose a run, or as much of it as can be, and report every override that cannot.
 
     An argument that a node's target takes but its YAML does not list (`trainer.benchmark=true`) is added.
@@ -69,11 +69,11 @@ def compose_typed(
     Returns:
         The run composed without the bad overrides (None if not even that can be), and the mistakes.
     """
-    overrides = as_options(overrides)
+    overrides = quote_options(overrides)
     where: dict[str, Any] = {"config_folder": config_folder, "config_name": config_name}
     try:
         return compose_run(overrides, **where), []
-    except (*_UNREADABLE, Mistake) as error:
+    except (*_UNREADABLE, ConfigError) as error:
         first = error
     try:
         good, mistakes = _sift(overrides, where)
@@ -81,23 +81,23 @@ def compose_typed(
         return None, [_as_mistake(error)]
     try:
         composed = compose_run(good, **where)
-    except (HydraException, Mistake) as error:
-        left = error if isinstance(error, Mistake) else _as_mistake(error)
+    except (HydraException, ConfigError) as error:
+        left = error if isinstance(error, ConfigError) else _as_mistake(error)
         return None, [*mistakes, left] if good != list(overrides) or not mistakes else mistakes
     if not mistakes and good == list(overrides):
         mistakes = [_as_mistake(first)]
     return composed, mistakes
 
 
-def _sift(overrides: Sequence[str], where: dict[str, Any]) -> tuple[list[str], list[Mistake]]:
+def _sift(overrides: Sequence[str], where: dict[str, Any]) -> tuple[list[str], list[ConfigError]]:
     """Split into overrides that compose (mended where the meaning is plain) and mistakes."""
     good: list[str] = []
     values: list[tuple[str, Override]] = []
-    mistakes: list[Mistake] = []
+    mistakes: list[ConfigError] = []
     for as_typed in overrides:
         override, typed = _parse(as_typed)
         if override is None:
-            mistakes.append(Mistake(typed, "it is no key=value", "key=value"))
+            mistakes.append(ConfigError(typed, "it is no key=value", "key=value"))
             continue
         group = CONF / override.key_or_group
         if where["config_folder"] == CONF and group.is_dir() and not override.is_delete():
@@ -109,7 +109,7 @@ def _sift(overrides: Sequence[str], where: dict[str, Any]) -> tuple[list[str], l
     config = _skeleton(good, where)
     for typed, override in values:
         mended = _mend(typed, override, config)
-        if isinstance(mended, Mistake):
+        if isinstance(mended, ConfigError):
             mistakes.append(mended)
         else:
             good.append(mended)
@@ -122,7 +122,7 @@ def _parse(typed: str) -> tuple[Override | None, str]:
     escaped = value.replace("'", "\\'")
     for written in (typed, f"{key}='{escaped}'") if equals else (typed,):
         try:
-            return parse(written), written
+            return parse_override(written), written
         except HydraException:
             continue
     return None, typed
@@ -134,7 +134,7 @@ def _skeleton(group_overrides: list[str], where: dict[str, Any]) -> Any:
         return compose(where["config_name"], group_overrides, return_hydra_config=True)
 
 
-def _unknown_option(override: Override, typed: str) -> Mistake | None:
+def _unknown_option(override: Override, typed: str) -> ConfigError | None:
     options = sorted(path.stem for path in (CONF / override.key_or_group).glob("*.yaml"))
     value = override.value()
     chosen = value if isinstance(value, list) else [value]
@@ -142,16 +142,16 @@ def _unknown_option(override: Override, typed: str) -> Mistake | None:
     if not wrong:
         return None
     if override.is_sweep_override():
-        return Mistake(typed, "a single run takes one option", f"python train.py -m {typed}")
+        return ConfigError(typed, "a single run takes one option", f"python train.py -m {typed}")
     aliases = _RECIPES if override.key_or_group == "recipe" else _ALIASES
     alias = aliases[wrong[0]] if wrong[0] in aliases else None
     near = [alias] if alias in options else get_close_matches(wrong[0], options, 1, cutoff=0.5)
     listed = " ".join(options)
-    remedy = f"{override.key_or_group}={near[0]}" if near else f"{override.key_or_group}=<option>"
-    return Mistake(typed, f"the options are {listed}", remedy)
+    fix = f"{override.key_or_group}={near[0]}" if near else f"{override.key_or_group}=<option>"
+    return ConfigError(typed, f"the options are {listed}", fix)
 
 
-def _mend(typed: str, override: Override, config: Any) -> str | Mistake:
+def _mend(typed: str, override: Override, config: Any) -> str | ConfigError:
     """The override as it is, with `+` where the target takes the argument, or the mistake in it."""
     if override.is_add() or override.is_force_add():
         return typed
@@ -175,23 +175,23 @@ def _mend(typed: str, override: Override, config: Any) -> str | Mistake:
         provided = PROVIDED[section] if section in PROVIDED else set()
         names += [name for name in signature.parameters if name not in {*names, *provided}]
     elif not known_parts:
-        names = [*WORDS, *names, *_groups()]
+        names = [*SETTINGS, *names, *_groups()]
     value = typed.partition("=")[2]
     wrong = missing[-1]
     homes = [
         str(name) for name in config if OmegaConf.is_dict(config[name]) and wrong in config[name]
     ]
     if override.key_or_group in _SAID_OTHERWISE:
-        remedy = _SAID_OTHERWISE[override.key_or_group]
+        fix = _SAID_OTHERWISE[override.key_or_group]
     elif wrong in _MEANT:
-        remedy = f"{_MEANT[wrong]}={value}"
+        fix = f"{_MEANT[wrong]}={value}"
     elif not known_parts and homes and homes != ["hydra"]:
-        remedy = f"{homes[0]}.{wrong}={value}"
+        fix = f"{homes[0]}.{wrong}={value}"
     else:
-        remedy = _nearest(known_parts, missing, list(dict.fromkeys(names)), value)
-    if override.is_delete() and not remedy.startswith("nothing"):
-        remedy = f"'~{remedy.removesuffix('=')}'"
-    return Mistake(typed, f"there is no {override.key_or_group!r}", remedy)
+        fix = _nearest(known_parts, missing, list(dict.fromkeys(names)), value)
+    if override.is_delete() and not fix.startswith("nothing"):
+        fix = f"'~{fix.removesuffix('=')}'"
+    return ConfigError(typed, f"there is no {override.key_or_group!r}", fix)
 
 
 def _deepest(config: Any, parts: list[str]) -> tuple[Any, list[str], list[str]]:
@@ -226,11 +226,11 @@ def _groups() -> list[str]:
     return sorted(path.name for path in CONF.iterdir() if path.is_dir())
 
 
-def _as_mistake(error: BaseException) -> Mistake:
+def _as_mistake(error: BaseException) -> ConfigError:
     """What Hydra or the YAML reader said, the innermost cause included: it names the file."""
     said = [str(error)]
     while error.__cause__ is not None:
         error = error.__cause__
         said.append(str(error))
     lines = [line.strip() for text in said for line in text.splitlines() if line.strip()]
-    return Mistake("a file under conf/", " ".join(dict.fromkeys(lines)), "what it says there")
+    return ConfigError("a file under conf/", " ".join(dict.fromkeys(lines)), "what it says there")

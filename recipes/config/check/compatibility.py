@@ -5,7 +5,7 @@ from typing import Any
 
 from recipes.config.compose import CONF
 from recipes.config.signature import TargetNotFoundError, read_signature
-from recipes.errors import Mistake
+from recipes.errors import ConfigError
 
 # Trainer arguments that a group or a word of ours sets: argument -> what to type instead
 _OURS = {
@@ -28,7 +28,7 @@ _OURS = {
     "limit_test_batches": "mode=evaluate resume=<run folder>",
     "limit_predict_batches": "mode=sample resume=<run folder>",
     "overfit_batches": "debug=overfit, or loader.overfit_batches=<global batches>",
-    "fast_dev_run": "debug=fdr",
+    "fast_dev_run": "debug=fast_dev_run",
     "barebones": "'~callbacks.report' '~callbacks.sample_text' save_every=null",
     "enable_autolog_hparams": "nothing: config.yaml holds them",
     "inference_mode": "nothing: evaluation takes no gradients",
@@ -45,13 +45,13 @@ _OPTIONS: dict[str, tuple[str | None, ...]] = {
 }
 
 
-def check_pairs(config: Mapping[str, Any]) -> Iterator[Mistake]:
+def check_compatibility(config: Mapping[str, Any]) -> Iterator[ConfigError]:
     """Trainer against groups, tokenizer against model, precision against device, schedule against length."""
     yield from _trainer(config)
     yield from _vocabulary(config)
     yield from _published_weights(config)
     if "tokenizer" in config["data"] and not config["data"]["tokenizer"]:
-        yield Mistake(
+        yield ConfigError(
             "tokenizer=none", "text needs a tokenizer", "tokenizer=bpe or tokenizer=bytes"
         )
     yield from _model_shape(config["model"])
@@ -59,43 +59,45 @@ def check_pairs(config: Mapping[str, Any]) -> Iterator[Mistake]:
     if config["mode"]["_target_"].endswith((".sample", ".export")):
         mode = config["mode"]["_target_"].rpartition(".")[2]
         if not config["task"]["_target_"].endswith("LanguageModeling"):
-            yield Mistake(
+            yield ConfigError(
                 f"mode={mode}",
                 "it is for language models alone",
                 "mode=evaluate resume=<run folder>",
             )
 
 
-def _trainer(config: Mapping[str, Any]) -> Iterator[Mistake]:
+def _trainer(config: Mapping[str, Any]) -> Iterator[ConfigError]:
     trainer = config["trainer"]
-    for argument, remedy in _OURS.items():
+    for argument, fix in _OURS.items():
         if argument in trainer:
             if (CONF / argument / f"{trainer[argument]}.yaml").is_file():
-                remedy = f"{argument}={trainer[argument]}"
-            yield Mistake(f"trainer.{argument}={trainer[argument]}", "another word sets it", remedy)
+                fix = f"{argument}={trainer[argument]}"
+            yield ConfigError(
+                f"trainer.{argument}={trainer[argument]}", "another word sets it", fix
+            )
     for argument, options in _OPTIONS.items():
         if argument in trainer and trainer[argument] not in options:
             told = " ".join(str(option) for option in options if option is not None)
-            yield Mistake(
+            yield ConfigError(
                 f"trainer.{argument}={trainer[argument]}",
                 f"the options are {told}",
                 f"trainer.{argument}={options[0]}",
             )
 
 
-def _published_weights(config: Mapping[str, Any]) -> Iterator[Mistake]:
+def _published_weights(config: Mapping[str, Any]) -> Iterator[ConfigError]:
     """Weights that know the ids of their own tokenizer learn nonsense from another one's."""
     pretrained = config["model"].get("pretrained")
     tokenizer = str(config["tokenizer"].get("_target_"))
     if pretrained is not None and tokenizer.endswith((".Bpe", ".Bytes")):
-        yield Mistake(
+        yield ConfigError(
             f"model.pretrained={pretrained} tokenizer={tokenizer.split('.')[2]}",
             "published weights know the ids of their own tokenizer",
             f"tokenizer=huggingface tokenizer.name={pretrained}",
         )
 
 
-def _vocabulary(config: Mapping[str, Any]) -> Iterator[Mistake]:
+def _vocabulary(config: Mapping[str, Any]) -> Iterator[ConfigError]:
     known = config["model"].get("vocab_size")
     if known is None:
         return
@@ -105,42 +107,44 @@ def _vocabulary(config: Mapping[str, Any]) -> Iterator[Mistake]:
         if size is None and "_target_" in node:
             size = read_signature(node["_target_"]).constants.get("vocab_size")
         if isinstance(size, int) and size > known:
-            yield Mistake(
+            yield ConfigError(
                 f"{section}.vocab_size={size}",
                 f"the model knows model.vocab_size={known} tokens",
                 f"model.vocab_size={size}",
             )
 
 
-def _model_shape(model: Mapping[str, Any]) -> Iterator[Mistake]:
-    width, heads, kv_heads = (model.get(key) for key in ("width", "num_heads", "num_kv_heads"))
-    if width and heads and width % heads:
-        yield Mistake(
+def _model_shape(model: Mapping[str, Any]) -> Iterator[ConfigError]:
+    hidden_size, heads, kv_heads = (
+        model.get(key) for key in ("hidden_size", "num_heads", "num_kv_heads")
+    )
+    if hidden_size and heads and hidden_size % heads:
+        yield ConfigError(
             f"model.num_heads={heads}",
-            f"model.width={width} does not divide into {heads} heads",
-            f"model.num_heads={_nearest_divisor(width, heads)}",
+            f"model.hidden_size={hidden_size} does not divide into {heads} heads",
+            f"model.num_heads={_nearest_divisor(hidden_size, heads)}",
         )
-    elif width and heads and kv_heads and (width // heads) % 2:
-        yield Mistake(
+    elif hidden_size and heads and kv_heads and (hidden_size // heads) % 2:
+        yield ConfigError(
             f"model.num_heads={heads}",
-            f"rotary positions turn pairs, and model.width={width} makes heads of {width // heads}",
-            f"model.width={2 * heads * max(1, width // heads // 2)}",
+            f"rotary positions turn pairs, and model.hidden_size={hidden_size} makes heads of {hidden_size // heads}",
+            f"model.hidden_size={2 * heads * max(1, hidden_size // heads // 2)}",
         )
     if heads and kv_heads and heads % kv_heads:
-        yield Mistake(
+        yield ConfigError(
             f"model.num_kv_heads={kv_heads}",
             f"model.num_heads={heads} does not divide into {kv_heads} groups",
             f"model.num_kv_heads={_nearest_divisor(heads, kv_heads)}",
         )
 
 
-def _schedule(config: Mapping[str, Any]) -> Iterator[Mistake]:
+def _schedule(config: Mapping[str, Any]) -> Iterator[ConfigError]:
     """A decay must fit behind the warm-up; a run that ends within its warm-up is short, not wrong."""
     scheduler, max_steps = config["scheduler"], config["trainer"]["max_steps"]
     for key in ("decay_steps", "cooldown_steps"):
         warmup, decay = scheduler.get("warmup_steps"), scheduler.get(key)
         if None not in (warmup, decay) and warmup + decay > max_steps > 0:
-            yield Mistake(
+            yield ConfigError(
                 f"scheduler.warmup_steps={warmup} scheduler.{key}={decay}",
                 f"together they are longer than trainer.max_steps={max_steps}",
                 f"scheduler.warmup_steps={max_steps // 10} scheduler.{key}={max_steps // 5}",
@@ -154,7 +158,7 @@ def _nearest_divisor(number: int, wanted: int) -> int:
 
 def check_kinds(
     config: Mapping[str, Any], choices: Mapping[str, str], overrides: Sequence[str]
-) -> Iterator[Mistake]:
+) -> Iterator[ConfigError]:
     """Tokens or images: what the model takes, what the data gives, what the task learns."""
     if not all(isinstance(config.get(group), dict) for group in ("task", "model", "data")):
         return
@@ -172,20 +176,20 @@ def check_kinds(
     if takes["model"] != takes["data"]:
         typed = {override.partition("=")[0] for override in overrides}
         if "data" in typed and "model" not in typed:  # then the data is what is meant
-            remedy = "model=gpt2_nano" if takes["data"] == "tokens" else "model=resnet18"
+            fix = "model=gpt2_nano" if takes["data"] == "tokens" else "model=resnet18"
         else:
-            remedy = "data=stdlib_text" if takes["model"] == "tokens" else "data=digits"
-        yield Mistake(
+            fix = "data=stdlib_text" if takes["model"] == "tokens" else "data=digits"
+        yield ConfigError(
             f"{named['model']} {named['data']}",
             f"the model takes {takes['model']}, the data gives {takes['data']}",
-            remedy,
+            fix,
         )
     if takes["model"] != takes["task"]:
-        remedy = "task=language_modeling" if takes["model"] == "tokens" else "task=classification"
-        yield Mistake(
+        fix = "task=language_modeling" if takes["model"] == "tokens" else "task=classification"
+        yield ConfigError(
             f"{named['model']} {named['task']}",
             f"the model takes {takes['model']}, the task {takes['task']}",
-            remedy,
+            fix,
         )
 
 

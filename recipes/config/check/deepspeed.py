@@ -11,8 +11,9 @@ from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
-from recipes.config.check.types import written
-from recipes.errors import Mistake
+from recipes.config.check.types import to_setting
+from recipes.config.traits import get_traits
+from recipes.errors import ConfigError
 
 _FSDP = "strategy=fsdp strategy.cpu_offload=true"
 _NVME = "strategy=deepspeed_stage_3_nvme strategy.nvme_path="
@@ -23,31 +24,11 @@ _INSTEAD = {
     "offload_parameters": f"strategy=deepspeed_stage_3_offload, or {_FSDP}",
     "nvme_path": f"{_NVME}<folder>",
 }
-_OPTIONS = {
-    "SingleDevice": "single",
-    "DataParallel": "ddp",
-    "FullyShard": "fsdp",
-    "HybridShard": "hsdp",
-    "Zero": "deepspeed_stage_{stage}",
-}
-
-
-def engine_of(strategy: Mapping[str, Any]) -> str:
-    """The class that a strategy's node names: `DataParallel`, `Zero`, …"""
-    return str(strategy["_target_"]).rpartition(".")[2]
-
-
-def option_of(strategy: Mapping[str, Any]) -> str:
-    """How a strategy is typed, by engine and stage: `strategy=deepspeed_stage_2`."""
-    engine = engine_of(strategy)
-    option = _OPTIONS[engine] if engine in _OPTIONS else engine
-    stage = strategy["stage"] if "stage" in strategy else "…"
-    return f"strategy={option.format(stage=stage)}"
 
 
 def misplaced_offload(
     strategy: Mapping[str, Any], word: str, value: object, typed: str
-) -> Mistake | None:
+) -> ConfigError | None:
     """The mistake in an offload word that a strategy does not take.
 
     Args:
@@ -61,15 +42,15 @@ def misplaced_offload(
     """
     if word not in _INSTEAD or value in (None, False, ""):
         return None
-    option = option_of(strategy)
+    option = get_traits(strategy).typed
     if word == "nvme_path":
         why, instead = f"{option} writes nothing to a disk", f"{_NVME}{value}"
     elif value == "nvme":
         why, instead = f"{option} writes nothing to a disk", _INSTEAD["nvme_path"]
-    elif engine_of(strategy) in ("FullyShard", "HybridShard"):
+    elif "cpu_offload" in strategy:
         why = f"{option} offloads weights, gradients and optimizer state together"
         instead = "strategy.cpu_offload=true"
-    elif engine_of(strategy) != "Zero":
+    elif "stage" not in strategy:
         why, instead = f"{option} keeps everything on its devices", _INSTEAD[word]
     elif "offload_optimizer" in strategy and strategy["offload_optimizer"] is not None:
         why, instead = f"{option} offloads already", f"nothing for strategy.{word}"
@@ -77,25 +58,25 @@ def misplaced_offload(
         why = f"{option} has words of its own for it"
         one = option.endswith("_1")  # of which there is no option
         instead = "strategy.offload_optimizer=cpu" if one else f"{option}_offload"
-    return Mistake(typed, why, instead)
+    return ConfigError(typed, why, instead)
 
 
-def check_offload(strategy: Mapping[str, Any]) -> Iterator[Mistake]:
+def check_offload(strategy: Mapping[str, Any]) -> Iterator[ConfigError]:
     """What ZeRO is told to offload: whether the stage can, and whether the disk's folder is there."""
-    if engine_of(strategy) != "Zero":
+    if "stage" not in strategy:
         return
     optimizer, parameters = strategy["offload_optimizer"], strategy["offload_parameters"]
     whole = strategy["stage"] < 3
     if whole and parameters is not None:
-        yield Mistake(
+        yield ConfigError(
             f"strategy.offload_parameters={parameters}",
-            f"{option_of(strategy)} keeps the parameters whole on every rank",
+            f"{get_traits(strategy).typed} keeps the parameters whole on every rank",
             _INSTEAD["nvme_path"] if parameters == "nvme" else "strategy=deepspeed_stage_3_offload",
         )
     if whole and optimizer == "nvme":  # DeepSpeed 0.19.8 would take host memory without a word
-        yield Mistake(
+        yield ConfigError(
             "strategy.offload_optimizer=nvme",
-            f"{option_of(strategy)} offloads to host memory alone",
+            f"{get_traits(strategy).typed} offloads to host memory alone",
             f"strategy.offload_optimizer=cpu, or {_INSTEAD['nvme_path']}",
         )
     if not whole or "nvme" not in (optimizer, parameters):
@@ -108,30 +89,34 @@ def on_disk(strategy: Mapping[str, Any]) -> str:
     return " ".join(f"strategy.{word}=nvme" for word in words if strategy[word] == "nvme")
 
 
-def _disk(path: str | None, asked: str) -> Iterator[Mistake]:
-    typed, another = f"strategy.nvme_path={written(path)}", "strategy.nvme_path=<folder>"
+def _disk(path: str | None, asked: str) -> Iterator[ConfigError]:
+    typed, another = f"strategy.nvme_path={to_setting(path)}", "strategy.nvme_path=<folder>"
     if path is None and asked:
-        yield Mistake(asked, "no folder on an NVMe disk is named", another)
+        yield ConfigError(asked, "no folder on an NVMe disk is named", another)
     elif path is not None and not asked:
-        yield Mistake(typed, "nothing is offloaded to it", f"{_NVME}{path}")
+        yield ConfigError(typed, "nothing is offloaded to it", f"{_NVME}{path}")
     elif path is not None and not Path(path).is_dir():
-        yield Mistake(typed, "there is no such folder", another)
+        yield ConfigError(typed, "there is no such folder", another)
     elif path is not None and not os.access(path, os.W_OK | os.X_OK):
-        yield Mistake(typed, "the folder cannot be written to", another)
+        yield ConfigError(typed, "the folder cannot be written to", another)
 
 
 # deepspeed/ops/op_builder/async_io.py links io_submit; its sources include the header
 _LIBAIO_PROGRAM = "#include <libaio.h>\nint main() { return io_submit(0, 0, 0); }\n"
 
 
-def check_toolchain(strategy: Mapping[str, Any], optimizer: Mapping[str, Any]) -> Iterator[Mistake]:
+def check_toolchain(
+    strategy: Mapping[str, Any], optimizer: Mapping[str, Any]
+) -> Iterator[ConfigError]:
     """DeepSpeed, and a compiler where an operator of it is compiled on first use."""
-    if engine_of(strategy) != "Zero":
+    if "stage" not in strategy:
         return
     home = _deepspeed_folder()
     if home is None:
-        yield Mistake(
-            option_of(strategy), "DeepSpeed is not installed", "pip install -e '.[deepspeed]'"
+        yield ConfigError(
+            get_traits(strategy).typed,
+            "DeepSpeed is not installed",
+            "pip install -e '.[deepspeed]'",
         )
         return
     disk, device = on_disk(strategy), strategy["offload_optimizer"]
@@ -142,13 +127,13 @@ def check_toolchain(strategy: Mapping[str, Any], optimizer: Mapping[str, Any]) -
     if missing:
         typed = f"strategy.offload_optimizer={device}" if compiles_adam else disk
         what = "DeepSpeedCPUAdam" if compiles_adam else "DeepSpeed's disk access"
-        yield Mistake(
+        yield ConfigError(
             typed,
             f"{what} is compiled on first use, and {' and '.join(why for why, _ in missing)}",
-            ", and ".join(remedy for _, remedy in missing),
+            ", and ".join(fix for _, fix in missing),
         )
     elif compiles_disk and not has_libaio():
-        yield Mistake(
+        yield ConfigError(
             disk,
             "DeepSpeed uses the disk through libaio, and no program with libaio.h compiles here",
             "apt install libaio-dev (or yum install libaio-devel)",
@@ -162,8 +147,8 @@ def _missing_tools() -> Iterator[tuple[str, str]]:
     """
     if shutil.which(_compiler()[0]) is None:
         others = [name for name in ("c++", "g++", "clang++") if shutil.which(name)]
-        remedy = f"export CXX={others[0]}" if others else "apt install g++ (or yum install gcc-c++)"
-        yield f"there is no C++ compiler {_compiler()[0]}", remedy
+        fix = f"export CXX={others[0]}" if others else "apt install g++ (or yum install gcc-c++)"
+        yield f"there is no C++ compiler {_compiler()[0]}", fix
     beside = (
         Path(sys.executable).parent / "ninja"
     )  # found there by the strategy, on the PATH or not

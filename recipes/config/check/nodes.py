@@ -5,9 +5,9 @@ from difflib import get_close_matches
 from typing import Any
 
 from recipes.config.check.deepspeed import misplaced_offload
-from recipes.config.check.types import describe, fits, placeholder, written
+from recipes.config.check.types import describe, matches_type, placeholder, to_setting
 from recipes.config.signature import Signature, TargetNotFoundError, read_signature
-from recipes.errors import Mistake
+from recipes.errors import ConfigError
 
 # null here means that build.py works it out, whatever the target's own annotation says
 _DERIVED = {"trainer.accumulate_grad_batches"}
@@ -40,7 +40,7 @@ PROVIDED: dict[str, set[str]] = {
 _INSTANTIATE = {"_target_", "_partial_", "_convert_", "_recursive_", "_args_"}
 
 
-def check_nodes(config: Mapping[str, Any], path: str = "") -> Iterator[Mistake]:
+def check_nodes(config: Mapping[str, Any], path: str = "") -> Iterator[ConfigError]:
     """Every node of a (sub)tree that has a `_target_`, nested ones included."""
     for key, value in config.items():
         if not isinstance(value, dict):
@@ -51,12 +51,12 @@ def check_nodes(config: Mapping[str, Any], path: str = "") -> Iterator[Mistake]:
         yield from check_nodes(value, here)
 
 
-def _bind(path: str, node: Mapping[str, Any]) -> Iterator[Mistake]:
+def _bind(path: str, node: Mapping[str, Any]) -> Iterator[ConfigError]:
     target: str = node["_target_"]
     try:
         signature = read_signature(target)
     except TargetNotFoundError as error:
-        yield Mistake(
+        yield ConfigError(
             f"{path}._target_={target}", str(error), f"{path}=<an option of conf/{path}/>"
         )
         return
@@ -66,43 +66,45 @@ def _bind(path: str, node: Mapping[str, Any]) -> Iterator[Mistake]:
             continue
         if key in provided:
             where = f"{path}.{key}"
-            yield Mistake(
-                f"{where}={written(value)}", "the run itself provides it", f"nothing for {where}"
+            yield ConfigError(
+                f"{where}={to_setting(value)}", "the run itself provides it", f"nothing for {where}"
             )
             continue
         if key in signature.parameters:
             yield from _check_value(f"{path}.{key}", value, signature, key)
         elif not signature.takes_any:
             where = f"{path}.{key}"
-            shown = f"{where}={written(value)}"
+            shown = f"{where}={to_setting(value)}"
             offload = misplaced_offload(node, key, value, shown) if path == "strategy" else None
             yield offload or _unknown(where, value, signature, target)
     for key, parameter in signature.parameters.items():
         if parameter.required and key not in node and key not in provided:
-            yield Mistake(
+            yield ConfigError(
                 f"no {path}.{key}", f"{_short(target)} needs it", f"+{path}.{key}=<value>"
             )
 
 
-def _check_value(where: str, value: object, signature: Signature, key: str) -> Iterator[Mistake]:
+def _check_value(
+    where: str, value: object, signature: Signature, key: str
+) -> Iterator[ConfigError]:
     if value is None and where in _DERIVED:
         return
     annotation = signature.parameters[key].annotation
     blank = placeholder(annotation) if annotation is not None else "value"
     if value == "???":
-        yield Mistake(f"no {where}", "it has no default", f"{where}=<{blank}>")
-    elif annotation is not None and not _is_node(value) and not fits(value, annotation):
-        yield Mistake(
-            f"{where}={written(value)}", f"it takes {describe(annotation)}", f"{where}=<{blank}>"
+        yield ConfigError(f"no {where}", "it has no default", f"{where}=<{blank}>")
+    elif annotation is not None and not _is_node(value) and not matches_type(value, annotation):
+        yield ConfigError(
+            f"{where}={to_setting(value)}", f"it takes {describe(annotation)}", f"{where}=<{blank}>"
         )
 
 
-def _unknown(where: str, value: object, signature: Signature, target: str) -> Mistake:
+def _unknown(where: str, value: object, signature: Signature, target: str) -> ConfigError:
     parent, _, key = where.rpartition(".")
     shown = "…" if isinstance(value, dict | list) else value
     near = get_close_matches(key, signature.parameters, 1)
-    remedy = f"{parent}.{near[0]}={shown}" if near else f"'~{where}' to leave it out"
-    return Mistake(f"{where}={shown}", f"{_short(target)} has no argument {key!r}", remedy)
+    fix = f"{parent}.{near[0]}={shown}" if near else f"'~{where}' to leave it out"
+    return ConfigError(f"{where}={shown}", f"{_short(target)} has no argument {key!r}", fix)
 
 
 def _is_node(value: object) -> bool:

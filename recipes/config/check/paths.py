@@ -5,41 +5,43 @@ from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from recipes.config.compose import job_of_cluster
-from recipes.errors import Mistake
+from recipes.config.compose import cluster_job_name
+from recipes.config.traits import trains
+from recipes.errors import ConfigError
+from recipes.run_folder import CHECKPOINTS, METRICS_FILE, has_checkpoint
 
 _NEED_CHECKPOINT = ("evaluate", "sample", "export", "replay")
 
 
-def check_run(
+def check_paths(
     config: Mapping[str, Any], overrides: Sequence[str], run_folder: Path
-) -> Iterator[Mistake]:
+) -> Iterator[ConfigError]:
     """The data's path, the folder to resume from."""
     yield from _data_path(config["data"])
     yield from _resume(config, overrides)
     yield from _folder_in_use(config, run_folder)
 
 
-def _data_path(data: Mapping[str, Any]) -> Iterator[Mistake]:
+def _data_path(data: Mapping[str, Any]) -> Iterator[ConfigError]:
     path = data.get("path")
     if not isinstance(path, str):
         return
     expanded = str(Path(path).expanduser())
     if not Path(expanded).exists() and not glob.glob(expanded, recursive=True):
-        yield Mistake(
+        yield ConfigError(
             f"data.path={path}", "there is no such file or folder", "data.path=<a path that exists>"
         )
 
 
-def _resume(config: Mapping[str, Any], overrides: Sequence[str]) -> Iterator[Mistake]:
+def _resume(config: Mapping[str, Any], overrides: Sequence[str]) -> Iterator[ConfigError]:
     resume, mode = config["resume"], config["mode"]["_target_"].rpartition(".")[2]
     if resume in (None, "auto"):
         if mode in _NEED_CHECKPOINT and resume is None:
-            yield Mistake(
+            yield ConfigError(
                 f"mode={mode}", "it needs a checkpoint", f"mode={mode} resume=<run folder>"
             )
         if resume == "auto" and not _stable_folder(overrides):
-            yield Mistake(
+            yield ConfigError(
                 "resume=auto",
                 "each start of this command makes a new run folder, so there is nothing to find",
                 "resume=auto hydra.run.dir=<folder>",
@@ -47,13 +49,11 @@ def _resume(config: Mapping[str, Any], overrides: Sequence[str]) -> Iterator[Mis
         return
     folder = Path(resume)
     if not folder.is_dir():
-        yield Mistake(
+        yield ConfigError(
             f"resume={resume}", "there is no such folder", "resume=<a run folder or a checkpoint>"
         )
-    elif not (folder / "manifest.json").is_file() and not any(
-        (folder / "checkpoints").glob("step_*.ckpt/manifest.json")
-    ):
-        yield Mistake(
+    elif not (folder / "manifest.json").is_file() and not has_checkpoint(folder):
+        yield ConfigError(
             f"resume={resume}",
             "there is no whole checkpoint in it",
             "resume=<a run that saved one>",
@@ -63,15 +63,15 @@ def _resume(config: Mapping[str, Any], overrides: Sequence[str]) -> Iterator[Mis
 def _stable_folder(overrides: Sequence[str]) -> bool:
     """Whether the same command finds the same folder again: it is typed, or keyed by a cluster's job."""
     typed = any(override.startswith("hydra.run.dir=") for override in overrides)
-    return typed or job_of_cluster() is not None
+    return typed or cluster_job_name() is not None
 
 
-def _folder_in_use(config: Mapping[str, Any], run_folder: Path) -> Iterator[Mistake]:
+def _folder_in_use(config: Mapping[str, Any], run_folder: Path) -> Iterator[ConfigError]:
     """A start from the beginning in the folder of another run would destroy that run."""
-    fits = config["mode"]["_target_"].endswith(".fit")
-    used = any((run_folder / name).exists() for name in ("metrics.csv", "checkpoints"))
+    fits = trains(config)
+    used = any((run_folder / name).exists() for name in (METRICS_FILE, CHECKPOINTS))
     if fits and config["resume"] is None and used:
-        yield Mistake(
+        yield ConfigError(
             f"hydra.run.dir={run_folder}",
             "a run has been there, which this one would overwrite",
             f"resume=auto hydra.run.dir={run_folder} to go on, or hydra.run.dir=<another folder>",

@@ -3,7 +3,7 @@
 from collections.abc import Iterator, Mapping
 from typing import Any
 
-from recipes.errors import Mistake
+from recipes.errors import ConfigError
 
 # dotted key: (lowest, highest, may the bounds themselves be taken, what the number is)
 _RANGES: dict[str, tuple[float, float, bool, str]] = {
@@ -36,11 +36,11 @@ _RANGES: dict[str, tuple[float, float, bool, str]] = {
     "model.num_layers": (1, float("inf"), True, "a number of blocks"),
     "model.num_heads": (1, float("inf"), True, "a number of heads"),
     "model.num_kv_heads": (1, float("inf"), True, "a number of heads"),
-    "model.width": (1, float("inf"), True, "a width"),
-    "model.hidden_width": (1, float("inf"), True, "a width"),
+    "model.hidden_size": (1, float("inf"), True, "a hidden_size"),
+    "model.ffn_hidden_size": (1, float("inf"), True, "a hidden_size"),
     "model.vocab_size": (2, float("inf"), True, "a number of tokens"),
     "model.max_seq_len": (1, float("inf"), True, "a number of tokens"),
-    "model.pad_vocab_to": (1, float("inf"), True, "a multiple"),
+    "model.vocab_pad_multiple": (1, float("inf"), True, "a multiple"),
     "model.num_classes": (2, float("inf"), True, "a number of classes"),
     "model.in_channels": (1, float("inf"), True, "a number of channels"),
     "warmup_steps": (0, float("inf"), True, "a number of optimizer steps"),
@@ -57,17 +57,17 @@ _RANGES: dict[str, tuple[float, float, bool, str]] = {
     "z_loss": (0, float("inf"), True, "a weight"),
     "profile": (1, float("inf"), True, "a number of optimizer steps"),
     "callbacks.throughput.peak_tflops": (0, float("inf"), False, "a rate"),
-    "callbacks.early_stop.after": (1, float("inf"), True, "a number of validations"),
+    "callbacks.early_stop.patience": (1, float("inf"), True, "a number of validations"),
     "clipping.decay": (0, 1, False, "a share of the average that stays"),
     "clipping.z_score": (0, float("inf"), False, "a number of standard deviations"),
     "clipping.quantile": (0, 1, False, "a fraction"),
     "clipping.window": (2, float("inf"), True, "a number of norms"),
-    "clipping.warm_up": (1, float("inf"), True, "a number of steps"),
+    "clipping.warmup_steps": (1, float("inf"), True, "a number of steps"),
     "callbacks.loss_spike.window": (2, float("inf"), True, "a number of steps"),
-    "callbacks.loss_spike.warm_up": (2, float("inf"), True, "a number of steps"),
-    "callbacks.loss_spike.loss_score": (0, float("inf"), False, "a number of deviations"),
-    "callbacks.loss_spike.norm_score": (0, float("inf"), False, "a number of deviations"),
-    "callbacks.loss_spike.drift_score": (0, float("inf"), False, "a number of deviations"),
+    "callbacks.loss_spike.warmup_steps": (2, float("inf"), True, "a number of steps"),
+    "callbacks.loss_spike.loss_threshold": (0, float("inf"), False, "a number of deviations"),
+    "callbacks.loss_spike.norm_threshold": (0, float("inf"), False, "a number of deviations"),
+    "callbacks.loss_spike.drift_threshold": (0, float("inf"), False, "a number of deviations"),
     "callbacks.loss_spike.max_skips": (0, float("inf"), True, "a number of steps"),
     "callbacks.loss_spike.snapshot_every": (
         1,
@@ -78,11 +78,11 @@ _RANGES: dict[str, tuple[float, float, bool, str]] = {
     "callbacks.loss_spike.num_snapshots": (2, float("inf"), True, "a number of snapshots"),
     "callbacks.loss_spike.quarantine_steps": (1, float("inf"), True, "a number of steps"),
     "callbacks.loss_spike.skip_batches": (0, float("inf"), True, "a number of steps"),
-    "callbacks.loss_spike.cool_down_steps": (1, float("inf"), True, "a number of steps"),
+    "callbacks.loss_spike.cooldown_steps": (1, float("inf"), True, "a number of steps"),
     "callbacks.loss_spike.lr_factor": (0, 1, False, "a factor"),
-    "callbacks.loss_spike.lr_cut_steps": (1, float("inf"), True, "a number of steps"),
+    "callbacks.loss_spike.lr_backoff_steps": (1, float("inf"), True, "a number of steps"),
     "callbacks.loss_spike.max_rollbacks": (1, float("inf"), True, "a number of rollbacks"),
-    "callbacks.loss_spike.max_evidence": (0, float("inf"), True, "a number of folders"),
+    "callbacks.loss_spike.max_dumps": (0, float("inf"), True, "a number of folders"),
     "model.dropout": (0, 0.999, True, "a probability"),
     "data.val_fraction": (0, 0.9, False, "a fraction"),
     "save_every_minutes": (0, float("inf"), False, "a number of minutes"),
@@ -98,7 +98,7 @@ _RANGES: dict[str, tuple[float, float, bool, str]] = {
 }
 
 
-def check_ranges(config: Mapping[str, Any]) -> Iterator[Mistake]:
+def check_ranges(config: Mapping[str, Any]) -> Iterator[ConfigError]:
     """Every number of the table that the config holds."""
     for key, (lowest, highest, closed, what) in _RANGES.items():
         value = _lookup(config, key)
@@ -107,17 +107,17 @@ def check_ranges(config: Mapping[str, Any]) -> Iterator[Mistake]:
         inside = lowest <= value <= highest if closed else lowest < value < highest
         if not inside:
             bounds = _describe(lowest, highest, closed=closed)
-            yield Mistake(f"{key}={value}", f"{what} is {bounds}", f"{key}=<{bounds}>")
+            yield ConfigError(f"{key}={value}", f"{what} is {bounds}", f"{key}=<{bounds}>")
     betas = _lookup(config, "optimizer.betas")
     if not isinstance(betas, list) or not all(isinstance(beta, int | float) for beta in betas):
         return  # none, or another check's mistake
     if len(betas) != 2:
-        yield Mistake(
+        yield ConfigError(
             f"optimizer.betas={betas}", "Adam has two decay rates", "'optimizer.betas=[0.9,0.95]'"
         )
     for index, beta in enumerate(betas):
         if not 0 <= beta < 1:
-            yield Mistake(
+            yield ConfigError(
                 f"optimizer.betas[{index}]={beta}",
                 "a decay rate is from 0 to below 1",
                 "'optimizer.betas=[0.9,0.95]'",

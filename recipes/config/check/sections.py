@@ -7,12 +7,12 @@ from difflib import get_close_matches
 from pathlib import Path
 from typing import Any
 
-from recipes.config.check.types import describe, fits, placeholder
-from recipes.errors import Mistake
+from recipes.config.check.types import describe, matches_type, placeholder
+from recipes.errors import ConfigError
 
 CONF = Path(__file__).parents[3] / "conf"
 
-WORDS: dict[str, str] = {
+SETTINGS: dict[str, str] = {
     "name": "str",
     "seed": "int",
     "warmup_steps": "int",
@@ -49,40 +49,40 @@ def groups() -> list[str]:
     return sorted(name for name in folders if name not in COMPOSING)
 
 
-def check_words(config: Mapping[str, Any]) -> Iterator[Mistake]:
+def check_sections(config: Mapping[str, Any]) -> Iterator[ConfigError]:
     """Unknown sections, missing sections, words of the wrong type."""
     sections = [*groups(), *NODES]
     for key, value in config.items():
-        if key in WORDS:
-            annotation = ast.parse(WORDS[key], mode="eval").body
-            if not fits(value, annotation):
-                yield Mistake(
+        if key in SETTINGS:
+            annotation = ast.parse(SETTINGS[key], mode="eval").body
+            if not matches_type(value, annotation):
+                yield ConfigError(
                     f"{key}={value}",
                     f"it takes {describe(annotation)}",
                     f"{key}=<{placeholder(annotation)}>",
                 )
         elif key in sections:
             if not isinstance(value, dict):
-                yield Mistake(f"{key}={value}", "it is a section of settings", _section(key))
+                yield ConfigError(f"{key}={value}", "it is a section of settings", _section(key))
         else:
-            near = get_close_matches(key, [*WORDS, *sections], 1)
-            remedy = f"{near[0]}=…" if near else f"one of {', '.join([*WORDS, *sections])}"
-            yield Mistake(f"{key}=…", "there is no such word or section", remedy)
+            near = get_close_matches(key, [*SETTINGS, *sections], 1)
+            fix = f"{near[0]}=…" if near else f"one of {', '.join([*SETTINGS, *sections])}"
+            yield ConfigError(f"{key}=…", "there is no such word or section", fix)
     for name, node in dict(config.get("callbacks") or {}).items():
         if node is not None and not (isinstance(node, dict) and "_target_" in node):
-            yield Mistake(
+            yield ConfigError(
                 f"callbacks.{name}={node}",
                 "a callback is a section with a _target_",
                 f"callbacks.{name}=null",
             )
     name = config.get("name")
     if isinstance(name, str) and not re.fullmatch(r"[\w.][\w.,=+ -]*", name):
-        yield Mistake(
+        yield ConfigError(
             f"name={name}", "it names a folder under logs/", "name=<letters, digits, . _ ->"
         )
-    for key in [*WORDS, *sections]:
+    for key in [*SETTINGS, *sections]:
         if key not in config and key not in NEWER:
-            yield Mistake(f"no {key}", "every run has one", f"{key}=… (see conf/config.yaml)")
+            yield ConfigError(f"no {key}", "every run has one", f"{key}=… (see conf/config.yaml)")
 
 
 def _section(key: str) -> str:

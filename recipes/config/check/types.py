@@ -14,28 +14,28 @@ _LISTS = {"list", "List", "Sequence", "tuple", "Tuple", "Iterable"}
 _DICTS = {"dict", "Dict", "Mapping"}
 
 
-def fits(value: object, annotation: ast.expr) -> bool:
+def matches_type(value: object, annotation: ast.expr) -> bool:
     """Whether a plain config value may be passed where the annotation stands; unknown annotations take anything."""
     match annotation:
         case ast.Constant(value=None):
             return value is None
         case ast.Constant(value=str(source)):
-            return fits(value, ast.parse(source, mode="eval").body)
+            return matches_type(value, ast.parse(source, mode="eval").body)
         case ast.Name(id="bool"):
             return isinstance(value, bool)
         case ast.Name(id=name) if name in _SCALARS:
             return isinstance(value, _SCALARS[name]) and not isinstance(value, bool)
         case ast.BinOp(left=left, op=ast.BitOr(), right=right):
-            return fits(value, left) or fits(value, right)
+            return matches_type(value, left) or matches_type(value, right)
         case ast.Subscript(value=ast.Name(id="Optional"), slice=inner):
-            return value is None or fits(value, inner)
+            return value is None or matches_type(value, inner)
         case ast.Subscript(value=ast.Name(id="Union"), slice=ast.Tuple(elts=options)):
-            return any(fits(value, option) for option in options)
+            return any(matches_type(value, option) for option in options)
         case ast.Subscript(value=ast.Name(id="Literal"), slice=inner):
             return value in _literals(inner)
         case ast.Subscript(value=ast.Name(id=name), slice=inner) if name in _LISTS:
             item = inner.elts[0] if isinstance(inner, ast.Tuple) else inner
-            return isinstance(value, list) and all(fits(entry, item) for entry in value)
+            return isinstance(value, list) and all(matches_type(entry, item) for entry in value)
         case ast.Subscript(value=ast.Name(id=name)) if name in _DICTS:
             return isinstance(value, dict)
     return True
@@ -74,7 +74,7 @@ def placeholder(annotation: ast.expr) -> str:
     )
 
 
-def written(value: object) -> str:
+def to_setting(value: object) -> str:
     """A value as it is typed on the command line."""
     if value is None:
         return "null"

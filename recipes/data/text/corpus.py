@@ -12,7 +12,7 @@ from functools import cached_property
 from itertools import pairwise
 from pathlib import Path
 
-from recipes.errors import Mistake
+from recipes.errors import ConfigError
 
 PIECE_BYTES = 256 * 1024  # encoding takes ~170 bytes of memory for each byte of text
 # how far a cut looks for a good place: a piece is twice as long at most
@@ -58,7 +58,7 @@ class Piece:
         """The text.
 
         Raises:
-            Mistake: Bytes that are not UTF-8; with the file and the offset of the first.
+            ConfigError: Bytes that are not UTF-8; with the file and the offset of the first.
         """
         with self.document.path.open("rb") as file:
             file.seek(self.start)
@@ -66,7 +66,7 @@ class Piece:
         try:
             return data.decode("utf-8")
         except UnicodeDecodeError as error:
-            raise Mistake(
+            raise ConfigError(
                 f"data.path={self.document.path}",
                 f"byte {self.start + error.start} is not UTF-8 text ({error.reason})",
                 "data.path= of UTF-8 files; iconv -f latin1 -t utf-8 converts an old one",
@@ -152,11 +152,11 @@ class Corpus:
         """Make sure that what was read is what was hashed.
 
         Raises:
-            Mistake: A file changed in the meantime.
+            ConfigError: A file changed in the meantime.
         """
         for document in self.documents:
             if Document.of(document.path, name=document.name) != document:
-                raise Mistake(
+                raise ConfigError(
                     f"data.path={document.path}",
                     "the file changed while it was being read",
                     "the same command again, when nothing writes to it any more",

@@ -12,7 +12,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 from torch.utils.data import Dataset
 
-from recipes.errors import Mistake
+from recipes.errors import ConfigError
 
 
 class TokenWindows(Dataset[dict[str, Tensor]]):
@@ -92,18 +92,18 @@ class TokenWindows(Dataset[dict[str, Tensor]]):
         return {**self.__dict__, "_tokens": None}
 
 
-def check_length(windows: TokenWindows, *, split: str, remedy: str) -> TokenWindows:
+def check_length(windows: TokenWindows, *, split: str, fix: str) -> TokenWindows:
     """Give the windows back if there is at least one.
 
     Raises:
-        Mistake: The split is shorter than one sequence; with the longest `seq_len` that would fit.
+        ConfigError: The split is shorter than one sequence; with the longest `seq_len` that would fit.
     """
     if len(windows) > 0:
         return windows
     num_tokens = windows.stop - windows.start
     shorter = f"seq_len={num_tokens - 1} or less, or " if num_tokens > 1 else ""
-    raise Mistake(
+    raise ConfigError(
         f"seq_len={windows.seq_len}",
         f"the {split} split has {num_tokens} tokens and one sample takes {windows.seq_len + 1}",
-        f"{shorter}{remedy}",
+        f"{shorter}{fix}",
     )

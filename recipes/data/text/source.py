@@ -10,7 +10,7 @@ from recipes.cache import open_cache_dir
 from recipes.data.text.corpus import Corpus, Document
 from recipes.data.text.sequences import TokenWindows, check_length
 from recipes.data.text.token_cache import Split, TokenCache, cached_tokens
-from recipes.errors import Mistake
+from recipes.errors import ConfigError
 from recipes.tokenizer import Tokenizer, TokenizerConfig
 
 
@@ -38,11 +38,11 @@ class TextSource(ABC):
             num_processes: That tokenize; None: one a core.
 
         Raises:
-            Mistake: `seq_len` or `val_fraction` is out of range, or there is no tokenizer.
+            ConfigError: `seq_len` or `val_fraction` is out of range, or there is no tokenizer.
         """
         check_windows(seq_len=seq_len, val_fraction=val_fraction)
         if not hasattr(tokenizer, "make"):
-            raise Mistake("tokenizer=none", "text needs a tokenizer", "tokenizer=bpe or =bytes")
+            raise ConfigError("tokenizer=none", "text needs a tokenizer", "tokenizer=bpe or =bytes")
         self.seq_len = seq_len
         self.val_fraction = val_fraction
         self._tokenizer_config = tokenizer
@@ -56,7 +56,7 @@ class TextSource(ABC):
         """The files to read, in a fixed order.
 
         Raises:
-            Mistake: There are none.
+            ConfigError: There are none.
         """
 
     @abstractmethod
@@ -67,7 +67,7 @@ class TextSource(ABC):
         """Tokenize what has not been tokenized before; the second call does nothing.
 
         Raises:
-            Mistake: No text, text that is not UTF-8, a tokenizer with more ids than the model knows, or too
+            ConfigError: No text, text that is not UTF-8, a tokenizer with more ids than the model knows, or too
                 little text for one sample of each split.
         """
         if self._prepared is not None:
@@ -75,7 +75,7 @@ class TextSource(ABC):
         corpus = Corpus(self.list_documents(), cache_dir=open_cache_dir(self._cache_dir))
         tokenizer = self._tokenizer_config.make(corpus)
         if self._known_ids is not None and tokenizer.vocab_size > self._known_ids:
-            raise Mistake(
+            raise ConfigError(
                 f"model.vocab_size={self._known_ids}",
                 f"the tokenizer has {tokenizer.vocab_size} tokens",
                 f"model.vocab_size={tokenizer.vocab_size}",
@@ -89,12 +89,12 @@ class TextSource(ABC):
 
     def train(self) -> TokenWindows:
         """The training samples."""
-        return check_length(self._windows("train"), split="training", remedy=self.more_text())
+        return check_length(self._windows("train"), split="training", fix=self.more_text())
 
     def val(self) -> TokenWindows:
         """The validation samples, the same for every seed."""
-        remedy = f"a larger data.val_fraction, or {self.more_text()}"
-        return check_length(self._windows("val"), split="validation", remedy=remedy)
+        fix = f"a larger data.val_fraction, or {self.more_text()}"
+        return check_length(self._windows("val"), split="validation", fix=fix)
 
     @property
     def tokenizer(self) -> Tokenizer:
@@ -145,12 +145,12 @@ def check_windows(*, seq_len: int, val_fraction: float) -> None:
     """Refuse lengths and shares that no data could have.
 
     Raises:
-        Mistake: Out of range.
+        ConfigError: Out of range.
     """
     if seq_len < 1:
-        raise Mistake(f"seq_len={seq_len}", "a sample has at least one token", "seq_len=256")
+        raise ConfigError(f"seq_len={seq_len}", "a sample has at least one token", "seq_len=256")
     if not 0.0 < val_fraction < 1.0:
-        raise Mistake(
+        raise ConfigError(
             f"data.val_fraction={val_fraction}",
             "a share between 0 and 1 is held out, and something must be left on both sides",
             "data.val_fraction=0.05",

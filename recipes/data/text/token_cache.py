@@ -91,7 +91,7 @@ def cached_tokens(
     """The tokens of a corpus, from the cache or made now; safe in any number of processes.
 
     Raises:
-        Mistake: Text that cannot be read; nothing is left in the cache.
+        ConfigError: Text that cannot be read; nothing is left in the cache.
     """
     recipe = f"{FORMAT_VERSION} {corpus.content_hash} {tokenizer.fingerprint} {val_fraction!r}"
     key = hashlib.blake2b(recipe.encode(), digest_size=12).hexdigest()

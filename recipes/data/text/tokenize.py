@@ -46,7 +46,7 @@ def tokenize(
         num_processes: At most so many, fewer where the text is short; None: one a core.
 
     Raises:
-        Mistake: Text that is not UTF-8; raised here, wherever it was found.
+        ConfigError: Text that is not UTF-8; raised here, wherever it was found.
     """
     tasks = _group(corpus.pieces(cut=tokenizer.splits_at_lines))
     workers = num_workers(corpus.num_bytes, tokenizer, num_processes=num_processes)

@@ -63,7 +63,7 @@ _EXIT_CRASHED = 1
 _EXIT_PREEMPTED, _EXIT_TERMINATED, _EXIT_UNSAVED = 75, 143, 74
 
 
-class Ending:
+class WandbExit:
     """Follows the events of a run to its last."""
 
     def __init__(self) -> None:
@@ -93,7 +93,7 @@ class Ending:
             return status, _CODES[status] if status in _CODES else _EXIT_CRASHED
         if "train_loss" in summary and summary["train_loss"] is None:
             return "diverged", _CODES["diverged"]
-        if self._newest_save == "checkpoint_refused":
+        if self._newest_save == "checkpoint_rejected":
             return "diverged", _CODES["diverged"]
         if self._newest_save == "checkpoint_failed":
             return "unsaved", _EXIT_UNSAVED

@@ -9,19 +9,20 @@ from typing import Any
 
 import yaml
 
-from recipes.logger.csv import EVENTS_FILE, METRICS_FILE
-from recipes.logger.writers import SUMMARY_FILE
+from recipes.run_folder import EVENTS_FILE, METRICS_FILE
+from recipes.run_folder import SUMMARY_FILE
 from recipes.logger.wandb.init import CODE
+from recipes.run_folder import SAMPLES_FILE
+from recipes.run_folder import read_config, read_environment, read_json_lines, read_cells
 
-SAMPLES_FILE = "samples.jsonl"
 FOLDER_OF_SWEEP = "wandb_"  # as recipes.config.compose names it
 _MAX_TABLE_ROWS = 2000  # the newest
 _MAX_TAG_LETTERS = 64  # W&B refuses longer ones
 
 
-def names_of(folder: Path, *, group: str | None) -> dict[str, Any]:
+def get_names(folder: Path, *, group: str | None) -> dict[str, Any]:
     """The name, group and tags of a run: by its recipe, its model and, in a sweep, the sweep."""
-    config, environment = config_of(folder), environment_of(folder)
+    config, environment = read_config(folder), read_environment(folder)
     typed = dict(word.split("=", 1) for word in environment["overrides"] if "=" in word)
     recipe = str(typed["recipe"] if "recipe" in typed else config["name"])
     model = str(typed["model"] if "model" in typed else _name_of(config["model"]))
@@ -39,7 +40,7 @@ def names_of(folder: Path, *, group: str | None) -> dict[str, Any]:
     }
 
 
-def told_config(folder: Path, known: Mapping[str, Any]) -> dict[str, Any]:
+def logged_config(folder: Path, known: Mapping[str, Any]) -> dict[str, Any]:
     """The resolved config, and what the run runs on as `environment`.
 
     As sections: W&B itself joins their names with dots, and asks for none in the names that it is told.
@@ -49,7 +50,7 @@ def told_config(folder: Path, known: Mapping[str, Any]) -> dict[str, Any]:
         known: What W&B has. Of a group that its sweep varies it is the option, `model: gpt2_nano`, by which it
             knows the trial; the section stands beside it as `model_settings`.
     """
-    told = config_of(folder) | {"environment": environment_of(folder)}
+    told = read_config(folder) | {"environment": read_environment(folder)}
     options = {name for name, value in known.items() if isinstance(value, str)}
     return {
         f"{name}_settings" if name in options and isinstance(value, dict) else name: value
@@ -57,25 +58,10 @@ def told_config(folder: Path, known: Mapping[str, Any]) -> dict[str, Any]:
     }
 
 
-def config_of(folder: Path) -> dict[str, Any]:
-    """The frozen config, without Hydra's own node."""
-    config: dict[str, Any] = yaml.safe_load((folder / "config.yaml").read_text())
-    return {key: value for key, value in config.items() if key != "hydra"}
 
 
-def environment_of(folder: Path) -> dict[str, Any]:
-    """The content of environment.json."""
-    environment: dict[str, Any] = json.loads((folder / "environment.json").read_text())
-    return environment
 
 
-def summary_of(folder: Path) -> dict[str, Any]:
-    """The content of summary.json; nothing where the run wrote none."""
-    path = folder / SUMMARY_FILE
-    if not path.is_file():
-        return {}
-    summary: dict[str, Any] = json.loads(path.read_text())
-    return summary
 
 
 def code_diff() -> str:
@@ -119,11 +105,7 @@ def validation_table(folder: Path) -> Any:
     """A row a validation, all its metrics side by side; None: there was none."""
     import wandb
 
-    path = folder / METRICS_FILE
-    if not path.is_file():
-        return None
-    with path.open(newline="") as file:
-        rows = list(csv.DictReader(file))
+    rows = read_cells(folder / METRICS_FILE)
     columns = [name for name in rows[0] if name.startswith("val/")] if rows else []
     found = [row for row in rows if any(row[name] for name in columns)][-_MAX_TABLE_ROWS:]
     if not found:
@@ -140,10 +122,8 @@ def _table(path: Path, columns: list[str], row: Any) -> Any:
 
     if not path.is_file():
         return None
-    lines = path.read_text(encoding="utf-8").splitlines(keepends=True)
-    # a killed run may leave half a line at the end
-    whole = [json.loads(line) for line in lines if line.endswith("\n")]
-    return wandb.Table(columns=columns, data=[row(line) for line in whole[-_MAX_TABLE_ROWS:]])
+    lines = read_json_lines(path)[-_MAX_TABLE_ROWS:]
+    return wandb.Table(columns=columns, data=[row(line) for line in lines])
 
 
 def _sweep_of(folder: Path) -> str | None:

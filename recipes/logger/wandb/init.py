@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from recipes.logger.wandb.session import in_a_line
+from recipes.run_folder import write_atomically
 
 LOGGER = logging.getLogger("lightning_recipes")
 ID_FILE = "wandb_run.json"
@@ -19,7 +20,7 @@ CODE = Path(__file__).parents[3]
 _FLUSH_SECONDS = 1.0  # what a kill can take from the file; W&B's own 15
 
 
-def run_id_of(folder: Path, saved_id: str | None) -> str:
+def get_run_id(folder: Path, saved_id: str | None) -> str:
     """The id of a run folder: typed, kept in the folder, in the checkpoint that it goes on from, or new."""
     typed = os.environ.get("WANDB_RUN_ID")
     path = folder / ID_FILE
@@ -33,9 +34,7 @@ def run_id_of(folder: Path, saved_id: str | None) -> str:
 
 def keep_run_id(folder: Path, run_id: str) -> None:
     """So that a resume, or a requeue, goes on with this run."""
-    unfinished = folder / f"{ID_FILE}.tmp"
-    unfinished.write_text(json.dumps({"id": run_id}) + "\n")
-    unfinished.replace(folder / ID_FILE)
+    write_atomically(folder / ID_FILE, json.dumps({"id": run_id}) + "\n")
 
 
 def open_run(folder: Path, run_id: str, *, init_timeout_seconds: float, **words: Any) -> Any:

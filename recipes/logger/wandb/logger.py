@@ -15,24 +15,25 @@ from recipes.logger.wandb.alerts import Alerts
 from recipes.logger.wandb.content import (
     code_diff,
     events_table,
-    names_of,
+    get_names,
     samples_table,
-    summary_of,
-    told_config,
+    logged_config,
     validation_table,
 )
-from recipes.logger.wandb.alerts import Ending
+from recipes.logger.wandb.alerts import WandbExit
 from recipes.logger.wandb.resume import STEP
 from recipes.logger.wandb.session import WandbSession
-from recipes.logger.wandb.init import keep_run_id, open_run, run_id_of
+from recipes.logger.wandb.init import keep_run_id, open_run, get_run_id
 from recipes.logger.wandb.resume import Told
+from recipes.run_folder import read_summary
+from recipes.run_folder import CHECKPOINTS
 
 # events that are marks on the curves: `event/<name>` is 1 in the row where they happened
-MARKS = ("spike", "skip", "rollback", "lr_cut", "oom", "checkpoint_failed", "checkpoint_refused")
+MARKS = ("spike", "skip", "rollback", "lr_backoff", "oom", "checkpoint_failed", "checkpoint_rejected")
 _START_SECONDS = 60.0  # to import W&B and start its process, beside the wait for the server
 
 
-class WandbRun(Logger):
+class WandbLogger(Logger):
     """Opens its run when training has begun, so that a resume that fails leaves the run it meant as it was.
 
     Args:
@@ -70,7 +71,7 @@ class WandbRun(Logger):
         self._row: dict[str, Any] = {}  # of the newest step, not told yet
         self._marks: dict[str, int] = {}  # of steps that have no row yet
         self._told: Told | None = None  # by the processes before this one
-        self._ending = Ending()
+        self._ending = WandbExit()
         self._num_sampled_bytes = 0
 
     @property
@@ -124,7 +125,7 @@ class WandbRun(Logger):
     @rank_zero_only
     def resume_at(self, step: int, *, num_rollbacks: int = 0) -> None:
         """Remember what W&B has been told, before this process opens a file of its own."""
-        run_id = run_id_of(self._folder, self._saved_id)
+        run_id = get_run_id(self._folder, self._saved_id)
         self._told = Told(self._folder, run_id, resumed_at=step)
 
     @rank_zero_only
@@ -146,7 +147,7 @@ class WandbRun(Logger):
         self._ending.note(event)
         self._alert(event, step, fields)
         if event == "checkpoint":
-            path = str(self._folder / "checkpoints" / fields["path"])
+            path = str(self._folder / CHECKPOINTS / fields["path"])
             self._summarize({"checkpoint": path, "checkpoint_step": step})
             self._tell_samples()
 
@@ -154,7 +155,7 @@ class WandbRun(Logger):
         begun = (self._folder / "config.yaml").is_file()
         if self._session is not None or self._is_closed or not begun:
             return
-        run_id = run_id_of(self._folder, self._saved_id)
+        run_id = get_run_id(self._folder, self._saved_id)
 
         def start() -> Any:
             keep_run_id(self._folder, run_id)
@@ -166,7 +167,7 @@ class WandbRun(Logger):
                 init_timeout_seconds=self._init_seconds,
                 finish_timeout_seconds=self._finish_seconds,
                 keeps_artifacts=self._uploads,
-                **names_of(self._folder, group=self._group),
+                **get_names(self._folder, group=self._group),
             )
             if run is not None:
                 self._introduce(run)
@@ -175,13 +176,13 @@ class WandbRun(Logger):
         patience = _START_SECONDS + self._init_seconds
         self._session = WandbSession(start, patience_seconds=patience)
         if (told := self._told) is not None:
-            self._session.tell(told.tell_missed)
+            self._session.tell(told.log_missed_rows)
 
     def _introduce(self, run: Any) -> None:
         """What stands before the first row."""
         run.define_metric(STEP)
         run.define_metric("*", step_metric=STEP, step_sync=True)
-        run.config.update(told_config(self._folder, dict(run.config)), allow_val_change=True)
+        run.config.update(logged_config(self._folder, dict(run.config)), allow_val_change=True)
         if self._told is not None and run.resumed:  # only the server knows what has reached it
             self._told.at_the_server(int(run.summary.get(STEP) or 0))
         run.summary.update({"status": "running"})
@@ -223,7 +224,7 @@ class WandbRun(Logger):
             return
         self._tell_row()
         self._tell_samples()
-        summary = summary_of(self._folder)
+        summary = read_summary(self._folder) or {}
         self._alert(event, 0, fields)
         status, exit_code = self._ending.of(event, fields, summary)
         session.tell(lambda run: run.summary.update(summary | {"status": status}))
@@ -243,7 +244,7 @@ class WandbRun(Logger):
     def _upload(self, run: Any) -> None:
         import wandb
 
-        newest = self._folder / "checkpoints" / "last"
+        newest = self._folder / CHECKPOINTS / "last"
         if newest.exists():
             artifact = wandb.Artifact(f"checkpoint-{run.id}", type="model")
             artifact.add_dir(str(newest.resolve()))

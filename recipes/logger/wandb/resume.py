@@ -5,7 +5,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from recipes.logger.csv import METRICS_FILE
+from recipes.run_folder import METRICS_FILE
 from typing import Any
 from collections.abc import Iterator
 from pathlib import Path
@@ -37,7 +37,7 @@ class Told:
         self._newest = newest
         self._made_again = {step: row for step, row in self._made_again.items() if step <= newest}
 
-    def tell_missed(self, run: Any) -> None:
+    def log_missed_rows(self, run: Any) -> None:
         """Rows of metrics.csv that never came to W&B."""
         path = self._folder / METRICS_FILE
         if self._newest is None or self._newest >= self._resumed_at or not path.is_file():

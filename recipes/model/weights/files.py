@@ -10,7 +10,7 @@ import torch
 from safetensors import safe_open
 from torch import Tensor
 
-from recipes.errors import Mistake
+from recipes.errors import ConfigError
 
 # In the order they are preferred: one file, then its sharded form. Pickles last, and only as plain
 # tensors.
@@ -22,12 +22,12 @@ def locate(name_or_folder: str) -> Path:
 
     Raises:
         ImportError: a hub name, and huggingface_hub is not installed.
-        Mistake: neither a folder with config.json nor a repository that can be reached.
+        ConfigError: neither a folder with config.json nor a repository that can be reached.
     """
     folder = Path(name_or_folder)
     if folder.is_dir():
         if not (folder / "config.json").is_file():
-            raise Mistake(
+            raise ConfigError(
                 f"model.pretrained={name_or_folder}",
                 "the folder has no config.json",
                 "model.pretrained=<folder with config.json and model.safetensors>",
@@ -36,7 +36,7 @@ def locate(name_or_folder: str) -> Path:
     try:
         from huggingface_hub import snapshot_download  # optional
     except ImportError as error:
-        raise Mistake(
+        raise ConfigError(
             f"model.pretrained={name_or_folder}",
             "it is no folder here, and the hub needs huggingface_hub",
             "pip install -e '.[huggingface]'",
@@ -44,7 +44,7 @@ def locate(name_or_folder: str) -> Path:
     try:
         return _download(snapshot_download, name_or_folder)
     except (OSError, ValueError) as error:  # offline, unknown, gated, or no repository name at all
-        raise Mistake(
+        raise ConfigError(
             f"model.pretrained={name_or_folder}",
             f"it is no folder here and the hub did not give it ({type(error).__name__}: {error})",
             "model.pretrained=<folder with config.json and model.safetensors>, or null",
@@ -97,7 +97,7 @@ def open_weights(folder: Path) -> Iterator[PublishedWeights]:
     """Open every weight file of `folder`; nothing but headers is read until `read`.
 
     Raises:
-        Mistake: there is no weight file, or a file that the index names is missing.
+        ConfigError: there is no weight file, or a file that the index names is missing.
     """
     with ExitStack() as stack:
         file_of: dict[str, Any] = {}
@@ -119,13 +119,13 @@ def _weight_files(folder: Path) -> list[Path]:
             files = sorted(set(json.loads(index.read_text())["weight_map"].values()))
             missing = [file for file in files if not (folder / file).is_file()]
             if missing:
-                raise Mistake(
+                raise ConfigError(
                     f"model.pretrained={folder}",
                     f"{index.name} names files that are missing: {', '.join(missing)}",
                     "model.pretrained=<a folder that is complete>",
                 )
             return [folder / file for file in files]
-    raise Mistake(
+    raise ConfigError(
         f"model.pretrained={folder}",
         "it holds neither model.safetensors nor pytorch_model.bin, whole or sharded",
         "model.pretrained=<folder with config.json and model.safetensors>",

@@ -9,7 +9,7 @@ from torch import Tensor, nn
 
 from recipes.model.init import pad_rows
 
-Config = Mapping[str, Any]  # config.json
+HFConfig = Mapping[str, Any]  # config.json
 
 
 @dataclass(frozen=True)
@@ -68,7 +68,7 @@ class Setting:
     value: object
     ours: str | None
 
-    def difference(self, config: Config) -> str | None:
+    def difference(self, config: HFConfig) -> str | None:
         """One line in three clauses, or None where they agree."""
         if self.key not in config:
             return f"config.json has no {self.key}, which this model needs; type another model=…"
@@ -94,10 +94,10 @@ class Format(Protocol):
     def entries(self) -> list[Entry]:
         """Every parameter, tied ones once."""
 
-    def settings(self, config: Config) -> list[Setting]:
+    def settings(self, config: HFConfig) -> list[Setting]:
         """What `config`, completed by `with_defaults`, must say."""
 
-    def with_defaults(self, config: Config) -> Config:
+    def with_defaults(self, config: HFConfig) -> HFConfig:
         """`config` with the values transformers takes where a key is absent."""
 
     def full_name(self, name: str) -> str | None:

@@ -4,7 +4,7 @@ import re
 from typing import Any
 
 from recipes.model.gpt2 import GPT2
-from recipes.model.weights.hf_format import Config, Entry, Setting, plain_entry, vocab_entry
+from recipes.model.weights.hf_format import Entry, HFConfig, Setting, plain_entry, vocab_entry
 
 # Inside block i: ours -> theirs. The matrices among them are the transposed ones.
 _IN_BLOCK = {
@@ -57,7 +57,7 @@ class GPT2Format:
             entries.append(entry)
         return entries
 
-    def settings(self, config: Config) -> list[Setting]:
+    def settings(self, config: HFConfig) -> list[Setting]:
         """What a completed config.json must say."""
         model = self.model
         tanh = ("gelu_new", "gelu_pytorch_tanh")  # two names of one function
@@ -68,16 +68,16 @@ class GPT2Format:
             Setting("n_positions", model.max_seq_len, "model.max_seq_len"),
             Setting("n_layer", model.num_layers, "model.num_layers"),
             Setting("n_head", model.num_heads, "model.num_heads"),
-            Setting("n_embd", model.width, "model.width"),
-            Setting("tie_word_embeddings", model.tie_head, "model.tie_head"),
-            Setting("n_inner", None if config["n_inner"] is None else 4 * model.width, None),
+            Setting("n_embd", model.hidden_size, "model.hidden_size"),
+            Setting("tie_word_embeddings", model.tie_embeddings, "model.tie_embeddings"),
+            Setting("n_inner", None if config["n_inner"] is None else 4 * model.hidden_size, None),
             Setting("activation_function", activation if activation in tanh else tanh[0], None),
             Setting("layer_norm_epsilon", model.norm.eps, None),
             Setting("scale_attn_by_inverse_layer_idx", False, None),
             Setting("scale_attn_weights", True, None),
         ]
 
-    def with_defaults(self, config: Config) -> Config:
+    def with_defaults(self, config: HFConfig) -> HFConfig:
         """`config` with transformers' defaults where a key is absent."""
         return {**_DEFAULTS, **config}
 
@@ -87,7 +87,7 @@ class GPT2Format:
         None: a saved mask, or the copy of a tied head.
         """
         if name == "lm_head.weight":
-            return None if self.model.tie_head else name
+            return None if self.model.tie_embeddings else name
         full = name if name.startswith("transformer.") else f"transformer.{name}"
         return None if _MASKS.fullmatch(full) else full
 
@@ -102,10 +102,10 @@ class GPT2Format:
             "embd_pdrop": model.dropout.p,
             "resid_pdrop": model.dropout.p,
             "layer_norm_epsilon": model.norm.eps,
-            "n_embd": model.width,
+            "n_embd": model.hidden_size,
             "n_head": model.num_heads,
             "n_layer": model.num_layers,
             "n_positions": model.max_seq_len,
-            "tie_word_embeddings": model.tie_head,
+            "tie_word_embeddings": model.tie_embeddings,
             "vocab_size": model.vocab_size,
         }

@@ -4,7 +4,7 @@ from typing import Any
 
 from recipes.model.llama import Llama
 from recipes.model.rope import HIGH_FREQ_FACTOR, LOW_FREQ_FACTOR, ORIGINAL_CONTEXT
-from recipes.model.weights.hf_format import Config, Entry, Setting, plain_entry, vocab_entry
+from recipes.model.weights.hf_format import Entry, HFConfig, Setting, plain_entry, vocab_entry
 
 _IN_BLOCK = {  # ours -> theirs, one to one
     "attention_norm": "input_layernorm",
@@ -80,7 +80,7 @@ class LlamaFormat:
         published = tuple(f"{block}.self_attn.{letter}_proj.weight" for letter in "qkv")
         return Entry(name, published, rows)
 
-    def settings(self, config: Config) -> list[Setting]:
+    def settings(self, config: HFConfig) -> list[Setting]:
         """What a completed config.json must say."""
         model = self.model
         longest = max(model.max_seq_len, config["max_position_embeddings"])  # shorter is fine
@@ -92,11 +92,11 @@ class LlamaFormat:
             Setting("num_hidden_layers", model.num_layers, "model.num_layers"),
             Setting("num_attention_heads", model.num_heads, "model.num_heads"),
             Setting("num_key_value_heads", model.num_kv_heads, "model.num_kv_heads"),
-            Setting("hidden_size", model.width, "model.width"),
-            Setting("intermediate_size", model.hidden_width, "model.hidden_width"),
+            Setting("hidden_size", model.hidden_size, "model.hidden_size"),
+            Setting("intermediate_size", model.ffn_hidden_size, "model.ffn_hidden_size"),
             Setting("head_dim", model.head_dim, "model.head_dim"),
             Setting("rms_norm_eps", model.rms_eps, "model.rms_eps"),
-            Setting("tie_word_embeddings", model.tie_head, "model.tie_head"),
+            Setting("tie_word_embeddings", model.tie_embeddings, "model.tie_embeddings"),
             Setting("rope_theta", model.rope_theta, "model.rope_theta"),
             Setting("rope_factor", model.rope_scaling_factor, "model.rope_scaling_factor"),
             Setting("rope_type", _KNOWN_ROPES, None),
@@ -106,7 +106,7 @@ class LlamaFormat:
             Setting("use_sliding_window", False, None),
         ]
 
-    def with_defaults(self, config: Config) -> Config:
+    def with_defaults(self, config: HFConfig) -> HFConfig:
         """`config` with transformers' defaults where a key is absent.
 
         Added, for `settings`: kind, qk_norm, rope_type and rope_factor.
@@ -133,7 +133,7 @@ class LlamaFormat:
     def full_name(self, name: str) -> str | None:
         """`name`; None: saved rotary frequencies, or the copy of a tied head."""
         if name.endswith("rotary_emb.inv_freq") or (
-            name == "lm_head.weight" and self.model.tie_head
+            name == "lm_head.weight" and self.model.tie_embeddings
         ):
             return None
         return name
@@ -149,8 +149,8 @@ class LlamaFormat:
             "attention_dropout": 0.0,
             "head_dim": model.head_dim,
             "hidden_act": "silu",
-            "hidden_size": model.width,
-            "intermediate_size": model.hidden_width,
+            "hidden_size": model.hidden_size,
+            "intermediate_size": model.ffn_hidden_size,
             "max_position_embeddings": model.max_seq_len,
             "num_attention_heads": model.num_heads,
             "num_hidden_layers": model.num_layers,
@@ -158,6 +158,6 @@ class LlamaFormat:
             "rms_norm_eps": model.rms_eps,
             "rope_scaling": None if factor is None else {**_LLAMA3_ROPE, "factor": factor},
             "rope_theta": model.rope_theta,
-            "tie_word_embeddings": model.tie_head,
+            "tie_word_embeddings": model.tie_embeddings,
             "vocab_size": model.vocab_size,
         }

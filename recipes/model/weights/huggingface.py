@@ -11,12 +11,12 @@ from safetensors.torch import save_file
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
-from recipes.errors import Mistake
+from recipes.errors import ConfigError
 from recipes.model.gpt2 import GPT2
 from recipes.model.init import fill
 from recipes.model.llama import Llama
 from recipes.model.weights.files import PublishedWeights, locate, open_weights
-from recipes.model.weights.hf_format import Config, Entry, Format
+from recipes.model.weights.hf_format import Entry, Format, HFConfig
 from recipes.model.weights.hf_gpt2 import GPT2Format
 from recipes.model.weights.hf_llama import LlamaFormat
 
@@ -99,7 +99,7 @@ def _format(model: nn.Module) -> Format:
 
 def _language_model(model: nn.Module) -> Any:
     if not isinstance(model, GPT2 | Llama):
-        raise Mistake(
+        raise ConfigError(
             f"model={type(model).__name__}",
             "no published form is known",
             "model=gpt2 or model=llama_160m",
@@ -107,12 +107,12 @@ def _language_model(model: nn.Module) -> Any:
     return model
 
 
-def _check_config(layout: Format, *, config: Config, folder: Path) -> None:
+def _check_config(layout: Format, *, config: HFConfig, folder: Path) -> None:
     full = layout.with_defaults(config)
     found = [setting.difference(full) for setting in layout.settings(full)]
     differences = [line for line in found if line is not None]
     if differences:
-        raise Mistake(
+        raise ConfigError(
             f"model.pretrained={folder}",
             "it does not fit:\n   "
             + "\n   ".join(line.partition("; type ")[0] for line in differences),
@@ -128,7 +128,7 @@ def _check_names(layout: Format, *, weights: PublishedWeights, folder: Path) -> 
     lines = [f"missing: {name}" for name in sorted(wanted - in_file.keys())]
     lines += [f"unknown: {name}" for name in sorted(in_file.keys() - wanted, key=str)]
     if lines:
-        raise Mistake(
+        raise ConfigError(
             f"model.pretrained={folder}",
             "the tensors are not those its config.json describes: " + "\n  ".join(lines),
             "model.pretrained=<a whole folder>",

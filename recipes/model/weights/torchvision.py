@@ -7,7 +7,7 @@ import torch
 from safetensors.torch import load_file
 from torch import Tensor
 
-from recipes.errors import Mistake
+from recipes.errors import ConfigError
 from recipes.model.init import fill
 from recipes.model.resnet18 import ResNet18
 
@@ -35,12 +35,14 @@ def load_pretrained(model: ResNet18, file: str | Path) -> None:
     """Fill `model` from a .safetensors or .pth file with torchvision's names.
 
     Raises:
-        Mistake: no such file.
+        ConfigError: no such file.
         ValueError: names or shapes differ; every difference is listed and nothing was loaded.
     """
     path = Path(file)
     if not path.is_file():
-        raise Mistake(f"model.pretrained={file}", "there is no such file", "model.pretrained=null")
+        raise ConfigError(
+            f"model.pretrained={file}", "there is no such file", "model.pretrained=null"
+        )
     read = load_file(path) if path.suffix == ".safetensors" else _load_pickle(path)
     weights = {our_name(name): tensor for name, tensor in read.items()}
     targets = model.state_dict(keep_vars=True)
@@ -51,7 +53,7 @@ def load_pretrained(model: ResNet18, file: str | Path) -> None:
             theirs = tuple(weights[name].shape)
             differences.append(f"{name} is {theirs}, the model's {tuple(target.shape)}")
     if differences:
-        raise Mistake(
+        raise ConfigError(
             f"model.pretrained={file}",
             f"it does not fit: {'; '.join(differences)}",
             "model.num_classes=1000 model.in_channels=3 model.small_images=false for published weights",

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor, nn
 
 from recipes.checkpoint.shard_file import Part, SavedTensor
-from recipes.checkpoint.shards import parts_of, whole_part
+from recipes.checkpoint.shards import get_shards, unsharded_part
 from recipes.strategy.deepspeed import checkpoint_stage3 as zero_3
 
 
@@ -49,7 +49,7 @@ class ZeroState:
                 parts[name] = part
         persistent = module.state_dict(keep_vars=True)
         buffers = {name: buffer for name, buffer in module.named_buffers() if name in persistent}
-        return parts | parts_of(buffers, constant=(), writes_whole=writes_whole)
+        return parts | get_shards(buffers, constant=(), writes_whole=writes_whole)
 
     @torch.no_grad()
     def optimizer(self, optimizer: Any, *, writes_whole: bool) -> dict[str, Any]:
@@ -73,7 +73,7 @@ class ZeroState:
             }
             state[index] = {name: part for name, part in parts.items() if part is not None}
             if writes_whole:
-                state[index] |= {name: whole_part(value) for name, value in scalars.items()}
+                state[index] |= {name: unsharded_part(value) for name, value in scalars.items()}
         return {
             "state": state if moments or scalars else {},
             "param_groups": self._groups(optimizer),
@@ -201,13 +201,13 @@ def _link(optimizer: Any) -> None:
 def _part(parameter: Any, moment: str | None, *, writes_whole: bool) -> Part | None:
     """What this rank holds of a parameter's master copy or of a moment: a range of the flattened whole."""
     if not hasattr(parameter, "_hp_mapping"):  # not trained: there is no master copy
-        return whole_part(parameter) if writes_whole else None
+        return unsharded_part(parameter) if writes_whole else None
     mapping = parameter._hp_mapping
     if mapping is None:
         return None
     fragment = mapping.get_hp_fragment(moment)
     start = mapping.lp_fragment_address.start
-    return Part(tensor=fragment.detach(), offsets=(start,), whole_shape=parameter.shape)
+    return Part(tensor=fragment.detach(), offsets=(start,), unsharded_shape=parameter.shape)
 
 
 def _write(parameter: Any, saved: SavedTensor) -> None:

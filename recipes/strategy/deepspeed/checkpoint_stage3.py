@@ -92,7 +92,7 @@ def part_of(parameter: Any, held: Tensor) -> Part | None:
     if start >= stop:
         return None
     tensor = held.detach().flatten()[: stop - start]
-    return Part(tensor=tensor, offsets=(start,), whole_shape=parameter.ds_shape)
+    return Part(tensor=tensor, offsets=(start,), unsharded_shape=parameter.ds_shape)
 
 
 @contextlib.contextmanager

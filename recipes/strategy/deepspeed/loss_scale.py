@@ -9,7 +9,7 @@ INITIAL_SCALE = 2.0**16
 GROWTH_INTERVAL = 2000  # steps without an overflow until the scale doubles
 
 
-def give_scaler(optimizer: Any) -> None:
+def attach_scaler(optimizer: Any) -> None:
     """Make a ZeRO optimizer scale, unscale before it clips, and skip overflows on all ranks.
 
     Args:

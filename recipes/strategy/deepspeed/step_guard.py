@@ -87,7 +87,7 @@ class ZeroStepGuard:
             self._optimizer.clip_grad = limit if limit < torch.inf else 0.0
 
 
-class GuardsSteps:
+class StepGuardMixin:
     """For a strategy: what is asked about the steps that its ZeRO optimizer makes."""
 
     deepspeed_engine: Any
@@ -112,7 +112,7 @@ class GuardsSteps:
         self._step_guard.clipping = clipping
 
     @property
-    def grad_norm_limit(self) -> Tensor | None:
+    def clip_threshold(self) -> Tensor | None:
         """What the gradients of the last step were scaled down to where they were above."""
         return self._step_guard.limit
 

@@ -7,7 +7,7 @@ import sys
 from collections.abc import Callable, Generator, Iterable, Sequence
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any, ClassVar, Literal
 
 import torch
 from lightning.pytorch.plugins import MixedPrecision
@@ -16,18 +16,18 @@ from lightning.pytorch.strategies import DeepSpeedStrategy
 from lightning.pytorch.strategies.ddp import DDPStrategy
 from torch import Tensor, nn
 
-from recipes.checkpoint.shards import SavesByRank
+from recipes.checkpoint.shards import PerRankSavingMixin
 from recipes.numerics.collectives import sum_over_ranks
 from recipes.precision import Precision
 from recipes.strategy.deepspeed.checkpoint import ZeroState
-from recipes.strategy.deepspeed.loss_scale import give_scaler, load_scaler_state, scaler_state
+from recipes.strategy.deepspeed.loss_scale import attach_scaler, load_scaler_state, scaler_state
 from recipes.strategy.deepspeed.partition import fit_buckets, partition
-from recipes.strategy.deepspeed.step_guard import GuardsSteps, ZeroStepGuard
-from recipes.strategy.deepspeed.train_state import ShowsLiveState
+from recipes.strategy.deepspeed.step_guard import StepGuardMixin, ZeroStepGuard
+from recipes.strategy.deepspeed.train_state import TrainStateMixin
 from recipes.strategy.precision_plugin import ZeroPrecision
 
 
-class Zero(GuardsSteps, ShowsLiveState, SavesByRank, DeepSpeedStrategy):
+class DeepSpeedZero(StepGuardMixin, TrainStateMixin, PerRankSavingMixin, DeepSpeedStrategy):
     """Lightning's DeepSpeed strategy, answering the questions of `recipes.strategy.Engine`, on a GPU and on a CPU.
 
     The mixed precisions are torch's autocast over float32 weights, as under every other strategy; `bf16-true` is
@@ -42,6 +42,10 @@ class Zero(GuardsSteps, ShowsLiveState, SavesByRank, DeepSpeedStrategy):
         offload_parameters: Where weights live between uses, at stage 3; None: on the device.
         nvme_path: Folder on the disk that `nvme` means.
     """
+
+    option: ClassVar[str] = "deepspeed_stage_{stage}"
+    clips_by_value: ClassVar[bool] = False
+    accepts_device_list: ClassVar[bool] = False  # the GPU of a rank is its number on the node
 
     frees_gradients = True
 
@@ -157,7 +161,7 @@ class Zero(GuardsSteps, ShowsLiveState, SavesByRank, DeepSpeedStrategy):
         optimizer: Any = self.optimizers[0]
         optimizer.torch_autocast_gradscaler = None
         if self._precision.scales_loss:
-            give_scaler(optimizer)
+            attach_scaler(optimizer)
         self._step_guard = ZeroStepGuard(optimizer)
 
     def backward(self, closure_loss: Tensor, *args: Any, **kwargs: Any) -> Tensor:

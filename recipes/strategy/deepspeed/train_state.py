@@ -15,7 +15,7 @@ from recipes.strategy.deepspeed.checkpoint_stage3 import in_memory
 _COUNTERS = ("global_steps", "global_samples", "micro_steps")
 
 
-class ShowsLiveState:
+class TrainStateMixin:
     """For a strategy: what snapshots copy, and what they put back."""
 
     optimizers: list[Any]
@@ -47,7 +47,7 @@ class ShowsLiveState:
                 moment, _, index = place.rpartition("/")
                 self.optimizers[0].optimizer.state[flats[int(index)]].pop(moment)
 
-    def live_numbers(self) -> dict[str, Any]:
+    def live_scalars(self) -> dict[str, Any]:
         """What is not a tensor: the engine's counters, steps that an optimizer counts in an int, the loss scale."""
         optimizer = self.optimizers[0]
         return {
@@ -56,8 +56,8 @@ class ShowsLiveState:
             "counts": [_counts(optimizer, flat) for flat in _flats(optimizer)],
         }
 
-    def put_numbers_back(self, numbers: dict[str, Any]) -> None:
-        """As `live_numbers` found them."""
+    def restore_scalars(self, numbers: dict[str, Any]) -> None:
+        """As `live_scalars` found them."""
         optimizer = self.optimizers[0]
         for name, value in numbers["engine"].items():
             setattr(self.deepspeed_engine, name, value)

@@ -6,13 +6,13 @@ import pytest
 from timed import STEP, monitor_at, timed
 
 from callbacks.bottleneck.callback import BottleneckMonitor
-from callbacks.bottleneck.rules import NUM_ROWS, Row, findings, typical
+from callbacks.bottleneck.rules import NUM_ROWS, BottleneckSample, findings, typical
 
-FINE = Row(step=100, seconds=4.0, step_seconds=0.4, data_wait=(0.02, 0.03))
+FINE = BottleneckSample(step=100, seconds=4.0, step_seconds=0.4, data_wait=(0.02, 0.03))
 HALF = replace(FINE, data_wait=(0.02, 0.5))
 
 
-def kinds(rows: list[Row], best: Row | None = None) -> list[str]:
+def kinds(rows: list[BottleneckSample], best: BottleneckSample | None = None) -> list[str]:
     return [finding.kind for finding in findings(rows, best=best)]
 
 

@@ -25,7 +25,12 @@ from callbacks.loss_spike import rollback
 from callbacks.loss_spike.recovery import TrainingDivergedError
 
 CONF = Path(__file__).parents[3] / "conf/callbacks/loss_spike.yaml"
-SMALL: dict[str, Any] = {"window": 16, "warm_up": 8, "snapshot_every": 10, "quarantine_steps": 10}
+SMALL: dict[str, Any] = {
+    "window": 16,
+    "warmup_steps": 8,
+    "snapshot_every": 10,
+    "quarantine_steps": 10,
+}
 
 
 class Poison(Callback):
@@ -77,7 +82,7 @@ def test_its_defaults_are_those_of_the_config() -> None:
     node = yaml.safe_load(CONF.read_text())["loss_spike"]
     node.pop("_target_")
     signature = inspect.signature(LossSpikeRollback).parameters
-    assert node == {name: one.default for name, one in signature.items() if name != "rewinds_data"}
+    assert node == {name: one.default for name, one in signature.items() if name != "rewind_data"}
 
 
 @pytest.mark.parametrize("what", ["huge", "nan"])
@@ -131,11 +136,11 @@ def test_a_lost_weight_is_gone_back_from(noisy: Any, make_trainer: Any, caplog: 
 def test_a_run_resumed_in_the_cool_down_has_the_cut_rate(
     noisy: Any, make_trainer: Any, tmp_path: Path
 ) -> None:
-    from callbacks.loss_spike.lr_backoff import LearningRateCut
+    from callbacks.loss_spike.lr_backoff import LearningRateBackoff
 
     class Cuts(Callback):
         def __init__(self, spikes: LossSpikeRollback) -> None:
-            self.cut: LearningRateCut = spikes._recovery.cut
+            self.cut: LearningRateBackoff = spikes._recovery.cut
 
         def on_train_batch_end(self, trainer: Any, *args: Any) -> None:
             if trainer.global_step == 10:
@@ -297,7 +302,7 @@ def test_lightnings_checkpoint_of_a_step_made_again_is_that_of_the_second_time(
 def test_a_cut_holds_under_the_schedules_of_torch(kind: str) -> None:
     from types import SimpleNamespace
 
-    from callbacks.loss_spike.lr_backoff import LearningRateCut
+    from callbacks.loss_spike.lr_backoff import LearningRateBackoff
 
     def make() -> tuple[Any, Any]:
         optimizer = torch.optim.SGD([torch.nn.Parameter(torch.zeros(1))], lr=1.0, momentum=0.9)
@@ -314,7 +319,7 @@ def test_a_cut_holds_under_the_schedules_of_torch(kind: str) -> None:
     trainer: Any = SimpleNamespace(
         optimizers=[cut], lr_scheduler_configs=[SimpleNamespace(scheduler=cut_schedule)]
     )
-    one = LearningRateCut()
+    one = LearningRateBackoff()
     for step in range(30):
         if step == 10:
             one.cut(trainer, 0.5, until=20)
@@ -326,9 +331,14 @@ def test_a_cut_holds_under_the_schedules_of_torch(kind: str) -> None:
             its.step()
 
 
-@pytest.mark.parametrize("snapshots_in", ["auto", "memory"])
+@pytest.mark.parametrize("snapshot_storage", ["auto", "memory"])
 def test_snapshots_that_do_not_fit_go_to_disk_by_a_line_or_are_refused(
-    noisy: Any, make_trainer: Any, tmp_path: Path, monkeypatch: Any, caplog: Any, snapshots_in: Any
+    noisy: Any,
+    make_trainer: Any,
+    tmp_path: Path,
+    monkeypatch: Any,
+    caplog: Any,
+    snapshot_storage: Any,
 ) -> None:
     monkeypatch.setattr(rollback, "available_bytes", lambda: 100)
     on_disk: list[int] = []
@@ -339,10 +349,10 @@ def test_snapshots_that_do_not_fit_go_to_disk_by_a_line_or_are_refused(
 
     torch.manual_seed(0)
     module = noisy()
-    spikes = LossSpikeRollback(**SMALL, snapshots_in=snapshots_in)
+    spikes = LossSpikeRollback(**SMALL, snapshot_storage=snapshot_storage)
     trainer = make_trainer(callbacks=[Poison(at=35, what="weight"), spikes, Looks()])
-    if snapshots_in == "memory":
-        with pytest.raises(MisconfigurationException, match="snapshots_in=disk"):
+    if snapshot_storage == "memory":
+        with pytest.raises(MisconfigurationException, match="snapshot_storage=disk"):
             trainer.fit(module)
         return
     with caplog.at_level(logging.WARNING, logger="lightning_recipes"):

@@ -87,7 +87,7 @@ def test_what_is_not_finite_is_an_alarm_at_once_and_leaves_no_trace(value: float
 
 
 def test_nothing_is_a_spike_before_the_warm_up_is_over() -> None:
-    detector = SpikeDetector(window=16, warm_up=8)
+    detector = SpikeDetector(window=16, warmup_steps=8)
     assert [detector.observe(value) for value in [2.0] * 7 + [50.0]] == [None] * 8
     alarm = detector.observe(50.0)
     assert alarm is not None
@@ -95,7 +95,7 @@ def test_nothing_is_a_spike_before_the_warm_up_is_over() -> None:
 
 
 def test_equal_values_have_a_spread_of_a_thousandth() -> None:
-    detector = SpikeDetector(window=16, warm_up=8)
+    detector = SpikeDetector(window=16, warmup_steps=8)
     for _ in range(16):
         assert detector.observe(2.0) is None
     assert detector.score(2.001) == pytest.approx(0.5)
@@ -119,7 +119,7 @@ def test_norms_that_rise_slowly_are_no_drift_where_none_is_looked_for() -> None:
     assert {alarm.kind for alarm in alarms(norms, SpikeDetector(logarithmic=True)).values()} == {
         "drift"
     }
-    assert alarms(norms, SpikeDetector(logarithmic=True, drift_score=None)) == {}
+    assert alarms(norms, SpikeDetector(logarithmic=True, drift_threshold=None)) == {}
 
 
 def test_a_detector_that_goes_on_from_its_state_says_the_same() -> None:
@@ -134,7 +134,7 @@ def test_a_detector_that_goes_on_from_its_state_says_the_same() -> None:
 
 
 def test_a_level_that_is_meant_is_learnt_anew() -> None:
-    detector = SpikeDetector(window=32, warm_up=16)
+    detector = SpikeDetector(window=32, warmup_steps=16)
     for step in range(64):
         detector.observe(2.0 + 0.01 * (step % 5))
     assert detector.observe(3.0) is not None

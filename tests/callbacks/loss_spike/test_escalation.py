@@ -2,15 +2,15 @@
 
 import pytest
 
-from callbacks.loss_spike.escalation import SpikeLadder
+from callbacks.loss_spike.escalation import SpikeEscalation
 
 
-def ladder(**changes: int) -> SpikeLadder:
-    rules = {"max_skips": 2, "skip_window": 10, "cool_down_steps": 20, "max_rollbacks": 2}
-    return SpikeLadder(**rules | changes)
+def ladder(**changes: int) -> SpikeEscalation:
+    rules = {"max_skips": 2, "skip_window": 10, "cooldown_steps": 20, "max_rollbacks": 2}
+    return SpikeEscalation(**rules | changes)
 
 
-def climb(one: SpikeLadder, steps: str) -> list[str]:
+def climb(one: SpikeEscalation, steps: str) -> list[str]:
     """s: a refused step, d: a drift, .: a quiet step."""
     return [one.step(refused=what == "s", drifts=what == "d") for what in steps]
 

@@ -5,7 +5,7 @@ from pathlib import Path
 import pytest
 import yaml
 
-from callbacks.report.dashboard import Panel, sections_for, sections_of
+from callbacks.report.dashboard import Panel, get_sections, sections_for
 
 ROOT = Path(__file__).parents[3]
 
@@ -24,12 +24,14 @@ def test_a_metric_with_a_bracket_in_its_name_is_found_by_its_name() -> None:
 
 def test_a_word_that_panels_do_not_have_is_an_error() -> None:
     with pytest.raises(TypeError, match="colour"):
-        sections_of([{"title": "a", "panels": [{"title": "b", "metrics": ["c"], "colour": "red"}]}])
+        get_sections(
+            [{"title": "a", "panels": [{"title": "b", "metrics": ["c"], "colour": "red"}]}]
+        )
 
 
 def test_the_dashboard_of_the_recipes_is_one_with_a_picture_that_begins_with_the_loss() -> None:
     config = yaml.safe_load((ROOT / "conf" / "dashboard" / "default.yaml").read_text())
-    panels = [panel for section in sections_of(config["sections"]) for panel in section.panels]
+    panels = [panel for section in get_sections(config["sections"]) for panel in section.panels]
     assert next(panel for panel in panels if panel.picture).metrics == ("train/loss", "val/loss")
     assert {panel.kind for panel in panels} == {"line", "bar", "parallel"}
 

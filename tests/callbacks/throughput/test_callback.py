@@ -29,7 +29,7 @@ def test_a_row_is_the_window_since_the_last_row(stranger, make_trainer, read_col
     module = timed(stranger, clock, first_step=4.75)
     make_trainer(callbacks=[monitor_at(clock)], log_every_n_steps=4).fit(module)
     assert read_column("time/step_seconds") == [1.0, 1.0]  # of steps 2 to 4, and 5 to 8
-    assert read_column("time/left_out_seconds") == [5.0, 0.0]  # the first step of the process
+    assert read_column("time/excluded_seconds") == [5.0, 0.0]  # the first step of the process
     assert read_column("time/data_wait_fraction") == [0.25, 0.25]
     assert read_column("throughput/samples_per_second") == [2.0, 2.0]
     assert read_column("throughput/tokens_per_second") == [16.0, 16.0]
@@ -55,7 +55,7 @@ def test_evaluation_is_left_out(stranger, make_trainer, read_column, clock, log_
     trainer.fit(timed(stranger, clock))
     assert clock.now == 100.0 + 8 * (STEP + FETCH) + 2 * 2 * VALIDATION
     assert read_column("time/step_seconds") == [1.0] * (7 if log_every == 1 else 1)
-    assert sum(read_column("time/left_out_seconds")) == 1.0 + 2 * 2 * VALIDATION
+    assert sum(read_column("time/excluded_seconds")) == 1.0 + 2 * 2 * VALIDATION
 
 
 @pytest.mark.parametrize("save_after_validation", [False, True])
@@ -109,7 +109,7 @@ def test_the_summary_leaves_the_first_step_out(stranger, make_trainer, clock) ->
         "samples_per_second": 2.0,
         "step_seconds": 1.0,
         "mfu": None,
-        "left_out_seconds": {"first_step": 1000.0 + FETCH, "validation": 2 * VALIDATION},
+        "excluded_seconds": {"first_step": 1000.0 + FETCH, "validation": 2 * VALIDATION},
     }
 
 
@@ -135,7 +135,7 @@ def test_a_resumed_run_averages_over_both_parts(stranger, make_trainer, clock, t
     num_resumed = trainer.global_step - 4
     assert second.summary()["steps"] == 3 + num_resumed - 1
     assert second.summary()["step_seconds"] == 1.0
-    assert second.summary()["left_out_seconds"] == {"first_step": 2.0}
+    assert second.summary()["excluded_seconds"] == {"first_step": 2.0}
 
 
 def test_state_makes_the_round_trip(stranger, make_trainer, clock) -> None:
@@ -185,7 +185,7 @@ def test_a_recompilation_is_left_out(stranger, make_trainer, read_column, clock)
     make_trainer(callbacks=[monitor]).fit(Compiled())
     assert clock.now == 100.0 + 8 + 2 * 32
     assert read_column("time/step_seconds") == [1.0] * 7
-    assert monitor.summary()["left_out_seconds"] == {"compile": 64.0, "first_step": 1.0}
+    assert monitor.summary()["excluded_seconds"] == {"compile": 64.0, "first_step": 1.0}
 
 
 def test_the_last_validation_is_told_among_what_was_left_out(stranger, make_trainer, clock) -> None:
@@ -193,4 +193,4 @@ def test_the_last_validation_is_told_among_what_was_left_out(stranger, make_trai
     arguments = {"limit_val_batches": 2, "val_check_interval": 4}
     make_trainer(callbacks=[monitor], **arguments).fit(timed(stranger, clock))
     left_out = {"first_step": STEP + FETCH, "validation": 2 * 2 * VALIDATION}
-    assert monitor.summary()["left_out_seconds"] == left_out
+    assert monitor.summary()["excluded_seconds"] == left_out

@@ -13,9 +13,9 @@ from timed import monitor_at, timed
 from torch import Tensor, nn
 
 from callbacks.throughput.callback import SpeedMonitor
-from callbacks.throughput.flop_counter import count_flops, shapes_of
-from callbacks.throughput.mfu import FlopMeter, kind_of, measure_peak_tflops
-from callbacks.throughput.stopwatch import Reading
+from callbacks.throughput.flop_counter import count_flops, get_shapes
+from callbacks.throughput.mfu import FlopMeter, get_kind, measure_peak_tflops
+from callbacks.throughput.stopwatch import Snapshot
 
 TERA = 1e12
 
@@ -62,7 +62,7 @@ def test_a_gpu_is_known_by_its_name_and_the_precision_of_the_run(
     monkeypatch, caplog, device, precision, peak, words
 ) -> None:
     meter = meter_on(monkeypatch, device, precision=precision, caplog=caplog)
-    window = Reading(flops=8 * TERA, causal_flops=6 * TERA, seconds=1.0, device_seconds=2.0)
+    window = Snapshot(flops=8 * TERA, causal_flops=6 * TERA, seconds=1.0, device_seconds=2.0)
     row = meter.row(window)
     assert row["throughput/tflops"] == 4.0
     assert row["throughput/total_tflops"] == 8.0
@@ -93,7 +93,7 @@ def test_eight_bit_layers_are_never_shown_against_the_bf16_peak(monkeypatch, cap
     class Float8Linear(nn.Linear):
         """Named as torchao names its own."""
 
-    window = Reading(flops=989.4 * TERA, seconds=1.0, device_seconds=1.0)
+    window = Snapshot(flops=989.4 * TERA, seconds=1.0, device_seconds=1.0)
     for device, mfu in (("NVIDIA H100 80GB HBM3", 0.5), ("NVIDIA A100-SXM4-80GB", None)):
         model = nn.Sequential(nn.Linear(1, 1), Float8Linear(1, 1))
         meter = meter_on(monkeypatch, device, precision="bf16-mixed", caplog=caplog, module=model)
@@ -110,7 +110,7 @@ def test_eight_bit_layers_are_never_shown_against_the_bf16_peak(monkeypatch, cap
 def test_the_kind_of_product_follows_from_the_precision(
     make_trainer, stranger, precision, kind
 ) -> None:
-    assert kind_of(make_trainer(precision=precision), stranger()) == kind
+    assert get_kind(make_trainer(precision=precision), stranger()) == kind
 
 
 TF32 = {
@@ -126,9 +126,9 @@ def test_float32_products_in_tf32_are_shown_against_its_peak(how: str) -> None:
     code = f"""
 import torch
 from lightning.pytorch import LightningModule, Trainer
-from callbacks.mfu import kind_of
+from callbacks.mfu import get_kind
 {TF32[how]}
-print(kind_of(Trainer(accelerator="cpu", logger=False), LightningModule()))
+print(get_kind(Trainer(accelerator="cpu", logger=False), LightningModule()))
 """
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, cwd=ROOT)
     assert done.stdout.split() == ["fp32" if how == "by neither" else "tf32"], done.stderr
@@ -228,7 +228,7 @@ def test_a_strangers_run_has_flops_and_a_module_that_asks_for_values_has_one_lin
 
 def test_shapes_tell_batches_apart() -> None:
     batch = {"inputs": torch.zeros(2, 3), "targets": [torch.zeros(2), "word"]}
-    assert shapes_of(batch) == ((2, 3), ((2,), ()))
+    assert get_shapes(batch) == ((2, 3), ((2,), ()))
 
 
 @pytest.mark.parametrize("which", ["one of two ranks", "steps by hand", "many shapes"])
@@ -248,7 +248,7 @@ def test_what_cannot_be_counted_without_harm_is_not(
         for batch in batches:
             if meter.known(batch) is None:
                 meter.look(trainer, module, batch)
-    assert meter.row(Reading(flops=1.0, seconds=1.0, device_seconds=1.0)) == {}
+    assert meter.row(Snapshot(flops=1.0, seconds=1.0, device_seconds=1.0)) == {}
     assert sum("cannot be counted" in record.getMessage() for record in caplog.records) == 1
 
 

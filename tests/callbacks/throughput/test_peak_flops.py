@@ -5,7 +5,7 @@ from typing import get_args
 
 import pytest
 
-from callbacks.throughput.peak_flops import ROWS, Kind, Row, peak_of, rows_of, words_of
+from callbacks.throughput.peak_flops import ROWS, Kind, PeakFlops, find_rows, get_peak, name_words
 
 # TFLOP/s in bf16 with float32 accumulation, without sparsity.
 BF16 = {
@@ -71,13 +71,13 @@ UNKNOWN = [
 ]
 
 
-def by_device(row: Row) -> str:
+def by_device(row: PeakFlops) -> str:
     return row.device
 
 
 @pytest.mark.parametrize(("name", "tflops"), BF16.items())
 def test_a_name_the_driver_prints_has_the_published_dense_figure(name: str, tflops: float) -> None:
-    peak = peak_of(name, "bf16")
+    peak = get_peak(name, "bf16")
     assert peak.tflops == tflops
     assert f"{tflops:g} TFLOP/s dense bf16" in peak.told
 
@@ -85,13 +85,13 @@ def test_a_name_the_driver_prints_has_the_published_dense_figure(name: str, tflo
 @pytest.mark.parametrize("name", UNKNOWN)
 def test_an_unknown_device_never_gets_its_neighbours_figure(name: str) -> None:
     for kind in get_args(Kind):
-        assert peak_of(name, kind).tflops is None
-    assert name in peak_of(name, "bf16").told
+        assert get_peak(name, kind).tflops is None
+    assert name in get_peak(name, "bf16").told
 
 
 @pytest.mark.parametrize("name", ["", "cpu", "AMD EPYC 9654 96-Core Processor", "Intel(R) Xeon(R)"])
 def test_a_processor_has_no_peak_and_not_the_312_of_an_a100(name: str) -> None:
-    assert peak_of(name, "bf16").tflops is None
+    assert get_peak(name, "bf16").tflops is None
 
 
 @pytest.mark.parametrize(
@@ -104,14 +104,14 @@ def test_a_processor_has_no_peak_and_not_the_312_of_an_a100(name: str) -> None:
     ],
 )
 def test_a_slice_does_not_get_the_peak_of_the_whole_device(name: str) -> None:
-    peak = peak_of(name, "bf16")
+    peak = get_peak(name, "bf16")
     assert peak.tflops is None
     assert "MIG" in peak.told
 
 
 def test_an_h100_whose_form_the_name_does_not_tell_has_no_figure() -> None:
     """PCIe cards and SXM hosts are both reported to print it: 756 and 989 are 31 % apart."""
-    assert peak_of("NVIDIA H100 80GB HBM2e", "bf16").tflops is None
+    assert get_peak("NVIDIA H100 80GB HBM2e", "bf16").tflops is None
 
 
 @pytest.mark.parametrize(
@@ -136,26 +136,26 @@ def test_an_h100_whose_form_the_name_does_not_tell_has_no_figure() -> None:
     ],
 )
 def test_what_other_tables_say_is_not_repeated(name: str, wrong: float | None) -> None:
-    assert peak_of(name, "bf16").tflops != wrong
+    assert get_peak(name, "bf16").tflops != wrong
 
 
 def test_letters_in_other_cases_are_the_same_name() -> None:
     """A test for "l40s" against "NVIDIA L40S" that forgets this is never true."""
-    assert peak_of("nvidia l40s", "bf16") == peak_of("NVIDIA L40S", "bf16")
+    assert get_peak("nvidia l40s", "bf16") == get_peak("NVIDIA L40S", "bf16")
 
 
 @pytest.mark.parametrize("name", [*BF16, *UNKNOWN])
 def test_no_name_matches_two_rows_of_equal_length(name: str) -> None:
-    lengths = Counter(len(row.words) for row in rows_of(words_of(name)))
+    lengths = Counter(len(row.words) for row in find_rows(name_words(name)))
     assert all(count == 1 for count in lengths.values())
 
 
 def test_every_row_is_the_first_match_of_a_printed_name() -> None:
-    assert {rows_of(words_of(name))[0].device for name in BF16} == {row.device for row in ROWS}
+    assert {find_rows(name_words(name))[0].device for name in BF16} == {row.device for row in ROWS}
 
 
 @pytest.mark.parametrize("row", ROWS, ids=by_device)
-def test_every_row_cites_a_vendors_document_and_its_year(row: Row) -> None:
+def test_every_row_cites_a_vendors_document_and_its_year(row: PeakFlops) -> None:
     vendor, *_ = row.source.split()
     assert vendor in {"NVIDIA", "AMD"}
     assert "data sheet" in row.source or "white paper" in row.source
@@ -163,7 +163,7 @@ def test_every_row_cites_a_vendors_document_and_its_year(row: Row) -> None:
 
 
 @pytest.mark.parametrize("row", ROWS, ids=by_device)
-def test_halving_the_bits_doubles_the_matrix_rate(row: Row) -> None:
+def test_halving_the_bits_doubles_the_matrix_rate(row: PeakFlops) -> None:
     """A sparse figure, or one of float16 accumulation, among dense ones is off by two.
 
     2.5 %: the B200's sheet rounds tf32 to two digits; the L40S's prints 362.05 beside 733.
@@ -199,25 +199,25 @@ def test_the_dense_figure_is_units_times_rate_times_clock(
 
 
 @pytest.mark.parametrize("row", ROWS, ids=by_device)
-def test_vector_units_are_no_faster_than_matrix_units(row: Row) -> None:
+def test_vector_units_are_no_faster_than_matrix_units(row: PeakFlops) -> None:
     assert row.tflops["fp32"] <= row.tflops["tf32"]
 
 
 def test_a_kind_the_device_lacks_has_no_peak() -> None:
-    peak = peak_of("NVIDIA A100-SXM4-80GB", "fp8")
+    peak = get_peak("NVIDIA A100-SXM4-80GB", "fp8")
     assert peak.tflops is None
     assert "the row of A100 (NVIDIA A100 data sheet, 2021) has no fp8 figure" in peak.told
 
 
 def test_fp8_of_an_rtx_5090_depends_on_the_kernel_and_is_left_out() -> None:
     """419 plain and twice that block-scaled, both with float32 accumulation."""
-    assert peak_of("NVIDIA GeForce RTX 5090", "fp8").tflops is None
+    assert get_peak("NVIDIA GeForce RTX 5090", "fp8").tflops is None
 
 
 @pytest.mark.parametrize("kind", get_args(Kind))
 @pytest.mark.parametrize("name", ["NVIDIA H20", "NVIDIA H200 MIG 1g.18gb", "cpu"])
 def test_an_unknown_peak_says_in_one_line_what_to_type(name: str, kind: Kind) -> None:
-    told = peak_of(name, kind).told
+    told = get_peak(name, kind).told
     assert "\n" not in told
     assert told.endswith(
         f"callbacks.throughput.peak_tflops=<dense TFLOP/s of your device in {kind}>"
@@ -225,7 +225,7 @@ def test_an_unknown_peak_says_in_one_line_what_to_type(name: str, kind: Kind) ->
 
 
 def test_a_known_peak_says_whose_it_is() -> None:
-    told = peak_of("NVIDIA H200", "bf16").told
+    told = get_peak("NVIDIA H200", "bf16").told
     assert (
         told
         == "H200 SXM: 989.5 TFLOP/s dense bf16 (NVIDIA H200 data sheet, 2024, H200 SXM, halved)"
@@ -234,4 +234,4 @@ def test_a_known_peak_says_whose_it_is() -> None:
 
 def test_a_kind_nobody_knows_is_an_error() -> None:
     with pytest.raises(ValueError, match="'int8'.*bf16, fp16, tf32, fp32, fp8"):
-        peak_of("NVIDIA H200", "int8")  # type: ignore[arg-type]
+        get_peak("NVIDIA H200", "int8")  # type: ignore[arg-type]

@@ -59,5 +59,5 @@ def test_each_stretch_is_booked_on_the_reason_that_came_last() -> None:
         clock.now = moment
         action(reason)
     clock.now = 20.0
-    assert watch.left_out_seconds == {"first_step": 4.0, "compile": 4.0, "validation": 3.0}
+    assert watch.excluded_seconds == {"first_step": 4.0, "compile": 4.0, "validation": 3.0}
     assert watch.seconds() == 2.0

@@ -15,7 +15,7 @@ from torch import Tensor
 from recipes.build import build
 from recipes.checkpoint.manifest import Manifest
 from recipes.checkpoint.retention import name_of
-from recipes.checkpoint.shards import whole_part
+from recipes.checkpoint.shards import unsharded_part
 from recipes.checkpoint.writer import CheckpointWriter, Outcome
 from recipes.mode.fit import fit
 from recipes.runtime.console import open_console
@@ -40,7 +40,7 @@ Save = Callable[..., Outcome]
 
 @pytest.fixture(scope="session")
 def run_words(tmp_path_factory: pytest.TempPathFactory) -> list[str]:
-    """A run of 20 steps and, at its default width, checkpoints of 489 kB at steps 10 and 20."""
+    """A run of 20 steps and, at its default hidden_size, checkpoints of 489 kB at steps 10 and 20."""
     words = [*TINY, f"data.path={write_texts(tmp_path_factory.mktemp('texts'))}", "seq_len=16"]
     words += ["trainer.accelerator=cpu", "trainer.max_steps=20", "warmup_steps=1", "log_every=1"]
     return [*words, "save_every=10", "eval_every=10"]
@@ -84,7 +84,7 @@ def save() -> Save:
             metrics=metrics or {},
             files={},
         )
-        parts = {name: whole_part(tensor) for name, tensor in tensors.items()}
+        parts = {name: unsharded_part(tensor) for name, tensor in tensors.items()}
         writer.begin(folder / name_of(step), {"global_step": step}, parts, manifest)
         outcome = writer.ended(wait=True)
         assert outcome is not None, "it was waited for"

@@ -10,16 +10,16 @@ import torch
 from recipes.checkpoint.checkpoint_io import FolderCheckpointIO
 from recipes.checkpoint.resume import (
     find_checkpoint,
-    names_one,
+    names_checkpoint,
     newest_checkpoint,
     older_than,
     step_of,
 )
 from recipes.checkpoint.retention import name_of
-from recipes.checkpoint.rng_state import random_state
-from recipes.checkpoint.shards import whole_part
+from recipes.checkpoint.rng_state import rng_state
+from recipes.checkpoint.shards import unsharded_part
 from recipes.checkpoint.writer import CheckpointWriter
-from recipes.errors import Mistake
+from recipes.errors import ConfigError
 
 SaveAt = Callable[[Path, int], Path]
 WEIGHT = torch.arange(6.0).reshape(3, 2)
@@ -32,8 +32,11 @@ def make_io() -> FolderCheckpointIO:
 
 def state(step: int) -> dict[str, Any]:
     """What Lightning hands over, of a model with two names for one weight."""
-    weight = whole_part(WEIGHT + step)
-    moment = {"exp_avg": whole_part(WEIGHT * 2), "step": whole_part(torch.tensor(float(step)))}
+    weight = unsharded_part(WEIGHT + step)
+    moment = {
+        "exp_avg": unsharded_part(WEIGHT * 2),
+        "step": unsharded_part(torch.tensor(float(step))),
+    }
     return {
         "global_step": step,
         "strategy": "SingleDevice",
@@ -41,7 +44,7 @@ def state(step: int) -> dict[str, Any]:
         "tied": {"head": "embedding"},
         "parameters": ["embedding"],
         "optimizer_states": [{"state": {0: moment}, "param_groups": [{"lr": 0.1, "params": [0]}]}],
-        "rng": random_state(),
+        "rng": rng_state(),
         "callbacks": {"meter": {"seen": 3, "best": None}},
     }
 
@@ -109,24 +112,24 @@ def test_resume_finds_the_newest_the_named_or_none(tmp_path: Path, save_at: Save
     assert find_checkpoint(str(first), tmp_path) == first
     assert find_checkpoint(str(tmp_path / "checkpoints/last"), elsewhere) == second
     for missing in (elsewhere, tmp_path / "checkpoints" / name_of(30)):
-        with pytest.raises(Mistake, match="it is no whole checkpoint: there is no such folder"):
+        with pytest.raises(ConfigError, match="it is no whole checkpoint: there is no such folder"):
             find_checkpoint(str(missing), tmp_path)
 
 
 def test_a_run_folder_without_a_checkpoint_is_a_mistake_where_it_was_named(tmp_path: Path) -> None:
     (tmp_path / "checkpoints").mkdir()
     assert find_checkpoint("auto", tmp_path) is None
-    with pytest.raises(Mistake, match="there is no whole checkpoint in it"):
+    with pytest.raises(ConfigError, match="there is no whole checkpoint in it"):
         find_checkpoint(str(tmp_path), tmp_path)
 
 
 def test_only_a_checkpoint_that_is_named_allows_no_other(tmp_path: Path, save_at: SaveAt) -> None:
     path = save_at(tmp_path, 10)
-    assert names_one(str(path))
-    assert names_one(str(path.parent / "last"))
-    assert not names_one(str(tmp_path))
-    assert not names_one("auto")
-    assert not names_one(None)
+    assert names_checkpoint(str(path))
+    assert names_checkpoint(str(path.parent / "last"))
+    assert not names_checkpoint(str(tmp_path))
+    assert not names_checkpoint("auto")
+    assert not names_checkpoint(None)
 
 
 def test_the_others_are_tried_newest_first_those_before_it_before_those_after_it(

@@ -12,8 +12,8 @@ from support import ROOT, read_metrics, run_train
 from recipes.checkpoint.checkpoint_io import FolderCheckpointIO
 from recipes.checkpoint.writer import CheckpointWriter
 from recipes.config import compose_and_check
-from recipes.entry.run import launch
-from recipes.errors import Mistake
+from recipes.entry.run import run_composed
+from recipes.errors import ConfigError
 
 FILES = ["manifest.json", "rank_00000.safetensors", "run.pt"]
 NUM_FLIPS = 100
@@ -43,7 +43,7 @@ def refused(newest: Path, why: str) -> None:
     [refusal] = io.refused
     assert refusal.path == newest
     assert why in refusal.why, refusal.why
-    with pytest.raises(Mistake, match="it was named") as raised:
+    with pytest.raises(ConfigError, match="it was named") as raised:
         load(newest, falls_back=False)
     assert why in str(raised.value)
 
@@ -121,7 +121,7 @@ def test_where_none_is_whole_it_is_a_mistake_that_says_so(newest: Path) -> None:
     older = newest.with_name("step_0000010.ckpt")
     for path in (newest, older):
         flip(path / "run.pt", 999)
-    with pytest.raises(Mistake, match="run.pt is not what was written.*no older one is whole"):
+    with pytest.raises(ConfigError, match="run.pt is not what was written.*no older one is whole"):
         load(newest, falls_back=True)
     flip(older / "run.pt", 999)
 
@@ -138,14 +138,14 @@ def test_a_damaged_checkpoint_that_is_named_ends_with_2_and_three_clauses(
         composed, mistakes = compose_and_check([*words, "trainer.max_steps=30"])
         assert composed is not None
         assert not mistakes
-        assert launch(composed) == 2
+        assert run_composed(composed) == 2
         said = capfd.readouterr().out
         assert "Traceback" not in said
-        *_, you_set, why, remedy = said.splitlines()
-        assert you_set.startswith("1. resume=")
-        assert str(newest) in you_set
+        *_, setting, why, fix = said.splitlines()
+        assert setting.startswith("1. resume=")
+        assert str(newest) in setting
         assert "run.pt" in why, kind
-        assert remedy.startswith("   type: resume=")
+        assert fix.startswith("   type: resume=")
         assert not (tmp_path / "again/checkpoints").exists()
 
 
@@ -173,7 +173,7 @@ def test_two_ranks_go_on_from_the_one_before_although_the_newest_is_at_the_last_
     assert "step_0000010.ckpt at step 10" in said
     lines = (tmp_path / "run/events.jsonl").read_text().splitlines()
     events = [json.loads(line) for line in lines]
-    [event] = [event for event in events if event["event"] == "checkpoint_refused"]
+    [event] = [event for event in events if event["event"] == "checkpoint_rejected"]
     assert event["path"] == "step_0000020.ckpt"
     assert event["why"] == "rank_00001.safetensors is not what was written: another hash"
     computed = ("step", "train/", "val/", "lr")
@@ -197,6 +197,6 @@ def test_a_resume_that_fails_leaves_the_run_as_it_was(
     words = [*run_words, "trainer.max_steps=30", f"resume={newest}", f"hydra.run.dir={run_folder}"]
     composed, _ = compose_and_check(words)
     assert composed is not None
-    assert launch(composed) == 2
+    assert run_composed(composed) == 2
     after = {path: (run_folder / path).read_bytes() for path in before}
     assert [str(path) for path in before if after[path] != before[path]] == []

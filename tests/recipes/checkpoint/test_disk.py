@@ -14,11 +14,11 @@ import pytest
 from lightning.pytorch.callbacks import Callback
 from support import read_metrics
 
-from recipes.checkpoint.manifest import fault
+from recipes.checkpoint.manifest import find_fault
 from recipes.checkpoint.resume import newest_checkpoint
 from recipes.checkpoint.save_log import SaveError
 from recipes.config import compose_and_check
-from recipes.entry.run import launch
+from recipes.entry.run import run_composed
 
 SIZE = "1300k"  # two checkpoints of 489 kB and all else that a run writes; not three
 WORDS = ["save_every=5", "eval_every=20", "checkpoint.keep_best=0"]
@@ -127,7 +127,7 @@ def test_a_disk_that_has_room_again_in_the_end_is_a_run_that_ended_well(train, d
     assert len(failed) == 1
     assert failed[0].startswith("Could not save step_0000010.ckpt: No space left on device")
     assert names(folder) == ["last", "step_0000020.ckpt"]
-    assert fault(folder / "checkpoints/last") is None
+    assert find_fault(folder / "checkpoints/last") is None
     assert ended.lines[-1].startswith("Finished: 20 steps")
 
 
@@ -137,15 +137,15 @@ def test_a_run_that_shall_stop_stops_with_an_error_that_names_the_checkpoint(
     run_words: list[str], disk: Path, capfd: pytest.CaptureFixture[str], ranks: int
 ) -> None:
     folder = disk / "run"
-    words = [*run_words, *WORDS, "checkpoint.if_save_fails=stop", f"hydra.run.dir={folder}"]
+    words = [*run_words, *WORDS, "checkpoint.on_save_error=stop", f"hydra.run.dir={folder}"]
     words += [f"trainer.devices={ranks}", "strategy=ddp"] if ranks > 1 else []
     composed, mistakes = compose_and_check(words)
     assert composed is not None
     assert not mistakes
-    assert launch(composed) == 1
+    assert run_composed(composed) == 1
     said = capfd.readouterr().out
     why = "step_0000015.ckpt could not be written: No space left on device"
-    assert f"SaveError: checkpoint.if_save_fails=stop: {why}" in said
+    assert f"SaveError: checkpoint.on_save_error=stop: {why}" in said
     assert said.count("Could not save step_0000015.ckpt") == 1
     assert said.splitlines()[-1] == (
         f"The run crashed; its folder is {folder}, its last whole checkpoint step_0000010.ckpt"
@@ -155,8 +155,8 @@ def test_a_run_that_shall_stop_stops_with_an_error_that_names_the_checkpoint(
 
 
 @needs_mount
-@pytest.mark.parametrize("if_save_fails", ["continue", "stop"])
-def test_a_checkpoints_folder_that_becomes_read_only(train, disk: Path, if_save_fails: str) -> None:
+@pytest.mark.parametrize("on_save_error", ["continue", "stop"])
+def test_a_checkpoints_folder_that_becomes_read_only(train, disk: Path, on_save_error: str) -> None:
     folder = disk / "run"
     checkpoints = str(folder / "checkpoints")
 
@@ -166,8 +166,8 @@ def test_a_checkpoints_folder_that_becomes_read_only(train, disk: Path, if_save_
 
     allow = lambda: subprocess.run(["umount", checkpoints], check=True)  # noqa: E731
     spell = Between(step_7=forbid, step_12=allow)
-    words = [*WORDS, "checkpoint.keep_last=1", f"checkpoint.if_save_fails={if_save_fails}"]
-    if if_save_fails == "stop":
+    words = [*WORDS, "checkpoint.keep_last=1", f"checkpoint.on_save_error={on_save_error}"]
+    if on_save_error == "stop":
         with pytest.raises(SaveError, match=r"step_0000010.ckpt .*Read-only file system"):
             train(folder, *words, callbacks=[spell])
         assert names(folder) == ["last", "step_0000005.ckpt"]
@@ -196,4 +196,4 @@ def test_nothing_is_ever_written_to_a_temporary_folder(
         assert elsewhere.stat().st_mtime_ns == changed
     finally:
         shutil.rmtree(elsewhere)
-    assert fault(tmp_path / "run/checkpoints/step_0000020.ckpt") is None
+    assert find_fault(tmp_path / "run/checkpoints/step_0000020.ckpt") is None

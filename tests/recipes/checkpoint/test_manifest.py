@@ -9,8 +9,8 @@ import xxhash
 from recipes.checkpoint.manifest import (
     FileRecord,
     Manifest,
-    fault,
-    fault_of_content,
+    find_content_fault,
+    find_fault,
     hash_file,
     read_manifest,
 )
@@ -41,8 +41,8 @@ def test_what_is_written_is_read_to_the_last_digit(folder: Path) -> None:
     assert manifest.text() == (folder / "manifest.json").read_text()
     assert manifest.metrics == {"val/loss": 0.1 + 0.2, "train/loss": float("inf")}
     assert manifest.total_bytes == 10
-    assert fault(folder) is None
-    assert fault_of_content(folder, manifest, manifest.files) is None
+    assert find_fault(folder) is None
+    assert find_content_fault(folder, manifest, manifest.files) is None
 
 
 def test_every_single_flipped_bit_of_a_manifest_is_seen(folder: Path) -> None:
@@ -59,7 +59,7 @@ def test_every_single_flipped_bit_of_a_manifest_is_seen(folder: Path) -> None:
 def test_other_text_is_no_manifest(folder: Path, content: str) -> None:
     (folder / "manifest.json").write_text(content)
     assert read_manifest(folder) is None
-    assert fault(folder) == "its manifest.json is damaged"
+    assert find_fault(folder) == "its manifest.json is damaged"
 
 
 def test_a_manifest_of_another_format_is_refused_although_its_hash_is_right(folder: Path) -> None:
@@ -76,21 +76,21 @@ def test_a_manifest_of_another_format_is_refused_although_its_hash_is_right(fold
 def test_each_fault_has_its_words(folder: Path) -> None:
     manifest = read_manifest(folder)
     assert manifest is not None
-    assert fault(folder / "elsewhere") == "there is no such folder"
+    assert find_fault(folder / "elsewhere") == "there is no such folder"
     (folder / "run.pt").write_bytes(CONTENT[::-1])
-    assert fault(folder) is None  # by names and sizes
-    assert fault_of_content(folder, manifest, ["run.pt"]) == (
+    assert find_fault(folder) is None  # by names and sizes
+    assert find_content_fault(folder, manifest, ["run.pt"]) == (
         "run.pt is not what was written: another hash"
     )
     (folder / "run.pt").write_bytes(CONTENT[1:])
-    assert fault(folder) == "run.pt has 9 bytes, not 10"
+    assert find_fault(folder) == "run.pt has 9 bytes, not 10"
     (folder / "run.pt").unlink()
-    assert fault(folder) == "run.pt is missing"
-    assert fault_of_content(folder, manifest, ["run.pt"]) == (
+    assert find_fault(folder) == "run.pt is missing"
+    assert find_content_fault(folder, manifest, ["run.pt"]) == (
         "run.pt cannot be read: No such file or directory"
     )
     (folder / "manifest.json").unlink()
-    assert fault(folder) == "its manifest.json is missing"
+    assert find_fault(folder) == "its manifest.json is missing"
 
 
 def test_a_file_is_hashed_whole_however_it_is_read(tmp_path: Path) -> None:

@@ -5,18 +5,18 @@ from pathlib import Path
 
 import pytest
 
-from recipes.checkpoint.manifest import Manifest, fault
+from recipes.checkpoint.manifest import Manifest, find_fault
 from recipes.checkpoint.retention import (
     Retention,
     apply,
+    clean_up,
     name_of,
-    point,
-    pointed,
+    recover_interrupted,
     remove,
+    resolve_symlink,
     set_aside,
     steps_on_disk,
-    sweep,
-    take_back,
+    update_symlink,
 )
 
 LOSSES = {10: 3.0, 20: 1.0, 30: 2.0, 40: 1.0, 50: 4.0}
@@ -95,7 +95,7 @@ def test_on_the_disk_the_same_ones_stay_and_best_names_the_best(tmp_path: Path) 
     apply(kept_by(keep_last=1, keep_best=1), tmp_path)
     # what has no manifest, or another name, is not ours to delete
     assert list(steps_on_disk(tmp_path)) == [5, 20, 50]
-    assert pointed(tmp_path / "best") == tmp_path / name_of(20)
+    assert resolve_symlink(tmp_path / "best") == tmp_path / name_of(20)
     assert (tmp_path / "abandoned_0000060_1").is_dir()
     assert sorted(path.name for path in tmp_path.iterdir()) == [
         "abandoned_0000060_1",
@@ -112,7 +112,7 @@ def test_a_deletion_that_fails_half_way_leaves_nothing_with_a_checkpoints_name(
     with pytest.raises(OSError, match="undeletable|file"):
         remove(path)
     assert steps_on_disk(tmp_path) == {}
-    assert fault(path) == "there is no such folder"
+    assert find_fault(path) == "there is no such folder"
     assert path.with_name("step_0000010.ckpt.trash").is_dir()
 
 
@@ -121,12 +121,12 @@ def test_leftovers_of_a_killed_run_are_swept_and_nothing_else(tmp_path: Path) ->
     for name in ("step_0000020.ckpt.tmp", "step_0000005.ckpt.trash"):
         (tmp_path / name).mkdir()
         (tmp_path / name / "rank_00000.safetensors").write_bytes(b"half")
-    point(tmp_path / "last", whole.name)
+    update_symlink(tmp_path / "last", whole.name)
     (tmp_path / "last.tmp").symlink_to(whole.name)  # killed between link and rename
     (tmp_path / "notes").mkdir()
-    sweep(tmp_path)
+    clean_up(tmp_path)
     assert sorted(path.name for path in tmp_path.iterdir()) == ["last", "notes", whole.name]
-    assert fault(whole) is None  # a link is removed, not what it names
+    assert find_fault(whole) is None  # a link is removed, not what it names
 
 
 def test_a_whole_checkpoint_without_its_name_has_it_again(tmp_path: Path) -> None:
@@ -135,7 +135,7 @@ def test_a_whole_checkpoint_without_its_name_has_it_again(tmp_path: Path) -> Non
         set_aside(checkpoint(tmp_path, step))
     checkpoint(tmp_path, 20)  # the new one has the name
     (tmp_path / "step_0000030.ckpt.trash/manifest.json").unlink()
-    take_back(tmp_path)
+    recover_interrupted(tmp_path)
     assert sorted(path.name for path in tmp_path.iterdir()) == [
         name_of(10),
         name_of(20),
@@ -146,13 +146,13 @@ def test_a_whole_checkpoint_without_its_name_has_it_again(tmp_path: Path) -> Non
 
 def test_a_link_may_be_a_small_file_and_may_name_nothing(tmp_path: Path) -> None:
     whole = checkpoint(tmp_path, 10)
-    point(tmp_path / "last", whole.name)
-    assert pointed(tmp_path / "last") == whole
+    update_symlink(tmp_path / "last", whole.name)
+    assert resolve_symlink(tmp_path / "last") == whole
     (tmp_path / "last").unlink()
     (tmp_path / "last").write_text(whole.name + "\n")  # where there are no links
-    assert pointed(tmp_path / "last") == whole
+    assert resolve_symlink(tmp_path / "last") == whole
     (tmp_path / "last").write_bytes(b"\xff\xfe")
-    assert pointed(tmp_path / "last") is None
-    point(tmp_path / "last", name_of(99))
-    assert pointed(tmp_path / "last") is None
-    assert pointed(tmp_path / "nowhere") is None
+    assert resolve_symlink(tmp_path / "last") is None
+    update_symlink(tmp_path / "last", name_of(99))
+    assert resolve_symlink(tmp_path / "last") is None
+    assert resolve_symlink(tmp_path / "nowhere") is None

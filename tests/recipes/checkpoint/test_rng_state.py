@@ -7,7 +7,7 @@ from pathlib import Path
 import numpy as np
 import torch
 
-from recipes.checkpoint.rng_state import random_state, restore, seed_rank
+from recipes.checkpoint.rng_state import restore, rng_state, seed_rank
 from recipes.checkpoint.shard_file import Part, SavedTensor, open_tensors, write_shard
 
 
@@ -59,10 +59,10 @@ def test_each_rank_and_each_step_has_draws_of_its_own() -> None:
 def test_a_resumed_rank_goes_on_with_its_own_draws_from_every_source(tmp_path: Path) -> None:
     _seed(1)
     _all_draws()  # leaves a normal number in store
-    mine = _saved(tmp_path / "mine", random_state())
+    mine = _saved(tmp_path / "mine", rng_state())
     expected = _all_draws()
     _seed(2)
-    other = _saved(tmp_path / "other", random_state())
+    other = _saved(tmp_path / "other", rng_state())
     restore([other, mine], seed=5, rank=1, world_size=2, step=9)
     assert _all_draws() == expected
 
@@ -70,7 +70,7 @@ def test_a_resumed_rank_goes_on_with_its_own_draws_from_every_source(tmp_path: P
 def test_a_state_is_a_copy_of_what_it_was(tmp_path: Path) -> None:
     """It is written behind training, which draws on."""
     _seed(1)
-    state = random_state()
+    state = rng_state()
     expected = _all_draws()
     mine = _saved(tmp_path / "mine", state)
     restore([mine], seed=5, rank=0, world_size=1, step=9)
@@ -81,7 +81,7 @@ def test_another_number_of_ranks_begins_anew_and_always_alike(tmp_path: Path) ->
     seen = []
     for noise in (1, 2):
         _seed(noise)
-        state = _saved(tmp_path / str(noise), random_state())
+        state = _saved(tmp_path / str(noise), rng_state())
         restore([state], seed=5, rank=1, world_size=2, step=9)
         seen.append(_draws())
     assert seen[0] == seen[1]

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from recipes.checkpoint.shard_file import Part, SavedTensor, open_tensors, write_shard
-from recipes.checkpoint.shards import whole_part
+from recipes.checkpoint.shards import unsharded_part
 
 DTYPES = [torch.float32, torch.bfloat16, torch.float64, torch.int64]
 
@@ -20,7 +20,7 @@ def _flat_cut(tensor: Tensor, rng: random.Random) -> list[Part]:
     size = tensor.numel()
     bounds = sorted({0, size, *(rng.randint(0, size) for _ in range(rng.randint(0, 4)))})
     return [
-        Part(tensor=tensor.reshape(-1)[start:stop], offsets=(start,), whole_shape=tensor.shape)
+        Part(tensor=tensor.reshape(-1)[start:stop], offsets=(start,), unsharded_shape=tensor.shape)
         for start, stop in pairwise(bounds)
     ]
 
@@ -33,7 +33,7 @@ def _cut_by_rows(tensor: Tensor, rng: random.Random) -> list[Part]:
         Part(
             tensor=tensor[start:stop],
             offsets=(start, *[0] * (tensor.ndim - 1)),
-            whole_shape=tensor.shape,
+            unsharded_shape=tensor.shape,
         )
         for start, stop in pairwise(bounds)
     ]
@@ -69,7 +69,7 @@ def test_any_range_of_any_cut_is_the_slice_of_the_whole(seed: int, tmp_path: Pat
 def test_what_is_read_is_in_memory_of_its_own(tmp_path: Path) -> None:
     """A file that is replaced, or read-only, must not be seen through a weight."""
     path = tmp_path / "rank_00000.safetensors"
-    write_shard(path, {"weight": whole_part(torch.arange(6.0))})
+    write_shard(path, {"weight": unsharded_part(torch.arange(6.0))})
     saved = open_tensors([path])["weight"]
     first = saved.whole()
     first.zero_()
@@ -83,7 +83,7 @@ def test_a_missing_piece_is_an_error_for_every_range_that_needs_it(
     tensor = torch.arange(12.0)
     bounds = [0, 2, 5, 9, 12]
     parts = [
-        Part(tensor=tensor[start:stop], offsets=(start,), whole_shape=tensor.shape)
+        Part(tensor=tensor[start:stop], offsets=(start,), unsharded_shape=tensor.shape)
         for start, stop in pairwise(bounds)
     ]
     del parts[missing]
@@ -103,7 +103,7 @@ def test_a_missing_piece_is_an_error_for_every_range_that_needs_it(
 def test_an_empty_piece_among_others_changes_nothing(tmp_path: Path) -> None:
     tensor = torch.arange(6.0)
     parts = [
-        Part(tensor=tensor[start:stop], offsets=(start,), whole_shape=tensor.shape)
+        Part(tensor=tensor[start:stop], offsets=(start,), unsharded_shape=tensor.shape)
         for start, stop in ((3, 6), (3, 3), (0, 3))
     ]
     for seed in range(6):  # in several orders
@@ -117,8 +117,8 @@ def test_tensors_of_several_files_are_gathered_by_name(tmp_path: Path) -> None:
     weight = torch.arange(10.0).reshape(5, 2)
     for rank, (start, stop) in enumerate([(0, 3), (3, 5)]):
         rows = weight[start:stop]
-        held[rank]["weight"] = Part(tensor=rows, offsets=(start, 0), whole_shape=weight.shape)
-        held[rank][f"rng/{rank}/cpu"] = whole_part(torch.tensor([rank]))
+        held[rank]["weight"] = Part(tensor=rows, offsets=(start, 0), unsharded_shape=weight.shape)
+        held[rank][f"rng/{rank}/cpu"] = unsharded_part(torch.tensor([rank]))
     files = []
     for rank, parts in held.items():
         files.append(tmp_path / f"rank_{rank:05d}.safetensors")
@@ -132,7 +132,7 @@ def test_tensors_of_several_files_are_gathered_by_name(tmp_path: Path) -> None:
 def test_a_scalar_and_an_empty_tensor_keep_shape_and_dtype(tmp_path: Path) -> None:
     path = tmp_path / "rank_00000.safetensors"
     made = {"step": torch.tensor(7.0).double(), "empty": torch.zeros(0, 3)}
-    write_shard(path, {name: whole_part(tensor) for name, tensor in made.items()})
+    write_shard(path, {name: unsharded_part(tensor) for name, tensor in made.items()})
     for name, saved in open_tensors([path]).items():
         assert saved.whole().shape == made[name].shape
         assert saved.whole().dtype == made[name].dtype
@@ -141,5 +141,5 @@ def test_a_scalar_and_an_empty_tensor_keep_shape_and_dtype(tmp_path: Path) -> No
 
 def test_an_empty_tensor_of_another_dtype_keeps_it(tmp_path: Path) -> None:
     path = tmp_path / "rank_00000.safetensors"
-    write_shard(path, {"empty": whole_part(torch.zeros(0, 3, dtype=torch.int64))})
+    write_shard(path, {"empty": unsharded_part(torch.zeros(0, 3, dtype=torch.int64))})
     assert open_tensors([path])["empty"].whole().dtype == torch.int64

@@ -4,7 +4,7 @@ from pathlib import Path
 
 from support import read_metrics
 
-from recipes.checkpoint.retention import manifests, name_of, pointed
+from recipes.checkpoint.retention import manifests, name_of, resolve_symlink
 
 
 def test_a_save_by_the_clock_at_a_validated_step_has_the_numbers_of_its_validation(
@@ -21,4 +21,6 @@ def test_a_save_by_the_clock_at_a_validated_step_has_the_numbers_of_its_validati
     for step, manifest in held.items():
         assert ("val/loss" in manifest.metrics) == (step in losses)
     best = min(losses, key=lambda step: losses[step])
-    assert pointed(tmp_path / "checkpoints/best") == tmp_path / "checkpoints" / name_of(int(best))
+    assert resolve_symlink(tmp_path / "checkpoints/best") == tmp_path / "checkpoints" / name_of(
+        int(best)
+    )

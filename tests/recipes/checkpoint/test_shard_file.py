@@ -12,7 +12,7 @@ from torch import Tensor
 
 from recipes.checkpoint.manifest import hash_file
 from recipes.checkpoint.shard_file import Part, flat_start, write_shard
-from recipes.checkpoint.shards import whole_part
+from recipes.checkpoint.shards import unsharded_part
 
 FLOATS = [torch.float64, torch.float32, torch.float16, torch.bfloat16]
 WHOLE_NUMBERS = [torch.int64, torch.int32, torch.int16, torch.int8, torch.uint8]
@@ -27,8 +27,8 @@ def _random_bits(dtype: torch.dtype, *shape: int) -> Tensor:
     """Any bits that a dtype may have: NaN with a payload, denormals, both zeros."""
     if dtype == torch.bool:
         return torch.randint(2, shape).bool()
-    width = torch.empty(0, dtype=dtype).element_size()
-    return torch.randint(256, (*shape, width), dtype=torch.uint8).view(dtype).reshape(shape)
+    hidden_size = torch.empty(0, dtype=dtype).element_size()
+    return torch.randint(256, (*shape, hidden_size), dtype=torch.uint8).view(dtype).reshape(shape)
 
 
 @pytest.fixture(scope="module")
@@ -53,7 +53,7 @@ def test_every_bit_of_every_tensor_is_read_by_safetensors(
     tensors: dict[str, Tensor], tmp_path: Path
 ) -> None:
     path = tmp_path / "rank_00000.safetensors"
-    written = write_shard(path, {name: whole_part(tensor) for name, tensor in tensors.items()})
+    written = write_shard(path, {name: unsharded_part(tensor) for name, tensor in tensors.items()})
     read = load_file(path)
     assert read.keys() == tensors.keys()
     for name, tensor in tensors.items():
@@ -69,7 +69,7 @@ def test_each_tensor_starts_at_a_multiple_of_its_element(
 ) -> None:
     """So that a reader may map it; bfloat16 of odd sizes beside float64 is where that goes wrong."""
     path = tmp_path / "rank_00000.safetensors"
-    write_shard(path, {name: whole_part(tensor) for name, tensor in tensors.items()})
+    write_shard(path, {name: unsharded_part(tensor) for name, tensor in tensors.items()})
     content = path.read_bytes()
     length = int.from_bytes(content[:8], "little")
     described = json.loads(content[8 : 8 + length])
@@ -82,7 +82,7 @@ def test_each_tensor_starts_at_a_multiple_of_its_element(
 
 def test_every_other_element_of_a_tensor_is_written_as_it_is(tmp_path: Path) -> None:
     every_other = torch.arange(11.0)[::2]
-    write_shard(tmp_path / "file", {"every_other": whole_part(every_other)})
+    write_shard(tmp_path / "file", {"every_other": unsharded_part(every_other)})
     assert torch.equal(load_file(tmp_path / "file")["every_other"], every_other)
 
 
@@ -111,7 +111,7 @@ def test_a_value_that_is_no_number_is_found_wherever_it_lies(
         odd[place] = float(value.partition(" ")[0])
         if "payload" in value:
             odd.view(torch.uint8)[place * odd.element_size()] |= 1
-        parts = {"fine": whole_part(torch.ones(3)), "odd": whole_part(odd)}
+        parts = {"fine": unsharded_part(torch.ones(3)), "odd": unsharded_part(odd)}
         written = write_shard(tmp_path / f"at_{place}", parts)
         assert written.not_finite == "odd", place
 
@@ -125,14 +125,14 @@ def test_zeros_denormals_and_the_largest_numbers_are_numbers(
     tensor = torch.tensor(values, dtype=dtype)
     denormal = torch.zeros(1, dtype=dtype)
     denormal.view(torch.uint8)[0] = 1
-    parts = {"values": whole_part(tensor), "denormal": whole_part(denormal)}
+    parts = {"values": unsharded_part(tensor), "denormal": unsharded_part(denormal)}
     assert write_shard(tmp_path / "file", parts).not_finite is None
 
 
 @pytest.mark.parametrize("dtype", [torch.bool, *WHOLE_NUMBERS])
 def test_whole_numbers_may_have_any_bits(dtype: torch.dtype, tmp_path: Path) -> None:
     ones = torch.full((9,), -1).to(dtype) if dtype != torch.bool else torch.ones(9).bool()
-    assert write_shard(tmp_path / "file", {"ones": whole_part(ones)}).not_finite is None
+    assert write_shard(tmp_path / "file", {"ones": unsharded_part(ones)}).not_finite is None
 
 
 def test_torch_itself_reads_what_two_ranks_wrote(tmp_path: Path) -> None:
@@ -148,12 +148,12 @@ def test_torch_itself_reads_what_two_ranks_wrote(tmp_path: Path) -> None:
     def rows(name: str, start: int, stop: int) -> Part:
         tensor = whole[name]
         offsets = (start, *[0] * (tensor.ndim - 1))
-        return Part(tensor=tensor[start:stop], offsets=offsets, whole_shape=tensor.shape)
+        return Part(tensor=tensor[start:stop], offsets=offsets, unsharded_shape=tensor.shape)
 
     first = {"weight": rows("weight", 0, 3), "half": rows("half", 0, 4)}
-    first["step"] = whole_part(whole["step"])
+    first["step"] = unsharded_part(whole["step"])
     second = {"weight": rows("weight", 3, 5), "half": rows("half", 4, 7)}
-    second["alone"] = whole_part(whole["alone"])
+    second["alone"] = unsharded_part(whole["alone"])
     write_shard(tmp_path / "rank_00000.safetensors", first)
     write_shard(tmp_path / "rank_00001.safetensors", second)
     read = {name: torch.zeros_like(tensor) for name, tensor in whole.items()}

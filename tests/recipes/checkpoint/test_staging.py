@@ -4,15 +4,17 @@ import threading
 
 import torch
 
-from recipes.checkpoint.shards import whole_part
-from recipes.checkpoint.staging import HostCopy
+from recipes.checkpoint.shards import unsharded_part
+from recipes.checkpoint.staging import HostStaging
 
 
 def test_what_may_change_before_the_next_step_is_set_aside_at_once() -> None:
     """A counter of batch normalisation changes in the next forward pass, a weight in the next step."""
     counter, weight = torch.zeros(3), torch.zeros(3)
-    copy = HostCopy()
-    copy.begin({"counter": whole_part(counter, constant=False), "weight": whole_part(weight)})
+    copy = HostStaging()
+    copy.begin(
+        {"counter": unsharded_part(counter, constant=False), "weight": unsharded_part(weight)}
+    )
     counter += 1
     filled = copy.fill()
     weight += 1  # after the copy: as after `wait`
@@ -21,9 +23,9 @@ def test_what_may_change_before_the_next_step_is_set_aside_at_once() -> None:
 
 
 def test_wait_lasts_until_everything_is_copied() -> None:
-    copy = HostCopy()
+    copy = HostStaging()
     copy.wait()  # there is nothing to wait for
-    copy.begin({"weight": whole_part(torch.ones(3))})
+    copy.begin({"weight": unsharded_part(torch.ones(3))})
     waited = threading.Event()
 
     def wait() -> None:
@@ -39,26 +41,28 @@ def test_wait_lasts_until_everything_is_copied() -> None:
 
 
 def test_memory_is_kept_from_one_copy_to_the_next_and_follows_shapes() -> None:
-    copy = HostCopy()
+    copy = HostStaging()
     tensors = {"a": torch.arange(6.0).reshape(2, 3).T, "b": torch.ones(4).bfloat16()}
     held = []
     for _ in range(2):
-        copy.begin({name: whole_part(tensor) for name, tensor in tensors.items()})
+        copy.begin({name: unsharded_part(tensor) for name, tensor in tensors.items()})
         filled = copy.fill()
         for name, tensor in tensors.items():
             assert torch.equal(filled[name].tensor, tensor)
         held.append({name: part.tensor.data_ptr() for name, part in filled.items()})
     assert held[0] == held[1]
     other = {"b": torch.ones(2, 5, dtype=torch.int64)}  # another shape, another dtype, one gone
-    copy.begin({name: whole_part(tensor) for name, tensor in other.items()})
+    copy.begin({name: unsharded_part(tensor) for name, tensor in other.items()})
     filled = copy.fill()
     assert filled.keys() == other.keys()
     assert torch.equal(filled["b"].tensor, other["b"])
 
 
 def test_empty_and_scalar_tensors_are_copied() -> None:
-    copy = HostCopy()
-    copy.begin({"empty": whole_part(torch.zeros(0, 3)), "step": whole_part(torch.tensor(7.0))})
+    copy = HostStaging()
+    copy.begin(
+        {"empty": unsharded_part(torch.zeros(0, 3)), "step": unsharded_part(torch.tensor(7.0))}
+    )
     filled = copy.fill()
     assert filled["empty"].tensor.shape == (0, 3)
     assert float(filled["step"].tensor) == 7

@@ -9,9 +9,9 @@ import pytest
 import torch
 from support import CrashAt
 
-from recipes.checkpoint.manifest import FileRecord, fault, read_manifest
-from recipes.checkpoint.retention import Retention, apply, name_of, pointed, steps_on_disk
-from recipes.checkpoint.shards import whole_part
+from recipes.checkpoint.manifest import FileRecord, find_fault, read_manifest
+from recipes.checkpoint.retention import Retention, apply, name_of, resolve_symlink, steps_on_disk
+from recipes.checkpoint.shards import unsharded_part
 from recipes.checkpoint.writer import CheckpointWriter, Report
 
 KEEP_THREE = Retention(keep_last=3, keep_every=None, keep_best=0, metric="val/loss", mode="min")
@@ -58,7 +58,7 @@ def test_a_state_that_is_not_finite_is_not_kept(save, tmp_path: Path, value: str
     assert outcome.refused == "odd is not finite"
     assert outcome.error is None
     assert names(tmp_path) == ["last", name_of(10)]
-    assert pointed(tmp_path / "last") == tmp_path / name_of(10)
+    assert resolve_symlink(tmp_path / "last") == tmp_path / name_of(10)
 
 
 def test_a_failure_leaves_nothing_and_does_not_hinder_the_next_save(save, tmp_path: Path) -> None:
@@ -85,7 +85,7 @@ def test_a_second_save_waits_for_the_first(save, tmp_path: Path) -> None:
     may_end = threading.Event()
     writer = CheckpointWriter(asynchronous=True, after=lambda folder: assert_waited(may_end))
     began = time.monotonic()
-    first = {"weight": whole_part(torch.ones(3))}
+    first = {"weight": unsharded_part(torch.ones(3))}
     thread = threading.Thread(target=save, args=(writer, tmp_path, 10, WEIGHTS))
     thread.start()
     while not (tmp_path / name_of(10)).exists():
@@ -114,7 +114,7 @@ def test_what_changes_after_wait_until_copied_is_not_in_the_checkpoint(save, tmp
     assert manifest is not None
     weight = torch.zeros(1 << 20)
     for step in (20, 30, 40):
-        writer.begin(tmp_path / name_of(step), {}, {"weight": whole_part(weight)}, manifest)
+        writer.begin(tmp_path / name_of(step), {}, {"weight": unsharded_part(weight)}, manifest)
         writer.wait_until_copied()
         weight += 1
         outcome = writer.ended(wait=True)
@@ -156,10 +156,10 @@ class Reader:
 
     def _look(self) -> None:
         while not self.enough.is_set():
-            folder = pointed(self.link)
-            why = "there is no `last`" if folder is None else fault(folder)
+            folder = resolve_symlink(self.link)
+            why = "there is no `last`" if folder is None else find_fault(folder)
             # a reader that was overtaken by the three saves that remove what it looks at may look again
-            if why is not None and folder == pointed(self.link):
+            if why is not None and folder == resolve_symlink(self.link):
                 self.wrong.append(why)
             self.num_looks += 1
 
@@ -189,8 +189,8 @@ def test_a_step_that_is_saved_again_is_never_without_a_whole_checkpoint(
     path = save(writer, tmp_path, 10, WEIGHTS).path
     make_undeletable(path)  # whatever keeps the old one from being deleted, a kill included
     save(writer, tmp_path, 10, WEIGHTS, metrics={"val/loss": 2.0})
-    assert fault(path) is None
-    assert pointed(tmp_path / "last") == path
+    assert find_fault(path) is None
+    assert resolve_symlink(tmp_path / "last") == path
     manifest = read_manifest(path)
     assert manifest is not None
     assert manifest.metrics == {"val/loss": 2.0}
@@ -245,4 +245,4 @@ def test_last_leads_somewhere_after_a_resume_from_before_it(train, tmp_path: Pat
     with pytest.raises(OSError, match="crash at 12"):
         train(tmp_path, f"resume={folder / name_of(10)}", callbacks=[CrashAt(step=12)])
     assert list(steps_on_disk(folder)) == [10]
-    assert pointed(folder / "last") == folder / name_of(10)
+    assert resolve_symlink(folder / "last") == folder / name_of(10)

@@ -10,7 +10,7 @@ from recipes.clipping.quantile import Quantile
 
 def test_the_limit_is_numpys_quantile_of_the_last_norms() -> None:
     norms = np.random.default_rng(0).lognormal(size=60).astype(np.float32)
-    clipping = Quantile(quantile=0.9, window=20, warm_up=5)
+    clipping = Quantile(quantile=0.9, window=20, warmup_steps=5)
     for step, norm in enumerate(norms):
         limit = float(clipping.limit(torch.tensor(norm)))
         before = norms[max(0, step - 20) : step]
@@ -20,10 +20,10 @@ def test_the_limit_is_numpys_quantile_of_the_last_norms() -> None:
 
 
 def test_an_infinite_norm_does_not_count_and_the_state_goes_on() -> None:
-    clipping = Quantile(quantile=0.5, window=4, warm_up=1)
+    clipping = Quantile(quantile=0.5, window=4, warmup_steps=1)
     for norm in (1.0, math.inf, 3.0):
         clipping.limit(torch.tensor(norm))
-    other = Quantile(quantile=0.5, window=4, warm_up=1)
+    other = Quantile(quantile=0.5, window=4, warmup_steps=1)
     other.load_state_dict(clipping.state_dict())
     assert float(other.limit(torch.tensor(9.0))) == 2.0
     assert float(clipping.limit(torch.tensor(9.0))) == 2.0

@@ -14,11 +14,11 @@ def limits(clipping: ZClip, norms: list[float]) -> list[float]:
     return [float(clipping.limit(torch.tensor(norm))) for norm in norms]
 
 
-def by_hand(norms: list[float], *, decay: float, z_score: float, warm_up: int) -> list[float]:
-    first = norms[:warm_up]
+def by_hand(norms: list[float], *, decay: float, z_score: float, warmup_steps: int) -> list[float]:
+    first = norms[:warmup_steps]
     mean, variance = statistics.fmean(first), statistics.pvariance(first)
-    found = [math.inf] * warm_up
-    for norm in norms[warm_up:]:
+    found = [math.inf] * warmup_steps
+    for norm in norms[warmup_steps:]:
         deviation = math.sqrt(variance) + 1e-6
         score = (norm - mean) / deviation
         limit = mean + z_score**2 / score * deviation if score > z_score else math.inf
@@ -32,8 +32,8 @@ def by_hand(norms: list[float], *, decay: float, z_score: float, warm_up: int) -
 def test_limits_are_those_of_the_paper_written_out() -> None:
     draw = random.Random(0)
     norms = [abs(draw.gauss(1.0, 0.1)) * (8.0 if step % 40 == 39 else 1.0) for step in range(300)]
-    found = limits(ZClip(decay=0.97, z_score=2.5, warm_up=25), norms)
-    expected = by_hand(norms, decay=0.97, z_score=2.5, warm_up=25)
+    found = limits(ZClip(decay=0.97, z_score=2.5, warmup_steps=25), norms)
+    expected = by_hand(norms, decay=0.97, z_score=2.5, warmup_steps=25)
     # float32 norms against float64 ones
     assert found == pytest.approx(expected, rel=1e-5)
     assert sum(limit < math.inf for limit in found) >= 7
@@ -42,7 +42,7 @@ def test_limits_are_those_of_the_paper_written_out() -> None:
 def test_norms_that_are_not_finite_are_forgotten() -> None:
     norms = [1.0 + 0.01 * (step % 7) for step in range(60)]
     with_holes = [*norms[:10], math.inf, *norms[10:40], math.nan, *norms[40:]]
-    clipping = ZClip(decay=0.97, z_score=2.5, warm_up=25)
+    clipping = ZClip(decay=0.97, z_score=2.5, warmup_steps=25)
     found = limits(clipping, with_holes)
     assert all(not math.isnan(limit) for index, limit in enumerate(found) if index != 41)
     assert math.isfinite(float(clipping.limit(torch.tensor(50.0))))
@@ -53,9 +53,9 @@ def test_norms_that_are_not_finite_are_forgotten() -> None:
 def test_it_goes_on_from_its_state(at: int) -> None:
     draw = random.Random(1)
     norms = [abs(draw.gauss(1.0, 0.3)) for _ in range(120)]
-    whole = ZClip(decay=0.97, z_score=2.5, warm_up=25)
+    whole = ZClip(decay=0.97, z_score=2.5, warmup_steps=25)
     expected = limits(whole, norms)
-    first, second = (ZClip(decay=0.97, z_score=2.5, warm_up=25) for _ in range(2))
+    first, second = (ZClip(decay=0.97, z_score=2.5, warmup_steps=25) for _ in range(2))
     limits(first, norms[:at])
     second.load_state_dict(first.state_dict())
     assert limits(second, norms[at:]) == expected[at:]

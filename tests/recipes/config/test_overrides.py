@@ -8,21 +8,21 @@ from typing import Any
 import numpy as np
 import pytest
 
-from recipes.config.compose import parse
-from recipes.config.overrides import override, words_of
-from recipes.errors import Mistake
+from recipes.config.compose import parse_override
+from recipes.config.overrides import make_override, to_overrides
+from recipes.errors import ConfigError
 
 
 def read(word: str) -> Any:
     """What Hydra makes of it."""
-    return parse(word).value()
+    return parse_override(word).value()
 
 
 def test_a_thousand_floats_of_random_bits_are_read_back_as_they_are() -> None:
     random.seed(0)
     for _ in range(1000):
         [value] = struct.unpack("<d", random.randbytes(8))
-        got = read(override("x", value))
+        got = read(make_override("x", value))
         assert got == value or (math.isnan(got) and math.isnan(value))
 
 
@@ -39,23 +39,30 @@ def test_a_thousand_floats_of_random_bits_are_read_back_as_they_are() -> None:
     ids=repr,
 )
 def test_a_value_is_read_back_as_it_is(value: object) -> None:
-    word = override("a.b", value)
-    assert parse(word).key_or_group == "a.b"
+    word = make_override("a.b", value)
+    assert parse_override(word).key_or_group == "a.b"
     assert repr(read(word)) == repr(value)
 
 
 def test_numpys_numbers_are_written_as_pythons() -> None:
     values = [np.float64(0.1), np.int64(3), np.str_("a,b")]
-    assert [override("+x", value) for value in values] == ["+x=0.1", "+x=3", "+x='a,b'"]
+    assert [make_override("+x", value) for value in values] == ["+x=0.1", "+x=3", "+x='a,b'"]
 
 
 def test_what_the_grammar_cannot_say_is_a_mistake() -> None:
     for value in ({"a:b": 1}, {"1": 2}, object()):
-        with pytest.raises(Mistake):
-            override("x", value)
+        with pytest.raises(ConfigError):
+            make_override("x", value)
 
 
 def test_text_of_the_config_is_a_word_as_it_stands() -> None:
     params = {"a": "interval(0,1)", "b": "1,2", "c": 0.1, "d": None, "e": [1, "x"], "f": True}
-    assert words_of(params) == ["a=interval(0,1)", "b=1,2", "c=0.1", "d=null", "e=[1,x]", "f=true"]
-    assert words_of(None) == []
+    assert to_overrides(params) == [
+        "a=interval(0,1)",
+        "b=1,2",
+        "c=0.1",
+        "d=null",
+        "e=[1,x]",
+        "f=true",
+    ]
+    assert to_overrides(None) == []

@@ -8,7 +8,7 @@ import pytest
 import torch
 from support import MaskedTokens
 
-from recipes.data.datamodule import StreamData
+from recipes.data.datamodule import StreamDataModule
 from recipes.numerics.accumulation import Accumulation
 
 
@@ -31,9 +31,9 @@ def stream(
     position: int = 0,
     eval_samples: int | None = 5,
     overfit_batches: int | None = None,
-) -> tuple[StreamData, Any]:
+) -> tuple[StreamDataModule, Any]:
     """The data module of one rank and its batches."""
-    data = StreamData(
+    data = StreamDataModule(
         source=Numbered(num_samples=37, seq_len=4, vocab_size=8),
         accumulation=Accumulation(
             global_batch_size=micro_batch_size * passes * world_size,

@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from recipes.data.digits import Digits
-from recipes.errors import Mistake
+from recipes.errors import ConfigError
 
 
 @pytest.fixture(scope="module")
@@ -42,7 +42,7 @@ def test_the_split_is_the_same_in_every_run(digits):
 
 def test_a_missing_library_names_the_extra(monkeypatch):
     monkeypatch.setitem(sys.modules, "sklearn.datasets", None)
-    with pytest.raises(Mistake) as caught:
+    with pytest.raises(ConfigError) as caught:
         Digits().prepare()
     assert str(caught.value) == (
         "data=digits: these images come with scikit-learn, which is not installed; "

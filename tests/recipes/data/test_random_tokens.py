@@ -5,7 +5,7 @@ import pytest
 import torch
 
 from recipes.data.random_tokens import RandomTokens
-from recipes.errors import Mistake
+from recipes.errors import ConfigError
 
 
 def source(**changes):
@@ -40,7 +40,7 @@ def test_an_index_outside_is_an_index_error():
 
 
 def test_no_samples_are_refused_with_the_override():
-    with pytest.raises(Mistake) as caught:
+    with pytest.raises(ConfigError) as caught:
         source(num_samples=0)
     assert str(caught.value) == (
         "data.num_samples=0: noise needs at least one; type data.num_samples=256"

@@ -3,7 +3,7 @@
 import pytest
 
 from recipes.data.text_files import TEXT_SUFFIXES, TextFiles
-from recipes.errors import Mistake
+from recipes.errors import ConfigError
 from recipes.tokenizer.bytes import Bytes
 
 USUAL = "data.path=<file, folder or 'glob/**/*.txt' of UTF-8 text>"
@@ -63,40 +63,40 @@ def test_windows_of_both_splits_hold_the_text(source, folder):
 
 
 @pytest.mark.parametrize(
-    ("path", "why", "remedy"),
+    ("path", "why", "fix"),
     [
         ("missing", "there is no such file or folder", USUAL),
         ("*.nothing", "no file matches", USUAL),
         ("empty.txt", "there is no text in it, 0 bytes", USUAL),
     ],
 )
-def test_a_path_without_text_is_refused(source, tmp_path, path, why, remedy):
+def test_a_path_without_text_is_refused(source, tmp_path, path, why, fix):
     (tmp_path / "empty.txt").write_text("")
-    with pytest.raises(Mistake) as caught:
+    with pytest.raises(ConfigError) as caught:
         source(tmp_path / path).prepare()
-    assert str(caught.value) == f"data.path={tmp_path / path}: {why}; type {remedy}"
+    assert str(caught.value) == f"data.path={tmp_path / path}: {why}; type {fix}"
     assert not (tmp_path / "cache").exists()
 
 
 def test_a_folder_without_text_files_lists_the_suffixes(source, tmp_path):
     (tmp_path / "data").mkdir()
     (tmp_path / "data/a.bin").write_text("text")
-    with pytest.raises(Mistake) as caught:
+    with pytest.raises(ConfigError) as caught:
         source(tmp_path / "data").prepare()
     shown = " ".join(sorted(TEXT_SUFFIXES))
-    assert caught.value.why == f"the folder has no text files (by suffix: {shown})"
-    assert caught.value.remedy == f"data.path='{tmp_path}/data/**/*' to read every file in it"
+    assert caught.value.reason == f"the folder has no text files (by suffix: {shown})"
+    assert caught.value.fix == f"data.path='{tmp_path}/data/**/*' to read every file in it"
 
 
 def test_too_little_text_is_refused_for_either_split(source, tmp_path):
     (tmp_path / "short.txt").write_text("0123456789")
-    with pytest.raises(Mistake) as caught:
+    with pytest.raises(ConfigError) as caught:
         source(tmp_path / "short.txt", seq_len=20).prepare()
     assert str(caught.value) == (
         "seq_len=20: the training split has 9 tokens and one sample takes 21; "
         "type seq_len=8 or less, or data.path=<more text>"
     )
-    with pytest.raises(Mistake) as caught:
+    with pytest.raises(ConfigError) as caught:
         source(tmp_path / "short.txt").prepare()
     assert str(caught.value) == (
         "seq_len=8: the validation split has 2 tokens and one sample takes 9; "
@@ -120,6 +120,6 @@ def test_too_little_text_is_refused_for_either_split(source, tmp_path):
     ],
 )
 def test_settings_out_of_range_are_refused(source, changes, message):
-    with pytest.raises(Mistake) as caught:
+    with pytest.raises(ConfigError) as caught:
         source("anything", **changes)
     assert str(caught.value) == message

@@ -4,7 +4,7 @@ import numpy as np
 import pytest
 
 from recipes.data.token_file import TokenFile
-from recipes.errors import Mistake
+from recipes.errors import ConfigError
 
 
 @pytest.fixture
@@ -61,7 +61,7 @@ def test_a_token_beyond_the_vocabulary_is_refused_also_in_a_late_chunk(
 ):
     monkeypatch.setattr("recipes.data.token_file._CHUNK_TOKENS", 16)
     path = write(tmp_path / "t.bin", [*range(99), 1000])
-    with pytest.raises(Mistake) as caught:
+    with pytest.raises(ConfigError) as caught:
         source(path).prepare()
     assert str(caught.value) == (
         f"data.path={path}: it has token 1000 and the vocabulary ends at 999; "
@@ -77,12 +77,12 @@ def test_the_verdict_is_remembered_until_the_file_changes(source, tmp_path, monk
         patch.setattr(np, "fromfile", lambda *_, **__: pytest.fail("read again"))
         source(path).prepare()
     write(path, range(950, 1060))
-    with pytest.raises(Mistake, match="token 1059"):
+    with pytest.raises(ConfigError, match="token 1059"):
         source(path).prepare()
 
 
 @pytest.mark.parametrize(
-    ("content", "why", "remedy"),
+    ("content", "why", "fix"),
     [
         (None, "there is no such file", "data.path=<file of uint16 tokens>"),
         (b"", "the file is empty", "data.path=<file of uint16 tokens>"),
@@ -93,46 +93,46 @@ def test_the_verdict_is_remembered_until_the_file_changes(source, tmp_path, monk
         ),
     ],
 )
-def test_a_file_that_is_no_tokens_is_refused(source, tmp_path, content, why, remedy):
+def test_a_file_that_is_no_tokens_is_refused(source, tmp_path, content, why, fix):
     path = tmp_path / "t.bin"
     if content is not None:
         path.write_bytes(content)
-    with pytest.raises(Mistake) as caught:
+    with pytest.raises(ConfigError) as caught:
         source(path).prepare()
-    assert str(caught.value) == f"data.path={path}: {why}; type {remedy}"
+    assert str(caught.value) == f"data.path={path}: {why}; type {fix}"
     assert not (tmp_path / "cache").exists()
 
 
 def test_a_file_shorter_than_one_sequence_is_refused_for_either_split(source, tmp_path):
     path = write(tmp_path / "t.bin", range(12))
-    with pytest.raises(Mistake) as caught:
+    with pytest.raises(ConfigError) as caught:
         source(path).prepare()
     assert str(caught.value) == (
         "seq_len=10: the training split has 10 tokens and one sample takes 11; "
         "type seq_len=9 or less, or data.path=<more tokens>"
     )
-    with pytest.raises(Mistake, match="the validation split has 4 tokens"):
+    with pytest.raises(ConfigError, match="the validation split has 4 tokens"):
         source(write(path, range(20))).prepare()
 
 
 def test_other_arrays_are_refused(source, tmp_path):
-    remedy = "data.path=<one-dimensional .npy of uint16 or uint32>"
+    fix = "data.path=<one-dimensional .npy of uint16 or uint32>"
     path = tmp_path / "t.npy"
     for array in (np.zeros(9), np.zeros((3, 3), np.uint16)):
         np.save(path, array)
-        with pytest.raises(Mistake) as caught:
+        with pytest.raises(ConfigError) as caught:
             source(path).prepare()
         assert str(caught.value) == (
-            f"data.path={path}: it holds {array.dtype} {array.shape}; type {remedy}"
+            f"data.path={path}: it holds {array.dtype} {array.shape}; type {fix}"
         )
     np.save(path, np.arange(100, dtype=np.uint16))
     path.write_bytes(path.read_bytes()[:-7])
-    with pytest.raises(Mistake, match=r"it is no whole \.npy file"):
+    with pytest.raises(ConfigError, match=r"it is no whole \.npy file"):
         source(path).prepare()
 
 
 def test_a_type_that_no_tokens_have_is_refused(source):
-    with pytest.raises(Mistake) as caught:
+    with pytest.raises(ConfigError) as caught:
         source("t.bin", dtype="int64")
     assert str(caught.value) == (
         "data.dtype=int64: tokens are whole numbers from 0; type data.dtype=uint16 or uint32"

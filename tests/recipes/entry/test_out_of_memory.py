@@ -12,12 +12,12 @@ from support import ROOT, TINY
 
 from recipes.config import compose_and_check
 from recipes.entry.out_of_memory import (
-    EXIT_OUT_OF_MEMORY,
-    leave_word,
-    report_of,
-    tell_the_end,
-    ways_out,
+    describe_out_of_memory,
+    log_exit,
+    remedies,
+    write_error_report,
 )
+from recipes.runtime.exit_codes import ExitCode
 from recipes.runtime.failure import is_out_of_memory
 
 LIMIT_BYTES = 16 * 2**30  # of address space, of which torch takes 4 at most
@@ -60,7 +60,7 @@ def test_a_batch_that_does_not_fit_ends_with_71_and_words_to_type(
     words = ["model.vocab_size=50000", "global_batch_size=4096", "trainer.max_steps=2"]
     words += [f"data.path={text_folder}"]
     done = run(tmp_path, *words, limit_bytes=LIMIT_BYTES)
-    assert done.returncode == EXIT_OUT_OF_MEMORY, done.stdout + done.stderr
+    assert done.returncode == ExitCode.OUT_OF_MEMORY, done.stdout + done.stderr
     said = done.stdout + done.stderr
     assert "Traceback" not in said
     assert "micro_batch_size=2048 " in said
@@ -80,7 +80,7 @@ def test_another_rank_than_the_first_is_heard_too(tmp_path: Path, text_folder: s
     words = ["strategy=ddp", "trainer.devices=2", "+callbacks.full._target_=full.Full"]
     words += [f"data.path={text_folder}", "trainer.max_steps=4", "save_every=1"]
     done = run(tmp_path, *words)
-    assert done.returncode == EXIT_OUT_OF_MEMORY, done.stdout + done.stderr
+    assert done.returncode == ExitCode.OUT_OF_MEMORY, done.stdout + done.stderr
     said = done.stdout + done.stderr
     assert said.count("Out of memory: CUDA out of memory. Tried to allocate 20.00 MiB") == 1
     assert "strategy=fsdp" in said
@@ -118,14 +118,14 @@ def test_each_way_out_can_be_typed_beside_what_was_typed(recipe: str, tmp_path: 
     composed, mistakes = compose_and_check(typed)
     assert composed is not None
     assert not mistakes
-    ways = [words for words, _ in ways_out(composed, world_size=world_size)]
+    ways = [words for words, _ in remedies(composed, world_size=world_size)]
     assert ways[:2] == ["micro_batch_size=4", "activation_checkpoint=every_block"]
     assert ways[2] == word
     for words in ways:
         if "nvme" in words:  # a folder that this machine has
             words = words.replace("/local_nvme", str(tmp_path))
         _, found = compose_and_check([*typed, *words.split()])
-        missing = [one for one in found if "pip install" not in one.remedy]
+        missing = [one for one in found if "pip install" not in one.fix]
         assert not missing, (words, [str(one) for one in found])
 
 
@@ -136,19 +136,19 @@ def test_a_frozen_config_has_the_same_ways_out(recipe: str, tmp_path: Path) -> N
     composed, _ = compose_and_check([*typed, f"hydra.run.dir={tmp_path}"])
     assert composed is not None
     frozen = replace(composed, choices={})
-    assert [*ways_out(frozen, world_size=world_size)] == [
-        *ways_out(composed, world_size=world_size)
+    assert [*remedies(frozen, world_size=world_size)] == [
+        *remedies(composed, world_size=world_size)
     ]
 
 
 def test_the_word_of_a_rank_that_nobody_could_tell_is_told_in_the_end(tmp_path: Path) -> None:
     file = tmp_path / "events.jsonl"
     file.write_text('{"time": 1.0, "step": 0, "event": "start"}\n')
-    tell_the_end(tmp_path, file)
-    leave_word(tmp_path, rank=3, step=7, error="CUDA out of memory")
+    log_exit(tmp_path, file)
+    write_error_report(tmp_path, rank=3, step=7, error="CUDA out of memory")
     (tmp_path / "oom/rank_00002.json").write_text("{")  # of a full disk
     for _ in range(2):
-        tell_the_end(tmp_path, file)
+        log_exit(tmp_path, file)
     told = [json.loads(line) for line in file.read_text().splitlines()]
     assert [event["event"] for event in told] == ["start", "oom", "end"]
     assert (told[1]["rank"], told[2]["status"]) == (3, "out_of_memory")
@@ -159,8 +159,8 @@ def test_a_run_that_does_everything_already_has_no_way_out_to_type(tmp_path: Pat
     typed += ["global_batch_size=2", "activation_checkpoint=every_block"]
     composed, _ = compose_and_check([*typed, f"hydra.run.dir={tmp_path}"])
     assert composed is not None
-    assert not [*ways_out(composed, world_size=2)]
-    text = report_of(MemoryError("no more"), composed, world_size=2)
+    assert not [*remedies(composed, world_size=2)]
+    text = describe_out_of_memory(MemoryError("no more"), composed, world_size=2)
     assert "a device with more memory" in text
 
 

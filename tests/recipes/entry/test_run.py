@@ -11,14 +11,14 @@ import pytest
 from started import Started
 from support import ROOT, TINY, read_metrics
 
-from recipes.runtime.failure import is_by_peer
+from recipes.runtime.failure import is_peer_failure
 
 TRAIN = str(ROOT / "train.py")
 TORCHRUN = [sys.executable, "-m", "torch.distributed.run"]
 FAULT = """
 import os, signal, time
 from lightning.pytorch import Callback
-from recipes.mistake import Mistake
+from recipes.mistake import ConfigError
 
 class Fault(Callback):
     def __init__(self, kind):
@@ -26,7 +26,7 @@ class Fault(Callback):
 
     def on_fit_start(self, trainer, *_):
         if self.kind == "mistake":
-            raise Mistake("model=odd", "it is odd", "model=even")
+            raise ConfigError("model=odd", "it is odd", "model=even")
 
     def on_train_batch_end(self, trainer, *_):
         if trainer.global_step != 3:
@@ -233,4 +233,4 @@ def test_a_request_to_end_at_once_reaches_the_ranks_and_none_is_left(
 def test_only_a_lost_connection_of_torch_is_the_fault_of_a_peer(
     error: Exception, by_peer: bool
 ) -> None:
-    assert is_by_peer(error) == by_peer
+    assert is_peer_failure(error) == by_peer

@@ -5,7 +5,7 @@ from pathlib import Path
 import pytest
 
 from recipes.config import compose_and_check
-from recipes.errors import Mistake
+from recipes.errors import ConfigError
 from recipes.launcher import local
 from recipes.launcher.environ import clean_environ, forget_slurm
 from recipes.launcher.job import Job
@@ -89,7 +89,7 @@ def test_devices_per_job_is_what_a_job_takes_that_takes_all_and_single_takes_one
     assert place.words_of(ddp) == ["trainer.devices=2"]
     assert place.words_of(single) == []
     assert place.num_devices(single) == 1
-    with pytest.raises(Mistake, match=r"launcher.devices_per_job=3, or trainer.devices=auto"):
+    with pytest.raises(ConfigError, match=r"launcher.devices_per_job=3, or trainer.devices=auto"):
         place.num_devices(job_of(2, "strategy=ddp", "trainer.devices=3", "global_batch_size=24"))
 
 

@@ -12,7 +12,7 @@ from support import run_train, write_texts
 from sweeping import Sweeps, by_job, rows, wait_until
 
 from recipes.logger.wandb.resume import STEP
-from tests.recipes.logger.test_wandb import one_of, records_of, rows_of
+from tests.recipes.logger.test_wandb import find_rows, one_of, records_of
 
 DDP = ("launcher=slurm", "launcher.partition=low", "strategy=ddp", "trainer.devices=2")
 TWO = "optimizer.lr=1e-3,3e-3"
@@ -88,7 +88,7 @@ def test_a_submitted_run_that_makes_way_goes_on_in_its_folder_under_its_wandb_id
     assert len(starts) == 2
     assert len({one_of(records, "run")["run_id"] for records in starts}) == 1
     # SLURM signals W&B's own process too, which ends at once: what it missed is told at the next start
-    told = [row for records in starts for row in rows_of(records)]
+    told = [row for records in starts for row in find_rows(records)]
     assert {row[STEP] for row in told} == set(range(1, 9))
     numbers = Counter((row[STEP], name) for row in told for name in row if name != STEP)
     assert set(numbers.values()) == {1}, "nothing twice"

@@ -5,7 +5,7 @@ from pathlib import Path
 
 import pytest
 
-from recipes.errors import Mistake
+from recipes.errors import ConfigError
 from recipes.launcher import slurm_queue
 from recipes.launcher.slurm_queue import Queue
 
@@ -40,18 +40,18 @@ def test_a_state_and_what_the_script_has_left_are_an_exit_code(
     squeue.write_text("" if state is None else f"7_0|{state}\n")
     if code is not None:
         (tmp_path / "code_7_0").write_text(f"{code}\n")
-    assert Queue(tmp_path).exit_code_of("7_0") == exit_code
+    assert Queue(tmp_path).worst_exit_code("7_0") == exit_code
 
 
 def test_a_squeue_that_fails_says_nothing_of_a_job(squeue: Path, tmp_path: Path) -> None:
     queue = Queue(tmp_path)
-    assert queue.exit_code_of("7") is None
-    with pytest.raises(Mistake, match="squeue does not answer, and 7 may be running"):
+    assert queue.worst_exit_code("7") is None
+    with pytest.raises(ConfigError, match="squeue does not answer, and 7 may be running"):
         queue.those_of(["7"])
     squeue.write_text("7|RUNNING\n")
     assert queue.those_of(["7"]) == {"7"}
     squeue.unlink()
-    assert queue.exit_code_of("7") is None, "that it ran is the last that is known"
+    assert queue.worst_exit_code("7") is None, "that it ran is the last that is known"
 
 
 def test_what_is_open_is_followed_and_what_was_cut_is_not(squeue: Path, tmp_path: Path) -> None:

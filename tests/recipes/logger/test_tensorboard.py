@@ -14,8 +14,8 @@ from support import ROOT, TINY, composed_config, read_metrics, run_train
 
 from recipes.build import build
 from recipes.config import compose_and_check
-from recipes.entry.run import launch
-from recipes.errors import Mistake
+from recipes.entry.run import run_composed
+from recipes.errors import ConfigError
 from recipes.logger.tensorboard import TensorBoardLogger
 
 pytest.importorskip("tensorboard")
@@ -112,7 +112,7 @@ def carry_out(*overrides: str) -> int:
     composed, mistakes = compose_and_check(overrides)
     assert composed is not None
     assert not mistakes, [str(mistake) for mistake in mistakes]
-    return launch(composed)
+    return run_composed(composed)
 
 
 def test_all_that_is_logged_for_a_step_is_read_back_exactly(tmp_path: Path) -> None:
@@ -148,7 +148,7 @@ def test_a_run_leaves_the_numbers_of_metrics_csv_and_its_config_events_summary_a
     assert json.loads(summary) == json.loads((folder / "summary.json").read_text())
     samples = [json.loads(line) for line in (folder / "samples.jsonl").open()]
     assert len(read.texts["sample"]) == len(samples) > 0
-    assert read.hyperparameters["model.width"] == 32
+    assert read.hyperparameters["model.hidden_size"] == 32
 
 
 def test_hyperparameters_are_the_values_of_the_config_by_their_whole_keys(
@@ -231,11 +231,8 @@ def test_a_run_that_went_back_has_each_step_once_and_every_event(
 ) -> None:
     spikes = [
         "callbacks=[grad_norm,loss_scale,loss_spike]",
-        *(f"callbacks.loss_spike.{word}" for word in ("window=32", "warm_up=16")),
-        *(
-            f"callbacks.loss_spike.{word}"
-            for word in ("snapshot_every=10", "quarantine_steps=10")
-        ),
+        *(f"callbacks.loss_spike.{word}" for word in ("window=32", "warmup_steps=16")),
+        *(f"callbacks.loss_spike.{word}" for word in ("snapshot_every=10", "quarantine_steps=10")),
     ]
     typed = [word for word in words(tmp_path, text_folder, *spikes) if not word.startswith("~")]
     rates = ["scheduler=constant", "optimizer.lr=1e-3", "seed=3", "save_every=10", "eval_every=20"]
@@ -293,7 +290,9 @@ def test_a_package_that_is_missing_is_a_mistake_with_what_to_type(
     for name in [one for one in sys.modules if one.startswith("torch.utils.tensorboard")]:
         monkeypatch.delitem(sys.modules, name)
     monkeypatch.setitem(sys.modules, "tensorboard", None)
-    with pytest.raises(Mistake, match=r"logger=tensorboard: .*pip install -e '.\[tensorboard\]'"):
+    with pytest.raises(
+        ConfigError, match=r"logger=tensorboard: .*pip install -e '.\[tensorboard\]'"
+    ):
         TensorBoardLogger(run_folder=tmp_path)
 
 

@@ -17,10 +17,10 @@ from support import ROOT, TINY, read_metrics, write_texts
 from wandb_server import KEY, serving
 
 from recipes.config import compose_and_check
-from recipes.entry.run import launch
-from recipes.logger.wandb.alerts import Alerts, Ending
+from recipes.entry.run import run_composed
+from recipes.logger.wandb.alerts import Alerts, WandbExit
 from recipes.logger.wandb.init import ID_FILE
-from recipes.logger.wandb.logger import STEP, WandbRun
+from recipes.logger.wandb.logger import STEP, WandbLogger
 from recipes.logger.wandb.resume import rows_in_file
 
 Record = dict[str, Any]
@@ -49,7 +49,7 @@ def records_of(wandb_folder: Path) -> list[list[Record]]:
     return found
 
 
-def rows_of(records: list[Record]) -> list[Record]:
+def find_rows(records: list[Record]) -> list[Record]:
     """The history rows, without the numbers that W&B adds."""
     rows = [record["history"]["item"] for record in records if record["type"] == "history"]
     return [{k: v for k, v in row.items() if k not in OF_WANDB} for row in rows]
@@ -64,7 +64,7 @@ def summary_of(records: list[Record]) -> Record:
     return summary
 
 
-def exit_code_of(records: list[Record]) -> int | None:
+def worst_exit_code(records: list[Record]) -> int | None:
     """None: the process has told of no end."""
     exits = [record["exit"] for record in records if record["type"] == "exit"]
     return exits[-1].get("exit_code", 0) if exits else None
@@ -89,7 +89,7 @@ def train_here(*words: str) -> int:
     """A run in this process; its exit code."""
     composed, mistakes = compose_and_check(words)
     assert composed is not None, [str(mistake) for mistake in mistakes]
-    return launch(composed)
+    return run_composed(composed)
 
 
 def train(folder: Path, *words: str) -> subprocess.CompletedProcess[str]:
@@ -133,7 +133,7 @@ def test_a_run_without_a_key_is_kept_whole_on_disk_one_row_a_step(tmp_path: Path
         f" to upload it: wandb sync {folder}/wandb/offline-run-*"
     ]
     [records] = records_of(folder / "wandb")
-    rows = rows_of(records)
+    rows = find_rows(records)
     assert [row[STEP] for row in rows] == [1, 2, 3, 4, 5, 6, 7, 8]
     assert_same_rows(rows, folder)
     assert {"train/loss", "lr", "grad/norm", "time/step_seconds", "val/loss"} <= set(rows[3])
@@ -148,7 +148,7 @@ def test_a_run_without_a_key_is_kept_whole_on_disk_one_row_a_step(tmp_path: Path
     if environment["git"] is not None:
         assert run["git"]["commit"] == environment["git"]["commit"]
     config = one_of(records, "config")["update"]
-    assert (config["optimizer"]["lr"], config["model"]["width"], config["seed"]) == (
+    assert (config["optimizer"]["lr"], config["model"]["hidden_size"], config["seed"]) == (
         0.003,
         32,
         1234,
@@ -172,7 +172,7 @@ def test_a_run_without_a_key_is_kept_whole_on_disk_one_row_a_step(tmp_path: Path
         for row in read_metrics(folder)
         if "val/loss" in row
     ]
-    assert (summary["status"], exit_code_of(records)) == ("finished", 0)
+    assert (summary["status"], worst_exit_code(records)) == ("finished", 0)
 
 
 def test_two_ranks_stopped_and_started_again_are_one_run_with_every_row_once(
@@ -188,13 +188,13 @@ def test_two_ranks_stopped_and_started_again_are_one_run_with_every_row_once(
     first, second = records_of(folder / "wandb")
     assert one_of(first, "run")["run_id"] == one_of(second, "run")["run_id"]
     assert one_of(second, "run")["resume"] is True
-    assert (exit_code_of(first), exit_code_of(second)) == (75, 0)
+    assert (worst_exit_code(first), worst_exit_code(second)) == (75, 0)
     assert [record["type"] for record in first].count("preempting") == 1
     assert [summary_of(records)["status"] for records in (first, second)] == [
         "preempted",
         "finished",
     ]
-    rows, made_up = rows_of(first), rows_of(second)
+    rows, made_up = find_rows(first), find_rows(second)
     if made_up[0][STEP] == rows[-1][STEP]:  # the validation that the signal did not wait for
         assert not set(made_up[0]) & set(rows[-1]) - {STEP}
         rows[-1] |= made_up.pop(0)
@@ -217,10 +217,10 @@ def test_a_crash_a_lost_id_and_a_kill_leave_one_run_with_every_step_once(tmp_pat
     crashed, killed_at, last = records_of(folder / "wandb")
     [run_id] = {one_of(records, "run")["run_id"] for records in (crashed, killed_at, last)}
     assert run_id == json.loads((folder / ID_FILE).read_text())["id"]
-    assert (exit_code_of(crashed), summary_of(crashed)["status"]) == (1, "failed")
-    assert (exit_code_of(killed_at), summary_of(killed_at)["status"]) == (None, "running")
-    assert (exit_code_of(last), summary_of(last)["status"]) == (0, "finished")
-    every = [rows_of(records) for records in (crashed, killed_at, last)]
+    assert (worst_exit_code(crashed), summary_of(crashed)["status"]) == (1, "failed")
+    assert (worst_exit_code(killed_at), summary_of(killed_at)["status"]) == (None, "running")
+    assert (worst_exit_code(last), summary_of(last)["status"]) == (0, "finished")
+    every = [find_rows(records) for records in (crashed, killed_at, last)]
     steps = [row[STEP] for rows in every for row in rows]  # those that the kill took come after it
     assert steps == [1, 2, 3, 4, 5, 6, 7, 8]
     assert [row[STEP] for row in every[0]] == [1, 2, 3]
@@ -253,7 +253,7 @@ def folder(tmp_path: Path) -> Path:
     return tmp_path
 
 
-def logger_in(folder: Path, **words: Any) -> WandbRun:
+def logger_in(folder: Path, **words: Any) -> WandbLogger:
     given: dict[str, Any] = {
         "project": None,
         "entity": None,
@@ -263,7 +263,7 @@ def logger_in(folder: Path, **words: Any) -> WandbRun:
         "init_timeout_seconds": 15,
         "finish_timeout_seconds": 60,
     }
-    return WandbRun(run_folder=folder, **given | words)
+    return WandbLogger(run_folder=folder, **given | words)
 
 
 @pytest.fixture
@@ -278,7 +278,7 @@ def said(caplog: pytest.LogCaptureFixture) -> Iterator[list[str]]:
     log.removeHandler(handler)
 
 
-def log_steps(logger: WandbRun, *steps: int, loss: float = 0.0) -> None:
+def log_steps(logger: WandbLogger, *steps: int, loss: float = 0.0) -> None:
     for step in steps:
         logger.log_metrics({"train/loss": step + loss}, step=step - 1)
 
@@ -298,7 +298,7 @@ def test_undone_steps_stay_and_those_made_anew_follow_them_with_marks_and_one_al
     logger.log_event("stop", 3, why="it goes on")
     logger.log_event("end", 3, status="diverged", error="Diverged at step 3")
     [records] = records_of(folder / "wandb")
-    assert rows_of(records) == [
+    assert find_rows(records) == [
         {STEP: 1, "train/loss": 1},
         {STEP: 2, "train/loss": 2},
         {STEP: 3, "train/loss": 3, "event/spike": 1},
@@ -309,7 +309,7 @@ def test_undone_steps_stay_and_those_made_anew_follow_them_with_marks_and_one_al
     assert counts == [0, 1, 2, 3, 4]
     alerts = [record["alert"]["title"] for record in records if record["type"] == "alert"]
     assert alerts == ["Spike", "Rollback", "Diverged"]
-    assert (summary_of(records)["status"], exit_code_of(records)) == ("diverged", 3)
+    assert (summary_of(records)["status"], worst_exit_code(records)) == ("diverged", 3)
 
     told = rows_in_file(folder / "wandb", one_of(records, "run")["run_id"])
     assert told is not None
@@ -325,7 +325,7 @@ def test_a_run_that_began_without_wandb_brings_its_rows_along(folder: Path) -> N
     log_steps(logger, 3)
     logger.log_event("end", 3, status="finished")
     [records] = records_of(folder / "wandb")
-    assert rows_of(records) == [
+    assert find_rows(records) == [
         {STEP: 1, "train/loss": 1},
         {STEP: 2, "train/loss": 2, "val/loss": 2.5},
         {STEP: 3, "train/loss": 3},
@@ -351,7 +351,7 @@ def test_rows_told_before_are_told_again_only_where_they_differ(folder: Path) ->
     after.finalize("success")
     after.log_event("end", 4, status="finished")
     _, records = records_of(folder / "wandb")
-    assert rows_of(records) == [
+    assert find_rows(records) == [
         {STEP: 2, "val/loss": 7},
         {STEP: 3, "train/loss": 3.5},
         {STEP: 4, "train/loss": 4.5},
@@ -406,7 +406,7 @@ def test_a_server_out_of_reach_is_waited_for_a_moment_and_the_run_kept_offline(
     logger.log_event("end", 2, status="finished")
     assert len(said) == 1
     assert "wandb sync" in said[0]
-    [told] = [rows for records in records_of(folder / "wandb") if (rows := rows_of(records))]
+    [told] = [rows for records in records_of(folder / "wandb") if (rows := find_rows(records))]
     assert [row[STEP] for row in told] == [1, 2]
 
 
@@ -463,7 +463,7 @@ def test_a_run_that_never_began_opens_nothing(folder: Path) -> None:
 
 
 def test_a_checkpoint_of_another_folder_does_not_lend_its_id(folder: Path, tmp_path: Path) -> None:
-    saved = {"loggers": {"CsvLogger": "x", "WandbRun": "abcd1234"}}
+    saved = {"loggers": {"CsvLogger": "x", "WandbLogger": "abcd1234"}}
     ids = []
     for run in ("here", "elsewhere"):
         here = tmp_path / "here"
@@ -501,14 +501,14 @@ def test_alerts_of_a_kind_wait_and_the_next_says_how_many_were_held_back(
 
 def test_the_exit_code_is_the_one_of_the_process() -> None:
     def of(*noted: str, event: str = "end", **fields: Any) -> tuple[str, int]:
-        ending = Ending()
+        ending = WandbExit()
         for one in noted:
             ending.note(one)
         summary = {"train_loss": fields.pop("train_loss", 1.0)}
         return ending.of(event, fields, summary)
 
     assert of(status="finished") == ("finished", 0)
-    assert of("checkpoint_refused", "resume", status="finished") == ("finished", 0)
+    assert of("checkpoint_rejected", "resume", status="finished") == ("finished", 0)
     assert of("checkpoint_failed", status="finished") == ("unsaved", 74)
     assert of("checkpoint_failed", "checkpoint", status="finished") == ("finished", 0)
     assert of(status="finished", train_loss=None) == ("diverged", 3)

@@ -17,7 +17,7 @@ from support import ROOT
 
 from recipes.config import compose_and_check
 from recipes.config.compose import Composed
-from recipes.errors import Mistake
+from recipes.errors import ConfigError
 from recipes.mode.dashboard import dashboard
 from recipes.mode.wandb_workspace import KINDS, STEP, make_workspace, pattern_of
 
@@ -236,7 +236,7 @@ def test_what_wandb_refuses_is_a_mistake_with_its_answer(
     server: type[Server], tmp_path: Path
 ) -> None:
     server.knows_project = False
-    with pytest.raises(Mistake, match="mode.project=p: W&B refuses .*project not found"):
+    with pytest.raises(ConfigError, match="mode.project=p: W&B refuses .*project not found"):
         make(tmp_path)
 
 
@@ -258,7 +258,7 @@ def test_what_wandb_refuses_is_a_mistake_with_its_answer(
     ],
 )
 def test_a_panel_that_is_none_is_a_mistake_of_three_clauses(panel: Any, message: str) -> None:
-    with pytest.raises(Mistake) as caught:
+    with pytest.raises(ConfigError) as caught:
         make_workspace([{"title": "s", "panels": [panel]}], entity="", project="p", title="t")
     assert message in str(caught.value)
 
@@ -269,7 +269,7 @@ def test_a_package_that_is_missing_is_named_with_what_to_type(
     for name in [one for one in sys.modules if one.startswith("wandb_workspaces")]:
         monkeypatch.delitem(sys.modules, name)
     monkeypatch.setitem(sys.modules, "wandb_workspaces", None)
-    with pytest.raises(Mistake) as caught:
+    with pytest.raises(ConfigError) as caught:
         make(tmp_path)
     assert str(caught.value) == (
         "mode=dashboard: it needs the package wandb_workspaces, which is not installed;"

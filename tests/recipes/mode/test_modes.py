@@ -9,7 +9,7 @@ import yaml
 from support import TINY, composed_config, read_metrics, write_texts
 
 from recipes.config import compose_and_check
-from recipes.entry.run import launch
+from recipes.entry.run import run_composed
 
 REMAINS = [
     ".lock",
@@ -27,7 +27,7 @@ REMAINS = [
 ]
 SUMMARY = [
     "best_val_loss",
-    "left_out_seconds",
+    "excluded_seconds",
     "mfu",
     "num_parameters",
     "peak_memory_gib",
@@ -48,7 +48,7 @@ def carry_out(*overrides: str) -> int:
     composed, mistakes = compose_and_check(overrides)
     assert composed is not None
     assert not mistakes, [str(mistake) for mistake in mistakes]
-    return launch(composed)
+    return run_composed(composed)
 
 
 @pytest.fixture(scope="module")
@@ -334,7 +334,7 @@ def test_a_run_that_stops_early_leaves_a_checkpoint_of_where_it_stopped(
 
 def test_a_second_start_in_the_folder_of_a_run_is_a_mistake(run: Path, typed: list[str]) -> None:
     _, mistakes = compose_and_check([*typed, f"hydra.run.dir={run}"])
-    assert [mistake.remedy for mistake in mistakes] == [
+    assert [mistake.fix for mistake in mistakes] == [
         f"resume=auto hydra.run.dir={run} to go on, or hydra.run.dir=<another folder>"
     ]
 

@@ -19,7 +19,7 @@ WORDS = [
     *(word for word in TINY if not word.startswith("~")),
     "callbacks=[grad_norm,loss_spike]",
     "callbacks.loss_spike.window=16",
-    "callbacks.loss_spike.warm_up=8",
+    "callbacks.loss_spike.warmup_steps=8",
     "model.dropout=0.1",
     "micro_batch_size=4",
     "trainer.max_steps=30",

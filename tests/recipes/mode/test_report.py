@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 
 from recipes.config.compose import Composed
-from recipes.errors import Mistake
+from recipes.errors import ConfigError
 from recipes.mode.report import find_runs, report
 
 COMPOSED = Composed(config={}, choices={}, run_folder=Path("unused"), overrides=[])
@@ -50,15 +50,17 @@ def test_a_glob_and_a_folder_name_each_run_once(logs: Path) -> None:
     ("word", "why"), [("nowhere", "there is no such folder"), ("empty", "there is no run in it")]
 )
 def test_a_word_that_names_no_run_is_a_mistake(logs: Path, word: str, why: str) -> None:
-    with pytest.raises(Mistake) as raised:
+    with pytest.raises(ConfigError) as raised:
         find_runs([str(logs / "alone"), str(logs / word)])
-    assert raised.value.you_set == f"mode.runs=[{logs / word}]"
-    assert raised.value.why == why
-    assert raised.value.remedy.startswith("mode.runs=[")
+    assert raised.value.setting == f"mode.runs=[{logs / word}]"
+    assert raised.value.reason == why
+    assert raised.value.fix.startswith("mode.runs=[")
 
 
 def test_no_word_is_a_mistake() -> None:
-    with pytest.raises(Mistake, match=r"mode.runs=\[\]: no run is named; type mode.runs=\[logs/"):
+    with pytest.raises(
+        ConfigError, match=r"mode.runs=\[\]: no run is named; type mode.runs=\[logs/"
+    ):
         find_runs([])
 
 
@@ -100,10 +102,14 @@ def test_the_page_can_be_put_elsewhere_by_file_or_folder(logs: Path) -> None:
 def test_a_page_in_a_run_folder_would_replace_that_runs_own(logs: Path) -> None:
     (logs / "sweep" / "config.yaml").write_text("")
     jobs = [str(logs / "sweep" / number) for number in "01"]
-    with pytest.raises(Mistake, match=r"mode.path=null: .*/sweep is a run with a page of its own"):
+    with pytest.raises(
+        ConfigError, match=r"mode.path=null: .*/sweep is a run with a page of its own"
+    ):
         carry_out(logs, [], runs=jobs)
 
 
 def test_a_sort_that_no_run_has_is_a_mistake(logs: Path) -> None:
-    with pytest.raises(Mistake, match="mode.sort=unknown: no run has it; they have val_loss; type"):
+    with pytest.raises(
+        ConfigError, match="mode.sort=unknown: no run has it; they have val_loss; type"
+    ):
         carry_out(logs, [], sort="unknown")

@@ -13,10 +13,10 @@ import yaml
 from support import ROOT, TINY, write_texts
 
 from recipes.config import compose_and_check
-from recipes.entry.run import launch
+from recipes.entry.run import run_composed
 from recipes.logger.wandb.init import ID_FILE
 from recipes.logger.wandb.resume import STEP
-from tests.recipes.logger.test_wandb import one_of, records_of, rows_of, summary_of
+from tests.recipes.logger.test_wandb import find_rows, one_of, records_of, summary_of
 
 SPACE = (
     "optimizer.lr=tag(log,interval(1e-5,1e-2))",
@@ -29,7 +29,7 @@ SPACE = (
     "micro_batch_size=null,8",
     "compile=false,true",
     "name=a-b,'1e-3'",
-    "model.width=tag(log,int(interval(16,64)))",
+    "model.hidden_size=tag(log,int(interval(16,64)))",
     "+trainer.benchmark=true,false",
 )
 
@@ -56,7 +56,7 @@ def described(*words: str) -> dict[str, Any]:
     composed, mistakes = compose_and_check(["mode=wandb_sweep", *words])
     assert composed is not None
     assert not mistakes, [str(mistake) for mistake in mistakes]
-    assert launch(composed) == 0
+    assert run_composed(composed) == 0
     content: dict[str, Any] = yaml.safe_load(Path("wandb_sweep.yaml").read_text())
     return content
 
@@ -66,7 +66,7 @@ def refused(capsys: pytest.CaptureFixture[str], *words: str) -> str:
     composed, mistakes = compose_and_check(["mode=wandb_sweep", *words])
     assert composed is not None
     assert not mistakes, [str(mistake) for mistake in mistakes]
-    assert launch(composed) == 2
+    assert run_composed(composed) == 2
     assert not Path("wandb_sweep.yaml").exists()
     said = capsys.readouterr()
     return said.out + said.err
@@ -117,7 +117,7 @@ class TestAgainstWandbsOwn:
             args = {name: as_json(value["value"]) for name, value in drawn.items()}
             composed, mistakes = compose_and_check(command_of(content, args)[3:])
             assert composed is not None
-            wrong = [m.you_set for m in mistakes if not m.you_set.startswith("model.width=")]
+            wrong = [m.setting for m in mistakes if not m.setting.startswith("model.hidden_size=")]
             assert wrong == []  # a width that the heads do not divide is one
             config = composed.config
             assert 1e-5 <= config["optimizer"]["lr"] <= 1e-2
@@ -130,8 +130,8 @@ class TestAgainstWandbsOwn:
             assert config["micro_batch_size"] in (None, 8)
             assert config["compile"] in (True, False)
             assert config["name"] in ("a-b", "1e-3")
-            assert isinstance(config["model"]["width"], int)
-            assert 16 <= config["model"]["width"] <= 64
+            assert isinstance(config["model"]["hidden_size"], int)
+            assert 16 <= config["model"]["hidden_size"] <= 64
             assert config["trainer"]["benchmark"] in (True, False)
 
     def test_a_grid_is_every_combination_once(self, sweeps: Any) -> None:
@@ -222,13 +222,13 @@ def test_trials_of_two_ranks_are_the_runs_that_the_agent_named(
         assert (config["optimizer.lr"], config["optimizer"]["lr"]) == (lr, lr)
         assert config["model"] == "gpt2_nano"  # as W&B has drawn it
         assert config["model_settings"] == frozen["model"]
-        steps = [row[STEP] for row in rows_of(records)]
+        steps = [row[STEP] for row in find_rows(records)]
         assert steps == [1, 2, 3, 4]
         # what the sweep is judged by is in the run's summary, under this name
         summary = summary_of(records)
         assert content["metric"] == {"name": "best_val_loss", "goal": "minimize"}
         assert summary[content["metric"]["name"]] == min(
-            row["val/loss"] for row in rows_of(records) if "val/loss" in row
+            row["val/loss"] for row in find_rows(records) if "val/loss" in row
         )
 
 
@@ -245,7 +245,7 @@ def test_a_trial_of_an_entry_that_was_cut_goes_on_in_its_folder_as_its_run(
     folder = elsewhere / "logs" / "ddp_test" / "wandb_swp" / "cut"
     both = records_of(folder / "wandb")
     assert [one_of(records, "run")["run_id"] for records in both] == ["cut", "cut"]
-    steps = [row[STEP] for records in both for row in rows_of(records)]
+    steps = [row[STEP] for records in both for row in find_rows(records)]
     assert sorted(set(steps)) == [1, 2, 3, 4]
 
 

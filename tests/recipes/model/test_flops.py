@@ -13,7 +13,7 @@ from recipes.model.gpt2 import GPT2
 from recipes.model.llama import Llama
 from recipes.model.resnet18 import ResNet18
 
-GPT2_SHAPES = {  # layers, heads, width
+GPT2_SHAPES = {  # layers, heads, hidden_size
     "124M": (12, 12, 768),
     "350M": (24, 16, 1024),
     "774M": (36, 20, 1280),
@@ -31,14 +31,14 @@ GPT2_SHAPES = {  # layers, heads, width
     ],
 )
 def test_gpt2_family_in_both_conventions(name: str, palm: float, causal: float) -> None:
-    num_layers, num_heads, width = GPT2_SHAPES[name]
+    num_layers, num_heads, hidden_size = GPT2_SHAPES[name]
     with torch.device("meta"):
         model = GPT2(
             vocab_size=50257,
             max_seq_len=1024,
             num_layers=num_layers,
             num_heads=num_heads,
-            width=width,
+            hidden_size=hidden_size,
             dropout=0.0,
         )
     flops = model.flops_per_token(1024)
@@ -55,8 +55,8 @@ def test_llama_3_8b_at_8192_tokens_leaves_the_untied_embedding_out() -> None:
             num_layers=32,
             num_heads=32,
             num_kv_heads=8,
-            width=4096,
-            hidden_width=14336,
+            hidden_size=4096,
+            ffn_hidden_size=14336,
             rope_theta=500000.0,
         )
     flops = model.flops_per_token(8192)
@@ -68,9 +68,9 @@ def test_llama_3_8b_at_8192_tokens_leaves_the_untied_embedding_out() -> None:
     assert (round(flops.palm / 1e9, 1), round(flops.causal / 1e9, 1)) == (57.9, 51.5)
 
 
-@pytest.mark.parametrize("tie_head", [True, False])
+@pytest.mark.parametrize("tie_embeddings", [True, False])
 def test_gpt2_differs_from_torchs_counter_by_norms_biases_and_positions_alone(
-    tie_head: bool,
+    tie_embeddings: bool,
 ) -> None:
     with torch.device("meta"):
         model = GPT2(
@@ -78,9 +78,9 @@ def test_gpt2_differs_from_torchs_counter_by_norms_biases_and_positions_alone(
             max_seq_len=32,
             num_layers=2,
             num_heads=2,
-            width=16,
+            hidden_size=16,
             dropout=0.0,
-            tie_head=tie_head,
+            tie_embeddings=tie_embeddings,
         )
     inputs = torch.zeros(3, 32, dtype=torch.long, device="meta")
     # The math backend: torch counts a fused backward as five products of T x T instead of four.

@@ -6,7 +6,7 @@ import pytest
 import torch
 from torch import nn
 
-from recipes.errors import Mistake
+from recipes.errors import ConfigError
 from recipes.model.attention import KeyValueCache, causal_mask
 from recipes.model.generate import generate, sampling_probabilities
 from recipes.model.gpt2 import GPT2
@@ -27,7 +27,7 @@ def model_of(architecture: str) -> GPT2 | Llama:
             max_seq_len=MAX_SEQ_LEN,
             num_layers=2,
             num_heads=4,
-            width=32,
+            hidden_size=32,
             dropout=0.1,
         )
     else:
@@ -37,8 +37,8 @@ def model_of(architecture: str) -> GPT2 | Llama:
             num_layers=2,
             num_heads=4,
             num_kv_heads=2,
-            width=32,
-            hidden_width=48,
+            hidden_size=32,
+            ffn_hidden_size=48,
             rope_theta=10000.0,
             qk_norm=architecture == "llama_qk_norm",
         )
@@ -196,12 +196,12 @@ def test_padded_tokens_are_never_drawn() -> None:
 )
 def test_settings_that_cannot_be_are_refused(changes: dict[str, float]) -> None:
     options = {"temperature": 1.0, "top_k": None, "top_p": None, "seed": 0} | changes
-    with pytest.raises(Mistake, match=next(iter(changes))):
+    with pytest.raises(ConfigError, match=next(iter(changes))):
         generate(model_of("gpt2"), [1], 1, **options)
 
 
 def test_an_empty_prompt_is_refused() -> None:
-    with pytest.raises(Mistake, match="an empty prompt"):
+    with pytest.raises(ConfigError, match="an empty prompt"):
         generate(model_of("gpt2"), [], 1, temperature=0.0, top_k=None, top_p=None, seed=0)
 
 

@@ -7,7 +7,7 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
-from recipes.errors import Mistake
+from recipes.errors import ConfigError
 from recipes.model.gpt2 import GPT2
 
 torch.set_num_threads(1)
@@ -19,7 +19,7 @@ def small(**changes: object) -> GPT2:
         "max_seq_len": 16,
         "num_layers": 2,
         "num_heads": 4,
-        "width": 32,
+        "hidden_size": 32,
         "dropout": 0.0,
     }
     model = GPT2(**(settings | changes))  # type: ignore[arg-type]
@@ -38,7 +38,7 @@ def loss_of(model: nn.Module) -> torch.Tensor:
 
 
 def test_padded_and_unpadded_model_have_the_same_loss_and_gradient_of_every_parameter() -> None:
-    padded, plain = small(pad_vocab_to=64), small(pad_vocab_to=1)
+    padded, plain = small(vocab_pad_multiple=64), small(vocab_pad_multiple=1)
     assert padded.embedding.weight.shape[0] == 128
     losses = [loss_of(padded), loss_of(plain)]
     for loss in losses:
@@ -52,9 +52,9 @@ def test_padded_and_unpadded_model_have_the_same_loss_and_gradient_of_every_para
         torch.testing.assert_close(gradient, reference.grad, rtol=0, atol=1e-7, msg=name)
 
 
-@pytest.mark.parametrize("tie_head", [True, False])
-def test_padded_tokens_get_probability_zero_and_gradient_exactly_zero(tie_head: bool) -> None:
-    model = small(tie_head=tie_head)
+@pytest.mark.parametrize("tie_embeddings", [True, False])
+def test_padded_tokens_get_probability_zero_and_gradient_exactly_zero(tie_embeddings: bool) -> None:
+    model = small(tie_embeddings=tie_embeddings)
     logits = model(tokens())
     assert logits.shape == (2, 16, 128)
     assert torch.equal(logits[..., 100:], torch.full((2, 16, 28), -math.inf))
@@ -73,7 +73,7 @@ def test_first_loss_is_ln_of_the_vocabulary() -> None:
 def test_the_head_stays_tied_from_the_meta_device_to_the_cpu() -> None:
     with torch.device("meta"):
         model = GPT2(
-            vocab_size=100, max_seq_len=16, num_layers=2, num_heads=4, width=32, dropout=0.0
+            vocab_size=100, max_seq_len=16, num_layers=2, num_heads=4, hidden_size=32, dropout=0.0
         )
     model.to_empty(device="cpu")
     model.init_weights(0)
@@ -97,7 +97,7 @@ def test_dropout_acts_in_training_only() -> None:
 
 
 def test_heads_that_do_not_divide_the_width_are_refused_with_the_width_that_would_do() -> None:
-    with pytest.raises(Mistake, match=r"model\.num_heads=3: .* type model\.width=33"):
+    with pytest.raises(ConfigError, match=r"model\.num_heads=3: .* type model\.hidden_size=33"):
         small(num_heads=3)
 
 

@@ -24,7 +24,7 @@ def small(**changes: object) -> GPT2:
         "max_seq_len": 16,
         "num_layers": 2,
         "num_heads": 4,
-        "width": 32,
+        "hidden_size": 32,
         "dropout": 0.0,
     }
     return GPT2(**(settings | changes))  # type: ignore[arg-type]
@@ -57,7 +57,7 @@ def test_a_deeper_model_begins_with_the_weights_of_the_shallow_one() -> None:
 
 
 def test_padding_changes_no_row_that_existed() -> None:
-    padded, plain = small(pad_vocab_to=64), small(pad_vocab_to=1)
+    padded, plain = small(vocab_pad_multiple=64), small(vocab_pad_multiple=1)
     for model in (padded, plain):
         model.init_weights(7)
     assert torch.equal(padded.embedding.weight[:100], plain.embedding.weight)
@@ -65,7 +65,7 @@ def test_padding_changes_no_row_that_existed() -> None:
 
 
 def test_every_parameter_has_the_spread_it_is_given() -> None:
-    model = small(width=256, num_layers=2)
+    model = small(hidden_size=256, num_layers=2)
     model.init_weights(0)
     for name, values in weights(model).items():
         if values.dim() == 1:

@@ -9,7 +9,7 @@ import torch.distributed as dist
 import torch.nn.functional as F
 from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 
-from recipes.errors import Mistake
+from recipes.errors import ConfigError
 from recipes.model import llama_block
 from recipes.model.llama import Llama
 from recipes.model.llama_block import RMSNorm
@@ -23,8 +23,8 @@ SETTINGS = {
     "num_layers": 2,
     "num_heads": 4,
     "num_kv_heads": 2,
-    "width": 32,
-    "hidden_width": 48,
+    "hidden_size": 32,
+    "ffn_hidden_size": 48,
     "rope_theta": 10000.0,
 }
 
@@ -60,7 +60,7 @@ def test_rotary_tables_stay_float32_and_right_through_every_move(move: str) -> N
         model.init_weights(0)
     else:
         with torch.device("meta"):
-            model = Llama(**SETTINGS, tie_head=True)  # type: ignore[arg-type]
+            model = Llama(**SETTINGS, tie_embeddings=True)  # type: ignore[arg-type]
         model = model.to(torch.bfloat16).to_empty(device="cpu")
         model.init_weights(0)
         assert model.head.weight is model.embedding.weight
@@ -157,7 +157,7 @@ def test_compiled_blocks_have_no_graph_break_and_are_compiled_once_for_all_steps
 @pytest.mark.parametrize(
     ("changes", "message"),
     [
-        ({"num_heads": 3}, r"model\.num_heads=3: .* type model\.width=33"),
+        ({"num_heads": 3}, r"model\.num_heads=3: .* type model\.hidden_size=33"),
         ({"num_kv_heads": 3}, r"model\.num_kv_heads=3: .* type model\.num_kv_heads=1"),
         ({"head_dim": 7}, r"model\.head_dim=7: .* type model\.head_dim=8"),
     ],
@@ -165,5 +165,5 @@ def test_compiled_blocks_have_no_graph_break_and_are_compiled_once_for_all_steps
 def test_heads_that_do_not_fit_are_refused_with_what_would(
     changes: dict[str, int], message: str
 ) -> None:
-    with pytest.raises(Mistake, match=message):
+    with pytest.raises(ConfigError, match=message):
         small(**changes)

@@ -43,7 +43,7 @@ def test_every_option_is_counted_here() -> None:
 
 @pytest.mark.parametrize("option", NUM_PARAMETERS)
 def test_number_of_parameters(option: str) -> None:
-    changes = {} if option == "resnet18" else {"pad_vocab_to": 1}
+    changes = {} if option == "resnet18" else {"vocab_pad_multiple": 1}
     model = build(option, **changes)
     assert count(model) == NUM_PARAMETERS[option]
     everything = [*model.parameters(), *model.buffers()]

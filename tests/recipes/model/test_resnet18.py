@@ -8,7 +8,7 @@ import torch
 import torch.nn.functional as F
 from safetensors.torch import save_file
 
-from recipes.errors import Mistake
+from recipes.errors import ConfigError
 from recipes.model.resnet18 import ResNet18
 from recipes.model.weights import initialize
 
@@ -86,5 +86,5 @@ def test_weights_of_another_shape_are_refused_and_every_difference_is_listed(
 
 
 def test_a_file_that_is_not_there_is_refused() -> None:
-    with pytest.raises(Mistake, match=r"model\.pretrained=nowhere\.pth: there is no such file"):
+    with pytest.raises(ConfigError, match=r"model\.pretrained=nowhere\.pth: there is no such file"):
         digits(pretrained="nowhere.pth")

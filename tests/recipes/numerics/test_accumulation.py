@@ -2,7 +2,7 @@
 
 import pytest
 
-from recipes.errors import Mistake
+from recipes.errors import ConfigError
 from recipes.numerics.accumulation import divide
 
 
@@ -35,7 +35,7 @@ def test_micro_batches_times_passes_times_devices_is_the_global_batch(
 
 
 @pytest.mark.parametrize(
-    ("global_batch", "micro", "devices", "explicit", "remedy"),
+    ("global_batch", "micro", "devices", "explicit", "fix"),
     [
         (10, 4, 1, None, "global_batch_size=12 (or 8)"),
         (9, None, 2, None, "global_batch_size=10 (or 8)"),
@@ -45,13 +45,13 @@ def test_micro_batches_times_passes_times_devices_is_the_global_batch(
     ],
 )
 def test_what_does_not_divide_names_the_nearest_that_does(
-    global_batch: int, micro: int | None, devices: int, explicit: int | None, remedy: str
+    global_batch: int, micro: int | None, devices: int, explicit: int | None, fix: str
 ) -> None:
-    with pytest.raises(Mistake) as caught:
+    with pytest.raises(ConfigError) as caught:
         divide(
             global_batch_size=global_batch,
             micro_batch_size=micro,
             num_devices=devices,
             accumulate_grad_batches=explicit,
         )
-    assert caught.value.remedy == remedy
+    assert caught.value.fix == fix

@@ -28,7 +28,7 @@ SHAPE: dict[str, Any] = {
     "max_seq_len": 16,
     "num_layers": 2,
     "num_heads": 2,
-    "width": 32,
+    "hidden_size": 32,
 }
 SPLITS = [(8, 1), (4, 2), (2, 4), (1, 8)]  # micro-batch, passes
 

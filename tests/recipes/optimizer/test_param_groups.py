@@ -11,7 +11,9 @@ from recipes.optimizer.param_groups import decay_groups
 
 
 def small() -> GPT2:
-    model = GPT2(vocab_size=64, max_seq_len=8, num_layers=2, num_heads=2, width=16, dropout=0.0)
+    model = GPT2(
+        vocab_size=64, max_seq_len=8, num_layers=2, num_heads=2, hidden_size=16, dropout=0.0
+    )
     initialize(model, seed=0)
     return model
 
@@ -36,7 +38,7 @@ def test_frozen_parameters_are_left_out() -> None:
     assert all(parameter.requires_grad for group in groups for parameter in group["params"])
 
 
-@pytest.mark.parametrize("option", ["adamw", "adamw_small", "adam", "sgd"])
+@pytest.mark.parametrize("option", ["adamw", "adamw_nano", "adam", "sgd"])
 @pytest.mark.parametrize("fused", [True, False])
 def test_an_optimizer_made_from_its_node_takes_a_step(option: str, fused: bool) -> None:
     model = small()

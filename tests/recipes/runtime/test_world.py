@@ -4,9 +4,10 @@ from typing import Any
 
 import pytest
 
-from recipes.errors import Mistake
+from recipes.config.ranks import get_ranks
+from recipes.errors import ConfigError
 from recipes.runtime import world as ranks
-from recipes.runtime.world import RANK_FILE, Ranks, global_rank, ranks_of
+from recipes.runtime.world import RANK_FILE, Ranks, global_rank
 
 TORCHRUN = {
     "RANK": "3",
@@ -30,7 +31,7 @@ def config(
     devices: Any = "auto",
     num_nodes: int = 1,
     accelerator: str = "auto",
-    strategy: str = "recipes.strategy.ddp.DataParallel",
+    strategy: str = "recipes.strategy.ddp.DDP",
     mode: str = "fit",
 ) -> dict[str, Any]:
     return {
@@ -72,7 +73,7 @@ def no_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_where_nobody_started_ranks_the_config_and_the_gpus_say_how_many(
     asked: dict[str, Any], per_node: int
 ) -> None:
-    found = ranks_of(config(**asked), {})
+    found = get_ranks(config(**asked), {})
     assert found == Ranks(per_node=per_node, num_nodes=1, started_by=None)
     assert global_rank({}) == 0
 
@@ -82,29 +83,29 @@ def test_where_nobody_started_ranks_the_config_and_the_gpus_say_how_many(
 def test_a_machine_without_gpu_carries_one_rank_or_as_many_as_asked(
     devices: Any, per_node: int
 ) -> None:
-    assert ranks_of(config(devices=devices), {}).world_size == per_node
+    assert get_ranks(config(devices=devices), {}).world_size == per_node
 
 
 def test_the_ranks_that_exist_say_how_many_they_are() -> None:
-    found = ranks_of(config(), TORCHRUN)
+    found = get_ranks(config(), TORCHRUN)
     assert found == Ranks(per_node=2, num_nodes=2, started_by="torchrun")
     assert global_rank(TORCHRUN) == 3
-    assert ranks_of(config(devices=2), US | {"GROUP_WORLD_SIZE": "1"}).started_by == "us"
+    assert get_ranks(config(devices=2), US | {"GROUP_WORLD_SIZE": "1"}).started_by == "us"
     assert global_rank(US) == 1
     slurm = SLURM | {"SLURM_STEP_NUM_TASKS": "6", "SLURM_STEP_TASKS_PER_NODE": "2(x3)"}
-    assert ranks_of(config(), slurm) == Ranks(per_node=2, num_nodes=3, started_by="slurm")
+    assert get_ranks(config(), slurm) == Ranks(per_node=2, num_nodes=3, started_by="slurm")
     assert global_rank(slurm) == 5
     older = {"SLURM_STEP_NUM_TASKS": "4", "SLURM_PROCID": "0", "SLURM_NTASKS_PER_NODE": "4"}
-    assert ranks_of(config(), older) == Ranks(per_node=4, num_nodes=1, started_by="slurm")
+    assert get_ranks(config(), older) == Ranks(per_node=4, num_nodes=1, started_by="slurm")
 
 
 def test_a_plain_command_in_a_batch_script_is_no_rank() -> None:
     batch = {"SLURM_JOB_ID": "7", "SLURM_NTASKS": "8", "SLURM_PROCID": "0", "SLURM_LOCALID": "0"}
-    assert ranks_of(config(devices=1), batch) == Ranks(per_node=1, num_nodes=1, started_by=None)
+    assert get_ranks(config(devices=1), batch) == Ranks(per_node=1, num_nodes=1, started_by=None)
 
 
 def test_torchrun_agents_that_srun_started_are_counted_as_torchrun_says() -> None:
-    assert ranks_of(config(), SLURM | TORCHRUN).started_by == "torchrun"
+    assert get_ranks(config(), SLURM | TORCHRUN).started_by == "torchrun"
 
 
 @pytest.mark.usefixtures("two_gpus")
@@ -169,6 +170,6 @@ def test_torchrun_agents_that_srun_started_are_counted_as_torchrun_says() -> Non
 def test_what_contradicts_is_a_mistake_with_its_remedy(
     asked: dict[str, Any], environ: dict[str, str], mistake: str
 ) -> None:
-    with pytest.raises(Mistake) as caught:
-        ranks_of(config(**asked), environ)
+    with pytest.raises(ConfigError) as caught:
+        get_ranks(config(**asked), environ)
     assert str(caught.value) == mistake

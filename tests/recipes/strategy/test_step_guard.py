@@ -6,7 +6,7 @@ from typing import Any
 import pytest
 import torch
 
-from recipes.strategy import refuse
+from recipes.strategy import skip_step
 
 
 def optimizers(weight: torch.nn.Parameter) -> dict[str, torch.optim.Optimizer]:
@@ -18,7 +18,7 @@ def optimizers(weight: torch.nn.Parameter) -> dict[str, torch.optim.Optimizer]:
     }
 
 
-def state_of(optimizer: torch.optim.Optimizer, weight: torch.Tensor) -> list[Any]:
+def state_from_exit_code(optimizer: torch.optim.Optimizer, weight: torch.Tensor) -> list[Any]:
     state = copy.deepcopy(optimizer.state_dict()["state"])
     return [weight.detach().clone(), *(one for of in state.values() for one in of.values())]
 
@@ -29,13 +29,16 @@ def test_a_refused_step_changes_nothing_and_the_next_one_does(name: str) -> None
     optimizer = optimizers(weight)[name]
     weight.grad = torch.randn(5)
     optimizer.step()
-    before = state_of(optimizer, weight)
+    before = state_from_exit_code(optimizer, weight)
     weight.grad = torch.full((5,), torch.inf)
-    refuse(optimizer, [weight], torch.tensor(True))
+    skip_step(optimizer, [weight], torch.tensor(True))
     optimizer.step()
-    assert all(torch.equal(*pair) for pair in zip(before, state_of(optimizer, weight), strict=True))
+    assert all(
+        torch.equal(*pair)
+        for pair in zip(before, state_from_exit_code(optimizer, weight), strict=True)
+    )
     weight.grad = torch.randn(5)
-    refuse(optimizer, [weight], torch.tensor(False))
+    skip_step(optimizer, [weight], torch.tensor(False))
     optimizer.step()
     assert not torch.equal(before[0], weight.detach())
 
@@ -47,11 +50,14 @@ def test_a_fused_kernel_heeds_the_flag_that_a_gpu_leaves_there(name: str) -> Non
     optimizer = optimizers(weight)[name]
     weight.grad = torch.randn(5)
     optimizer.step()
-    before = state_of(optimizer, weight)
+    before = state_from_exit_code(optimizer, weight)
     optimizer.found_inf = torch.tensor(1.0)  # type: ignore[attr-defined]
     weight.grad = torch.full((5,), torch.inf)
     optimizer.step()
-    assert all(torch.equal(*pair) for pair in zip(before, state_of(optimizer, weight), strict=True))
+    assert all(
+        torch.equal(*pair)
+        for pair in zip(before, state_from_exit_code(optimizer, weight), strict=True)
+    )
     optimizer.found_inf = torch.tensor(0.0)  # type: ignore[attr-defined]
     weight.grad = torch.randn(5)
     optimizer.step()

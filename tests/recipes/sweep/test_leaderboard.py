@@ -7,12 +7,12 @@ from typing import Any
 
 import pytest
 
-from recipes.errors import Mistake
-from recipes.launcher.job import Job, State, read_job, state_of
+from recipes.errors import ConfigError
+from recipes.launcher.job import Job, State, read_job, state_from_exit_code
 from recipes.sweep.leaderboard import (
     check_objective,
-    objective_of,
     ranked,
+    read_objective,
     swept_words,
     write_leaderboard,
 )
@@ -64,13 +64,13 @@ def test_one_job_alone_is_told_by_the_keys_that_are_swept(jobs: list[Job]) -> No
 def test_the_last_value_of_a_metric_may_be_the_objective(tmp_path: Path) -> None:
     job = job_in(tmp_path, 0, [], val_loss=3.0)
     (job.folder / "metrics.csv").write_text("step,grad/norm,val/loss\n1,2.5,\n2,1.5,3\n3,,\n")
-    assert objective_of(job.folder, "grad/norm") == 1.5
-    assert objective_of(job.folder, "memory/host_peak_gib") is None
-    assert objective_of(tmp_path / "nowhere", "val_loss") is None
+    assert read_objective(job.folder, "grad/norm") == 1.5
+    assert read_objective(job.folder, "memory/host_peak_gib") is None
+    assert read_objective(tmp_path / "nowhere", "val_loss") is None
 
 
 def test_an_objective_that_no_run_leaves_is_refused_with_the_nearest_name() -> None:
-    with pytest.raises(Mistake, match=r"type sweep.objective=val_loss"):
+    with pytest.raises(ConfigError, match=r"type sweep.objective=val_loss"):
         check_objective("valloss")
     check_objective("val/perplexity")
 
@@ -110,5 +110,5 @@ def test_a_job_reads_back_as_it_was_written_from_a_folder_that_was_moved(tmp_pat
     ],
 )
 def test_an_exit_code_is_a_state_that_is_over_cut_or_failed(exit_code: int, state: State) -> None:
-    assert state_of(exit_code) is state
+    assert state_from_exit_code(exit_code) is state
     assert [state.is_over, state.is_cut, state.has_failed].count(True) == 1

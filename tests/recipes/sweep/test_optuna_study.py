@@ -12,11 +12,11 @@ import pytest
 from optuna.trial import TrialState
 
 from recipes.config.compose import CONF
-from recipes.errors import Mistake
+from recipes.errors import ConfigError
 from recipes.launcher.job import Job, State
 from recipes.launcher.local import Local
 from recipes.sweep.optuna_study import StudySource
-from recipes.sweep.optuna_sweeper import distributions_of, words_of_trial
+from recipes.sweep.optuna_sweeper import make_distributions, trial_overrides
 from recipes.sweep.search_space import SearchSpace, read_space
 from recipes.sweep.settings import Settings
 from recipes.sweep.sweep import Sweep
@@ -35,15 +35,15 @@ def space_of(words: tuple[str, ...] = SPACE) -> SearchSpace:
 
 
 def source_in(
-    folder: Path, *, num_trials: int = 12, repeat_failed: bool = False, prune_on: str | None = None
+    folder: Path, *, num_trials: int = 12, retry_failed: bool = False, prune_on: str | None = None
 ) -> StudySource:
     folder.mkdir(exist_ok=True)
     optuna.logging.set_verbosity(optuna.logging.WARNING)
     settings = Settings(
         objective="best_val_loss",
         direction="minimize",
-        repeat_failed=repeat_failed,
-        skip_refused=False,
+        retry_failed=retry_failed,
+        skip_invalid=False,
         compare=None,
         dashboard=[],
     )
@@ -66,8 +66,8 @@ def source_in(
     return StudySource(
         study=study,
         sweep=sweep,
-        distributions=distributions_of(space),
-        words_of=partial(words_of_trial, space),
+        distributions=make_distributions(space),
+        words_of=partial(trial_overrides, space),
         name_of=lambda _, number: str(number),
         num_trials=num_trials,
         seed_sampler=lambda trial: optuna.samplers.TPESampler(seed=trial, n_startup_trials=3),
@@ -159,7 +159,7 @@ def test_what_has_failed_is_told_as_failed_and_repeated_with_the_same_words_when
     end(source, second, State.FINISHED, best_val_loss=1.0)
     assert source.more() == []
     assert source_in(tmp_path, num_trials=2).more() == [], "left alone"
-    again = source_in(tmp_path, num_trials=2, repeat_failed=True)
+    again = source_in(tmp_path, num_trials=2, retry_failed=True)
     [repeated] = again.more()
     assert sorted(repeated.overrides) == sorted(first.overrides)
     end(again, repeated, State.FINISHED, best_val_loss=2.0)
@@ -185,14 +185,14 @@ def test_a_trial_worse_than_the_median_at_its_step_is_hopeless_and_one_that_is_b
     for _ in range(3):
         [job] = source.more()
         rows = [{"step": step, "val/loss": 4.0 - step / 100} for step in (10.0, 20.0)]
-        assert not source.is_hopeless(job, rows)
+        assert not source.should_prune(job, rows)
         end(source, job, State.FINISHED, best_val_loss=3.8)
     [better] = source.more()
-    assert not source.is_hopeless(better, [{"step": 10.0, "val/loss": 3.0}])
-    assert not source.is_hopeless(better, [{"step": 15.0, "train/loss": 9.0}]), "another metric"
+    assert not source.should_prune(better, [{"step": 10.0, "val/loss": 3.0}])
+    assert not source.should_prune(better, [{"step": 15.0, "train/loss": 9.0}]), "another metric"
     end(source, better, State.FINISHED, best_val_loss=2.8)
     [worse] = source.more()
-    assert source.is_hopeless(worse, [{"step": 10.0, "val/loss": 5.0}])
+    assert source.should_prune(worse, [{"step": 10.0, "val/loss": 5.0}])
     end(source, worse, State.PRUNED)
     assert trials_of(tmp_path)[4].state is TrialState.PRUNED
     assert trials_of(tmp_path)[4].intermediate_values == {10: 5.0}
@@ -205,7 +205,7 @@ def test_a_trial_with_a_wrong_config_is_refused_and_the_next_one_asked_for(
     space = space_of()
 
     def words_of(params: Mapping[str, Any]) -> list[str]:
-        return [*words_of_trial(space, params), *(["trainer.max_steps=-5"] if not asked else [])]
+        return [*trial_overrides(space, params), *(["trainer.max_steps=-5"] if not asked else [])]
 
     asked: list[int] = []
     monkeypatch.setattr(source, "_words_of", lambda params: (words_of(params), asked.append(1))[0])
@@ -219,7 +219,7 @@ def test_a_study_goes_on_as_what_it_was_or_not_at_all(
 ) -> None:
     source_in(tmp_path)
     monkeypatch.setitem(globals(), "space_of", lambda: read_space(SPACE[:2])[0])
-    with pytest.raises(Mistake, match="the space of the study in it is"):
+    with pytest.raises(ConfigError, match="the space of the study in it is"):
         source_in(tmp_path)
 
 
@@ -232,10 +232,10 @@ def test_a_study_that_maximizes_stops_the_trial_with_the_larger_loss(tmp_path: P
     source._study = pruner_of_a_maximum
     for _ in range(3):
         [job] = source.more()
-        assert not source.is_hopeless(job, [{"step": 10.0, "val/loss": 4.0}])
+        assert not source.should_prune(job, [{"step": 10.0, "val/loss": 4.0}])
         end(source, job, State.FINISHED, best_val_loss=100.0)
     [job] = source.more()
-    assert not source.is_hopeless(job, [{"step": 10.0, "val/loss": 3.0}])
+    assert not source.should_prune(job, [{"step": 10.0, "val/loss": 3.0}])
     end(source, job, State.FINISHED, best_val_loss=100.0)
     [job] = source.more()
-    assert source.is_hopeless(job, [{"step": 10.0, "val/loss": 5.0}])
+    assert source.should_prune(job, [{"step": 10.0, "val/loss": 5.0}])

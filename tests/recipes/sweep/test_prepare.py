@@ -13,9 +13,9 @@ from recipes.config import compose_and_check
 from recipes.config.compose import CONF
 from recipes.launcher.job import Job, State
 from recipes.launcher.local import Local
-from recipes.sweep.command_line import again, check_words, command_of, words_of_job
+from recipes.sweep.command_line import check_command, command_of, job_overrides, resume_command
 from recipes.sweep.live_table import table_of
-from recipes.sweep.pool import exit_code_of
+from recipes.sweep.pool import worst_exit_code
 from recipes.sweep.report import Records
 from recipes.sweep.settings import Settings
 from recipes.sweep.sweep import Sweep
@@ -23,7 +23,7 @@ from recipes.sweep.sweep import Sweep
 
 def settings_of(*, compare: Callable[..., None] | None = None, **changed: Any) -> Settings:
     words: dict[str, Any] = {"objective": "best_val_loss", "direction": "minimize"}
-    words |= {"repeat_failed": False, "skip_refused": False, "dashboard": []}
+    words |= {"retry_failed": False, "skip_invalid": False, "dashboard": []}
     return Settings(**words | changed, compare=compare)
 
 
@@ -63,9 +63,9 @@ def test_what_an_entry_of_conf_sweep_sets_beside_the_space_reaches_its_jobs(tmp_
 def test_a_job_is_the_same_whoever_carries_it_out_and_whatever_it_is_judged_by() -> None:
     words = ["seed=1", "sweep=lr", "sweep.samples=10"]
     others = ["launcher=slurm", "launcher.max_jobs=3", "sweep.objective=mfu", "hydra.sweep.dir=x"]
-    others += ["sweep.repeat_failed=true", "ignore_slurm=true", "hydra/sweeper=optuna"]
-    assert words_of_job([*words, *others]) == words
-    assert words_of_job(["~callbacks.report=null", "seed=1"]) == [
+    others += ["sweep.retry_failed=true", "ignore_slurm=true", "hydra/sweeper=optuna"]
+    assert job_overrides([*words, *others]) == words
+    assert job_overrides(["~callbacks.report=null", "seed=1"]) == [
         "~callbacks.report",
         "seed=1",
     ]
@@ -75,7 +75,7 @@ def test_two_jobs_of_one_folder_are_refused(tmp_path: Path) -> None:
     sweep = sweep_in(tmp_path)
     prepared(sweep, "seed=1")
     _, [mistake] = sweep.prepare(["seed=2"], 1, lambda _: "0")
-    assert mistake.why == "jobs 0 and 1 would share it"
+    assert mistake.reason == "jobs 0 and 1 would share it"
 
 
 def test_a_job_that_is_over_is_not_checked_again_when_its_data_has_gone(tmp_path: Path) -> None:
@@ -159,12 +159,12 @@ def test_a_stopped_sweep_is_75_where_nothing_that_ran_is_lost(
     tmp_path: Path, states: list[State], exit_code: int
 ) -> None:
     jobs = [Job(number=n, folder=tmp_path, overrides=[], state=s) for n, s in enumerate(states)]
-    assert exit_code_of(jobs) == exit_code
+    assert worst_exit_code(jobs) == exit_code
 
 
 def test_the_command_that_goes_on_is_one_that_hydra_reads() -> None:
     typed = ["-m", "seed=1,2", "hydra.sweep.dir=old"]
-    assert again(typed, Path("a b, c")) == (
+    assert resume_command(typed, Path("a b, c")) == (
         "python train.py -m seed=1,2 'hydra.sweep.dir='\"'\"'a b, c'\"'\"''"
     )
 
@@ -184,7 +184,7 @@ def test_the_command_that_goes_on_is_one_that_hydra_reads() -> None:
 def test_the_words_of_a_sweep_are_checked_as_those_of_its_first_job(
     words: list[str], for_hydra: list[str], says: str
 ) -> None:
-    checked = check_words(words, config_folder=CONF, config_name="config")
+    checked = check_command(words, config_folder=CONF, config_name="config")
     assert checked.for_hydra == for_hydra
     told = " ".join(map(str, checked.mistakes))
     assert says in told

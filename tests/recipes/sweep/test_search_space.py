@@ -8,7 +8,7 @@ from hydra._internal.core_plugins.basic_sweeper import BasicSweeper
 from hydra.core.global_hydra import GlobalHydra
 from hydra.core.override_parser.overrides_parser import OverridesParser
 
-from recipes.config.compose import CONF, parse
+from recipes.config.compose import CONF, parse_override
 from recipes.sweep.search_space import Choice, Interval, SearchSpace, read_space
 
 FREE_RANGES = ["range(5)", "range(1,10)", "range(1,10,3)", "range(10,1,-2)", "range(-3,3)"]
@@ -55,7 +55,7 @@ def test_an_interval_has_the_ends_that_can_be_drawn(word: str, interval: Interva
 def test_a_range_has_the_values_that_hydra_counts(word: str) -> None:
     found = only(f"x={word}")
     assert isinstance(found, Interval)
-    counted = sorted(parse(f"x={word}").sweep_iterator())
+    counted = sorted(parse_override(f"x={word}").sweep_iterator())
     assert found.values() == pytest.approx(counted, rel=1e-15, abs=1e-15)
     assert {type(value) for value in found.values()} == {type(value) for value in counted}
     assert (found.low, found.high) == pytest.approx((counted[0], counted[-1]), rel=1e-15)
@@ -81,10 +81,10 @@ def test_a_choice_has_the_options_of_hydras_own_sweeper(word: str, options: tupl
     found = only(word)
     assert isinstance(found, Choice)
     assert found.options == options
-    key = parse(word).get_key_element()
-    ours = [parse(f"{key}={option}").value() for option in options]
-    [jobs] = BasicSweeper.split_arguments([parse(word)], None)
-    hydras = [parse(one).value() for [one] in jobs]
+    key = parse_override(word).get_key_element()
+    ours = [parse_override(f"{key}={option}").value() for option in options]
+    [jobs] = BasicSweeper.split_arguments([parse_override(word)], None)
+    hydras = [parse_override(one).value() for [one] in jobs]
     if "shuffle" in word:
         hydras.sort(key=ours.index)
     assert repr(ours) == repr(hydras)
@@ -94,7 +94,7 @@ def test_a_choice_has_the_options_of_hydras_own_sweeper(word: str, options: tupl
 def test_text_in_quotes_stays_text_where_hydras_own_sweeper_makes_it_a_number() -> None:
     found = only("x=choice('1',2)")
     assert found == Choice(options=("'1'", "2"), values=("1", 2))
-    [[[hydras], _]] = BasicSweeper.split_arguments([parse("x=choice('1',2)")], None)
+    [[[hydras], _]] = BasicSweeper.split_arguments([parse_override("x=choice('1',2)")], None)
     assert hydras == "x=1"
 
 
@@ -108,7 +108,7 @@ def test_a_glob_is_the_options_of_its_group() -> None:
     assert space.parameters["model"] == Choice(
         options=("gpt2", "gpt2_medium", "gpt2_nano"), values=("gpt2", "gpt2_medium", "gpt2_nano")
     )
-    assert [mistake.why for mistake in none] == ["no option is of that name"]
+    assert [mistake.reason for mistake in none] == ["no option is of that name"]
 
 
 def test_later_words_replace_earlier_ones_whatever_they_did_with_the_key() -> None:
@@ -145,12 +145,12 @@ def test_fixed_words_are_read_by_hydra_as_they_were() -> None:
 
 def test_a_shuffled_list_is_one_list_for_every_run() -> None:
     [fixed] = space_of("x=shuffle([1,2,3,4,5,6,7,8])").fixed
-    assert len({repr(parse(fixed).value()) for _ in range(10)}) == 1
-    assert sorted(parse(fixed).value()) == [1, 2, 3, 4, 5, 6, 7, 8]
+    assert len({repr(parse_override(fixed).value()) for _ in range(10)}) == 1
+    assert sorted(parse_override(fixed).value()) == [1, 2, 3, 4, 5, 6, 7, 8]
 
 
 @pytest.mark.parametrize(
-    ("word", "why", "remedy"),
+    ("word", "why", "fix"),
     [
         ("x=interval(2,1)", "2.0 is greater than 1.0", "x=interval(1.0,2.0)"),
         (
@@ -188,9 +188,9 @@ def test_a_shuffled_list_is_one_list_for_every_run() -> None:
         ("model=glob(*)", "there are no options to choose from", "model=<options>"),
     ],
 )
-def test_what_cannot_be_searched_is_a_mistake(word: str, why: str, remedy: str) -> None:
+def test_what_cannot_be_searched_is_a_mistake(word: str, why: str, fix: str) -> None:
     space, [mistake] = read_space([word, "y=1,2"])
-    assert (mistake.you_set, mistake.why, mistake.remedy) == (word, why, remedy)
+    assert (mistake.setting, mistake.reason, mistake.fix) == (word, why, fix)
     assert list(space.parameters) == ["y"]
 
 
@@ -200,8 +200,8 @@ def test_what_cannot_be_searched_is_a_mistake(word: str, why: str, remedy: str) 
 )
 def test_what_hydra_cannot_read_is_a_mistake_with_its_reason(word: str) -> None:
     space, [mistake] = read_space([word, "y=1,2"])
-    assert mistake.you_set.startswith("x=") or word == "=,"
-    assert mistake.why
+    assert mistake.setting.startswith("x=") or word == "=,"
+    assert mistake.reason
     assert list(space.parameters) == ["y"]
 
 

@@ -116,7 +116,7 @@ def test_a_crash_and_a_kill_stop_no_other_job_and_the_same_command_resumes_what_
         .replace('raise OSError("the disk is gone")', "return")
     )
     exit_code, said = sweeps.run(
-        "faults", THREE, "sweep.repeat_failed=true", told="told_faults", **faults
+        "faults", THREE, "sweep.retry_failed=true", told="told_faults", **faults
     )
     assert exit_code == 0, said
     assert set(sweeps.states("faults").values()) == {"finished"}

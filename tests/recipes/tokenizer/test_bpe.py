@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from recipes.data.text.corpus import Corpus, Document
-from recipes.errors import Mistake
+from recipes.errors import ConfigError
 from recipes.tokenizer import Tokenizer
 from recipes.tokenizer.bpe import Bpe, train_bpe
 
@@ -94,7 +94,7 @@ def test_a_corpus_too_small_gives_fewer_ids_and_one_line_in_the_log(caplog):
 
 
 def test_fewer_ids_than_bytes_are_refused():
-    with pytest.raises(Mistake) as caught:
+    with pytest.raises(ConfigError) as caught:
         Bpe(vocab_size=256)
     assert str(caught.value) == (
         "tokenizer.vocab_size=256: 256 bytes and the end of a document take 257 ids; "

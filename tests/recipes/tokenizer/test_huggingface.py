@@ -5,7 +5,7 @@ import sys
 
 import pytest
 
-from recipes.errors import Mistake
+from recipes.errors import ConfigError
 from recipes.tokenizer.bytes import byte_tokenizer
 from recipes.tokenizer.huggingface import HuggingFace
 
@@ -42,7 +42,7 @@ def test_what_the_settings_say_besides_is_kept_when_saved_again(folder):
 
 
 def refuse(name):
-    with pytest.raises(Mistake) as caught:
+    with pytest.raises(ConfigError) as caught:
         HuggingFace(name=name).make(None)
     return str(caught.value)
 

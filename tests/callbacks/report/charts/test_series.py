@@ -6,7 +6,7 @@ from pathlib import Path
 import pytest
 
 from callbacks.report.charts.axis import linear_ticks, log_ticks, tick_label, value_label
-from callbacks.report.charts.series import groups_of, marks_of, not_drawn, thinned
+from callbacks.report.charts.series import get_groups, get_marks, not_drawn, thinned
 from callbacks.report.dashboard import Panel, Section, sections_for
 from callbacks.report.run_record import read_metrics, read_run
 
@@ -61,7 +61,7 @@ def test_charts_are_the_panels_that_the_run_has_metrics_for(tmp_path: Path) -> N
         ),
     )
     empty = Section(title="memory", panels=(Panel(title="memory", metrics=("memory/*",)),))
-    groups = groups_of(run, [learning, empty])
+    groups = get_groups(run, [learning, empty])
     [group] = groups
     assert (group.title, [chart.title for chart in group.charts]) == ("learning", ["loss"])
     assert [curve.metric for curve in group.charts[0].curves] == ["val/loss", "train/loss"]
@@ -72,7 +72,7 @@ def test_charts_are_the_panels_that_the_run_has_metrics_for(tmp_path: Path) -> N
 def test_a_wide_range_of_losses_is_on_a_log_scale_and_speed_never_is(tmp_path: Path) -> None:
     rows = "step,train/loss,throughput/tokens_per_second\n1,900.0,1\n2,2.0,50000\n"
     run = read_run(run_with(tmp_path, rows))
-    [loss], [speed] = [group.charts for group in groups_of(run, sections_for(run.series))]
+    [loss], [speed] = [group.charts for group in get_groups(run, sections_for(run.series))]
     assert loss.log_scale
     assert loss.y_range[0] < 2.0 < 900.0 < loss.y_range[1]
     assert not speed.log_scale
@@ -80,18 +80,18 @@ def test_a_wide_range_of_losses_is_on_a_log_scale_and_speed_never_is(tmp_path: P
 
 def test_what_a_rollback_took_back_is_kept_beside_the_curve(tmp_path: Path) -> None:
     run_with(tmp_path, "step,train/loss\n1,3.0\n2,2.5\n")
-    (tmp_path / "undone").mkdir()
-    (tmp_path / "undone" / "steps_0000002_to_0000003.csv").write_text(
+    (tmp_path / "rolled_back").mkdir()
+    (tmp_path / "rolled_back" / "steps_0000002_to_0000003.csv").write_text(
         "step,train/loss\n2,9.0\n3,80\n"
     )
     run = read_run(tmp_path)
-    [curve] = groups_of(run, sections_for(run.series))[0].charts[0].curves
+    [curve] = get_groups(run, sections_for(run.series))[0].charts[0].curves
     assert curve.points == [(1, 3.0), (2, 2.5)]
     assert curve.undone == [[(2, 9.0), (3, 80.0)]]
 
 
 def test_a_rollback_mark_reaches_from_where_it_went_back_to() -> None:
-    [mark] = marks_of([{"step": 1, "event": "rollback", "from": 24}])
+    [mark] = get_marks([{"step": 1, "event": "rollback", "from": 24}])
     assert (mark.step, mark.undone_to) == (1, 24)
 
 
@@ -103,7 +103,7 @@ def test_only_telling_events_are_marked_and_each_once_a_step() -> None:
         {"step": 3, "event": "resume"},
         {"event": "stop"},
     ]
-    assert [(mark.step, mark.event) for mark in marks_of(events)] == [(3, "resume"), (7, "spike")]
+    assert [(mark.step, mark.event) for mark in get_marks(events)] == [(3, "resume"), (7, "spike")]
 
 
 def test_a_row_cut_off_in_mid_write_is_left_out(tmp_path: Path) -> None:

@@ -12,8 +12,8 @@ import pytest
 import yaml
 
 from callbacks.report.compare.page import write_comparison
-from callbacks.report.compare.parallel import axis_of
-from callbacks.report.compare.values import best_of, differing, value_of
+from callbacks.report.compare.parallel import get_axis
+from callbacks.report.compare.values import differing, find_best, get_value
 from callbacks.report.run_record import read_run
 
 ROOT = Path(__file__).parents[4]
@@ -225,33 +225,33 @@ def test_equal_configs_differ_in_nothing_and_have_no_parallel_panel(tmp_path: Pa
 
 
 def test_an_axis_over_decades_is_logarithmic_and_its_middle_is_the_geometric_mean() -> None:
-    axis = axis_of("lr", [0.001, 0.01, 0.1])
+    axis = get_axis("lr", [0.001, 0.01, 0.1])
     assert axis.title == "lr, log"
     assert axis.places == pytest.approx([0, 0.5, 1])
     assert [word for _, word in axis.ticks] == ["0.001", "0.01", "0.1"]
 
 
 def test_an_axis_of_words_is_even_and_runs_without_a_value_are_at_its_foot() -> None:
-    axis = axis_of("optimizer", ["adamw", None, "sgd", "adamw"])
+    axis = get_axis("optimizer", ["adamw", None, "sgd", "adamw"])
     assert axis.places == [0.16, 0.0, 1.0, 0.16]
     assert axis.ticks == [(0.0, "none"), (0.16, "adamw"), (1.0, "sgd")]
 
 
 def test_an_axis_of_many_numbers_has_a_few_round_ticks() -> None:
-    axis = axis_of("seed", list(range(0, 1000, 10)))
+    axis = get_axis("seed", list(range(0, 1000, 10)))
     assert [word for _, word in axis.ticks] == ["0", "200", "400", "600", "800"]
 
 
 def test_the_best_of_a_run_is_its_lowest_loss_and_its_highest_accuracy() -> None:
     values = [3.0, float("nan"), 2.0, 2.5]
-    assert (best_of(values, "val/loss"), best_of(values, "val/accuracy")) == (2.0, 3.0)
-    assert best_of([float("nan")], "val/loss") is None
+    assert (find_best(values, "val/loss"), find_best(values, "val/accuracy")) == (2.0, 3.0)
+    assert find_best([float("nan")], "val/loss") is None
 
 
 def test_a_run_without_a_summary_is_measured_by_its_rows(three) -> None:
     run = read_run(three[1])
     values = [
-        value_of(run, name) for name in ("val_loss", "best_val_loss", "train/loss", "steps", "mfu")
+        get_value(run, name) for name in ("val_loss", "best_val_loss", "train/loss", "steps", "mfu")
     ]
     assert values == [4.5, 4.5, 4.5, 20, None]
 

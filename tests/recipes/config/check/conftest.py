@@ -4,7 +4,7 @@ from pathlib import Path
 
 import pytest
 
-from recipes.config.check import toolchain
+from recipes.config.check import deepspeed as toolchain
 
 
 @pytest.fixture

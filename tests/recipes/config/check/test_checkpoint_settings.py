@@ -33,9 +33,9 @@ MESSAGES = {
     "checkpoint.best_mode=up": (
         "checkpoint.best_mode=up: it takes min or max; type checkpoint.best_mode=<min or max>"
     ),
-    "checkpoint.if_save_fails=ignore": (
-        "checkpoint.if_save_fails=ignore: it takes continue or stop;"
-        " type checkpoint.if_save_fails=<continue or stop>"
+    "checkpoint.on_save_error=ignore": (
+        "checkpoint.on_save_error=ignore: it takes continue or stop;"
+        " type checkpoint.on_save_error=<continue or stop>"
     ),
     "checkpoint.keep_lats=3": (
         "checkpoint.keep_lats=3: there is no 'checkpoint.keep_lats'; type checkpoint.keep_last=3"
@@ -72,4 +72,4 @@ def test_words_that_are_no_choice_and_numbers_out_of_range_are_told_at_once() ->
     typed = ["checkpoint.best_mode=up", "checkpoint.keep_last=0", "checkpoint.keep_every=-1.5"]
     typed += ["optimizer.betas=x"]
     _, mistakes = compose_and_check(typed)
-    assert sorted(mistake.you_set for mistake in mistakes) == sorted(typed)
+    assert sorted(mistake.setting for mistake in mistakes) == sorted(typed)

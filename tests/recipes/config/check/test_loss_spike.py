@@ -5,7 +5,7 @@ from pathlib import Path
 import pytest
 
 from recipes.config import compose_and_check
-from recipes.config.check.loss_spike import check_spikes, num_parameters_at_least
+from recipes.config.check.loss_spike import check_loss_spike, num_parameters_at_least
 
 WORDS = ["model=gpt2_nano"]
 
@@ -16,7 +16,7 @@ def mistakes(*words: str) -> list[str]:
 
 
 @pytest.mark.parametrize(
-    ("words", "remedy"),
+    ("words", "fix"),
     [
         (["callbacks.loss_spike.window=32"], "callbacks.loss_spike.window=64"),
         (
@@ -32,8 +32,8 @@ def mistakes(*words: str) -> list[str]:
             "callbacks.loss_spike.quarantine_steps=50",
         ),
         (
-            ["callbacks.loss_spike.snapshots_in=gpu"],
-            "callbacks.loss_spike.snapshots_in=",
+            ["callbacks.loss_spike.snapshot_storage=gpu"],
+            "callbacks.loss_spike.snapshot_storage=",
         ),
         (
             ["callbacks.loss_spike.lr_factor=1.5"],
@@ -41,9 +41,9 @@ def mistakes(*words: str) -> list[str]:
         ),
     ],
 )
-def test_a_rule_that_cannot_work_names_what_mends_it(words: list[str], remedy: str) -> None:
+def test_a_rule_that_cannot_work_names_what_mends_it(words: list[str], fix: str) -> None:
     [mistake] = mistakes(*words)
-    assert remedy in mistake
+    assert fix in mistake
     assert words[0].split("=")[0] in mistake
 
 
@@ -51,7 +51,7 @@ def test_snapshots_that_no_memory_of_this_machine_holds_go_to_disk(tmp_path: Pat
     composed, found = compose_and_check(
         [
             "model=gpt2_xl",
-            "callbacks.loss_spike.snapshots_in=memory",
+            "callbacks.loss_spike.snapshot_storage=memory",
             "strategy=ddp",
             "trainer.devices=2",
         ]
@@ -61,9 +61,9 @@ def test_snapshots_that_no_memory_of_this_machine_holds_go_to_disk(tmp_path: Pat
     # 1.56 billion parameters x 12 bytes x 2 snapshots x 2 ranks: 70 GiB
     for gib, expected in ((69, 1), (71, 0)):
         meminfo.write_text(f"MemTotal:       {gib * 2**20} kB\n")
-        told = [str(one) for one in check_spikes(composed.config, 2, meminfo)]
+        told = [str(one) for one in check_loss_spike(composed.config, 2, meminfo)]
         assert len(told) == expected
-        assert all("callbacks.loss_spike.snapshots_in=disk" in one for one in told)
+        assert all("callbacks.loss_spike.snapshot_storage=disk" in one for one in told)
 
 
 @pytest.mark.parametrize("name", ["gpt2_nano", "gpt2", "llama_160m", "llama_1b"])

@@ -10,7 +10,7 @@ import pytest
 from support import ROOT, composed_config, run_train
 
 from recipes.config import compose_and_check
-from recipes.errors import Mistake, report
+from recipes.errors import ConfigError, format_report
 
 MESSAGES = {
     "max_steps=10": "max_steps=10: there is no 'max_steps'; type trainer.max_steps=10",
@@ -93,14 +93,14 @@ MESSAGES = {
     "optimizer.betas=0.9": (
         "optimizer.betas=0.9: it takes a list of numbers; type optimizer.betas=<list of numbers>"
     ),
-    "model.width=100 model.num_heads=3": (
-        "model.num_heads=3: model.width=100 does not divide into 3 heads; type model.num_heads=2"
+    "model.hidden_size=100 model.num_heads=3": (
+        "model.num_heads=3: model.hidden_size=100 does not divide into 3 heads; type model.num_heads=2"
     ),
     "model=llama_nano model.num_kv_heads=4": (
         "model.num_kv_heads=4: model.num_heads=6 does not divide into 4 groups; type model.num_kv_heads=3"
     ),
-    "model=llama_nano model.width=36 model.num_heads=4": (
-        "model.num_heads=4: rotary positions turn pairs, and model.width=36 makes heads of 9; type model.width=32"
+    "model=llama_nano model.hidden_size=36 model.num_heads=4": (
+        "model.num_heads=4: rotary positions turn pairs, and model.hidden_size=36 makes heads of 9; type model.hidden_size=32"
     ),
     "global_batch_size=10 micro_batch_size=4": (
         "global_batch_size=10: 10 samples do not divide into micro-batches of 4 on 1 device; type global_batch_size=12 (or 8)"
@@ -217,8 +217,8 @@ MESSAGES = {
     "strategy=hsdp strategy.shard_size=0": (
         "strategy.shard_size=0: a number of ranks is at least 1; type strategy.shard_size=<at least 1>"
     ),
-    "strategy=fsdp strategy.reduce_every=step": (
-        "strategy.reduce_every=step: it takes micro_batch or window; type strategy.reduce_every=<micro_batch or window>"
+    "strategy=fsdp strategy.gradient_sync=step": (
+        "strategy.gradient_sync=step: it takes per_micro_batch or per_step; type strategy.gradient_sync=<per_micro_batch or per_step>"
     ),
     "strategy=fsdp trainer.sync_batchnorm=true": (
         "trainer.sync_batchnorm=true strategy=fsdp: batch norms are shared among ranks under strategy=ddp alone; type strategy=ddp"
@@ -243,7 +243,7 @@ def test_five_mistakes_are_reported_together_in_three_lines_each() -> None:
     _, mistakes = compose_and_check(
         ["modle=gpt2", "optimizer.lrr=1", "trainer.max_stepz=3", "recipe=quick", "seed=-1"]
     )
-    text = report(mistakes)
+    text = format_report(mistakes)
     assert text.splitlines()[0] == "The config has 5 mistakes; nothing was built."
     assert text.count("\n   type: ") == 5
 
@@ -291,16 +291,16 @@ def test_null_switches_a_callback_off() -> None:
 def test_a_mistake_in_a_recipe_of_ones_own_names_its_file(
     text: str, told: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    from recipes.config.check import command_line, origin
-    from recipes.config.check import sections as words
+    import recipes.config.check as origin
+    from recipes.config.check import command_line, sections
 
     conf = tmp_path / "conf"
     shutil.copytree(ROOT / "conf", conf)
     (conf / "recipe" / "mine.yaml").write_text(f"# @package _global_\n{text}")
-    for module in (command_line, origin, words):
+    for module in (command_line, origin, sections):
         monkeypatch.setattr(module, "CONF", conf)
     _, mistakes = compose_and_check(["recipe=mine"], config_folder=conf)
-    assert [mistake.remedy for mistake in mistakes] == [told]
+    assert [mistake.fix for mistake in mistakes] == [told]
 
 
 def test_an_argument_of_the_trainer_that_no_yaml_lists_may_be_typed() -> None:
@@ -343,6 +343,6 @@ def test_a_mistake_is_found_without_importing_torch_or_lightning(typed: str) -> 
 
 
 def test_a_mistake_is_an_error_with_three_clauses() -> None:
-    mistake = Mistake("seed=-1", "a seed is at least 0", "seed=0")
+    mistake = ConfigError("seed=-1", "a seed is at least 0", "seed=0")
     assert isinstance(mistake, ValueError)
     assert str(mistake) == "seed=-1: a seed is at least 0; type seed=0"

@@ -90,11 +90,11 @@ ZERO = {
 def test_an_offload_word_is_answered_with_the_strategy_that_has_it(
     strategy: str, word: str, plus: str
 ) -> None:
-    why, remedy = MISPLACED[strategy, word]
+    why, fix = MISPLACED[strategy, word]
     _, mistakes = compose_and_check([f"{plus}strategy.{word}", f"strategy={strategy}"])
     [mistake] = mistakes
-    typed = mistake.you_set.removeprefix("+")
-    assert (typed, mistake.why, mistake.remedy) == (f"strategy.{word}", why, remedy)
+    typed = mistake.setting.removeprefix("+")
+    assert (typed, mistake.reason, mistake.fix) == (f"strategy.{word}", why, fix)
 
 
 @pytest.mark.parametrize("typed", ZERO)
@@ -114,12 +114,14 @@ def test_the_disks_folder_must_take_files(tmp_path: Path, monkeypatch: pytest.Mo
 
 def test_asking_for_no_offload_offers_none() -> None:
     _, mistakes = compose_and_check(["strategy=ddp", "strategy.cpu_offload=false"])
-    assert [mistake.remedy for mistake in mistakes] == ["nothing for strategy.cpu_offload"]
+    assert [mistake.fix for mistake in mistakes] == ["nothing for strategy.cpu_offload"]
 
 
 def test_a_recipe_that_offloads_says_so_under_another_strategy() -> None:
     _, mistakes = compose_and_check(["recipe=fsdp_bf16_offload", "strategy=ddp"])
-    assert [mistake.why for mistake in mistakes] == ["strategy=ddp keeps everything on its devices"]
+    assert [mistake.reason for mistake in mistakes] == [
+        "strategy=ddp keeps everything on its devices"
+    ]
 
 
 @pytest.mark.parametrize("strategy", ["single", "fsdp", "deepspeed_stage_2", "hsdp"])

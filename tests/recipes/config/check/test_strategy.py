@@ -4,14 +4,14 @@ from typing import Any
 
 import pytest
 
-from recipes.config.check.strategy import check_engines
+from recipes.config.check.strategy import check_strategy
 
 
 def _config(devices: list[int]) -> dict[str, Any]:
     return {
         "mode": {"_target_": "recipes.mode.fit.fit"},
         "strategy": {
-            "_target_": "recipes.strategy.deepspeed.strategy.Zero",
+            "_target_": "recipes.strategy.deepspeed.strategy.DeepSpeedZero",
             "stage": 1,
             "offload_optimizer": None,
             "offload_parameters": None,
@@ -25,11 +25,11 @@ def _config(devices: list[int]) -> dict[str, Any]:
 
 @pytest.mark.parametrize("devices", [[0], [0, 1], [1, 0]])
 def test_deepspeed_takes_the_first_gpus(devices: list[int]) -> None:
-    assert list(check_engines(_config(devices), len(devices))) == []
+    assert list(check_strategy(_config(devices), len(devices))) == []
 
 
 def test_deepspeed_with_other_gpus_is_told_to_make_them_the_first() -> None:
-    [mistake] = check_engines(_config([1, 2]), 2)
+    [mistake] = check_strategy(_config([1, 2]), 2)
     assert str(mistake) == (
         "trainer.devices=[1,2] strategy=deepspeed_stage_1: DeepSpeed counts the GPUs it sees from 0;"
         " type CUDA_VISIBLE_DEVICES=1,2 python train.py … trainer.devices=2"

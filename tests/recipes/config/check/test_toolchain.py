@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from recipes.config import compose_and_check
-from recipes.config.check import toolchain
+from recipes.config.check import deepspeed as toolchain
 
 HAS_LIBAIO = toolchain.has_libaio
 DEEPSPEED_FOLDER = toolchain._deepspeed_folder
@@ -29,7 +29,7 @@ def test_deepspeed_that_is_not_installed_names_the_extra(monkeypatch: pytest.Mon
     monkeypatch.setattr(toolchain, "_deepspeed_folder", DEEPSPEED_FOLDER)
     monkeypatch.setattr(toolchain.importlib.util, "find_spec", lambda name: None)
     strategy = {
-        "_target_": "recipes.strategy.deepspeed.strategy.Zero",
+        "_target_": "recipes.strategy.deepspeed.strategy.DeepSpeedZero",
         "stage": 2,
         "offload_optimizer": None,
     }

@@ -6,9 +6,9 @@ from itertools import pairwise
 
 import pytest
 
-from recipes.data import content_hash
+from recipes.data.text import corpus as corpus_module
 from recipes.data.text.corpus import PIECE_BYTES, Corpus, content_digests
-from recipes.errors import Mistake
+from recipes.errors import ConfigError
 
 
 def test_pieces_put_together_are_the_documents(make_corpus, text):
@@ -57,7 +57,7 @@ def test_a_file_name_may_be_any_bytes(make_corpus):
 
 
 def test_remembered_digests_are_those_of_the_content(tmp_path, monkeypatch):
-    monkeypatch.setattr(content_hash, "MIN_BYTES_TO_REMEMBER", 1)
+    monkeypatch.setattr(corpus_module, "MIN_BYTES_TO_REMEMBER", 1)
     path = tmp_path / "a.txt"
     path.write_bytes(b"one")
     os.utime(path, (1000, 1000))
@@ -69,17 +69,17 @@ def test_remembered_digests_are_those_of_the_content(tmp_path, monkeypatch):
         )[0]
 
     first = digest()
-    monkeypatch.setattr(content_hash, "file_digest", lambda _: pytest.fail("read again"))
+    monkeypatch.setattr(corpus_module, "file_digest", lambda _: pytest.fail("read again"))
     assert digest() == first
     monkeypatch.undo()
-    monkeypatch.setattr(content_hash, "MIN_BYTES_TO_REMEMBER", 1)
+    monkeypatch.setattr(corpus_module, "MIN_BYTES_TO_REMEMBER", 1)
     path.write_bytes(b"two")
     os.utime(path, (2000, 2000))
     assert digest() != first
 
 
 def test_a_file_that_has_just_changed_is_not_remembered(tmp_path, monkeypatch):
-    monkeypatch.setattr(content_hash, "MIN_BYTES_TO_REMEMBER", 1)
+    monkeypatch.setattr(corpus_module, "MIN_BYTES_TO_REMEMBER", 1)
     path = tmp_path / "a.txt"
     path.write_bytes(b"one")
     state = [(path, 3, time.time_ns())]
@@ -126,7 +126,7 @@ def test_a_sample_for_training_is_spread_over_the_whole_text(make_corpus, text):
 def test_bytes_that_are_no_text_are_named_with_their_offset(make_corpus, text):
     good = text(2 * PIECE_BYTES).encode()
     corpus = make_corpus({"bad.txt": good + b"caf\xe9 \n"})
-    with pytest.raises(Mistake) as caught:
+    with pytest.raises(ConfigError) as caught:
         list(corpus.texts(corpus.num_bytes))
     assert str(caught.value) == (
         f"data.path={corpus.documents[0].path}: byte {len(good) + 3} is not UTF-8 text "
@@ -139,5 +139,5 @@ def test_a_file_that_changes_while_it_is_read_is_refused(make_corpus):
     corpus = make_corpus({"a.txt": b"one"})
     corpus.check_unchanged()
     corpus.documents[0].path.write_bytes(b"other")
-    with pytest.raises(Mistake, match="changed while it was being read"):
+    with pytest.raises(ConfigError, match="changed while it was being read"):
         Corpus(corpus.documents, cache_dir=corpus.cache_dir).check_unchanged()

@@ -8,7 +8,7 @@ import torch
 from torch.utils.data import DataLoader
 
 from recipes.data.text.sequences import TokenWindows, check_length
-from recipes.errors import Mistake
+from recipes.errors import ConfigError
 
 
 @pytest.fixture
@@ -80,8 +80,8 @@ def test_worker_processes_read_the_same_batches(tokens, context):
 
 
 def test_a_split_without_a_window_says_which_length_would_fit(tokens):
-    with pytest.raises(Mistake) as caught:
-        check_length(windows(tokens[0], stop=8), split="validation", remedy="data.path=<more>")
+    with pytest.raises(ConfigError) as caught:
+        check_length(windows(tokens[0], stop=8), split="validation", fix="data.path=<more>")
     assert str(caught.value) == (
         "seq_len=10: the validation split has 8 tokens and one sample takes 11; "
         "type seq_len=7 or less, or data.path=<more>"

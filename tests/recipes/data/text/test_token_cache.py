@@ -14,7 +14,7 @@ import numpy as np
 import pytest
 
 from recipes.data.text.token_cache import cached_tokens
-from recipes.errors import Mistake
+from recipes.errors import ConfigError
 from recipes.tokenizer.bytes import byte_tokenizer
 
 ROOT = Path(__file__).parents[4]
@@ -132,7 +132,7 @@ def test_a_damaged_cache_is_replaced(make_corpus):
 
 
 def test_an_error_leaves_nothing_in_the_cache(make_corpus, tmp_path):
-    with pytest.raises(Mistake, match="byte 4 is not UTF-8"):
+    with pytest.raises(ConfigError, match="byte 4 is not UTF-8"):
         make(make_corpus({"a.txt": b"good", "b.txt": b"bad \xff"}))
     assert tokens_folders(tmp_path) == []
 

@@ -10,7 +10,7 @@ import pytest
 from recipes.data.text import tokenize as module
 from recipes.data.text.corpus import PIECE_BYTES
 from recipes.data.text.tokenize import num_workers, tokenize
-from recipes.errors import Mistake
+from recipes.errors import ConfigError
 from recipes.tokenizer.bpe import train_bpe
 from recipes.tokenizer.bytes import byte_tokenizer
 
@@ -56,10 +56,10 @@ def test_an_error_of_a_worker_is_the_error_of_the_caller(make_corpus, text, bpe,
     monkeypatch.setattr(module, "_MIN_BYTES_PER_PROCESS", 1)
     contents = {f"{i}.txt": text(PIECE_BYTES // 2).encode() for i in range(4)}
     corpus = make_corpus(contents | {"z.txt": b"ab\xff"})
-    with pytest.raises(Mistake) as caught:
+    with pytest.raises(ConfigError) as caught:
         tokens_of(corpus, bpe, num_processes=2)
-    assert caught.value.you_set.endswith("z.txt")
-    assert caught.value.why == "byte 2 is not UTF-8 text (invalid start byte)"
+    assert caught.value.setting.endswith("z.txt")
+    assert caught.value.reason == "byte 2 is not UTF-8 text (invalid start byte)"
 
 
 def test_short_text_starts_no_process():

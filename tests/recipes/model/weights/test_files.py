@@ -7,7 +7,7 @@ import pytest
 import torch
 from safetensors.torch import save_file
 
-from recipes.errors import Mistake
+from recipes.errors import ConfigError
 from recipes.model.weights import files as published_weights
 from recipes.model.weights.files import locate, open_weights
 
@@ -27,12 +27,12 @@ def test_a_pickle_that_runs_code_is_refused(tmp_path: Path) -> None:
 
 
 def test_a_folder_without_config_or_weights_is_refused(tmp_path: Path) -> None:
-    with pytest.raises(Mistake, match=r"no config\.json"):
+    with pytest.raises(ConfigError, match=r"no config\.json"):
         locate(str(tmp_path))
     (tmp_path / "config.json").write_text("{}")
     assert locate(str(tmp_path)) == tmp_path
     with (
-        pytest.raises(Mistake, match=r"neither model\.safetensors nor pytorch_model\.bin"),
+        pytest.raises(ConfigError, match=r"neither model\.safetensors nor pytorch_model\.bin"),
         open_weights(tmp_path),
     ):
         pass
@@ -42,7 +42,7 @@ def test_a_shard_that_is_missing_is_named(tmp_path: Path) -> None:
     save_file({"a": torch.ones(2)}, tmp_path / "one.safetensors")
     index = {"weight_map": {"a": "one.safetensors", "b": "two.safetensors"}}
     (tmp_path / "model.safetensors.index.json").write_text(json.dumps(index))
-    with pytest.raises(Mistake, match=r"missing: two\.safetensors"), open_weights(tmp_path):
+    with pytest.raises(ConfigError, match=r"missing: two\.safetensors"), open_weights(tmp_path):
         pass
 
 
@@ -56,8 +56,8 @@ def test_a_hub_name_offline_and_without_huggingface_hub_says_what_to_type(
 
     with monkeypatch.context() as patch:
         patch.setattr(huggingface_hub, "snapshot_download", offline)
-        with pytest.raises(Mistake, match=r"the hub did not give it .*no network.* or null"):
+        with pytest.raises(ConfigError, match=r"the hub did not give it .*no network.* or null"):
             published_weights.locate("openai-community/gpt2")
     monkeypatch.setitem(__import__("sys").modules, "huggingface_hub", None)
-    with pytest.raises(Mistake, match=r"pip install -e '\.\[huggingface\]'"):
+    with pytest.raises(ConfigError, match=r"pip install -e '\.\[huggingface\]'"):
         published_weights.locate("openai-community/gpt2")

@@ -14,9 +14,9 @@ from recipes.model.weights.huggingface import export_pretrained, load_pretrained
 
 torch.set_num_threads(1)
 
-COMMON = {"vocab_size": 101, "max_seq_len": 24, "num_layers": 2, "num_heads": 4, "width": 32}
+COMMON = {"vocab_size": 101, "max_seq_len": 24, "num_layers": 2, "num_heads": 4, "hidden_size": 32}
 GPT2_SHAPES = COMMON | {"dropout": 0.0}
-LLAMA_SHAPES = COMMON | {"num_kv_heads": 2, "hidden_width": 96, "rope_theta": 500.0}
+LLAMA_SHAPES = COMMON | {"num_kv_heads": 2, "ffn_hidden_size": 96, "rope_theta": 500.0}
 
 
 def ours(architecture: str, **changes: object) -> GPT2 | Llama:
@@ -33,12 +33,14 @@ def test_every_difference_is_listed_with_its_override_and_nothing_is_loaded(
     tmp_path: Path,
 ) -> None:
     publish(ours("gpt2"), tmp_path)
-    model = ours("gpt2", num_layers=3, width=48, tie_head=False)
+    model = ours("gpt2", num_layers=3, hidden_size=48, tie_embeddings=False)
     model.init_weights(0)
     before = [parameter.clone() for parameter in model.parameters()]
     with pytest.raises(ValueError, match="does not fit") as error:
         load_pretrained(model, tmp_path)
-    assert str(error.value).endswith("type model.num_layers=2 model.width=32 model.tie_head=true")
+    assert str(error.value).endswith(
+        "type model.num_layers=2 model.hidden_size=32 model.tie_embeddings=true"
+    )
     assert str(error.value).count("the weights have") == 3
     for parameter, value in zip(model.parameters(), before, strict=True):
         assert torch.equal(parameter, value)

@@ -27,7 +27,7 @@ GPT2_SHAPES = {
     "max_seq_len": 24,
     "num_layers": 2,
     "num_heads": 4,
-    "width": 32,
+    "hidden_size": 32,
     "dropout": 0.0,
 }
 LLAMA_SHAPES = {
@@ -36,17 +36,17 @@ LLAMA_SHAPES = {
     "num_layers": 2,
     "num_heads": 4,
     "num_kv_heads": 4,
-    "width": 32,
-    "hidden_width": 96,
+    "hidden_size": 32,
+    "ffn_hidden_size": 96,
     "rope_theta": 500.0,
 }
 VARIANTS: dict[str, dict[str, Any]] = {
     "gpt2": GPT2_SHAPES,
-    "gpt2_untied": GPT2_SHAPES | {"tie_head": False},
+    "gpt2_untied": GPT2_SHAPES | {"tie_embeddings": False},
     "llama": LLAMA_SHAPES,
     "llama_grouped": LLAMA_SHAPES | {"num_kv_heads": 2},
     "llama_one_group": LLAMA_SHAPES | {"num_kv_heads": 1, "rms_eps": 1e-3},
-    "llama_tied": LLAMA_SHAPES | {"tie_head": True},
+    "llama_tied": LLAMA_SHAPES | {"tie_embeddings": True},
     "llama_scaled": LLAMA_SHAPES | {"rope_theta": 500000.0, "rope_scaling_factor": 8.0},
     "llama_wide_heads": LLAMA_SHAPES | {"head_dim": 16},
     "llama_qk_norm": LLAMA_SHAPES | {"qk_norm": True, "num_kv_heads": 2, "head_dim": 16},
@@ -64,7 +64,7 @@ def theirs(variant: str) -> transformers.PreTrainedModel:
     """A model of transformers with random weights, norms and biases included."""
     shapes = VARIANTS[variant]
     common = {"vocab_size": VOCAB_SIZE, "bos_token_id": None, "eos_token_id": None}
-    common["tie_word_embeddings"] = shapes.get("tie_head", variant == "gpt2")
+    common["tie_word_embeddings"] = shapes.get("tie_embeddings", variant == "gpt2")
     if variant.startswith("gpt2"):
         config = transformers.GPT2Config(n_positions=24, n_embd=32, n_layer=2, n_head=4, **common)
     else:

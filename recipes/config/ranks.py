@@ -1,0 +1,145 @@
+"""How many ranks a config asks for, against the ranks that exist and the GPUs of this machine."""
+
+import os
+from collections.abc import Mapping
+from typing import Any, NoReturn
+
+from recipes.config.traits import get_traits, trains
+from recipes.errors import ConfigError
+from recipes.runtime.world import (
+    TORCHRUN_VARIABLES,
+    Ranks,
+    describe_starter,
+    existing_ranks,
+    num_gpus,
+)
+
+
+def get_ranks(config: Mapping[str, Any], environ: Mapping[str, str] = os.environ) -> Ranks:
+    """The ranks of a composed run: those that exist, else those that it asks for.
+
+    Raises:
+        ConfigError: What exists, what is asked for and what the machine has do not go together.
+    """
+    found = existing_ranks(environ)
+    trained = trains(config)
+    if not trained and found is not None and found.world_size > 1:
+        _refuse_mode(config["mode"], found)
+    single = not get_traits(config["strategy"]).needs_process_group
+    if single:
+        _refuse_several(config["trainer"], found, environ)
+    elif found is None and int(environ.get("WORLD_SIZE", "1")) > 1:
+        missing = ", ".join(name for name in TORCHRUN_VARIABLES if name not in environ)
+        raise ConfigError(
+            f"WORLD_SIZE={environ['WORLD_SIZE']} without {missing}",
+            "several ranks cannot find each other by that alone",
+            "unset WORLD_SIZE, or torchrun --nproc-per-node <ranks> train.py …",
+        )
+    if not trained:
+        return Ranks(per_node=1, num_nodes=1, started_by=found.started_by if found else None)
+    if found is not None:
+        _refuse_contradiction(config["trainer"], found)
+        _refuse_more_than_gpus(config["trainer"], found)
+        return found
+    per_node = 1 if single else _per_node(config["trainer"])
+    num_nodes = int(config["trainer"]["num_nodes"])
+    if num_nodes > 1:
+        raise ConfigError(
+            f"trainer.num_nodes={num_nodes}",
+            "a run on several machines is started on each of them",
+            f"torchrun --nnodes {num_nodes} --nproc-per-node {per_node} train.py …",
+        )
+    return Ranks(per_node=per_node, num_nodes=1, started_by=None)
+
+
+def _refuse_several(
+    trainer: Mapping[str, Any], found: Ranks | None, environ: Mapping[str, str]
+) -> None:
+    """One device is one rank, whoever would start more."""
+    world_size = found.world_size if found else int(environ.get("WORLD_SIZE", "1"))
+    if world_size > 1:
+        starter = "srun" if found and found.started_by == "slurm" else "torchrun"
+        raise ConfigError(
+            f"strategy=single with WORLD_SIZE={world_size}",
+            "each of these ranks would train the whole run, in the same folder",
+            f"strategy=ddp, or python train.py … without {starter}",
+        )
+    if _asked_for(trainer) * int(trainer["num_nodes"]) > 1:
+        raise ConfigError(
+            f"trainer.devices={trainer['devices']} trainer.num_nodes={trainer['num_nodes']}",
+            "strategy=single trains on one device",
+            "strategy=ddp, or trainer.devices=1 trainer.num_nodes=1",
+        )
+
+
+def _refuse_contradiction(trainer: Mapping[str, Any], found: Ranks) -> None:
+    devices, num_nodes = trainer["devices"], int(trainer["num_nodes"])
+    fits = devices in ("auto", -1) or (_asked_for(trainer), num_nodes) == (
+        found.per_node,
+        found.num_nodes,
+    )
+    if not fits or num_nodes not in (1, found.num_nodes):
+        assert found.started_by is not None
+        nodes = "" if found.num_nodes == 1 else f" on {found.num_nodes} nodes"
+        raise ConfigError(
+            f"trainer.devices={devices} trainer.num_nodes={num_nodes}",
+            f"{describe_starter(found.started_by)} {found.world_size} ranks{nodes}",
+            "trainer.devices=auto trainer.num_nodes=1" if num_nodes > 1 else "trainer.devices=auto",
+        )
+
+
+def _refuse_more_than_gpus(trainer: Mapping[str, Any], found: Ranks) -> None:
+    """A GPU is one rank's."""
+    gpus = 0 if trainer["accelerator"] == "cpu" or found.started_by == "us" else num_gpus()
+    if 0 < gpus < found.per_node:
+        assert found.started_by is not None
+        has = "1 GPU" if gpus == 1 else f"{gpus} GPUs"
+        raise ConfigError(
+            f"{found.per_node} ranks a node",
+            f"{describe_starter(found.started_by)} them, and this machine has {has}",
+            f"torchrun --nproc-per-node {gpus} train.py …, or trainer.accelerator=cpu",
+        )
+
+
+def _refuse_mode(mode: Mapping[str, Any], found: Ranks) -> NoReturn:
+    """What does not train runs once: several ranks would each do all of it."""
+    raise ConfigError(
+        f"mode={mode['_target_'].rpartition('.')[2]} with WORLD_SIZE={found.world_size}",
+        "only training is shared among ranks: each of these would do all of it",
+        "python train.py … without torchrun or srun",
+    )
+
+
+def _per_node(trainer: Mapping[str, Any]) -> int:
+    """Devices asked for on this machine, which must exist where they are GPUs."""
+    devices, asked = trainer["devices"], _asked_for(trainer)
+    may_be_cpus = not isinstance(devices, list) and devices not in ("auto", -1)
+    if trainer["accelerator"] == "cpu" or (may_be_cpus and asked == 1):
+        return asked
+    gpus = num_gpus()
+    if gpus == 0 and trainer["accelerator"] in ("gpu", "cuda"):
+        raise ConfigError(
+            f"trainer.accelerator={trainer['accelerator']}",
+            "this machine has no GPU that torch sees",
+            "trainer.accelerator=auto",
+        )
+    if devices in ("auto", -1):
+        return max(gpus, 1)
+    missing = max(devices) >= gpus if isinstance(devices, list) else asked > gpus > 0
+    if missing:
+        has = "no GPU" if gpus == 0 else "1 GPU" if gpus == 1 else f"{gpus} GPUs"
+        counted = " (they count from 0)" if isinstance(devices, list) and gpus else ""
+        raise ConfigError(
+            f"trainer.devices={str(devices).replace(' ', '')}",
+            f"this machine has {has}{counted}",
+            "trainer.devices=auto",
+        )
+    return asked
+
+
+def _asked_for(trainer: Mapping[str, Any]) -> int:
+    """Devices a node as typed; 1 where the machine or a launcher says how many."""
+    devices = trainer["devices"]
+    if isinstance(devices, list):
+        return len(devices)
+    return devices if isinstance(devices, int) and devices > 0 else 1

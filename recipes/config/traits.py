@@ -1,0 +1,58 @@
+"""What the chosen mode and strategy can do, read from class constants in their source. Imports neither."""
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from recipes.config.signature import TargetNotFoundError, read_signature
+
+_FIT = "recipes.mode.fit.fit"
+
+
+@dataclass(frozen=True, kw_only=True)
+class StrategyTraits:
+    """What a strategy declares on its class; a strategy that declares nothing is taken for the most general one.
+
+    Attributes:
+        option: How it is typed, `strategy=<option>`.
+        needs_process_group: Whether it runs on several ranks.
+        shards_weights: Whether each rank keeps a shard of the weights, block by block.
+        replicates_state: Whether every rank keeps all weights and optimizer state.
+        clips_by_value: Whether it can clip each gradient value, not only the global norm.
+        accepts_device_list: Whether `trainer.devices` may name GPUs that do not count from 0.
+        syncs_batch_norm: Whether Lightning can share batch-norm statistics over its ranks.
+    """
+
+    option: str
+    needs_process_group: bool = True
+    shards_weights: bool = False
+    replicates_state: bool = False
+    clips_by_value: bool = True
+    accepts_device_list: bool = True
+    syncs_batch_norm: bool = False
+
+    @property
+    def typed(self) -> str:
+        """The override that chooses it."""
+        return f"strategy={self.option}"
+
+
+def get_traits(strategy: Mapping[str, Any]) -> StrategyTraits:
+    """Read the traits of a strategy's config node; ZeRO shards the weights from stage 3 on."""
+    target = str(strategy["_target_"])
+    declared: dict[str, Any] = {"option": target.rpartition(".")[2]}
+    try:
+        constants = read_signature(target).constants
+    except TargetNotFoundError:  # an error of its own, found by the check of nodes
+        constants = {}
+    names = StrategyTraits.__dataclass_fields__
+    declared |= {name: value for name, value in constants.items() if name in names}
+    if "stage" in strategy:
+        declared["option"] = declared["option"].format(stage=strategy["stage"])
+        declared["shards_weights"] = strategy["stage"] == 3
+    return StrategyTraits(**declared)
+
+
+def trains(config: Mapping[str, Any]) -> bool:
+    """Whether a composed config trains; every other mode runs once, on one device."""
+    return bool(config["mode"]["_target_"] == _FIT)
