@@ -1,6 +1,6 @@
 """Stop a run whose validation metric no longer improves: Lightning's EarlyStopping, switched on by one number."""
 
-from typing import Any, Literal
+from typing import Annotated, Any, Literal
 
 from lightning.pytorch import LightningModule, Trainer
 from lightning.pytorch.callbacks import EarlyStopping
@@ -21,7 +21,7 @@ class EarlyStop(EarlyStopping):
     def __init__(
         self,
         *,
-        patience: int | None,
+        patience: Annotated[int, ">= 1"] | None,
         monitor: str,
         mode: Literal["min", "max"],
         min_delta: float,

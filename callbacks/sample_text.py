@@ -4,7 +4,7 @@ import json
 import logging
 from collections.abc import Iterator
 from contextlib import contextmanager
-from typing import Any
+from typing import Annotated, Any
 
 import torch
 from lightning.pytorch import Callback, LightningModule, Trainer
@@ -32,11 +32,11 @@ class SampleText(Callback):
         self,
         *,
         prompts: list[str],
-        num_tokens: int,
-        temperature: float,
-        top_k: int | None,
-        top_p: float | None,
-        every_n_steps: int | None,
+        num_tokens: Annotated[int, ">= 1"],
+        temperature: Annotated[float, ">= 0"],
+        top_k: Annotated[int, ">= 1"] | None,
+        top_p: Annotated[float, ">= 0.001, <= 1"] | None,
+        every_n_steps: Annotated[int, ">= 1"] | None,
         seed: int = 0,
     ) -> None:
         if every_n_steps is not None and every_n_steps < 1:

@@ -2,7 +2,7 @@
 
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any
+from typing import Annotated, Any
 
 from torch import nn
 from torch.utils.checkpoint import checkpoint
@@ -16,7 +16,7 @@ class ActivationCheckpoint:
         every_nth_block: 1: all blocks; 2: every second one; 0: none.
     """
 
-    every_nth_block: int
+    every_nth_block: Annotated[int, ">= 0"]
 
     def apply(self, blocks: nn.ModuleList) -> None:
         """Wrap the chosen blocks' forward in place; parameter names stay as they are."""

@@ -19,7 +19,7 @@ WATCHER = """
 import json, os, signal, time
 from pathlib import Path
 from lightning.pytorch import Callback
-from recipes.preemption import was_requested
+from recipes.runtime.signals import was_requested
 
 class Watcher(Callback):
     def __init__(self, folder, raise_at_lr=None, kill_at_lr=None, wait_at_lr=None, seconds_a_step=0.0):

@@ -4,7 +4,7 @@ Costs a sum over the ranks and 50 us a step, and a copy of the state in host mem
 """
 
 import logging
-from typing import Any, Literal
+from typing import Annotated, Any, Literal
 
 from lightning.fabric.utilities.exceptions import MisconfigurationException
 from lightning.pytorch import Callback, LightningModule, Trainer
@@ -49,22 +49,22 @@ class LossSpikeRollback(Callback):
     def __init__(
         self,
         *,
-        window: int = 128,
-        warmup_steps: int = 64,
-        loss_threshold: float = 8.0,
-        norm_threshold: float = 16.0,
-        drift_threshold: float | None = 1.75,
-        max_skips: int = 3,
-        snapshot_every: int = 50,
-        num_snapshots: int = 2,
-        quarantine_steps: int = 50,
+        window: Annotated[int, ">= 2"] = 128,
+        warmup_steps: Annotated[int, ">= 2"] = 64,
+        loss_threshold: Annotated[float, "> 0"] = 8.0,
+        norm_threshold: Annotated[float, "> 0"] = 16.0,
+        drift_threshold: Annotated[float, "> 0"] | None = 1.75,
+        max_skips: Annotated[int, ">= 0"] = 3,
+        snapshot_every: Annotated[int, ">= 1"] = 50,
+        num_snapshots: Annotated[int, ">= 2"] = 2,
+        quarantine_steps: Annotated[int, ">= 1"] = 50,
         snapshot_storage: Literal["auto", "memory", "disk"] = "auto",
-        skip_batches: int = 0,
-        lr_factor: float = 0.5,
-        lr_backoff_steps: int = 200,
-        cooldown_steps: int = 200,
-        max_rollbacks: int = 5,
-        max_dumps: int = 3,
+        skip_batches: Annotated[int, ">= 0"] = 0,
+        lr_factor: Annotated[float, "> 0, < 1"] = 0.5,
+        lr_backoff_steps: Annotated[int, ">= 1"] = 200,
+        cooldown_steps: Annotated[int, ">= 1"] = 200,
+        max_rollbacks: Annotated[int, ">= 1"] = 5,
+        max_dumps: Annotated[int, ">= 0"] = 3,
         rewind_data: bool = False,
     ) -> None:
         self._watch = SpikeMonitor(

@@ -5,7 +5,7 @@ import math
 import sys
 import time
 from collections.abc import Callable
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Annotated, Any
 
 from lightning.pytorch import Callback, LightningModule, Trainer
 
@@ -35,7 +35,7 @@ class ProgressLine(Callback):
     the next batch, a validation or the end of training begins.
     """
 
-    def __init__(self, *, refresh_per_second: float = 4.0) -> None:
+    def __init__(self, *, refresh_per_second: Annotated[float, "> 0"] = 4.0) -> None:
         self.clock: Callable[[], float] = time.monotonic
         self._min_redraw_seconds = 1.0 / refresh_per_second
         self._steps = StepCounter()

@@ -9,15 +9,15 @@ from typing import Any
 from .charts.axis import value_label
 from .charts.json_data import as_json
 
-HERE = Path(__file__).parent
+ASSETS = Path(__file__).parent / "assets"
 
 
 def whole_page(
     *, title: str, body: str, data: dict[str, Any], styles: Sequence[str], scripts: Sequence[str]
 ) -> str:
     """HTML; `styles` and `scripts` are files beside this one. `body` is escaped already."""
-    style = "".join((HERE / name).read_text(encoding="utf-8") for name in styles)
-    script = "".join((HERE / name).read_text(encoding="utf-8") for name in scripts)
+    style = "".join((ASSETS / name).read_text(encoding="utf-8") for name in styles)
+    script = "".join((ASSETS / name).read_text(encoding="utf-8") for name in scripts)
     return (
         '<!doctype html><html lang="en"><head><meta charset="utf-8">'
         '<meta name="viewport" content="width=device-width, initial-scale=1">'

@@ -3,7 +3,7 @@
 import time
 from collections.abc import Callable
 from dataclasses import asdict
-from typing import Any
+from typing import Annotated, Any
 
 import torch
 from lightning.pytorch import Callback, LightningModule, Trainer
@@ -37,7 +37,9 @@ class SpeedMonitor(Callback):
 
     LEFT_OUT = ("save_checkpoint", "sample_text", "spike", "profile")
 
-    def __init__(self, *, peak_tflops: float | None = None, measure_peak: bool = False) -> None:
+    def __init__(
+        self, *, peak_tflops: Annotated[float, "> 0"] | None = None, measure_peak: bool = False
+    ) -> None:
         if peak_tflops is not None and peak_tflops <= 0:
             raise ValueError(
                 f"callbacks.throughput.peak_tflops is {peak_tflops}; a peak is above 0; type"

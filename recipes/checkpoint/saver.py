@@ -3,7 +3,7 @@
 import logging
 import time
 from pathlib import Path
-from typing import Any, Literal
+from typing import Annotated, Any, Literal
 
 import lightning.pytorch as lightning
 from lightning.pytorch.callbacks import Checkpoint
@@ -56,9 +56,9 @@ class CheckpointSaver(Checkpoint):
         save_every: int | None,
         save_every_minutes: float | None,
         eval_every: int,
-        keep_last: int,
-        keep_every: int | None,
-        keep_best: int,
+        keep_last: Annotated[int, ">= 1"],
+        keep_every: Annotated[int, ">= 1"] | None,
+        keep_best: Annotated[int, ">= 0"],
         best_metric: str,
         best_mode: Literal["min", "max"],
         asynchronous: bool,

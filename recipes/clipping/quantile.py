@@ -1,6 +1,6 @@
 """Clipping at a quantile of the recent norms: AutoClip (Seetharaman et al. 2020, arXiv 2007.14469), in a window."""
 
-from typing import Any
+from typing import Annotated, Any
 
 import torch
 from torch import Tensor
@@ -15,7 +15,13 @@ class Quantile:
         warmup_steps: Norms before anything is clipped.
     """
 
-    def __init__(self, *, quantile: float, window: int, warmup_steps: int) -> None:
+    def __init__(
+        self,
+        *,
+        quantile: Annotated[float, "> 0, < 1"],
+        window: Annotated[int, ">= 2"],
+        warmup_steps: Annotated[int, ">= 1"],
+    ) -> None:
         self._quantile = quantile
         self._warmup_steps = warmup_steps
         self._num_seen = 0

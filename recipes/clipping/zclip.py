@@ -1,6 +1,6 @@
 """Clipping by the z-score of the norm against moving averages: ZClip (Kumar et al. 2025, arXiv 2504.02507)."""
 
-from typing import Any
+from typing import Annotated, Any
 
 import torch
 from torch import Tensor
@@ -18,7 +18,13 @@ class ZClip:
         warmup_steps: Steps whose plain mean and variance the averages begin with.
     """
 
-    def __init__(self, *, decay: float, z_score: float, warmup_steps: int) -> None:
+    def __init__(
+        self,
+        *,
+        decay: Annotated[float, "> 0, < 1"],
+        z_score: Annotated[float, "> 0"],
+        warmup_steps: Annotated[int, ">= 1"],
+    ) -> None:
         self._decay = decay
         self._z_score = z_score
         self._warmup_steps = warmup_steps

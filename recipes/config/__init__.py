@@ -3,7 +3,7 @@
 from collections.abc import Sequence
 from pathlib import Path
 
-from recipes.config.check import check
+from recipes.config.check import check_config
 from recipes.config.check.command_line import compose_typed
 from recipes.config.compose import CONF, Composed
 from recipes.errors import ConfigError
@@ -19,6 +19,6 @@ def compose_and_check(
     if composed is not None:
         mistakes = [
             *mistakes,
-            *check(composed.config, composed.choices, overrides, composed.run_folder),
+            *check_config(composed.config, composed.choices, overrides, composed.run_folder),
         ]
     return composed, mistakes

@@ -7,7 +7,7 @@ import signal
 import sys
 import threading
 from collections.abc import Iterator
-from typing import Any
+from typing import Annotated, Any
 
 import lightning.pytorch as lightning
 import numpy as np
@@ -48,8 +48,8 @@ class StreamDataModule(lightning.LightningDataModule):
         accumulation: Accumulation,
         seed: int,
         eval_samples: int | None,
-        num_workers: int | None,
-        overfit_batches: int | None = None,
+        num_workers: Annotated[int, ">= 0"] | None,
+        overfit_batches: Annotated[int, ">= 1"] | None = None,
     ) -> None:
         super().__init__()
         self.source = source

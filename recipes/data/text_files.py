@@ -4,7 +4,7 @@ import glob
 import os
 from collections.abc import Sequence
 from pathlib import Path
-from typing import ClassVar
+from typing import Annotated, ClassVar
 
 from recipes.data.text.corpus import Document
 from recipes.data.text.source import TextSource, list_files
@@ -29,7 +29,7 @@ class TextFiles(TextSource):
         path: str,
         tokenizer: TokenizerConfig,
         seq_len: int,
-        val_fraction: float,
+        val_fraction: Annotated[float, "> 0, < 0.9"],
         cache_dir: str,
         vocab_size: int | None = None,
         num_processes: int | None = None,

@@ -3,7 +3,7 @@
 import hashlib
 from dataclasses import dataclass
 from pathlib import Path
-from typing import ClassVar, Literal
+from typing import Annotated, ClassVar, Literal
 
 import numpy as np
 
@@ -38,7 +38,7 @@ class TokenFile:
         path: str,
         dtype: Literal["uint16", "uint32"],
         val_path: str | None,
-        val_fraction: float,
+        val_fraction: Annotated[float, "> 0, < 0.9"],
         vocab_size: int,
         seq_len: int,
         cache_dir: str,

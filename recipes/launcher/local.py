@@ -8,6 +8,7 @@ import sys
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
+from typing import Annotated
 
 from recipes.config.ranks import get_ranks
 from recipes.config.traits import get_traits
@@ -35,8 +36,8 @@ class Local:
     def __init__(
         self,
         *,
-        devices_per_job: int | None,
-        max_jobs: int | None,
+        devices_per_job: Annotated[int, ">= 1"] | None,
+        max_jobs: Annotated[int, ">= 1"] | None,
     ) -> None:
         self.max_jobs = max_jobs
         self.waits = self.is_bounded = True

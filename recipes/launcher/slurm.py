@@ -8,7 +8,7 @@ import subprocess
 import sys
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
+from typing import Annotated, Any
 
 from recipes.config.traits import get_traits
 from recipes.errors import ConfigError
@@ -43,7 +43,7 @@ class Slurm:
         time: int | str | None,
         cpus_per_task: int | None,
         gpus_per_node: int | None,
-        max_jobs: int | None,
+        max_jobs: Annotated[int, ">= 1"] | None,
         signal_seconds: int,
         setup: list[str],
         directives: dict[str, Any],

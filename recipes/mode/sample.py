@@ -1,6 +1,6 @@
 """Text from a checkpoint. One forward a token, with a key-value cache."""
 
-from typing import Literal
+from typing import Annotated, Literal
 
 from recipes.build import Run
 from recipes.errors import ConfigError
@@ -13,11 +13,11 @@ def sample(
     run: Run,
     *,
     prompt: str,
-    num_tokens: int,
-    num_samples: int,
-    temperature: float,
-    top_k: int | None,
-    top_p: float | None,
+    num_tokens: Annotated[int, ">= 1"],
+    num_samples: Annotated[int, ">= 1"],
+    temperature: Annotated[float, ">= 0"],
+    top_k: Annotated[int, ">= 1"] | None,
+    top_p: Annotated[float, ">= 0.001, <= 1"] | None,
     seed: int,
     weights: Literal["trained", "ema"],
 ) -> int:

@@ -6,7 +6,7 @@ multiple.
 
 import math
 from collections.abc import Callable
-from typing import ClassVar, Self
+from typing import Annotated, ClassVar, Self
 
 import torch
 import torch.nn.functional as F
@@ -97,13 +97,13 @@ class GPT2(nn.Module):
     def __init__(
         self,
         *,
-        vocab_size: int,
-        max_seq_len: int,
-        num_layers: int,
-        num_heads: int,
-        hidden_size: int,
-        dropout: float,
-        vocab_pad_multiple: int = 64,
+        vocab_size: Annotated[int, ">= 2"],
+        max_seq_len: Annotated[int, ">= 1"],
+        num_layers: Annotated[int, ">= 1"],
+        num_heads: Annotated[int, ">= 1"],
+        hidden_size: Annotated[int, ">= 1"],
+        dropout: Annotated[float, ">= 0, <= 0.999"],
+        vocab_pad_multiple: Annotated[int, ">= 1"] = 64,
         tie_embeddings: bool = True,
         pretrained: str | None = None,
     ) -> None:

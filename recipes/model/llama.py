@@ -5,7 +5,7 @@ Shapes: B sequences, T tokens, W hidden_size, Q head size, V padded vocabulary.
 
 import math
 from collections.abc import Callable
-from typing import ClassVar, Self
+from typing import Annotated, ClassVar, Self
 
 import torch
 from torch import Tensor, nn
@@ -51,20 +51,20 @@ class Llama(nn.Module):
     def __init__(
         self,
         *,
-        vocab_size: int,
-        max_seq_len: int,
-        num_layers: int,
-        num_heads: int,
-        num_kv_heads: int,
-        hidden_size: int,
-        ffn_hidden_size: int,
+        vocab_size: Annotated[int, ">= 2"],
+        max_seq_len: Annotated[int, ">= 1"],
+        num_layers: Annotated[int, ">= 1"],
+        num_heads: Annotated[int, ">= 1"],
+        num_kv_heads: Annotated[int, ">= 1"],
+        hidden_size: Annotated[int, ">= 1"],
+        ffn_hidden_size: Annotated[int, ">= 1"],
         rope_theta: float,
         rope_scaling_factor: float | None = None,
         rms_eps: float = 1e-5,
         head_dim: int | None = None,
         tie_embeddings: bool = False,
         qk_norm: bool = False,
-        vocab_pad_multiple: int = 64,
+        vocab_pad_multiple: Annotated[int, ">= 1"] = 64,
         pretrained: str | None = None,
     ) -> None:
         super().__init__()

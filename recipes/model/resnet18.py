@@ -4,7 +4,7 @@ Shapes: B images, C channels, H x W pixels, V classes.
 """
 
 import math
-from typing import ClassVar
+from typing import Annotated, ClassVar
 
 import torch
 import torch.nn.functional as F
@@ -57,8 +57,8 @@ class ResNet18(nn.Module):
     def __init__(
         self,
         *,
-        num_classes: int,
-        in_channels: int,
+        num_classes: Annotated[int, ">= 2"],
+        in_channels: Annotated[int, ">= 1"],
         small_images: bool,
         pretrained: str | None = None,
     ) -> None:

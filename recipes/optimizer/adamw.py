@@ -1,6 +1,6 @@
 """AdamW (arXiv 1711.05101), fused into one kernel a group where the engine allows it."""
 
-from collections.abc import Sequence
+from typing import Annotated
 
 import torch
 from torch import nn
@@ -11,10 +11,10 @@ from recipes.optimizer.param_groups import decay_groups
 def adamw(
     model: nn.Module,
     *,
-    lr: float,
-    betas: Sequence[float],
-    eps: float,
-    weight_decay: float,
+    lr: Annotated[float, "> 0"],
+    betas: tuple[Annotated[float, ">= 0, < 1"], Annotated[float, ">= 0, < 1"]],
+    eps: Annotated[float, "> 0"],
+    weight_decay: Annotated[float, ">= 0"],
     fused: bool,
 ) -> torch.optim.AdamW:
     """Make the optimizer of a model.
@@ -27,6 +27,5 @@ def adamw(
         weight_decay: Decay of matrices.
         fused: One kernel per group. Not under a loss scaler: it would hide the unscaled gradients.
     """
-    first, second = betas
     groups = decay_groups(model, weight_decay=weight_decay)
-    return torch.optim.AdamW(groups, lr=lr, betas=(first, second), eps=eps, fused=fused)
+    return torch.optim.AdamW(groups, lr=lr, betas=(betas[0], betas[1]), eps=eps, fused=fused)

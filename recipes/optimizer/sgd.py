@@ -1,5 +1,7 @@
 """SGD with momentum, fused into one kernel a group where the engine allows it."""
 
+from typing import Annotated
+
 import torch
 from torch import nn
 
@@ -9,10 +11,10 @@ from recipes.optimizer.param_groups import decay_groups
 def sgd(
     model: nn.Module,
     *,
-    lr: float,
-    momentum: float,
+    lr: Annotated[float, "> 0"],
+    momentum: Annotated[float, ">= 0, <= 1"],
     nesterov: bool,
-    weight_decay: float,
+    weight_decay: Annotated[float, ">= 0"],
     fused: bool,
 ) -> torch.optim.SGD:
     """Make the optimizer of a model.

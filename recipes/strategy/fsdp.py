@@ -2,7 +2,7 @@
 
 from collections.abc import Callable, Generator, Sequence
 from contextlib import contextmanager
-from typing import Any, ClassVar, Literal
+from typing import Annotated, Any, ClassVar, Literal
 
 import torch
 from lightning.pytorch.plugins.io import CheckpointIO
@@ -159,7 +159,9 @@ class HSDPStrategy(FSDP2Strategy):
 
     option: ClassVar[str] = "hsdp"
 
-    def __init__(self, *, shard_size: int | None, **fully_shard_arguments: Any) -> None:
+    def __init__(
+        self, *, shard_size: Annotated[int, ">= 1"] | None, **fully_shard_arguments: Any
+    ) -> None:
         super().__init__(**fully_shard_arguments)
         self._shard_size = shard_size
 

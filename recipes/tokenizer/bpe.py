@@ -6,6 +6,7 @@ import logging
 import os
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Annotated
 
 from tokenizers import AddedToken, Regex, decoders, models, pre_tokenizers, trainers
 from tokenizers import Tokenizer as Backend
@@ -33,7 +34,9 @@ _FORMAT = 1
 class Bpe:
     """Exactly `vocab_size` ids with the end-of-text token; fewer where the corpus is too small."""
 
-    def __init__(self, *, vocab_size: int, max_training_bytes: int = 256 * 1024**2) -> None:
+    def __init__(
+        self, *, vocab_size: Annotated[int, ">= 257"], max_training_bytes: int = 256 * 1024**2
+    ) -> None:
         """Say how large.
 
         Args:

@@ -17,7 +17,7 @@ from recipes.config.check.strategy import check_strategy
 from recipes.errors import ConfigError
 
 
-def check(
+def check_config(
     config: Mapping[str, Any],
     choices: Mapping[str, str],
     overrides: Sequence[str],

@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from recipes.config.check.types import to_setting
+from recipes.config.signature import read_signature
 from recipes.config.traits import get_traits
 from recipes.errors import ConfigError
 
@@ -47,7 +48,7 @@ def misplaced_offload(
         why, instead = f"{option} writes nothing to a disk", f"{_NVME}{value}"
     elif value == "nvme":
         why, instead = f"{option} writes nothing to a disk", _INSTEAD["nvme_path"]
-    elif "cpu_offload" in strategy:
+    elif "cpu_offload" in read_signature(strategy["_target_"]).parameters:
         why = f"{option} offloads weights, gradients and optimizer state together"
         instead = "strategy.cpu_offload=true"
     elif "stage" not in strategy:

@@ -1,37 +1,36 @@
 """The words at the top of the config: which there are, of what type, and the sections that hold nodes."""
 
-import ast
 import re
 from collections.abc import Iterator, Mapping
 from difflib import get_close_matches
 from pathlib import Path
 from typing import Any
 
-from recipes.config.check.types import describe, matches_type, placeholder
+from recipes.config.check.types import annotation_from, describe, matches_type, placeholder
 from recipes.errors import ConfigError
 
 CONF = Path(__file__).parents[3] / "conf"
 
 SETTINGS: dict[str, str] = {
     "name": "str",
-    "seed": "int",
-    "warmup_steps": "int",
+    "seed": "Annotated[int, '>= 0, <= 4294967295']",
+    "warmup_steps": "Annotated[int, '>= 0']",
     "tags": "list[str]",
     "resume": "str | None",
-    "global_batch_size": "int",
-    "micro_batch_size": "int | None",
-    "seq_len": "int | None",
-    "log_every": "int",
-    "eval_every": "int",
-    "save_every": "int | None",
-    "save_every_minutes": "float | None",
-    "eval_samples": "int | None",
-    "ema_decay": "float | None",
-    "label_smoothing": "float",
-    "z_loss": "float",
+    "global_batch_size": "Annotated[int, '>= 1']",
+    "micro_batch_size": "Annotated[int, '>= 1'] | None",
+    "seq_len": "Annotated[int, '>= 1'] | None",
+    "log_every": "Annotated[int, '>= 1']",
+    "eval_every": "Annotated[int, '>= 1']",
+    "save_every": "Annotated[int, '>= 1'] | None",
+    "save_every_minutes": "Annotated[float, '> 0'] | None",
+    "eval_samples": "Annotated[int, '>= 1'] | None",
+    "ema_decay": "Annotated[float, '> 0, < 1'] | None",
+    "label_smoothing": "Annotated[float, '>= 0, <= 0.999']",
+    "z_loss": "Annotated[float, '>= 0']",
     "compile": "bool",
     "ignore_slurm": "bool",
-    "profile": "int | None",
+    "profile": "Annotated[int, '>= 1'] | None",
 }
 NODES = ("loader",)  # sections of config.yaml that are no group
 COMPOSING = ("recipe", "debug", "hydra")  # groups that leave no section
@@ -54,7 +53,7 @@ def check_sections(config: Mapping[str, Any]) -> Iterator[ConfigError]:
     sections = [*groups(), *NODES]
     for key, value in config.items():
         if key in SETTINGS:
-            annotation = ast.parse(SETTINGS[key], mode="eval").body
+            annotation = annotation_from(SETTINGS[key])
             if not matches_type(value, annotation):
                 yield ConfigError(
                     f"{key}={value}",

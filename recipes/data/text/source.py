@@ -4,7 +4,7 @@ import os
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
+from typing import Annotated, Any
 
 from recipes.cache import open_cache_dir
 from recipes.data.text.corpus import Corpus, Document
@@ -22,7 +22,7 @@ class TextSource(ABC):
         *,
         tokenizer: TokenizerConfig,
         seq_len: int,
-        val_fraction: float,
+        val_fraction: Annotated[float, "> 0, < 0.9"],
         cache_dir: str,
         vocab_size: int | None = None,
         num_processes: int | None = None,

@@ -126,7 +126,7 @@ def test_float32_products_in_tf32_are_shown_against_its_peak(how: str) -> None:
     code = f"""
 import torch
 from lightning.pytorch import LightningModule, Trainer
-from callbacks.mfu import get_kind
+from callbacks.throughput.mfu import get_kind
 {TF32[how]}
 print(get_kind(Trainer(accelerator="cpu", logger=False), LightningModule()))
 """

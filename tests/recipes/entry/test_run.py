@@ -18,7 +18,7 @@ TORCHRUN = [sys.executable, "-m", "torch.distributed.run"]
 FAULT = """
 import os, signal, time
 from lightning.pytorch import Callback
-from recipes.mistake import ConfigError
+from recipes.errors import ConfigError
 
 class Fault(Callback):
     def __init__(self, kind):

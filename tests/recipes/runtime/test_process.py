@@ -10,7 +10,7 @@ from support import ROOT
 RANK = """
 import atexit, sys
 import torch, torch.distributed as dist
-from recipes.leave import leave
+from recipes.runtime.process import exit_process
 dist.init_process_group("gloo", init_method="file://" + sys.argv[2], rank=int(sys.argv[1]), world_size=2)
 atexit.register(print, "done at the end")
 for _ in range(200):
@@ -37,10 +37,10 @@ def exit_codes(end: str, folder: Path, attempt: int) -> list[tuple[int, str]]:
 
 def test_a_rank_ends_with_its_code_after_what_is_registered_for_the_end(tmp_path: Path) -> None:
     for attempt in range(4):
-        assert exit_codes("leave(75)", tmp_path, attempt) == [(75, "done at the end\n")] * 2
+        assert exit_codes("exit_process(75)", tmp_path, attempt) == [(75, "done at the end\n")] * 2
 
 
 def test_torch_still_aborts_ranks_that_end_as_other_programs_do(tmp_path: Path) -> None:
-    """pytorch #190489: one rank in four. When this fails, `leave` may be `sys.exit`."""
+    """pytorch #190489: one rank in four. When this fails, `exit_process` may be `sys.exit`."""
     ended = (exit_codes("sys.exit(75)", tmp_path, attempt) for attempt in range(20))
     assert any(code == -signal.SIGABRT for codes in ended for code, _ in codes)

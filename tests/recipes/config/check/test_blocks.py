@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 from support import composed_config
 
-from recipes.config.check import check
+from recipes.config.check import check_config
 from recipes.config.check.blocks import lacks_blocks
 
 SOURCE = """
@@ -93,5 +93,5 @@ def test_a_model_without_blocks_trains_where_nothing_is_sharded_by_block(
         f"strategy={strategy}: it shards by block, and {package}.nets.Bare assigns no self.blocks;"
         " type strategy=ddp"
     )
-    found = [str(mistake) for mistake in check(config, {}, [], tmp_path)]
+    found = [str(mistake) for mistake in check_config(config, {}, [], tmp_path)]
     assert found == ([mistake] if shards else [])

@@ -8,27 +8,23 @@ from support import composed_config, run_train
 from recipes.config import compose_and_check
 
 MESSAGES = {
-    "save_every=0": (
-        "save_every=0: a number of optimizer steps is at least 1; type save_every=<at least 1>"
-    ),
+    "save_every=0": ("save_every=0: it must be at least 1; type save_every=<at least 1>"),
     "save_every_minutes=0": (
-        "save_every_minutes=0: a number of minutes is above 0; type save_every_minutes=<above 0>"
+        "save_every_minutes=0: it must be above 0; type save_every_minutes=<above 0>"
     ),
     "save_every_minutes=soon": (
         "save_every_minutes=soon: it takes a number or null;"
         " type save_every_minutes=<number or null>"
     ),
     "checkpoint.keep_every=0": (
-        "checkpoint.keep_every=0: a number of optimizer steps is at least 1;"
-        " type checkpoint.keep_every=<at least 1>"
+        "checkpoint.keep_every=0: it must be at least 1; type checkpoint.keep_every=<at least 1>"
     ),
     "checkpoint.keep_every=2.5": (
         "checkpoint.keep_every=2.5: it takes a whole number or null;"
         " type checkpoint.keep_every=<whole number or null>"
     ),
     "checkpoint.keep_best=-1": (
-        "checkpoint.keep_best=-1: a number of checkpoints is at least 0;"
-        " type checkpoint.keep_best=<at least 0>"
+        "checkpoint.keep_best=-1: it must be at least 0; type checkpoint.keep_best=<at least 0>"
     ),
     "checkpoint.best_mode=up": (
         "checkpoint.best_mode=up: it takes min or max; type checkpoint.best_mode=<min or max>"

@@ -49,11 +49,11 @@ MESSAGES = {
         "trainer.overfit_batches=3: another word sets it; type debug=overfit, or loader.overfit_batches=<global batches>"
     ),
     "model.num_layers=0": (
-        "model.num_layers=0: a number of blocks is at least 1; type model.num_layers=<at least 1>"
+        "model.num_layers=0: it must be at least 1; type model.num_layers=<at least 1>"
     ),
     "loader=3": "loader=3: it is a section of settings; type loader.<setting>=<value>",
     "optimizer.betas=[0.9]": (
-        "optimizer.betas=[0.9]: Adam has two decay rates; type 'optimizer.betas=[0.9,0.95]'"
+        "optimizer.betas=[0.9]: it takes a list of 2 numbers; type optimizer.betas=<list of 2 numbers>"
     ),
     "callbacks=[grad_norm] callbacks.sample_text.num_tokens=8": (
         "callbacks.sample_text.num_tokens=8: there is no 'callbacks.sample_text.num_tokens';"
@@ -86,12 +86,13 @@ MESSAGES = {
         "trainer.limit_val_batches=3: another word sets it; type eval_samples=<samples>"
     ),
     "optimizer.lr=fast": ("optimizer.lr=fast: it takes a number; type optimizer.lr=<number>"),
-    "optimizer.lr=-1": ("optimizer.lr=-1: a learning rate is above 0; type optimizer.lr=<above 0>"),
+    "optimizer.lr=-1": ("optimizer.lr=-1: it must be above 0; type optimizer.lr=<above 0>"),
     "'optimizer.betas=[0.9,1.5]'": (
-        "optimizer.betas[1]=1.5: a decay rate is from 0 to below 1; type 'optimizer.betas=[0.9,0.95]'"
+        "optimizer.betas[1]=1.5: it must be at least 0 and below 1;"
+        " type 'optimizer.betas=[…]', each at least 0 and below 1"
     ),
     "optimizer.betas=0.9": (
-        "optimizer.betas=0.9: it takes a list of numbers; type optimizer.betas=<list of numbers>"
+        "optimizer.betas=0.9: it takes a list of 2 numbers; type optimizer.betas=<list of 2 numbers>"
     ),
     "model.hidden_size=100 model.num_heads=3": (
         "model.num_heads=3: model.hidden_size=100 does not divide into 3 heads; type model.num_heads=2"
@@ -153,18 +154,16 @@ MESSAGES = {
         "mode=export: it is for language models alone; type mode=evaluate resume=<run folder>"
     ),
     "mode=sample mode.temperature=-1 resume=auto hydra.run.dir=x": (
-        "mode.temperature=-1: a temperature is at least 0; type mode.temperature=<at least 0>"
+        "mode.temperature=-1: it must be at least 0; type mode.temperature=<at least 0>"
     ),
     "mode=sample mode.top_p=1.5 resume=auto hydra.run.dir=x": (
-        "mode.top_p=1.5: a probability is from 0.001 to 1; type mode.top_p=<from 0.001 to 1>"
+        "mode.top_p=1.5: it must be from 0.001 to 1; type mode.top_p=<from 0.001 to 1>"
     ),
     "trainer.max_steps=0": (
-        "trainer.max_steps=0: a number of optimizer steps is at least 1; type trainer.max_steps=<at least 1>"
+        "trainer.max_steps=0: it must be at least 1; type trainer.max_steps=<at least 1>"
     ),
-    "log_every=0": (
-        "log_every=0: a number of optimizer steps is at least 1; type log_every=<at least 1>"
-    ),
-    "seed=-1": ("seed=-1: a seed is from 0 to 4294967295; type seed=<from 0 to 4294967295>"),
+    "log_every=0": ("log_every=0: it must be at least 1; type log_every=<at least 1>"),
+    "seed=-1": ("seed=-1: it must be from 0 to 4294967295; type seed=<from 0 to 4294967295>"),
     "compile=yes_please": (
         "compile=yes_please: it takes true or false; type compile=<true or false>"
     ),
@@ -173,20 +172,18 @@ MESSAGES = {
         "scheduler.warmup=3: there is no 'scheduler.warmup'; type scheduler.warmup_steps=3"
     ),
     "model.dropout=1.0": (
-        "model.dropout=1.0: a probability is from 0 to 0.999; type model.dropout=<from 0 to 0.999>"
+        "model.dropout=1.0: it must be from 0 to 0.999; type model.dropout=<from 0 to 0.999>"
     ),
-    "eval_samples=0": (
-        "eval_samples=0: a number of samples is at least 1; type eval_samples=<at least 1>"
-    ),
+    "eval_samples=0": ("eval_samples=0: it must be at least 1; type eval_samples=<at least 1>"),
     "data.val_fraction=0.95": (
-        "data.val_fraction=0.95: a fraction is above 0 and below 0.9; type data.val_fraction=<above 0 and below 0.9>"
+        "data.val_fraction=0.95: it must be above 0 and below 0.9; type data.val_fraction=<above 0 and below 0.9>"
     ),
     "+model.nonsense=3": (
         "model.nonsense=3: GPT2 has no argument 'nonsense'; type '~model.nonsense' to leave it out"
     ),
     "~optimizer.lr": ("no optimizer.lr: adamw needs it; type +optimizer.lr=<value>"),
     "checkpoint.keep_last=0": (
-        "checkpoint.keep_last=0: a number of checkpoints is at least 1; type checkpoint.keep_last=<at least 1>"
+        "checkpoint.keep_last=0: it must be at least 1; type checkpoint.keep_last=<at least 1>"
     ),
     "name=[a]": ("name=['a']: it takes text; type name=<text>"),
     "resume=3": ("resume=3: it takes text or null; type resume=<text or null>"),
@@ -215,7 +212,7 @@ MESSAGES = {
         "strategy.shard_size=3: 4 ranks do not divide into groups of 3; type strategy.shard_size=2, or null for the ranks of one node"
     ),
     "strategy=hsdp strategy.shard_size=0": (
-        "strategy.shard_size=0: a number of ranks is at least 1; type strategy.shard_size=<at least 1>"
+        "strategy.shard_size=0: it must be at least 1; type strategy.shard_size=<at least 1>"
     ),
     "strategy=fsdp strategy.gradient_sync=step": (
         "strategy.gradient_sync=step: it takes per_micro_batch or per_step; type strategy.gradient_sync=<per_micro_batch or per_step>"
@@ -253,9 +250,9 @@ def test_a_typo_inside_a_yaml_file_is_found_although_hydra_takes_it(tmp_path: Pa
     config["model"]["num_layer"] = 4
     config["callbacks"]["progress"]["colour"] = "red"
     config["strtegy"] = {}
-    from recipes.config.check import check
+    from recipes.config.check import check_config
 
-    assert [str(mistake) for mistake in check(config, {}, [], tmp_path)] == [
+    assert [str(mistake) for mistake in check_config(config, {}, [], tmp_path)] == [
         "strtegy=…: there is no such word or section; type strategy=…",
         "model.num_layer=4: GPT2 has no argument 'num_layer'; type model.num_layers=4",
         "callbacks.progress.colour=red: ProgressLine has no argument 'colour';"
@@ -335,7 +332,7 @@ def test_a_mistake_ends_with_exit_code_2_and_leaves_no_folder(tmp_path: Path) ->
 )
 def test_a_mistake_is_found_without_importing_torch_or_lightning(typed: str) -> None:
     program = (
-        "import sys; from recipes.entry.run import compose_and_check;"
+        "import sys; from recipes.config import compose_and_check;"
         f"_, mistakes = compose_and_check({typed.split()!r}); assert mistakes;"
         "assert not {'torch', 'lightning', 'numpy', 'transformers', 'deepspeed'} & set(sys.modules)"
     )

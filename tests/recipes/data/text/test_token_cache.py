@@ -22,8 +22,8 @@ ROOT = Path(__file__).parents[4]
 SCRIPT = """
 import sys
 from pathlib import Path
-from recipes.data.corpus import Corpus, Document
-from recipes.data.token_cache import cached_tokens
+from recipes.data.text.corpus import Corpus, Document
+from recipes.data.text.token_cache import cached_tokens
 from recipes.tokenizer.bpe import Bpe
 
 if __name__ == "__main__":

@@ -81,8 +81,8 @@ def test_a_worker_imports_neither_torch_nor_lightning():
 MEMORY_SCRIPT = """
 import resource, sys
 from pathlib import Path
-from recipes.data.corpus import Corpus, Document
-from recipes.data.token_cache import cached_tokens
+from recipes.data.text.corpus import Corpus, Document
+from recipes.data.text.token_cache import cached_tokens
 from recipes.tokenizer.bytes import byte_tokenizer
 
 def peak_mib():
