@@ -15,6 +15,8 @@ import struct
 
 _OF_CLOCKS = ("time/", "throughput/", "memory/")  # differ whenever a step is made again
 
+Row = dict[str, Any]
+
 
 class Told:
     """The rows that W&B has; it cannot erase any.
@@ -69,8 +71,6 @@ LOGGER = logging.getLogger("lightning_recipes")
 
 STEP = "trainer/global_step"
 
-
-Row = dict[str, Any]
 
 
 # the file is a log in the format of LevelDB: blocks of records, each with a checksum, a length and a kind
