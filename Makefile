@@ -24,6 +24,7 @@ kill-test: $(VENV)/.installed-test
 lint: $(VENV)/.installed-test
 	$(RUN) -m ruff check .
 	$(RUN) -m ruff format --check .
+	$(VENV)/bin/lint-imports
 
 types: $(VENV)/.installed-test
 	$(RUN) -m mypy
@@ -48,12 +49,12 @@ $(VENV)/bin/python:
 	  || { echo "Python 3.11 or later is needed: PYTHON=python3.11 make $(MAKECMDGOALS)"; exit 1; }
 	$(PYTHON) -m venv $(VENV)
 
-$(VENV)/.installed: pyproject.toml | $(VENV)/bin/python
+$(VENV)/.installed: pyproject.toml setup.py | $(VENV)/bin/python
 	@echo "Installing into $(VENV): a minute or two, once"
-	$(RUN) -m pip install --quiet --disable-pip-version-check --editable .
+	$(RUN) -m pip install --quiet --disable-pip-version-check --editable '.[recipes]'
 	@touch $@
 
-$(VENV)/.installed-test: pyproject.toml | $(VENV)/bin/python
+$(VENV)/.installed-test: pyproject.toml setup.py | $(VENV)/bin/python
 	@echo "Installing into $(VENV), with the test extras: a minute or two, once"
 	$(RUN) -m pip install --quiet --disable-pip-version-check --editable '.[test]'
 	@touch $(VENV)/.installed $@

@@ -1,0 +1,77 @@
+"""The shape of the source that no linter checks: where optional libraries are imported, and how large things get."""
+
+import ast
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parent.parent
+FILES = sorted([*ROOT.glob("recipes/**/*.py"), *ROOT.glob("callbacks/**/*.py"), ROOT / "train.py"])
+OPTIONAL = {
+    "deepspeed",
+    "huggingface_hub",
+    "matplotlib",
+    "optuna",
+    "rich",
+    "sklearn",
+    "submitit",
+    "tensorboard",
+    "transformers",
+    "wandb",
+    "wandb_workspaces",
+}
+# imported lazily themselves
+IMPORTS_OPTIONAL = {"callbacks/progress/bar.py", "callbacks/report/charts/png.py"}
+
+
+def _top_level_imports(path: Path) -> set[str]:
+    found: set[str] = set()
+    for node in ast.parse(path.read_text()).body:
+        if isinstance(node, ast.Import):
+            found |= {alias.name.split(".")[0] for alias in node.names}
+        elif isinstance(node, ast.ImportFrom) and node.module and not node.level:
+            found.add(node.module.split(".")[0])
+    return found
+
+
+def test_optional_libraries_are_imported_inside_the_functions_that_need_them() -> None:
+    for path in FILES:
+        name = str(path.relative_to(ROOT))
+        # recipes/ has rich as a dependency; callbacks/ has not
+        optional = OPTIONAL - ({"rich"} if name.startswith("recipes") else set())
+        wrong = _top_level_imports(path) & optional
+        assert not wrong or name in IMPORTS_OPTIONAL, (name, wrong)
+
+
+@pytest.mark.parametrize("package", ["recipes", "callbacks"])
+def test_a_package_has_at_most_twelve_modules_beside_its_packages(package: str) -> None:
+    modules = [path.name for path in (ROOT / package).glob("*.py") if path.name != "__init__.py"]
+    assert len(modules) <= 12, sorted(modules)
+
+
+def test_functions_have_at_most_fifty_lines() -> None:
+    long = {
+        f"{path.relative_to(ROOT)}:{node.name}": node.end_lineno - node.lineno + 1
+        for path in FILES
+        for node in ast.walk(ast.parse(path.read_text()))
+        if isinstance(node, ast.FunctionDef)
+        and node.end_lineno is not None
+        and node.end_lineno - node.lineno >= 50
+    }
+    assert not long
+
+
+def test_files_have_at_most_three_hundred_lines() -> None:
+    long = {
+        str(path.relative_to(ROOT)): lines
+        for path in FILES
+        if (lines := len(path.read_text().splitlines())) > 300
+    }
+    assert not long
+
+
+def test_every_module_opens_with_a_line_that_says_what_it_is() -> None:
+    for path in FILES:
+        docstring = ast.get_docstring(ast.parse(path.read_text()))
+        assert docstring, f"{path} has no docstring"
+        assert len(docstring.splitlines()[0]) > 20, f"{path}: {docstring.splitlines()[0]!r}"

@@ -1,0 +1,145 @@
+"""The wheel in a stranger's project: an environment of its own, beside a folder named `callbacks`."""
+
+import subprocess
+import sys
+import sysconfig
+import zipfile
+from email.parser import Parser
+from pathlib import Path
+
+import pytest
+from packaging.requirements import Requirement
+from support import ROOT
+
+STRANGER = """
+import sys
+
+import torch
+from lightning.pytorch import LightningModule, Trainer
+from torch.utils.data import DataLoader, TensorDataset
+
+# from here on everything else of the extras is out of reach
+ABSENT = {"hydra", "omegaconf", "wandb", "matplotlib", "tokenizers", "safetensors", "xxhash", "deepspeed", "rich"}
+
+class Blocker:
+    def find_spec(self, name, path=None, target=None):
+        if name.partition(".")[0] in ABSENT:
+            raise ModuleNotFoundError(f"No module named {name!r}", name=name)
+
+sys.meta_path.insert(0, Blocker())
+for name in [name for name in sys.modules if name.partition(".")[0] in ABSENT]:
+    del sys.modules[name]
+
+import callbacks  # the stranger's own
+assert callbacks.OWNER == "stranger"
+from lightning_recipes.callbacks import GradNormMonitor, LossSpikeRollback, MemoryMonitor, SpeedMonitor
+
+class Regression(LightningModule):
+    def __init__(self):
+        super().__init__()
+        self.layer = torch.nn.Linear(4, 1)
+
+    def training_step(self, batch, batch_idx):
+        inputs, targets = batch
+        return torch.nn.functional.mse_loss(self.layer(inputs), targets)
+
+    def configure_optimizers(self):
+        return torch.optim.SGD(self.parameters(), lr=0.1)
+
+inputs = torch.randn(64, 4)
+loader = DataLoader(TensorDataset(inputs, inputs.sum(1, keepdim=True)), batch_size=8)
+trainer = Trainer(
+    max_steps=8, accelerator="cpu", logger=False, enable_checkpointing=False, enable_progress_bar=False,
+    enable_model_summary=False, log_every_n_steps=1,
+    callbacks=[GradNormMonitor(), MemoryMonitor(), SpeedMonitor()],
+)
+trainer.fit(Regression(), loader)
+assert trainer.callback_metrics["grad/norm"] > 0
+print("trained", trainer.global_step, "steps; recipes" if "recipes" in sys.modules else "steps")
+"""
+
+
+@pytest.fixture(scope="module")
+def wheel(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Build the wheel from a copy of what git would hand out, so that nothing is left in the checkout."""
+    folder = tmp_path_factory.mktemp("wheel")
+    listed = subprocess.run(
+        ["git", "ls-files", "-co", "--exclude-standard", "-z"],
+        cwd=ROOT, check=True, capture_output=True, text=True,
+    )  # fmt: skip
+    for name in filter(None, listed.stdout.split("\0")):
+        if name.split("/")[0] in ("tests", "docs", "benchmarks") or not (ROOT / name).is_file():
+            continue
+        copy = folder / "source" / name
+        copy.parent.mkdir(parents=True, exist_ok=True)
+        copy.write_bytes((ROOT / name).read_bytes())
+    command = [sys.executable, "-m", "build", "--wheel", "--no-isolation", "--outdir", str(folder)]
+    done = subprocess.run(
+        [*command, str(folder / "source")], capture_output=True, text=True, check=False
+    )
+    assert done.returncode == 0, done.stdout + done.stderr
+    [built] = folder.glob("*.whl")
+    return built
+
+
+@pytest.fixture(scope="module")
+def python(wheel: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Make an environment that holds the wheel; torch and Lightning come from the one that runs the tests."""
+    folder = tmp_path_factory.mktemp("environment")
+    subprocess.run([sys.executable, "-m", "venv", "--without-pip", str(folder)], check=True)
+    [packages] = folder.glob("lib/python*/site-packages")
+    pip = [sys.executable, "-m", "pip", "install", "--quiet", "--no-deps", "--no-index"]
+    subprocess.run([*pip, "--target", str(packages), str(wheel)], check=True)
+    # appended to the path, and .pth files in it are not read: the editable install stays out of sight
+    (packages / "borrowed.pth").write_text(sysconfig.get_path("purelib") + "\n")
+    return folder / "bin" / "python"
+
+
+def test_it_needs_torch_and_lightning_alone(wheel: Path) -> None:
+    with zipfile.ZipFile(wheel) as archive:
+        [name] = [name for name in archive.namelist() if name.endswith("METADATA")]
+        metadata = Parser().parsestr(archive.read(name).decode())
+    required = [Requirement(text) for text in metadata.get_all("Requires-Dist", [])]
+    assert {r.name for r in required if r.marker is None} == {"torch", "lightning"}
+
+
+def test_it_installs_one_name_and_no_top_level_recipes_or_callbacks(wheel: Path) -> None:
+    with zipfile.ZipFile(wheel) as archive:
+        names = archive.namelist()
+    tops = {name.partition("/")[0] for name in names}
+    assert {top for top in tops if not top.endswith(".dist-info")} == {"lightning_recipes"}
+    assert "lightning_recipes/conf/config.yaml" in names
+    assert "lightning_recipes/callbacks/report/assets/charts.js" in names
+    assert "lightning_recipes/setup.py" not in names
+
+
+def test_a_stranger_trains_with_its_callbacks_beside_a_folder_of_the_same_name(
+    python: Path, tmp_path: Path
+) -> None:
+    (tmp_path / "callbacks").mkdir()
+    (tmp_path / "callbacks" / "__init__.py").write_text('OWNER = "stranger"\n')
+    (tmp_path / "main.py").write_text(STRANGER)
+    done = subprocess.run(
+        [python, "main.py"], cwd=tmp_path, capture_output=True, text=True, check=False
+    )
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert done.stdout.splitlines()[-1] == "trained 8 steps"
+
+
+def test_the_installed_command_runs_a_recipe_beside_a_folder_of_the_same_name(
+    python: Path, tmp_path: Path
+) -> None:
+    (tmp_path / "callbacks").mkdir()
+    (tmp_path / "callbacks" / "__init__.py").write_text('raise ImportError("the stranger\'s")\n')
+    command = "from lightning_recipes.recipes.entry.installed import main; main()"
+    overrides = [
+        "data=random_tokens", "model.vocab_size=64", "model.max_seq_len=16", "model.num_layers=1",
+        "model.num_heads=2", "model.hidden_size=16", "trainer.max_steps=2", "trainer.accelerator=cpu",
+        "callbacks=[grad_norm]", "hydra.run.dir=run",
+    ]  # fmt: skip
+    done = subprocess.run(
+        [python, "-c", command, *overrides],
+        cwd=tmp_path, capture_output=True, text=True, check=False,
+    )  # fmt: skip
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert (tmp_path / "run" / "metrics.csv").is_file()
