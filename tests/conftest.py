@@ -8,11 +8,24 @@ os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
 
 import pytest
 import torch
+import warm_python
 from slurm_cluster import Cluster
 from slurm_install import missing
 from support import write_texts
 
 torch.set_num_threads(1)
+warm_python.patch()
+
+
+def pytest_unconfigure() -> None:
+    warm_python.stop()
+
+
+@pytest.fixture(autouse=True)
+def _fresh_python(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
+    """With the mark `fresh_python`, what a test starts is an interpreter of its own, as a person starts it."""
+    if request.node.get_closest_marker("fresh_python"):
+        monkeypatch.setattr(warm_python.State, "is_on", False)
 
 
 @pytest.fixture(autouse=True, scope="session")

@@ -7,6 +7,8 @@ import time
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 
+from warm_python import MARK_FOLDER
+
 _MARK = "STARTED_BY_A_TEST"
 
 
@@ -62,13 +64,19 @@ def marked(word: str) -> dict[str, str]:
 
 
 def living(word: str) -> list[int]:
-    """Processes with the word that live: a zombie has no environment."""
+    """Processes with the word that live, by their environment or, where they are forks, by an open file of its name."""
     found = []
     for process in Path("/proc").glob("[0-9]*"):
         try:
             environ = (process / "environ").read_bytes().split(b"\0")
-        except OSError:
+            is_marked = f"{_MARK}={word}".encode() in environ or _holds_file(process, word)
+        except OSError:  # it has ended; a zombie has no environment
             continue
-        if f"{_MARK}={word}".encode() in environ:
+        if is_marked:
             found.append(int(process.name))
     return found
+
+
+def _holds_file(process: Path, word: str) -> bool:
+    wanted = str(MARK_FOLDER / word.replace("/", "|"))
+    return any(os.readlink(fd) == wanted for fd in (process / "fd").iterdir())
