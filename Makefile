@@ -1,5 +1,6 @@
 # make train   set up what is missing, then train the quickstart recipe
 # make test    set up what is missing, then lint, types and tests: what CI runs
+# make test-fast   what starts no process: the inner loop
 # make kill-test   200 kills of real runs, each resumed and compared: six minutes on two cores
 # The first two repeat in seconds when pyproject.toml has not changed. PYTHON=python3.12 make train takes another Python.
 
@@ -7,13 +8,16 @@ PYTHON ?= python3
 VENV := .venv
 RUN := $(VENV)/bin/python
 
-.PHONY: train test test-long kill-test lint types benchmark clean
+.PHONY: train test test-fast test-long kill-test lint types benchmark clean
 
 train: $(VENV)/.installed
 	$(RUN) train.py
 
 test: $(VENV)/.installed-test lint types
 	$(RUN) -m pytest -m "not slow"
+
+test-fast: $(VENV)/.installed-test
+	$(RUN) -m pytest -q -m "not slow and not processes"
 
 test-long: $(VENV)/.installed-test
 	$(RUN) -m pytest

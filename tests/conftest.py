@@ -2,7 +2,9 @@
 
 import logging
 import os
+import re
 from collections.abc import Iterator
+from pathlib import Path
 
 os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
 
@@ -15,6 +17,22 @@ from support import write_texts
 
 torch.set_num_threads(1)
 warm_python.patch()
+
+
+# a test file that mentions one of these starts processes
+_STARTS_PROCESSES = re.compile(
+    r"\b(subprocess|multiprocessing|run_train|run_on_ranks|Started|Sweeps|Killer|Browser|slurm|os\.fork)\b"
+)
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """Mark what `make test-fast` leaves out."""
+    starts: dict[Path, bool] = {}
+    for item in items:
+        if item.path not in starts:
+            starts[item.path] = bool(_STARTS_PROCESSES.search(item.path.read_text()))
+        if starts[item.path]:
+            item.add_marker("processes")
 
 
 def pytest_unconfigure() -> None:
