@@ -204,4 +204,6 @@ def _kind(target: str, attribute: str) -> object:
 def _option(config: Mapping[str, Any], choices: Mapping[str, str], group: str) -> str:
     if group in choices:
         return choices[group]
-    return str(config[group]["_target_"]).split(".")[2]
+    target = str(config[group]["_target_"])
+    parts = target.split(".")
+    return parts[2] if len(parts) > 2 else target  # `recipes.<group>.<module>.<name>`, or another package
