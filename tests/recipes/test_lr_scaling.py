@@ -68,9 +68,9 @@ def test_without_a_rule_the_rate_is_that_of_the_optimizer() -> None:
 
 def test_a_reference_that_is_missing_is_named_by_both_its_numbers() -> None:
     assert mistakes("lr_scaling=sqrt") == [
-        "no lr_scaling.base_lr: lr_scaling=sqrt starts from a learning rate that is known to be good;"
+        "no lr_scaling.base_lr: lr_scaling=sqrt starts from a known good learning rate;"
         " type lr_scaling.base_lr=<above 0>",
-        "no lr_scaling.base_batch_size: lr_scaling=sqrt starts from a batch size that is known to be good;"
+        "no lr_scaling.base_batch_size: lr_scaling=sqrt starts from a known good batch size;"
         " type lr_scaling.base_batch_size=<above 0>",
     ]
 
@@ -78,10 +78,10 @@ def test_a_reference_that_is_missing_is_named_by_both_its_numbers() -> None:
 def test_a_reference_that_is_no_positive_number_is_told_beside_other_mistakes() -> None:
     words = ("lr_scaling.base_lr=-1", "lr_scaling.base_batch_size=many", "seq_len=4000")
     assert mistakes("lr_scaling=linear", *words) == [
-        "lr_scaling.base_lr=-1: a learning rate is a number above 0; type lr_scaling.base_lr=<above 0>",
-        "lr_scaling.base_batch_size=many: a batch size is a number above 0;"
+        "lr_scaling.base_lr=-1: a learning rate is a positive number; type lr_scaling.base_lr=<above 0>",
+        "lr_scaling.base_batch_size=many: a batch size is a positive number;"
         " type lr_scaling.base_batch_size=<above 0>",
-        "seq_len=4000: the model sees at most model.max_seq_len=128 tokens; type seq_len=128",
+        "seq_len=4000: the model accepts at most model.max_seq_len=128 tokens; type seq_len=128",
     ]
 
 
@@ -89,13 +89,13 @@ def test_a_rate_typed_beside_a_rule_is_refused() -> None:
     words = ("lr_scaling=sqrt", *REFERENCE, "global_batch_size=128", "optimizer.lr=1e-3")
     assert mistakes(*words) == [
         "optimizer.lr=0.001: lr_scaling=sqrt makes it 0.0006 at global_batch_size=128;"
-        " type nothing for optimizer.lr, or lr_scaling=none for your own"
+        " type nothing for optimizer.lr, or lr_scaling=none to set it yourself"
     ]
 
 
 def test_a_reference_without_a_rule_is_refused() -> None:
     assert mistakes("lr_scaling.base_lr=3e-4") == [
-        "lr_scaling.base_lr=3e-4: no rule uses it: lr_scaling=none;"
+        "lr_scaling.base_lr=3e-4: no rule uses it with lr_scaling=none;"
         " type lr_scaling=sqrt lr_scaling.base_lr=3e-4"
     ]
 
@@ -133,7 +133,7 @@ def test_a_frozen_config_run_again_with_another_batch_says_that_the_rate_stays(
     _, found = compose_and_check(["global_batch_size=32"], config_folder=run)
     assert [str(mistake) for mistake in found] == [
         "optimizer.lr=0.0006: lr_scaling=sqrt makes it 0.0003 at global_batch_size=32;"
-        " type optimizer.lr=0.0003, or lr_scaling.rule=none for your own"
+        " type optimizer.lr=0.0003, or lr_scaling.rule=none to set it yourself"
     ]
     _, found = compose_and_check(
         ["global_batch_size=32", "lr_scaling.rule=none"], config_folder=run

@@ -28,9 +28,9 @@ MISPLACED = {
         "strategy=single keeps everything on its devices",
         f"strategy=deepspeed_stage_3_offload, or {FSDP}",
     ),
-    ("ddp", "offload_optimizer=nvme"): ("strategy=ddp writes nothing to a disk", NVME),
+    ("ddp", "offload_optimizer=nvme"): ("strategy=ddp does not use a disk", NVME),
     ("ddp", "nvme_path=/disk"): (
-        "strategy=ddp writes nothing to a disk",
+        "strategy=ddp does not use a disk",
         "strategy=deepspeed_stage_3_nvme strategy.nvme_path=/disk",
     ),
     ("fsdp", "offload_optimizer=cpu"): (
@@ -42,15 +42,15 @@ MISPLACED = {
         "strategy.cpu_offload=true",
     ),
     ("fsdp", "nvme_path=/disk"): (
-        "strategy=fsdp writes nothing to a disk",
+        "strategy=fsdp does not use a disk",
         "strategy=deepspeed_stage_3_nvme strategy.nvme_path=/disk",
     ),
     ("deepspeed_stage_1", "cpu_offload=true"): (
-        "strategy=deepspeed_stage_1 has words of its own for it",
+        "strategy=deepspeed_stage_1 has settings of its own for it",
         "strategy.offload_optimizer=cpu",
     ),
     ("deepspeed_stage_2", "cpu_offload=true"): (
-        "strategy=deepspeed_stage_2 has words of its own for it",
+        "strategy=deepspeed_stage_2 has settings of its own for it",
         "strategy=deepspeed_stage_2_offload",
     ),
     ("deepspeed_stage_3_offload", "cpu_offload=true"): (
@@ -60,19 +60,19 @@ MISPLACED = {
 }
 ZERO = {
     "strategy=deepspeed_stage_2 strategy.offload_parameters=cpu": (
-        "strategy.offload_parameters=cpu: strategy=deepspeed_stage_2 keeps the parameters whole on every rank;"
+        "strategy.offload_parameters=cpu: strategy=deepspeed_stage_2 keeps all parameters on every rank;"
         " type strategy=deepspeed_stage_3_offload"
     ),
     "strategy=deepspeed_stage_1 strategy.offload_parameters=nvme": (
-        "strategy.offload_parameters=nvme: strategy=deepspeed_stage_1 keeps the parameters whole on every rank;"
+        "strategy.offload_parameters=nvme: strategy=deepspeed_stage_1 keeps all parameters on every rank;"
         f" type {NVME}"
     ),
     "strategy=deepspeed_stage_2 strategy.offload_optimizer=nvme": (
-        "strategy.offload_optimizer=nvme: strategy=deepspeed_stage_2 offloads to host memory alone;"
+        "strategy.offload_optimizer=nvme: strategy=deepspeed_stage_2 offloads to host memory only;"
         f" type strategy.offload_optimizer=cpu, or {NVME}"
     ),
     "strategy=deepspeed_stage_3_nvme": (
-        "strategy.offload_optimizer=nvme strategy.offload_parameters=nvme: no folder on an NVMe disk is named;"
+        "strategy.offload_optimizer=nvme strategy.offload_parameters=nvme: no folder on an NVMe disk is set;"
         " type strategy.nvme_path=<folder>"
     ),
     "strategy=deepspeed_stage_3_nvme strategy.nvme_path=no/such": (
