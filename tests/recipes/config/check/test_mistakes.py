@@ -1,4 +1,4 @@
-"""Mistakes in a config, each with its exact message: what was set, why it cannot be, what to type."""
+"""Mistakes in a config, each with its exact message: what was set, why it cannot work, what to type."""
 
 import shlex
 import shutil

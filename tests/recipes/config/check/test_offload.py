@@ -1,4 +1,4 @@
-"""Offload words where they cannot be followed: the message says what exists instead."""
+"""Offload settings that a strategy does not have: the message offers what exists instead."""
 
 import os
 import shlex
@@ -87,7 +87,7 @@ ZERO = {
 
 @pytest.mark.parametrize("plus", ["", "+"])
 @pytest.mark.parametrize(("strategy", "word"), MISPLACED)
-def test_an_offload_word_is_answered_with_the_strategy_that_has_it(
+def test_a_misplaced_offload_setting_is_answered_with_the_strategy_that_has_it(
     strategy: str, word: str, plus: str
 ) -> None:
     why, fix = MISPLACED[strategy, word]
@@ -98,7 +98,7 @@ def test_an_offload_word_is_answered_with_the_strategy_that_has_it(
 
 
 @pytest.mark.parametrize("typed", ZERO)
-def test_zero_offloads_what_its_stage_divides_to_a_place_that_exists(typed: str) -> None:
+def test_a_zero_stage_offloads_only_what_it_partitions_to_a_folder_that_exists(typed: str) -> None:
     _, mistakes = compose_and_check(shlex.split(typed))
     assert [str(mistake) for mistake in mistakes] == [ZERO[typed]]
 
