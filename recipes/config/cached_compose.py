@@ -46,7 +46,7 @@ def compose_overrides(overrides: Sequence[str], folder: Path, name: str) -> Dict
 
 
 def compose_options(options: Sequence[str], folder: Path, name: str) -> DictConfig:
-    """Compose the given group options alone.
+    """Compose the given group options without any value.
 
     Reading and merging some fifty YAML files is nine tenths of a composition. The jobs of a sweep, and the attempts to
     explain a wrong command line, differ in values and seldom in options: the result is cached until a YAML file of

@@ -1,4 +1,4 @@
-"""The words at the top of the config: which there are, of what type, and the sections that hold nodes."""
+"""Check the settings at the top of the config, and the sections that hold nodes: which exist, and of what type."""
 
 import re
 from collections.abc import Iterator, Mapping

@@ -1,6 +1,6 @@
 """Match config values with annotations: the small part of Python's type language that config nodes use.
 
-A range is written beside the type, `Annotated[int, ">= 1"]` or `Annotated[float, "> 0, < 1"]`, and read from source.
+A range is part of the annotation, `Annotated[int, ">= 1"]` or `Annotated[float, "> 0, < 1"]`, and read from source.
 """
 
 import ast
