@@ -1,13 +1,13 @@
-"""A mistake in what a person set: what it is, reason it cannot be, what to type instead. No cost, no imports."""
+"""Errors of the configuration in three clauses: what you set, why it cannot work, what to type. Imports nothing."""
 
 from collections.abc import Sequence
 
 
 class ConfigError(ValueError):
-    """A wrong setting, in three clauses; several are reported together.
+    """A wrong setting, in three clauses; all that are found are reported together.
 
     Attributes:
-        setting: The override as it stands, `key=value`.
+        setting: The override as set, `key=value`.
         reason: Why it cannot work.
         fix: What to type instead.
     """
@@ -22,12 +22,12 @@ class ConfigError(ValueError):
         return f"{self.setting}: {self.reason}; type {self.fix}"
 
 
-class ConfigErrors(Exception):  # noqa: N818  several ConfigError
-    """Several of them, where nothing has been started.
+class ConfigErrors(Exception):  # noqa: N818  a collection of ConfigError
+    """Several wrong settings, found before anything was started.
 
     Args:
-        mistakes: All that are known.
-        head: What they are the mistakes of.
+        mistakes: All that were found.
+        head: First line of their report.
     """
 
     def __init__(self, mistakes: list[ConfigError], head: str) -> None:
@@ -37,7 +37,12 @@ class ConfigErrors(Exception):  # noqa: N818  several ConfigError
 
 
 def format_report(mistakes: Sequence[ConfigError], head: str | None = None) -> str:
-    """All mistakes, numbered, three lines each."""
+    """Format all mistakes, numbered, three lines each.
+
+    Args:
+        mistakes: All that were found.
+        head: First line; None counts the mistakes of a config.
+    """
     count = "1 mistake" if len(mistakes) == 1 else f"{len(mistakes)} mistakes"
     lines = [head or f"The config has {count}; nothing was built."]
     for number, mistake in enumerate(mistakes, start=1):

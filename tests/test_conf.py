@@ -23,8 +23,8 @@ MODELS = sorted(path.stem for path in (CONF / "model").glob("*.yaml"))
 
 
 @pytest.fixture(autouse=True)
-def _whole_toolchain(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A machine that has what DeepSpeed compiles with, whatever this one has."""
+def _complete_toolchain(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Pretend that everything DeepSpeed compiles with is installed."""
     monkeypatch.setattr(engines, "check_toolchain", lambda *_: ())
 
 

@@ -1,4 +1,4 @@
-"""The debug recipes: on top of every recipe, and what each of them leaves, finds or learns in real runs."""
+"""Debug options: each works with every recipe; what it writes, finds or memorizes is checked in real runs."""
 
 import json
 import sys
@@ -42,7 +42,7 @@ def test_every_recipe_takes_every_debug_option(
         assert composed.run_folder.parts[:2] == ("logs", name)
 
 
-def test_it_overrules_the_recipe_and_what_is_typed_overrules_it() -> None:
+def test_a_debug_option_overrides_the_recipe_and_the_command_line_overrides_both() -> None:
     assert composed_config("recipe=quickstart", "debug=fast_dev_run")["trainer"]["max_steps"] == 1
     typed = composed_config("recipe=quickstart", "debug=fast_dev_run", "trainer.max_steps=2")
     assert typed["trainer"]["max_steps"] == 2
@@ -51,7 +51,7 @@ def test_it_overrules_the_recipe_and_what_is_typed_overrules_it() -> None:
     assert overfit["scheduler"]["_target_"].endswith(".warmup_cosine")
 
 
-def test_what_is_typed_as_nan_is_an_option_and_no_number() -> None:
+def test_debug_nan_is_read_as_the_name_of_an_option() -> None:
     config = composed_config("debug=nan")
     assert config["trainer"]["detect_anomaly"] is True
     assert config["callbacks"]["loss_spike"] is None
@@ -61,7 +61,7 @@ def test_what_is_typed_as_nan_is_an_option_and_no_number() -> None:
     assert "name: debug_nan" in done.stdout
 
 
-def test_no_model_has_a_dropout_that_overfit_would_have_to_take_away() -> None:
+def test_no_model_has_dropout_by_default_so_overfit_need_not_disable_it() -> None:
     for path in (ROOT / "conf/model").glob("*.yaml"):
         config = composed_config(f"model={path.stem}", "debug=overfit")
         dropout = config["model"]["dropout"] if "dropout" in config["model"] else 0.0
@@ -120,9 +120,7 @@ def test_profiler_leaves_a_trace_and_saves_nothing(tmp_path: Path, text_folder: 
 
 
 @pytest.mark.parametrize("devices", [1, 2])
-def test_overfit_learns_a_batch_of_text_by_heart(
-    devices: int, tmp_path: Path, text_folder: str
-) -> None:
+def test_overfit_memorizes_a_batch_of_text(devices: int, tmp_path: Path, text_folder: str) -> None:
     run = tmp_path / "run"
     words = [*TINY, f"data.path={text_folder}", f"hydra.run.dir={run}"]
     words += engine("single" if devices == 1 else "ddp")
@@ -136,14 +134,14 @@ def test_overfit_learns_a_batch_of_text_by_heart(
     assert not list((run / "checkpoints").glob("step_*.ckpt"))
 
 
-def test_overfit_learns_a_batch_of_digits_by_heart(tmp_path: Path) -> None:
+def test_overfit_memorizes_a_batch_of_digits(tmp_path: Path) -> None:
     run = tmp_path / "run"
     words = ["model=resnet18", "data=digits", "global_batch_size=8", f"hydra.run.dir={run}"]
     done = run_train([*words, "debug=overfit", "~callbacks.report", "trainer.max_steps=100"])
     assert done.returncode == 0, done.stdout + done.stderr
     summary = json.loads((run / "summary.json").read_text())
     assert summary["train_loss"] < 0.01
-    assert summary["val_loss"] < 0.01  # running statistics have come to be those of the batch
+    assert summary["val_loss"] < 0.01  # the running statistics have converged to those of the batch
 
 
 def nan_run(run: Path, text_folder: str, strategy: str, *words: str) -> Started:
@@ -177,7 +175,7 @@ def test_a_nan_ends_the_run_and_its_forward_line_is_named(
     assert [row["step"] for row in read_metrics(run)] == [1, 2]
 
 
-def test_a_run_resumed_to_find_its_nan_stays_as_it_is(tmp_path: Path, text_folder: str) -> None:
+def test_a_run_resumed_with_debug_nan_is_not_changed(tmp_path: Path, text_folder: str) -> None:
     run = tmp_path / "run"
     words = [*TINY, f"data.path={text_folder}", "warmup_steps=1", "save_every=2", "eval_every=2"]
     done = run_train([*words, "trainer.max_steps=4", f"hydra.run.dir={run}"], folder=tmp_path)

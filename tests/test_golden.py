@@ -1,6 +1,6 @@
 """Pinned curves: a change of code that should not change numbers does not.
 
-`python tests/test_golden.py` writes them anew; a commit that does says why.
+`python tests/test_golden.py` rewrites them; the commit says why.
 """
 
 import os
@@ -51,7 +51,7 @@ def losses(case: str, folder: Path) -> list[float]:
 
 
 @pytest.mark.parametrize("case", CASES)
-def test_a_curve_is_the_one_that_was_pinned(case: str, tmp_path: Path) -> None:
+def test_a_loss_curve_equals_the_pinned_one(case: str, tmp_path: Path) -> None:
     pinned = [float(line) for line in (GOLDEN / f"{case}.txt").read_text().splitlines()]
     assert losses(case, tmp_path) == pytest.approx(pinned, rel=TOLERANCE[case])
     assert pinned[-1] < pinned[0] - 0.2

@@ -1,4 +1,4 @@
-"""The commands of the README, typed in a subprocess as a person types them."""
+"""Every command of the README runs in a subprocess, as typed."""
 
 import os
 import re
@@ -65,7 +65,7 @@ def test_the_readme_names_enough_commands_to_be_worth_testing() -> None:
     assert len(COMMANDS) >= 14
 
 
-def test_a_run_says_nothing_but_its_own_lines(workplace: Path) -> None:
+def test_a_run_prints_only_its_own_lines(workplace: Path) -> None:
     words = ["hydra.run.dir=logs/quiet", *SHORT[:-1], "tokenizer=bytes"]
     words += ["callbacks=[grad_norm,progress,throughput]"]
     done = run_train(words, folder=workplace)
@@ -79,7 +79,7 @@ def test_a_run_says_nothing_but_its_own_lines(workplace: Path) -> None:
 
 
 def test_help_and_a_mistake_answer_without_torch_or_lightning(tmp_path: Path) -> None:
-    """What costs seconds is never imported for them: speed itself is measured in benchmarks/start.py."""
+    """Slow imports are avoided; the time itself is measured in benchmarks/start.py."""
     program = (
         "import sys, runpy\n"
         "try: runpy.run_path('train.py', run_name='__main__')\n"

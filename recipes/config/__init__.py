@@ -1,4 +1,4 @@
-"""Command line to one checked, frozen config. Imports neither torch nor Lightning."""
+"""Turn the command line into one checked, frozen config. Imports neither torch nor Lightning."""
 
 from collections.abc import Sequence
 from pathlib import Path
@@ -12,7 +12,11 @@ from recipes.errors import ConfigError
 def compose_and_check(
     overrides: Sequence[str], *, config_folder: Path = CONF, config_name: str = "config"
 ) -> tuple[Composed | None, list[ConfigError]]:
-    """Compose a run and gather every mistake in it. No torch, nothing built, no folder made."""
+    """Compose a run and collect every mistake in it; builds nothing and creates no folder.
+
+    Returns:
+        The run, None if it cannot be composed; and the mistakes.
+    """
     composed, mistakes = compose_typed(
         overrides, config_folder=config_folder, config_name=config_name
     )

@@ -1,4 +1,4 @@
-"""Command line -> one plain, resolved config and the run folder. About 0.2 s; imports neither torch nor lightning."""
+"""Compose the command line into one plain, resolved config and its run folder; imports neither torch nor Lightning."""
 
 import dataclasses
 import glob
@@ -12,14 +12,13 @@ from pathlib import Path
 from typing import Any
 
 import yaml
-from hydra import compose, initialize_config_dir
-from hydra.core.global_hydra import GlobalHydra
 from hydra.core.override_parser.overrides_parser import OverridesParser
 from hydra.core.override_parser.types import Override
 from hydra.core.utils import setup_globals
 from omegaconf import DictConfig, OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
+from recipes.config.cached_compose import compose_overrides
 from recipes.config.overrides import to_overrides
 from recipes.config.traits import trains
 from recipes.errors import ConfigError
@@ -29,22 +28,24 @@ from recipes.run_folder import CONFIG_FILE, ENVIRONMENT_FILE, find_run_folder
 
 Config = dict[str, Any]
 CONF = Path(__file__).parents[2] / "conf"
-_NO_WORD = re.compile(r"\d+|nan|inf|null|true|false", re.IGNORECASE)  # to Hydra's grammar
-MODE_OF_SWEEPS = "mode=wandb_sweep"  # one composed run, whose words may name several values
+# names of options that Hydra's grammar reads as a number, a boolean or null
+_NOT_TEXT = re.compile(r"\d+|nan|inf|null|true|false", re.IGNORECASE)
+MODE_OF_SWEEPS = "mode=wandb_sweep"  # composes a single run, yet its overrides may hold sweeps
 
 
 @dataclass(frozen=True, kw_only=True)
 class Composed:
-    """A run as it was typed.
+    """A composed run.
 
     Attributes:
         config: Plain values, every interpolation resolved; without Hydra's own node.
-        run_folder: Where the run leaves its files.
-        overrides: What was typed, for the record.
-        choices: The option of each group, to name it in messages.
-        sweep_overrides: What a sweep would vary: `hydra.sweeper.params`, then what was typed with `mode=wandb_sweep`.
-        config_folder: Where it was composed from.
-        config_name: The file that composition began with.
+        run_folder: Folder for the files of the run.
+        overrides: Command-line overrides, for the record; those of the resumed run come first.
+        choices: Option chosen for each group, to name it in messages.
+        sweep_overrides: Overrides that a sweep varies: `hydra.sweeper.params`, then those typed with
+            `mode=wandb_sweep`.
+        config_folder: Folder that the run was composed from.
+        config_name: Primary config, without its suffix.
     """
 
     config: Config
@@ -57,12 +58,12 @@ class Composed:
 
     @property
     def trains(self) -> bool:
-        """Whether the run trains; every other mode runs once, on one device."""
+        """Return whether the run trains; every other mode runs once, on one device."""
         return trains(self.config)
 
 
 def register_resolvers() -> None:
-    """Make `${run_folder:…}`, `${scaled_lr:…}`, `${steps_of:…}` and Hydra's `${now:…}` known. Repeatable."""
+    """Register `${run_folder:…}`, `${scaled_lr:…}`, `${steps_of:…}` and Hydra's `${now:…}`; may be called again."""
     setup_globals()
     OmegaConf.register_new_resolver("run_folder", run_folder, replace=True)
     OmegaConf.register_new_resolver("scaled_lr", scaled_lr, replace=True)
@@ -70,7 +71,7 @@ def register_resolvers() -> None:
 
 
 def quote_options(overrides: Sequence[str]) -> list[str]:
-    """What was typed, with quotes where Hydra takes the name of an option for a number: `debug=nan`, `precision=16`."""
+    """Quote option names that Hydra's grammar would not read as text: `debug=nan`, `precision=16`."""
     return [_quote_option(override) for override in overrides]
 
 
@@ -78,33 +79,37 @@ def _quote_option(override: str) -> str:
     group, equals, names = override.partition("=")
     if not equals or not group or not (CONF / group).is_dir():
         return override
-    words = [f"'{name}'" if _NO_WORD.fullmatch(name) else name for name in names.split(",")]
-    return f"{group}={','.join(words)}"
+    quoted = [f"'{name}'" if _NOT_TEXT.fullmatch(name) else name for name in names.split(",")]
+    return f"{group}={','.join(quoted)}"
 
 
 def run_folder(name: str, resume: str | None) -> str:
-    """The run folder where `hydra.run.dir` is not typed.
+    """Return the default of `hydra.run.dir`.
 
-    A run that resumes another goes on in its folder; under SLURM, torchrun and a W&B agent the folder is keyed by
-    the job, so that a requeued job finds it; else it is new.
+    A resumed run stays in its folder. Under SLURM, torchrun and a W&B agent the folder is keyed by the job, so that a
+    requeued job finds it. Otherwise the folder is new.
+
+    Args:
+        name: Name of the run, a folder under logs/.
+        resume: null, `auto`, a run folder or a checkpoint.
     """
     if resume not in (None, "auto") and (resumed := find_run_folder(Path(str(resume)))):
         return str(resumed)
     if job := cluster_job_name():
         return f"logs/{name}/{job}"
     fresh = f"logs/{name}/{time.strftime('%Y-%m-%d_%H-%M-%S')}"
-    taken = len(glob.glob(f"{fresh}*"))  # by a start in the same second
-    return f"{fresh}_{taken + 1}" if taken else fresh
+    num_taken = len(glob.glob(f"{fresh}*"))  # runs started in the same second
+    return f"{fresh}_{num_taken + 1}" if num_taken else fresh
 
 
 def cluster_job_name() -> str | None:
-    """A name for what a W&B agent, SLURM or torchrun started, the same when it is started again; else None."""
+    """Return a name for a job of a W&B agent, SLURM or torchrun that stays the same when it is restarted; else None."""
     sweep, trial = os.environ.get("WANDB_SWEEP_ID"), os.environ.get("WANDB_RUN_ID")
-    if sweep and trial:  # an agent carries out one trial after the other in one job of SLURM
+    if sweep and trial:  # an agent runs many trials within a single SLURM job
         return f"wandb_{sweep}/{trial}"
     for variable, prefix in (("SLURM_JOB_ID", "slurm"), ("TORCHELASTIC_RUN_ID", "torchelastic")):
         job = os.environ.get(variable)
-        if job not in (None, "", "none"):  # torchrun says none where no id was given
+        if job not in (None, "", "none"):  # torchrun sets "none" without --rdzv-id
             return f"{prefix}_{job}"
     return None
 
@@ -112,48 +117,48 @@ def cluster_job_name() -> str | None:
 def compose_run(
     overrides: Sequence[str], *, config_folder: Path = CONF, config_name: str = "config"
 ) -> Composed:
-    """Compose a run from what was typed.
+    """Compose a run from command-line overrides.
 
-    With `resume=<run>` the run's own frozen config is the base, and only what is typed now changes it.
+    With `resume=<run>` the frozen config of that run is the base; only overrides typed now change it.
 
     Raises:
         hydra.errors.HydraException: A group, option or key does not exist.
-        ConfigError: An interpolation names nothing.
+        ConfigError: An interpolation refers to a missing key.
     """
     register_resolvers()
     overrides = quote_options(overrides)
-    resumed = _resumed_run(overrides)
-    before = _typed_before(resumed) if resumed else []
-    overrides, swept = _without_sweeps(overrides)
+    resumed = _find_resumed_run(overrides)
+    earlier = _read_overrides(resumed) if resumed else []
+    overrides, sweeps = _split_off_sweeps(overrides)
     parsed = [parse_override(override) for override in overrides]
-    typed_now = {override.key_or_group for override in parsed if not override.is_delete()}
-    typed_again = set(overrides)  # a deletion cannot be carried out twice
-    kept = [
+    overridden = {override.key_or_group for override in parsed if not override.is_delete()}
+    repeated = set(overrides)  # Hydra rejects the same deletion twice
+    inherited = [
         override
-        for override in before
-        if override not in typed_again and parse_override(override).key_or_group not in typed_now
+        for override in earlier
+        if override not in repeated and parse_override(override).key_or_group not in overridden
     ]
-    node = _compose([*kept, *overrides], config_folder, config_name)
-    config = _plain(node)
+    node = compose_overrides([*inherited, *overrides], config_folder, config_name)
+    config = _to_plain(node)
     if resumed:
         frozen: Config = yaml.safe_load((resumed / CONFIG_FILE).read_text())
         frozen.pop("hydra", None)
-        as_typed_before = _plain(_compose(before, config_folder, config_name))
+        before = _to_plain(compose_overrides(earlier, config_folder, config_name))
         frozen |= {key: config[key] for key in ("mode", "resume")}
-        config = _changed(frozen, before=as_typed_before, now=config)
+        config = _apply_changes(frozen, before=before, now=config)
     return Composed(
         config=config,
         choices={group: str(option) for group, option in node.hydra.runtime.choices.items()},
         run_folder=Path(node.hydra.run.dir),
-        overrides=[*kept, *overrides],
-        sweep_overrides=[*to_overrides(_params(node)), *swept],
+        overrides=[*inherited, *overrides],
+        sweep_overrides=[*to_overrides(_get_sweeper_params(node)), *sweeps],
         config_folder=str(config_folder),
         config_name=config_name,
     )
 
 
 def freeze(composed: Composed) -> None:
-    """Write the config into the run folder, so that it can be run again from there, from its beginning."""
+    """Write the config into the run folder, in a form that starts the same run again from its first step."""
     again = {"run": {"dir": "${run_folder:${name},${resume}}"}, "output_subdir": None}
     config = composed.config | {"resume": None, "hydra": again}
     text = yaml.safe_dump(config, sort_keys=False, allow_unicode=True)
@@ -162,34 +167,33 @@ def freeze(composed: Composed) -> None:
 
 
 def parse_override(override: str) -> Override:
-    """One `key=value`, parsed by Hydra's grammar."""
+    """Parse a `key=value` with Hydra's grammar.
+
+    Raises:
+        hydra.errors.HydraException: The grammar cannot read it.
+    """
     parsed: Override = OverridesParser.create().parse_override(override)
     return parsed
 
 
-def _compose(overrides: Sequence[str], folder: Path, name: str) -> DictConfig:
-    GlobalHydra.instance().clear()
-    with initialize_config_dir(str(folder.resolve()), version_base="1.3"):
-        return compose(name, list(overrides), return_hydra_config=True)
-
-
-def _without_sweeps(overrides: Sequence[str]) -> tuple[list[str], list[str]]:
-    """What was typed, and the sweeps in it where the mode takes them; everywhere else Hydra refuses them."""
-    takes = MODE_OF_SWEEPS in overrides
-    swept = [
-        override for override in overrides if takes and parse_override(override).is_sweep_override()
+def _split_off_sweeps(overrides: Sequence[str]) -> tuple[list[str], list[str]]:
+    """Split overrides into plain ones and sweeps where the mode accepts sweeps; elsewhere Hydra rejects them."""
+    accepts = MODE_OF_SWEEPS in overrides
+    sweeps = [
+        override
+        for override in overrides
+        if accepts and parse_override(override).is_sweep_override()
     ]
-    return [override for override in overrides if override not in swept], swept
+    return [override for override in overrides if override not in sweeps], sweeps
 
 
-def _params(node: DictConfig) -> Config:
-    """What Hydra's sweeper would vary."""
+def _get_sweeper_params(node: DictConfig) -> Config:
     params = OmegaConf.select(node, "hydra.sweeper.params")
     plain: Any = {} if params is None else OmegaConf.to_container(params, resolve=True)
     return dict(plain)
 
 
-def _plain(node: DictConfig) -> Config:
+def _to_plain(node: DictConfig) -> Config:
     config: Config = {}
     for key in node:
         if key == "hydra":
@@ -201,14 +205,16 @@ def _plain(node: DictConfig) -> Config:
                 OmegaConf.to_container(node[key], resolve=True) if resolved else node[key]
             )
         except OmegaConfBaseException as error:
-            where = error.full_key or str(key)
+            full_key = error.full_key or str(key)
             raise ConfigError(
-                f"{where}=…", str(error).splitlines()[0], f"{where}=<value> on the command line"
+                f"{full_key}=…",
+                str(error).splitlines()[0],
+                f"{full_key}=<value> on the command line",
             ) from error
     return config
 
 
-def _resumed_run(overrides: Sequence[str]) -> Path | None:
+def _find_resumed_run(overrides: Sequence[str]) -> Path | None:
     for override in overrides:
         key, _, value = override.partition("=")
         if key == "resume" and value not in ("null", "auto", ""):
@@ -216,44 +222,47 @@ def _resumed_run(overrides: Sequence[str]) -> Path | None:
     return None
 
 
-def _typed_before(resumed: Path) -> list[str]:
-    """What the resumed run was started with, less what belongs to one start alone."""
+def _read_overrides(resumed: Path) -> list[str]:
+    """Return the overrides that the resumed run was started with, without those that hold for a single start."""
     record = resumed / ENVIRONMENT_FILE
     if not record.is_file():
         return []
     typed: list[str] = json.loads(record.read_text())["overrides"]
     keys = {override: parse_override(override).key_or_group for override in typed}
-    of_one_start = ("hydra.", "mode.")
+    single_start = ("hydra.", "mode.")
     return [
         override
         for override, key in keys.items()
-        if key not in ("mode", "resume") and not key.startswith(of_one_start)
+        if key not in ("mode", "resume") and not key.startswith(single_start)
     ]
 
 
-def _changed(frozen: Config, *, before: Config, now: Config) -> Config:
-    """The frozen config with every value that what is typed now changes, directly or by interpolation."""
+def _apply_changes(frozen: Config, *, before: Config, now: Config) -> Config:
+    """Return the frozen config with every value that the new overrides change, directly or by interpolation.
+
+    Defaults of conf/ that have changed since the run was frozen are the same in `before` and `now`, and so do not
+    reach it.
+    """
     if before.get("_target_") != now.get("_target_"):
-        return now  # another option: nothing of the old one is left
+        return now  # another option replaces the node
     changed = dict(frozen)
     for key in now:
         if key in before and before[key] == now[key]:
             continue
-        both = all(isinstance(config.get(key), dict) for config in (changed, before, now))
-        if both:
-            changed[key] = _changed(changed[key], before=before[key], now=now[key])
+        if all(isinstance(config.get(key), dict) for config in (changed, before, now)):
+            changed[key] = _apply_changes(changed[key], before=before[key], now=now[key])
         else:
             changed[key] = now[key]
     return {key: value for key, value in changed.items() if key in now or key not in before}
 
 
 def to_json(composed: Composed) -> str:
-    """A composed run as text for another process."""
+    """Serialize a composed run for another process."""
     fields = dataclasses.asdict(composed) | {"run_folder": str(composed.run_folder)}
     return json.dumps(fields)
 
 
 def from_json(text: str) -> Composed:
-    """The composed run that another process wrote."""
+    """Return the composed run that `to_json` serialized."""
     fields = json.loads(text)
     return Composed(**fields | {"run_folder": Path(fields["run_folder"])})

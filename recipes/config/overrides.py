@@ -1,4 +1,4 @@
-"""Values as words that Hydra reads back exactly: `key=value`. About 1 ms a word."""
+"""Write values as overrides, `key=value`, that Hydra reads back exactly; about 1 ms each."""
 
 from collections.abc import Mapping
 from numbers import Integral, Real
@@ -12,7 +12,7 @@ from recipes.errors import ConfigError
 
 
 def to_overrides(params: Mapping[str, Any] | None) -> list[str]:
-    """`hydra.sweeper.params` as words; text stands there as it would be typed."""
+    """Write `hydra.sweeper.params` as overrides; text is taken as it would be typed."""
     return [
         f"{key}={value if isinstance(value, str) else to_grammar(to_plain(key, value))}"
         for key, value in (params or {}).items()
@@ -20,26 +20,26 @@ def to_overrides(params: Mapping[str, Any] | None) -> list[str]:
 
 
 def make_override(key: str, value: object) -> str:
-    """`key=value` that Hydra reads as exactly this value.
+    """Write a `key=value` that Hydra reads as exactly this value.
 
     Args:
-        key: As it would be typed, with its `+`.
-        value: A number, text, None, or lists and dicts of them; NumPy's numbers count as Python's.
+        key: As typed, with its `+` if it has one.
+        value: Number, text, None, or lists and dicts of them; NumPy scalars become Python's.
 
     Raises:
-        ConfigError: Hydra's grammar cannot say it.
+        ConfigError: Hydra's grammar cannot express it.
     """
     exact = to_plain(key, value)
-    word = f"{key}={to_grammar(exact)}"
-    if not _reads_as(word, exact):
+    override = f"{key}={to_grammar(exact)}"
+    if not _reads_as(override, exact):
         raise ConfigError(
-            f"{key}={value!r}", "Hydra's grammar cannot say it", f"{key}=<another value>"
+            f"{key}={value!r}", "Hydra's grammar cannot express it", f"{key}=<another value>"
         )
-    return word
+    return override
 
 
 def to_grammar(value: object) -> str:
-    """A plain value in Hydra's grammar; text in quotes where it would be read as something else."""
+    """Write a plain value in Hydra's grammar; text that would be read as something else is quoted."""
     if value is None:
         return "null"
     if isinstance(value, str):
@@ -52,10 +52,14 @@ def to_grammar(value: object) -> str:
 
 
 def to_plain(key: str, value: object) -> Any:
-    """The value that `key` takes, made of Python's own types.
+    """Convert a value to Python's own types.
+
+    Args:
+        key: Key of the override, to name it in the message.
+        value: Number, text, None, or lists and dicts of them.
 
     Raises:
-        ConfigError: It is none that a word can hold.
+        ConfigError: An override cannot hold it.
     """
     if value is None or isinstance(value, bool):
         return value
@@ -70,7 +74,7 @@ def to_plain(key: str, value: object) -> Any:
     if isinstance(value, Mapping):
         return {to_plain(key, name): to_plain(key, child) for name, child in value.items()}
     raise ConfigError(
-        f"{key}={value}", "only a whole value can be swept over", f"{key}=choice(<values>)"
+        f"{key}={value}", "only plain values can be swept over", f"{key}=choice(<values>)"
     )
 
 
@@ -78,10 +82,10 @@ def _quoted(text: str) -> str:
     return QuotedString(text=text, quote=Quote.single).with_quotes()
 
 
-def _reads_as(word: str, value: object) -> bool:
+def _reads_as(override: str, value: object) -> bool:
     try:
-        read = OverridesParser.create().parse_override(word)
+        parsed = OverridesParser.create().parse_override(override)
     except HydraException:
         return False
-    # by what they print: 1, 1.0 and True are equal
-    return not read.is_sweep_override() and repr(read.value()) == repr(value)
+    # compare what they print: 1, 1.0 and True are equal
+    return not parsed.is_sweep_override() and repr(parsed.value()) == repr(value)

@@ -1,4 +1,4 @@
-"""How many ranks a config asks for, against the ranks that exist and the GPUs of this machine."""
+"""Reconcile the ranks that a config requests with the ranks that exist and the GPUs of this machine."""
 
 import os
 from collections.abc import Mapping
@@ -16,55 +16,59 @@ from recipes.runtime.world import (
 
 
 def get_ranks(config: Mapping[str, Any], environ: Mapping[str, str] = os.environ) -> Ranks:
-    """The ranks of a composed run: those that exist, else those that it asks for.
+    """Return the ranks of a composed run: those that exist, else those that it requests.
+
+    Args:
+        config: Plain values, every interpolation resolved.
+        environ: Environment variables of torchrun or SLURM.
 
     Raises:
-        ConfigError: What exists, what is asked for and what the machine has do not go together.
+        ConfigError: Existing ranks, requested ranks and the machine contradict each other.
     """
     found = existing_ranks(environ)
     trained = trains(config)
     if not trained and found is not None and found.world_size > 1:
-        _refuse_mode(config["mode"], found)
+        _reject_mode(config["mode"], found)
     single = not get_traits(config["strategy"]).needs_process_group
     if single:
-        _refuse_several(config["trainer"], found, environ)
+        _reject_several_ranks(config["trainer"], found, environ)
     elif found is None and int(environ.get("WORLD_SIZE", "1")) > 1:
         missing = ", ".join(name for name in TORCHRUN_VARIABLES if name not in environ)
         raise ConfigError(
             f"WORLD_SIZE={environ['WORLD_SIZE']} without {missing}",
-            "several ranks cannot find each other by that alone",
+            "ranks cannot find each other without them",
             "unset WORLD_SIZE, or torchrun --nproc-per-node <ranks> train.py …",
         )
     if not trained:
         return Ranks(per_node=1, num_nodes=1, started_by=found.started_by if found else None)
     if found is not None:
-        _refuse_contradiction(config["trainer"], found)
-        _refuse_more_than_gpus(config["trainer"], found)
+        _reject_contradiction(config["trainer"], found)
+        _reject_more_ranks_than_gpus(config["trainer"], found)
         return found
     per_node = 1 if single else _per_node(config["trainer"])
     num_nodes = int(config["trainer"]["num_nodes"])
     if num_nodes > 1:
         raise ConfigError(
             f"trainer.num_nodes={num_nodes}",
-            "a run on several machines is started on each of them",
+            "a run on several machines must be started on each of them",
             f"torchrun --nnodes {num_nodes} --nproc-per-node {per_node} train.py …",
         )
     return Ranks(per_node=per_node, num_nodes=1, started_by=None)
 
 
-def _refuse_several(
+def _reject_several_ranks(
     trainer: Mapping[str, Any], found: Ranks | None, environ: Mapping[str, str]
 ) -> None:
-    """One device is one rank, whoever would start more."""
+    """Reject several ranks or devices for a strategy that runs on one device."""
     world_size = found.world_size if found else int(environ.get("WORLD_SIZE", "1"))
     if world_size > 1:
         starter = "srun" if found and found.started_by == "slurm" else "torchrun"
         raise ConfigError(
             f"strategy=single with WORLD_SIZE={world_size}",
-            "each of these ranks would train the whole run, in the same folder",
+            "each of these ranks would train the same run in the same folder",
             f"strategy=ddp, or python train.py … without {starter}",
         )
-    if _asked_for(trainer) * int(trainer["num_nodes"]) > 1:
+    if _requested_devices(trainer) * int(trainer["num_nodes"]) > 1:
         raise ConfigError(
             f"trainer.devices={trainer['devices']} trainer.num_nodes={trainer['num_nodes']}",
             "strategy=single trains on one device",
@@ -72,9 +76,9 @@ def _refuse_several(
         )
 
 
-def _refuse_contradiction(trainer: Mapping[str, Any], found: Ranks) -> None:
+def _reject_contradiction(trainer: Mapping[str, Any], found: Ranks) -> None:
     devices, num_nodes = trainer["devices"], int(trainer["num_nodes"])
-    fits = devices in ("auto", -1) or (_asked_for(trainer), num_nodes) == (
+    fits = devices in ("auto", -1) or (_requested_devices(trainer), num_nodes) == (
         found.per_node,
         found.num_nodes,
     )
@@ -88,34 +92,34 @@ def _refuse_contradiction(trainer: Mapping[str, Any], found: Ranks) -> None:
         )
 
 
-def _refuse_more_than_gpus(trainer: Mapping[str, Any], found: Ranks) -> None:
-    """A GPU is one rank's."""
+def _reject_more_ranks_than_gpus(trainer: Mapping[str, Any], found: Ranks) -> None:
+    """Reject more ranks on a node than it has GPUs: each rank needs one of its own."""
     gpus = 0 if trainer["accelerator"] == "cpu" or found.started_by == "us" else num_gpus()
     if 0 < gpus < found.per_node:
         assert found.started_by is not None
         has = "1 GPU" if gpus == 1 else f"{gpus} GPUs"
         raise ConfigError(
-            f"{found.per_node} ranks a node",
+            f"{found.per_node} ranks per node",
             f"{describe_starter(found.started_by)} them, and this machine has {has}",
             f"torchrun --nproc-per-node {gpus} train.py …, or trainer.accelerator=cpu",
         )
 
 
-def _refuse_mode(mode: Mapping[str, Any], found: Ranks) -> NoReturn:
-    """What does not train runs once: several ranks would each do all of it."""
+def _reject_mode(mode: Mapping[str, Any], found: Ranks) -> NoReturn:
+    """Reject several ranks for a mode that does not train: each would repeat all of it."""
     raise ConfigError(
         f"mode={mode['_target_'].rpartition('.')[2]} with WORLD_SIZE={found.world_size}",
-        "only training is shared among ranks: each of these would do all of it",
+        "only training is split over ranks: each of these would repeat all of it",
         "python train.py … without torchrun or srun",
     )
 
 
 def _per_node(trainer: Mapping[str, Any]) -> int:
-    """Devices asked for on this machine, which must exist where they are GPUs."""
-    devices, asked = trainer["devices"], _asked_for(trainer)
+    """Return the devices requested on this machine; GPUs must exist."""
+    devices, requested = trainer["devices"], _requested_devices(trainer)
     may_be_cpus = not isinstance(devices, list) and devices not in ("auto", -1)
-    if trainer["accelerator"] == "cpu" or (may_be_cpus and asked == 1):
-        return asked
+    if trainer["accelerator"] == "cpu" or (may_be_cpus and requested == 1):
+        return requested
     gpus = num_gpus()
     if gpus == 0 and trainer["accelerator"] in ("gpu", "cuda"):
         raise ConfigError(
@@ -125,7 +129,7 @@ def _per_node(trainer: Mapping[str, Any]) -> int:
         )
     if devices in ("auto", -1):
         return max(gpus, 1)
-    missing = max(devices) >= gpus if isinstance(devices, list) else asked > gpus > 0
+    missing = max(devices) >= gpus if isinstance(devices, list) else requested > gpus > 0
     if missing:
         has = "no GPU" if gpus == 0 else "1 GPU" if gpus == 1 else f"{gpus} GPUs"
         counted = " (they count from 0)" if isinstance(devices, list) and gpus else ""
@@ -134,11 +138,11 @@ def _per_node(trainer: Mapping[str, Any]) -> int:
             f"this machine has {has}{counted}",
             "trainer.devices=auto",
         )
-    return asked
+    return requested
 
 
-def _asked_for(trainer: Mapping[str, Any]) -> int:
-    """Devices a node as typed; 1 where the machine or a launcher says how many."""
+def _requested_devices(trainer: Mapping[str, Any]) -> int:
+    """Return the devices per node as typed; 1 if the machine or a launcher decides."""
     devices = trainer["devices"]
     if isinstance(devices, list):
         return len(devices)

@@ -1,4 +1,4 @@
-"""Constructor signatures read from source, without importing: what a config node may say. A few ms a file, once."""
+"""Read constructor signatures from source, without importing: what a config node may set. A few ms per file, once."""
 
 import ast
 import importlib.util
@@ -11,7 +11,7 @@ Scope = list[ast.stmt]
 
 @dataclass(frozen=True, kw_only=True)
 class Parameter:
-    """One argument: its annotation as source, None where there is none; whether it must be given."""
+    """An argument: its annotation as an expression, None without one; whether it is required."""
 
     annotation: ast.expr | None
     required: bool
@@ -19,11 +19,11 @@ class Parameter:
 
 @dataclass(frozen=True, kw_only=True)
 class Signature:
-    """What a class or function takes.
+    """Arguments of a class or function.
 
     Attributes:
-        parameters: By name.
-        takes_any: Whether further keywords are taken (`**kwargs`, or a base class that cannot be read).
+        parameters: Arguments by name.
+        takes_any: Whether it accepts further keywords (`**kwargs`, or a base class that cannot be read).
         constants: Literal class attributes, such as `input_kind`.
     """
 
@@ -33,7 +33,7 @@ class Signature:
 
 
 class TargetNotFoundError(LookupError):
-    """A dotted path names nothing that can be read."""
+    """A dotted path does not name a class or function whose source can be read."""
 
 
 @cache
@@ -77,7 +77,7 @@ def parse(path: Path) -> ast.Module:
 
 
 def find(name: str, body: Scope) -> ast.stmt | None:
-    """The statement at module level that defines or imports a name; `if` and `try` blocks are entered."""
+    """Return the statement at module level that defines or imports a name, also inside `if` and `try`."""
     for node in body:
         if isinstance(node, ast.ClassDef | ast.FunctionDef) and node.name == name:
             return node
@@ -128,7 +128,7 @@ def _class_signature(node: ast.ClassDef, module: str, path: Path) -> Signature:
 
 
 def _base_signature(node: ast.ClassDef, module: str, path: Path) -> Signature:
-    """The first base class's signature; open to anything where it cannot be read from source."""
+    """Return the signature of the first base class; one that accepts anything if its source cannot be read."""
     for base in node.bases:
         if isinstance(base, ast.Name):
             try:
@@ -155,7 +155,7 @@ def _function_signature(node: ast.FunctionDef, *, skip_first: bool) -> Signature
 
 
 def _literals(body: Scope) -> list[tuple[str, object]]:
-    """Class attributes whose value is a plain literal."""
+    """Return class attributes whose value is a plain literal."""
     found: list[tuple[str, object]] = []
     for node in body:
         target = node.target if isinstance(node, ast.AnnAssign) else None

@@ -1,4 +1,4 @@
-"""What the chosen mode and strategy can do, read from class constants in their source. Imports neither."""
+"""Read what the chosen mode and strategy can do from constants in their source, without importing them."""
 
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -11,16 +11,16 @@ _FIT = "recipes.mode.fit.fit"
 
 @dataclass(frozen=True, kw_only=True)
 class StrategyTraits:
-    """What a strategy declares on its class; a strategy that declares nothing is taken for the most general one.
+    """What a strategy declares on its class; the defaults suit a strategy that declares nothing.
 
     Attributes:
-        option: How it is typed, `strategy=<option>`.
+        option: Its name on the command line, `strategy=<option>`.
         needs_process_group: Whether it runs on several ranks.
         shards_weights: Whether each rank keeps a shard of the weights, block by block.
         replicates_state: Whether every rank keeps all weights and optimizer state.
         clips_by_value: Whether it can clip each gradient value, not only the global norm.
-        accepts_device_list: Whether `trainer.devices` may name GPUs that do not count from 0.
-        syncs_batch_norm: Whether Lightning can share batch-norm statistics over its ranks.
+        accepts_device_list: Whether `trainer.devices` may list GPUs whose indices do not start at 0.
+        syncs_batch_norm: Whether Lightning can synchronize batch norm statistics over its ranks.
     """
 
     option: str
@@ -33,7 +33,7 @@ class StrategyTraits:
 
     @property
     def typed(self) -> str:
-        """The override that chooses it."""
+        """Return the override that chooses it."""
         return f"strategy={self.option}"
 
 
@@ -43,7 +43,7 @@ def get_traits(strategy: Mapping[str, Any]) -> StrategyTraits:
     declared: dict[str, Any] = {"option": target.rpartition(".")[2]}
     try:
         constants = read_signature(target).constants
-    except TargetNotFoundError:  # an error of its own, found by the check of nodes
+    except TargetNotFoundError:  # reported by the check of nodes
         constants = {}
     names = StrategyTraits.__dataclass_fields__
     declared |= {name: value for name, value in constants.items() if name in names}
@@ -54,5 +54,5 @@ def get_traits(strategy: Mapping[str, Any]) -> StrategyTraits:
 
 
 def trains(config: Mapping[str, Any]) -> bool:
-    """Whether a composed config trains; every other mode runs once, on one device."""
+    """Return whether a composed config trains; every other mode runs once, on one device."""
     return bool(config["mode"]["_target_"] == _FIT)

@@ -7,6 +7,7 @@ import torch
 from torch import Tensor, nn
 
 from recipes.clipping import Clipping
+from recipes.errors import ConfigError
 
 
 class StepGuard(Protocol):
@@ -67,6 +68,26 @@ class Engine(Protocol):
 
     def sum_over_ranks(self, value: Tensor) -> Tensor:
         """Add a tensor over all ranks; with several, the sum lies on their device."""
+
+
+def get_blocks(model: nn.Module, option: str) -> Iterable[nn.Module]:
+    """Return the blocks that a strategy shards one by one.
+
+    Args:
+        model: Any model.
+        option: Option of the strategy, to name it in the message.
+
+    Raises:
+        ConfigError: The model has no `blocks`: sharded as one unit, it would be gathered at once on every rank.
+    """
+    blocks = getattr(model, "blocks", None)
+    if blocks is None:
+        raise ConfigError(
+            f"strategy={option}",
+            f"it shards block by block, and {type(model).__name__} has no `blocks`",
+            "strategy=ddp",
+        )
+    return iter(blocks)
 
 
 def skip_step(

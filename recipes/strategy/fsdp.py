@@ -19,6 +19,7 @@ from torch.distributed.fsdp import (
 
 from recipes.checkpoint.shards import ShardSavingMixin
 from recipes.precision import Precision
+from recipes.strategy import get_blocks
 from recipes.strategy.precision_plugin import lightning_plugin
 from recipes.strategy.torch_native import TorchNativeMixin
 
@@ -85,7 +86,7 @@ class FSDP2Strategy(TorchNativeMixin, ShardSavingMixin, ModelParallelStrategy):
 
     def place(self, model: nn.Module, initialize: Callable[[nn.Module], None]) -> None:
         """Shard block by block, then give each shard storage and weights: no rank ever holds the whole model."""
-        *others, last = model.blocks  # type: ignore[misc]
+        *others, last = get_blocks(model, self.option)
         for block in others:
             self._shard_block(block, reshard_after_forward=True)
         # the backward pass begins with it: it would be gathered again at once

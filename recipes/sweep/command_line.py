@@ -12,6 +12,7 @@ from hydra.errors import HydraException
 
 from recipes.config import compose_and_check
 from recipes.config.check.command_line import compose_typed
+from recipes.config.check.renamed import restore_sweeps
 from recipes.config.compose import CONF, parse_override
 from recipes.config.overrides import make_override
 from recipes.errors import ConfigError
@@ -49,6 +50,7 @@ def check_command(typed: Sequence[str], *, config_folder: Path, config_name: str
     ]
     params = [override.key_or_group for override in map(parse_override, of_config)]
     composed, mistakes = compose_and_check([*more, *first], **where)
+    mistakes = restore_sweeps(mistakes, dict(zip(first, typed, strict=True)))
     added = set(composed.overrides) if composed is not None else set()
     sweeper = composed.choices["hydra/sweeper"] if composed is not None else _GRID
     for word in [word for word in swept if _is_empty(swept[word])]:

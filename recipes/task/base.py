@@ -107,7 +107,8 @@ class TrainingTask(CountsFlops, Resumable, ABC):
         if hasattr(self, "model"):
             return
         model = self.meta_model()
-        self._activation_checkpoint.apply(model.blocks)  # type: ignore[arg-type]
+        if self._activation_checkpoint.every_nth_block:  # a model need not have blocks
+            self._activation_checkpoint.apply(model.blocks)  # type: ignore[arg-type]
         if self._compile_blocks:
             compile_blocks(model.blocks)  # type: ignore[arg-type]
             self.cross_entropy_sum = torch.compile(cross_entropy_sum, dynamic=False)

@@ -28,7 +28,7 @@ def lr(*words: str) -> float:
     return rate
 
 
-def test_four_times_the_batch_is_four_times_the_rate_linearly_and_twice_by_the_root() -> None:
+def test_four_times_the_batch_size_is_four_times_the_rate_with_linear_and_twice_with_sqrt() -> None:
     assert scaled_lr("linear", 0.1, 256, 1024) == 0.4
     assert scaled_lr("sqrt", 3e-4, 32, 128) == 6e-4
 
@@ -39,13 +39,13 @@ def test_the_reference_point_keeps_its_rate_to_the_bit(rule: str) -> None:
 
 
 @pytest.mark.parametrize("rule", ["linear", "sqrt"])
-def test_two_scalings_in_a_row_are_one(rule: str) -> None:
+def test_scaling_there_and_back_returns_the_same_rate(rule: str) -> None:
     there = scaled_lr(rule, 1e-3, 24, 96)
     assert math.isclose(scaled_lr(rule, there, 96, 24), 1e-3)  # type: ignore[arg-type]
 
 
 @pytest.mark.parametrize("value", [None, 0, -1, True, "3", float("nan"), float("inf")])
-def test_what_is_no_number_above_0_gives_no_rate(value: object) -> None:
+def test_a_value_that_is_not_a_positive_number_gives_no_learning_rate(value: object) -> None:
     assert not is_positive(value)
     assert scaled_lr("sqrt", value, 32, 32) is None
     assert scaled_lr("sqrt", 1e-3, value, 32) is None
@@ -68,39 +68,39 @@ def test_without_a_rule_the_rate_is_that_of_the_optimizer() -> None:
 
 def test_a_reference_that_is_missing_is_named_by_both_its_numbers() -> None:
     assert mistakes("lr_scaling=sqrt") == [
-        "no lr_scaling.base_lr: lr_scaling=sqrt starts from a learning rate that is known to be good;"
+        "no lr_scaling.base_lr: lr_scaling=sqrt starts from a known good learning rate;"
         " type lr_scaling.base_lr=<above 0>",
-        "no lr_scaling.base_batch_size: lr_scaling=sqrt starts from a batch size that is known to be good;"
+        "no lr_scaling.base_batch_size: lr_scaling=sqrt starts from a known good batch size;"
         " type lr_scaling.base_batch_size=<above 0>",
     ]
 
 
-def test_a_reference_that_is_no_positive_number_is_told_beside_other_mistakes() -> None:
+def test_an_invalid_reference_point_is_reported_together_with_other_mistakes() -> None:
     words = ("lr_scaling.base_lr=-1", "lr_scaling.base_batch_size=many", "seq_len=4000")
     assert mistakes("lr_scaling=linear", *words) == [
-        "lr_scaling.base_lr=-1: a learning rate is a number above 0; type lr_scaling.base_lr=<above 0>",
-        "lr_scaling.base_batch_size=many: a batch size is a number above 0;"
+        "lr_scaling.base_lr=-1: a learning rate is a positive number; type lr_scaling.base_lr=<above 0>",
+        "lr_scaling.base_batch_size=many: a batch size is a positive number;"
         " type lr_scaling.base_batch_size=<above 0>",
-        "seq_len=4000: the model sees at most model.max_seq_len=128 tokens; type seq_len=128",
+        "seq_len=4000: the model accepts at most model.max_seq_len=128 tokens; type seq_len=128",
     ]
 
 
-def test_a_rate_typed_beside_a_rule_is_refused() -> None:
+def test_a_learning_rate_set_in_addition_to_a_rule_is_rejected() -> None:
     words = ("lr_scaling=sqrt", *REFERENCE, "global_batch_size=128", "optimizer.lr=1e-3")
     assert mistakes(*words) == [
         "optimizer.lr=0.001: lr_scaling=sqrt makes it 0.0006 at global_batch_size=128;"
-        " type nothing for optimizer.lr, or lr_scaling=none for your own"
+        " type nothing for optimizer.lr, or lr_scaling=none to set it yourself"
     ]
 
 
-def test_a_reference_without_a_rule_is_refused() -> None:
+def test_a_reference_point_without_a_rule_is_rejected() -> None:
     assert mistakes("lr_scaling.base_lr=3e-4") == [
-        "lr_scaling.base_lr=3e-4: no rule uses it: lr_scaling=none;"
+        "lr_scaling.base_lr=3e-4: no rule uses it with lr_scaling=none;"
         " type lr_scaling=sqrt lr_scaling.base_lr=3e-4"
     ]
 
 
-def test_a_rule_that_does_not_exist_is_refused() -> None:
+def test_an_unknown_rule_is_rejected() -> None:
     assert mistakes("lr_scaling=sqrt", *REFERENCE, "lr_scaling.rule=cubic") == [
         "lr_scaling.rule=cubic: the rules are linear sqrt; type lr_scaling=linear or lr_scaling=sqrt"
     ]
@@ -133,7 +133,7 @@ def test_a_frozen_config_run_again_with_another_batch_says_that_the_rate_stays(
     _, found = compose_and_check(["global_batch_size=32"], config_folder=run)
     assert [str(mistake) for mistake in found] == [
         "optimizer.lr=0.0006: lr_scaling=sqrt makes it 0.0003 at global_batch_size=32;"
-        " type optimizer.lr=0.0003, or lr_scaling.rule=none for your own"
+        " type optimizer.lr=0.0003, or lr_scaling.rule=none to set it yourself"
     ]
     _, found = compose_and_check(
         ["global_batch_size=32", "lr_scaling.rule=none"], config_folder=run

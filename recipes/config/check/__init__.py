@@ -1,4 +1,4 @@
-"""Every mistake that names, types and arithmetic can show, before anything is built. Milliseconds; no torch."""
+"""Find every mistake that names, types and arithmetic can show, before anything is built: milliseconds, no torch."""
 
 import re
 from collections.abc import Mapping, Sequence
@@ -12,6 +12,7 @@ from recipes.config.check.lr_scaling import check_lr_scaling
 from recipes.config.check.nodes import check_nodes
 from recipes.config.check.paths import check_paths
 from recipes.config.check.ranges import check_ranges
+from recipes.config.check.renamed import check_renamed, drop_consequences
 from recipes.config.check.sections import CONF, check_sections
 from recipes.config.check.strategy import check_strategy
 from recipes.errors import ConfigError
@@ -23,29 +24,31 @@ def check_config(
     overrides: Sequence[str],
     run_folder: Path,
 ) -> list[ConfigError]:
-    """Read a whole config and report every mistake in it.
+    """Report every mistake in a composed config.
 
     Args:
         config: Plain values, every interpolation resolved.
-        choices: The option typed or defaulted for each group, to name it in messages.
-        overrides: What was typed.
-        run_folder: Where the run would leave its files.
+        choices: Option chosen for each group, to name it in messages.
+        overrides: Command-line overrides.
+        run_folder: Folder for the files of the run.
 
     Returns:
-        The mistakes, in the order of the checks; empty if the run may be built.
+        The mistakes in the order of the checks; empty if the run can be built.
     """
-    mistakes = locate_mistakes([*check_sections(config), *check_nodes(config)], overrides)
+    renamed = [*check_renamed(config)]
+    mistakes = drop_consequences([*check_sections(config), *check_nodes(config)], renamed)
+    mistakes = locate_mistakes([*renamed, *mistakes], overrides)
     if mismatches := [*check_kinds(config, choices, overrides)]:
-        # data of the wrong kind cannot be filled in: what is missing there is no mistake of its own
+        # data of the wrong kind has no tokenizer or sequence length: a consequence, not a mistake of its own
         rest = [m for m in mistakes if not m.setting.startswith(("data.", "tokenizer."))]
         return [*rest, *mismatches]
     scaling = [*check_lr_scaling(config, choices, overrides)]
-    if scaling:  # without a reference point there is no learning rate: no mistake of its own
+    if scaling:  # without a reference point there is no learning rate: a consequence as well
         mistakes = [m for m in mistakes if not m.setting.startswith("optimizer.lr=")]
     if mistakes:
-        # what follows computes with these values: it would only repeat the same mistakes in other words
-        told = {mistake.setting for mistake in mistakes}
-        ranges = (m for m in check_ranges(config) if m.setting not in told)
+        # the checks below compute with these values and would only report the same mistakes again
+        reported = {mistake.setting for mistake in mistakes}
+        ranges = (m for m in check_ranges(config) if m.setting not in reported)
         return [*mistakes, *scaling, *ranges]
     world_size, wrong_devices = count_ranks(config)
     return [
@@ -61,38 +64,38 @@ def check_config(
 
 
 def locate_mistakes(mistakes: Sequence[ConfigError], overrides: Sequence[str]) -> list[ConfigError]:
-    """The mistakes without those that only follow from a typed one; the rest with the file to mend.
+    """Return the mistakes without consequences of a typed one, the others with the file and line to correct.
 
     Args:
         mistakes: Each about a key, `key=value`.
-        overrides: What was typed.
+        overrides: Command-line overrides.
     """
-    typed = {override.lstrip("+~").partition("=")[0] for override in overrides}
-    values = {m.setting.partition("=")[2] for m in mistakes if _key(m) in typed}
-    told: list[ConfigError] = []
+    typed_keys = {override.lstrip("+~").partition("=")[0] for override in overrides}
+    typed_values = {m.setting.partition("=")[2] for m in mistakes if _get_key(m) in typed_keys}
+    located: list[ConfigError] = []
     for mistake in mistakes:
-        if _key(mistake) in typed:
-            told.append(mistake)
+        if _get_key(mistake) in typed_keys:
+            located.append(mistake)
             continue
-        if mistake.setting.partition("=")[2] in values:
+        if mistake.setting.partition("=")[2] in typed_values:
             continue  # the same value, by interpolation
-        line = _line_of(_key(mistake))
-        fix = mistake.fix if line is None else f"{mistake.fix} ({line})"
-        told.append(ConfigError(mistake.setting, mistake.reason, fix))
-    return told
+        place = _find_place(_get_key(mistake))
+        fix = mistake.fix if place is None else f"{mistake.fix} ({place})"
+        located.append(ConfigError(mistake.setting, mistake.reason, fix))
+    return located
 
 
-def _key(mistake: ConfigError) -> str:
+def _get_key(mistake: ConfigError) -> str:
     return mistake.setting.removeprefix("no ").partition("=")[0]
 
 
-def _line_of(key: str) -> str | None:
-    """`in conf/model/mine.yaml, line 4`, where exactly one line under conf/ sets the last part of a key."""
-    wanted = re.compile(rf"\s*{re.escape(key.rpartition('.')[2])}\s*:")
-    found = [
+def _find_place(key: str) -> str | None:
+    """Return `in conf/model/mine.yaml, line 4`, if exactly one line under conf/ sets the last part of the key."""
+    pattern = re.compile(rf"\s*{re.escape(key.rpartition('.')[2])}\s*:")
+    places = [
         f"in {path.relative_to(CONF.parent)}, line {number}"
         for path in sorted(Path(CONF).rglob("*.yaml"))
         for number, line in enumerate(path.read_text().splitlines(), start=1)
-        if wanted.match(line)
+        if pattern.match(line)
     ]
-    return found[0] if len(found) == 1 else None
+    return places[0] if len(places) == 1 else None

@@ -1,4 +1,4 @@
-"""Sums that must divide, and lengths that must fit."""
+"""Check that the global batch divides into micro-batches and that samples fit into the model."""
 
 from collections.abc import Iterator, Mapping
 from typing import Any
@@ -9,11 +9,11 @@ from recipes.numerics.accumulation import divide
 
 
 def check_batch_size(config: Mapping[str, Any], world_size: int | None) -> Iterator[ConfigError]:
-    """The global batch into micro-batches; the sample into the model's window.
+    """Check the global batch against micro-batches and ranks, and the sequence length against the model.
 
     Args:
-        config: Whole and bound.
-        world_size: Ranks of the run; None where they are a mistake of their own.
+        config: Composed config whose nodes match their signatures.
+        world_size: Ranks of the run; None if they are a mistake of their own.
     """
     positive = (config["global_batch_size"], config["micro_batch_size"] or 1)
     accumulate = config["trainer"]["accumulate_grad_batches"]
@@ -27,35 +27,35 @@ def check_batch_size(config: Mapping[str, Any], world_size: int | None) -> Itera
             )
         except ConfigError as mistake:
             yield mistake
-    longest = config["model"].get("max_seq_len")
+    max_seq_len = config["model"].get("max_seq_len")
     data_seq_len = config["data"].get("seq_len")
-    if longest is not None and data_seq_len is not None and data_seq_len > longest:
+    if max_seq_len is not None and data_seq_len is not None and data_seq_len > max_seq_len:
         yield ConfigError(
             f"seq_len={data_seq_len}",
-            f"the model sees at most model.max_seq_len={longest} tokens",
-            f"seq_len={longest}",
+            f"the model accepts at most model.max_seq_len={max_seq_len} tokens",
+            f"seq_len={max_seq_len}",
         )
 
 
 def count_ranks(config: Mapping[str, Any]) -> tuple[int | None, list[ConfigError]]:
-    """The ranks of a run, None where they are a mistake; and that mistake.
+    """Return the number of ranks of a run, None if it is a mistake; and that mistake.
 
-    torch is asked only where there is a GPU and several ranks may use it.
+    Imports torch only on a machine with a GPU that several ranks may use.
     """
     devices, num_nodes = config["trainer"]["devices"], config["trainer"]["num_nodes"]
-    if not _are_devices(devices):
+    if not _is_valid(devices):
         shown = str(devices).replace(" ", "")
-        why = "it takes a number from 1, a list of GPUs, or auto"
-        return None, [ConfigError(f"trainer.devices={shown}", why, "trainer.devices=auto")]
+        reason = "it takes a positive number, a list of GPUs, or auto"
+        return None, [ConfigError(f"trainer.devices={shown}", reason, "trainer.devices=auto")]
     if num_nodes < 1:
-        return None, []  # out of its range, which is told there
+        return None, []  # reported by the check of ranges
     try:
         return get_ranks(config).world_size, []
     except ConfigError as mistake:
         return None, [mistake]
 
 
-def _are_devices(devices: object) -> bool:
+def _is_valid(devices: object) -> bool:
     if isinstance(devices, list):
         return bool(devices) and len(set(devices)) == len(devices) and min(devices) >= 0
     return devices in ("auto", -1) or (isinstance(devices, int) and devices > 0)

@@ -1,4 +1,4 @@
-"""Choices that are each right and cannot go together."""
+"""Check choices that are valid by themselves but do not work together."""
 
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
@@ -7,8 +7,8 @@ from recipes.config.compose import CONF
 from recipes.config.signature import TargetNotFoundError, read_signature
 from recipes.errors import ConfigError
 
-# Trainer arguments that a group or a word of ours sets: argument -> what to type instead
-_OURS = {
+# Trainer arguments controlled by a group or setting of this project: argument -> what to type instead
+_CONTROLLED = {
     "strategy": "strategy=<option>",
     "precision": "precision=<option>",
     "logger": "logger=<option>",
@@ -31,14 +31,14 @@ _OURS = {
     "fast_dev_run": "debug=fast_dev_run",
     "barebones": "'~callbacks.report' '~callbacks.sample_text' save_every=null",
     "enable_autolog_hparams": "nothing: config.yaml holds them",
-    "inference_mode": "nothing: evaluation takes no gradients",
+    "inference_mode": "nothing: evaluation computes no gradients",
     "num_sanity_val_steps": "eval_every=<optimizer steps>",
     "use_distributed_sampler": "nothing: the order is the same for every number of ranks",
-    "reload_dataloaders_every_n_epochs": "nothing: training is one stream without epochs",
+    "reload_dataloaders_every_n_epochs": "nothing: training is a stream without epochs",
 }
 
 
-# Trainer arguments of which only some values mean something here
+# Trainer arguments of which only some values are supported
 _OPTIONS: dict[str, tuple[str | None, ...]] = {
     "accelerator": ("auto", "cpu", "gpu", "cuda"),
     "gradient_clip_algorithm": ("norm", "value", None),
@@ -46,7 +46,7 @@ _OPTIONS: dict[str, tuple[str | None, ...]] = {
 
 
 def check_compatibility(config: Mapping[str, Any]) -> Iterator[ConfigError]:
-    """Trainer against groups, tokenizer against model, precision against device, schedule against length."""
+    """Check Trainer, vocabulary, published weights, shape of the model, schedule and mode against each other."""
     yield from _trainer(config)
     yield from _vocabulary(config)
     yield from _published_weights(config)
@@ -61,55 +61,55 @@ def check_compatibility(config: Mapping[str, Any]) -> Iterator[ConfigError]:
         if not config["task"]["_target_"].endswith("LanguageModeling"):
             yield ConfigError(
                 f"mode={mode}",
-                "it is for language models alone",
+                "it is for language models only",
                 "mode=evaluate resume=<run folder>",
             )
 
 
 def _trainer(config: Mapping[str, Any]) -> Iterator[ConfigError]:
     trainer = config["trainer"]
-    for argument, fix in _OURS.items():
+    for argument, fix in _CONTROLLED.items():
         if argument in trainer:
             if (CONF / argument / f"{trainer[argument]}.yaml").is_file():
                 fix = f"{argument}={trainer[argument]}"
             yield ConfigError(
-                f"trainer.{argument}={trainer[argument]}", "another word sets it", fix
+                f"trainer.{argument}={trainer[argument]}", "another setting controls it", fix
             )
     for argument, options in _OPTIONS.items():
         if argument in trainer and trainer[argument] not in options:
-            told = " ".join(str(option) for option in options if option is not None)
+            listed = " ".join(str(option) for option in options if option is not None)
             yield ConfigError(
                 f"trainer.{argument}={trainer[argument]}",
-                f"the options are {told}",
+                f"the options are {listed}",
                 f"trainer.{argument}={options[0]}",
             )
 
 
 def _published_weights(config: Mapping[str, Any]) -> Iterator[ConfigError]:
-    """Weights that know the ids of their own tokenizer learn nonsense from another one's."""
+    """Reject published weights with another tokenizer, whose token ids mean something else to them."""
     pretrained = config["model"].get("pretrained")
     tokenizer = str(config["tokenizer"].get("_target_"))
     if pretrained is not None and tokenizer.endswith((".Bpe", ".Bytes")):
         yield ConfigError(
             f"model.pretrained={pretrained} tokenizer={tokenizer.split('.')[2]}",
-            "published weights know the ids of their own tokenizer",
+            "published weights need the token ids of their own tokenizer",
             f"tokenizer=huggingface tokenizer.name={pretrained}",
         )
 
 
 def _vocabulary(config: Mapping[str, Any]) -> Iterator[ConfigError]:
-    known = config["model"].get("vocab_size")
-    if known is None:
+    model_size = config["model"].get("vocab_size")
+    if model_size is None:
         return
     for section in ("tokenizer", "data"):
         node = config[section] or {}
         size = node.get("vocab_size")
         if size is None and "_target_" in node:
             size = read_signature(node["_target_"]).constants.get("vocab_size")
-        if isinstance(size, int) and size > known:
+        if isinstance(size, int) and size > model_size:
             yield ConfigError(
                 f"{section}.vocab_size={size}",
-                f"the model knows model.vocab_size={known} tokens",
+                f"the model has model.vocab_size={model_size} tokens",
                 f"model.vocab_size={size}",
             )
 
@@ -127,7 +127,8 @@ def _model_shape(model: Mapping[str, Any]) -> Iterator[ConfigError]:
     elif hidden_size and heads and kv_heads and (hidden_size // heads) % 2:
         yield ConfigError(
             f"model.num_heads={heads}",
-            f"rotary positions turn pairs, and model.hidden_size={hidden_size} makes heads of {hidden_size // heads}",
+            f"rotary embeddings rotate pairs, and model.hidden_size={hidden_size} makes heads of"
+            f" {hidden_size // heads}",
             f"model.hidden_size={2 * heads * max(1, hidden_size // heads // 2)}",
         )
     if heads and kv_heads and heads % kv_heads:
@@ -139,7 +140,7 @@ def _model_shape(model: Mapping[str, Any]) -> Iterator[ConfigError]:
 
 
 def _schedule(config: Mapping[str, Any]) -> Iterator[ConfigError]:
-    """A decay must fit behind the warm-up; a run that ends within its warm-up is short, not wrong."""
+    """Check that warm-up and decay fit into the run; a run that ends during its warm-up is short, not wrong."""
     scheduler, max_steps = config["scheduler"], config["trainer"]["max_steps"]
     for key in ("decay_steps", "cooldown_steps"):
         warmup, decay = scheduler.get("warmup_steps"), scheduler.get(key)
@@ -159,41 +160,41 @@ def _nearest_divisor(number: int, wanted: int) -> int:
 def check_kinds(
     config: Mapping[str, Any], choices: Mapping[str, str], overrides: Sequence[str]
 ) -> Iterator[ConfigError]:
-    """Tokens or images: what the model takes, what the data gives, what the task learns."""
+    """Check that model, data and task agree on tokens or images."""
     if not all(isinstance(config.get(group), dict) for group in ("task", "model", "data")):
         return
-    takes = {
-        group: _kind(config[group]["_target_"], attribute)
+    kinds = {
+        group: _read_kind(config[group]["_target_"], attribute)
         for group, attribute in (
             ("task", "input_kind"),
             ("model", "input_kind"),
             ("data", "sample_kind"),
         )
     }
-    if None in takes.values():
-        return  # a target that cannot be read: the nodes' own check says so
-    named = {group: f"{group}={_option(config, choices, group)}" for group in takes}
-    if takes["model"] != takes["data"]:
+    if None in kinds.values():
+        return  # a target that cannot be read is reported by the check of nodes
+    named = {group: f"{group}={_get_option(config, choices, group)}" for group in kinds}
+    if kinds["model"] != kinds["data"]:
         typed = {override.partition("=")[0] for override in overrides}
-        if "data" in typed and "model" not in typed:  # then the data is what is meant
-            fix = "model=gpt2_nano" if takes["data"] == "tokens" else "model=resnet18"
+        if "data" in typed and "model" not in typed:  # the data was chosen: adapt the model
+            fix = "model=gpt2_nano" if kinds["data"] == "tokens" else "model=resnet18"
         else:
-            fix = "data=stdlib_text" if takes["model"] == "tokens" else "data=digits"
+            fix = "data=stdlib_text" if kinds["model"] == "tokens" else "data=digits"
         yield ConfigError(
             f"{named['model']} {named['data']}",
-            f"the model takes {takes['model']}, the data gives {takes['data']}",
+            f"the model takes {kinds['model']}, the data gives {kinds['data']}",
             fix,
         )
-    if takes["model"] != takes["task"]:
-        fix = "task=language_modeling" if takes["model"] == "tokens" else "task=classification"
+    if kinds["model"] != kinds["task"]:
+        fix = "task=language_modeling" if kinds["model"] == "tokens" else "task=classification"
         yield ConfigError(
             f"{named['model']} {named['task']}",
-            f"the model takes {takes['model']}, the task {takes['task']}",
+            f"the model takes {kinds['model']}, the task {kinds['task']}",
             fix,
         )
 
 
-def _kind(target: str, attribute: str) -> object:
+def _read_kind(target: str, attribute: str) -> object:
     try:
         constants = read_signature(target).constants
     except TargetNotFoundError:
@@ -201,7 +202,11 @@ def _kind(target: str, attribute: str) -> object:
     return constants[attribute] if attribute in constants else None
 
 
-def _option(config: Mapping[str, Any], choices: Mapping[str, str], group: str) -> str:
+def _get_option(config: Mapping[str, Any], choices: Mapping[str, str], group: str) -> str:
     if group in choices:
         return choices[group]
-    return str(config[group]["_target_"]).split(".")[2]
+    target = str(config[group]["_target_"])
+    parts = target.split(".")
+    return (
+        parts[2] if len(parts) > 2 else target
+    )  # `recipes.<group>.<module>.<name>`, or another package

@@ -1,4 +1,4 @@
-"""Offload words where the strategy cannot follow them: what exists instead."""
+"""Check the offload settings of a strategy, and the tools that DeepSpeed compiles with."""
 
 import importlib.util
 import os
@@ -18,8 +18,8 @@ from recipes.errors import ConfigError
 
 _FSDP = "strategy=fsdp strategy.cpu_offload=true"
 _NVME = "strategy=deepspeed_stage_3_nvme strategy.nvme_path="
-# what keeps on no device what the word names
-_INSTEAD = {
+# offload setting -> what to type for the same effect
+_ALTERNATIVES = {
     "cpu_offload": f"{_FSDP}, or strategy=deepspeed_stage_2_offload",
     "offload_optimizer": f"strategy=deepspeed_stage_2_offload, or {_FSDP}",
     "offload_parameters": f"strategy=deepspeed_stage_3_offload, or {_FSDP}",
@@ -28,73 +28,75 @@ _INSTEAD = {
 
 
 def misplaced_offload(
-    strategy: Mapping[str, Any], word: str, value: object, typed: str
+    strategy: Mapping[str, Any], setting: str, value: object, typed: str
 ) -> ConfigError | None:
-    """The mistake in an offload word that a strategy does not take.
+    """Return the mistake in an offload setting that the strategy does not have.
 
     Args:
-        strategy: Its node.
-        word: What comes after `strategy.`.
-        value: What it was set to.
-        typed: How the message names it.
+        strategy: Config node of the strategy.
+        setting: Name after `strategy.`.
+        value: Its value.
+        typed: Override, to name it in the message.
 
     Returns:
-        None where it is no offload word, or asks for no offload: there is nothing to offer instead.
+        None if it is not an offload setting or switches offload off: there is no alternative to offer.
     """
-    if word not in _INSTEAD or value in (None, False, ""):
+    if setting not in _ALTERNATIVES or value in (None, False, ""):
         return None
     option = get_traits(strategy).typed
-    if word == "nvme_path":
-        why, instead = f"{option} writes nothing to a disk", f"{_NVME}{value}"
+    if setting == "nvme_path":
+        reason, fix = f"{option} does not use a disk", f"{_NVME}{value}"
     elif value == "nvme":
-        why, instead = f"{option} writes nothing to a disk", _INSTEAD["nvme_path"]
+        reason, fix = f"{option} does not use a disk", _ALTERNATIVES["nvme_path"]
     elif "cpu_offload" in read_signature(strategy["_target_"]).parameters:
-        why = f"{option} offloads weights, gradients and optimizer state together"
-        instead = "strategy.cpu_offload=true"
+        reason = f"{option} offloads weights, gradients and optimizer state together"
+        fix = "strategy.cpu_offload=true"
     elif "stage" not in strategy:
-        why, instead = f"{option} keeps everything on its devices", _INSTEAD[word]
+        reason, fix = f"{option} keeps everything on its devices", _ALTERNATIVES[setting]
     elif "offload_optimizer" in strategy and strategy["offload_optimizer"] is not None:
-        why, instead = f"{option} offloads already", f"nothing for strategy.{word}"
+        reason, fix = f"{option} offloads already", f"nothing for strategy.{setting}"
     else:
-        why = f"{option} has words of its own for it"
-        one = option.endswith("_1")  # of which there is no option
-        instead = "strategy.offload_optimizer=cpu" if one else f"{option}_offload"
-    return ConfigError(typed, why, instead)
+        reason = f"{option} has settings of its own for it"
+        is_stage_1 = option.endswith("_1")  # which has no offload option
+        fix = "strategy.offload_optimizer=cpu" if is_stage_1 else f"{option}_offload"
+    return ConfigError(typed, reason, fix)
 
 
 def check_offload(strategy: Mapping[str, Any]) -> Iterator[ConfigError]:
-    """What ZeRO is told to offload: whether the stage can, and whether the disk's folder is there."""
+    """Check that the ZeRO stage supports what it shall offload, and that the folder on the disk exists."""
     if "stage" not in strategy:
         return
     optimizer, parameters = strategy["offload_optimizer"], strategy["offload_parameters"]
-    whole = strategy["stage"] < 3
-    if whole and parameters is not None:
+    keeps_parameters = strategy["stage"] < 3
+    if keeps_parameters and parameters is not None:
         yield ConfigError(
             f"strategy.offload_parameters={parameters}",
-            f"{get_traits(strategy).typed} keeps the parameters whole on every rank",
-            _INSTEAD["nvme_path"] if parameters == "nvme" else "strategy=deepspeed_stage_3_offload",
+            f"{get_traits(strategy).typed} keeps all parameters on every rank",
+            _ALTERNATIVES["nvme_path"]
+            if parameters == "nvme"
+            else "strategy=deepspeed_stage_3_offload",
         )
-    if whole and optimizer == "nvme":  # DeepSpeed 0.19.8 would take host memory without a word
+    if keeps_parameters and optimizer == "nvme":  # DeepSpeed 0.19.8 silently uses host memory
         yield ConfigError(
             "strategy.offload_optimizer=nvme",
-            f"{get_traits(strategy).typed} offloads to host memory alone",
-            f"strategy.offload_optimizer=cpu, or {_INSTEAD['nvme_path']}",
+            f"{get_traits(strategy).typed} offloads to host memory only",
+            f"strategy.offload_optimizer=cpu, or {_ALTERNATIVES['nvme_path']}",
         )
-    if not whole or "nvme" not in (optimizer, parameters):
-        yield from _disk(strategy["nvme_path"], on_disk(strategy))
+    if not keeps_parameters or "nvme" not in (optimizer, parameters):
+        yield from _check_folder(strategy["nvme_path"], get_disk_settings(strategy))
 
 
-def on_disk(strategy: Mapping[str, Any]) -> str:
-    """The settings that make ZeRO-3 use a disk, as they are typed; empty where none does."""
-    words = ("offload_optimizer", "offload_parameters") if strategy["stage"] == 3 else ()
-    return " ".join(f"strategy.{word}=nvme" for word in words if strategy[word] == "nvme")
+def get_disk_settings(strategy: Mapping[str, Any]) -> str:
+    """Return the settings that make ZeRO-3 use a disk, as typed; empty if none does."""
+    settings = ("offload_optimizer", "offload_parameters") if strategy["stage"] == 3 else ()
+    return " ".join(f"strategy.{name}=nvme" for name in settings if strategy[name] == "nvme")
 
 
-def _disk(path: str | None, asked: str) -> Iterator[ConfigError]:
+def _check_folder(path: str | None, settings: str) -> Iterator[ConfigError]:
     typed, another = f"strategy.nvme_path={to_setting(path)}", "strategy.nvme_path=<folder>"
-    if path is None and asked:
-        yield ConfigError(asked, "no folder on an NVMe disk is named", another)
-    elif path is not None and not asked:
+    if path is None and settings:
+        yield ConfigError(settings, "no folder on an NVMe disk is set", another)
+    elif path is not None and not settings:
         yield ConfigError(typed, "nothing is offloaded to it", f"{_NVME}{path}")
     elif path is not None and not Path(path).is_dir():
         yield ConfigError(typed, "there is no such folder", another)
@@ -109,7 +111,7 @@ _LIBAIO_PROGRAM = "#include <libaio.h>\nint main() { return io_submit(0, 0, 0); 
 def check_toolchain(
     strategy: Mapping[str, Any], optimizer: Mapping[str, Any]
 ) -> Iterator[ConfigError]:
-    """DeepSpeed, and a compiler where an operator of it is compiled on first use."""
+    """Check that DeepSpeed is installed, and a compiler if it will compile an operator on first use."""
     if "stage" not in strategy:
         return
     home = _deepspeed_folder()
@@ -120,7 +122,7 @@ def check_toolchain(
             "pip install -e '.[deepspeed]'",
         )
         return
-    disk, device = on_disk(strategy), strategy["offload_optimizer"]
+    disk, device = get_disk_settings(strategy), strategy["offload_optimizer"]
     is_adam = str(optimizer["_target_"]).lower().endswith(("adam", "adamw"))
     compiles_adam = is_adam and device and not any(home.glob("ops/adam/cpu_adam_op*.so"))
     compiles_disk = disk and not any(home.glob("ops/aio/async_io_op*.so"))
@@ -130,7 +132,7 @@ def check_toolchain(
         what = "DeepSpeedCPUAdam" if compiles_adam else "DeepSpeed's disk access"
         yield ConfigError(
             typed,
-            f"{what} is compiled on first use, and {' and '.join(why for why, _ in missing)}",
+            f"{what} is compiled on first use, and {' and '.join(reason for reason, _ in missing)}",
             ", and ".join(fix for _, fix in missing),
         )
     elif compiles_disk and not has_libaio():
@@ -142,7 +144,7 @@ def check_toolchain(
 
 
 def _missing_tools() -> Iterator[tuple[str, str]]:
-    """What torch's builder of C++ extensions needs, and how to have it.
+    """Find what torch's builder of C++ extensions needs and this machine lacks, and how to install it.
 
     It calls `ninja`, and `c++` or whatever CXX names (torch/utils/cpp_extension.py, 2.13).
     """
@@ -150,15 +152,14 @@ def _missing_tools() -> Iterator[tuple[str, str]]:
         others = [name for name in ("c++", "g++", "clang++") if shutil.which(name)]
         fix = f"export CXX={others[0]}" if others else "apt install g++ (or yum install gcc-c++)"
         yield f"there is no C++ compiler {_compiler()[0]}", fix
-    beside = (
-        Path(sys.executable).parent / "ninja"
-    )  # found there by the strategy, on the PATH or not
-    if shutil.which("ninja") is None and not beside.is_file():
+    # the strategy adds the interpreter's folder to the PATH
+    bundled = Path(sys.executable).parent / "ninja"
+    if shutil.which("ninja") is None and not bundled.is_file():
         yield "there is no ninja", "pip install ninja"
 
 
 def has_libaio() -> bool:
-    """Whether a program that uses libaio compiles and links, as async_io.py finds out; about 0.1 s."""
+    """Return whether a program that uses libaio compiles and links, the test of async_io.py; about 0.1 s."""
     flags = [shlex.split(os.environ.get(name, "")) for name in ("CFLAGS", "LDFLAGS")]
     with tempfile.TemporaryDirectory() as folder:
         source = Path(folder) / "uses_libaio.cpp"

@@ -1,4 +1,4 @@
-"""Bind every config node to the signature of its target: unknown, missing and mistyped arguments."""
+"""Check every config node against the signature of its target: unknown, missing and mistyped arguments."""
 
 from collections.abc import Iterator, Mapping
 from difflib import get_close_matches
@@ -9,9 +9,9 @@ from recipes.config.check.types import describe, matches_type, placeholder, to_s
 from recipes.config.signature import Signature, TargetNotFoundError, read_signature
 from recipes.errors import ConfigError
 
-# null here means that build.py works it out, whatever the target's own annotation says
+# null means that build.py derives the value, whatever the annotation of the target says
 _DERIVED = {"trainer.accumulate_grad_batches"}
-# what build.py hands to partial nodes: live objects, and words that several nodes share
+# what build.py passes to partial nodes: objects, and settings shared by several nodes
 PROVIDED: dict[str, set[str]] = {
     "optimizer": {"model", "fused"},
     "scheduler": {"step"},
@@ -41,17 +41,22 @@ _INSTANTIATE = {"_target_", "_partial_", "_convert_", "_recursive_", "_args_"}
 
 
 def check_nodes(config: Mapping[str, Any], path: str = "") -> Iterator[ConfigError]:
-    """Every node of a (sub)tree that has a `_target_`, nested ones included."""
+    """Check every node of a config that has a `_target_`, nested ones included.
+
+    Args:
+        config: Config or a section of it.
+        path: Key of that section; empty for the root.
+    """
     for key, value in config.items():
         if not isinstance(value, dict):
             continue
-        here = f"{path}.{key}" if path else str(key)
+        key_path = f"{path}.{key}" if path else str(key)
         if isinstance(value.get("_target_"), str):
-            yield from _bind(here, value)
-        yield from check_nodes(value, here)
+            yield from _check_node(key_path, value)
+        yield from check_nodes(value, key_path)
 
 
-def _bind(path: str, node: Mapping[str, Any]) -> Iterator[ConfigError]:
+def _check_node(path: str, node: Mapping[str, Any]) -> Iterator[ConfigError]:
     target: str = node["_target_"]
     try:
         signature = read_signature(target)
@@ -67,7 +72,7 @@ def _bind(path: str, node: Mapping[str, Any]) -> Iterator[ConfigError]:
         if key in provided:
             where = f"{path}.{key}"
             yield ConfigError(
-                f"{where}={to_setting(value)}", "the run itself provides it", f"nothing for {where}"
+                f"{where}={to_setting(value)}", "build.py provides it", f"nothing for {where}"
             )
             continue
         if key in signature.parameters:
@@ -80,7 +85,7 @@ def _bind(path: str, node: Mapping[str, Any]) -> Iterator[ConfigError]:
     for key, parameter in signature.parameters.items():
         if parameter.required and key not in node and key not in provided:
             yield ConfigError(
-                f"no {path}.{key}", f"{_short(target)} needs it", f"+{path}.{key}=<value>"
+                f"no {path}.{key}", f"{_get_name(target)} needs it", f"+{path}.{key}=<value>"
             )
 
 
@@ -103,13 +108,13 @@ def _unknown(where: str, value: object, signature: Signature, target: str) -> Co
     parent, _, key = where.rpartition(".")
     shown = "…" if isinstance(value, dict | list) else value
     near = get_close_matches(key, signature.parameters, 1)
-    fix = f"{parent}.{near[0]}={shown}" if near else f"'~{where}' to leave it out"
-    return ConfigError(f"{where}={shown}", f"{_short(target)} has no argument {key!r}", fix)
+    fix = f"{parent}.{near[0]}={shown}" if near else f"'~{where}' to remove it"
+    return ConfigError(f"{where}={shown}", f"{_get_name(target)} has no argument {key!r}", fix)
 
 
 def _is_node(value: object) -> bool:
     return isinstance(value, dict) and "_target_" in value
 
 
-def _short(target: str) -> str:
+def _get_name(target: str) -> str:
     return target.rpartition(".")[2]

@@ -1,4 +1,4 @@
-"""Paths and folders that must exist before a run starts: names and sizes only, nothing is opened."""
+"""Check paths and folders that must exist before a run starts, by name and size; no file is opened."""
 
 import glob
 from collections.abc import Iterator, Mapping, Sequence
@@ -16,13 +16,13 @@ _NEED_CHECKPOINT = ("evaluate", "sample", "export", "replay")
 def check_paths(
     config: Mapping[str, Any], overrides: Sequence[str], run_folder: Path
 ) -> Iterator[ConfigError]:
-    """The data's path, the folder to resume from."""
-    yield from _data_path(config["data"])
-    yield from _resume(config, overrides)
-    yield from _folder_in_use(config, run_folder)
+    """Check the path of the data, the folder to resume from and the run folder."""
+    yield from _check_data_path(config["data"])
+    yield from _check_resume(config, overrides)
+    yield from _check_run_folder(config, run_folder)
 
 
-def _data_path(data: Mapping[str, Any]) -> Iterator[ConfigError]:
+def _check_data_path(data: Mapping[str, Any]) -> Iterator[ConfigError]:
     path = data.get("path")
     if not isinstance(path, str):
         return
@@ -33,17 +33,17 @@ def _data_path(data: Mapping[str, Any]) -> Iterator[ConfigError]:
         )
 
 
-def _resume(config: Mapping[str, Any], overrides: Sequence[str]) -> Iterator[ConfigError]:
+def _check_resume(config: Mapping[str, Any], overrides: Sequence[str]) -> Iterator[ConfigError]:
     resume, mode = config["resume"], config["mode"]["_target_"].rpartition(".")[2]
     if resume in (None, "auto"):
         if mode in _NEED_CHECKPOINT and resume is None:
             yield ConfigError(
                 f"mode={mode}", "it needs a checkpoint", f"mode={mode} resume=<run folder>"
             )
-        if resume == "auto" and not _stable_folder(overrides):
+        if resume == "auto" and not _is_repeatable(overrides):
             yield ConfigError(
                 "resume=auto",
-                "each start of this command makes a new run folder, so there is nothing to find",
+                "each start of this command creates a new run folder, so there is nothing to resume",
                 "resume=auto hydra.run.dir=<folder>",
             )
         return
@@ -55,24 +55,23 @@ def _resume(config: Mapping[str, Any], overrides: Sequence[str]) -> Iterator[Con
     elif not (folder / "manifest.json").is_file() and not has_checkpoint(folder):
         yield ConfigError(
             f"resume={resume}",
-            "there is no whole checkpoint in it",
+            "it contains no valid checkpoint",
             "resume=<a run that saved one>",
         )
 
 
-def _stable_folder(overrides: Sequence[str]) -> bool:
-    """Whether the same command finds the same folder again: it is typed, or keyed by a cluster's job."""
+def _is_repeatable(overrides: Sequence[str]) -> bool:
+    """Return whether the same command gets the same run folder again: typed, or keyed by a cluster job."""
     typed = any(override.startswith("hydra.run.dir=") for override in overrides)
     return typed or cluster_job_name() is not None
 
 
-def _folder_in_use(config: Mapping[str, Any], run_folder: Path) -> Iterator[ConfigError]:
-    """A start from the beginning in the folder of another run would destroy that run."""
-    fits = trains(config)
+def _check_run_folder(config: Mapping[str, Any], run_folder: Path) -> Iterator[ConfigError]:
+    """Reject a new run in the folder of another one, which it would overwrite."""
     used = any((run_folder / name).exists() for name in (METRICS_FILE, CHECKPOINTS))
-    if fits and config["resume"] is None and used:
+    if trains(config) and config["resume"] is None and used:
         yield ConfigError(
             f"hydra.run.dir={run_folder}",
-            "a run has been there, which this one would overwrite",
-            f"resume=auto hydra.run.dir={run_folder} to go on, or hydra.run.dir=<another folder>",
+            "it contains a run, which this one would overwrite",
+            f"resume=auto hydra.run.dir={run_folder} to resume it, or hydra.run.dir=<another folder>",
         )

@@ -1,4 +1,4 @@
-"""Numbers outside the range that their annotation declares: `Annotated[int, ">= 1"]`, read from source."""
+"""Check numbers against the range that their annotation declares, `Annotated[int, ">= 1"]`, read from source."""
 
 from collections.abc import Iterator, Mapping
 from typing import Any
@@ -8,7 +8,7 @@ from recipes.config.check.types import annotation_from, find_out_of_range, match
 from recipes.config.signature import TargetNotFoundError, read_signature
 from recipes.errors import ConfigError
 
-# Lightning's Trainer declares none
+# arguments of Lightning's Trainer, which declares no ranges
 _TRAINER = {
     "trainer.max_steps": "Annotated[int, '>= 1']",
     "trainer.num_nodes": "Annotated[int, '>= 1']",

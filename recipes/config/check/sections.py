@@ -1,4 +1,4 @@
-"""The words at the top of the config: which there are, of what type, and the sections that hold nodes."""
+"""Check the settings at the top of the config, and the sections that hold nodes: which exist, and of what type."""
 
 import re
 from collections.abc import Iterator, Mapping
@@ -32,25 +32,25 @@ SETTINGS: dict[str, str] = {
     "ignore_slurm": "bool",
     "profile": "Annotated[int, '>= 1'] | None",
 }
-NODES = ("loader",)  # sections of config.yaml that are no group
-COMPOSING = ("recipe", "debug", "hydra")  # groups that leave no section
+NODES = ("loader",)  # sections of config.yaml that are not a group
+COMPOSING = ("recipe", "debug", "hydra")  # groups without a section of their own
 NEWER = (
     "lr_scaling",
     "ignore_slurm",
     "launcher",
     "sweep",
-)  # sections that runs of earlier versions do not have
+)  # sections that the frozen configs of older runs lack
 
 
-def groups() -> list[str]:
-    """The config groups that leave a section: the folders of conf/, less the purely composing ones."""
+def list_groups() -> list[str]:
+    """Return the config groups that have a section: the folders of conf/ except those that only compose."""
     folders = (path.name for path in CONF.iterdir() if path.is_dir())
     return sorted(name for name in folders if name not in COMPOSING)
 
 
 def check_sections(config: Mapping[str, Any]) -> Iterator[ConfigError]:
-    """Unknown sections, missing sections, words of the wrong type."""
-    sections = [*groups(), *NODES]
+    """Check for unknown and missing sections, and for settings of the wrong type."""
+    sections = [*list_groups(), *NODES]
     for key, value in config.items():
         if key in SETTINGS:
             annotation = annotation_from(SETTINGS[key])
@@ -62,11 +62,13 @@ def check_sections(config: Mapping[str, Any]) -> Iterator[ConfigError]:
                 )
         elif key in sections:
             if not isinstance(value, dict):
-                yield ConfigError(f"{key}={value}", "it is a section of settings", _section(key))
+                yield ConfigError(
+                    f"{key}={value}", "it is a section of settings", _suggest_section(key)
+                )
         else:
             near = get_close_matches(key, [*SETTINGS, *sections], 1)
             fix = f"{near[0]}=…" if near else f"one of {', '.join([*SETTINGS, *sections])}"
-            yield ConfigError(f"{key}=…", "there is no such word or section", fix)
+            yield ConfigError(f"{key}=…", "there is no such setting or section", fix)
     for name, node in dict(config.get("callbacks") or {}).items():
         if node is not None and not (isinstance(node, dict) and "_target_" in node):
             yield ConfigError(
@@ -84,6 +86,6 @@ def check_sections(config: Mapping[str, Any]) -> Iterator[ConfigError]:
             yield ConfigError(f"no {key}", "every run has one", f"{key}=… (see conf/config.yaml)")
 
 
-def _section(key: str) -> str:
+def _suggest_section(key: str) -> str:
     options = sorted(path.stem for path in (CONF / key).glob("*.yaml"))
     return f"{key}=<{' | '.join(options)}>" if options else f"{key}.<setting>=<value>"

@@ -1,13 +1,9 @@
-"""What the chosen strategy can do with this model, this Trainer and these ranks."""
+"""Check that the chosen strategy supports these Trainer arguments, devices and ranks."""
 
 from collections.abc import Iterator, Mapping
 from typing import Any
 
-from recipes.config.check.blocks import lacks_blocks
-from recipes.config.check.deepspeed import (
-    check_offload,
-    check_toolchain,
-)
+from recipes.config.check.deepspeed import check_offload, check_toolchain
 from recipes.config.check.types import to_setting
 from recipes.config.traits import get_traits, trains
 from recipes.errors import ConfigError
@@ -15,37 +11,36 @@ from recipes.runtime.world import num_gpus
 
 
 def check_strategy(config: Mapping[str, Any], world_size: int | None) -> Iterator[ConfigError]:
-    """Every question of a strategy; what does not train runs on one device, whatever the strategy.
+    """Check the strategy of a run that trains; every other mode runs on one device, whatever the strategy.
 
     Args:
-        config: Whole and bound.
-        world_size: Ranks of the run; None where they are a mistake of their own.
+        config: Composed config whose nodes match their signatures.
+        world_size: Ranks of the run; None if they are a mistake of their own.
     """
     if not trains(config):
         return
     strategy, trainer = config["strategy"], config["trainer"]
     traits = get_traits(strategy)
     yield from check_offload(strategy)
-    yield from _groups_of_ranks(strategy, world_size)
-    yield from _blocks(config)
+    yield from _check_shard_size(strategy, world_size)
     clips_by = trainer.get("gradient_clip_algorithm")
     if clips_by == "value" and not traits.clips_by_value:
         yield ConfigError(
-            f"trainer.gradient_clip_algorithm=value {get_traits(strategy).typed}",
-            "DeepSpeed clips by the global norm alone",
+            f"trainer.gradient_clip_algorithm=value {traits.typed}",
+            "DeepSpeed clips by the global norm only",
             "trainer.gradient_clip_algorithm=norm",
         )
     devices = trainer["devices"]
     is_list = isinstance(devices, list) and not traits.accepts_device_list
     if is_list and sorted(devices) != list(range(len(devices))):
-        yield _other_gpus(devices, strategy)
+        yield _reject_device_list(devices, strategy)
     if trainer.get("sync_batchnorm"):
-        yield from _batch_norms(strategy, to_setting(trainer["sync_batchnorm"]))
+        yield from _check_sync_batchnorm(strategy, to_setting(trainer["sync_batchnorm"]))
     yield from check_toolchain(strategy, config["optimizer"])
 
 
-def _other_gpus(devices: list[int], strategy: Mapping[str, Any]) -> ConfigError:
-    """DeepSpeed takes the GPU whose number is that of the rank on its node."""
+def _reject_device_list(devices: list[int], strategy: Mapping[str, Any]) -> ConfigError:
+    """DeepSpeed uses the GPU whose index is the local rank."""
     ids = ",".join(str(device) for device in devices)
     return ConfigError(
         f"trainer.devices=[{ids}] {get_traits(strategy).typed}",
@@ -54,24 +49,24 @@ def _other_gpus(devices: list[int], strategy: Mapping[str, Any]) -> ConfigError:
     )
 
 
-def _batch_norms(strategy: Mapping[str, Any], typed: str) -> Iterator[ConfigError]:
+def _check_sync_batchnorm(strategy: Mapping[str, Any], typed: str) -> Iterator[ConfigError]:
     traits = get_traits(strategy)
     if traits.needs_process_group and not traits.syncs_batch_norm:
         yield ConfigError(
-            f"trainer.sync_batchnorm={typed} {get_traits(strategy).typed}",
-            "batch norms are shared among ranks under strategy=ddp alone",
+            f"trainer.sync_batchnorm={typed} {traits.typed}",
+            "batch norm statistics are synchronized under strategy=ddp only",
             "strategy=ddp",
         )
     elif traits.syncs_batch_norm and num_gpus() == 0:
         yield ConfigError(
             f"trainer.sync_batchnorm={typed}",
-            "torch shares batch norms among GPUs alone, and there is none",
+            "torch synchronizes batch norm statistics between GPUs only, and there is none",
             "trainer.sync_batchnorm=false",
         )
 
 
-def _groups_of_ranks(strategy: Mapping[str, Any], world_size: int | None) -> Iterator[ConfigError]:
-    """Hybrid sharding: every copy of the model has the same number of ranks."""
+def _check_shard_size(strategy: Mapping[str, Any], world_size: int | None) -> Iterator[ConfigError]:
+    """Check that hybrid sharding gives every copy of the model the same number of ranks."""
     shard_size = strategy.get("shard_size")
     if not shard_size or shard_size < 1 or world_size is None or world_size % shard_size == 0:
         return
@@ -84,14 +79,3 @@ def _groups_of_ranks(strategy: Mapping[str, Any], world_size: int | None) -> Ite
         f"{ranks} not divide into groups of {shard_size}",
         f"strategy.shard_size={below}, or null for the ranks of one node",
     )
-
-
-def _blocks(config: Mapping[str, Any]) -> Iterator[ConfigError]:
-    """Sharding goes block by block: a model without them would be gathered whole."""
-    strategy, model = config["strategy"], config["model"]
-    if get_traits(strategy).shards_weights and lacks_blocks(model["_target_"]):
-        yield ConfigError(
-            get_traits(strategy).typed,
-            f"it shards by block, and {model['_target_']} assigns no self.blocks",
-            "strategy=ddp",
-        )

@@ -1,6 +1,6 @@
 """Match config values with annotations: the small part of Python's type language that config nodes use.
 
-A range is written beside the type, `Annotated[int, ">= 1"]` or `Annotated[float, "> 0, < 1"]`, and read from source.
+A range is part of the annotation, `Annotated[int, ">= 1"]` or `Annotated[float, "> 0, < 1"]`, and read from source.
 """
 
 import ast
@@ -24,7 +24,7 @@ def annotation_from(source: str) -> ast.expr:
 
 
 def matches_type(value: object, annotation: ast.expr) -> bool:
-    """Whether a plain config value may be passed where the annotation stands; unknown annotations take anything."""
+    """Return whether a plain config value matches an annotation; an unknown annotation matches everything."""
     match annotation:
         case ast.Constant(value=None):
             return value is None
@@ -64,7 +64,7 @@ def find_out_of_range(value: object, annotation: ast.expr) -> tuple[str, object,
     """Find the first number outside the range that its annotation declares.
 
     Returns:
-        Its index in a list as text, empty for a single number; the number; and its range in words. None if all
+        Its index in a list as text, empty for a single number; the number; and its range in English. None if all
         are inside.
     """
     match annotation:
@@ -87,7 +87,7 @@ def find_out_of_range(value: object, annotation: ast.expr) -> tuple[str, object,
 
 
 def describe_range(text: str) -> str:
-    """Say a declared range in words: `> 0, < 1` is "above 0 and below 1"."""
+    """Describe a declared range: `> 0, < 1` is "above 0 and below 1"."""
     lowest, *highest = text.split(", ")
     sign, number = lowest.split(" ", 1)
     if not highest:
@@ -105,7 +105,7 @@ def _is_inside(value: float, text: str) -> bool:
 
 
 def describe(annotation: ast.expr) -> str:
-    """An annotation in words, for the end of a message."""
+    """Describe an annotation, for the end of a message."""
     match annotation:
         case ast.Constant(value=str(source)):
             return describe(annotation_from(source))
@@ -131,7 +131,7 @@ def describe(annotation: ast.expr) -> str:
 
 
 def placeholder(annotation: ast.expr) -> str:
-    """An annotation in words without articles, to stand between angle brackets."""
+    """Describe an annotation without articles, to stand between angle brackets."""
     return (
         describe(annotation)
         .replace("a list", "list")
@@ -141,12 +141,12 @@ def placeholder(annotation: ast.expr) -> str:
 
 
 def _is_open(items: list[ast.expr]) -> bool:
-    """Whether a tuple's annotation allows any length: `tuple[int, ...]`."""
+    """Return whether the annotation of a tuple allows any length: `tuple[int, ...]`."""
     return isinstance(items[-1], ast.Constant) and items[-1].value is Ellipsis
 
 
 def to_setting(value: object) -> str:
-    """A value as it is typed on the command line."""
+    """Return a value as it is typed on the command line."""
     if value is None:
         return "null"
     return str(value).lower() if isinstance(value, bool) else str(value)

@@ -19,6 +19,7 @@ from torch import Tensor, nn
 from recipes.checkpoint.shards import PerRankSavingMixin
 from recipes.numerics.collectives import sum_over_ranks
 from recipes.precision import Precision
+from recipes.strategy import get_blocks
 from recipes.strategy.deepspeed.checkpoint import ZeroState
 from recipes.strategy.deepspeed.loss_scale import attach_scaler, load_scaler_state, scaler_state
 from recipes.strategy.deepspeed.partition import fit_buckets, partition
@@ -128,6 +129,7 @@ class DeepSpeedZero(StepGuardMixin, TrainStateMixin, PerRankSavingMixin, DeepSpe
             model.to_empty(device=_device_alone(self.root_device))
             initialize(model)
         else:
+            get_blocks(model, "deepspeed_stage_3")
             self._init_config_if_needed()
             partition(model, initialize, config=self.config, device=_device_alone(self.root_device))
 

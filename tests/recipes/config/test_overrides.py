@@ -1,4 +1,4 @@
-"""Values as words: what Hydra reads is what was meant, to the last bit and of the same type."""
+"""Values written as overrides are read back by Hydra to the last bit and with the same type."""
 
 import math
 import random
@@ -49,13 +49,13 @@ def test_numpys_numbers_are_written_as_pythons() -> None:
     assert [make_override("+x", value) for value in values] == ["+x=0.1", "+x=3", "+x='a,b'"]
 
 
-def test_what_the_grammar_cannot_say_is_a_mistake() -> None:
+def test_a_value_that_the_grammar_cannot_express_is_an_error() -> None:
     for value in ({"a:b": 1}, {"1": 2}, object()):
         with pytest.raises(ConfigError):
             make_override("x", value)
 
 
-def test_text_of_the_config_is_a_word_as_it_stands() -> None:
+def test_sweeper_params_given_as_text_are_taken_as_typed() -> None:
     params = {"a": "interval(0,1)", "b": "1,2", "c": 0.1, "d": None, "e": [1, "x"], "f": True}
     assert to_overrides(params) == [
         "a=interval(0,1)",

@@ -335,7 +335,7 @@ def test_a_run_that_stops_early_leaves_a_checkpoint_of_where_it_stopped(
 def test_a_second_start_in_the_folder_of_a_run_is_a_mistake(run: Path, typed: list[str]) -> None:
     _, mistakes = compose_and_check([*typed, f"hydra.run.dir={run}"])
     assert [mistake.fix for mistake in mistakes] == [
-        f"resume=auto hydra.run.dir={run} to go on, or hydra.run.dir=<another folder>"
+        f"resume=auto hydra.run.dir={run} to resume it, or hydra.run.dir=<another folder>"
     ]
 
 

@@ -162,7 +162,7 @@ def test_torchrun_agents_that_srun_started_are_counted_as_torchrun_says() -> Non
         (
             {"devices": 8, "num_nodes": 2, "accelerator": "cpu"},
             {},
-            "trainer.num_nodes=2: a run on several machines is started on each of them;"
+            "trainer.num_nodes=2: a run on several machines must be started on each of them;"
             " type torchrun --nnodes 2 --nproc-per-node 8 train.py …",
         ),
     ],

@@ -1,4 +1,4 @@
-"""What may be typed about checkpoints: each mistake with its exact message, told before anything is built."""
+"""Settings of checkpoints: each mistake with its exact message, reported before anything is built."""
 
 from pathlib import Path
 
@@ -64,7 +64,7 @@ def test_steps_and_minutes_may_both_be_null_and_a_minute_may_be_a_fraction() -> 
     assert config["checkpoint"]["save_every_minutes"] == 0.02
 
 
-def test_words_that_are_no_choice_and_numbers_out_of_range_are_told_at_once() -> None:
+def test_invalid_choices_and_numbers_out_of_range_are_reported_together() -> None:
     typed = ["checkpoint.best_mode=up", "checkpoint.keep_last=0", "checkpoint.keep_every=-1.5"]
     typed += ["optimizer.betas=x"]
     _, mistakes = compose_and_check(typed)

@@ -1,4 +1,4 @@
-"""Every rule that cannot work is refused with the override that mends it."""
+"""Every setting that cannot work is rejected with the override that fixes it."""
 
 from pathlib import Path
 
@@ -41,13 +41,13 @@ def mistakes(*words: str) -> list[str]:
         ),
     ],
 )
-def test_a_rule_that_cannot_work_names_what_mends_it(words: list[str], fix: str) -> None:
+def test_a_setting_that_cannot_work_is_answered_with_its_fix(words: list[str], fix: str) -> None:
     [mistake] = mistakes(*words)
     assert fix in mistake
     assert words[0].split("=")[0] in mistake
 
 
-def test_snapshots_that_no_memory_of_this_machine_holds_go_to_disk(tmp_path: Path) -> None:
+def test_snapshots_larger_than_the_memory_of_the_machine_must_go_to_disk(tmp_path: Path) -> None:
     composed, found = compose_and_check(
         [
             "model=gpt2_xl",
@@ -56,14 +56,14 @@ def test_snapshots_that_no_memory_of_this_machine_holds_go_to_disk(tmp_path: Pat
             "trainer.devices=2",
         ]
     )
-    assert composed is not None, [str(one) for one in found]
+    assert composed is not None, [str(mistake) for mistake in found]
     meminfo = tmp_path / "meminfo"
     # 1.56 billion parameters x 12 bytes x 2 snapshots x 2 ranks: 70 GiB
     for gib, expected in ((69, 1), (71, 0)):
         meminfo.write_text(f"MemTotal:       {gib * 2**20} kB\n")
-        told = [str(one) for one in check_loss_spike(composed.config, 2, meminfo)]
-        assert len(told) == expected
-        assert all("callbacks.loss_spike.snapshot_storage=disk" in one for one in told)
+        messages = [str(mistake) for mistake in check_loss_spike(composed.config, 2, meminfo)]
+        assert len(messages) == expected
+        assert all("callbacks.loss_spike.snapshot_storage=disk" in message for message in messages)
 
 
 @pytest.mark.parametrize("name", ["gpt2_nano", "gpt2", "llama_160m", "llama_1b"])
@@ -72,7 +72,7 @@ def test_the_lower_bound_is_three_quarters_of_the_model_or_more(name: str) -> No
     from hydra.utils import instantiate
 
     composed, found = compose_and_check([f"model={name}", "tokenizer=bytes"])
-    assert composed is not None, [str(one) for one in found]
+    assert composed is not None, [str(mistake) for mistake in found]
     with torch.device("meta"):
         model = instantiate(composed.config["model"], _convert_="all")
     true = sum(parameter.numel() for parameter in model.parameters())

@@ -1,4 +1,4 @@
-"""Mistakes in a config, each with its exact message: what was set, why it cannot be, what to type."""
+"""Mistakes in a config, each with its exact message: what was set, why it cannot work, what to type."""
 
 import shlex
 import shutil
@@ -36,17 +36,17 @@ MESSAGES = {
     "name=a/b": "name=a/b: it names a folder under logs/; type name=<letters, digits, . _ ->",
     "modle=gpt2": "modle=gpt2: there is no 'modle'; type model=gpt2",
     "optimizer.fused=false": (
-        "optimizer.fused=false: the run itself provides it; type nothing for optimizer.fused"
+        "optimizer.fused=false: build.py provides it; type nothing for optimizer.fused"
     ),
     "model.pretrained=gpt2": (
-        "model.pretrained=gpt2 tokenizer=bpe: published weights know the ids of their own tokenizer;"
+        "model.pretrained=gpt2 tokenizer=bpe: published weights need the token ids of their own tokenizer;"
         " type tokenizer=huggingface tokenizer.name=gpt2"
     ),
     "trainer.accelerator=tpu": (
         "trainer.accelerator=tpu: the options are auto cpu gpu cuda; type trainer.accelerator=auto"
     ),
     "trainer.overfit_batches=3": (
-        "trainer.overfit_batches=3: another word sets it; type debug=overfit, or loader.overfit_batches=<global batches>"
+        "trainer.overfit_batches=3: another setting controls it; type debug=overfit, or loader.overfit_batches=<global batches>"
     ),
     "model.num_layers=0": (
         "model.num_layers=0: it must be at least 1; type model.num_layers=<at least 1>"
@@ -57,7 +57,7 @@ MESSAGES = {
     ),
     "callbacks=[grad_norm] callbacks.sample_text.num_tokens=8": (
         "callbacks.sample_text.num_tokens=8: there is no 'callbacks.sample_text.num_tokens';"
-        " type +callbacks=sample_text, which brings it"
+        " type +callbacks=sample_text, which adds it"
     ),
     "optimizer.lr.warm=3": (
         "optimizer.lr.warm=3: there is no 'optimizer.lr.warm'; type one of optimizer.lr="
@@ -78,12 +78,14 @@ MESSAGES = {
     "trainer.max_stepz=9": (
         "trainer.max_stepz=9: there is no 'trainer.max_stepz'; type trainer.max_steps=9"
     ),
-    "trainer.strategy=ddp": ("trainer.strategy=ddp: another word sets it; type strategy=ddp"),
+    "trainer.strategy=ddp": (
+        "trainer.strategy=ddp: another setting controls it; type strategy=ddp"
+    ),
     "trainer.max_epochs=3": (
-        "trainer.max_epochs=3: another word sets it; type trainer.max_steps=<optimizer steps>"
+        "trainer.max_epochs=3: another setting controls it; type trainer.max_steps=<optimizer steps>"
     ),
     "trainer.limit_val_batches=3": (
-        "trainer.limit_val_batches=3: another word sets it; type eval_samples=<samples>"
+        "trainer.limit_val_batches=3: another setting controls it; type eval_samples=<samples>"
     ),
     "optimizer.lr=fast": ("optimizer.lr=fast: it takes a number; type optimizer.lr=<number>"),
     "optimizer.lr=-1": ("optimizer.lr=-1: it must be above 0; type optimizer.lr=<above 0>"),
@@ -101,7 +103,7 @@ MESSAGES = {
         "model.num_kv_heads=4: model.num_heads=6 does not divide into 4 groups; type model.num_kv_heads=3"
     ),
     "model=llama_nano model.hidden_size=36 model.num_heads=4": (
-        "model.num_heads=4: rotary positions turn pairs, and model.hidden_size=36 makes heads of 9; type model.hidden_size=32"
+        "model.num_heads=4: rotary embeddings rotate pairs, and model.hidden_size=36 makes heads of 9; type model.hidden_size=32"
     ),
     "global_batch_size=10 micro_batch_size=4": (
         "global_batch_size=10: 10 samples do not divide into micro-batches of 4 on 1 device; type global_batch_size=12 (or 8)"
@@ -116,13 +118,13 @@ MESSAGES = {
         "trainer.devices=2 trainer.num_nodes=1: strategy=single trains on one device; type strategy=ddp, or trainer.devices=1 trainer.num_nodes=1"
     ),
     "seq_len=4096": (
-        "seq_len=4096: the model sees at most model.max_seq_len=128 tokens; type seq_len=128"
+        "seq_len=4096: the model accepts at most model.max_seq_len=128 tokens; type seq_len=128"
     ),
     "tokenizer=bytes model.vocab_size=100": (
-        "tokenizer.vocab_size=257: the model knows model.vocab_size=100 tokens; type model.vocab_size=257"
+        "tokenizer.vocab_size=257: the model has model.vocab_size=100 tokens; type model.vocab_size=257"
     ),
     "tokenizer.vocab_size=5000": (
-        "tokenizer.vocab_size=5000: the model knows model.vocab_size=2048 tokens; type model.vocab_size=5000"
+        "tokenizer.vocab_size=5000: the model has model.vocab_size=2048 tokens; type model.vocab_size=5000"
     ),
     "data=digits": (
         "model=gpt2_nano data=digits: the model takes tokens, the data gives images; type model=resnet18"
@@ -147,11 +149,11 @@ MESSAGES = {
         "resume=no/such/run: there is no such folder; type resume=<a run folder or a checkpoint>"
     ),
     "resume=auto": (
-        "resume=auto: each start of this command makes a new run folder, so there is nothing to find; type resume=auto hydra.run.dir=<folder>"
+        "resume=auto: each start of this command creates a new run folder, so there is nothing to resume; type resume=auto hydra.run.dir=<folder>"
     ),
     "mode=sample": ("mode=sample: it needs a checkpoint; type mode=sample resume=<run folder>"),
     "mode=export model=resnet18 resume=auto hydra.run.dir=x": (
-        "mode=export: it is for language models alone; type mode=evaluate resume=<run folder>"
+        "mode=export: it is for language models only; type mode=evaluate resume=<run folder>"
     ),
     "mode=sample mode.temperature=-1 resume=auto hydra.run.dir=x": (
         "mode.temperature=-1: it must be at least 0; type mode.temperature=<at least 0>"
@@ -167,7 +169,7 @@ MESSAGES = {
     "compile=yes_please": (
         "compile=yes_please: it takes true or false; type compile=<true or false>"
     ),
-    "foo": ("foo: it is no key=value; type key=value"),
+    "foo": ("foo: it is not key=value; type key=value"),
     "scheduler.warmup=3": (
         "scheduler.warmup=3: there is no 'scheduler.warmup'; type scheduler.warmup_steps=3"
     ),
@@ -179,7 +181,7 @@ MESSAGES = {
         "data.val_fraction=0.95: it must be above 0 and below 0.9; type data.val_fraction=<above 0 and below 0.9>"
     ),
     "+model.nonsense=3": (
-        "model.nonsense=3: GPT2 has no argument 'nonsense'; type '~model.nonsense' to leave it out"
+        "model.nonsense=3: GPT2 has no argument 'nonsense'; type '~model.nonsense' to remove it"
     ),
     "~optimizer.lr": ("no optimizer.lr: adamw needs it; type +optimizer.lr=<value>"),
     "checkpoint.keep_last=0": (
@@ -188,16 +190,16 @@ MESSAGES = {
     "name=[a]": ("name=['a']: it takes text; type name=<text>"),
     "resume=3": ("resume=3: it takes text or null; type resume=<text or null>"),
     "trainer.devices=0": (
-        "trainer.devices=0: it takes a number from 1, a list of GPUs, or auto; type trainer.devices=auto"
+        "trainer.devices=0: it takes a positive number, a list of GPUs, or auto; type trainer.devices=auto"
     ),
     "trainer.devices=all strategy=ddp global_batch_size=7 micro_batch_size=2": (
-        "trainer.devices=all: it takes a number from 1, a list of GPUs, or auto; type trainer.devices=auto"
+        "trainer.devices=all: it takes a positive number, a list of GPUs, or auto; type trainer.devices=auto"
     ),
     "strategy=ddp trainer.accelerator=cpu trainer.devices=3 micro_batch_size=4": (
         "global_batch_size=16: 16 samples do not divide into micro-batches of 4 on 3 devices; type global_batch_size=24 (or 12)"
     ),
     "strategy=ddp trainer.accelerator=cpu trainer.num_nodes=2": (
-        "trainer.num_nodes=2: a run on several machines is started on each of them; type torchrun --nnodes 2 --nproc-per-node 1 train.py …"
+        "trainer.num_nodes=2: a run on several machines must be started on each of them; type torchrun --nnodes 2 --nproc-per-node 1 train.py …"
     ),
     "strategy=zero2": (
         "strategy=zero2: the options are ddp deepspeed_stage_1 deepspeed_stage_2 deepspeed_stage_2_offload deepspeed_stage_3 deepspeed_stage_3_nvme deepspeed_stage_3_offload fsdp hsdp single; type strategy=deepspeed_stage_2"
@@ -206,7 +208,7 @@ MESSAGES = {
         "strategy.buckets=3: there is no 'strategy.buckets'; type nothing for strategy.buckets"
     ),
     "strategy=ddp strategy.precision=bf16": (
-        "strategy.precision=bf16: the run itself provides it; type nothing for strategy.precision"
+        "strategy.precision=bf16: build.py provides it; type nothing for strategy.precision"
     ),
     "strategy=hsdp strategy.shard_size=3 trainer.accelerator=cpu trainer.devices=4": (
         "strategy.shard_size=3: 4 ranks do not divide into groups of 3; type strategy.shard_size=2, or null for the ranks of one node"
@@ -218,10 +220,10 @@ MESSAGES = {
         "strategy.gradient_sync=step: it takes per_micro_batch or per_step; type strategy.gradient_sync=<per_micro_batch or per_step>"
     ),
     "strategy=fsdp trainer.sync_batchnorm=true": (
-        "trainer.sync_batchnorm=true strategy=fsdp: batch norms are shared among ranks under strategy=ddp alone; type strategy=ddp"
+        "trainer.sync_batchnorm=true strategy=fsdp: batch norm statistics are synchronized under strategy=ddp only; type strategy=ddp"
     ),
     "strategy=deepspeed_stage_3 trainer.gradient_clip_algorithm=value": (
-        "trainer.gradient_clip_algorithm=value strategy=deepspeed_stage_3: DeepSpeed clips by the global norm alone; type trainer.gradient_clip_algorithm=norm"
+        "trainer.gradient_clip_algorithm=value strategy=deepspeed_stage_3: DeepSpeed clips by the global norm only; type trainer.gradient_clip_algorithm=norm"
     ),
 }
 
@@ -253,10 +255,10 @@ def test_a_typo_inside_a_yaml_file_is_found_although_hydra_takes_it(tmp_path: Pa
     from recipes.config.check import check_config
 
     assert [str(mistake) for mistake in check_config(config, {}, [], tmp_path)] == [
-        "strtegy=…: there is no such word or section; type strategy=…",
+        "strtegy=…: there is no such setting or section; type strategy=…",
         "model.num_layer=4: GPT2 has no argument 'num_layer'; type model.num_layers=4",
         "callbacks.progress.colour=red: ProgressLine has no argument 'colour';"
-        " type '~callbacks.progress.colour' to leave it out",
+        " type '~callbacks.progress.colour' to remove it",
     ]
 
 
@@ -266,7 +268,7 @@ def test_several_ranks_of_torchrun_cannot_each_train_on_one_device(
     monkeypatch.setenv("WORLD_SIZE", "2")
     _, mistakes = compose_and_check([])
     assert [str(mistake) for mistake in mistakes] == [
-        "strategy=single with WORLD_SIZE=2: each of these ranks would train the whole run, in the same folder;"
+        "strategy=single with WORLD_SIZE=2: each of these ranks would train the same run in the same folder;"
         " type strategy=ddp, or python train.py … without torchrun"
     ]
     monkeypatch.setenv("WORLD_SIZE", "1")
@@ -281,8 +283,8 @@ def test_null_switches_a_callback_off() -> None:
     ("text", "told"),
     [
         ("trainer:\n  max_step: 9\n", "trainer.max_steps=9 (in conf/recipe/mine.yaml, line 3)"),
-        ("defaults:\n  - overide /optimizer: sgd\n", "what it says there"),
-        ("trainer: [", "what it says there"),
+        ("defaults:\n  - overide /optimizer: sgd\n", "a correction of that file"),
+        ("trainer: [", "a correction of that file"),
     ],
 )
 def test_a_mistake_in_a_recipe_of_ones_own_names_its_file(

@@ -1,4 +1,4 @@
-"""Offload words where they cannot be followed: the message says what exists instead."""
+"""Offload settings that a strategy does not have: the message offers what exists instead."""
 
 import os
 import shlex
@@ -28,9 +28,9 @@ MISPLACED = {
         "strategy=single keeps everything on its devices",
         f"strategy=deepspeed_stage_3_offload, or {FSDP}",
     ),
-    ("ddp", "offload_optimizer=nvme"): ("strategy=ddp writes nothing to a disk", NVME),
+    ("ddp", "offload_optimizer=nvme"): ("strategy=ddp does not use a disk", NVME),
     ("ddp", "nvme_path=/disk"): (
-        "strategy=ddp writes nothing to a disk",
+        "strategy=ddp does not use a disk",
         "strategy=deepspeed_stage_3_nvme strategy.nvme_path=/disk",
     ),
     ("fsdp", "offload_optimizer=cpu"): (
@@ -42,15 +42,15 @@ MISPLACED = {
         "strategy.cpu_offload=true",
     ),
     ("fsdp", "nvme_path=/disk"): (
-        "strategy=fsdp writes nothing to a disk",
+        "strategy=fsdp does not use a disk",
         "strategy=deepspeed_stage_3_nvme strategy.nvme_path=/disk",
     ),
     ("deepspeed_stage_1", "cpu_offload=true"): (
-        "strategy=deepspeed_stage_1 has words of its own for it",
+        "strategy=deepspeed_stage_1 has settings of its own for it",
         "strategy.offload_optimizer=cpu",
     ),
     ("deepspeed_stage_2", "cpu_offload=true"): (
-        "strategy=deepspeed_stage_2 has words of its own for it",
+        "strategy=deepspeed_stage_2 has settings of its own for it",
         "strategy=deepspeed_stage_2_offload",
     ),
     ("deepspeed_stage_3_offload", "cpu_offload=true"): (
@@ -60,19 +60,19 @@ MISPLACED = {
 }
 ZERO = {
     "strategy=deepspeed_stage_2 strategy.offload_parameters=cpu": (
-        "strategy.offload_parameters=cpu: strategy=deepspeed_stage_2 keeps the parameters whole on every rank;"
+        "strategy.offload_parameters=cpu: strategy=deepspeed_stage_2 keeps all parameters on every rank;"
         " type strategy=deepspeed_stage_3_offload"
     ),
     "strategy=deepspeed_stage_1 strategy.offload_parameters=nvme": (
-        "strategy.offload_parameters=nvme: strategy=deepspeed_stage_1 keeps the parameters whole on every rank;"
+        "strategy.offload_parameters=nvme: strategy=deepspeed_stage_1 keeps all parameters on every rank;"
         f" type {NVME}"
     ),
     "strategy=deepspeed_stage_2 strategy.offload_optimizer=nvme": (
-        "strategy.offload_optimizer=nvme: strategy=deepspeed_stage_2 offloads to host memory alone;"
+        "strategy.offload_optimizer=nvme: strategy=deepspeed_stage_2 offloads to host memory only;"
         f" type strategy.offload_optimizer=cpu, or {NVME}"
     ),
     "strategy=deepspeed_stage_3_nvme": (
-        "strategy.offload_optimizer=nvme strategy.offload_parameters=nvme: no folder on an NVMe disk is named;"
+        "strategy.offload_optimizer=nvme strategy.offload_parameters=nvme: no folder on an NVMe disk is set;"
         " type strategy.nvme_path=<folder>"
     ),
     "strategy=deepspeed_stage_3_nvme strategy.nvme_path=no/such": (
@@ -87,7 +87,7 @@ ZERO = {
 
 @pytest.mark.parametrize("plus", ["", "+"])
 @pytest.mark.parametrize(("strategy", "word"), MISPLACED)
-def test_an_offload_word_is_answered_with_the_strategy_that_has_it(
+def test_a_misplaced_offload_setting_is_answered_with_the_strategy_that_has_it(
     strategy: str, word: str, plus: str
 ) -> None:
     why, fix = MISPLACED[strategy, word]
@@ -98,7 +98,7 @@ def test_an_offload_word_is_answered_with_the_strategy_that_has_it(
 
 
 @pytest.mark.parametrize("typed", ZERO)
-def test_zero_offloads_what_its_stage_divides_to_a_place_that_exists(typed: str) -> None:
+def test_a_zero_stage_offloads_only_what_it_partitions_to_a_folder_that_exists(typed: str) -> None:
     _, mistakes = compose_and_check(shlex.split(typed))
     assert [str(mistake) for mistake in mistakes] == [ZERO[typed]]
 

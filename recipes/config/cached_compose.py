@@ -1,0 +1,93 @@
+"""Hydra's composition with its slow part cached per process: 0.2 s once per set of options, then about 0.03 s."""
+
+import copy
+import functools
+from collections.abc import Sequence
+from pathlib import Path
+
+from hydra import compose, initialize_config_dir
+from hydra._internal.config_loader_impl import ConfigLoaderImpl, get_overrides_dirname
+from hydra.core.global_hydra import GlobalHydra
+from hydra.core.override_parser.overrides_parser import OverridesParser
+from hydra.core.override_parser.types import Override
+from omegaconf import DictConfig
+
+
+def compose_overrides(overrides: Sequence[str], folder: Path, name: str) -> DictConfig:
+    """Compose as `hydra.compose` does: the chosen options first, then the values in the order typed.
+
+    Args:
+        overrides: Group options and values.
+        folder: Folder of the YAML files.
+        name: Primary config, without its suffix.
+
+    Returns:
+        The unresolved config with Hydra's own node; the caller may change it.
+
+    Raises:
+        hydra.errors.HydraException: A group, option or key does not exist.
+    """
+    parsed: list[Override] = OverridesParser.create().parse_overrides(list(overrides))
+    values = [override for override in parsed if _is_value(override, folder, name)]
+    options = [str(override.input_line) for override in parsed if override not in values]
+    node = compose_options(options, folder, name)
+    if not values:
+        return node
+    ConfigLoaderImpl._apply_overrides_to_config(values, node)
+    task_overrides = [override for override in parsed if not override.is_hydra_override()]
+    node.hydra.overrides.task = [override.input_line for override in task_overrides]
+    node.hydra.overrides.hydra = [
+        override.input_line for override in parsed if override.is_hydra_override()
+    ]
+    node.hydra.job.override_dirname = get_overrides_dirname(
+        overrides=task_overrides, **node.hydra.job.config.override_dirname
+    )
+    return node
+
+
+def compose_options(options: Sequence[str], folder: Path, name: str) -> DictConfig:
+    """Compose the given group options without any value.
+
+    Reading and merging some fifty YAML files is nine tenths of a composition. The jobs of a sweep, and the attempts to
+    explain a wrong command line, differ in values and seldom in options: the result is cached until a YAML file of
+    the folder changes.
+
+    Raises:
+        hydra.errors.HydraException: A group or option does not exist.
+    """
+    folder = folder.resolve()
+    # Hydra records the working directory in the composed config
+    node = _compose_cached(tuple(options), folder, name, _stamp(folder), Path.cwd())
+    return copy.deepcopy(node)
+
+
+@functools.lru_cache(maxsize=32)
+def _compose_cached(
+    options: tuple[str, ...], folder: Path, name: str, stamp: object, cwd: Path
+) -> DictConfig:
+    GlobalHydra.instance().clear()
+    with initialize_config_dir(str(folder), version_base="1.3"):
+        return compose(name, list(options), return_hydra_config=True)
+
+
+def _stamp(folder: Path) -> tuple[tuple[str, int, int], ...]:
+    """Return path, time and size of every YAML file that composition may read; about 2 ms."""
+    paths = [path for depth in ("*", "*/*", "*/*/*") for path in folder.glob(f"{depth}.yaml")]
+    stats = [(str(path), path.stat()) for path in paths]
+    return tuple((path, stat.st_mtime_ns, stat.st_size) for path, stat in stats)
+
+
+def _is_value(override: Override, folder: Path, name: str) -> bool:
+    """Return whether an override sets a value of the composed config rather than choosing what is composed.
+
+    In doubt it does not, which is slower and never wrong: Hydra then decides. A sweep is left to Hydra as well, which
+    rejects it.
+    """
+    key = override.key_or_group
+    may_be_group = "/" in key or override.package is not None or key == "hydra"
+    if override.is_sweep_override() or may_be_group or key == "hydra.searchpath":
+        return False
+    primary = folder / f"{name}.yaml"
+    if "." not in key and primary.is_file() and "searchpath" in primary.read_text():
+        return False  # a group of another folder
+    return not (folder / key).is_dir() or isinstance(override.value(), dict)

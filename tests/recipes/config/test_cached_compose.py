@@ -1,0 +1,89 @@
+"""The cached composition equals Hydra's own, is independent of its earlier results, and sees changed files."""
+
+import shlex
+from pathlib import Path
+
+import pytest
+from hydra import compose, initialize_config_dir
+from hydra.core.global_hydra import GlobalHydra
+from hydra.errors import HydraException
+from omegaconf import OmegaConf
+
+from recipes.config import cached_compose
+from recipes.config.cached_compose import compose_overrides
+from recipes.config.compose import CONF, register_resolvers
+
+COMMANDS = [
+    "",
+    "seed=3 model=gpt2 optimizer.lr=1e-4 name=a",
+    "~callbacks.report +trainer.benchmark=true callbacks.memory=null",
+    "hydra.run.dir='x/${hydra.job.override_dirname}' seed=7 optimizer=sgd",
+    "hydra/sweeper=optuna sweep=lr recipe=fsdp_bf16 ++optimizer.lr=1",
+    "optimizer.lr=2 optimizer={lr:1}",
+    "callbacks=[default,stop_at_nan] hydra.verbose=true",
+    "~callbacks",
+]
+MISTAKES = ["optimizer.lrr=1", "modle=gpt2", "model=gpt3", "seed=1,2", "model=gpt2,llama_nano", "x"]
+
+
+@pytest.fixture(autouse=True)
+def _resolvers() -> None:
+    register_resolvers()
+
+
+def compose_with_hydra(overrides: list[str]) -> object:
+    GlobalHydra.instance().clear()
+    with initialize_config_dir(str(CONF), version_base="1.3"):
+        return OmegaConf.to_container(compose("config", overrides, return_hydra_config=True))
+
+
+@pytest.mark.parametrize("command", COMMANDS)
+def test_a_cached_composition_equals_that_of_hydra(command: str) -> None:
+    overrides = shlex.split(command)
+    expected = compose_with_hydra(overrides)
+    for _ in range(2):
+        node = compose_overrides(overrides, CONF, "config")
+        assert OmegaConf.to_container(node) == expected
+
+
+@pytest.mark.parametrize("override", MISTAKES)
+def test_what_hydra_rejects_is_rejected_with_its_message(override: str) -> None:
+    with pytest.raises(HydraException) as expected:
+        compose_with_hydra([override])
+    with pytest.raises(HydraException) as raised:
+        compose_overrides([override], CONF, "config")
+    assert (type(raised.value), str(raised.value)) == (type(expected.value), str(expected.value))
+
+
+def test_a_result_may_be_changed_without_changing_the_next_one() -> None:
+    first = compose_overrides([], CONF, "config")
+    first.seed = 99
+    first.trainer.max_steps = 99
+    again = compose_overrides([], CONF, "config")
+    assert (again.seed, again.trainer.max_steps) == (1234, 700)
+
+
+def test_only_other_options_or_changed_files_are_read_again(tmp_path: Path) -> None:
+    (tmp_path / "group").mkdir()
+    (tmp_path / "config.yaml").write_text("defaults: [_self_, {group: one}]\nseed: 1\n")
+    (tmp_path / "group/one.yaml").write_text("x: 1\n")
+    (tmp_path / "group/two.yaml").write_text("x: 2\n")
+    cached_compose._compose_cached.cache_clear()
+
+    def compose_x(*overrides: str) -> tuple[int, int]:
+        node = compose_overrides(overrides, tmp_path, "config")
+        return node.group.x, cached_compose._compose_cached.cache_info().misses
+
+    assert compose_x() == (1, 1)
+    assert compose_x("seed=3") == (1, 1)
+    assert compose_x("group.x=5", "seed=4") == (5, 1)
+    assert compose_x("group=two") == (2, 2)
+    (tmp_path / "group/one.yaml").write_text("x: 10\n")
+    assert compose_x() == (10, 3)
+
+
+def test_a_search_path_on_the_command_line_adds_its_groups(tmp_path: Path) -> None:
+    (tmp_path / "model").mkdir()
+    (tmp_path / "model/mine.yaml").write_text("size: 3\n")
+    overrides = [f"hydra.searchpath=[file://{tmp_path}]", "model=mine"]
+    assert compose_overrides(overrides, CONF, "config").model.size == 3
