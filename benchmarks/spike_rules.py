@@ -43,7 +43,7 @@ def olmo_core(losses: Series, norms: Series) -> list[int]:
             if len(window) >= 64:
                 mean = sum(window) / len(window)
                 variance = sum((v - mean) ** 2 for v in window) / (len(window) - 1)
-                # negated, as a comparison with NaN is false: NaN is flagged, because OLMo-core's update factor is then 0
+                # negated, as a comparison with NaN is false: NaN is flagged, as OLMo-core's update factor is then 0
                 out |= not value <= mean + 6 * math.sqrt(variance)
             window.append(value)
         if out:

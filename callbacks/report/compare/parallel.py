@@ -11,6 +11,7 @@ from ..charts.axis import linear_ticks, log_ticks, tick_label
 from ..charts.svg import UNITS
 from ..html import value_text
 from .runs import ComparedRun
+from .table import get_title
 from .values import is_finite, short_names
 
 MAX_AXES = 9  # including the metric's
@@ -101,7 +102,7 @@ def get_axes(runs: Sequence[ComparedRun], metric: str, parameters: Sequence[str]
     chosen = list(dict.fromkeys(chosen))[: MAX_AXES - 1]
     short = short_names(chosen)
     axes = [get_axis(short[name], [run.parameters[name] for run in runs]) for name in chosen]
-    return [*axes, get_axis(metric, [run.values[metric] for run in runs])]
+    return [*axes, get_axis(get_title(metric), [run.values[metric] for run in runs])]
 
 
 def parallel_html(
