@@ -91,7 +91,7 @@ def test_a_log_axis_places_decades_at_equal_distances() -> None:
 
 def test_a_log_axis_of_less_than_two_decades_has_round_ticks() -> None:
     chart = make_chart(make_curve("loss", [(0, 2.0)]), y_range=(2.0, 8.0), log_scale=True)
-    assert y_ticks(chart) == pytest.approx([2, 3, 4, 5, 6, 7, 8])
+    assert y_ticks(chart) == pytest.approx([2, 4, 6, 8])
 
 
 def test_zero_and_negative_values_on_a_log_axis_are_clipped_far_below_it() -> None:
@@ -122,7 +122,7 @@ def test_a_value_that_is_not_finite_is_a_gap_and_never_in_a_path(bad: float) -> 
 
 def test_a_curve_of_nothing_finite_draws_no_path() -> None:
     html = draw(make_chart(make_curve("loss", [(0, math.nan), (100, math.nan)])))
-    assert [css for css in re.findall(r'<path class="(\S+)', html) if css != "grid"] == []
+    assert re.findall(r'<path class="([^"]*)"', html) == ["grid"]
 
 
 def test_a_curve_of_many_points_is_faint_below_its_trend() -> None:
@@ -192,7 +192,7 @@ def test_few_curves_have_distinct_colors_and_many_have_a_ramp_from_blue_to_red()
 
 
 def test_a_curve_is_thinned_to_the_buckets_it_is_given_and_keeps_its_spike() -> None:
-    points = [(step, 1.0) for step in range(1001)]
+    points = [(step, 1.0) for step in range(1000)]
     points[617] = (617, 10.0)
     html = draw(make_chart(make_curve("loss", points), x_range=(0, 1000)), max_buckets=10)
     [path] = paths(html, "curve")
