@@ -52,14 +52,14 @@ def main() -> None:
     for world_size, engines in ENGINES.items():
         cases = {}
         for engine in engines:
-            words = [*COMMON, *(FULL if world_size == 1 else QUARTER), f"strategy={engine}"]
-            words += [f"trainer.devices={world_size}", f"trainer.max_steps={STEPS}"]
-            cases[engine] = {"words": [*words, f"eval_every={STEPS}"], "every": 1}
+            overrides = [*COMMON, *(FULL if world_size == 1 else QUARTER), f"strategy={engine}"]
+            overrides += [f"trainer.devices={world_size}", f"trainer.max_steps={STEPS}"]
+            cases[engine] = {"words": [*overrides, f"eval_every={STEPS}"], "every": 1}
         nano = ["model=gpt2_nano", "seq_len=64", "global_batch_size=4", "strategy=ddp"]
         nano = nano if world_size > 1 else [*nano[:-1], "strategy=single"]
         more = [f"trainer.devices={world_size}", f"trainer.max_steps={NANO_STEPS}"]
-        words = [*COMMON, *nano, *more, f"eval_every={NANO_STEPS}"]
-        cases["nano"] = {"words": words, "every": 50}
+        overrides = [*COMMON, *nano, *more, f"eval_every={NANO_STEPS}"]
+        cases["nano"] = {"words": overrides, "every": 50}
         folder = Path(tempfile.mkdtemp(prefix="rollback_"))
         found = run_on_ranks(
             cases,

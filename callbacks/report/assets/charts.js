@@ -25,7 +25,7 @@ class Plot {
     this.curves = data.curves.map((curve, i) => ({
       ...curve, points: unpack(curve), rolledBack: (curve.rolled_back ?? []).map(unpack),
       trend: curve.trend ? unpack(curve.trend) : [],
-      color: colorOf(curve, i, data.curves.length),
+      color: curveColor(curve, i, data.curves.length),
     }));
     for (const name of ["svg", ".ys", ".xs", ".cursor", ".brush", ".readout"])
       this[name.replace(".", "")] = figure.querySelector(name);
@@ -205,7 +205,7 @@ function nearest(points, step) {
   return best;
 }
 
-function colorOf(curve, i, count) {
+function curveColor(curve, i, count) {
   const run = page.runs?.[curve.run];
   const hue = run ? run.hue : count > 8 ? Math.round(250 - (230 * i) / (count - 1)) : null;
   return hue === null || hue === undefined ? { css: run ? run.css : `c${i}`, style: "" } : { css: "ramp", style: `--hue:${hue}` };
