@@ -15,7 +15,7 @@ COMPOSED = Composed(config={}, choices={}, run_folder=Path("unused"), overrides=
 
 @pytest.fixture
 def logs(tmp_path: Path) -> Path:
-    """A sweep of three jobs, the last of which failed at its start; another run; an empty folder."""
+    """Write a sweep of three jobs, the last of which failed at its start; another run; an empty folder."""
     for name, file in (
         ("sweep/0", "metrics.csv"),
         ("sweep/1", "config.yaml"),
