@@ -1,6 +1,6 @@
-"""What saving costs a run of GPT-2 124M with AdamW: seconds that training waits, until proven, memory, hashing.
+"""What saving costs a run of GPT-2 124M with AdamW: stall, seconds until verified, memory and hashing.
 
-Saves that training waits for and saves behind training take turns in one run.
+Synchronous and asynchronous saves alternate in one run.
 """
 
 import json
@@ -17,7 +17,7 @@ from recipes.checkpoint.manifest import find_content_fault, read_manifest
 from recipes.checkpoint.saver import CheckpointSaver
 
 STEPS_BETWEEN = 8
-NUM_SAVES = 13  # the first one allocates, and is told apart
+NUM_SAVES = 13  # the first one allocates, and is reported separately
 OVERRIDES = [
     "model=gpt2",
     "data=random_tokens",
@@ -32,8 +32,8 @@ OVERRIDES = [
 ]
 
 
-class TakeTurns(Callback):
-    """Every other save is one that training waits for; times each step from its start to the next one's."""
+class AlternateSaves(Callback):
+    """Makes every other save synchronous, and times each step from its start to the next start."""
 
     def __init__(self, saver: CheckpointSaver) -> None:
         self.writer = saver._writer
@@ -45,15 +45,15 @@ class TakeTurns(Callback):
     ) -> None:
         self.began.append(time.perf_counter())
         self.resident_gib.append(_resident_gib())
-        self.writer._asynchronous = _is_behind(trainer.global_step + 1)
+        self.writer._asynchronous = _is_asynchronous(trainer.global_step + 1)
 
 
-def _is_behind(step: int) -> bool:
+def _is_asynchronous(step: int) -> bool:
     return step // STEPS_BETWEEN % 2 == 1
 
 
 def _resident_gib() -> float:
-    """What the process holds now, as Linux counts it."""
+    """Return the resident set size of this process, from /proc."""
     line = next(
         line for line in Path("/proc/self/status").read_text().splitlines() if "VmRSS" in line
     )
@@ -62,15 +62,15 @@ def _resident_gib() -> float:
 
 def main() -> None:
     run = build_run(OVERRIDES)
-    [saver] = [one for one in run.trainer.callbacks if isinstance(one, CheckpointSaver)]  # type: ignore[attr-defined]
-    turns = TakeTurns(saver)
-    run.trainer.callbacks.insert(0, turns)  # type: ignore[attr-defined]
+    [saver] = [c for c in run.trainer.callbacks if isinstance(c, CheckpointSaver)]  # type: ignore[attr-defined]
+    timer = AlternateSaves(saver)
+    run.trainer.callbacks.insert(0, timer)  # type: ignore[attr-defined]
     run.trainer.fit(run.task, datamodule=run.data)
-    seconds = [after - before for before, after in zip(turns.began, turns.began[1:], strict=False)]
+    seconds = [after - before for before, after in zip(timer.began, timer.began[1:], strict=False)]
     lines = (run.folder / "events.jsonl").read_text().splitlines()
     saves = [event for event in map(json.loads, lines) if event["event"] == "checkpoint"]
     saves = [event for event in saves if event["step"] % STEPS_BETWEEN == 0]
-    # the last three steps before each save: nothing is being written
+    # three of the last steps before each save: nothing is being written
     quiet = [seconds[event["step"] - back - 1] for event in saves[1:] for back in (2, 3, 4)]
     rows = [
         _row("training waits", saves[1:], seconds, statistics.median(quiet), behind=False),
@@ -78,7 +78,7 @@ def main() -> None:
     ]
     rows[1]["first_save_added_seconds"] = _added(saves[0], seconds, statistics.median(quiet))
     rows[0]["first_save_added_seconds"] = None
-    held = turns.resident_gib
+    held = timer.resident_gib
     shared = {
         "step_seconds": round(statistics.median(quiet), 3),
         "checkpoint_gib": round(saves[-1]["bytes"] / 2**30, 3),
@@ -91,19 +91,19 @@ def main() -> None:
 def _row(
     name: str, saves: list[dict[str, Any]], seconds: list[float], quiet: float, *, behind: bool
 ) -> dict[str, Any]:
-    mine = [event for event in saves if _is_behind(event["step"]) == behind]
-    # a step that is under way while the files are written
+    chosen = [event for event in saves if _is_asynchronous(event["step"]) == behind]
+    # steps that run while the files are written
     during = [
         seconds[index]
-        for event in mine
+        for event in chosen
         for index in range(event["step"], event["step"] + int(event["seconds"] / quiet))
     ]
     return {
         "saving": name,
-        "saves": len(mine),
-        "stall_seconds": round(statistics.median(e["stall_seconds"] for e in mine), 4),
-        "until_proven_seconds": round(statistics.median(e["seconds"] for e in mine), 2),
-        "added_seconds": statistics.median(_added(event, seconds, quiet) for event in mine),
+        "saves": len(chosen),
+        "stall_seconds": round(statistics.median(e["stall_seconds"] for e in chosen), 4),
+        "until_proven_seconds": round(statistics.median(e["seconds"] for e in chosen), 2),
+        "added_seconds": statistics.median(_added(event, seconds, quiet) for event in chosen),
         "tokens_per_second_while_writing": round(quiet / statistics.median(during), 3)
         if behind and during
         else None,
@@ -111,13 +111,13 @@ def _row(
 
 
 def _added(event: dict[str, Any], seconds: list[float], quiet: float) -> float:
-    """How much longer the steps from a save to the one before the next took."""
+    """Return the seconds that the steps from a save to shortly before the next took longer than usual."""
     around = seconds[event["step"] - 1 : event["step"] + STEPS_BETWEEN - 4]
     return round(sum(around) - len(around) * quiet, 3)
 
 
 def _hash_seconds(checkpoint: Path) -> float:
-    """Of hashing every file once more, as a load does, from the page cache."""
+    """Return the seconds to hash every file again, as a load does, from the page cache."""
     manifest = read_manifest(checkpoint)
     assert manifest is not None
     began = time.perf_counter()

@@ -1,6 +1,6 @@
-"""A run whose learning rate diverges, without LossSpikeRollback and with it; both curves in docs/diverging.png.
+"""A run that diverges from a learning rate of 3, without and with LossSpikeRollback; draws docs/diverging.png.
 
-`python benchmarks/diverging.py <folder without> <folder with>` draws runs that are there already.
+`python benchmarks/diverging.py <folder without> <folder with>` draws two existing runs.
 """
 
 import csv
@@ -18,7 +18,7 @@ from matplotlib import pyplot
 from measure import report
 
 ROOT = Path(__file__).parents[1]
-WORDS = [
+OVERRIDES = [
     "model=gpt2_nano",
     "optimizer=sgd",
     "optimizer.lr=3",
@@ -28,12 +28,12 @@ WORDS = [
 
 
 def main() -> None:
-    folders = [Path(one) for one in sys.argv[1:]]
+    folders = [Path(argument) for argument in sys.argv[1:]]
     if not folders:
         parent = Path(tempfile.mkdtemp(prefix="diverging_"))
         folders = [parent / "without", parent / "with"]
         for folder, more in zip(folders, (["~callbacks.loss_spike"], []), strict=True):
-            command = [sys.executable, "train.py", *WORDS, *more, f"hydra.run.dir={folder}"]
+            command = [sys.executable, "train.py", *OVERRIDES, *more, f"hydra.run.dir={folder}"]
             subprocess.run(command, cwd=ROOT, check=False)
     _draw(folders)
     report("diverging", [_row(*pair) for pair in zip(("without", "with"), folders, strict=True)])
@@ -58,18 +58,18 @@ def _row(name: str, folder: Path) -> dict[str, Any]:
 def _draw(folders: list[Path]) -> None:
     figure, axes = pyplot.subplots(figsize=(8, 4), layout="constrained")
     without, with_it = (_rows(folder / "metrics.csv") for folder in folders)
-    seen = [(step, loss) for step, loss in without if math.isfinite(loss)]
-    axes.plot(*zip(*seen, strict=True), color="#c0392b", lw=1.2, label="without LossSpikeRollback")
-    if len(seen) < len(without):
-        step, loss = seen[-1]
+    finite = [(step, loss) for step, loss in without if math.isfinite(loss)]
+    axes.plot(
+        *zip(*finite, strict=True), color="#c0392b", lw=1.2, label="without LossSpikeRollback"
+    )
+    if len(finite) < len(without):
+        step, loss = finite[-1]
         axes.plot(step, loss, "x", color="#c0392b")
-        axes.annotate(
-            f"NaN from step {step + 1} on", (step, loss), (step + 10, loss), color="#c0392b"
-        )
-    undone = sorted((folders[1] / "rolled_back").glob("*.csv"))
-    for number, path in enumerate(undone):
+        axes.annotate(f"NaN from step {step + 1}", (step, loss), (step + 10, loss), color="#c0392b")
+    rolled_back = sorted((folders[1] / "rolled_back").glob("*.csv"))
+    for number, path in enumerate(rolled_back):
         kept = [(step, loss) for step, loss in _rows(path) if math.isfinite(loss)]
-        label = "steps that were undone" if number == 0 else None
+        label = "rolled-back steps" if number == 0 else None
         if kept:
             axes.plot(*zip(*kept, strict=True), color="#7f8c8d", lw=0.8, alpha=0.7, label=label)
     axes.plot(*zip(*with_it, strict=True), color="#2471a3", lw=1.2, label="with it")

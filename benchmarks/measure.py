@@ -1,4 +1,4 @@
-"""What the benchmarks share: a run built from overrides, timed steps, a table with where it was measured."""
+"""Shared by the benchmarks: build a run from overrides, time steps in turns, write a table with the machine's name."""
 
 import json
 import sys
@@ -23,7 +23,7 @@ RESULTS = Path(__file__).parent / "results"
 
 
 class InTurn(Callback):
-    """A step of another loop before each step of the recipe, both timed: drift hits both alike."""
+    """Runs a step of another loop before each step of the recipe and times both, so that drift affects both equally."""
 
     def __init__(self, other_step: Callable[[], None]) -> None:
         self.other_step = other_step
@@ -48,13 +48,13 @@ class InTurn(Callback):
 
 
 def wait_for_device() -> None:
-    """Let the GPU, if there is one, finish what it was given."""
+    """Wait until the GPU, if there is one, is idle."""
     if torch.cuda.is_available():
         torch.cuda.synchronize()
 
 
 def build_run(overrides: Sequence[str]) -> Run:
-    """A run in a temporary folder, as `train.py` would build it."""
+    """Build a run in a temporary folder, as `train.py` would."""
     folder = Path(tempfile.mkdtemp(prefix="benchmark_"))
     composed, mistakes = compose_and_check(overrides)
     assert composed is not None, [str(mistake) for mistake in mistakes]
@@ -68,7 +68,7 @@ def build_run(overrides: Sequence[str]) -> Run:
 def run_in_turn(
     overrides: Sequence[str], other_step: Callable[[], object], *, skip: int
 ) -> tuple[list[float], list[float]]:
-    """A whole run with every default callback, and another loop: seconds of the steps of both, paired."""
+    """Run a recipe with all default callbacks and another loop in turns; return the paired step seconds of both."""
     run, in_turn = build_run(overrides), InTurn(other_step)
     run.trainer.callbacks.insert(0, in_turn)  # type: ignore[attr-defined]
     run.trainer.fit(run.task, datamodule=run.data)
@@ -76,36 +76,34 @@ def run_in_turn(
 
 
 def in_turn(num_rounds: int) -> Iterator[int]:
-    """Rounds, told on stderr: each contender runs once a round, so that drift hits all of them."""
+    """Yield round numbers, printed to stderr; each contender runs once per round, so that drift affects all equally."""
     for number in range(num_rounds):
         print(f"round {number + 1} of {num_rounds}", file=sys.stderr)
         yield number
 
 
 def report(name: str, rows: list[dict[str, Any]], *, command: str | None = None) -> None:
-    """Print a table and keep it with the machine, the versions and the command.
+    """Print a table and write it to a file with the machine, the versions and the command.
 
     Args:
-        name: Of the file in `results/`.
-        rows: With the same keys, the columns.
-        command: What was typed; None: the script of that name.
+        name: Name of the file in `results/`, without its suffix.
+        rows: Rows with the same keys, which are the columns.
+        command: The command that was typed; None: the script of that name.
     """
     columns = list(rows[0])
     widths = [max(len(column), *(len(str(row[column])) for row in rows)) for column in columns]
     for cells in [
         columns,
-        ["-" * hidden_size for hidden_size in widths],
+        ["-" * width for width in widths],
         *([row[c] for c in columns] for row in rows),
     ]:
-        print(
-            "  ".join(
-                str(cell).rjust(hidden_size)
-                for cell, hidden_size in zip(cells, widths, strict=True)
-            )
-        )
+        print("  ".join(str(cell).rjust(width) for cell, width in zip(cells, widths, strict=True)))
     RESULTS.mkdir(exist_ok=True)
-    where = describe_environment([])
-    kept = {key: where[key] for key in ("devices", "num_cpus", "num_threads", "python", "packages")}
+    environment = describe_environment([])
+    machine = {
+        key: environment[key]
+        for key in ("devices", "num_cpus", "num_threads", "python", "packages")
+    }
     typed = command or f"python benchmarks/{name}.py"
-    record = {"command": typed, "rows": rows} | kept
+    record = {"command": typed, "rows": rows} | machine
     (RESULTS / f"{name}.json").write_text(json.dumps(record, indent=2) + "\n")

@@ -1,4 +1,4 @@
-"""Bytes a rank holds in weights, gradients and Adam's moments, counted on CPU ranks, against the arithmetic."""
+"""Bytes per rank in weights, gradients and Adam's optimizer state, counted on CPU ranks and predicted."""
 
 import sys
 import tempfile

@@ -1,4 +1,4 @@
-"""The parity table: every strategy on its real engine, on CPU processes, against one device. About five minutes."""
+"""The parity table: every strategy on its real engine, in CPU processes, compared with one device. About 5 minutes."""
 
 import itertools
 import sys
@@ -13,13 +13,13 @@ sys.path[:0] = [str(Path(__file__).parents[1] / "tests" / folder) for folder in 
 from cases import MODELS, STRATEGIES, case, largest_difference  # noqa: E402
 from ranks import run_on_ranks  # noqa: E402
 
-PASSES = (1, 2, 4)
+MICRO_BATCHES = (1, 2, 4)
 BF16_ORDERS = (2, 4, 8, 16)
 LOGGED = ("train/loss", "grad/norm", "first")
 
 
 def run(cases: dict[str, Any], world_size: int) -> dict[str, Any]:
-    """Results by name; a case that fails ends the benchmark."""
+    """Run cases on ranks and return their results by name; a failed case ends the benchmark."""
     folder = Path(tempfile.mkdtemp(prefix="parity_"))
     results = run_on_ranks(cases, world_size=world_size, folder=folder, timeout_seconds=1800.0)
     for name, result in results.items():
@@ -30,7 +30,7 @@ def run(cases: dict[str, Any], world_size: int) -> dict[str, Any]:
 def differences(
     results: dict[str, Any], reference: dict[str, dict[str, Any]], world_size: int
 ) -> dict[str, dict[str, float]]:
-    """Largest relative difference of loss and norm of every case from its reference."""
+    """Return the largest relative difference of loss and gradient norm of each case from its reference."""
     found = {}
     for name, result in results.items():
         rows, expected = result["rows"], reference[name.split(" | ")[1]]["rows"]
@@ -40,14 +40,19 @@ def differences(
 
 
 def one_device(model: str, precision: str) -> dict[str, Any]:
-    """The reference; with batch normalisation the micro-batch belongs to the experiment, two passes for two ranks."""
-    passes = 2 if model == "resnet18" else 1
-    words = STRATEGIES["single"]
-    return case(model, strategy=words, precision=precision, accumulate=passes, world_size=1)
+    """Return the reference case; batch normalization depends on the micro-batch, so it has two for two ranks."""
+    num_micro_batches = 2 if model == "resnet18" else 1
+    return case(
+        model,
+        strategy=STRATEGIES["single"],
+        precision=precision,
+        accumulate=num_micro_batches,
+        world_size=1,
+    )
 
 
-def grid(names: list[str], models: list[str], precision: str, world_size: int, passes: Any) -> dict:
-    """Cases by `strategy | model, precision | passes`."""
+def grid(names: list[str], models: list[str], precision: str, world_size: int, splits: Any) -> dict:
+    """Return cases by `strategy | model, precision | micro-batches`."""
     return {
         f"{name} | {model}, {precision} | {accumulate}": case(
             model,
@@ -56,7 +61,7 @@ def grid(names: list[str], models: list[str], precision: str, world_size: int, p
             accumulate=accumulate,
             world_size=world_size,
         )
-        for name, model, accumulate in itertools.product(names, models, passes)
+        for name, model, accumulate in itertools.product(names, models, splits)
     }
 
 
@@ -68,13 +73,15 @@ def main() -> None:
     several = [name for name in STRATEGIES if name not in ("single", "hsdp")]
     others = [model for model in MODELS if model != "gpt2"]
     found: dict[str, dict[str, float]] = {}
-    alone = grid(["single", *several], ["gpt2"], "32-true", 1, PASSES)
+    alone = grid(["single", *several], ["gpt2"], "32-true", 1, MICRO_BATCHES)
     alone |= grid(["single"], ["gpt2"], "bf16-mixed", 1, BF16_ORDERS)
     found |= differences(run(alone, 1), reference, 1)
-    two = grid(several, ["gpt2"], "32-true", 2, PASSES) | grid(several, others, "32-true", 2, [1])
-    two |= grid(several, ["gpt2"], "bf16-mixed", 2, PASSES)
+    two = grid(several, ["gpt2"], "32-true", 2, MICRO_BATCHES) | grid(
+        several, others, "32-true", 2, [1]
+    )
+    two |= grid(several, ["gpt2"], "bf16-mixed", 2, MICRO_BATCHES)
     found |= differences(run(two, 2), reference, 2)
-    four = grid(["hsdp"], ["gpt2"], "32-true", 4, PASSES) | grid(
+    four = grid(["hsdp"], ["gpt2"], "32-true", 4, MICRO_BATCHES) | grid(
         ["hsdp"], ["gpt2"], "bf16-mixed", 4, [1]
     )
     found |= differences(run(four, 4), reference, 4)
@@ -82,7 +89,7 @@ def main() -> None:
 
 
 def table(found: dict[str, dict[str, float]]) -> list[dict[str, Any]]:
-    """One row a strategy: the largest difference of losses and of norms over its splits, a column an experiment."""
+    """Return a row per strategy and a column per experiment: the largest differences of loss and norm of all splits."""
     columns = [
         ("gpt2, 32-true", 1),
         ("gpt2, 32-true", 2),
@@ -96,14 +103,14 @@ def table(found: dict[str, dict[str, float]]) -> list[dict[str, Any]]:
     rows = []
     for name in STRATEGIES:
         row: dict[str, Any] = {"strategy": name}
-        for what, num_ranks in columns:
-            here = [
+        for experiment, num_ranks in columns:
+            values = [
                 entry
                 for key, entry in found.items()
-                if key.startswith(f"{name} | {what} | ") and key.endswith(f" | {num_ranks}")
+                if key.startswith(f"{name} | {experiment} | ") and key.endswith(f" | {num_ranks}")
             ]
-            largest = [max(entry[key] for entry in here) for key in LOGGED] if here else []
-            row[f"{what}, {num_ranks}"] = ", ".join(f"{value:.1e}" for value in largest)
+            largest = [max(entry[key] for entry in values) for key in LOGGED] if values else []
+            row[f"{experiment}, {num_ranks}"] = ", ".join(f"{value:.1e}" for value in largest)
         rows.append(row)
     return rows
 

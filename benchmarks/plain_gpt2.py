@@ -1,4 +1,4 @@
-"""A GPT-2 training script without any framework, as one writes it by hand: the pace to keep up with."""
+"""A hand-written GPT-2 training loop without any framework: the speed to compare with."""
 
 import math
 import time
@@ -57,7 +57,7 @@ class Gpt(nn.Module):
 def train(
     shape: tuple[int, int, int, int, int], *, batch: int, steps: int, bf16: bool, compile_: bool
 ) -> Iterator[float]:
-    """Seconds of each step on one fixed random batch: no loader, no log, no callback."""
+    """Yield the seconds of each step on one fixed random batch: no loader, no logging, no callbacks."""
     device = "cuda" if torch.cuda.is_available() else "cpu"
     torch.manual_seed(0)
     model = Gpt(*shape).to(device)

@@ -1,7 +1,7 @@
-"""Whether a run goes on from the checkpoint of any strategy, under any other, on any number of ranks.
+"""Resume from the checkpoint of every strategy under every other, on any number of ranks.
 
-Ten steps, a checkpoint, ten more steps under another strategy; the largest relative difference of a loss from a run on
-one device that was never interrupted.
+Ten steps, a checkpoint, ten more steps under another strategy; the table has the largest relative difference of a loss
+from an uninterrupted run on one device.
 """
 
 import sys
@@ -30,15 +30,15 @@ READERS = {
 
 
 def _case(name: str, world_size: int, *more: str) -> dict[str, Any]:
-    made = case(
+    base = case(
         "gpt2",
         strategy=STRATEGIES[name],
         precision="32-true",
         accumulate=2,
         world_size=world_size,
     )
-    words = [word for word in made["words"] if not word.startswith("save_every")]
-    return made | {"words": [*words, f"save_every={HALF}", *more]}
+    overrides = [word for word in base["words"] if not word.startswith("save_every")]
+    return base | {"words": [*overrides, f"save_every={HALF}", *more]}
 
 
 def main() -> None:
@@ -81,15 +81,15 @@ def _cell(
     name: str,
     ranks: int,
 ) -> str:
-    """`same bits` where the run goes on as it began; else the difference from one device."""
-    assert [one["train/samples"] for one in rows] == [
-        one["train/samples"] for one in reference[HALF:]
+    """Return `same bits` if a run resumed under its own strategy is equal, else the difference from one device."""
+    assert [row["train/samples"] for row in rows] == [
+        row["train/samples"] for row in reference[HALF:]
     ]
     if row["written by"] == f"{name}, {ranks}":
         own = written[row["written by"]]["rows"][HALF:]
         if all(
-            one[key] == other[key]
-            for one, other in zip(rows, own, strict=True)
+            resumed[key] == uninterrupted[key]
+            for resumed, uninterrupted in zip(rows, own, strict=True)
             for key in ("train/loss", "grad/norm")
         ):
             return "same bits"

@@ -1,7 +1,7 @@
-"""What a snapshot and a rollback cost under every engine, and what the callback adds to a step.
+"""The cost of a snapshot and a rollback under every engine, and what the callback adds to a step.
 
-GPT-2 with 124 million parameters on one rank, a quarter of it on two; AdamW, sequences of 16 tokens, so that steps are
-short. Then `gpt2_nano` with the defaults: time in all hooks of the callback, snapshots every 50 steps included.
+GPT-2 with 124 million parameters on one rank, a quarter of it on two; AdamW, and sequences of 16 tokens to keep steps
+short. Then `gpt2_nano` with the defaults: time in all hooks of the callback, including a snapshot every 50 steps.
 """
 
 import statistics
@@ -29,8 +29,8 @@ COMMON = [
     "trainer.accelerator=cpu",
     "callbacks=[grad_norm]",
 ]
-WHOLE = ["model=gpt2", "model.max_seq_len=16", "global_batch_size=2"]
-QUARTER = [*WHOLE, "model.hidden_size=384", "model.num_heads=6", "model.vocab_size=25000"]
+FULL = ["model=gpt2", "model.max_seq_len=16", "global_batch_size=2"]
+QUARTER = [*FULL, "model.hidden_size=384", "model.num_heads=6", "model.vocab_size=25000"]
 ENGINES = {
     1: ["single"],
     2: ["ddp", "fsdp", "deepspeed_stage_1", "deepspeed_stage_2", "deepspeed_stage_3"],
@@ -52,14 +52,14 @@ def main() -> None:
     for world_size, engines in ENGINES.items():
         cases = {}
         for engine in engines:
-            words = [*COMMON, *(WHOLE if world_size == 1 else QUARTER), f"strategy={engine}"]
-            words += [f"trainer.devices={world_size}", f"trainer.max_steps={STEPS}"]
-            cases[engine] = {"words": [*words, f"eval_every={STEPS}"], "every": 1}
+            overrides = [*COMMON, *(FULL if world_size == 1 else QUARTER), f"strategy={engine}"]
+            overrides += [f"trainer.devices={world_size}", f"trainer.max_steps={STEPS}"]
+            cases[engine] = {"words": [*overrides, f"eval_every={STEPS}"], "every": 1}
         nano = ["model=gpt2_nano", "seq_len=64", "global_batch_size=4", "strategy=ddp"]
         nano = nano if world_size > 1 else [*nano[:-1], "strategy=single"]
         more = [f"trainer.devices={world_size}", f"trainer.max_steps={NANO_STEPS}"]
-        words = [*COMMON, *nano, *more, f"eval_every={NANO_STEPS}"]
-        cases["nano"] = {"words": words, "every": 50}
+        overrides = [*COMMON, *nano, *more, f"eval_every={NANO_STEPS}"]
+        cases["nano"] = {"words": overrides, "every": 50}
         folder = Path(tempfile.mkdtemp(prefix="rollback_"))
         found = run_on_ranks(
             cases,
@@ -88,7 +88,7 @@ def _row(name: str, world_size: int, result: dict[str, Any]) -> dict[str, Any]:
 
 
 def _time_hooks(spikes: Any) -> list[float]:
-    """Seconds in all of its hooks, as the one element, from now on."""
+    """Return a list whose only element adds up the seconds spent in all hooks of the callback from now on."""
     spent = [0.0]
 
     def timed(function: Callable[..., Any]) -> Callable[..., Any]:
@@ -107,20 +107,20 @@ def _time_hooks(spikes: Any) -> list[float]:
 
 
 def _time_snapshots(spikes: Any) -> list[float]:
-    """Seconds of each snapshot, from now on."""
+    """Return a list that collects the seconds of each snapshot from now on."""
     snapshots: list[float] = []
     take = spikes._recovery.rollback.take
 
-    def noted(*args: Any, **kwargs: Any) -> None:
+    def timed_take(*args: Any, **kwargs: Any) -> None:
         take(*args, **kwargs)
         snapshots.append(spikes._recovery.rollback.seconds)
 
-    spikes._recovery.rollback.take = noted
+    spikes._recovery.rollback.take = timed_take
     return snapshots
 
 
 def run_case(case: dict[str, Any], folder: Path) -> dict[str, Any]:
-    """Train, take snapshots, go back three times at the end of the last step."""
+    """Train with snapshots, and roll back three times after the last step."""
     import torch
     from lightning.pytorch.callbacks import Callback
     from support import composed_config
@@ -138,7 +138,7 @@ def run_case(case: dict[str, Any], folder: Path) -> dict[str, Any]:
     spent = _time_hooks(spikes)
     snapshots = _time_snapshots(spikes)
 
-    class GoBack(Callback):
+    class RollBack(Callback):
         def on_train_end(self, trainer: Any, pl_module: Any) -> None:
             rollback = spikes._recovery.rollback
             for _ in range(3):
@@ -149,14 +149,14 @@ def run_case(case: dict[str, Any], folder: Path) -> dict[str, Any]:
                 rollback.go_back(trainer, snapshot)
                 rollbacks.append(time.perf_counter() - began)
 
-    run.trainer.callbacks[1:1] = [GoBack(), spikes]  # type: ignore[attr-defined]
+    run.trainer.callbacks[1:1] = [RollBack(), spikes]  # type: ignore[attr-defined]
     run.trainer.fit(run.task, datamodule=run.data)
     steps = run.trainer.max_steps
     result = {
         "snapshots": snapshots,
         "rollbacks": rollbacks,
         "num_bytes": spikes._recovery.rollback.num_bytes,
-        "num_parameters": sum(unsharded_shape(one).numel() for one in run.task.parameters()),
+        "num_parameters": sum(unsharded_shape(weight).numel() for weight in run.task.parameters()),
         "hooks": spent[0] / steps,
     }
     assert torch.tensor(rollbacks).isfinite().all()

@@ -1,6 +1,6 @@
-"""The rules of other projects for what is out of line, restated from their published definitions, and ours.
+"""Rules that detect spikes: those of other projects, restated from their published definitions, and ours.
 
-Each takes the loss over all ranks and the gradient norm before clipping of every step, and says which steps it flags.
+Each takes the all-reduced loss and the gradient norm before clipping of every step, and returns the steps it flags.
 """
 
 import math
@@ -18,7 +18,7 @@ Series = Sequence[float]
 
 
 def ours(losses: Series, norms: Series) -> list[int]:
-    """Median and MAD of a window of 128 without what was flagged: 8 deviations of loss, 16 of log norm; drift."""
+    """Flag 8 deviations of loss, 16 of log norm, or drift, by median and MAD of the last 128 steps not flagged."""
     watch = SpikeMonitor(
         window=128, warmup_steps=64, loss_threshold=8.0, norm_threshold=16.0, drift_threshold=1.75
     )
@@ -31,9 +31,9 @@ def ours(losses: Series, norms: Series) -> list[int]:
 
 
 def olmo_core(losses: Series, norms: Series) -> list[int]:
-    """OLMo-core, SkipStepOptimizer: mean and standard deviation of the last 128 values, 6 of them, from 64 values on.
+    """Flag 6 deviations above the mean of the last 128 values, from 64 values on (OLMo-core, SkipStepOptimizer).
 
-    It skips, on loss or norm; every value joins the window.
+    It skips the step, on loss or norm; every value joins the window.
     """
     windows = [deque[float](maxlen=128), deque[float](maxlen=128)]
     flagged = []
@@ -42,8 +42,8 @@ def olmo_core(losses: Series, norms: Series) -> list[int]:
         for window, value in zip(windows, values, strict=True):
             if len(window) >= 64:
                 mean = sum(window) / len(window)
-                variance = sum((one - mean) ** 2 for one in window) / (len(window) - 1)
-                # a comparison with NaN is false: written so that it skips, as the factor it multiplies with is then 0
+                variance = sum((v - mean) ** 2 for v in window) / (len(window) - 1)
+                # negated, as a comparison with NaN is false: NaN is flagged, as OLMo-core's update factor is then 0
                 out |= not value <= mean + 6 * math.sqrt(variance)
             window.append(value)
         if out:
@@ -52,7 +52,7 @@ def olmo_core(losses: Series, norms: Series) -> list[int]:
 
 
 def llm_foundry(losses: Series, norms: Series) -> list[int]:
-    """llm-foundry, KillLossSpike: twice the mean of the window for 5 steps running, or half of it above 10.
+    """Flag 5 steps in a row above twice the mean of the window, or a window half above 10 (llm-foundry, KillLossSpike).
 
     The window is 5 % of the run, at least 100 steps. It ends the run or logs.
     """
@@ -62,7 +62,7 @@ def llm_foundry(losses: Series, norms: Series) -> list[int]:
         if len(window) == window.maxlen:
             mean = sum(window) / len(window)
             running = running + 1 if loss >= 2 * mean else 0
-            above_cap = sum(one > 10 for one in window) > len(window) / 2
+            above_cap = sum(v > 10 for v in window) > len(window) / 2
             if running >= 5 or above_cap:
                 flagged.append(step)
         window.append(loss)
@@ -70,7 +70,7 @@ def llm_foundry(losses: Series, norms: Series) -> list[int]:
 
 
 def lightning(losses: Series, norms: Series) -> list[int]:
-    """Lightning 2.6, SpikeDetection: 3 times the mean of the last 10 losses, or not finite. It ends the run."""
+    """Flag 3 times the mean of the last 10 losses, or NaN and inf (Lightning 2.6, SpikeDetection). It ends the run."""
     window = deque[float](maxlen=10)
     flagged = []
     for step, loss in enumerate(losses, start=1):
@@ -84,7 +84,7 @@ def lightning(losses: Series, norms: Series) -> list[int]:
 
 
 def zclip(losses: Series, norms: Series) -> list[int]:
-    """ZClip: a norm 2.5 deviations above exponential averages with 0.97, after 25 steps. It clips."""
+    """Flag a norm 2.5 deviations above moving averages with decay 0.97, after 25 steps (ZClip). It clips."""
     flagged: list[int] = []
     first, mean, variance = list[float](), 0.0, 0.0
     for step, norm in enumerate(norms, start=1):

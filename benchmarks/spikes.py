@@ -1,7 +1,7 @@
-"""Faults put into real runs, and clean runs: what is found how many steps late, by whose rule, and what becomes of it.
+"""Faults injected into real runs: which are detected, how many steps late, by whose rule, and does the run recover.
 
-Three runs of a small GPT on real text to each fault: with LossSpikeRollback, without, and one that never met the fault.
-`python benchmarks/spikes.py clean` counts alarms over 100,000 steps of real curves.
+For each fault three runs of a small GPT on real text: with LossSpikeRollback, without it, and without the fault.
+`python benchmarks/spikes.py clean` counts false alarms in 100,000 steps of clean runs.
 """
 
 import statistics
@@ -37,7 +37,7 @@ MODEL = [
     "log_every=1",
     "trainer.accelerator=cpu",
 ]
-# on how many ranks, with how many seeds
+# number of ranks, number of seeds
 ENGINES = {
     "single": (1, 4),
     "ddp": (2, 2),
@@ -76,16 +76,14 @@ def main() -> None:
             for kind in FAULTS:
                 runs = (found[f"{seed} {kind} {guarded}"] for guarded in (True, False))
                 outcomes.append(_outcome(engine, kind, *runs, clean))
-    report(
-        "spikes", [_row(kind, [one for one in outcomes if one["kind"] == kind]) for kind in FAULTS]
-    )
+    report("spikes", [_row(kind, [o for o in outcomes if o["kind"] == kind]) for kind in FAULTS])
 
 
 def _case(
     engine: str, world_size: int, seed: int, kind: str | None, *, guarded: bool
 ) -> dict[str, Any]:
     watching = "callbacks=[grad_norm,loss_spike]" if guarded else "callbacks=[grad_norm]"
-    words = [
+    overrides = [
         *MODEL,
         f"strategy={engine}",
         f"trainer.devices={world_size}",
@@ -95,23 +93,25 @@ def _case(
         watching,
     ]
     fault = None if kind is None else {"kind": kind, "step": AT, "rank": world_size - 1}
-    return {"words": words, "fault": fault}
+    return {"words": overrides, "fault": fault}
 
 
 def _outcome(engine: str, kind: str, guarded: Any, bare: Any, clean: Any) -> dict[str, Any]:
     for result in (guarded, bare, clean):
         assert "error" not in result, result["error"]
-    told = [
-        one["step"] for one in guarded["events"] if one["event"] == "spike" and one["step"] > AT
+    alarms = [
+        event["step"]
+        for event in guarded["events"]
+        if event["event"] == "spike" and event["step"] > AT
     ]
     losses = [row.get("train/loss", float("nan")) for row in bare["rows"]]
     norms = [row.get("grad/norm", float("nan")) for row in bare["rows"]]
     return {
         "engine": engine,
         "kind": kind,
-        "late": told[0] - AT - 1 if told else None,
-        "early": any(one["event"] == "spike" and one["step"] <= AT for one in guarded["events"]),
-        "did": {one["event"] for one in guarded["events"]} & {"skip", "rollback", "stop"},
+        "late": alarms[0] - AT - 1 if alarms else None,
+        "early": any(e["event"] == "spike" and e["step"] <= AT for e in guarded["events"]),
+        "did": {event["event"] for event in guarded["events"]} & {"skip", "rollback", "stop"},
         "loss": _later(guarded) / _later(clean),
         "bare loss": _later(bare) / _later(clean),
         "rules": {
@@ -122,26 +122,26 @@ def _outcome(engine: str, kind: str, guarded: Any, bare: Any, clean: Any) -> dic
 
 
 def _later(result: Any) -> float:
-    """Mean loss from 200 steps after the fault on."""
+    """Return the mean loss of all steps from 200 after the fault."""
     losses = [row["train/loss"] for row in result["rows"] if row["step"] > AT + LATER]
     return statistics.fmean(losses) if losses else float("inf")
 
 
 def _row(kind: str, outcomes: list[dict[str, Any]]) -> dict[str, Any]:
-    late = [one["late"] for one in outcomes if one["late"] is not None]
-    did = sorted({what for one in outcomes for what in one["did"]})
+    late = [o["late"] for o in outcomes if o["late"] is not None]
+    did = sorted({action for outcome in outcomes for action in outcome["did"]})
     row: dict[str, Any] = {
         "fault": kind,
         "runs": len(outcomes),
         "found": len(late),
         "steps late": f"{statistics.median(late):.0f}, at most {max(late)}" if late else "",
         "done": " ".join(did),
-        "loss with": f"{statistics.median(one['loss'] for one in outcomes):.3f}",
-        "worst with": f"{max(one['loss'] for one in outcomes):.3f}",
-        "loss without": f"{statistics.median(one['bare loss'] for one in outcomes):.3f}",
+        "loss with": f"{statistics.median(o['loss'] for o in outcomes):.3f}",
+        "worst with": f"{max(o['loss'] for o in outcomes):.3f}",
+        "loss without": f"{statistics.median(o['bare loss'] for o in outcomes):.3f}",
     }
     for name in RULES:
-        found = [one["rules"][name] for one in outcomes if one["rules"][name] is not None]
+        found = [o["rules"][name] for o in outcomes if o["rules"][name] is not None]
         lateness = f" +{statistics.median(found):.0f}" if found else ""
         row[name] = f"{len(found)}{lateness}"
     return row
@@ -155,11 +155,11 @@ def _clean() -> list[dict[str, Any]]:
                 f"trainer.max_steps={CLEAN_STEPS}",
                 f"eval_every={CLEAN_STEPS}",
                 "callbacks=[grad_norm]",
-                "seed=99",  # not the one whose curves norm_threshold was chosen on
-                *words,
+                "seed=99",  # not the seed whose curves norm_threshold was chosen on
+                *overrides,
             ]
         }
-        for name, words in CLEAN.items()
+        for name, overrides in CLEAN.items()
     }
     folder = Path(tempfile.mkdtemp(prefix="spikes_"))
     found = run_on_ranks(cases, world_size=1, folder=folder, worker=WORKER, timeout_seconds=7200.0)

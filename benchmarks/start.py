@@ -1,4 +1,4 @@
-"""Seconds from a command to its answer: help, a mistake, the first optimizer step. Fresh processes, the cache warm."""
+"""Seconds from a command to its help, a config error or the first optimizer step. Fresh processes, warm cache."""
 
 import statistics
 import subprocess
@@ -13,12 +13,12 @@ ROOT = Path(__file__).parent.parent
 NUM_ROUNDS = 5
 
 
-def seconds_until(words: list[str], sign: str) -> float:
-    """From starting the command to the first line that starts with a sign."""
+def seconds_until(arguments: list[str], prefix: str) -> float:
+    """Return the seconds from starting the command to its first line with this prefix."""
     folder = tempfile.mkdtemp(prefix="benchmark_")
     began = time.perf_counter()
     process = subprocess.Popen(
-        [sys.executable, "train.py", f"hydra.run.dir={folder}/run", *words],
+        [sys.executable, "train.py", f"hydra.run.dir={folder}/run", *arguments],
         cwd=ROOT,
         stdout=subprocess.PIPE,
         stderr=subprocess.STDOUT,
@@ -26,10 +26,10 @@ def seconds_until(words: list[str], sign: str) -> float:
     )
     assert process.stdout is not None
     for line in process.stdout:
-        if line.lstrip().startswith(sign):
+        if line.lstrip().startswith(prefix):
             break
     else:
-        raise RuntimeError(f"{words} ended without {sign!r}")
+        raise RuntimeError(f"{arguments} ended without {prefix!r}")
     seconds = time.perf_counter() - began
     process.kill()
     process.wait()
@@ -39,14 +39,14 @@ def seconds_until(words: list[str], sign: str) -> float:
 def main() -> None:
     cases = {
         "python train.py --help": (["--help"], "lightning-recipes"),
-        "python train.py modle=gpt2 (a mistake)": (["modle=gpt2"], "The config has"),
+        "python train.py modle=gpt2 (a config error)": (["modle=gpt2"], "The config has"),
         "python train.py, first optimizer step": ([], "step   1/"),
     }
     found: dict[str, list[float]] = {name: [] for name in cases}
     seconds_until(*cases["python train.py, first optimizer step"])  # fills the cache
     for _ in in_turn(NUM_ROUNDS):
-        for name, (words, sign) in cases.items():
-            found[name].append(seconds_until(words, sign))
+        for name, (arguments, prefix) in cases.items():
+            found[name].append(seconds_until(arguments, prefix))
     report(
         "start",
         [

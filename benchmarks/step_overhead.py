@@ -1,4 +1,4 @@
-"""An optimizer step of a recipe against a plain PyTorch loop around the same model and loader, step by step in turn."""
+"""An optimizer step of a recipe and of a plain PyTorch loop around the same model and loader, in turns."""
 
 import statistics
 from collections.abc import Callable
@@ -16,7 +16,7 @@ SMALL = (
     "seq_len=32",
     "global_batch_size=4",
 )
-# the words of a case, and its number of steps
+# number of steps and overrides of each case
 CASES: dict[str, tuple[int, tuple[str, ...]]] = {
     "step of 2 ms": (600, SMALL),
     "the same, a row every 10 steps": (600, (*SMALL, "log_every=10")),
@@ -26,10 +26,10 @@ CASES: dict[str, tuple[int, tuple[str, ...]]] = {
 
 
 def overrides(case: str) -> list[str]:
-    """A run without saving and evaluation in its way: what is left is paid at every step."""
-    num_steps, words = CASES[case]
+    """Return a run without saving and evaluation, so that only what every step costs is left."""
+    num_steps, settings = CASES[case]
     return [
-        *words,
+        *settings,
         f"trainer.max_steps={num_steps}",
         f"eval_every={10 * num_steps}",
         "save_every=null",
@@ -39,7 +39,7 @@ def overrides(case: str) -> list[str]:
 
 
 def plain_loop(case: str) -> Callable[[], None]:
-    """One step of the same model, batches, optimizer, schedule and clipping, and nothing else."""
+    """Return one step of the same model, batches, optimizer, schedule and clipping, and nothing else."""
     run = build_run(overrides(case))
     task: Any = run.task
     task.trainer = run.trainer
@@ -47,14 +47,15 @@ def plain_loop(case: str) -> Callable[[], None]:
     task.configure_model()
     setup = task.configure_optimizers()
     model, optimizer, scheduler = task.model, setup["optimizer"], setup["lr_scheduler"]["scheduler"]
-    passes, batches = run.accumulation.num_micro_batches, iter(run.data.train_dataloader())
+    num_micro_batches = run.accumulation.num_micro_batches
+    batches = iter(run.data.train_dataloader())
 
     def step() -> None:
-        for _ in range(passes):
+        for _ in range(num_micro_batches):
             batch = next(batches)
             logits = model(batch["inputs"].to(task.device))  # [B, T, V]
             loss = F.cross_entropy(logits.flatten(0, 1), batch["targets"].to(task.device).flatten())
-            (loss / passes).backward()
+            (loss / num_micro_batches).backward()
         nn.utils.clip_grad_norm_(model.parameters(), 1.0)
         optimizer.step()
         scheduler.step()
@@ -67,13 +68,13 @@ def main() -> None:
     rows = []
     for case in CASES:
         recipe, plain = run_in_turn(overrides(case), plain_loop(case), skip=SKIP)
-        more = [1e3 * (ours - theirs) for ours, theirs in zip(recipe, plain, strict=True)]
+        differences = [1e3 * (a - b) for a, b in zip(recipe, plain, strict=True)]
         rows.append(
             {
                 "case": case,
                 "plain loop, ms": f"{1e3 * statistics.median(plain):.2f}",
                 "recipe, ms": f"{1e3 * statistics.median(recipe):.2f}",
-                "median of the differences, ms": f"{statistics.median(more):.2f}",
+                "median of the differences, ms": f"{statistics.median(differences):.2f}",
                 "ratio of the medians": f"{statistics.median(recipe) / statistics.median(plain):.4f}",
             }
         )

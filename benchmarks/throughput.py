@@ -1,4 +1,4 @@
-"""Tokens/s of a recipe against a hand-written GPT-2 script, same shapes and dtype, eager and compiled."""
+"""Tokens/s of a recipe and of a hand-written GPT-2 script with the same shapes and dtype, eager and compiled."""
 
 import functools
 import statistics
@@ -7,7 +7,7 @@ from typing import Any
 from measure import report, run_in_turn
 from plain_gpt2 import train
 
-# vocabulary (padded), length, layers, heads, channels; batch; steps; steps skipped; the recipe's words
+# (padded vocabulary, length, layers, heads, channels), batch, steps, steps skipped, bf16, overrides of the recipe
 CASES: dict[str, Any] = {
     "gpt2_nano float32": ((2048, 128, 3, 6, 192), 16, 120, 10, False, ("model=gpt2_nano",)),
     "gpt2_nano bf16": (
@@ -31,13 +31,13 @@ CASES: dict[str, Any] = {
 
 def main() -> None:
     rows = []
-    for case, (shape, batch, steps, skip, bf16, words) in CASES.items():
+    for case, (shape, batch, steps, skip, bf16, settings) in CASES.items():
         common = [f"global_batch_size={batch}", f"trainer.max_steps={steps}", "eval_samples=1"]
-        common += ["save_every=null", f"eval_every={10 * steps}", *words]
+        common += ["save_every=null", f"eval_every={10 * steps}", *settings]
         common += [
             "callbacks.sample_text.num_tokens=1",
             "log_every=10",
-        ]  # as single_bf16 and the like
+        ]  # as in single_bf16
         rate: dict[str, float] = {}
         for kind in ("eager", "compiled"):
             compiled = kind == "compiled"

@@ -1,4 +1,4 @@
-"""Time that watching takes of a step: throughput, memory, diagnosis, the rows and every logger, timed hook by hook."""
+"""The cost of observing per step: throughput, memory, diagnosis, rows and every logger, timed hook by hook."""
 
 import os
 import time
@@ -11,7 +11,7 @@ from measure import build_run, report
 
 STEPS = 1000
 LOG_EVERY = 10
-WORDS = (
+OVERRIDES = (
     "model.num_layers=1",
     "model.num_heads=2",
     "model.hidden_size=32",
@@ -25,7 +25,7 @@ WORDS = (
     "~callbacks.sample_text",
     "~callbacks.report",
 )
-SKIP = 50  # first steps: files are opened, FLOPs counted
+SKIP = 50  # the first steps open files and count FLOPs
 WATCHING = ("SpeedMonitor", "BottleneckMonitor", "MemoryMonitor", "StepProfiler", "RowWriter")
 LOGGERS = {
     "csv": "logger=csv",
@@ -41,7 +41,7 @@ HOOKS = [name for name in dir(Callback) if name.startswith("on_") and "train_bat
 
 
 class Timer:
-    """Seconds by name, of the calls that it is put around, once it is on."""
+    """Adds up the seconds of wrapped calls by name, while it is on."""
 
     def __init__(self) -> None:
         self.seconds: dict[str, float] = defaultdict(float)
@@ -60,7 +60,7 @@ class Timer:
 
 
 class TurnOn(Callback):
-    """Once the first steps are over."""
+    """Starts the timer after the first steps."""
 
     def __init__(self, timer: Timer) -> None:
         self.timer = timer
@@ -69,14 +69,14 @@ class TurnOn(Callback):
         self.timer.is_on = trainer.global_step >= SKIP
 
 
-def hook_milliseconds(words: list[str]) -> dict[str, float]:
-    """Milliseconds a step of each class that watches; the rows with what every logger does with them."""
-    run, timer = build_run([*WORDS, *words]), Timer()
+def hook_milliseconds(overrides: list[str]) -> dict[str, float]:
+    """Return the milliseconds per step of each observing class; rows include the work of every logger."""
+    run, timer = build_run([*OVERRIDES, *overrides]), Timer()
     for callback in run.trainer.callbacks:  # type: ignore[attr-defined]
         name = type(callback).__name__
         if name not in WATCHING:
             continue
-        if name == "RowWriter":  # its hook also calls those who act once the row is written
+        if name == "RowWriter":  # its hook also calls callbacks that act after the row is written
             callback._write = timer.around(name, callback._write)
             continue
         for hook in HOOKS:
@@ -92,10 +92,10 @@ def hook_milliseconds(words: list[str]) -> dict[str, float]:
 def main() -> None:
     os.environ["WANDB_MODE"] = "offline"
     rows = []
-    for name, word in LOGGERS.items():
-        found = hook_milliseconds([word])
+    for name, override in LOGGERS.items():
+        found = hook_milliseconds([override])
         row: dict[str, Any] = {"loggers": name}
-        row |= {f"{one}, ms": f"{found[one]:.3f}" for one in WATCHING}
+        row |= {f"{observer}, ms": f"{found[observer]:.3f}" for observer in WATCHING}
         rows.append(row | {"all, ms a step": f"{sum(found.values()):.3f}"})
     report("watching", rows)
 

@@ -1,4 +1,4 @@
-"""A headless Chromium over its DevTools protocol: a socket, a few frames, nothing to install."""
+"""Drive a headless Chromium over its DevTools protocol, with a WebSocket of our own: nothing to install."""
 
 import base64
 import json
@@ -17,51 +17,75 @@ PROGRAM = next(
 )
 
 
-class Browser:
-    """One page at a time. What the page throws or complains of gathers in `complaints`."""
+class Chromium:
+    """One browser process, started in half a second to a few seconds; open any number of tabs in it.
+
+    Args:
+        profile: An empty folder.
+    """
 
     def __init__(self, profile: Path) -> None:
         assert PROGRAM is not None
-        self.complaints: list[str] = []
-        self._last_id = 0
         flags = (
             "--headless",
             "--no-sandbox",
             "--disable-gpu",
             "--hide-scrollbars",
             "--no-first-run",
-        )
-        ports = (
             "--remote-debugging-port=0",
             "--remote-allow-origins=*",
             f"--user-data-dir={profile}",
         )
         with (profile / "log").open("w") as log:
             self._process = subprocess.Popen(
-                [PROGRAM, *flags, *ports, "about:blank"], stdout=log, stderr=log
+                [PROGRAM, *flags, "about:blank"], stdout=log, stderr=log
             )
-        port = _wait_for(profile / "DevToolsActivePort").split()[0]
-        request = Request(f"http://127.0.0.1:{port}/json/new?about:blank", method="PUT")
-        with urlopen(request, timeout=20) as answer:
-            path = json.load(answer)["webSocketDebuggerUrl"].partition(port)[2]
-        self._socket = _upgraded(int(port), path)
+        try:
+            self._port = int(_wait_for_content(profile / "DevToolsActivePort").split()[0])
+        except BaseException:
+            self.close()
+            raise
+
+    def new_tab(self) -> "Tab":
+        """Open a tab with a pointer, a window size and a console of its own."""
+        request = Request(f"http://127.0.0.1:{self._port}/json/new?about:blank", method="PUT")
+        with urlopen(request, timeout=20) as response:
+            target = json.load(response)
+        path = target["webSocketDebuggerUrl"].partition(str(self._port))[2]
+        return Tab(_connect(self._port, path))
+
+    def close(self) -> None:
+        self._process.kill()
+        self._process.wait()
+
+
+class Tab:
+    """A tab; exceptions and console messages of its page are collected in `console`.
+
+    Args:
+        connection: A WebSocket to its DevTools.
+    """
+
+    def __init__(self, connection: socket.socket) -> None:
+        self.console: list[str] = []
+        self._last_id = 0
+        self._socket = connection
         for domain in ("Page", "Runtime", "Log"):
             self.send(f"{domain}.enable")
 
     def close(self) -> None:
+        self.send("Page.close")
         self._socket.close()
-        self._process.kill()
-        self._process.wait()
 
     def open(self, page: Path, *, width: int, height: int = 900, dark: bool = False) -> None:
-        """Load a file in a window of this size, as on a phone where it is narrow."""
-        phone = width < 600
-        self.complaints.clear()
+        """Load a file in a window of this size; a narrow one is a phone with a touch screen."""
+        is_phone = width < 600
+        self.console.clear()
         self.send(
             "Emulation.setDeviceMetricsOverride",
-            width=width, height=height, deviceScaleFactor=1, mobile=phone,
+            width=width, height=height, deviceScaleFactor=1, mobile=is_phone,
         )  # fmt: skip
-        self.send("Emulation.setTouchEmulationEnabled", enabled=phone, maxTouchPoints=5)
+        self.send("Emulation.setTouchEmulationEnabled", enabled=is_phone, maxTouchPoints=5)
         scheme = [{"name": "prefers-color-scheme", "value": "dark" if dark else "light"}]
         self.send("Emulation.setEmulatedMedia", features=scheme)
         self.send("Page.navigate", url=page.resolve().as_uri())
@@ -69,20 +93,21 @@ class Browser:
         self.settle()
 
     def value(self, script: str) -> Any:
-        """What an expression of the page is."""
-        answer = self.send(
+        """Evaluate a JavaScript expression; await it if it is a promise."""
+        result = self.send(
             "Runtime.evaluate", expression=script, returnByValue=True, awaitPromise=True
         )
-        assert "exceptionDetails" not in answer, answer["exceptionDetails"]
-        return answer["result"].get("value")
+        assert "exceptionDetails" not in result, result["exceptionDetails"]
+        return result["result"].get("value")
 
     def settle(self) -> None:
-        """Two frames: what was asked to be drawn is drawn."""
+        """Wait two frames, so that whatever was requested has been drawn."""
         self.value(
             "new Promise((r) => requestAnimationFrame(() => requestAnimationFrame(() => r(1))))"
         )
 
     def wait(self, script: str) -> None:
+        """Wait until an expression is true, for at most ten seconds."""
         for _ in range(200):
             if self.value(script):
                 return
@@ -90,6 +115,7 @@ class Browser:
         raise TimeoutError(script)
 
     def mouse(self, kind: str, x: float, y: float, **more: Any) -> None:
+        """Send `Moved`, `Pressed` or `Released` at a point of the window, in pixels."""
         self.send("Input.dispatchMouseEvent", type=f"mouse{kind}", x=x, y=y, **more)
 
     def click(self, x: float, y: float, *, times: int = 1) -> None:
@@ -99,30 +125,32 @@ class Browser:
         self.settle()
 
     def drag(self, x: float, to: float, y: float) -> None:
+        """Drag from x to `to` in four moves."""
         self.mouse("Moved", x, y)
         self.mouse("Pressed", x, y, button="left", buttons=1, clickCount=1)
-        for part in (0.3, 0.7, 1.0):
-            self.mouse("Moved", x + part * (to - x), y, button="left", buttons=1)
+        for fraction in (0.3, 0.7, 1.0):
+            self.mouse("Moved", x + fraction * (to - x), y, button="left", buttons=1)
         self.mouse("Released", to, y, button="left", clickCount=1)
         self.settle()
 
-    def fingers(self, kind: str, *places: tuple[float, float]) -> None:
-        """`Start`, `Move` or `End`, with where each finger is."""
-        points = [{"x": x, "y": y, "id": i} for i, (x, y) in enumerate(places)]
+    def touch(self, kind: str, *fingers: tuple[float, float]) -> None:
+        """Send `Start`, `Move` or `End` with the position of each finger."""
+        points = [{"x": x, "y": y, "id": i} for i, (x, y) in enumerate(fingers)]
         self.send("Input.dispatchTouchEvent", type=f"touch{kind}", touchPoints=points)
 
     def key(self, name: str) -> None:
+        """Press and release a key."""
         for kind in ("keyDown", "keyUp"):
             self.send("Input.dispatchKeyEvent", type=kind, key=name)
         self.settle()
 
-    def picture(self, path: Path) -> None:
-        """The whole page."""
+    def screenshot(self, path: Path) -> None:
+        """Write the whole page, not only the window, as a PNG."""
         shot = self.send("Page.captureScreenshot", captureBeyondViewport=True, format="png")
         path.write_bytes(base64.b64decode(shot["data"]))
 
     def send(self, method: str, **parameters: Any) -> dict[str, Any]:
-        """Ask, and read until the answer is there."""
+        """Call a DevTools method and return its result; events that arrive before it are noted."""
         self._last_id += 1
         text = json.dumps({"id": self._last_id, "method": method, "params": parameters})
         _write_frame(self._socket, text.encode())
@@ -136,14 +164,14 @@ class Browser:
 
     def _note(self, event: dict[str, Any]) -> None:
         if event.get("method") == "Runtime.exceptionThrown":
-            self.complaints.append(json.dumps(event["params"]["exceptionDetails"]))
+            self.console.append(json.dumps(event["params"]["exceptionDetails"]))
         elif event.get("method") == "Runtime.consoleAPICalled":
-            self.complaints.append(json.dumps(event["params"]["args"]))
+            self.console.append(json.dumps(event["params"]["args"]))
         elif event.get("method") == "Log.entryAdded":
-            self.complaints.append(event["params"]["entry"]["text"])
+            self.console.append(event["params"]["entry"]["text"])
 
 
-def _wait_for(path: Path) -> str:
+def _wait_for_content(path: Path) -> str:
     for _ in range(600):
         if path.exists() and (text := path.read_text()):
             return text
@@ -151,23 +179,26 @@ def _wait_for(path: Path) -> str:
     raise TimeoutError(f"{path}: Chromium has not started")
 
 
-def _upgraded(port: int, path: str) -> socket.socket:
-    """A connection that speaks WebSocket (RFC 6455)."""
+def _connect(port: int, path: str) -> socket.socket:
+    """Open a WebSocket (RFC 6455)."""
     connection = socket.create_connection(("127.0.0.1", port), timeout=60)
     key = base64.b64encode(os.urandom(16)).decode()
-    head = (
+    request = (
         f"GET {path} HTTP/1.1\r\nHost: 127.0.0.1:{port}\r\nUpgrade: websocket\r\nConnection: Upgrade\r\n"
         f"Sec-WebSocket-Key: {key}\r\nSec-WebSocket-Version: 13\r\n\r\n"
     )
-    connection.sendall(head.encode())
-    answer = b""
-    while not answer.endswith(b"\r\n\r\n"):
-        answer += connection.recv(1)
-    assert b" 101 " in answer, answer
+    connection.sendall(request.encode())
+    response = b""
+    while not response.endswith(b"\r\n\r\n"):
+        byte = connection.recv(1)
+        assert byte, f"Chromium closed the connection after {response!r}"
+        response += byte
+    assert b" 101 " in response, response
     return connection
 
 
 def _write_frame(connection: socket.socket, payload: bytes) -> None:
+    """Send one text frame, masked as a client must."""
     mask, size = os.urandom(4), len(payload)
     if size < 126:
         head = struct.pack("!BB", 0x81, 0x80 | size)
@@ -179,6 +210,7 @@ def _write_frame(connection: socket.socket, payload: bytes) -> None:
 
 
 def _read_message(connection: socket.socket) -> bytes:
+    """Read frames up to the last one of a message."""
     message = b""
     while True:
         first, second = _read(connection, 2)
@@ -196,6 +228,6 @@ def _read(connection: socket.socket, size: int) -> bytes:
     data = b""
     while len(data) < size:
         part = connection.recv(size - len(data))
-        assert part, "Chromium has closed the connection"
+        assert part, "Chromium closed the connection"
         data += part
     return data

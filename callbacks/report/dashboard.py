@@ -1,4 +1,4 @@
-"""What is drawn of a run: sections of panels, from plain lists as a YAML file holds them. No Lightning."""
+"""Choose what is drawn of a run: sections of panels, from plain lists as a YAML file holds them. No Lightning."""
 
 import fnmatch
 import glob
@@ -8,21 +8,23 @@ from typing import Any, Literal
 
 Kind = Literal["line", "bar", "parallel"]
 
-_OF_LEARNING = ("train", "val", "valid", "validation", "test")  # what strangers' names begin with
-_LOG_WORDS = ("loss", "norm", "perplexity", "scale")
+# prefixes of metrics in the learning section, other projects' names included
+_LEARNING_PREFIXES = ("train", "val", "valid", "validation", "test")
+_LOG_SCALE_NAMES = ("loss", "norm", "perplexity", "scale")
 _MAX_PICTURES = 8
 
 
 @dataclass(frozen=True, kw_only=True)
 class Panel:
-    """One drawing.
+    """One chart, or one chart per metric on the comparison page.
 
     Attributes:
-        metrics: Names, in the order of their curves; `*` stands for any characters.
-        kind: Curves over steps; or, of several runs, a bar or a line through `parameters` for each of them.
-        log_scale: Whether a wide range makes the axis logarithmic.
-        picture: Whether it is part of curves.png too.
-        parameters: Of the config, with dots: the axes of a parallel panel.
+        metrics: Names, in the order of their curves; `*` matches any characters.
+        kind: `line`, curves over steps; on the comparison page also `bar`, a bar per run, or `parallel`, a line
+            through `parameters` per run.
+        log_scale: Whether the axis becomes logarithmic when the values span a wide range.
+        picture: Whether the panel is also part of curves.png.
+        parameters: Config keys with dots: the axes of a parallel panel.
     """
 
     title: str
@@ -33,7 +35,7 @@ class Panel:
     parameters: tuple[str, ...] = ()
 
     def metrics_among(self, written: Iterable[str]) -> list[str]:
-        """Those of a run that this panel draws, each once, in the panel's order."""
+        """Return the metrics of a run that this panel draws, each once, in the panel's order."""
         names = list(written)
         found = [name for pattern in self.metrics for name in names if _matches(name, pattern)]
         return list(dict.fromkeys(found))
@@ -48,28 +50,31 @@ class Section:
 
 
 def get_sections(dashboard: Sequence[Mapping[str, Any]]) -> list[Section]:
-    """A dashboard's `sections`, as YAML holds them.
+    """Parse the `sections` of a dashboard, as YAML holds them.
 
     Raises:
-        TypeError: A panel has a word that panels do not have.
+        TypeError: A panel has an unknown key.
     """
     return [
-        Section(title=section["title"], panels=tuple(_panel(one) for one in section["panels"]))
+        Section(
+            title=section["title"], panels=tuple(_parse_panel(panel) for panel in section["panels"])
+        )
         for section in dashboard
     ]
 
 
 def sections_for(written: Iterable[str]) -> list[Section]:
-    """Sections where no dashboard is given: one for each prefix, learning first; every metric is drawn once.
+    """Return sections that draw every metric exactly once: one per prefix, learning first.
 
     `train/loss` and `val/loss`, or Lightning's `train_loss_step` and `val_loss`, share a panel.
     """
-    found: dict[str, dict[str, list[str]]] = {"learning": {}}
+    by_section: dict[str, dict[str, list[str]]] = {"learning": {}}
     for name in written:
         section, panel = _place(name)
-        found.setdefault(section, {}).setdefault(panel, []).append(name)
-    found["learning"] = dict(sorted(found["learning"].items(), key=lambda item: _rank(item[0])))
-    sections = [(title, panels) for title, panels in found.items() if panels]
+        by_section.setdefault(section, {}).setdefault(panel, []).append(name)
+    learning = sorted(by_section["learning"].items(), key=lambda item: _rank(item[0]))
+    by_section["learning"] = dict(learning)
+    sections = [(title, panels) for title, panels in by_section.items() if panels]
     pictures = [
         (section, panel)
         for section, panels in sections
@@ -83,7 +88,7 @@ def sections_for(written: Iterable[str]) -> list[Section]:
                 Panel(
                     title=panel,
                     metrics=tuple(glob.escape(name) for name in names),
-                    log_scale=any(word in panel for word in _LOG_WORDS),
+                    log_scale=any(part in panel for part in _LOG_SCALE_NAMES),
                     picture=(title, panel) in pictures[:_MAX_PICTURES],
                 )
                 for panel, names in panels.items()
@@ -93,9 +98,9 @@ def sections_for(written: Iterable[str]) -> list[Section]:
     ]
 
 
-def _panel(words: Mapping[str, Any]) -> Panel:
-    lists = {name: tuple(words[name]) for name in ("metrics", "parameters") if name in words}
-    return Panel(**{**words, **lists})
+def _parse_panel(node: Mapping[str, Any]) -> Panel:
+    lists = {name: tuple(node[name]) for name in ("metrics", "parameters") if name in node}
+    return Panel(**{**node, **lists})
 
 
 def _matches(name: str, pattern: str) -> bool:
@@ -103,23 +108,23 @@ def _matches(name: str, pattern: str) -> bool:
 
 
 def _place(name: str) -> tuple[str, str]:
-    """Section and panel of a metric."""
-    head, _, rest = name.partition("/")
+    """Return the section and the panel of a metric."""
+    prefix, _, rest = name.partition("/")
     if not rest:
-        head, _, rest = name.partition("_")
-        if head not in _OF_LEARNING or not rest:
+        prefix, _, rest = name.partition("_")
+        if prefix not in _LEARNING_PREFIXES or not rest:
             if name.startswith("lr"):  # LearningRateMonitor writes lr-Adam
                 return "learning", "learning rate"
             return ("learning", name) if name == "loss" else ("other", name.replace("_", " "))
-    if head == "lr":
+    if prefix == "lr":
         return "learning", "learning rate"
     short = rest.removesuffix("_step").removesuffix("_epoch")
-    if head in _OF_LEARNING:
+    if prefix in _LEARNING_PREFIXES:
         return "learning", "learning rate" if short == "lr" else short.replace("_", " ")
     first, _, deeper = rest.partition("/")
-    return head, (f"{first} by {head}" if deeper else first).replace("_", " ")
+    return prefix, (f"{first} by {prefix}" if deeper else first).replace("_", " ")
 
 
 def _rank(panel: str) -> int:
-    """Loss first, the learning rate last."""
-    return {"loss": 0, "learning rate": 2}[panel] if panel in ("loss", "learning rate") else 1
+    """Sort the loss first and the learning rate last."""
+    return {"loss": 0, "learning rate": 2}.get(panel, 1)

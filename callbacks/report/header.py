@@ -1,4 +1,4 @@
-"""The top of a run's page: what ran, where, how it ended, the numbers one looks for first. No Lightning."""
+"""The top of a run's page: name, status, where it ran, diagnosis and key figures. No Lightning."""
 
 import math
 from collections.abc import Iterable
@@ -7,8 +7,8 @@ from html import escape
 from typing import Any
 
 from ..progress.text import TRAIN_LOSS, VAL_LOSS, clock_text
-from .html import words
-from .run_record import RunRecord, how_it_ended
+from .html import value_text
+from .run_record import RunRecord, get_status
 
 _STATUS_CLASSES = {
     "finished": "good",
@@ -17,36 +17,36 @@ _STATUS_CLASSES = {
     "interrupted": "warn",
     "running": "warn",
     "unknown": "warn",
-}  # any other: bad
+}
 
 
 def head(run: RunRecord) -> str:
-    """Name, status, when and where it began, and what was typed where there is no list of it."""
-    told = ("devices", "hostname") if run.overrides else ("devices", "hostname", "command")
-    present = [key for key in told if run.environment.get(key)]
-    shown = [*_started(run), *(words(run.environment[key]) for key in present)]
-    where = " · ".join(f"<code>{escape(word)}</code>" for word in shown)
+    """Return name, status, start time, devices and host; also the command if no overrides are recorded."""
+    keys = ("devices", "hostname") if run.overrides else ("devices", "hostname", "command")
+    environment = [value_text(run.environment[key]) for key in keys if run.environment.get(key)]
+    items = [*_start_time(run), *environment]
+    line = " · ".join(f"<code>{escape(item)}</code>" for item in items)
     return (
         f'<header><div class="head"><h1>{escape(run.name)}</h1>{status_pill(run)}</div>'
-        f'<p class="where">{where}</p></header>'
+        f'<p class="where">{line}</p></header>'
     )
 
 
 def status_pill(run: RunRecord) -> str:
-    """`finished` in green, and so on; nothing where nothing is known."""
-    status = how_it_ended(run)
+    """Return the colored status of a run; empty if the run folder does not say how it ended."""
+    status = get_status(run)
     if status is None:
         return ""
     return f'<span class="status {status_class(status)}">{escape(status)}</span>'
 
 
 def status_class(status: str) -> str:
-    """Good, a warning, or bad: any that is not known."""
-    return _STATUS_CLASSES[status] if status in _STATUS_CLASSES else "bad"
+    """Return the style class of a status: `good`, `warn`, or `bad` for any other."""
+    return _STATUS_CLASSES.get(status, "bad")
 
 
-def _started(run: RunRecord) -> list[str]:
-    """When the first event was written."""
+def _start_time(run: RunRecord) -> list[str]:
+    """Return when the first event was written; empty if it has no time."""
     seconds = run.events[0].get("time") if run.events else None
     if not isinstance(seconds, (int, float)) or not seconds:
         return []
@@ -54,11 +54,11 @@ def _started(run: RunRecord) -> list[str]:
 
 
 def diagnosis(run: RunRecord) -> str:
-    """What a diagnosis found, a line each."""
-    found = [e for e in run.events if e.get("event") == "diagnosis" and e.get("text")]
+    """Return the findings of BottleneckMonitor, one line each."""
+    findings = [e for e in run.events if e.get("event") == "diagnosis" and e.get("text")]
     lines = "".join(
-        f"<li><b>step {escape(words(event.get('step')))}</b> {escape(str(event['text']))}</li>"
-        for event in found
+        f"<li><b>step {escape(value_text(event.get('step')))}</b> {escape(str(event['text']))}</li>"
+        for event in findings
     )
     return (
         f'<section class="card diagnosis"><h2>Diagnosis</h2><ul>{lines}</ul></section>'
@@ -68,20 +68,21 @@ def diagnosis(run: RunRecord) -> str:
 
 
 def tiles(run: RunRecord) -> str:
-    """From the summary; before there is one, from the last row."""
+    """Return the key figures, from the summary or, before there is one, from the last row."""
     summary = run.summary
     best = _finite(summary.get("best_val_loss"))
-    shown = [
-        ("train loss", _either(run, "train_loss", TRAIN_LOSS), ""),
-        (
-            "val loss",
-            _either(run, "val_loss", VAL_LOSS),
-            "" if best is None else f"best {best:.4g}",
-        ),
+    best_note = "" if best is None else f"best {best:.4g}"
+    figures = [
+        ("train loss", _summary_or_row(run, "train_loss", TRAIN_LOSS), ""),
+        ("val loss", _summary_or_row(run, "val_loss", VAL_LOSS), best_note),
         ("val accuracy", run.last("val/accuracy"), ""),
-        ("tokens/s", _either(run, "tokens_per_second", ("throughput/tokens_per_second",)), ""),
+        (
+            "tokens/s",
+            _summary_or_row(run, "tokens_per_second", ("throughput/tokens_per_second",)),
+            "",
+        ),
         ("MFU", summary.get("mfu"), ""),
-        ("steps", _either(run, "steps", ()) or run.last_step, ""),
+        ("steps", summary.get("steps") or run.last_step, ""),
         ("tokens", summary.get("tokens"), ""),
         ("time", summary.get("seconds"), ""),
         ("peak memory", summary.get("peak_memory_gib"), "GiB"),
@@ -89,7 +90,7 @@ def tiles(run: RunRecord) -> str:
     items = "".join(
         f'<div class="tile"><dt>{name}</dt><dd>{_tile_value(name, value)}'
         f"{f' <small>{escape(note)}</small>' if note else ''}</dd></div>"
-        for name, value, note in shown
+        for name, value, note in figures
         if value is not None
     )
     return f'<dl class="tiles">{items}</dl>'
@@ -104,14 +105,15 @@ def _tile_value(name: str, value: Any) -> str:
     if name == "MFU":
         return f"{number:.1%}"
     if name == "tokens" and number >= 1e7:
-        scale, letter = (1e9, "G") if number >= 1e9 else (1e6, "M")
+        scale, letter = (1e9, "B") if number >= 1e9 else (1e6, "M")
         return f"{number / scale:.4g} {letter}"
     if name in ("tokens/s", "steps", "tokens"):
         return f"{number:,.0f}"
     return f"{number:.4g}"
 
 
-def _either(run: RunRecord, key: str, metrics: Iterable[str]) -> Any:
+def _summary_or_row(run: RunRecord, key: str, metrics: Iterable[str]) -> Any:
+    """Return a summary value, else the last value of the first of `metrics` that was logged, else None."""
     value = run.summary.get(key)
     if value is not None:
         return value

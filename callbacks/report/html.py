@@ -1,4 +1,4 @@
-"""The frame of a page that opens offline: style, body, data and script in one file. No Lightning."""
+"""Build a page that opens offline: its frame, its cards and tables, and values as a person reads them. No Lightning."""
 
 from collections import Counter
 from collections.abc import Iterable, Sequence
@@ -12,10 +12,18 @@ from .charts.json_data import as_json
 ASSETS = Path(__file__).parent / "assets"
 
 
-def whole_page(
+def render_page(
     *, title: str, body: str, data: dict[str, Any], styles: Sequence[str], scripts: Sequence[str]
 ) -> str:
-    """HTML; `styles` and `scripts` are files beside this one. `body` is escaped already."""
+    """Return one HTML file with its style, its data and its scripts inside.
+
+    Args:
+        title: Text of the browser's tab.
+        body: Escaped HTML.
+        data: What the scripts draw from; written as JSON.
+        styles: File names in `assets/`.
+        scripts: File names in `assets/`, in the order they run.
+    """
     style = "".join((ASSETS / name).read_text(encoding="utf-8") for name in styles)
     script = "".join((ASSETS / name).read_text(encoding="utf-8") for name in scripts)
     return (
@@ -29,97 +37,107 @@ def whole_page(
 
 
 def write_page(path: Path, text: str) -> None:
-    """Whole or not at all."""
+    """Write a file so that a reader finds the old page or the new one, never half of it."""
     partial = path.with_name(f".{path.name}.partial")
     partial.write_text(text, encoding="utf-8")
     partial.replace(path)
 
 
 def anchor_id(title: str) -> str:
-    """An id for the heading of a section."""
+    """Return the id of a section of charts."""
     return "charts-" + "".join(c if c.isascii() and c.isalnum() else "-" for c in title.lower())
 
 
-def zoom_bar(places: Sequence[tuple[str, str]]) -> str:
-    """Stays at the top: where things are on the page, and which steps are shown. `places` are id and title."""
-    links = "".join(f'<a href="#{id_}">{escape(title)}</a>' for id_, title in places)
+def zoom_bar(links: Sequence[tuple[str, str]]) -> str:
+    """Return the bar that stays at the top: links to the sections, and buttons that choose the steps shown.
+
+    Args:
+        links: Id and title of each section.
+    """
+    nav = "".join(f'<a href="#{id_}">{escape(title)}</a>' for id_, title in links)
     buttons = "".join(
-        f'<button type="button" data-zoom="{word}" title="{title}" aria-label="{title}">{sign}</button>'
-        for word, sign, title in (
-            ("back", "&lsaquo;", "earlier steps"),
+        f'<button type="button" data-zoom="{action}" title="{title}" aria-label="{title}">{sign}</button>'
+        for action, sign, title in (
+            ("earlier", "&lsaquo;", "earlier steps"),
             ("out", "&minus;", "zoom out"),
             ("in", "+", "zoom in"),
-            ("on", "&rsaquo;", "later steps"),
-            ("all", "all", "all steps (Escape, or double-click in a chart)"),
+            ("later", "&rsaquo;", "later steps"),
+            ("all", "all", "all steps (Escape, or double-click a chart)"),
         )
     )
     return (
-        f'<div class="bar"><nav>{links}</nav><div class="zoom" role="toolbar"'
+        f'<div class="bar"><nav>{nav}</nav><div class="zoom" role="toolbar"'
         f' aria-label="steps shown" hidden><output></output>{buttons}</div></div>'
     )
 
 
-def words(value: Any) -> str:
-    """One value as a person reads it; None is `unknown`."""
-    if value is None:
-        return "unknown"
-    if isinstance(value, bool):
-        return "yes" if value else "no"
-    if isinstance(value, (int, float)):
-        return value_label(value)
-    if isinstance(value, list):  # `8 x NVIDIA H100`, not eight times its name
-        counts = Counter(map(str, value)).items()
-        return ", ".join(f"{count} x {word}" if count > 1 else word for word, count in counts)
-    return str(value)
-
-
-def flat(values: dict[str, Any], prefix: str = "") -> Iterable[tuple[str, Any]]:
-    """Nested objects as one level, with dots in the names."""
-    for name, value in values.items():
-        if isinstance(value, dict):
-            yield from flat(value, f"{prefix}{name}.")
-        else:
-            yield f"{prefix}{name}", value
-
-
-def facts(title: str, values: dict[str, Any]) -> str:
-    """Names and values, a row each; what is nested stands in one row."""
-    rows = "".join(
-        f"<tr><th>{escape(name)}</th><td>{escape(_fact(value))}</td></tr>"
-        for name, value in values.items()
-        if value not in ([], {})
-    )
-    return section(title, f"<table>{rows}</table>") if rows else ""
-
-
-def _fact(value: Any) -> str:
-    if not isinstance(value, dict):
-        return words(value)
-    return ", ".join(f"{name} {words(inner)}" for name, inner in flat(value))
-
-
-def table(heads: Sequence[str], rows: Iterable[Sequence[str]]) -> str:
-    """A table with a heading row; cells are escaped already. Columns after the first are figures."""
-    first, *others = heads
-    line = f"<th>{escape(first)}</th>" + "".join(f"<th>{escape(one)}</th>" for one in others)
-    body = "".join(f"<tr>{''.join(f'<td>{cell}</td>' for cell in row)}</tr>" for row in rows)
-    return f'<table class="figures"><thead><tr>{line}</tr></thead><tbody>{body}</tbody></table>'
-
-
 def section(title: str, content: str, *, id_: str = "") -> str:
-    """A card under a heading; nothing where there is nothing to show."""
-    place = f' id="{id_}"' if id_ else ""
+    """Return a card under a heading; empty if there is no content."""
+    id_attribute = f' id="{id_}"' if id_ else ""
     return (
-        f'<section{place}><h2>{escape(title)}</h2><div class="card">{content}</div></section>'
+        f'<section{id_attribute}><h2>{escape(title)}</h2><div class="card">{content}</div></section>'
         if content
         else ""
     )
 
 
 def folded(title: str, content: str, *, id_: str = "") -> str:
-    """A card that opens on request."""
-    place = f' id="{id_}"' if id_ else ""
+    """Return a card that opens when its title is clicked."""
+    id_attribute = f' id="{id_}"' if id_ else ""
     return (
-        f"<details{place}><summary>{escape(title)}</summary>"
+        f"<details{id_attribute}><summary>{escape(title)}</summary>"
         f'<div class="card">{content}</div></details>'
     )
+
+
+def table(heads: Sequence[str], rows: Iterable[Sequence[str]], *, css: str = "figures") -> str:
+    """Return a table with a heading row.
+
+    Args:
+        heads: Plain text.
+        rows: Cells as escaped HTML.
+        css: `figures` aligns all columns but the first to the right; `list` all to the left.
+    """
+    first, *others = heads
+    line = f"<th>{escape(first)}</th>" + "".join(f"<th>{escape(head)}</th>" for head in others)
+    body = "".join(f"<tr>{''.join(f'<td>{cell}</td>' for cell in row)}</tr>" for row in rows)
+    return f'<table class="{css}"><thead><tr>{line}</tr></thead><tbody>{body}</tbody></table>'
+
+
+def facts_table(title: str, values: dict[str, Any]) -> str:
+    """Return a card with one row per name and value; a nested object is one row."""
+    rows = "".join(
+        f"<tr><th>{escape(name)}</th><td>{escape(_fact_text(value))}</td></tr>"
+        for name, value in values.items()
+        if value not in ([], {})
+    )
+    return section(title, f"<table>{rows}</table>") if rows else ""
+
+
+def _fact_text(value: Any) -> str:
+    if not isinstance(value, dict):
+        return value_text(value)
+    return ", ".join(f"{name} {value_text(inner)}" for name, inner in flatten(value))
+
+
+def value_text(value: Any) -> str:
+    """Return a value as a person reads it; None is `unknown`."""
+    if value is None:
+        return "unknown"
+    if isinstance(value, bool):
+        return "yes" if value else "no"
+    if isinstance(value, (int, float)):
+        return value_label(value)
+    if isinstance(value, list):  # `8 x NVIDIA H100`, not its name eight times
+        counts = Counter(map(str, value)).items()
+        return ", ".join(f"{count} x {name}" if count > 1 else name for name, count in counts)
+    return str(value)
+
+
+def flatten(values: dict[str, Any], prefix: str = "") -> Iterable[tuple[str, Any]]:
+    """Yield the leaves of nested objects, with dots in their names."""
+    for name, value in values.items():
+        if isinstance(value, dict):
+            yield from flatten(value, f"{prefix}{name}.")
+        else:
+            yield f"{prefix}{name}", value

@@ -1,4 +1,4 @@
-"""A run as one picture and one page that opens offline: a second or two, no Lightning."""
+"""Write the report of one run: one picture, and one page that opens offline. A second or two, no Lightning."""
 
 from collections.abc import Mapping, Sequence
 from html import escape
@@ -13,31 +13,39 @@ from .charts.series import (
     Mark,
     get_groups,
     get_marks,
-    not_drawn,
+    metrics_not_drawn,
 )
-from .charts.svg import STILL_BUCKETS, STILL_POINTS, chart_html, padded, spans
-from .config import config_text, typed_words
+from .charts.svg import (
+    MAX_STATIC_BUCKETS,
+    MAX_STATIC_POINTS,
+    chart_html,
+    column_spans,
+    padded_range,
+)
+from .config import config_text, typed_overrides
 from .dashboard import get_sections, sections_for
 from .header import diagnosis, head, tiles
-from .html import anchor_id, facts, whole_page, write_page, zoom_bar
+from .html import anchor_id, facts_table, render_page, write_page, zoom_bar
 from .run_record import RunRecord, read_run
-from .tables import events, evidence, operators, plan_table, samples
+from .tables import events_table, operators_table, plan_table, sample_texts, spikes_table
 
 STYLES = ("page.css", "charts.css")
 SCRIPTS = ("axis.js", "charts.js", "zoom.js")
-_EVENT_WORDS = {"lr_backoff": "learning rate cut", "checkpoint_rejected": "checkpoint refused"}
 
 
 def write_report(run_folder: Path, dashboard: Sequence[Mapping[str, Any]] | None = None) -> None:
-    """Write `curves.png` and `report.html` into a run folder, from the files that are in it.
+    """Write `curves.png` and `report.html` into a run folder, from the files in it.
 
-    Needs `metrics.csv`; takes `summary.json`, `environment.json`, `config.yaml`, `plan.json`, `events.jsonl`,
-    `samples.jsonl`, `spikes/` and `profile/operators.json` where they are there. Call it again when there are more.
+    Needs `metrics.csv`; uses `summary.json`, `environment.json`, `config.yaml`, `plan.json`, `events.jsonl`,
+    `samples.jsonl`, `spikes/` and `profile/operators.json` if they exist. Call it again when there are more.
 
     Args:
-        dashboard: Sections of panels, as in `conf/dashboard/default.yaml`; None: every metric, by its prefix.
+        run_folder: The folder of a run, or any folder with a `metrics.csv`.
+        dashboard: Sections of panels, as in `conf/dashboard/default.yaml`; None draws every metric, by its prefix.
 
-    Raises FileNotFoundError without `metrics.csv`.
+    Raises:
+        FileNotFoundError: There is no `metrics.csv`.
+        ValueError: `metrics.csv` has no column `step`.
     """
     run = read_run(run_folder)
     sections = sections_for(run.series) if dashboard is None else get_sections(dashboard)
@@ -49,44 +57,48 @@ def write_report(run_folder: Path, dashboard: Sequence[Mapping[str, Any]] | None
 
 
 def page_html(run: RunRecord, groups: Sequence[Group], marks: Sequence[Mark]) -> str:
-    """The whole page. Whatever came from a file of the run is escaped."""
-    parts = [samples(run), operators(run), evidence(run), plan_table(run)]
+    """Return the whole page; everything that comes from a file of the run is escaped."""
+    environment = {name: v for name, v in run.environment.items() if name != "overrides"}
+    facts = f"{facts_table('Summary', run.summary)}{facts_table('Environment', environment)}"
     tables = [
-        *parts,
-        f'<div class="pair">{facts("Summary", run.summary)}{facts("Environment", _where(run))}</div>',
-        events(run),
+        sample_texts(run),
+        operators_table(run),
+        spikes_table(run),
+        plan_table(run),
+        f'<div class="pair">{facts}</div>',
+        events_table(run),
         config_text(run),
     ]
     charts = [chart for group in groups for chart in group.charts]
-    places = [(anchor_id(group.title), group.title) for group in groups]
-    places += [("evidence", "evidence")] if run.evidence else []
-    bar = zoom_bar([*places, ("tables", "tables")]) if charts else ""
+    links = [(anchor_id(group.title), group.title) for group in groups]
+    links += [("spikes", "spike dumps")] if run.spikes else []
+    bar = zoom_bar([*links, ("tables", "tables")]) if charts else ""
     body = (
-        f"{head(run)}{typed_words(run)}{diagnosis(run)}{tiles(run)}{bar}{mark_legend(run)}"
-        f"{charts_html(groups, marks)}{_left_out(run, groups)}"
+        f"{head(run)}{typed_overrides(run)}{diagnosis(run)}{tiles(run)}{bar}{mark_legend(run)}"
+        f"{charts_html(groups, marks)}{_not_drawn_note(run, groups)}"
         f'<div id="tables">{"".join(tables)}</div>'
         f"<footer>{escape(str(run.folder))}</footer>"
     )
-    first, last = padded(charts[0].x_range) if charts else (0, 1)
+    first, last = padded_range(charts[0].x_range) if charts else (0, 1)
     data = {
         "first": first,
         "last": last,
         "charts": [chart_data(chart) for chart in charts],
-        "marks": [[mark.step, mark.event, mark.undone_to] for mark in marks],
+        "marks": [[mark.step, mark.event, mark.from_step] for mark in marks],
     }
-    return whole_page(title=run.name, body=body, data=data, styles=STYLES, scripts=SCRIPTS)
+    return render_page(title=run.name, body=body, data=data, styles=STYLES, scripts=SCRIPTS)
 
 
 def charts_html(groups: Sequence[Group], marks: Sequence[Mark]) -> str:
-    """A heading and a grid without holes for each group."""
+    """Return each group as a heading and a grid of charts without holes."""
     num_curves = sum(len(chart.curves) for group in groups for chart in group.charts)
-    buckets = max(40, min(STILL_BUCKETS, STILL_POINTS // (4 * max(1, num_curves))))
+    # at most four points a bucket, see downsample.thin
+    buckets = max(40, min(MAX_STATIC_BUCKETS, MAX_STATIC_POINTS // (4 * max(1, num_curves))))
     html, index = [], 0
     for number, group in enumerate(groups):
         figures = []
-        for chart, span in zip(
-            group.charts, spans(len(group.charts), leads=number == 0), strict=True
-        ):
+        spans = column_spans(len(group.charts), leads=number == 0)
+        for chart, span in zip(group.charts, spans, strict=True):
             figures.append(chart_html(chart, marks, index=index, span=span, max_buckets=buckets))
             index += 1
         html.append(
@@ -97,28 +109,18 @@ def charts_html(groups: Sequence[Group], marks: Sequence[Mark]) -> str:
 
 
 def mark_legend(run: RunRecord) -> str:
-    """Each kind of event with its color and count; a click hides it."""
+    """Return the kinds of events with their colors and counts; a click hides the marks of a kind."""
     events = [event.get("event") for event in run.events]
-    kinds = [event for event in MARKED_EVENTS if event in events]
-    keys = "".join(
-        f'<button type="button" class="event e-{kind}" data-event="{kind}" aria-pressed="true">'
-        f"{events.count(kind)}"
-        f" {_EVENT_WORDS[kind] if kind in _EVENT_WORDS else kind}</button>"
-        for kind in kinds
+    buttons = "".join(
+        f'<button type="button" class="event e-{kind}" data-event="{kind}" aria-pressed="true"'
+        f' title="show or hide">{kind.replace("_", " ")} &times; {events.count(kind)}</button>'
+        for kind in MARKED_EVENTS
+        if kind in events
     )
-    dotted = '<span class="dotted">steps that a rollback undid</span>' if run.undone else ""
-    return f'<p class="legend">{keys}{dotted}</p>' if keys else ""
+    dotted = '<span class="dotted">rolled-back steps</span>' if run.rolled_back else ""
+    return f'<p class="legend">{buttons}{dotted}</p>' if buttons else ""
 
 
-def _left_out(run: RunRecord, groups: Sequence[Group]) -> str:
-    names = not_drawn(run, groups)
-    return (
-        f'<p class="legend">Not drawn, as no panel of the dashboard names them: {escape(", ".join(names))}</p>'
-        if names
-        else ""
-    )
-
-
-def _where(run: RunRecord) -> dict[str, Any]:
-    """The environment without what stands at the top of the page."""
-    return {name: value for name, value in run.environment.items() if name != "overrides"}
+def _not_drawn_note(run: RunRecord, groups: Sequence[Group]) -> str:
+    names = escape(", ".join(metrics_not_drawn(run, groups)))
+    return f'<p class="legend">Not in any panel of the dashboard: {names}</p>' if names else ""

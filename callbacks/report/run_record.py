@@ -1,4 +1,4 @@
-"""What a run left in its folder, as plain values: one pass over each file, no Lightning."""
+"""Read the files of a run folder as plain values: each file once, no Lightning."""
 
 import csv
 import json
@@ -13,13 +13,21 @@ import yaml
 Point = tuple[int, float]  # step, value
 Series = dict[str, list[Point]]  # by metric name, in the order of the file
 
-_YAML = getattr(yaml, "CSafeLoader", yaml.SafeLoader)  # ten times as fast, where it was built
-_STATUS_OF_EVENT = {"end": "finished", "stop": "stopped", "preempted": "preempted"}
+_YAML = getattr(yaml, "CSafeLoader", yaml.SafeLoader)  # where it was built: ten times as fast
+_STATUS_BY_EVENT = {"end": "finished", "stop": "stopped", "preempted": "preempted"}
 
 
 @dataclass(frozen=True)
 class RunRecord:
-    """The files of a run folder. A file that is not there, or not yet whole, is empty here."""
+    """The files of a run folder. A file that does not exist, or is not yet complete, is empty here.
+
+    Attributes:
+        series: The points of every metric.
+        plan: `plan.json`, what was expected of the run before it started.
+        operators: The operators of a profile.
+        spikes: `spike.json` of each spike dump, with its `folder`.
+        rolled_back: The points that each rollback discarded.
+    """
 
     folder: Path
     series: Series
@@ -31,119 +39,125 @@ class RunRecord:
     config: dict[str, Any] = field(default_factory=dict)
     plan: dict[str, Any] = field(default_factory=dict)
     operators: list[dict[str, Any]] = field(default_factory=list)
-    evidence: list[dict[str, Any]] = field(
-        default_factory=list
-    )  # of spikes, each with its `folder`
-    undone: list[Series] = field(default_factory=list)  # the rows that each rollback took back
+    spikes: list[dict[str, Any]] = field(default_factory=list)
+    rolled_back: list[Series] = field(default_factory=list)
 
     @property
     def name(self) -> str:
-        """`name:` of the config, else the folder's name."""
+        """Return `name:` of the config, else the folder's name."""
         found = re.search(r"^name:\s*(\S.*?)\s*$", self.config_text, flags=re.MULTILINE)
         return found.group(1).strip("'\"") if found else self.folder.name
 
     @property
     def overrides(self) -> list[str]:
-        """What was typed."""
-        typed = self.environment["overrides"] if "overrides" in self.environment else []
-        return [str(word) for word in typed] if isinstance(typed, list) else []
-
-    def last(self, metric: str) -> float | None:
-        """The metric's last value; None if it was never logged."""
-        points = self.series.get(metric)
-        return points[-1][1] if points else None
+        """Return the overrides that were typed."""
+        overrides = self.environment.get("overrides", [])
+        return list(map(str, overrides)) if isinstance(overrides, list) else []
 
     @property
     def last_step(self) -> int | None:
+        """Return the last step of any metric; None if nothing was logged."""
         return max((points[-1][0] for points in self.series.values()), default=None)
 
+    def last(self, metric: str) -> float | None:
+        """Return the metric's last value; None if it was never logged."""
+        points = self.series.get(metric)
+        return points[-1][1] if points else None
 
-def how_it_ended(run: RunRecord) -> str | None:
-    """The summary's status; before there is one, what the last event says; None if nothing does."""
+
+def get_status(run: RunRecord) -> str | None:
+    """Return the status of the summary, else what the last event implies; None if there is neither."""
     if "status" in run.summary:
         return str(run.summary["status"])
     if not run.events:
         return None
-    last = str(run.events[-1].get("event"))
-    return _STATUS_OF_EVENT[last] if last in _STATUS_OF_EVENT else "running"
+    return _STATUS_BY_EVENT.get(str(run.events[-1].get("event")), "running")
 
 
 def read_run(folder: Path, *, needs_metrics: bool = True) -> RunRecord:
-    """Read `metrics.csv` and what else there is.
+    """Read `metrics.csv` and every other file of a run that exists.
 
-    Raises FileNotFoundError without `metrics.csv`, ValueError if its header has no `step`; neither where it is not
-    needed, as of a run that has only begun.
+    Args:
+        folder: The run folder.
+        needs_metrics: Whether a missing or invalid `metrics.csv` raises; a run that has just begun has none.
+
+    Raises:
+        FileNotFoundError: There is no `metrics.csv`.
+        ValueError: `metrics.csv` has no column `step`.
     """
     metrics = folder / "metrics.csv"
     text = _read_text(folder / "config.yaml") or _read_text(folder / "hparams.yaml")
     return RunRecord(
         folder=folder.resolve(),
-        series=read_metrics(metrics) if needs_metrics else _metrics_so_far(metrics),
+        series=read_metrics(metrics) if needs_metrics else _read_metrics_if_any(metrics),
         events=_read_lines(folder / "events.jsonl"),
         samples=_read_lines(folder / "samples.jsonl"),
         summary=_read_object(folder / "summary.json"),
         environment=_read_object(folder / "environment.json"),
         config_text=text,
-        config=_parsed(text),
+        config=_parse_config(text),
         plan=_read_object(folder / "plan.json"),
         operators=_read_list(folder / "profile" / "operators.json"),
-        evidence=[
+        spikes=[
             {**_read_object(path), "folder": str(path.parent.relative_to(folder))}
             for path in sorted(folder.glob("spikes/step_*/spike.json"))
         ],
-        undone=[_metrics_so_far(path) for path in sorted(folder.glob("rolled_back/*.csv"))],
+        rolled_back=[
+            _read_metrics_if_any(path) for path in sorted(folder.glob("rolled_back/*.csv"))
+        ],
     )
 
 
 def read_metrics(path: Path) -> Series:
-    """Each column's filled cells with their steps; a row cut off in mid-write is left out."""
+    """Read each column's filled cells with their steps; skip a row that is cut off.
+
+    Raises:
+        FileNotFoundError: There is no such file.
+        ValueError: There is no column `step`.
+    """
     with path.open(newline="", encoding="utf-8", errors="replace") as file:
         rows = csv.reader(file)
         header = next(rows, [])
         if "step" not in header:
             raise ValueError(f"{path}: the header {header} has no column 'step'")
-        at = header.index("step")
-        columns = [(i, name) for i, name in enumerate(header) if i != at]
+        step_column = header.index("step")
+        columns = [(i, name) for i, name in enumerate(header) if i != step_column]
         series: Series = {name: [] for _, name in columns}
         for row in rows:
             if len(row) != len(header):
                 continue
-            step = int(float(row[at]))
+            step = int(float(row[step_column]))
             for i, name in columns:
                 if row[i] != "":
-                    series[name].append((step, _number(row[i])))
+                    series[name].append((step, _parse_number(row[i])))
     return {name: points for name, points in series.items() if points}
 
 
-def _metrics_so_far(path: Path) -> Series:
-    try:
-        return read_metrics(path)
-    except (OSError, ValueError):
-        return {}
-
-
 def metric_names(path: Path) -> list[str]:
-    """The columns of a table of metrics, without reading its rows."""
+    """Return the columns of a table of metrics, without reading its rows; empty if there is no file."""
     if not path.exists():
         return []
     with path.open(newline="", encoding="utf-8", errors="replace") as file:
         return [name for name in next(csv.reader(file), []) if name != "step"]
 
 
-def _number(cell: str) -> float:
-    """A cell as a number; words that some logger wrote are no number."""
+def _read_metrics_if_any(path: Path) -> Series:
+    try:
+        return read_metrics(path)
+    except (OSError, ValueError):
+        return {}
+
+
+def _parse_number(cell: str) -> float:
+    """Return a cell as a number; NaN for text."""
     try:
         return float(cell)
     except ValueError:
         return math.nan
 
 
-def _read_text(path: Path) -> str:
-    return path.read_text(encoding="utf-8", errors="replace") if path.is_file() else ""
-
-
-def _parsed(text: str) -> dict[str, Any]:
-    """A config as values; empty where it holds what only some program can read."""
+def _parse_config(text: str) -> dict[str, Any]:
+    """Parse a config; empty if it has tags that only the program that wrote it can read."""
     try:
         value = yaml.load(text, Loader=_YAML)
     except yaml.YAMLError:
@@ -151,8 +165,12 @@ def _parsed(text: str) -> dict[str, Any]:
     return value if isinstance(value, dict) else {}
 
 
+def _read_text(path: Path) -> str:
+    return path.read_text(encoding="utf-8", errors="replace") if path.is_file() else ""
+
+
 def _read_json(path: Path) -> Any:
-    """None where there is nothing whole yet."""
+    """Return the content of a JSON file; None if it is missing or incomplete."""
     try:
         return json.loads(_read_text(path))
     except json.JSONDecodeError:
@@ -166,11 +184,11 @@ def _read_object(path: Path) -> dict[str, Any]:
 
 def _read_list(path: Path) -> list[dict[str, Any]]:
     value = _read_json(path)
-    return [one for one in value if isinstance(one, dict)] if isinstance(value, list) else []
+    return [item for item in value if isinstance(item, dict)] if isinstance(value, list) else []
 
 
 def _read_lines(path: Path) -> list[dict[str, Any]]:
-    """The JSON objects of a file that grows by whole lines; a torn one, mostly the last, is left out."""
+    """Read a file of JSON objects, one per line; skip a line that is cut off, usually the last."""
     found = []
     for line in _read_text(path).split("\n")[:-1]:
         try:

@@ -1,4 +1,4 @@
-"""What else a run left, as tables: samples, evidence of spikes, operators, events. Escaped HTML, no Lightning."""
+"""The tables of a run's page: plan, generated text, operators, spikes, events. Escaped HTML, no Lightning."""
 
 import shlex
 import statistics
@@ -6,114 +6,17 @@ from html import escape
 from typing import Any, TypeGuard
 
 from ..progress.text import clock_text
-from .html import flat, folded, section, table, words
+from .html import flatten, folded, section, table, value_text
 from .run_record import RunRecord
 
 MAX_EVENT_ROWS = 200
 MAX_OPERATORS = 20
 
-
-def samples(run: RunRecord) -> str:
-    """What the model wrote last: every sample of the last step that has any."""
-    steps = [sample.get("step") for sample in run.samples]
-    last = [sample for sample in run.samples if sample.get("step") == steps[-1]]
-    cards = "".join(
-        f'<div class="card sample"><p>step {escape(words(sample.get("step")))}, prompt'
-        f" <code>{escape(repr(sample.get('prompt')))}</code></p>"
-        f"<pre><b>{escape(str(sample.get('prompt')))}</b>{escape(str(sample.get('text')))}</pre></div>"
-        for sample in last
-    )
-    return f'<section id="text"><h2>What it writes</h2>{cards}</section>' if cards else ""
-
-
-def evidence(run: RunRecord) -> str:
-    """A row for each step out of line whose batch and weights were kept, and how to compute it once more."""
-    rows = [
-        [
-            escape(words(one.get("step"))),
-            escape(_alarms(one)),
-            _number(one.get("loss")),
-            _number(one.get("grad_norm")),
-            "skipped" if one.get("skipped") else "taken",
-            f'<a href="{escape(one["folder"])}">{escape(one["folder"])}</a>',
-        ]
-        for one in run.evidence
-    ]
-    if not rows:
-        return ""
-    heads = ("step", "why", "loss", "gradient norm", "the step was", "evidence")
-    newest = run.evidence[-1].get("step")
-    command = (
-        f"python train.py mode=replay resume={shlex.quote(str(run.folder))} mode.step={newest}"
-    )
-    again = f'<p class="again">Compute one again: <code>{escape(command)}</code></p>'
-    return section("Steps out of line", table(heads, rows) + again, id_="evidence")
-
-
-def _alarms(one: dict[str, Any]) -> str:
-    alarms = one["alarms"] if isinstance(one.get("alarms"), dict) else {}
-    told = []
-    for series, alarm in alarms.items():
-        kind = alarm.get("kind") if isinstance(alarm, dict) else alarm
-        score = alarm.get("score") if isinstance(alarm, dict) else None
-        told.append(
-            f"{series} {words(kind)}".replace("_", " ")
-            + (f", score {words(score)}" if score else "")
-        )
-    return "; ".join(told)
-
-
-def _number(value: Any) -> str:
-    return "not finite" if value is None else escape(words(value))
-
-
-def operators(run: RunRecord) -> str:
-    """The operators of a profile that took the most time themselves."""
-    names = ("name", "calls", "self_seconds", "share")
-    whole = [one for one in run.operators if all(name in one for name in names)]
-    top = sorted(whole, key=lambda one: -float(one["self_seconds"]))[:MAX_OPERATORS]
-    rows = [
-        [
-            f"<code>{escape(str(one['name']))}</code>",
-            escape(words(one["calls"])),
-            f"{float(one['self_seconds']):.4g}",
-            f'<span class="share" style="--share:{float(one["share"]):.4f}">{float(one["share"]):.1%}</span>',
-        ]
-        for one in top
-    ]
-    heads = ("operator", "calls", "seconds, itself", "share")
-    return section("Where the time went", table(heads, rows), id_="operators") if rows else ""
-
-
-def events(run: RunRecord) -> str:
-    """The last of them, folded."""
-    if not run.events:
-        return ""
-    shown = run.events[-MAX_EVENT_ROWS:]
-    rows = [
-        [
-            escape(words(event.get("step"))),
-            escape(str(event.get("event"))),
-            escape(_rest_of(event)),
-        ]
-        for event in shown
-    ]
-    number = len(run.events)
-    count = f"{number:,}" if len(shown) == number else f"last {len(shown)} of {number:,}"
-    content = table(("step", "event", ""), rows).replace('class="figures"', 'class="list"')
-    return folded(f"Events ({count})", content, id_="events")
-
-
-def _rest_of(event: dict[str, Any]) -> str:
-    rest = {k: v for k, v in event.items() if k not in ("time", "step", "event")}
-    return ", ".join(f"{name} {words(value)}" for name, value in flat(rest))
-
-
-_TITLES = {
+_PLAN_TITLES = {
     "steps": "optimizer steps",
     "samples": "samples",
     "tokens": "tokens",
-    "global_batch_size": "samples per step",
+    "global_batch_size": "global batch size",
     "step_seconds": "seconds per step",
     "seconds": "time",
     "tokens_per_second": "tokens per second",
@@ -124,33 +27,33 @@ _TITLES = {
 
 
 def plan_table(run: RunRecord) -> str:
-    """What the config and `plan.json` say, beside what `metrics.csv` and `summary.json` do."""
+    """Return what config and `plan.json` planned next to what was measured."""
     planned, measured = planned_values(run), measured_values(run)
     rows = [
         [
-            _title(name),
-            _shown(name, value),
-            _shown(name, measured[name]),
-            _share(value, measured[name]),
+            escape(_PLAN_TITLES.get(name, name)),
+            _plan_cell(name, value),
+            _plan_cell(name, measured[name]),
+            f"{measured[name] / value:.1%}" if value else "",
         ]
         for name, value in planned.items()
         if name in measured
     ]
-    heads = ("", "planned", "measured", "of the plan")
-    return section("The plan and what was measured", table(heads, rows)) if rows else ""
+    heads = ("", "planned", "measured", "measured / planned")
+    return section("Planned and measured", table(heads, rows)) if rows else ""
 
 
 def planned_values(run: RunRecord) -> dict[str, float]:
-    """Counts from the config's words; times and sizes from the plan, under the summary's names."""
+    """Return counts computed from the config, and `plan.json`, under the names of the summary."""
     config = run.config
     trainer = config["trainer"] if isinstance(config.get("trainer"), dict) else {}
-    counts = {
+    settings = {
         "steps": trainer.get("max_steps"),
         "global_batch_size": config.get("global_batch_size"),
         "seq_len": config.get("seq_len"),
     }
     known: dict[str, float] = {
-        name: value for name, value in counts.items() if _is_number(value) and value > 0
+        name: value for name, value in settings.items() if _is_number(value) and value > 0
     }
     planned: dict[str, float] = {}
     if "steps" in known:
@@ -165,13 +68,14 @@ def planned_values(run: RunRecord) -> dict[str, float]:
 
 
 def measured_values(run: RunRecord) -> dict[str, float]:
-    """Numbers of the summary, and of the rows the median step."""
+    """Return the numbers of the summary; from the rows, global batch size and median step time."""
     measured = {name: value for name, value in run.summary.items() if _is_number(value)}
-    samples = run.series["train/samples"] if "train/samples" in run.series else []
-    if len(samples) > 1 and not run.undone:
-        (first, of_first), (last, of_last) = samples[0], samples[-1]
-        if last > first:
-            measured["global_batch_size"] = (of_last - of_first) / (last - first)
+    samples = run.series.get("train/samples", [])
+    # after a rollback the count of samples also covers discarded steps
+    if len(samples) > 1 and not run.rolled_back:
+        (first_step, first_count), (last_step, last_count) = samples[0], samples[-1]
+        if last_step > first_step:
+            measured["global_batch_size"] = (last_count - first_count) / (last_step - first_step)
     if "time/step_seconds" in run.series:
         measured["step_seconds"] = statistics.median(v for _, v in run.series["time/step_seconds"])
     return measured
@@ -181,19 +85,108 @@ def _is_number(value: Any) -> TypeGuard[float]:
     return isinstance(value, (int, float)) and not isinstance(value, bool)
 
 
-def _title(name: str) -> str:
-    return escape(_TITLES[name] if name in _TITLES else name)
-
-
-def _shown(name: str, value: float) -> str:
+def _plan_cell(name: str, value: float) -> str:
     if name == "seconds":
         return clock_text(value)
     if name == "step_seconds":
         return f"{value:.4g} s"
     if name == "mfu":
         return f"{value:.1%}"
-    return f"{value:.3g}" if name == "peak_memory_gib" else escape(words(value))
+    return f"{value:.3g}" if name == "peak_memory_gib" else escape(value_text(value))
 
 
-def _share(planned: float, measured: float) -> str:
-    return f"{measured / planned:.1%}" if planned else ""
+def sample_texts(run: RunRecord) -> str:
+    """Return the texts that the model generated at the last step that has any."""
+    steps = [sample.get("step") for sample in run.samples]
+    last = [sample for sample in run.samples if sample.get("step") == steps[-1]]
+    cards = "".join(
+        f'<div class="card sample"><p>step {escape(value_text(sample.get("step")))}, prompt'
+        f" <code>{escape(repr(sample.get('prompt')))}</code></p>"
+        f"<pre><b>{escape(str(sample.get('prompt')))}</b>{escape(str(sample.get('text')))}</pre></div>"
+        for sample in last
+    )
+    return f'<section id="text"><h2>Generated text</h2>{cards}</section>' if cards else ""
+
+
+def operators_table(run: RunRecord) -> str:
+    """Return the operators of a profile with the longest self time."""
+    keys = ("name", "calls", "self_seconds", "share")
+    complete = [operator for operator in run.operators if all(key in operator for key in keys)]
+    top = sorted(complete, key=lambda o: -float(o["self_seconds"]))[:MAX_OPERATORS]
+    rows = []
+    for operator in top:
+        fraction = float(operator["share"])
+        rows.append(
+            [
+                f"<code>{escape(str(operator['name']))}</code>",
+                escape(value_text(operator["calls"])),
+                f"{float(operator['self_seconds']):.4g}",
+                f'<span class="fraction" style="--fraction:{fraction:.4f}">{fraction:.1%}</span>',
+            ]
+        )
+    heads = ("operator", "calls", "self time, s", "of the total")
+    return section("Profile by operator", table(heads, rows), id_="operators") if rows else ""
+
+
+def spikes_table(run: RunRecord) -> str:
+    """Return one row per spike dump, and the command that recomputes the newest."""
+    rows = [
+        [
+            escape(value_text(spike.get("step"))),
+            escape(_alarm_text(spike)),
+            _finite_text(spike.get("loss")),
+            _finite_text(spike.get("grad_norm")),
+            "skipped" if spike.get("skipped") else "applied",
+            f'<a href="{escape(spike["folder"])}">{escape(spike["folder"])}</a>',
+        ]
+        for spike in run.spikes
+    ]
+    if not rows:
+        return ""
+    heads = ("step", "alarm", "loss", "gradient norm", "update", "dump")
+    newest = run.spikes[-1].get("step")
+    command = (
+        f"python train.py mode=replay resume={shlex.quote(str(run.folder))} mode.step={newest}"
+    )
+    replay = f'<p class="replay">Recompute a step: <code>{escape(command)}</code></p>'
+    return section("Spike dumps", table(heads, rows) + replay, id_="spikes")
+
+
+def _alarm_text(spike: dict[str, Any]) -> str:
+    """Return `loss spike, score 12.5; norm non finite`."""
+    alarms = spike["alarms"] if isinstance(spike.get("alarms"), dict) else {}
+    texts = []
+    for series, alarm in alarms.items():
+        kind = alarm.get("kind") if isinstance(alarm, dict) else alarm
+        score = alarm.get("score") if isinstance(alarm, dict) else None
+        text = f"{series} {value_text(kind)}".replace("_", " ")
+        texts.append(f"{text}, score {value_text(score)}" if score else text)
+    return "; ".join(texts)
+
+
+def _finite_text(value: Any) -> str:
+    return "not finite" if value is None else escape(value_text(value))
+
+
+def events_table(run: RunRecord) -> str:
+    """Return the last events, folded."""
+    if not run.events:
+        return ""
+    shown = run.events[-MAX_EVENT_ROWS:]
+    rows = [
+        [
+            escape(value_text(event.get("step"))),
+            escape(str(event.get("event"))),
+            escape(_event_details(event)),
+        ]
+        for event in shown
+    ]
+    total = len(run.events)
+    count = f"{total:,}" if len(shown) == total else f"last {len(shown)} of {total:,}"
+    content = table(("step", "event", "details"), rows, css="list")
+    return folded(f"Events ({count})", content, id_="events")
+
+
+def _event_details(event: dict[str, Any]) -> str:
+    rest = {k: v for k, v in event.items() if k not in ("time", "step", "event")}
+    return ", ".join(f"{name} {value_text(value)}" for name, value in flatten(rest))

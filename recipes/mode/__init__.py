@@ -1,1 +1,1 @@
-"""What to do with a composed run: one file per `mode=`; each takes the built run and gives an exit code."""
+"""What `mode=` does with a composed run: one file per mode, each a function that returns an exit code."""

@@ -1,4 +1,4 @@
-"""Loss, and perplexity or accuracy, of a checkpoint on a whole split. One pass over the split."""
+"""Evaluate a checkpoint on a split: loss, and perplexity or accuracy. One forward pass over the whole split."""
 
 import json
 from typing import Literal
@@ -11,12 +11,18 @@ from recipes.runtime.console import LOGGER
 def evaluate(
     run: Run, *, split: Literal["train", "val"], weights: Literal["trained", "ema"]
 ) -> int:
-    """Evaluate and print; the numbers also go to `evaluate_<split>.json` in the run folder.
+    """Print the metrics of a checkpoint and write them to `evaluate_<split>.json` in the run folder.
 
     Args:
-        run: With a checkpoint to evaluate.
-        split: Which part of the data.
-        weights: Those that were trained, or their average.
+        run: A run with a checkpoint.
+        split: The part of the data to evaluate on.
+        weights: `trained`, or `ema` for their moving average.
+
+    Returns:
+        The exit code, 0.
+
+    Raises:
+        ConfigError: There is no checkpoint, or no average in it.
     """
     task, checkpoint = load_task(run, weights)
     run.data.trainer = run.trainer
@@ -26,14 +32,15 @@ def evaluate(
     )
     results = {name.removeprefix("val/"): value for name, value in metrics.items()}
     num_samples = len(run.data.source.train() if split == "train" else run.data.source.val())
-    what = {
+    record = {
+        "checkpoint": str(checkpoint),
         "data": run.data.source.fingerprint,
         "split": split,
         "samples": num_samples,
         "weights": weights,
     }
-    record = {"checkpoint": str(checkpoint)} | what | results
-    (run.folder / f"evaluate_{split}.json").write_text(json.dumps(record, indent=2) + "\n")
+    text = json.dumps(record | results, indent=2) + "\n"
+    (run.folder / f"evaluate_{split}.json").write_text(text)
     shown = ", ".join(f"{name} {value:.4f}" for name, value in results.items())
     LOGGER.info(f"{checkpoint} on the {num_samples:,} samples of {split}: {shown}")
     return 0

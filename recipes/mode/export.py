@@ -1,4 +1,4 @@
-"""Weights in Hugging Face's format, read back and compared before it says done. One write and one read."""
+"""Export weights in Hugging Face's format, and read them back to compare. Writes and reads every tensor once."""
 
 from pathlib import Path
 from typing import Literal
@@ -13,9 +13,15 @@ def export(run: Run, *, path: str | None, weights: Literal["trained", "ema"]) ->
     """Write a folder that `transformers` loads.
 
     Args:
-        run: With a checkpoint of a language model.
-        path: The folder; None: `export` in the run folder.
-        weights: Those that were trained, or their average.
+        run: A run with a checkpoint of a language model.
+        path: The folder to write; None: `export` in the run folder.
+        weights: `trained`, or `ema` for their moving average.
+
+    Returns:
+        The exit code, 0.
+
+    Raises:
+        ConfigError: There is no checkpoint, or no average in it.
     """
     task, checkpoint = load_task(run, weights)
     folder = Path(path) if path is not None else run.folder / "export"
@@ -23,5 +29,5 @@ def export(run: Run, *, path: str | None, weights: Literal["trained", "ema"]) ->
     export_pretrained(
         task.model, folder, tokenizer_folder=tokenizer if tokenizer.is_dir() else None
     )
-    LOGGER.info(f"Exported {checkpoint} to {folder}; every tensor read back and equal")
+    LOGGER.info(f"Exported {checkpoint} to {folder}; every tensor was read back and is equal")
     return 0

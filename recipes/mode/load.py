@@ -1,23 +1,23 @@
-"""The weights of a checkpoint in a model ready to be asked. One read of the checkpoint."""
+"""Load the weights of a checkpoint into a model, for the modes that do not train. Reads the checkpoint once."""
 
 from pathlib import Path
 from typing import Any, Literal
 
 from recipes.build import Run
-from recipes.checkpoint.checkpoint_io import FolderCheckpointIO
 from recipes.checkpoint.shards import load_module
 from recipes.errors import ConfigError
-from recipes.numerics.ema import NAME as AVERAGE
+from recipes.mode.start import get_checkpoint_io
+from recipes.numerics.ema import NAME as EMA_KEY
 from recipes.task.base import TrainingTask
 from recipes.tokenizer import Tokenizer
 
 
 def load_task(run: Run, weights: Literal["trained", "ema"]) -> tuple[TrainingTask, Path]:
-    """The run's task with its model on the device, in eval mode, and the checkpoint its weights are of.
+    """Return the run's task, its model on the device and in eval mode, and the checkpoint that was loaded.
 
     Args:
-        run: With a checkpoint.
-        weights: Those that were trained, or their average.
+        run: A run with a checkpoint.
+        weights: `trained`, or `ema` for their moving average.
 
     Raises:
         ConfigError: There is no checkpoint (`resume=auto` in a folder without one), or no average in it.
@@ -25,7 +25,7 @@ def load_task(run: Run, weights: Literal["trained", "ema"]) -> tuple[TrainingTas
     if run.checkpoint is None:
         raise ConfigError(
             "resume=auto",
-            f"{run.folder} holds no whole checkpoint",
+            f"{run.folder} holds no complete checkpoint",
             "resume=<a run that saved one>",
         )
     task = run.task
@@ -33,22 +33,21 @@ def load_task(run: Run, weights: Literal["trained", "ema"]) -> tuple[TrainingTas
     with run.trainer.precision_plugin.module_init_context():
         task.configure_model()
     state = run.trainer.strategy.load_checkpoint(run.checkpoint)
-    saved = state["state_dict"] if weights == "trained" else _average(state)
+    state_dict = state["state_dict"] if weights == "trained" else _averaged_state_dict(state)
     task.on_load_checkpoint(state)
-    load_module(task, saved)
-    io = run.trainer.strategy.checkpoint_io
-    assert isinstance(io, FolderCheckpointIO)
-    assert io.loaded is not None
-    return task.eval(), io.loaded
+    load_module(task, state_dict)
+    loaded = get_checkpoint_io(run).loaded
+    assert loaded is not None
+    return task.eval(), loaded
 
 
-def _average(state: dict[str, Any]) -> dict[str, Any]:
-    """Every tensor of the model, the average where there is one: buffers and what is not trained have none."""
-    moments = state["optimizer_states"][0]["state"]
+def _averaged_state_dict(state: dict[str, Any]) -> dict[str, Any]:
+    """Return the model's state dict with averaged weights; buffers and frozen weights, which have none, as saved."""
+    optimizer_state = state["optimizer_states"][0]["state"]
     average = {
-        name: moments[index][AVERAGE]
+        name: optimizer_state[index][EMA_KEY]
         for index, name in enumerate(state["parameters"])
-        if AVERAGE in moments.get(index, {})
+        if EMA_KEY in optimizer_state.get(index, {})
     }
     if not average:
         raise ConfigError(
@@ -57,10 +56,10 @@ def _average(state: dict[str, Any]) -> dict[str, Any]:
             "mode.weights=trained",
         )
     tied = {name: average[other] for name, other in state["tied"].items() if other in average}
-    whole: dict[str, Any] = state["state_dict"] | average | tied
-    return whole
+    state_dict: dict[str, Any] = state["state_dict"] | average | tied
+    return state_dict
 
 
 def load_tokenizer(run: Run) -> Tokenizer | None:
-    """The tokenizer the run began with, from that run's folder; None where the data is not text."""
+    """Return the tokenizer that the run was started with, from its folder; None if its data is not text."""
     return Tokenizer.load(run.tokenizer_folder) if run.tokenizer_folder.is_dir() else None

@@ -1,4 +1,4 @@
-"""A step out of line made again from its evidence: the same batch, weights and random numbers, with every norm."""
+"""Recompute a spike from its dump: the same batch, weights and random state, with the gradient norm of every block."""
 
 import json
 import math
@@ -15,131 +15,158 @@ from recipes.checkpoint.shards import load_module
 from recipes.errors import ConfigError
 from recipes.mode.load import load_task
 from recipes.numerics.gradients import global_norm
+from recipes.run_folder import SPIKES_FOLDER
 from recipes.runtime.console import LOGGER
 from recipes.task.base import TrainingTask
 
-FOLDER = "spikes"
 SHOWN_SAMPLES = 5
 
 
 def replay(run: Run, *, step: int | None) -> int:
-    """Recompute a step and print it beside what was recorded; also to `replay.json` in its folder.
+    """Recompute a step, print it next to what was recorded, and write `replay.json` into the dump.
 
     Args:
-        run: With a checkpoint: its run has the evidence.
-        step: Optimizer steps completed with it; None: the newest there is.
+        run: A run with a checkpoint; the dump is in the folder of the run that wrote it.
+        step: The optimizer step, counted from 1; None: the newest dump.
+
+    Returns:
+        The exit code, 0.
 
     Raises:
-        ConfigError: There is no evidence of that step.
+        ConfigError: There is no dump of that step, or no checkpoint.
     """
     task, checkpoint = load_task(run, "trained")
-    folder = _evidence(checkpoint.parents[1] / FOLDER, step)
-    recorded = json.loads((folder / "spike.json").read_text())
-    weights = folder / "weights"
+    dump = _find_dump(checkpoint.parents[1] / SPIKES_FOLDER, step)
+    recorded = json.loads((dump / "spike.json").read_text())
+    weights = dump / "weights"
     if weights.is_dir():
         files = [path for path in sorted(weights.iterdir()) if is_shard(path.name)]
         saved = open_tensors(files)
         load_module(
-            task, {name: saved.get(name) or _other(task, name, saved) for name in task.state_dict()}
+            task,
+            {
+                name: saved.get(name) or _tied_tensor(task, name, saved)
+                for name in task.state_dict()
+            },
         )
     else:
         LOGGER.info(
-            f"Its weights were not kept, as they had changed: those of {checkpoint.name} are taken"
+            "The dump holds no weights, because they had changed before it was written;"
+            f" using those of {checkpoint.name}"
         )
-    ranks = [
+    rank_states = [
         torch.load(path, map_location="cpu", weights_only=True)
-        for path in sorted(folder.glob("rank_*.pt"))
+        for path in sorted(dump.glob("rank_*.pt"))
     ]
-    loss, by_block, norm = _compute(run, task, ranks)
-    _print(recorded, folder, loss, norm, by_block)
-    result = {"loss": _finite(loss), "grad_norm": _finite(norm), "grad_norms": by_block}
-    (folder / "replay.json").write_text(json.dumps(result, indent=2) + "\n")
+    loss, norm_by_block, norm = _recompute(run, task, rank_states)
+    _print(recorded, dump, loss, norm, norm_by_block)
+    result = {"loss": _finite(loss), "grad_norm": _finite(norm), "grad_norms": norm_by_block}
+    (dump / "replay.json").write_text(json.dumps(result, indent=2) + "\n")
     return 0
 
 
-def _evidence(parent: Path, step: int | None) -> Path:
-    found = sorted(parent.glob("step_*"))
-    wanted = found[-1:] if step is None else [parent / f"step_{step:07d}"]
-    if not wanted or not (wanted[0] / "spike.json").is_file():
-        have = ", ".join(str(int(path.name.removeprefix("step_"))) for path in found)
+def _find_dump(parent: Path, step: int | None) -> Path:
+    """Return the folder of a step's dump."""
+    dumps = sorted(parent.glob("step_*"))
+    wanted = dumps[-1:] if step is None else [parent / f"step_{step:07d}"]
+    if wanted and (wanted[0] / "spike.json").is_file():
+        return wanted[0]
+    steps = [str(int(path.name.removeprefix("step_"))) for path in dumps]
+    setting = f"mode.step={'null' if step is None else step}"
+    if not steps:
         raise ConfigError(
-            f"mode.step={step if step is not None else 'null'}",
-            f"there is no evidence of it in {parent}" + (f", but of {have}" if have else ""),
-            f"mode.step={have.split(', ')[-1]}" if have else "resume=<a run that has met a spike>",
+            setting, f"{parent} holds no dump of a spike", "resume=<a run that had a spike>"
         )
-    return wanted[0]
+    raise ConfigError(
+        setting,
+        f"{parent} holds no dump of that step, only of {', '.join(steps)}",
+        f"mode.step={steps[-1]}",
+    )
 
 
-def _other(task: TrainingTask, name: str, saved: Any) -> Any:
-    """The tensor that a tied name stands for."""
-    own = dict(task.named_parameters(remove_duplicate=False))
-    return next(saved[other] for other, one in own.items() if one is own[name] and other in saved)
+def _tied_tensor(task: TrainingTask, name: str, saved: Any) -> Any:
+    """Return the saved tensor of the parameter that `name` is tied to."""
+    parameters = dict(task.named_parameters(remove_duplicate=False))
+    return next(
+        saved[other]
+        for other, parameter in parameters.items()
+        if parameter is parameters[name] and other in saved
+    )
 
 
-def _compute(
-    run: Run, task: TrainingTask, ranks: list[dict[str, Any]]
+def _recompute(
+    run: Run, task: TrainingTask, rank_states: list[dict[str, Any]]
 ) -> tuple[float, dict[str, float | None], float]:
-    """Loss, gradient norm by block, global norm: all ranks' micro-batches one after the other."""
+    """Return loss, gradient norm by block and global norm, from the micro-batches of all ranks in turn."""
     device = run.trainer.strategy.root_device
     task.train()
     total = 0.0
-    for of_rank in ranks:
-        for batch, random in zip(of_rank["batches"], of_rank["random"], strict=True):
-            torch.set_rng_state(random["torch"])
-            if random["cuda"] is not None and device.type == "cuda":
-                torch.cuda.set_rng_state(random["cuda"])
-            batch = {key: _to(value, device) for key, value in batch.items()}
+    for state in rank_states:
+        for batch, random_state in zip(state["batches"], state["random"], strict=True):
+            torch.set_rng_state(random_state["torch"])
+            if random_state["cuda"] is not None and device.type == "cuda":
+                torch.cuda.set_rng_state(random_state["cuda"])
+            batch = {key: _move(value, device) for key, value in batch.items()}
             with run.trainer.precision_plugin.forward_context():
                 objective_sum, loss_sum = task.objective_sum(batch)
             objective = objective_sum / batch["num_targets"]
             objective.backward()  # type: ignore[no-untyped-call]
             total += float(loss_sum.detach() / batch["num_targets"])
-    named = [(name, one.grad) for name, one in task.named_parameters() if one.grad is not None]
-    blocks: dict[str, list[Tensor]] = {}
-    for name, grad in named:
-        blocks.setdefault(_block(name), []).append(grad)
-    by_block = {block: _finite(float(global_norm(grads))) for block, grads in blocks.items()}
-    return total, by_block, float(global_norm([grad for _, grad in named]))
+    grads = {
+        name: parameter.grad
+        for name, parameter in task.named_parameters()
+        if parameter.grad is not None
+    }
+    grads_by_block: dict[str, list[Tensor]] = {}
+    for name, grad in grads.items():
+        grads_by_block.setdefault(_block_name(name), []).append(grad)
+    norm_by_block = {
+        block: _finite(float(global_norm(block_grads)))
+        for block, block_grads in grads_by_block.items()
+    }
+    return total, norm_by_block, float(global_norm([*grads.values()]))
 
 
-def _block(name: str) -> str:
-    """`model.blocks.3.mlp.weight` -> `blocks.3`."""
-    parts = name.removeprefix("model.").split(".")
+def _block_name(parameter: str) -> str:
+    """Map `model.blocks.3.mlp.weight` to `blocks.3`."""
+    parts = parameter.removeprefix("model.").split(".")
     return ".".join(parts[:2]) if len(parts) > 1 and parts[1].isdigit() else ".".join(parts[:-1])
 
 
 def _print(
     recorded: dict[str, Any],
-    folder: Path,
+    dump: Path,
     loss: float,
     norm: float,
-    by_block: dict[str, float | None],
+    norm_by_block: dict[str, float | None],
 ) -> None:
-    was = f"loss {_shown(recorded['loss'])}, gradient norm {_shown(recorded['grad_norm'])}"
-    LOGGER.info(f"{folder}: recorded {was}; again: loss {loss:.6g}, gradient norm {norm:.6g}")
-    for block, value in by_block.items():
+    before = f"loss {_number(recorded['loss'])}, gradient norm {_number(recorded['grad_norm'])}"
+    now = f"loss {loss:.6g}, gradient norm {norm:.6g}"
+    LOGGER.info(f"{dump}: recorded {before}; recomputed {now}")
+    for block, value in norm_by_block.items():
         weight = recorded["weight_norms"].get(block)
-        LOGGER.info(f"  {block:<16} gradient {_shown(value):>10}   weights {_shown(weight):>10}")
-    lines = (folder / "samples.jsonl").read_text().splitlines()
+        LOGGER.info(f"  {block:<16} gradient {_number(value):>10}   weights {_number(weight):>10}")
+    lines = (dump / "samples.jsonl").read_text().splitlines()
     for line in lines[:SHOWN_SAMPLES]:
         sample = json.loads(line)
-        where = ", ".join(
-            f"{one['name']} from token {one['first_token']}" for one in sample.get("documents", [])
+        documents = ", ".join(
+            f"{document['name']} from token {document['first_token']}"
+            for document in sample.get("documents", [])
         )
-        place = f"sample {sample['sample']}" if "sample" in sample else f"rank {sample['rank']}"
-        LOGGER.info(f"  loss {_shown(sample['loss']):>10}   {place} {where}")
+        source = f"sample {sample['sample']}" if "sample" in sample else f"rank {sample['rank']}"
+        LOGGER.info(f"  loss {_number(sample['loss']):>10}   {source} {documents}")
         if "text" in sample:
             LOGGER.info(f"    {sample['text'][:100]!r}")
 
 
-def _to(value: Any, device: torch.device) -> Any:
+def _move(value: Any, device: torch.device) -> Any:
     return value.to(device) if isinstance(value, Tensor) else value
 
 
-def _shown(value: float | None) -> str:
+def _number(value: float | None) -> str:
     return "not finite" if value is None else f"{value:.6g}"
 
 
 def _finite(value: float) -> float | None:
-    """JSON has no NaN."""
+    """Return None for NaN and inf, which JSON does not have."""
     return value if math.isfinite(value) else None

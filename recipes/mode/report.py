@@ -1,4 +1,4 @@
-"""Runs side by side on one page. Reads their folders and builds nothing: a fraction of a second a run."""
+"""Compare runs on one page. Reads their folders and builds nothing: a fraction of a second per run."""
 
 import glob
 from collections.abc import Callable, Sequence
@@ -12,8 +12,8 @@ from recipes.run_folder import CONFIG_FILE, EVENTS_FILE, LOG_FILE, METRICS_FILE,
 from recipes.runtime.console import LOGGER
 
 PAGE = "report.html"
-# what a run leaves, the earliest first: one that failed at its start has a log alone
-LEFT_BY_A_RUN = (LOG_FILE, EVENTS_FILE, METRICS_FILE, SUMMARY_FILE)
+# files that mark a run folder, earliest first: a run that failed at its start has only a log
+_RUN_FILES = (LOG_FILE, EVENTS_FILE, METRICS_FILE, SUMMARY_FILE)
 
 
 def report(
@@ -25,26 +25,29 @@ def report(
     dashboard: list[Any],
     write: Callable[..., None],
 ) -> int:
-    """Compare runs on one page and say where it is.
+    """Compare runs on one page and log its path.
 
     Args:
-        composed: Not needed: what is compared has been composed before.
-        runs: Run folders, globs, or folders of run folders.
-        sort: What the best run is best in: a number of `summary.json` or a metric.
-        path: The page; None: `report.html` in the folder that all runs lie in.
+        composed: Unused: the runs have configs of their own.
+        runs: Run folders, globs, or folders that contain run folders.
+        sort: What the runs are ranked by: a key of `summary.json` or a metric.
+        path: Where to write the page; None: `report.html` in the folder that contains all runs.
         dashboard: Sections of panels.
-        write: Writes it: `(folders, path, sort=, dashboard=)`.
+        write: Writes the page: `(folders, path, sort=, dashboard=)`.
+
+    Returns:
+        The exit code, 0.
 
     Raises:
-        ConfigError: There is no run where one was named, or none has `sort`.
+        ConfigError: One of `runs` names no run, or no run has `sort`.
     """
     del composed
     folders = find_runs([runs] if isinstance(runs, str) else runs)
-    page = _page(path, folders)
+    page = _page_path(path, folders)
     try:
         write(folders, page, sort=sort, dashboard=dashboard)
     except LookupError as error:
-        if type(error) is not LookupError:  # a fault of ours
+        if type(error) is not LookupError:  # a KeyError or IndexError is a bug
             raise
         raise ConfigError(f"mode.sort={sort}", str(error), "mode.sort=<one of these>") from error
     LOGGER.info(f"{len(folders)} run{'' if len(folders) == 1 else 's'} compared by {sort}")
@@ -52,50 +55,56 @@ def report(
     return 0
 
 
-def find_runs(named: Sequence[str]) -> list[Path]:
-    """The run folders that words name, each once.
+def find_runs(patterns: Sequence[str]) -> list[Path]:
+    """Return the run folders that paths and globs name, each once.
+
+    Args:
+        patterns: Run folders, globs, or folders that contain run folders up to two levels below.
 
     Raises:
-        ConfigError: A word names none.
+        ConfigError: There is no pattern, or one names no run.
     """
-    if not named:
+    if not patterns:
         raise ConfigError("mode.runs=[]", "no run is named", "mode.runs=[logs/<name>]")
-    found = [folder for word in named for folder in _runs_of(word)]
-    return list({folder.resolve(): folder for folder in found}.values())
+    folders = [folder for pattern in patterns for folder in _expand(pattern)]
+    return list({folder.resolve(): folder for folder in folders}.values())
 
 
-def _runs_of(word: str) -> list[Path]:
-    expanded = str(Path(word).expanduser())
+def _expand(pattern: str) -> list[Path]:
+    """Return the run folders that one path or glob names."""
+    expanded = str(Path(pattern).expanduser())
     matches = [Path(expanded)] if Path(expanded).exists() else list(map(Path, glob.glob(expanded)))
     fix = "mode.runs=[<run folders, globs or a sweep's folder>]"
     if not matches:
-        raise ConfigError(f"mode.runs=[{word}]", "there is no such folder", fix)
-    found = [run for match in sorted(matches) for run in _runs_in(match, depth=2)]
-    if not found:
-        raise ConfigError(f"mode.runs=[{word}]", "there is no run in it", fix)
-    return found
+        raise ConfigError(f"mode.runs=[{pattern}]", "there is no such folder", fix)
+    runs = [run for match in sorted(matches) for run in _runs_below(match, depth=2)]
+    if not runs:
+        raise ConfigError(f"mode.runs=[{pattern}]", "there is no run in it", fix)
+    return runs
 
 
-def _runs_in(folder: Path, *, depth: int) -> list[Path]:
-    """The folder itself, or those in it: a sweep has them one level below, `logs` two."""
+def _runs_below(folder: Path, *, depth: int) -> list[Path]:
+    """Return the folder itself if it is a run, else the runs in it: one level down in a sweep, two in `logs`."""
     if _is_run(folder):
         return [folder]
     if depth == 0 or not folder.is_dir():
         return []
-    return [run for child in sorted(folder.iterdir()) for run in _runs_in(child, depth=depth - 1)]
+    return [
+        run for child in sorted(folder.iterdir()) for run in _runs_below(child, depth=depth - 1)
+    ]
 
 
 def _is_run(folder: Path) -> bool:
     config = folder / CONFIG_FILE
-    # one that is still to be composed, as conf/ holds it, is of no run
+    # a config with a defaults list, as conf/ has it, is not yet composed and belongs to no run
     is_frozen = config.is_file() and "\ndefaults:" not in config.read_text(errors="replace")
-    return is_frozen or any((folder / name).is_file() for name in LEFT_BY_A_RUN)
+    return is_frozen or any((folder / name).is_file() for name in _RUN_FILES)
 
 
-def _page(path: str | None, folders: Sequence[Path]) -> Path:
+def _page_path(path: str | None, folders: Sequence[Path]) -> Path:
     if path is not None:
-        named = Path(path).expanduser()
-        return named / PAGE if named.is_dir() else named
+        given = Path(path).expanduser()
+        return given / PAGE if given.is_dir() else given
     parent = Path(commonpath([folder.resolve().parent for folder in folders]))
     if _is_run(parent):
         raise ConfigError(

@@ -1,4 +1,4 @@
-"""Text from a checkpoint. One forward a token, with a key-value cache."""
+"""Generate text from a checkpoint. One forward pass per token, with a key-value cache."""
 
 from typing import Annotated, Literal
 
@@ -21,25 +21,33 @@ def sample(
     seed: int,
     weights: Literal["trained", "ema"],
 ) -> int:
-    """Print the prompt with its continuation, `num_samples` times.
+    """Print the prompt and its continuation, `num_samples` times.
 
     Args:
-        run: With a checkpoint of a language model.
-        prompt: Text to go on from.
-        num_tokens: Tokens to add, at most; a text ends earlier at its end-of-text token.
-        num_samples: Texts; the seed of each is one more than that of the last.
-        temperature: 0 takes the likeliest token; 1 samples from the model's distribution.
-        top_k: Only the k likeliest tokens may be taken; null: all.
-        top_p: Only the likeliest tokens that together have this probability may be taken; null: all.
-        seed: Of the sampling.
-        weights: Those that were trained, or their average.
+        run: A run with a checkpoint of a language model.
+        prompt: Text to continue.
+        num_tokens: Maximum number of tokens to generate; a text ends earlier at an end-of-text token.
+        num_samples: Number of texts; text i is sampled with `seed + i`.
+        temperature: 0 always picks the most likely token; 1 samples from the model's distribution.
+        top_k: Sample from the k most likely tokens only; None: from all.
+        top_p: Sample from the smallest set of tokens with at least this total probability; None: from all.
+        seed: Seed of the sampling.
+        weights: `trained`, or `ema` for their moving average.
+
+    Returns:
+        The exit code, 0.
+
+    Raises:
+        ConfigError: There is no checkpoint, no average in it, or the run's data was not text.
     """
     task, _ = load_task(run, weights)
-    assert isinstance(task, LanguageModeling), "the config check lets only language models pass"
+    assert isinstance(task, LanguageModeling), "the config check admits only language models"
     task.tokenizer = load_tokenizer(run)
     if task.tokenizer is None:
         raise ConfigError(
-            f"mode=sample resume={run.folder}", "that run's data was no text", "a run on text"
+            f"mode=sample resume={run.folder}",
+            "the data of that run is not text: it has no tokenizer",
+            "resume=<a run on text>",
         )
     for number in range(num_samples):
         text = task.generate_text(

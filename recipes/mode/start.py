@@ -1,28 +1,147 @@
-"""What is about to be trained, in a few lines. Free."""
+"""The start of a fit: the files written and the lines printed once everything is built and restored. One broadcast."""
 
+import json
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
+
+import lightning.pytorch as lightning
+from lightning.pytorch.callbacks import Callback
+from typing_extensions import override
 
 from recipes.build import Run
+from recipes.checkpoint.checkpoint_io import FolderCheckpointIO
+from recipes.logger.csv import CsvLogger
 from recipes.model.init import unsharded_shape
+from recipes.run_folder import ENVIRONMENT_FILE, EVENTS_FILE, OOM_FOLDER, TOKENIZER_FOLDER
+from recipes.runtime.console import LOGGER
+from recipes.runtime.environment import describe_environment
+
+
+class RunStartCallback(Callback):
+    """Writes the config and logs what is trained, once everything is built and every state is restored.
+
+    Until then nothing in the run folder changes, so a resume that fails leaves the run as it was.
+
+    Args:
+        run: The run that starts.
+    """
+
+    def __init__(self, run: Run) -> None:
+        self._run = run
+        self.has_begun = False
+
+    @override
+    def setup(self, trainer: lightning.Trainer, pl_module: Any, stage: str) -> None:
+        """Check that all ranks resume from the same checkpoint.
+
+        Raises:
+            RuntimeError: This rank found another one than rank 0.
+        """
+        # a shared file system may briefly list different files on different nodes
+        own = str(self._run.checkpoint)
+        if (first := trainer.strategy.broadcast(own)) != own:
+            raise RuntimeError(
+                f"resume=…: rank {trainer.global_rank} sees {own} as the newest checkpoint, rank 0 {first};"
+                " start again, or resume=<one checkpoint>"
+            )
+
+    @override
+    def on_train_start(self, trainer: lightning.Trainer, pl_module: Any) -> None:
+        self.has_begun = True
+        if not trainer.is_global_zero:
+            return
+        run, step = self._run, trainer.global_step
+        was_used = (run.folder / EVENTS_FILE).exists()
+        run.freeze()
+        for error_report in (run.folder / OOM_FOLDER).glob("rank_*.json"):
+            error_report.unlink()  # left by an earlier start
+        record = describe_environment(run.overrides) | {
+            "tags": run.tags,
+            "num_ranks": trainer.world_size,
+        }
+        (run.folder / ENVIRONMENT_FILE).write_text(json.dumps(record, indent=2) + "\n")
+        tokenizer = run.data.source.tokenizer
+        if tokenizer is not None:
+            tokenizer.save(run.folder / TOKENIZER_FOLDER)
+        for logger in trainer.loggers:
+            if was_used and hasattr(logger, "resume_at"):
+                logger.resume_at(step, num_rollbacks=_num_rollbacks(trainer))
+        if step:
+            self._log_resume(step)
+        else:
+            log_event(run, "start", step)
+        for line in header(run, resumed_from=get_checkpoint_io(run).loaded):
+            LOGGER.info(line)
+
+    def _log_resume(self, step: int) -> None:
+        run, io = self._run, get_checkpoint_io(self._run)
+        for rejection in io.refused:
+            log_event(run, "checkpoint_rejected", step, path=rejection.path.name, why=rejection.why)
+        assert io.loaded is not None, "a run that is past step 0 has loaded a checkpoint"
+        # a kill between a checkpoint and its event leaves the checkpoint without one
+        is_own = io.loaded.parents[1] == run.folder.resolve()
+        [csv_logger] = [logger for logger in run.trainer.loggers if isinstance(logger, CsvLogger)]
+        if is_own and not csv_logger.has_event("checkpoint", step):
+            log_event(run, "checkpoint", step, path=io.loaded.name)
+        log_event(run, "resume", step, path=io.loaded.name)
+
+
+def log_event(run: Run, event: str, step: int, **fields: Any) -> None:
+    """Log an event to every logger that takes events; a resume that failed before its first step logs none."""
+    [start] = [
+        callback
+        for callback in run.trainer.callbacks  # type: ignore[attr-defined]
+        if isinstance(callback, RunStartCallback)
+    ]
+    if run.checkpoint is not None and not start.has_begun:
+        return
+    for logger in run.trainer.loggers:
+        if hasattr(logger, "log_event"):
+            logger.log_event(event, step, **fields)
+
+
+def get_checkpoint_io(run: Run) -> FolderCheckpointIO:
+    """Return the reader and writer of this run's checkpoints."""
+    io = run.trainer.strategy.checkpoint_io
+    assert isinstance(io, FolderCheckpointIO), "build gives every strategy one"
+    return io
+
+
+def _num_rollbacks(trainer: lightning.Trainer) -> int:
+    """Return how often the run has rolled back so far, as its callbacks report it."""
+    summaries = [
+        callback.summary()
+        for callback in trainer.callbacks  # type: ignore[attr-defined]
+        if hasattr(callback, "summary")
+    ]
+    return sum(int(summary.get("rollbacks", 0)) for summary in summaries)
 
 
 def header(run: Run, *, resumed_from: Path | None) -> Iterator[str]:
-    """What is trained, on what, in which portions: three lines before the first step."""
+    """Yield the lines printed before the first step: the model and its devices, the batch, the checkpoint.
+
+    Args:
+        run: The run, its model built.
+        resumed_from: The checkpoint it was restored from; None if it starts from the beginning.
+    """
     trainer, plan = run.trainer, run.accumulation
     num_parameters = sum(unsharded_shape(weight).numel() for weight in run.task.parameters())
-    ranks = trainer.world_size
-    devices = str(run.task.device) if ranks == 1 else f"{ranks} ranks of {run.task.device.type}"
-    where = f"{devices}, {run.precision.name}, {type(trainer.strategy).__name__}"
-    yield f"model: {run.task.model_name}, {num_parameters:,} parameters on {where}"
+    num_ranks = trainer.world_size
+    device = run.task.device
+    devices = str(device) if num_ranks == 1 else f"{num_ranks} ranks of {device.type}"
+    setup = f"{devices}, {run.precision.name}, {type(trainer.strategy).__name__}"
+    yield f"model: {run.task.model_name}, {num_parameters:,} parameters on {setup}"
     num_samples = trainer.max_steps * plan.global_batch_size
     epochs = num_samples / len(run.data.source.train())
-    passes = "1 pass" if plan.num_micro_batches == 1 else f"{plan.num_micro_batches} passes"
+    num = plan.num_micro_batches
+    micro_batches = "1 micro-batch" if num == 1 else f"{num} micro-batches"
     yield (
-        f"batch: {plan.global_batch_size} samples a step in {passes};"
+        f"batch: {plan.global_batch_size} samples per step in {micro_batches}"
+        f"{' per rank' if num_ranks > 1 else ''};"
         f" {trainer.max_steps:,} steps are {num_samples:,} samples, {epochs:.3g} epochs"
     )
-    if run.precision.scales_loss and run.task.device.type == "cpu":
-        yield "float16 on a CPU is emulated, some ten times slower than precision=bf16-mixed"
+    if run.precision.scales_loss and device.type == "cpu":
+        yield "float16 is emulated on a CPU, about ten times slower than precision=bf16-mixed"
     if resumed_from is not None:
         yield f"resumed from {resumed_from} at step {trainer.global_step}"

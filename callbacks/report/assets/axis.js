@@ -1,4 +1,4 @@
-// Axes and numbers, as axis.py and curves.py have them: round ticks, short labels, a range that shows its zero.
+// Axes and numbers, as in charts/axis.py and charts/series.py: round ticks, short labels, ranges that include a near zero.
 function linearTicks(low, high, maxTicks = 6) {
   const exponent = Math.floor(Math.log10((high - low) / maxTicks));
   for (const e of [exponent, exponent + 1]) for (const m of [1, 2, 5]) {
@@ -24,7 +24,7 @@ function tickLabel(value) {
   return digits(value, 4);
 }
 
-// Ticks of a narrow window far from zero need all their digits to differ.
+// In a narrow range far from zero, short labels would be equal: show all digits that differ.
 function tickLabels(ticks) {
   const short = ticks.map(tickLabel);
   return new Set(short).size === short.length ? short

@@ -1,20 +1,20 @@
-// Charts: drawn again for the steps that are shown, with a read-out under the pointer and a cursor in all of them.
+// Charts: redrawn for the visible steps, with a readout at the pointer and a cursor in every chart.
 const page = JSON.parse(document.getElementById("data").textContent);
 const view = { first: page.first, last: page.last };
 const hidden = { runs: new Set() };
-const isWhole = () => view.first === page.first && view.last === page.last;
+const showsAll = () => view.first === page.first && view.last === page.last;
 const SVG = "http://www.w3.org/2000/svg";
 
-function unpacked({ steps, values }) {
+function unpack({ steps, values }) {
   let step = 0;
   return steps.map((difference, i) => [step += difference, values[i]]);
 }
 
 function element(name, className, text = "") {
-  const made = document.createElement(name);
-  made.className = className;
-  made.textContent = text;
-  return made;
+  const created = document.createElement(name);
+  created.className = className;
+  created.textContent = text;
+  return created;
 }
 
 class Plot {
@@ -23,14 +23,14 @@ class Plot {
     const data = page.charts[figure.dataset.chart];
     this.log = data.log;
     this.curves = data.curves.map((curve, i) => ({
-      ...curve, points: unpacked(curve), undone: (curve.undone ?? []).map(unpacked),
-      trend: curve.trend ? unpacked(curve.trend) : [],
-      color: colorOf(curve, i, data.curves.length),
+      ...curve, points: unpack(curve), rolledBack: (curve.rolled_back ?? []).map(unpack),
+      trend: curve.trend ? unpack(curve.trend) : [],
+      color: curveColor(curve, i, data.curves.length),
     }));
     for (const name of ["svg", ".ys", ".xs", ".cursor", ".brush", ".readout"])
       this[name.replace(".", "")] = figure.querySelector(name);
-    this.still = ["svg", "ys", "xs"].map((name) => [name, this[name].innerHTML]);
-    this.isDrawn = this.svg.querySelector(".grid") !== null; // by the page itself
+    this.original = ["svg", "ys", "xs"].map((name) => [name, this[name].innerHTML]);
+    this.isDrawn = this.svg.querySelector(".grid") !== null; // the comparison page has empty charts
   }
 
   get shown() { return this.curves.filter((curve) => !hidden.runs.has(curve.run)); }
@@ -41,6 +41,7 @@ class Plot {
     return 1 - Math.min(9, Math.max(-9, fraction));
   }
 
+  // The visible points, and their neighbors on both sides, so that lines reach the edges.
   inside(points) {
     return points.filter(([step], i) => step >= view.first && step <= view.last
       || points[i + 1]?.[0] >= view.first && step < view.first || points[i - 1]?.[0] <= view.last && step > view.last);
@@ -54,13 +55,13 @@ class Plot {
 
   draw() {
     this.measure();
-    if (isWhole() && this.isDrawn) {
-      for (const [name, html] of this.still) this[name].innerHTML = html;
+    if (showsAll() && this.isDrawn) {
+      for (const [name, html] of this.original) this[name].innerHTML = html;
       return;
     }
     const paths = [["grid", "", this.ticks.map((tick) => `M0 ${this.units(tick)}H1000`).join("")], ...this.markPaths()];
-    for (const curve of page.runs ? [...this.shown].reverse() : this.shown) for (const [kind, branches] of this.branches(curve)) {
-      const [lines, dots] = this.lines(branches);
+    for (const curve of page.runs ? [...this.shown].reverse() : this.shown) for (const [kind, pointLists] of this.layers(curve)) {
+      const [lines, dots] = this.lines(pointLists);
       paths.push([`${kind} ${curve.color.css}`, curve.color.style, lines, curve.run],
         [`${kind} dots ${curve.color.css}`, curve.color.style, dots, curve.run]);
     }
@@ -75,27 +76,27 @@ class Plot {
     this.label();
   }
 
-  // A trend over a band of noise, as long as the window is wide enough to have one.
-  branches(curve) {
+  // The layers of a curve: points faintly below their trend, as long as enough of the trend is visible.
+  layers(curve) {
     const trend = this.inside(curve.trend), hasTrend = trend.length > 8;
-    return [["undone", curve.undone], [hasTrend ? "curve noisy" : "curve", [curve.points]], ["trend", hasTrend ? [trend] : []]];
+    return [["rolled-back", curve.rolledBack], [hasTrend ? "curve noisy" : "curve", [curve.points]], ["trend", hasTrend ? [trend] : []]];
   }
 
   get ticks() { return this.isLog ? logTicks(...this.range) : linearTicks(...this.range); }
   units(value) { return Math.round(this.y(value) * 10000) / 10; }
 
-  lines(branches) {
+  lines(pointLists) {
     let lines = "", dots = "";
-    for (const points of branches) {
-      let stretch = [], before = -Infinity;
+    for (const points of pointLists) {
+      let segment = [], before = -Infinity;
       const end = () => {
-        if (stretch.length > 1) lines += `M${stretch[0]}L${stretch.slice(1).join(" ")}`;
-        else if (stretch.length) dots += `M${stretch[0]}h0`;
-        stretch = [];
+        if (segment.length > 1) lines += `M${segment[0]}L${segment.slice(1).join(" ")}`;
+        else if (segment.length) dots += `M${segment[0]}h0`;
+        segment = [];
       };
       for (const [step, value] of this.inside(points)) {
         if (value === null || step < before) end();
-        if (value !== null) stretch.push(`${Math.round(this.x(step) * 10000) / 10} ${this.units(value)}`);
+        if (value !== null) segment.push(`${Math.round(this.x(step) * 10000) / 10} ${this.units(value)}`);
         before = step;
       }
       end();
@@ -105,10 +106,10 @@ class Plot {
 
   markPaths() {
     const paths = new Map(), at = (step) => Math.round(this.x(step) * 10000) / 10;
-    for (const [step, event, undoneTo] of page.marks) {
+    for (const [step, event, fromStep] of page.marks) {
       const add = (kind, d) => paths.set(`${kind} e-${event}`, (paths.get(`${kind} e-${event}`) ?? new Set()).add(d));
-      if (undoneTo && undoneTo >= view.first && step <= view.last)
-        add("band", `M${Math.max(0, at(step))} 0H${Math.min(1000, at(undoneTo))}V1000H${Math.max(0, at(step))}Z`);
+      if (fromStep && fromStep >= view.first && step <= view.last)
+        add("band", `M${Math.max(0, at(step))} 0H${Math.min(1000, at(fromStep))}V1000H${Math.max(0, at(step))}Z`);
       if (step >= view.first && step <= view.last) add("mark", `M${at(step)} 0V1000`);
     }
     return [...paths].map(([css, places]) => [css, "", [...places].join("")]);
@@ -125,8 +126,8 @@ class Plot {
     this.xs.replaceChildren(...spans("x", "left", steps, (tick) => this.x(tick)));
   }
 
-  // The nearest point of each curve; of more than a dozen, those nearest to the pointer.
-  found(wanted, height) {
+  // The point of each curve nearest to a step; of several runs, sorted by distance to the pointer.
+  nearestPoints(wanted, height) {
     const all = this.shown.filter((curve) => curve.points.length).map((curve) => {
       const point = nearest(curve.points, wanted);
       return { curve, point, distance: point[1] === null ? 9 : Math.abs(this.y(point[1]) - height) };
@@ -137,28 +138,28 @@ class Plot {
 
   show(fraction, height) {
     const wanted = view.first + Math.min(1, Math.max(0, fraction)) * (view.last - view.first);
-    const all = this.found(wanted, height);
+    const all = this.nearestPoints(wanted, height);
     if (!all.length) return;
     const step = all.reduce((a, b) => (Math.abs(b.point[0] - wanted) < Math.abs(a.point[0] - wanted) ? b : a)).point[0];
     this.step = step;
     const closest = all[0].curve.run;
-    const some = all.slice(0, 12);
-    if (page.runs) some.sort((a, b) => (b.point[1] ?? -Infinity) - (a.point[1] ?? -Infinity));
+    const listed = all.slice(0, 12);
+    if (page.runs) listed.sort((a, b) => (b.point[1] ?? -Infinity) - (a.point[1] ?? -Infinity));
     const near = (6 / this.svg.clientWidth) * (view.last - view.first);
     const marks = page.marks.filter(([at, event]) => Math.abs(at - step) <= near && !hidden[event]);
     this.readout.replaceChildren(
       row("", "step", stepLabel(step)),
-      ...some.map(({ curve, point }) => row(
+      ...listed.map(({ curve, point }) => row(
         `key ${curve.color.css}${curve.run === closest && page.runs ? " closest" : ""}`,
         curve.name + (point[0] === step ? "" : ` at ${stepLabel(point[0])}`), valueLabel(point[1]), curve.color.style)),
-      ...(all.length > some.length ? [row("", `and ${all.length - some.length} more`, "")] : []),
-      ...marks.slice(0, 6).map(([at, event, undoneTo]) => row(`event e-${event}`, event.replaceAll("_", " "),
-        undoneTo ? `from ${stepLabel(undoneTo)} back to ${stepLabel(at)}` : `step ${stepLabel(at)}`)),
+      ...(all.length > listed.length ? [row("", `and ${all.length - listed.length} more`, "")] : []),
+      ...marks.slice(0, 6).map(([at, event, fromStep]) => row(`event e-${event}`, event.replaceAll("_", " "),
+        fromStep ? `from ${stepLabel(fromStep)} back to ${stepLabel(at)}` : `step ${stepLabel(at)}`)),
     );
     for (const plot of plots) plot.readout.hidden = plot !== this;
     const width = this.svg.clientWidth, x = this.x(step) * width, room = this.readout.offsetWidth + 12;
     this.readout.style.left = `${x + room > width ? Math.max(-40, x - room) : x + 12}px`;
-    if (page.runs) page.light?.(closest);
+    if (page.runs) page.highlight?.(closest);
     for (const plot of plots) plot.point(step);
   }
 
@@ -171,21 +172,21 @@ class Plot {
   hide() {
     this.readout.hidden = true;
     for (const plot of plots) plot.point(null);
-    if (page.runs) page.light?.(null);
+    if (page.runs) page.highlight?.(null);
   }
 }
 
 function row(css, left, right, style = "") {
-  const made = element("div", "");
-  const name = made.appendChild(element("span", css, left));
+  const created = element("div", "");
+  const name = created.appendChild(element("span", css, left));
   if (style) name.setAttribute("style", style);
-  made.appendChild(element("span", "", right));
-  return made;
+  created.appendChild(element("span", "", right));
+  return created;
 }
 
-// The values that are shown: of the points, and of the lines where they enter and leave.
+// The visible values: of points, and of lines where they cross the edges of the visible range.
 function* withinView(points, log) {
-  const edges = isWhole() ? [] : [view.first, view.last];
+  const edges = showsAll() ? [] : [view.first, view.last];
   for (const [i, [step, value]] of points.entries()) {
     if (value === null) continue;
     if (step >= view.first && step <= view.last) yield value;
@@ -204,7 +205,7 @@ function nearest(points, step) {
   return best;
 }
 
-function colorOf(curve, i, count) {
+function curveColor(curve, i, count) {
   const run = page.runs?.[curve.run];
   const hue = run ? run.hue : count > 8 ? Math.round(250 - (230 * i) / (count - 1)) : null;
   return hue === null || hue === undefined ? { css: run ? run.css : `c${i}`, style: "" } : { css: "ramp", style: `--hue:${hue}` };

@@ -1,24 +1,24 @@
-// Runs: one is lit on the whole page while it is pointed at, any is hidden by its key, the table sorts by a heading.
+// Runs: highlight a run on the whole page while the pointer is on it, hide runs, sort the table by a heading.
 const rules = document.head.appendChild(document.createElement("style"));
-let lit = null;
+let highlighted = null;
 
 function restyle() {
-  const away = [...hidden.runs].map((run) => `[data-run="${run}"]`);
-  const rest = away.length ? `:is(.across-runs path, .bar-row):is(${away}) { display: none; }
-    :is(tr, .keys button):is(${away}) { opacity: .45; }` : "";
-  rules.textContent = rest + (lit === null ? "" : `
-    :is(.chart .curve, .thread, .bar-row):not([data-run="${lit}"]) { opacity: .13; }
-    .chart .curve[data-run="${lit}"], .thread[data-run="${lit}"] { stroke-width: 2.6; }
-    tr[data-run="${lit}"] > td, .keys button[data-run="${lit}"] { background: var(--tint); }`);
+  const off = [...hidden.runs].map((run) => `[data-run="${run}"]`);
+  const hiding = off.length ? `:is(.across-runs path, .bar-row):is(${off}) { display: none; }
+    :is(tr, .keys button):is(${off}) { opacity: .45; }` : "";
+  rules.textContent = hiding + (highlighted === null ? "" : `
+    :is(.chart .curve, .thread, .bar-row):not([data-run="${highlighted}"]) { opacity: .13; }
+    .chart .curve[data-run="${highlighted}"], .thread[data-run="${highlighted}"] { stroke-width: 2.6; }
+    tr[data-run="${highlighted}"] > td, .keys button[data-run="${highlighted}"] { background: var(--tint); }`);
 }
 
-page.light = (run) => {
+page.highlight = (run) => {
   const next = run === undefined || run === null || hidden.runs.has(run) ? null : run;
-  if (next === lit) return;
-  lit = next;
+  if (next === highlighted) return;
+  highlighted = next;
   restyle();
-  for (const line of document.querySelectorAll(".told"))
-    line.textContent = lit === null ? "\u00a0" : page.runs[lit].told;
+  for (const line of document.querySelectorAll(".run-text"))
+    line.textContent = highlighted === null ? "\u00a0" : page.runs[highlighted].text;
 };
 
 function show(run, isShown) {
@@ -28,15 +28,15 @@ function show(run, isShown) {
 
 document.addEventListener("pointerover", (event) => {
   const at = event.target.closest?.("[data-run]");
-  if (at) page.light(Number(at.dataset.run));
-  else if (!event.target.closest?.(".plot")) page.light(null);
+  if (at) page.highlight(Number(at.dataset.run));
+  else if (!event.target.closest?.(".plot")) page.highlight(null);
 });
 
 for (const key of document.querySelectorAll("[data-toggle]"))
   key.addEventListener("click", () => {
     const run = Number(key.dataset.toggle);
     show(run, hidden.runs.has(run));
-    page.light(null);
+    page.highlight(null);
     restyle();
     redraw();
   });
@@ -48,7 +48,7 @@ for (const button of document.querySelectorAll("[data-show]"))
     redraw();
   });
 
-// What a cell is sorted by: its number, else its words; cells without a value stay last.
+// Compare two cells as numbers if both are, else as text; cells without a value always come last.
 function compare(a, b, sign) {
   if (a === undefined || b === undefined) return (a === undefined) - (b === undefined);
   const [p, q] = [Number(a), Number(b)];

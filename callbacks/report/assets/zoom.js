@@ -1,4 +1,4 @@
-// Which steps are shown, in all charts at once: by dragging, two fingers, keys and buttons.
+// Zoom: choose the visible steps of all charts at once, by dragging, pinching, keys and buttons.
 const bar = document.querySelector(".zoom");
 let waiting = false;
 
@@ -10,7 +10,7 @@ function redraw() {
     for (const plot of plots) plot.draw();
     if (!bar) return;
     bar.querySelector("output").textContent = `steps ${stepLabel(view.first)} – ${stepLabel(view.last)}`;
-    for (const button of bar.querySelectorAll("[data-zoom]")) button.disabled = isWhole() && button.dataset.zoom !== "in";
+    for (const button of bar.querySelectorAll("[data-zoom]")) button.disabled = showsAll() && button.dataset.zoom !== "in";
   });
 }
 
@@ -24,15 +24,15 @@ function showSteps(first, last) {
   redraw();
 }
 
-function zoom(word, around = (view.first + view.last) / 2) {
+function zoom(action, around = (view.first + view.last) / 2) {
   const width = view.last - view.first, before = (around - view.first) / width;
-  if (word === "all") showSteps(page.first, page.last);
-  else if (word === "back" || word === "on") {
-    const by = (word === "on" ? 0.5 : -0.5) * width;
+  if (action === "all") showSteps(page.first, page.last);
+  else if (action === "earlier" || action === "later") {
+    const by = (action === "later" ? 0.5 : -0.5) * width;
     showSteps(view.first + by, view.last + by);
   } else {
-    const wider = word === "in" ? width / 2 : width * 2;
-    showSteps(around - before * wider, around + (1 - before) * wider);
+    const next = action === "in" ? width / 2 : width * 2;
+    showSteps(around - before * next, around + (1 - before) * next);
   }
 }
 
@@ -82,24 +82,24 @@ function listen(plot) {
   svg.addEventListener("dblclick", () => zoom("all"));
   svg.addEventListener("keydown", (event) => {
     const by = { ArrowLeft: -1, ArrowRight: 1 }[event.key];
-    const word = { "+": "in", "=": "in", "-": "out", Escape: "all" }[event.key];
-    if (by) plot.show(plot.x(stepBeside(plot, by)), 0.5);
-    else if (word) zoom(word, plot.step);
+    const action = { "+": "in", "=": "in", "-": "out", Escape: "all" }[event.key];
+    if (by) plot.show(plot.x(neighborStep(plot, by)), 0.5);
+    else if (action) zoom(action, plot.step);
     else return;
     event.preventDefault();
   });
 
-  // The steps that were under two fingers stay under them.
+  // Keep the steps that were under the two fingers under them.
   function pinch(event, x) {
     const [other] = [...touches].filter(([id]) => id !== event.pointerId);
-    const mine = touches.get(event.pointerId), theirs = other[1], at = (theirs - view.first) / (view.last - view.first);
-    if (Math.abs(x - at) < 0.05 || mine === theirs) return;
-    const width = Math.abs((mine - theirs) / (x - at));
-    showSteps(theirs - at * width, theirs + (1 - at) * width);
+    const moving = touches.get(event.pointerId), fixed = other[1], at = (fixed - view.first) / (view.last - view.first);
+    if (Math.abs(x - at) < 0.05 || moving === fixed) return;
+    const width = Math.abs((moving - fixed) / (x - at));
+    showSteps(fixed - at * width, fixed + (1 - at) * width);
   }
 }
 
-function stepBeside(plot, by) {
+function neighborStep(plot, by) {
   const points = plot.shown[0].points.filter(([step]) => step >= view.first && step <= view.last);
   const now = points.findIndex(([step]) => step >= (plot.step ?? view.first));
   return points[Math.min(points.length - 1, Math.max(0, now + by))]?.[0] ?? view.first;
@@ -110,10 +110,10 @@ for (const plot of plots) {
   plot.measure();
   listen(plot);
 }
-document.addEventListener("pointerdown", (event) => { // what a finger has left open
+document.addEventListener("pointerdown", (event) => { // close a readout that a finger opened
   if (!event.target.closest?.(".plot svg")) for (const plot of plots) plot.hide();
 });
-document.addEventListener("keydown", (event) => { if (event.key === "Escape" && !isWhole()) zoom("all"); });
+document.addEventListener("keydown", (event) => { if (event.key === "Escape" && !showsAll()) zoom("all"); });
 for (const button of bar?.querySelectorAll("[data-zoom]") ?? [])
   button.addEventListener("click", () => zoom(button.dataset.zoom));
 for (const button of document.querySelectorAll("[data-event]"))

@@ -1,1 +1,1 @@
-"""Curves as SVG, PNG and JSON."""
+"""Draw curves as inline SVG, as a PNG and as JSON for the page's script."""

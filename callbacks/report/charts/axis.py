@@ -1,10 +1,10 @@
-"""Round numbers for an axis and short words for a value: plain arithmetic."""
+"""Round ticks for an axis and short labels for values: plain arithmetic."""
 
 import math
 
 
 def linear_ticks(low: float, high: float, *, max_ticks: int = 6) -> list[float]:
-    """The most multiples of 1, 2 or 5 times a power of ten in [low, high] up to `max_ticks`."""
+    """Return multiples of 1, 2 or 5 times a power of ten in [low, high]: as many as fit into `max_ticks`."""
     exponent = math.floor(math.log10((high - low) / max_ticks))
     for step in (m * 10.0**e for e in (exponent, exponent + 1) for m in (1, 2, 5)):
         first, last = math.ceil(low / step - 1e-9), math.floor(high / step + 1e-9)
@@ -14,14 +14,14 @@ def linear_ticks(low: float, high: float, *, max_ticks: int = 6) -> list[float]:
 
 
 def log_ticks(low: float, high: float, *, max_ticks: int = 5) -> list[float]:
-    """Powers of ten within [low, high], every second or third one if there are many."""
+    """Return powers of ten in [low, high]; every second or third one if there are too many."""
     first, last = math.ceil(math.log10(low) - 1e-9), math.floor(math.log10(high) + 1e-9)
     stride = max(1, math.ceil((last - first + 1) / max_ticks))
     return [10.0**exponent for exponent in range(first, last + 1, stride)]
 
 
 def tick_label(value: float) -> str:
-    """`0`, `0.5`, `250`, `12k`, `1.5M`, `3e-04`: few enough characters to stand beside an axis."""
+    """Return a label short enough for an axis: `0`, `0.5`, `250`, `12k`, `1.5M`, `3e-4`."""
     size = abs(value)
     if size == 0:
         return "0"
@@ -40,7 +40,7 @@ def _short_exponent(value: float) -> str:
 
 
 def value_label(value: float) -> str:
-    """A measured value for a person: five significant digits, thousands set apart."""
+    """Return a measured value as text: five significant digits, thousands separated by commas."""
     if not math.isfinite(value):
         return str(value)
     if value == round(value) or abs(value) >= 1e4:

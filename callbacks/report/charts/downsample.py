@@ -1,4 +1,4 @@
-"""Few enough points of a curve to draw, and no spike lost: plain arithmetic on lists."""
+"""Reduce a curve to few enough points to draw without losing a spike: plain arithmetic on lists."""
 
 import math
 from itertools import pairwise
@@ -9,37 +9,37 @@ MAX_BUCKETS = 500
 
 
 def thin(points: list[Point], *, max_buckets: int = MAX_BUCKETS) -> list[Point]:
-    """At most four points for each bucket: first, lowest, highest, one not finite; and the last of all.
+    """Keep at most four points per bucket: first, lowest, highest and one that is not finite; and the very last.
 
-    So a spike of a single row in a hundred thousand is drawn as high as it was.
+    So a spike in a single row of a hundred thousand is drawn at its full height.
     """
     if len(points) <= 4 * max_buckets:
         return points
-    bounds = pairwise(_bounds(len(points), max_buckets))
-    kept = [point for a, b in bounds for point in _telling(points[a:b])]
+    buckets = pairwise(_bounds(len(points), max_buckets))
+    kept = [point for first, last in buckets for point in _extremes(points[first:last])]
     return kept if kept[-1] == points[-1] else [*kept, points[-1]]
 
 
 def trend(points: list[Point], *, max_buckets: int) -> list[Point]:
-    """The mean of each bucket's finite values, at its middle step.
+    """Return the mean of each bucket's finite values, at its middle step.
 
-    Empty where the points are few enough to be seen one by one.
+    Empty if there are few enough points to see each of them.
     """
     if len(points) <= 4 * max_buckets:
         return []
-    found: list[Point] = []
+    means: list[Point] = []
     for first, last in pairwise(_bounds(len(points), max_buckets)):
         finite = [value for _, value in points[first:last] if math.isfinite(value)]
         if finite:
-            found.append((points[(first + last) // 2][0], sum(finite) / len(finite)))
-    return found
+            means.append((points[(first + last) // 2][0], sum(finite) / len(finite)))
+    return means
 
 
 def _bounds(num_points: int, num_buckets: int) -> list[int]:
     return [round(i * num_points / num_buckets) for i in range(num_buckets + 1)]
 
 
-def _telling(bucket: list[Point]) -> list[Point]:
+def _extremes(bucket: list[Point]) -> list[Point]:
     finite = [i for i, (_, value) in enumerate(bucket) if math.isfinite(value)]
     chosen = {0}
     if finite:
@@ -51,7 +51,7 @@ def _telling(bucket: list[Point]) -> list[Point]:
 
 
 def segments(points: list[Point]) -> list[list[Point]]:
-    """The stretches to draw as one line: broken where a value is not finite, and where a rollback went back."""
+    """Split points into the lines to draw: at values that are not finite, and where a rollback went back."""
     found: list[list[Point]] = []
     current: list[Point] = []
     for step, value in points:

@@ -1,4 +1,4 @@
-"""What a page's script draws from: points as JSON, small enough to send. No Lightning."""
+"""Encode what a page's script draws: points as compact JSON. No Lightning."""
 
 import json
 import math
@@ -9,7 +9,7 @@ from .series import Chart
 
 
 def chart_data(chart: Chart) -> dict[str, Any]:
-    """What the script needs to draw a part of a chart."""
+    """Return what the script needs to redraw any part of a chart."""
     return {
         "title": chart.title,
         "log": chart.log_scale,
@@ -17,7 +17,7 @@ def chart_data(chart: Chart) -> dict[str, Any]:
             {
                 "name": curve.metric,
                 **packed(curve.points),
-                "undone": list(map(packed, curve.undone)),
+                "rolled_back": list(map(packed, curve.rolled_back)),
                 "trend": packed(curve.trend),
             }
             for curve in chart.curves
@@ -26,7 +26,7 @@ def chart_data(chart: Chart) -> dict[str, Any]:
 
 
 def packed(points: list[Point]) -> dict[str, list[Any]]:
-    """Steps as differences, values with six digits, what is no number as null."""
+    """Encode steps as differences and values with six digits; NaN and inf become null."""
     steps = [step for step, _ in points]
     return {
         "steps": [b - a for a, b in zip([0, *steps], steps, strict=False)],
@@ -35,7 +35,7 @@ def packed(points: list[Point]) -> dict[str, list[Any]]:
 
 
 def short(value: float) -> float | int | None:
-    """Six digits, and none for a fraction that is zero."""
+    """Round to six digits, to an int if the value is one; None for NaN and inf."""
     if not math.isfinite(value):
         return None
     if value == int(value) and abs(value) < 1e15:
@@ -44,5 +44,5 @@ def short(value: float) -> float | int | None:
 
 
 def as_json(data: dict[str, Any]) -> str:
-    """For a script element; `<` is spelled so that no text can end it."""
+    """Return JSON for a script element; `<` is escaped so that no text can close the element."""
     return json.dumps(data, separators=(",", ":"), allow_nan=False).replace("<", "\\u003c")

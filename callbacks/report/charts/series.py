@@ -1,4 +1,4 @@
-"""Which curves a run has, over which axes: plain arithmetic on lists."""
+"""Choose the curves of a run and the axes they share: plain arithmetic on lists."""
 
 import math
 from collections.abc import Sequence
@@ -9,7 +9,7 @@ from ..dashboard import Panel, Section
 from ..run_record import Point, RunRecord
 from .downsample import MAX_BUCKETS, segments, thin, trend
 
-# Events worth a mark on the step axis; the others are in the page's table only.
+# events that get a mark on the step axis; all others are only in the page's table
 MARKED_EVENTS = (
     "spike",
     "skip",
@@ -22,40 +22,45 @@ MARKED_EVENTS = (
     "stop",
 )
 LOG_SCALE_RATIO = 100.0
-MAX_POINTS = 180_000  # of all curves of a page: two megabytes
-MAX_UNDONE_BUCKETS = 50
-TREND_BUCKETS = 250
-_MIN_BUCKETS, _MOST_BUCKETS = 60, 4000
+MAX_POINTS = 180_000  # of all curves of a page together: about two megabytes
+MAX_ROLLED_BACK_BUCKETS = 50
+MAX_TREND_BUCKETS = 250
+_MIN_BUCKETS, _MAX_BUCKETS = 60, 4000
 
 
 @dataclass(frozen=True)
 class Curve:
-    """One metric, thinned. NaN and infinite values are points too: a line has a gap there."""
+    """One metric, thinned. NaN and inf are points too: the line has a gap there.
+
+    Attributes:
+        num_points: Number of points before thinning.
+        first_not_finite: Step of the first NaN or inf; None if there is none.
+        rolled_back: Points that rollbacks discarded, one list per rollback.
+        trend: Means of buckets; empty if there are few enough points to see each of them.
+    """
 
     metric: str
     points: list[Point]
-    num_points: int  # before thinning
+    num_points: int
     num_not_finite: int
-    first_not_finite: int | None  # step
-    undone: list[list[Point]] = field(default_factory=list)  # by rollbacks, each a stretch
-    trend: list[Point] = field(
-        default_factory=list
-    )  # means, where there is too much to see each point
+    first_not_finite: int | None
+    rolled_back: list[list[Point]] = field(default_factory=list)
+    trend: list[Point] = field(default_factory=list)
 
     def segments(self) -> list[list[Point]]:
-        """The stretches to draw as one line."""
+        """Return the points as lines, split at gaps."""
         return segments(self.points)
 
 
 @dataclass(frozen=True)
 class Chart:
-    """Curves that share their axes."""
+    """Curves that share their axes; `y_range` covers the finite values, low < high."""
 
     title: str
     curves: list[Curve]
     log_scale: bool
     x_range: tuple[int, int]
-    y_range: tuple[float, float]  # of the finite values; low < high
+    y_range: tuple[float, float]
     picture: bool = False
 
 
@@ -69,52 +74,57 @@ class Group:
 
 @dataclass(frozen=True)
 class Mark:
-    """An event on the step axis; what a rollback undid reaches from its step to `undone_to`."""
+    """An event on the step axis; a rollback returned from `from_step` to its step."""
 
     step: int
     event: str
-    undone_to: int | None = None
+    from_step: int | None = None
 
 
 def get_groups(run: RunRecord, sections: Sequence[Section]) -> list[Group]:
-    """The run's charts by section, all over the same steps; empty panels and sections are left out."""
+    """Return the run's charts by section, all over the same steps, without empty panels and sections."""
     drawn = [
         (section.title, panel, names)
         for section in sections
         for panel in section.panels
         if panel.kind == "line" and (names := panel.metrics_among(run.series))
     ]
-    every = [run.series[name] for _, _, names in drawn for name in names]
-    if not every:
+    drawn_series = [run.series[name] for _, _, names in drawn for name in names]
+    if not drawn_series:
         return []
-    steps = step_range([step for points in every for step, _ in points])
-    buckets = buckets_for(len(every))
+    steps = step_range([step for points in drawn_series for step, _ in points])
+    buckets = num_buckets(len(drawn_series))
     groups: dict[str, list[Chart]] = {}
     for title, panel, names in drawn:
-        curves = [_curve(run, name, buckets) for name in names]
-        groups.setdefault(title, []).append(_chart(panel, curves, steps))
+        curves = [_make_curve(run, name, buckets) for name in names]
+        groups.setdefault(title, []).append(_make_chart(panel, curves, steps))
     return [Group(title, charts) for title, charts in groups.items()]
 
 
-def not_drawn(run: RunRecord, groups: Sequence[Group]) -> list[str]:
-    """Metrics that no panel names."""
+def metrics_not_drawn(run: RunRecord, groups: Sequence[Group]) -> list[str]:
+    """Return the metrics that no panel names."""
     drawn = {curve.metric for group in groups for chart in group.charts for curve in chart.curves}
     return [name for name in run.series if name not in drawn]
 
 
-def buckets_for(num_curves: int, max_points: int = MAX_POINTS) -> int:
-    """How finely each of so many curves may be drawn."""
-    return max(_MIN_BUCKETS, min(_MOST_BUCKETS, max_points // (4 * num_curves)))
+def num_buckets(num_curves: int, max_points: int = MAX_POINTS) -> int:
+    """Return into how many buckets each of `num_curves` is thinned to stay within `max_points`."""
+    return max(_MIN_BUCKETS, min(_MAX_BUCKETS, max_points // (4 * num_curves)))
 
 
 def step_range(steps: list[int]) -> tuple[int, int]:
-    """From the first step to the last; from 0 where that is near."""
+    """Return the first and the last step; the range starts at 0 if the first step is near it."""
     first, last = min(steps), max(steps)
     return (0 if last > first and first <= 0.1 * last else first), last
 
 
 def value_range(values: list[float], *, may_be_log: bool) -> tuple[tuple[float, float], bool]:
-    """The axis for finite values, and whether it is logarithmic."""
+    """Return the range of an axis and whether it is logarithmic.
+
+    Args:
+        values: Finite values; may be empty.
+        may_be_log: Whether the panel allows a log scale; it is used if the values span a factor of 100.
+    """
     low, high = (min(values), max(values)) if values else (0.0, 1.0)
     if may_be_log and low > 0 and high / low > LOG_SCALE_RATIO:
         return (low / 1.15, high * 1.15), True
@@ -124,43 +134,46 @@ def value_range(values: list[float], *, may_be_log: bool) -> tuple[tuple[float, 
     return (low - margin if low != 0 else low, high + margin), False
 
 
-def thinned(metric: str, points: list[Point], *, max_buckets: int = MAX_BUCKETS) -> Curve:
-    """A curve of few enough points, with the count of those that are no number."""
-    bad = [step for step, value in points if not math.isfinite(value)]
-    kept = thin(points, max_buckets=max_buckets)
-    means = trend(points, max_buckets=min(max_buckets, TREND_BUCKETS))
-    return Curve(metric, kept, len(points), len(bad), bad[0] if bad else None, trend=means)
+def make_curve(metric: str, points: list[Point], *, max_buckets: int = MAX_BUCKETS) -> Curve:
+    """Return a curve with few enough points to draw; NaN and inf are counted before thinning."""
+    not_finite = [step for step, value in points if not math.isfinite(value)]
+    return Curve(
+        metric,
+        points=thin(points, max_buckets=max_buckets),
+        num_points=len(points),
+        num_not_finite=len(not_finite),
+        first_not_finite=not_finite[0] if not_finite else None,
+        trend=trend(points, max_buckets=min(max_buckets, MAX_TREND_BUCKETS)),
+    )
 
 
-def _curve(run: RunRecord, name: str, max_buckets: int) -> Curve:
-    curve = thinned(name, run.series[name], max_buckets=max_buckets)
-    curve.undone.extend(
-        thin(series[name], max_buckets=MAX_UNDONE_BUCKETS)
-        for series in run.undone
+def _make_curve(run: RunRecord, name: str, max_buckets: int) -> Curve:
+    curve = make_curve(name, run.series[name], max_buckets=max_buckets)
+    curve.rolled_back.extend(
+        thin(series[name], max_buckets=MAX_ROLLED_BACK_BUCKETS)
+        for series in run.rolled_back
         if name in series
     )
     return curve
 
 
-def _chart(panel: Panel, curves: list[Curve], steps: tuple[int, int]) -> Chart:
+def _make_chart(panel: Panel, curves: list[Curve], steps: tuple[int, int]) -> Chart:
     values = [v for curve in curves for _, v in curve.points if math.isfinite(v)]
     y_range, log_scale = value_range(values, may_be_log=panel.log_scale)
     return Chart(panel.title, curves, log_scale, steps, y_range, panel.picture)
 
 
 def get_marks(events: list[dict[str, Any]]) -> list[Mark]:
-    """Marks for the events worth one, each kind at most once a step."""
+    """Return the marks of all marked events, each kind at most once per step."""
     marks = {
-        Mark(event["step"], event["event"], _undone_to(event))
+        Mark(event["step"], event["event"], _from_step(event))
         for event in events
-        if "event" in event
-        and event["event"] in MARKED_EVENTS
-        and "step" in event
-        and isinstance(event["step"], int)
+        if event.get("event") in MARKED_EVENTS and isinstance(event.get("step"), int)
     }
-    return sorted(marks, key=lambda mark: (mark.step, mark.event, mark.undone_to or 0))
+    return sorted(marks, key=lambda mark: (mark.step, mark.event, mark.from_step or 0))
 
 
-def _undone_to(event: dict[str, Any]) -> int | None:
-    back = event["event"] == "rollback" and "from" in event and isinstance(event["from"], int)
-    return event["from"] if back else None
+def _from_step(event: dict[str, Any]) -> int | None:
+    """Return the step that a rollback came from; None for any other event."""
+    is_rollback = event["event"] == "rollback" and isinstance(event.get("from"), int)
+    return event["from"] if is_rollback else None

@@ -1,4 +1,4 @@
-"""The runs of a comparison as a table, as bars and as a list of differences. Escaped HTML, no Lightning."""
+"""Show compared runs as a table, as bars and as a list of config differences. Escaped HTML, no Lightning."""
 
 import os
 from collections import Counter
@@ -9,18 +9,19 @@ from typing import Any
 
 from ...progress.text import clock_text
 from ..header import status_class
-from ..html import folded, table, words
+from ..html import folded, table, value_text
 from .runs import ComparedRun, sort_key
 from .values import (
-    METRICS_OF,
+    METRICS_BY_MEASURE,
     find_best,
     has_best,
-    is_better_when_more,
+    is_higher_better,
     short_names,
 )
 
-MAX_COLUMNS = 8  # of parameters; the others are in the list of differences
+MAX_PARAMETER_COLUMNS = 8  # the others are in the list of differences
 MAX_BARS = 12
+MAX_LISTED_VALUES = 12
 _TITLES = {
     "val_loss": "val loss",
     "best_val_loss": "best val loss",
@@ -35,13 +36,19 @@ _TITLES = {
 
 
 def runs_table(runs: Sequence[ComparedRun], page: Path, *, sort: str) -> str:
-    """A row a run, best first; each heading sorts. What is best of a column is marked."""
+    """Return one row per run, best first; a click on a heading sorts. The best value of a column is bold.
+
+    Args:
+        runs: Best first.
+        page: Path of the page, for relative links to the runs' own pages.
+        sort: The measure that the runs are sorted by.
+    """
     measures = get_measures(runs, sort)
-    parameters = list(runs[0].parameters)[:MAX_COLUMNS]
+    parameters = list(runs[0].parameters)[:MAX_PARAMETER_COLUMNS]
     short = short_names(parameters)
     best = {m: _best([v for r in runs if (v := r.values[m]) is not None], m) for m in measures}
     heads = [("run", "asc"), ("status", "asc")]
-    first, rest = measures[:1], measures[1:]  # the parameters beside what is sorted by
+    first, rest = measures[:1], measures[1:]  # parameters go next to the sorted column
     heads += [_measure_head(m) for m in first]
     heads += [(short[name], "asc") for name in parameters]
     heads += [_measure_head(m) for m in rest]
@@ -66,22 +73,22 @@ def runs_table(runs: Sequence[ComparedRun], page: Path, *, sort: str) -> str:
 
 
 def get_measures(runs: Sequence[ComparedRun], sort: str) -> list[str]:
-    """What at least one run has, what is sorted by first; no column of zeros."""
-    names = list(dict.fromkeys([sort, *METRICS_OF]))
+    """Return the measures that some run has, `sort` first; one that is 0 in every run is omitted."""
+    names = list(dict.fromkeys([sort, *METRICS_BY_MEASURE]))
     return [name for name in names if any(run.values[name] for run in runs)]
 
 
 def get_title(measure: str) -> str:
-    """As a heading."""
-    return _TITLES[measure] if measure in _TITLES else measure
+    """Return a measure as a heading."""
+    return _TITLES.get(measure, measure)
 
 
 def _measure_head(measure: str) -> tuple[str, str]:
-    return get_title(measure), "desc" if is_better_when_more(measure) else "asc"
+    return get_title(measure), "desc" if is_higher_better(measure) else "asc"
 
 
 def _best(values: list[float], measure: str) -> float | None:
-    """What is marked: nothing where half the runs have it, or where no value is better than another."""
+    """Return the value to mark; None if more than half of the runs have it, or none is better than another."""
     best = find_best(values, measure)
     is_common = best is not None and 2 * values.count(best) > len(values)
     return None if is_common or not has_best(measure) else best
@@ -112,28 +119,28 @@ def _status_cell(run: ComparedRun) -> str:
 def _value_cell(value: float | None, measure: str, best: float | None) -> str:
     if value is None:
         return "<td>&ndash;</td>"
-    shown = escape(shown_value(value, measure))
+    shown = escape(measure_text(value, measure))
     text = f"<b>{shown}</b>" if value == best else shown
     return f'<td data-v="{value!r}">{text}</td>'
 
 
-def shown_value(value: float, measure: str) -> str:
-    """A figure of the table."""
+def measure_text(value: float, measure: str) -> str:
+    """Return a measure's value as text."""
     if measure == "seconds":
         return clock_text(value)
     if measure == "mfu":
         return f"{value:.1%}"
-    return f"{value:.3g}" if measure == "peak_memory_gib" else words(value)
+    return f"{value:.3g}" if measure == "peak_memory_gib" else value_text(value)
 
 
 def _parameter_cell(value: Any) -> str:
     if value is None:
         return "<td>&ndash;</td>"
-    return f'<td data-v="{escape(str(value))}">{escape(words(value))}</td>'
+    return f'<td data-v="{escape(str(value))}">{escape(value_text(value))}</td>'
 
 
 def bars_html(title: str, metric: str, runs: Sequence[ComparedRun]) -> str:
-    """The best value that each run has reached, from zero; the best run first."""
+    """Return a bar per run, from zero to the best value it reached; the best run first."""
     reached = [
         (value, i) for i, run in enumerate(runs) if (value := run.best.get(metric)) is not None
     ]
@@ -150,25 +157,26 @@ def bars_html(title: str, metric: str, runs: Sequence[ComparedRun]) -> str:
     return f'<figure class="chart bars span6">{caption}{"".join(rows[:MAX_BARS])}{rest}</figure>'
 
 
-def _bar(run: ComparedRun, number: int, value: float, share: float) -> str:
+def _bar(run: ComparedRun, number: int, value: float, fraction: float) -> str:
     return (
         f'<div {run.color.attributes("bar-row")} data-run="{number}"><span>{escape(run.name)}</span>'
-        f'<i><i style="width:{share:.2%}"></i></i><b>{escape(words(value))}</b></div>'
+        f'<i><i style="width:{fraction:.2%}"></i></i><b>{escape(value_text(value))}</b></div>'
     )
 
 
-def differences(runs: Sequence[ComparedRun]) -> str:
-    """Each parameter that differs, with its values and how many runs have them."""
+def differences_table(runs: Sequence[ComparedRun]) -> str:
+    """Return each parameter that differs, with its values and how many runs have each."""
     rows = []
     for name in runs[0].parameters:
-        counts = Counter(words(run.parameters[name]) for run in runs)
+        counts = Counter(value_text(run.parameters[name]) for run in runs)
         values = " &nbsp; ".join(
             f"<code>{escape(value)}</code>{f' &times; {count}' if count > 1 else ''}"
-            for value, count in counts.most_common(12)
+            for value, count in counts.most_common(MAX_LISTED_VALUES)
         )
-        more = f" &nbsp; and {len(counts) - 12} more" if len(counts) > 12 else ""
+        num_more = len(counts) - MAX_LISTED_VALUES
+        more = f" &nbsp; and {num_more} more" if num_more > 0 else ""
         rows.append([f"<code>{escape(name)}</code>", f"{values}{more}"])
     if not rows:
         return ""
-    content = table(("parameter", "values"), rows).replace('class="figures"', 'class="list"')
-    return folded(f"What the configs differ in ({len(rows)})", content, id_="differences")
+    content = table(("parameter", "values"), rows, css="list")
+    return folded(f"Config differences ({len(rows)})", content, id_="differences")

@@ -1,4 +1,4 @@
-"""The numbers that runs are compared by, and what their configs differ in: plain values. No Lightning."""
+"""The values that runs are compared by, and the config values that differ between them. No Lightning."""
 
 import math
 from collections.abc import Mapping, Sequence
@@ -6,11 +6,11 @@ from typing import Any
 
 from ...progress.text import TRAIN_LOSS, VAL_LOSS
 from ..config import shown_config, typed_keys
-from ..html import flat
+from ..html import flatten
 from ..run_record import RunRecord
 
-# What stands in a summary, and the metrics that tell it of a run that has none yet.
-METRICS_OF: dict[str, tuple[str, ...]] = {
+# keys of summary.json, and the metrics that stand in for them in a run that has no summary yet
+METRICS_BY_MEASURE: dict[str, tuple[str, ...]] = {
     "val_loss": VAL_LOSS,
     "best_val_loss": VAL_LOSS,
     "train_loss": TRAIN_LOSS,
@@ -24,7 +24,7 @@ METRICS_OF: dict[str, tuple[str, ...]] = {
     "rollbacks": ("spike/rollbacks",),
     "skipped_steps": ("spike/skipped_steps",),
 }
-_MORE_IS_BETTER = (
+_HIGHER_IS_BETTER = (
     "accuracy",
     "acc",
     "per_second",
@@ -35,20 +35,23 @@ _MORE_IS_BETTER = (
     "bleu",
     "fraction",
 )
-_NEITHER = ("steps", "tokens", "samples", "lr")
-# Words that say where a run lies, not what it is.
-_NO_PARAMETERS = ("name", "tags", "resume", "loader", "callbacks", "logger")
+_NEITHER_IS_BETTER = ("steps", "tokens", "samples", "lr")
+# config nodes that say where a run is and what observes it, not what it trains
+_NOT_PARAMETERS = ("name", "tags", "resume", "loader", "callbacks", "logger")
 
 
 def get_value(run: RunRecord, measure: str) -> float | None:
-    """A number of the summary, else of the last row, by the summary's name or the metric's; None if unknown."""
+    """Return a value of the summary, else of the last row; None if unknown.
+
+    Args:
+        run: The run.
+        measure: A key of `summary.json` or the name of a metric.
+    """
     if measure in run.summary and is_finite(run.summary[measure]):
         return float(run.summary[measure])
     if measure == "steps":
         return run.last_step
-    names = (
-        METRICS_OF[measure] if measure in METRICS_OF else (measure, measure.replace("_", "/", 1))
-    )
+    names = METRICS_BY_MEASURE.get(measure, (measure, measure.replace("_", "/", 1)))
     points = next((run.series[name] for name in names if name in run.series), [])
     if measure.startswith("best_"):
         return find_best([value for _, value in points], measure)
@@ -56,31 +59,31 @@ def get_value(run: RunRecord, measure: str) -> float | None:
 
 
 def find_best(values: Sequence[float], measure: str) -> float | None:
-    """The lowest finite value of a loss, the highest of an accuracy."""
+    """Return the lowest finite value of a loss, the highest of an accuracy; None if none is finite."""
     finite = [value for value in values if math.isfinite(value)]
-    return (max if is_better_when_more(measure) else min)(finite) if finite else None
+    return (max if is_higher_better(measure) else min)(finite) if finite else None
 
 
-def is_better_when_more(measure: str) -> bool:
-    """By the words in its name; a name that says nothing counts as a loss."""
-    return any(word in measure for word in _MORE_IS_BETTER)
+def is_higher_better(measure: str) -> bool:
+    """Return whether a higher value is better, judged by the name; an unknown name counts as a loss."""
+    return any(part in measure for part in _HIGHER_IS_BETTER)
 
 
 def has_best(measure: str) -> bool:
-    """Whether one value of it is better than another."""
-    return not any(measure.endswith(word) for word in _NEITHER)
+    """Return whether one value can be better than another."""
+    return not any(measure.endswith(name) for name in _NEITHER_IS_BETTER)
 
 
 def is_finite(value: Any) -> bool:
-    """Whether it is a number that can be compared."""
+    """Return whether it is a number other than NaN and inf; a bool is not."""
     return isinstance(value, (int, float)) and not isinstance(value, bool) and math.isfinite(value)
 
 
 def get_parameters(run: RunRecord) -> dict[str, Any]:
-    """The config on one level; of a node, the class under the node's own name."""
+    """Return the config flattened, with the class of a node under the node's own name."""
     parameters = {}
-    for name, value in flat(shown_config(run.config)):
-        if name.split(".")[0] in _NO_PARAMETERS or name.endswith("_partial_"):
+    for name, value in flatten(shown_config(run.config)):
+        if name.split(".")[0] in _NOT_PARAMETERS or name.endswith("_partial_"):
             continue
         if name.endswith("._target_"):
             parameters[name.removesuffix("._target_")] = str(value).rpartition(".")[2]
@@ -89,32 +92,39 @@ def get_parameters(run: RunRecord) -> dict[str, Any]:
     return parameters
 
 
-def differing(runs: Sequence[RunRecord], first: Sequence[str] = ()) -> dict[str, list[Any]]:
-    """Parameters that differ, with their values by run; None where a run has no such parameter or no config.
+def differing_parameters(
+    runs: Sequence[RunRecord], first: Sequence[str] = ()
+) -> dict[str, list[Any]]:
+    """Return the parameters that differ, with their value in each run.
 
-    Those in `first` come first, then what was typed. What has the same values as one before it, and was not typed,
-    follows from that one and is left out.
+    A value is None if the run has no such parameter or no config. A parameter that was not typed and has the same
+    values as an earlier one follows from that one and is omitted.
+
+    Args:
+        runs: The runs to compare.
+        first: Parameters to list first; then come those that were typed, then all others.
     """
-    every = [get_parameters(run) for run in runs]
-    read = [one for one in every if one]
-    names = list(dict.fromkeys(name for one in read for name in one))
-    typed = typed_keys([word for run in runs for word in run.overrides])
+    configs = [get_parameters(run) for run in runs]
+    readable = [config for config in configs if config]
+    names = list(dict.fromkeys(name for config in readable for name in config))
+    typed = typed_keys([override for run in runs for override in run.overrides])
     ranks = {name: i for i, name in enumerate(first)}
-    names.sort(key=lambda name: (ranks[name] if name in ranks else len(ranks), name not in typed))
+    names.sort(key=lambda name: (ranks.get(name, len(ranks)), name not in typed))
     found: dict[str, list[Any]] = {}
     seen: set[tuple[str, ...]] = set()
     for name in names:
-        values = [one[name] if name in one else None for one in every]
+        values = [config.get(name) for config in configs]
+        # repr tells 1 from True and from "1"
         written = tuple(map(repr, values))
-        differ = len({repr(one[name]) if name in one else "" for one in read}) > 1
-        if differ and (name in typed or written not in seen):
+        differs = len({repr(config[name]) if name in config else "" for config in readable}) > 1
+        if differs and (name in typed or written not in seen):
             found[name] = values
             seen.add(written)
     return found
 
 
 def short_names(names: Sequence[str]) -> Mapping[str, str]:
-    """`optimizer.lr` -> `lr` where no other parameter ends so."""
+    """Shorten `optimizer.lr` to `lr` if no other parameter ends in it."""
     tails = [name.rpartition(".")[2] for name in names]
     return {
         name: tail if tails.count(tail) == 1 else name

@@ -1,4 +1,4 @@
-"""Panels from plain lists; and, where there are none, one place for every metric."""
+"""Panels from plain lists; without any, every metric has exactly one place."""
 
 from pathlib import Path
 
@@ -22,21 +22,21 @@ def test_a_metric_with_a_bracket_in_its_name_is_found_by_its_name() -> None:
     assert section.panels[0].metrics_among(["val/acc[top5]"]) == ["val/acc[top5]"]
 
 
-def test_a_word_that_panels_do_not_have_is_an_error() -> None:
+def test_an_unknown_key_of_a_panel_is_an_error() -> None:
     with pytest.raises(TypeError, match="colour"):
         get_sections(
             [{"title": "a", "panels": [{"title": "b", "metrics": ["c"], "colour": "red"}]}]
         )
 
 
-def test_the_dashboard_of_the_recipes_is_one_with_a_picture_that_begins_with_the_loss() -> None:
+def test_the_default_dashboard_is_valid_and_its_picture_begins_with_the_loss() -> None:
     config = yaml.safe_load((ROOT / "conf" / "dashboard" / "default.yaml").read_text())
     panels = [panel for section in get_sections(config["sections"]) for panel in section.panels]
     assert next(panel for panel in panels if panel.picture).metrics == ("train/loss", "val/loss")
     assert {panel.kind for panel in panels} == {"line", "bar", "parallel"}
 
 
-def test_lightnings_usual_names_share_the_panels_of_learning() -> None:
+def test_lightnings_usual_metric_names_share_the_panels_of_learning() -> None:
     names = [
         "epoch",
         "val_loss",

@@ -1,4 +1,4 @@
-"""The report of a run: complete, escaped, small, and there however the run ended."""
+"""The report of a run: complete, escaped, small, and written however the run ended."""
 
 import json
 import re
@@ -11,7 +11,7 @@ import pytest
 
 from callbacks.report.callback import RunReport
 from callbacks.report.page import write_report
-from callbacks.report.run_record import how_it_ended, read_run
+from callbacks.report.run_record import get_status, read_run
 from callbacks.report.tables import measured_values, plan_table, planned_values
 
 PNG_SIGNATURE = b"\x89PNG\r\n\x1a\n"
@@ -19,7 +19,7 @@ EVIL = "</script><script>alert(1)</script>&\"'"
 
 
 def write_run(folder: Path, metrics: str, **files: Any) -> Path:
-    """A run folder: summary, environment as JSON, events and samples as JSON lines, config as text."""
+    """Write a run folder: summary and environment as JSON, events and samples as JSON lines, config as text."""
     (folder / "metrics.csv").write_text(metrics)
     for name in ("summary", "environment"):
         if name in files:
@@ -33,30 +33,31 @@ def write_run(folder: Path, metrics: str, **files: Any) -> Path:
     return folder
 
 
-def page_of(folder: Path) -> str:
+def make_page(folder: Path) -> str:
+    """Write the report of a folder and return its page."""
     write_report(folder)
     assert not list(folder.glob(".*.partial"))
     return (folder / "report.html").read_text()
 
 
-def data_of(page: str) -> dict[str, Any]:
-    """What the page's script draws from."""
+def get_data(page: str) -> dict[str, Any]:
+    """Return what the page's script draws from."""
     data = re.search(r'id="data">(.*?)</script>', page, flags=re.DOTALL)
     assert data is not None
     value: dict[str, Any] = json.loads(data.group(1))
     return value
 
 
-def points_of(page: str, metric: str) -> list[tuple[int, float | None]]:
-    """The points that a zoom shows."""
+def get_points(page: str, metric: str) -> list[tuple[int, float | None]]:
+    """Return the points of a metric that a zoom shows."""
     [curve] = [
-        c for chart in data_of(page)["charts"] for c in chart["curves"] if c["name"] == metric
+        c for chart in get_data(page)["charts"] for c in chart["curves"] if c["name"] == metric
     ]
     return list(zip(accumulate(curve["steps"]), curve["values"], strict=True))
 
 
 class Balance(HTMLParser):
-    """Every element that is opened is closed, in order."""
+    """Asserts that every element that is opened is closed, in order."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -71,8 +72,8 @@ class Balance(HTMLParser):
             assert self.open.pop() == tag
 
 
-def test_everything_that_a_run_left_is_on_its_page(tmp_path: Path) -> None:
-    page = page_of(
+def test_the_page_shows_every_file_of_the_run(tmp_path: Path) -> None:
+    page = make_page(
         write_run(
             tmp_path,
             "step,train/loss,val/loss,lr,grad/norm\n1,3.5,,0.1,1.0\n2,2.5,2.75,0.2,9.0\n",
@@ -95,7 +96,7 @@ def test_everything_that_a_run_left_is_on_its_page(tmp_path: Path) -> None:
             config="name: my_run\nseed: 3\n",
         )
     )
-    for words in (
+    for text in (
         "my_run",
         "finished",
         "41,230",
@@ -103,9 +104,9 @@ def test_everything_that_a_run_left_is_on_its_page(tmp_path: Path) -> None:
         "torch 2.13.0",
         "8 x H100",
     ):
-        assert words in page
-    for words in ("score 11.25", "yz", "seed: 3", "1 spike", "unknown", "grad/norm"):
-        assert words in page
+        assert text in page
+    for text in ("score 11.25", "yz", "seed: 3", "spike &times; 1", "unknown", "grad/norm"):
+        assert text in page
     assert "old" not in page
     assert (tmp_path / "curves.png").read_bytes().startswith(PNG_SIGNATURE)
     balance = Balance()
@@ -113,18 +114,16 @@ def test_everything_that_a_run_left_is_on_its_page(tmp_path: Path) -> None:
     assert balance.open == []
 
 
-def test_the_page_loads_nothing_from_anywhere(tmp_path: Path) -> None:
-    page = page_of(write_run(tmp_path, "step,train/loss\n1,3\n2,2\n"))
-    without = page.replace(
-        "http://www.w3.org/2000/svg", ""
-    )  # the name of a vocabulary, which nobody fetches
+def test_the_page_loads_nothing_from_the_network(tmp_path: Path) -> None:
+    page = make_page(write_run(tmp_path, "step,train/loss\n1,3\n2,2\n"))
+    without = page.replace("http://www.w3.org/2000/svg", "")  # a namespace, which is not fetched
     assert re.findall(r"https?://|\bsrc=|@import|url\(|fetch\(|\bimport\(", without) == []
     links = re.findall(r'href="([^"]*)"', page)
     assert all(link.startswith(("#", "data:,", "spikes/")) for link in links), links
 
 
-def test_what_a_run_wrote_cannot_become_markup(tmp_path: Path) -> None:
-    page = page_of(
+def test_text_from_a_run_is_escaped(tmp_path: Path) -> None:
+    page = make_page(
         write_run(
             tmp_path,
             "step,train/loss\n1,3\n",
@@ -143,19 +142,19 @@ def test_what_a_run_wrote_cannot_become_markup(tmp_path: Path) -> None:
 
 
 def test_one_row_is_a_dot(tmp_path: Path) -> None:
-    page = page_of(write_run(tmp_path, "step,train/loss\n7,3.5\n"))
+    page = make_page(write_run(tmp_path, "step,train/loss\n7,3.5\n"))
     assert 'class="curve dots c0" d="M500 500h0"' in page
 
 
-def test_losses_that_are_not_finite_are_told(tmp_path: Path) -> None:
-    page = page_of(write_run(tmp_path, "step,train/loss\n1,3.5\n2,nan\n3,inf\n"))
+def test_losses_that_are_not_finite_are_noted(tmp_path: Path) -> None:
+    page = make_page(write_run(tmp_path, "step,train/loss\n1,3.5\n2,nan\n3,inf\n"))
     assert "train/loss: 2 of 3 not finite, first at step 2" in page
-    [curve] = data_of(page)["charts"][0]["curves"]
+    [curve] = get_data(page)["charts"][0]["curves"]
     assert curve == {
         "name": "train/loss",
         "steps": [1, 1, 1],
         "values": [3.5, None, None],
-        "undone": [],
+        "rolled_back": [],
         "trend": {"steps": [], "values": []},
     }
 
@@ -163,12 +162,12 @@ def test_losses_that_are_not_finite_are_told(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     "metrics", ["step,train/loss\n1,nan\n", "step,train/loss\n", "step,x\n1,2\n"]
 )
-def test_a_run_with_nothing_to_draw_has_a_page_all_the_same(tmp_path: Path, metrics: str) -> None:
-    assert "<h1>" in page_of(write_run(tmp_path, metrics))
+def test_a_run_with_nothing_to_draw_still_has_a_page(tmp_path: Path, metrics: str) -> None:
+    assert "<h1>" in make_page(write_run(tmp_path, metrics))
 
 
 def test_classification_shows_its_accuracy(tmp_path: Path) -> None:
-    page = page_of(write_run(tmp_path, "step,train/loss,val/accuracy\n1,3,\n2,2,0.875\n"))
+    page = make_page(write_run(tmp_path, "step,train/loss,val/accuracy\n1,3,\n2,2,0.875\n"))
     assert "<dt>val accuracy</dt><dd>0.875" in page
     assert "<b>accuracy</b>" in page
 
@@ -185,16 +184,16 @@ def test_a_hundred_thousand_rows_of_fifteen_metrics_stay_under_three_megabytes(
         if step == 31_415:
             values[0] = "nan"
         lines.append(f"{step},{','.join(values)}")
-    page = page_of(write_run(tmp_path, "\n".join(lines) + "\n"))
+    page = make_page(write_run(tmp_path, "\n".join(lines) + "\n"))
     assert len(page) < 3_000_000
-    points = points_of(page, "train/loss")
+    points = get_points(page, "train/loss")
     assert len(points) > 8_000  # denser than any screen is wide
     assert (61_803, 97.5) in points
     assert (31_415, None) in points
     assert "train/loss: 1 of 100,000 not finite, first at step 31,415" in page
 
 
-def test_the_plan_stands_beside_what_was_measured(tmp_path: Path) -> None:
+def test_the_plan_is_shown_next_to_what_was_measured(tmp_path: Path) -> None:
     rows = "step,train/loss,train/samples,time/step_seconds\n1,3,16,0.5\n2,3,32,0.25\n3,3,48,0.5\n"
     folder = write_run(
         tmp_path,
@@ -215,7 +214,7 @@ def test_the_plan_stands_beside_what_was_measured(tmp_path: Path) -> None:
         "step_seconds": (0.4, 0.5),
         "seconds": (60, 90.0),
     }
-    page = page_of(folder)
+    page = make_page(folder)
     assert "<tr><td>seconds per step</td><td>0.4 s</td><td>0.5 s</td><td>125.0%</td></tr>" in page
     assert "<tr><td>time</td><td>1:00</td><td>1:30</td><td>150.0%</td></tr>" in page
 
@@ -225,7 +224,7 @@ def test_without_a_config_and_a_plan_there_is_no_plan_table(tmp_path: Path) -> N
     assert plan_table(read_run(folder)) == ""
 
 
-def test_what_was_typed_is_marked_in_the_config_and_how_it_is_drawn_is_left_out(
+def test_typed_overrides_are_marked_in_the_config_and_display_settings_are_hidden(
     tmp_path: Path,
 ) -> None:
     config = (
@@ -233,24 +232,24 @@ def test_what_was_typed_is_marked_in_the_config_and_how_it_is_drawn_is_left_out(
         "dashboard:\n  sections: []\ncallbacks:\n  report:\n    dashboard: []\n    _target_: x\n"
     )
     typed = ["optimizer=sgd", "+optimizer.lr=0.5", "~callbacks.sample_text"]
-    page = page_of(
+    page = make_page(
         write_run(
             tmp_path, "step,train/loss\n1,3\n", config=config, environment={"overrides": typed}
         )
     )
     assert "<mark>optimizer:</mark>\n  _target_: recipes" in page
     assert "<mark>  lr: 0.5</mark>\n  momentum: 0.9" in page
-    assert "Config, 2 lines of it typed" in page
+    assert "Config (2 typed lines)" in page
     assert "sections" not in page.partition('<pre class="config">')[2].partition("</pre>")[0]
     assert '<code class="typed">~callbacks.sample_text</code>' in page
 
 
-def test_a_config_that_only_some_program_can_read_is_shown_as_it_is(tmp_path: Path) -> None:
+def test_a_config_that_cannot_be_parsed_is_shown_as_text(tmp_path: Path) -> None:
     config = "name: x\nloss: !!python/object:some.Loss {}\n"
-    assert config in page_of(write_run(tmp_path, "step,train/loss\n1,3\n", config=config))
+    assert config in make_page(write_run(tmp_path, "step,train/loss\n1,3\n", config=config))
 
 
-def test_a_step_out_of_line_has_its_evidence_and_the_command_to_make_it_again(
+def test_a_spike_dump_is_listed_with_the_command_that_recomputes_it(
     tmp_path: Path,
 ) -> None:
     folder = tmp_path / "spikes" / "step_0000021"
@@ -259,9 +258,9 @@ def test_a_step_out_of_line_has_its_evidence_and_the_command_to_make_it_again(
         "norm": {"kind": "non_finite", "score": None},
         "loss": {"kind": "high", "score": 12.5},
     }
-    told = {"step": 21, "loss": 9.5, "grad_norm": None, "skipped": True, "alarms": alarms}
-    (folder / "spike.json").write_text(json.dumps(told))
-    page = page_of(write_run(tmp_path, "step,train/loss\n1,3\n"))
+    spike = {"step": 21, "loss": 9.5, "grad_norm": None, "skipped": True, "alarms": alarms}
+    (folder / "spike.json").write_text(json.dumps(spike))
+    page = make_page(write_run(tmp_path, "step,train/loss\n1,3\n"))
     assert '<a href="spikes/step_0000021">' in page
     assert "norm non finite; loss high, score 12.5" in page
     assert "<td>9.5</td><td>not finite</td><td>skipped</td>" in page
@@ -273,39 +272,41 @@ def test_the_operators_that_took_longest_come_first(tmp_path: Path) -> None:
     rows = [
         {"name": "aten::add", "calls": 9000, "self_seconds": 0.5, "share": 0.2},
         {"name": "aten::mm", "calls": 1200, "self_seconds": 1.5, "share": 0.6},
-        {"name": "torn"},
+        {"name": "incomplete"},
     ]
     (tmp_path / "profile" / "operators.json").write_text(json.dumps(rows))
-    page = page_of(write_run(tmp_path, "step,train/loss\n1,3\n"))
+    page = make_page(write_run(tmp_path, "step,train/loss\n1,3\n"))
     assert page.index("aten::mm") < page.index("aten::add")
     assert "<td>1,200</td><td>1.5</td>" in page
-    assert "torn" not in page
+    assert "incomplete" not in page
 
 
 def test_a_diagnosis_stands_above_the_curves(tmp_path: Path) -> None:
     events = [{"step": 40, "event": "diagnosis", "text": "the loader holds the GPU up"}]
-    page = page_of(write_run(tmp_path, "step,train/loss\n1,3\n", events=events))
+    page = make_page(write_run(tmp_path, "step,train/loss\n1,3\n", events=events))
     assert page.index("the loader holds the GPU up") < page.index('<figure class="chart')
 
 
-def test_a_dashboard_says_what_is_drawn_and_what_it_does_not_name_is_told(tmp_path: Path) -> None:
+def test_only_the_panels_of_a_dashboard_are_drawn_and_other_metrics_are_listed(
+    tmp_path: Path,
+) -> None:
     panels = [{"title": "my loss", "metrics": ["train/loss"], "picture": True}]
     folder = write_run(tmp_path, "step,train/loss,lr\n1,3,0.1\n2,3,0.1\n")
     write_report(folder, [{"title": "mine", "panels": panels}])
     page = (folder / "report.html").read_text()
-    assert [chart["title"] for chart in data_of(page)["charts"]] == ["my loss"]
-    assert "no panel of the dashboard names them: lr</p>" in page
+    assert [chart["title"] for chart in get_data(page)["charts"]] == ["my loss"]
+    assert "Not in any panel of the dashboard: lr</p>" in page
 
 
-def test_events_are_counted_by_kind_and_what_a_rollback_undid_is_a_band(tmp_path: Path) -> None:
+def test_events_are_counted_by_kind_and_rolled_back_steps_are_a_band(tmp_path: Path) -> None:
     events = [
         {"step": 9, "event": "spike"},
         {"step": 8, "event": "spike"},
         {"step": 4, "event": "rollback", "from": 9},
     ]
-    page = page_of(write_run(tmp_path, "step,train/loss\n0,3\n10,3\n", events=events))
-    assert ">2 spike</button>" in page
-    assert ">1 rollback</button>" in page
+    page = make_page(write_run(tmp_path, "step,train/loss\n0,3\n10,3\n", events=events))
+    assert ">spike &times; 2</button>" in page
+    assert ">rollback &times; 1</button>" in page
     assert '<path class="band e-rollback" d="M400 0H900V1000H400Z"/>' in page
 
 
@@ -319,11 +320,11 @@ def test_events_are_counted_by_kind_and_what_a_rollback_undid_is_a_band(tmp_path
         ({"events": [{"step": 9, "event": "end"}], "summary": {"status": "diverged"}}, "diverged"),
     ],
 )
-def test_how_a_run_ended(tmp_path: Path, files: dict[str, Any], status: str | None) -> None:
-    assert how_it_ended(read_run(write_run(tmp_path, "step,a\n1,1\n", **files))) == status
+def test_the_status_of_a_run(tmp_path: Path, files: dict[str, Any], status: str | None) -> None:
+    assert get_status(read_run(write_run(tmp_path, "step,a\n1,1\n", **files))) == status
 
 
-def test_a_strangers_fit_leaves_picture_and_page(stranger, make_trainer, tmp_path) -> None:
+def test_a_fit_of_any_module_writes_picture_and_page(stranger, make_trainer, tmp_path) -> None:
     make_trainer(callbacks=[RunReport()], limit_val_batches=1).fit(stranger())
     page = (tmp_path / "run" / "report.html").read_text()
     assert "train_loss" in page
@@ -331,7 +332,7 @@ def test_a_strangers_fit_leaves_picture_and_page(stranger, make_trainer, tmp_pat
     assert (tmp_path / "run" / "curves.png").stat().st_size > 10_000
 
 
-def test_a_run_that_fails_leaves_its_page_and_its_own_error(
+def test_a_run_that_fails_has_a_page_and_raises_its_own_error(
     stranger, make_trainer, tmp_path
 ) -> None:
     class Failing(stranger):  # type: ignore[misc, valid-type]
@@ -344,7 +345,7 @@ def test_a_run_that_fails_leaves_its_page_and_its_own_error(
     assert "train_loss" in (tmp_path / "run" / "report.html").read_text()
 
 
-def test_a_report_that_fails_costs_the_run_nothing(
+def test_a_report_that_cannot_be_written_does_not_fail_the_run(
     stranger, make_trainer, tmp_path, caplog: pytest.LogCaptureFixture
 ) -> None:
     (tmp_path / "run" / "report.html").mkdir(parents=True)  # where the page should go
@@ -353,13 +354,13 @@ def test_a_report_that_fails_costs_the_run_nothing(
     assert "IsADirectoryError" in caplog.text
 
 
-def test_without_metrics_there_is_a_line_in_the_log(
+def test_without_metrics_the_log_says_that_there_is_no_report(
     stranger, make_trainer, caplog: pytest.LogCaptureFixture
 ) -> None:
     caplog.set_level("INFO", logger="lightning_recipes")
     make_trainer(callbacks=[RunReport()], max_steps=1, logger=False).fit(stranger())
-    assert "no report: no logger left a metrics.csv" in caplog.text
+    assert "no report: no logger wrote a metrics.csv" in caplog.text
 
 
-def test_there_is_no_state_to_carry_over() -> None:
+def test_the_callback_has_no_state_to_restore() -> None:
     assert RunReport().state_dict() == {}

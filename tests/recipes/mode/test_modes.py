@@ -1,4 +1,4 @@
-"""One small run, then everything that is done with it: its remains, evaluate, sample, export, resume."""
+"""One small run and everything that is done with it: its files, evaluate, sample, export, resume."""
 
 import json
 from pathlib import Path
@@ -11,7 +11,7 @@ from support import TINY, composed_config, read_metrics, write_texts
 from recipes.config import compose_and_check
 from recipes.entry.run import run_composed
 
-REMAINS = [
+RUN_FILES = [
     ".lock",
     "checkpoints",
     "config.yaml",
@@ -25,7 +25,7 @@ REMAINS = [
     "tokenizer",
     "train.log",
 ]
-SUMMARY = [
+SUMMARY_KEYS = [
     "best_val_loss",
     "excluded_seconds",
     "mfu",
@@ -44,7 +44,8 @@ SUMMARY = [
 ]
 
 
-def carry_out(*overrides: str) -> int:
+def execute(*overrides: str) -> int:
+    """Run a command line in this process and return its exit code."""
     composed, mistakes = compose_and_check(overrides)
     assert composed is not None
     assert not mistakes, [str(mistake) for mistake in mistakes]
@@ -58,8 +59,8 @@ def texts(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="module")
 def typed(texts: Path) -> list[str]:
-    """What the run is started with, the report and a sample included."""
-    small = [word for word in TINY if not word.startswith("~")]
+    """Return the overrides of the run, which writes a report and a sample."""
+    small = [override for override in TINY if not override.startswith("~")]
     return [
         *small,
         f"data.path={texts}",
@@ -72,20 +73,20 @@ def typed(texts: Path) -> list[str]:
 @pytest.fixture(scope="module")
 def run(typed: list[str], tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("run")
-    words = ["trainer.max_steps=12", "save_every=6", "eval_every=6", "eval_samples=null"]
-    assert carry_out(*typed, *words, f"hydra.run.dir={folder}") == 0
+    overrides = ["trainer.max_steps=12", "save_every=6", "eval_every=6", "eval_samples=null"]
+    assert execute(*typed, *overrides, f"hydra.run.dir={folder}") == 0
     return folder
 
 
-def test_a_run_leaves_what_the_contract_names(run: Path) -> None:
-    assert sorted(entry.name for entry in run.iterdir()) == REMAINS
-    assert sorted(json.loads((run / "summary.json").read_text())) == SUMMARY
+def test_a_run_leaves_exactly_the_files_it_promises(run: Path) -> None:
+    assert sorted(entry.name for entry in run.iterdir()) == RUN_FILES
+    assert sorted(json.loads((run / "summary.json").read_text())) == SUMMARY_KEYS
     kept = sorted(entry.name for entry in (run / "checkpoints").iterdir())
     assert kept == ["best", "last", "step_0000006.ckpt", "step_0000012.ckpt"]
     assert (run / "checkpoints" / "last").resolve().name == "step_0000012.ckpt"
 
 
-def test_metrics_have_one_row_a_step_with_validation_in_the_row_of_its_step(run: Path) -> None:
+def test_metrics_have_one_row_per_step_with_validation_in_the_row_of_its_step(run: Path) -> None:
     rows = read_metrics(run)
     assert (run / "metrics.csv").read_text().startswith("step,train/loss,")
     assert [row["step"] for row in rows] == list(range(1, 13))
@@ -98,7 +99,7 @@ def test_metrics_have_one_row_a_step_with_validation_in_the_row_of_its_step(run:
     assert rows[-1]["train/loss"] < rows[0]["train/loss"] - 1.0
 
 
-def test_the_summary_is_that_of_the_last_row(run: Path) -> None:
+def test_the_summary_agrees_with_the_last_row(run: Path) -> None:
     summary, last = json.loads((run / "summary.json").read_text()), read_metrics(run)[-1]
     assert summary["status"] == "finished"
     assert (summary["steps"], summary["samples"], summary["tokens"]) == (12, 96, 3072)
@@ -109,10 +110,14 @@ def test_the_summary_is_that_of_the_last_row(run: Path) -> None:
     assert summary["mfu"] is None
 
 
-def test_events_tell_the_run_in_order(run: Path) -> None:
+def test_events_are_logged_in_order(run: Path) -> None:
     events = [json.loads(line) for line in (run / "events.jsonl").open()]
-    told = [(event["event"], event["step"]) for event in events]
-    assert told == [("start", 0), ("checkpoint", 6), ("checkpoint", 12), ("end", 12)]
+    assert [(event["event"], event["step"]) for event in events] == [
+        ("start", 0),
+        ("checkpoint", 6),
+        ("checkpoint", 12),
+        ("end", 12),
+    ]
 
 
 def test_the_frozen_config_composes_to_itself(run: Path) -> None:
@@ -139,7 +144,7 @@ def test_the_log_holds_every_row_and_the_last_line_names_losses_and_folder(run: 
 
 
 def test_evaluate_gives_the_validation_loss_of_the_run(run: Path) -> None:
-    assert carry_out(f"resume={run}", "mode=evaluate") == 0
+    assert execute(f"resume={run}", "mode=evaluate") == 0
     found = json.loads((run / "evaluate_val.json").read_text())
     last = read_metrics(run)[-1]
     # the same sums over the same samples, in float64
@@ -150,26 +155,26 @@ def test_evaluate_gives_the_validation_loss_of_the_run(run: Path) -> None:
 
 def test_evaluate_on_other_data_keeps_the_tokenizer_of_the_run(run: Path, tmp_path: Path) -> None:
     (tmp_path / "other.txt").write_text("value_1 = 2\n" * 400)
-    words = [
+    overrides = [
         f"resume={run}",
         "mode=evaluate",
         f"data.path={tmp_path}/other.txt",
         "mode.split=train",
     ]
-    assert carry_out(*words) == 0
+    assert execute(*overrides) == 0
     found = json.loads((run / "evaluate_train.json").read_text())
     assert found["split"] == "train"
     assert 0.0 < found["loss"] < 5.5
     (run / "evaluate_train.json").unlink()
 
 
-def test_a_sample_is_the_same_for_the_same_seed_and_another_for_another(
+def test_a_sample_depends_on_nothing_but_its_seed(
     run: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     texts = []
     for seed in (1, 1, 2):
-        words = ["mode.prompt=a =", f"mode.seed={seed}", "mode.num_tokens=40"]
-        assert carry_out(f"resume={run}", "mode=sample", *words) == 0
+        overrides = ["mode.prompt=a =", f"mode.seed={seed}", "mode.num_tokens=40"]
+        assert execute(f"resume={run}", "mode=sample", *overrides) == 0
         texts.append(capsys.readouterr().out)
     assert texts[0] == texts[1] != texts[2]
     assert all(text.startswith("a =") for text in texts)
@@ -181,23 +186,23 @@ def test_an_export_is_loaded_by_transformers_with_the_same_logits(
     from transformers import AutoModelForCausalLM, AutoTokenizer
 
     folder = tmp_path / "exported"
-    assert carry_out(f"resume={run}", "mode=export", f"mode.path={folder}") == 0
-    theirs = AutoModelForCausalLM.from_pretrained(folder).eval()
+    assert execute(f"resume={run}", "mode=export", f"mode.path={folder}") == 0
+    exported = AutoModelForCausalLM.from_pretrained(folder).eval()
     tokens = AutoTokenizer.from_pretrained(folder)("value_1 = 2", return_tensors="pt")["input_ids"]
     assert tokens.tolist() == [list(b"value_1 = 2")]
     config = composed_config(f"resume={run}", "mode=export")
     from recipes.build import build
     from recipes.mode.load import load_task
 
-    ours, checkpoint = load_task(build(config, run, []), "trained")
+    task, checkpoint = load_task(build(config, run, []), "trained")
     assert checkpoint.name == "step_0000012.ckpt"
     with torch.inference_mode():
-        difference = ours.model(tokens)[..., :257] - theirs(tokens).logits
+        difference = task.model(tokens)[..., :257] - exported(tokens).logits
     assert difference.abs().max().item() < 1e-5  # float32, other kernels for the same sums
 
 
-SAME = ("train/loss", "grad/norm", "lr", "train/samples", "train/tokens", "val/loss")
-QUIET = [
+RESUMED_METRICS = ("train/loss", "grad/norm", "lr", "train/samples", "train/tokens", "val/loss")
+WITHOUT_CALLBACKS = [
     "~callbacks.report",
     "~callbacks.sample_text",
     "~callbacks.memory",
@@ -206,10 +211,12 @@ QUIET = [
 
 
 @pytest.fixture(scope="module")
-def whole(typed: list[str], tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, float]]:
-    """The rows of 18 steps that nothing interrupts, without dropout, on a decaying schedule."""
-    folder = tmp_path_factory.mktemp("whole")
-    assert carry_out(*typed, *QUIET, *DECAYING, f"hydra.run.dir={folder}") == 0
+def uninterrupted(
+    typed: list[str], tmp_path_factory: pytest.TempPathFactory
+) -> list[dict[str, float]]:
+    """Return the rows of 18 uninterrupted steps, without dropout, on a decaying schedule."""
+    folder = tmp_path_factory.mktemp("uninterrupted")
+    assert execute(*typed, *WITHOUT_CALLBACKS, *DECAYING, f"hydra.run.dir={folder}") == 0
     return read_metrics(folder)
 
 
@@ -227,62 +234,60 @@ DECAYING = [
     ("stop", "resume_from", "resumed_micro_batch_size"),
     [(13, 12, 4), (11, 8, 4), (5, 4, 4), (13, 12, 2), (11, 8, 8), (5, 4, 1)],
 )
-def test_a_run_resumed_from_any_step_goes_on_as_if_it_had_never_stopped(
-    whole: list[dict[str, float]],
+def test_a_resumed_run_has_the_curve_of_an_uninterrupted_one(
+    uninterrupted: list[dict[str, float]],
     typed: list[str],
     tmp_path: Path,
     stop: int,
     resume_from: int,
     resumed_micro_batch_size: int,
 ) -> None:
-    """It is stopped between two checkpoints, as a kill would, and goes on in micro-batches of another size."""
+    """The run crashes between two checkpoints and resumes, also with another micro-batch size."""
     folder = tmp_path / "run"
     crash = f"+callbacks.crash={{_target_: support.CrashAt, step: {stop}}}"
-    assert carry_out(*typed, *QUIET, *DECAYING, crash, f"hydra.run.dir={folder}") == 1
+    assert execute(*typed, *WITHOUT_CALLBACKS, *DECAYING, crash, f"hydra.run.dir={folder}") == 1
     assert (folder / "checkpoints" / "last").resolve().name == f"step_{resume_from:07d}.ckpt"
-    again = ["~callbacks.crash", f"micro_batch_size={resumed_micro_batch_size}"]
-    assert carry_out(f"resume={folder}", *again) == 0
+    changes = ["~callbacks.crash", f"micro_batch_size={resumed_micro_batch_size}"]
+    assert execute(f"resume={folder}", *changes) == 0
     found = read_metrics(folder)
     assert [row["step"] for row in found] == list(range(1, 19))
     assert [row["step"] for row in found if "val/loss" in row] == [6, 12, 18]
-    # the same sums in another order where the micro-batches are others
+    # another micro-batch size adds the same terms in another order
     tolerance = 0.0 if resumed_micro_batch_size == 4 else 1e-5
-    for ours, theirs in zip(found, whole, strict=True):
-        for name in SAME:
-            assert (name in ours) == (name in theirs)
-            if name in ours:
-                assert ours[name] == pytest.approx(theirs[name], rel=tolerance), (
-                    ours["step"],
+    for row, expected in zip(found, uninterrupted, strict=True):
+        for name in RESUMED_METRICS:
+            assert (name in row) == (name in expected)
+            if name in row:
+                assert row[name] == pytest.approx(expected[name], rel=tolerance), (
+                    row["step"],
                     name,
                 )
     events = [json.loads(line) for line in (folder / "events.jsonl").open()]
     assert [event["step"] for event in events if event["event"] == "resume"] == [resume_from]
 
 
-def test_dropout_goes_on_bit_for_bit(typed: list[str], tmp_path: Path) -> None:
-    words = [*typed, *QUIET, *DECAYING, "model.dropout=0.1", "trainer.max_steps=10"]
-    assert carry_out(*words, f"hydra.run.dir={tmp_path}/whole") == 0
+def test_a_resumed_run_with_dropout_is_equal_bit_for_bit(typed: list[str], tmp_path: Path) -> None:
+    overrides = [*typed, *WITHOUT_CALLBACKS, *DECAYING, "model.dropout=0.1", "trainer.max_steps=10"]
+    assert execute(*overrides, f"hydra.run.dir={tmp_path}/whole") == 0
     crash = "+callbacks.crash={_target_: support.CrashAt, step: 7}"
-    assert carry_out(*words, crash, f"hydra.run.dir={tmp_path}/run") == 1
-    assert carry_out(f"resume={tmp_path}/run", "~callbacks.crash") == 0
-    whole, found = read_metrics(tmp_path / "whole"), read_metrics(tmp_path / "run")
+    assert execute(*overrides, crash, f"hydra.run.dir={tmp_path}/run") == 1
+    assert execute(f"resume={tmp_path}/run", "~callbacks.crash") == 0
+    expected, found = read_metrics(tmp_path / "whole"), read_metrics(tmp_path / "run")
     for name in ("train/loss", "grad/norm"):
-        assert [row[name] for row in found] == [row[name] for row in whole]
+        assert [row[name] for row in found] == [row[name] for row in expected]
 
 
-def test_what_is_typed_at_a_resume_counts_from_its_first_step(
-    typed: list[str], tmp_path: Path
-) -> None:
+def test_overrides_of_a_resume_apply_from_its_first_step(typed: list[str], tmp_path: Path) -> None:
     folder = tmp_path / "run"
-    words = ["trainer.max_steps=4", "save_every=4", "eval_every=4", "scheduler=constant"]
-    assert carry_out(*typed, *QUIET, *words, f"hydra.run.dir={folder}") == 0
+    overrides = ["trainer.max_steps=4", "save_every=4", "eval_every=4", "scheduler=constant"]
+    assert execute(*typed, *WITHOUT_CALLBACKS, *overrides, f"hydra.run.dir={folder}") == 0
     longer = [
         "trainer.max_steps=6",
         "optimizer.lr=1e-5",
         "optimizer.weight_decay=0",
         "eval_every=2",
     ]
-    assert carry_out(f"resume={folder}", *longer) == 0
+    assert execute(f"resume={folder}", *longer) == 0
     rows = read_metrics(folder)
     assert [row["lr"] for row in rows[4:]] == [1e-5, 1e-5]
     assert [row["step"] for row in rows if "val/loss" in row] == [4, 6]
@@ -291,29 +296,31 @@ def test_what_is_typed_at_a_resume_counts_from_its_first_step(
     assert decays == [0, 0]
 
 
-def test_another_optimizer_cannot_go_on_from_the_state_of_this_one(
+def test_another_optimizer_cannot_resume_from_the_state_of_this_one(
     run: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    assert carry_out(f"resume={run}", "trainer.max_steps=20", "optimizer=sgd", *QUIET) == 2
-    told = capsys.readouterr().out
-    assert "the checkpoint holds the state of AdamW" in told
-    assert "type: optimizer=adamw, or leave it out" in told
+    assert (
+        execute(f"resume={run}", "trainer.max_steps=20", "optimizer=sgd", *WITHOUT_CALLBACKS) == 2
+    )
+    console = capsys.readouterr().out
+    assert "the checkpoint holds the state of AdamW" in console
+    assert "type: optimizer=adamw, or leave it out" in console
 
 
-def test_a_finished_run_resumed_has_nothing_to_do_and_keeps_its_summary(run: Path) -> None:
+def test_resuming_a_finished_run_changes_nothing(run: Path) -> None:
     before = (run / "summary.json").read_text()
-    assert carry_out(f"resume={run}", "trainer.max_steps=12") == 0
+    assert execute(f"resume={run}", "trainer.max_steps=12") == 0
     assert (run / "summary.json").read_text() == before
 
 
-def test_a_run_resumed_from_an_older_checkpoint_abandons_the_later_ones(
+def test_resuming_from_an_older_checkpoint_sets_the_later_ones_aside(
     typed: list[str], tmp_path: Path
 ) -> None:
     folder = tmp_path / "run"
-    words = ["trainer.max_steps=8", "save_every=2", "eval_every=8", "checkpoint.keep_last=4"]
-    assert carry_out(*typed, *QUIET, *words, f"hydra.run.dir={folder}") == 0
+    overrides = ["trainer.max_steps=8", "save_every=2", "eval_every=8", "checkpoint.keep_last=4"]
+    assert execute(*typed, *WITHOUT_CALLBACKS, *overrides, f"hydra.run.dir={folder}") == 0
     older = folder / "checkpoints" / "step_0000004.ckpt"
-    assert carry_out(f"resume={older}", "trainer.max_steps=6") == 0
+    assert execute(f"resume={older}", "trainer.max_steps=6") == 0
     assert (folder / "checkpoints" / "last").resolve().name == "step_0000006.ckpt"
     names = sorted(path.name for path in (folder / "checkpoints").glob("step_*"))
     assert names == [f"step_{step:07d}.ckpt" for step in (2, 4, 6)]
@@ -321,31 +328,39 @@ def test_a_run_resumed_from_an_older_checkpoint_abandons_the_later_ones(
     assert [row["step"] for row in read_metrics(folder)] == [1, 2, 3, 4, 5, 6]
 
 
-def test_a_run_that_stops_early_leaves_a_checkpoint_of_where_it_stopped(
+def test_a_run_that_stops_early_saves_and_validates_its_last_step(
     typed: list[str], tmp_path: Path
 ) -> None:
     folder = tmp_path / "run"
     stop = "+callbacks.stop={_target_: support.StopAt, step: 5}"
-    words = ["save_every=100", "eval_every=100", "micro_batch_size=2", stop]
-    assert carry_out(*typed, *QUIET, *words, f"hydra.run.dir={folder}") == 0
+    overrides = ["save_every=100", "eval_every=100", "micro_batch_size=2", stop]
+    assert execute(*typed, *WITHOUT_CALLBACKS, *overrides, f"hydra.run.dir={folder}") == 0
     assert (folder / "checkpoints" / "last").resolve().name == "step_0000005.ckpt"
     assert "val/loss" in read_metrics(folder)[-1]
 
 
-def test_a_second_start_in_the_folder_of_a_run_is_a_mistake(run: Path, typed: list[str]) -> None:
+def test_starting_another_run_in_a_used_folder_is_a_config_error(
+    run: Path, typed: list[str]
+) -> None:
     _, mistakes = compose_and_check([*typed, f"hydra.run.dir={run}"])
     assert [mistake.fix for mistake in mistakes] == [
         f"resume=auto hydra.run.dir={run} to resume it, or hydra.run.dir=<another folder>"
     ]
 
 
-def test_resume_auto_starts_where_there_is_nothing_and_goes_on_where_there_is(
+def test_resume_auto_starts_in_an_empty_folder_and_resumes_in_a_used_one(
     typed: list[str], tmp_path: Path
 ) -> None:
-    again = [*typed, "resume=auto", f"hydra.run.dir={tmp_path}/run", "save_every=2", "eval_every=9"]
+    command = [
+        *typed,
+        "resume=auto",
+        f"hydra.run.dir={tmp_path}/run",
+        "save_every=2",
+        "eval_every=9",
+    ]
     quiet = ["~callbacks.report", "~callbacks.sample_text"]
-    assert carry_out(*again, *quiet, "trainer.max_steps=2") == 0
-    assert carry_out(*again, *quiet, "trainer.max_steps=4") == 0
+    assert execute(*command, *quiet, "trainer.max_steps=2") == 0
+    assert execute(*command, *quiet, "trainer.max_steps=4") == 0
     events = [json.loads(line) for line in (tmp_path / "run" / "events.jsonl").open()]
     assert [event["event"] for event in events if event["event"] != "checkpoint"] == [
         "start",

@@ -1,4 +1,4 @@
-"""Few points that hide nothing, axes with round numbers, files read as they were left."""
+"""Thinned curves keep every spike, axes have round numbers, incomplete files are read as far as they go."""
 
 import math
 from pathlib import Path
@@ -6,16 +6,16 @@ from pathlib import Path
 import pytest
 
 from callbacks.report.charts.axis import linear_ticks, log_ticks, tick_label, value_label
-from callbacks.report.charts.series import get_groups, get_marks, not_drawn, thinned
+from callbacks.report.charts.series import get_groups, get_marks, make_curve, metrics_not_drawn
 from callbacks.report.dashboard import Panel, Section, sections_for
 from callbacks.report.run_record import read_metrics, read_run
 
 
-def test_one_spike_in_a_hundred_thousand_rows_is_drawn_as_high_as_it_was() -> None:
+def test_one_spike_in_a_hundred_thousand_rows_is_drawn_at_full_height() -> None:
     points = [(step, 2.0 + 0.001 * (step % 7)) for step in range(1, 100_001)]
     points[61_803] = (61_804, 97.5)
     points[31_415] = (31_416, -4.0)
-    curve = thinned("train/loss", points)
+    curve = make_curve("train/loss", points)
     assert (61_804, 97.5) in curve.points
     assert (31_416, -4.0) in curve.points
     assert curve.points[0] == points[0]
@@ -27,30 +27,33 @@ def test_one_spike_in_a_hundred_thousand_rows_is_drawn_as_high_as_it_was() -> No
 
 def test_two_thousand_points_are_all_kept() -> None:
     points = [(step, float(step)) for step in range(2000)]
-    assert thinned("lr", points).points == points
+    assert make_curve("lr", points).points == points
 
 
-def test_a_nan_is_a_gap_and_is_counted_also_after_thinning() -> None:
+def test_a_nan_is_a_gap_and_is_counted_before_thinning() -> None:
     points = [(step, math.nan if step == 5000 else 1.0) for step in range(10_000)]
-    curve = thinned("train/loss", points)
+    curve = make_curve("train/loss", points)
     before, after = curve.segments()
     assert before[-1][0] < 5000 < after[0][0]
     assert (curve.num_not_finite, curve.first_not_finite) == (1, 5000)
 
 
 def test_a_rollback_breaks_the_line_and_keeps_both_branches() -> None:
-    curve = thinned("train/loss", [(1, 3.0), (2, 9.0), (1, 3.0), (2, 2.5)])
+    curve = make_curve("train/loss", [(1, 3.0), (2, 9.0), (1, 3.0), (2, 2.5)])
     assert curve.segments() == [[(1, 3.0), (2, 9.0)], [(1, 3.0), (2, 2.5)]]
 
 
-def run_with(folder: Path, metrics: str) -> Path:
+def write_metrics(folder: Path, metrics: str) -> Path:
+    """Write metrics.csv and return the folder."""
     (folder / "metrics.csv").write_text(metrics)
     return folder
 
 
 def test_charts_are_the_panels_that_the_run_has_metrics_for(tmp_path: Path) -> None:
     run = read_run(
-        run_with(tmp_path, "step,train/loss,lr,val/loss,extra\n10,3.0,0.1,,7\n20,2.0,0.1,2.5,8\n")
+        write_metrics(
+            tmp_path, "step,train/loss,lr,val/loss,extra\n10,3.0,0.1,,7\n20,2.0,0.1,2.5,8\n"
+        )
     )
     learning = Section(
         title="learning",
@@ -66,20 +69,20 @@ def test_charts_are_the_panels_that_the_run_has_metrics_for(tmp_path: Path) -> N
     assert (group.title, [chart.title for chart in group.charts]) == ("learning", ["loss"])
     assert [curve.metric for curve in group.charts[0].curves] == ["val/loss", "train/loss"]
     assert group.charts[0].x_range == (10, 20)
-    assert not_drawn(run, groups) == ["lr", "extra"]
+    assert metrics_not_drawn(run, groups) == ["lr", "extra"]
 
 
 def test_a_wide_range_of_losses_is_on_a_log_scale_and_speed_never_is(tmp_path: Path) -> None:
     rows = "step,train/loss,throughput/tokens_per_second\n1,900.0,1\n2,2.0,50000\n"
-    run = read_run(run_with(tmp_path, rows))
+    run = read_run(write_metrics(tmp_path, rows))
     [loss], [speed] = [group.charts for group in get_groups(run, sections_for(run.series))]
     assert loss.log_scale
     assert loss.y_range[0] < 2.0 < 900.0 < loss.y_range[1]
     assert not speed.log_scale
 
 
-def test_what_a_rollback_took_back_is_kept_beside_the_curve(tmp_path: Path) -> None:
-    run_with(tmp_path, "step,train/loss\n1,3.0\n2,2.5\n")
+def test_rolled_back_points_are_kept_apart_from_the_curve(tmp_path: Path) -> None:
+    write_metrics(tmp_path, "step,train/loss\n1,3.0\n2,2.5\n")
     (tmp_path / "rolled_back").mkdir()
     (tmp_path / "rolled_back" / "steps_0000002_to_0000003.csv").write_text(
         "step,train/loss\n2,9.0\n3,80\n"
@@ -87,15 +90,15 @@ def test_what_a_rollback_took_back_is_kept_beside_the_curve(tmp_path: Path) -> N
     run = read_run(tmp_path)
     [curve] = get_groups(run, sections_for(run.series))[0].charts[0].curves
     assert curve.points == [(1, 3.0), (2, 2.5)]
-    assert curve.undone == [[(2, 9.0), (3, 80.0)]]
+    assert curve.rolled_back == [[(2, 9.0), (3, 80.0)]]
 
 
-def test_a_rollback_mark_reaches_from_where_it_went_back_to() -> None:
+def test_a_rollback_mark_knows_the_step_it_came_from() -> None:
     [mark] = get_marks([{"step": 1, "event": "rollback", "from": 24}])
-    assert (mark.step, mark.undone_to) == (1, 24)
+    assert (mark.step, mark.from_step) == (1, 24)
 
 
-def test_only_telling_events_are_marked_and_each_once_a_step() -> None:
+def test_only_some_kinds_of_events_are_marked_and_each_once_per_step() -> None:
     events = [
         {"step": 7, "event": "spike"},
         {"step": 7, "event": "spike"},
@@ -106,22 +109,22 @@ def test_only_telling_events_are_marked_and_each_once_a_step() -> None:
     assert [(mark.step, mark.event) for mark in get_marks(events)] == [(3, "resume"), (7, "spike")]
 
 
-def test_a_row_cut_off_in_mid_write_is_left_out(tmp_path: Path) -> None:
-    path = run_with(tmp_path, "step,a,b\n1,1.5,\n2,,nan\n3,2") / "metrics.csv"
+def test_a_row_that_is_cut_off_is_skipped(tmp_path: Path) -> None:
+    path = write_metrics(tmp_path, "step,a,b\n1,1.5,\n2,,nan\n3,2") / "metrics.csv"
     series = read_metrics(path)
     assert series["a"] == [(1, 1.5)]
     assert math.isnan(series["b"][0][1])
 
 
-def test_a_torn_last_event_is_left_out(tmp_path: Path) -> None:
-    run_with(tmp_path, "step,a\n1,1\n")
+def test_a_last_event_that_is_cut_off_is_skipped(tmp_path: Path) -> None:
+    write_metrics(tmp_path, "step,a\n1,1\n")
     (tmp_path / "events.jsonl").write_text('{"step": 1, "event": "start"}\n{"step": 2, "ev')
     assert read_run(tmp_path).events == [{"step": 1, "event": "start"}]
 
 
-def test_a_table_without_steps_is_refused(tmp_path: Path) -> None:
+def test_a_table_without_steps_is_an_error(tmp_path: Path) -> None:
     with pytest.raises(ValueError, match="no column 'step'"):
-        read_run(run_with(tmp_path, "epoch,loss\n1,2\n"))
+        read_run(write_metrics(tmp_path, "epoch,loss\n1,2\n"))
 
 
 @pytest.mark.parametrize(
@@ -150,18 +153,18 @@ def test_labels_are_short() -> None:
     assert [value_label(v) for v in measured] == ["3.4512", "4,915,200", "12,346", "0.00098", "nan"]
 
 
-def test_a_trend_is_the_mean_of_each_bucket_and_there_is_none_of_few_points() -> None:
+def test_a_trend_is_the_mean_of_each_bucket_and_few_points_have_none() -> None:
     points = [(step, float(step % 10)) for step in range(1, 1001)]
-    curve = thinned("grad/norm", points, max_buckets=100)
+    curve = make_curve("grad/norm", points, max_buckets=100)
     assert len(curve.trend) == 100
     assert {value for _, value in curve.trend} == {4.5}
     assert curve.trend[0][0] == 6
     assert curve.trend[-1][0] == 996
-    assert thinned("grad/norm", points[:400], max_buckets=100).trend == []
+    assert make_curve("grad/norm", points[:400], max_buckets=100).trend == []
 
 
-def test_a_bucket_of_nothing_finite_has_no_mean() -> None:
+def test_a_bucket_without_a_finite_value_has_no_mean() -> None:
     points = [(step, math.nan if 100 < step <= 110 else 1.0) for step in range(1, 1001)]
-    steps = [step for step, _ in thinned("loss", points, max_buckets=100).trend]
+    steps = [step for step, _ in make_curve("loss", points, max_buckets=100).trend]
     assert len(steps) == 99
     assert 106 not in steps

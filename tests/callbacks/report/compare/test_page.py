@@ -1,4 +1,4 @@
-"""Runs side by side: none is dropped, the best is first, what follows from one setting is told once."""
+"""The comparison page: no run is dropped, the best is first, dependent parameters are listed once."""
 
 import json
 import random
@@ -13,7 +13,7 @@ import yaml
 
 from callbacks.report.compare.page import write_comparison
 from callbacks.report.compare.parallel import get_axis
-from callbacks.report.compare.values import differing, find_best, get_value
+from callbacks.report.compare.values import differing_parameters, find_best, get_value
 from callbacks.report.run_record import read_run
 
 ROOT = Path(__file__).parents[4]
@@ -23,7 +23,7 @@ EVIL = "</script><script>alert(1)</script>&\"'"
 
 
 def write_run(folder: Path, *, losses: list[float], config: dict[str, Any], **summary: Any) -> Path:
-    """A run folder with a validation loss in each row; a summary only where something of it is named."""
+    """Write a run folder with a validation loss in each row, and a summary if any of its values is given."""
     folder.mkdir(parents=True)
     rows = "".join(f"{10 * (i + 1)},{loss},{loss}\n" for i, loss in enumerate(losses))
     if losses:
@@ -35,16 +35,18 @@ def write_run(folder: Path, *, losses: list[float], config: dict[str, Any], **su
     return folder
 
 
-def config_of(lr: float, **more: Any) -> dict[str, Any]:
+def make_config(lr: float, **more: Any) -> dict[str, Any]:
     return {"name": "x", "optimizer": {"_target_": "a.b.adamw", "lr": lr}, **more}
 
 
-def page_of(folders: list[Path], path: Path, **more: Any) -> str:
-    write_comparison(folders, path, **more)
+def make_page(folders: list[Path], path: Path, **arguments: Any) -> str:
+    """Write the comparison of runs and return its page."""
+    write_comparison(folders, path, **arguments)
     return path.read_text()
 
 
-def data_of(page: str) -> dict[str, Any]:
+def get_data(page: str) -> dict[str, Any]:
+    """Return what the page's script draws from."""
     data = re.search(r'id="data">(.*?)</script>', page, flags=re.DOTALL)
     assert data is not None
     value: dict[str, Any] = json.loads(data.group(1))
@@ -77,19 +79,19 @@ class Table(HTMLParser):
 
 @pytest.fixture
 def three(tmp_path: Path) -> list[Path]:
-    """The best one last by name; one that failed, one that still runs."""
+    """Write three runs: the best is last by name; one failed, one still runs."""
     return [
-        write_run(tmp_path / "0", losses=[5.0, 4.0], config=config_of(0.1), status="failed", val_loss=4.0),
-        write_run(tmp_path / "1", losses=[5.0, 4.5], config=config_of(0.01)),
+        write_run(tmp_path / "0", losses=[5.0, 4.0], config=make_config(0.1), status="failed", val_loss=4.0),
+        write_run(tmp_path / "1", losses=[5.0, 4.5], config=make_config(0.01)),
         write_run(
-            tmp_path / "10", losses=[5.0, 3.0, 3.5], config=config_of(0.001),
+            tmp_path / "10", losses=[5.0, 3.0, 3.5], config=make_config(0.001),
             status="finished", val_loss=3.5, best_val_loss=3.0, mfu=0.25,
         ),
     ]  # fmt: skip
 
 
-def test_the_table_has_every_run_with_its_status_the_best_first(three, tmp_path: Path) -> None:
-    head, *rows = Table(page_of(three, tmp_path / "report.html", dashboard=DASHBOARD)).rows
+def test_the_table_lists_every_run_with_its_status_best_first(three, tmp_path: Path) -> None:
+    head, *rows = Table(make_page(three, tmp_path / "report.html", dashboard=DASHBOARD)).rows
     assert head[:4] == ["run", "status", "val loss", "lr"]
     assert [row[:4] for row in rows] == [
         ["10", "finished", "3.5", "0.001"],
@@ -101,25 +103,27 @@ def test_the_table_has_every_run_with_its_status_the_best_first(three, tmp_path:
 def test_a_run_that_failed_before_its_first_row_is_in_the_table(three, tmp_path: Path) -> None:
     (tmp_path / "2").mkdir()
     (tmp_path / "2" / "train.log").write_text("out of memory\n")
-    rows = Table(page_of([*three, tmp_path / "2"], tmp_path / "report.html")).rows
+    rows = Table(make_page([*three, tmp_path / "2"], tmp_path / "report.html")).rows
     assert rows[-1][:3] == ["2", "did not start", DASH]
 
 
-def test_a_run_whose_table_has_no_header_yet_and_one_of_a_stranger_are_in_the_table(
+def test_a_run_with_an_empty_metrics_file_and_one_of_another_project_are_in_the_table(
     three, tmp_path: Path
 ) -> None:
     for name, text in (("2", ""), ("3", "step,train_loss\n1,2.5\n")):
         (tmp_path / name).mkdir()
         (tmp_path / name / "metrics.csv").write_text(text)
     folders = [*three, tmp_path / "2", tmp_path / "3"]
-    rows = Table(page_of(folders, tmp_path / "report.html", sort="train_loss")).rows
+    rows = Table(make_page(folders, tmp_path / "report.html", sort="train_loss")).rows
     assert rows[1][:3] == ["3", "unknown", "2.5"]
     assert rows[-1][:3] == ["2", "did not start", DASH]
 
 
-def test_runs_can_be_sorted_by_what_is_better_when_it_is_more(three, tmp_path: Path) -> None:
+def test_a_measure_of_which_more_is_better_is_sorted_from_high_to_low(
+    three, tmp_path: Path
+) -> None:
     (three[0] / "summary.json").write_text('{"status": "failed", "mfu": 0.5}')
-    rows = Table(page_of(three, tmp_path / "report.html", sort="mfu")).rows
+    rows = Table(make_page(three, tmp_path / "report.html", sort="mfu")).rows
     assert [row[:3] for row in rows] == [
         ["run", "status", "MFU"],
         ["0", "failed", "50.0%"],
@@ -128,21 +132,21 @@ def test_runs_can_be_sorted_by_what_is_better_when_it_is_more(three, tmp_path: P
     ]
 
 
-def test_what_no_run_has_cannot_be_sorted_by_and_what_they_have_is_told(
+def test_sorting_by_what_no_run_has_is_an_error_that_lists_what_they_have(
     three, tmp_path: Path
 ) -> None:
     with pytest.raises(LookupError, match="no run has it; they have best_val_loss, mfu, steps"):
         write_comparison(three, tmp_path / "report.html", sort="val_accurracy")
 
 
-def test_the_curves_of_a_metric_lie_over_each_other_with_every_spike(tmp_path: Path) -> None:
+def test_the_curves_of_all_runs_share_a_chart_and_keep_every_spike(tmp_path: Path) -> None:
     random.seed(0)
     folders = []
     for i in range(3):
         losses = [2 + random.random() for _ in range(5000)]
         losses[4321] = 90.0 + i
-        folders.append(write_run(tmp_path / str(i), losses=losses, config=config_of(0.1 * i)))
-    chart = data_of(page_of(folders, tmp_path / "report.html", dashboard=DASHBOARD))["charts"][0]
+        folders.append(write_run(tmp_path / str(i), losses=losses, config=make_config(0.1 * i)))
+    chart = get_data(make_page(folders, tmp_path / "report.html", dashboard=DASHBOARD))["charts"][0]
     for curve in chart["curves"]:
         points = list(zip(accumulate(curve["steps"]), curve["values"], strict=True))
         assert (43_220, 90.0 + int(curve["name"])) in points
@@ -156,19 +160,21 @@ def test_three_hundred_runs_of_fifteen_metrics_stay_under_three_megabytes(tmp_pa
     rows = [[f"{random.random():.7f}" for _ in names] for _ in range(500)]
     folders = []
     for i in range(300):
-        own = write_run(tmp_path / str(i), losses=[], config=config_of(random.random(), seed=i))
+        folder = write_run(
+            tmp_path / str(i), losses=[], config=make_config(random.random(), seed=i)
+        )
         text = "".join(f"{s},{','.join(rows[(s * 7 + i) % 500])}\n" for s in range(1, 501))
-        (own / "metrics.csv").write_text(f"step,{','.join(names)}\n{text}")
-        folders.append(own)
-    page = page_of(folders, tmp_path / "report.html", dashboard=DASHBOARD)
+        (folder / "metrics.csv").write_text(f"step,{','.join(names)}\n{text}")
+        folders.append(folder)
+    page = make_page(folders, tmp_path / "report.html", dashboard=DASHBOARD)
     assert len(page) < 3_000_000
     assert len(Table(page).rows) == 301
-    data = data_of(page)
+    data = get_data(page)
     assert len(data["charts"]) == 15
     assert min(len(curve["steps"]) for curve in data["charts"][0]["curves"]) > 30
 
 
-def test_parameters_that_differ_are_found_and_what_follows_from_them_is_told_once(
+def test_a_parameter_that_follows_from_another_is_omitted(
     tmp_path: Path,
 ) -> None:
     folders = []
@@ -187,19 +193,21 @@ def test_parameters_that_differ_are_found_and_what_follows_from_them_is_told_onc
         folders.append(write_run(tmp_path / str(i), losses=[3.0], config=config))
         environment = {"overrides": [f"trainer.max_steps={steps}"]}
         (folders[-1] / "environment.json").write_text(json.dumps(environment))
-    assert differing([read_run(folder) for folder in folders]) == {"trainer.max_steps": [100, 200]}
+    assert differing_parameters([read_run(folder) for folder in folders]) == {
+        "trainer.max_steps": [100, 200]
+    }
     config = yaml.safe_load((folders[1] / "config.yaml").read_text())
     config["optimizer"]["_target_"] = "recipes.optimizer.sgd.sgd"
     (folders[1] / "config.yaml").write_text(yaml.safe_dump(config | {"compile": None}))
     runs = [read_run(folder) for folder in folders]
-    assert differing(runs, ["optimizer"]) == {
+    assert differing_parameters(runs, ["optimizer"]) == {
         "optimizer": ["make", "sgd"],
         "trainer.max_steps": [100, 200],
         "compile": [None, "null"],
     }
 
 
-def test_two_settings_that_were_typed_are_both_told_even_where_their_values_agree(
+def test_two_typed_parameters_with_equal_values_are_both_listed(
     tmp_path: Path,
 ) -> None:
     folders = []
@@ -214,32 +222,32 @@ def test_two_settings_that_were_typed_are_both_told_even_where_their_values_agre
         (folders[-1] / "environment.json").write_text(json.dumps(typed))
     values = [100, 200]
     runs = [read_run(folder) for folder in folders]
-    assert differing(runs) == {"warmup_steps": values, "eval_every": values}
+    assert differing_parameters(runs) == {"warmup_steps": values, "eval_every": values}
 
 
-def test_equal_configs_differ_in_nothing_and_have_no_parallel_panel(tmp_path: Path) -> None:
-    folders = [write_run(tmp_path / w, losses=[3.0], config=config_of(0.1)) for w in "ab"]
-    page = page_of(folders, tmp_path / "report.html", dashboard=DASHBOARD)
+def test_runs_with_equal_configs_have_no_parallel_panel(tmp_path: Path) -> None:
+    folders = [write_run(tmp_path / name, losses=[3.0], config=make_config(0.1)) for name in "ab"]
+    page = make_page(folders, tmp_path / "report.html", dashboard=DASHBOARD)
     assert 'class="chart parallel' not in page
     assert 'class="chart bars' in page
 
 
 def test_an_axis_over_decades_is_logarithmic_and_its_middle_is_the_geometric_mean() -> None:
     axis = get_axis("lr", [0.001, 0.01, 0.1])
-    assert axis.title == "lr, log"
-    assert axis.places == pytest.approx([0, 0.5, 1])
-    assert [word for _, word in axis.ticks] == ["0.001", "0.01", "0.1"]
+    assert axis.title == "lr (log)"
+    assert axis.positions == pytest.approx([0, 0.5, 1])
+    assert [label for _, label in axis.ticks] == ["0.001", "0.01", "0.1"]
 
 
-def test_an_axis_of_words_is_even_and_runs_without_a_value_are_at_its_foot() -> None:
+def test_an_axis_of_texts_is_even_and_runs_without_a_value_are_at_its_bottom() -> None:
     axis = get_axis("optimizer", ["adamw", None, "sgd", "adamw"])
-    assert axis.places == [0.16, 0.0, 1.0, 0.16]
+    assert axis.positions == [0.16, 0.0, 1.0, 0.16]
     assert axis.ticks == [(0.0, "none"), (0.16, "adamw"), (1.0, "sgd")]
 
 
 def test_an_axis_of_many_numbers_has_a_few_round_ticks() -> None:
     axis = get_axis("seed", list(range(0, 1000, 10)))
-    assert [word for _, word in axis.ticks] == ["0", "200", "400", "600", "800"]
+    assert [label for _, label in axis.ticks] == ["0", "200", "400", "600", "800"]
 
 
 def test_the_best_of_a_run_is_its_lowest_loss_and_its_highest_accuracy() -> None:
@@ -248,7 +256,7 @@ def test_the_best_of_a_run_is_its_lowest_loss_and_its_highest_accuracy() -> None
     assert find_best([float("nan")], "val/loss") is None
 
 
-def test_a_run_without_a_summary_is_measured_by_its_rows(three) -> None:
+def test_a_run_without_a_summary_has_the_values_of_its_last_row(three) -> None:
     run = read_run(three[1])
     values = [
         get_value(run, name) for name in ("val_loss", "best_val_loss", "train/loss", "steps", "mfu")
@@ -256,30 +264,30 @@ def test_a_run_without_a_summary_is_measured_by_its_rows(three) -> None:
     assert values == [4.5, 4.5, 4.5, 20, None]
 
 
-def test_what_runs_wrote_cannot_become_markup(tmp_path: Path) -> None:
+def test_text_from_runs_is_escaped(tmp_path: Path) -> None:
     config = {EVIL: EVIL, "optimizer": {"lr": 1}}
     folders = [
         write_run(tmp_path / "a", losses=[3.0], config=config, status=EVIL),
         write_run(tmp_path / "b <i>", losses=[2.0], config={EVIL: 1, "optimizer": {"lr": 2}}),
     ]
     (folders[0] / "metrics.csv").write_text(f'step,"{EVIL.replace(chr(34), chr(34) * 2)}"\n1,2\n')
-    page = page_of(folders, tmp_path / "report.html")
+    page = make_page(folders, tmp_path / "report.html")
     assert page.count("<script") == 2
     assert "<script>alert" not in page
     assert "<i>" not in re.sub(r"<i><i style[^>]*></i></i>", "", page)
-    without = page.replace("http://www.w3.org/2000/svg", "")  # a name, which nobody fetches
+    without = page.replace("http://www.w3.org/2000/svg", "")  # a namespace, which is not fetched
     assert re.findall(r"https?://|\bsrc=|@import|url\(|fetch\(", without) == []
 
 
 def test_a_run_links_to_its_own_page_by_a_relative_path(three, tmp_path: Path) -> None:
     (three[0] / "report.html").write_text("")
-    page = page_of(three, tmp_path / "out" / "all.html")
+    page = make_page(three, tmp_path / "out" / "all.html")
     assert re.findall(r'href="(\.[^"]*)"', page) == ["../0/report.html"]
 
 
-def test_one_run_and_runs_without_a_row_have_a_page(tmp_path: Path) -> None:
-    folders = [write_run(tmp_path / w, losses=[], config={}) for w in "ab"]
-    assert "<h1>2 runs</h1>" in page_of(folders, tmp_path / "x.html", dashboard=DASHBOARD)
-    assert "<h1>1 run</h1>" in page_of(folders[:1], tmp_path / "y.html")
+def test_a_single_run_and_runs_without_a_row_have_a_page(tmp_path: Path) -> None:
+    folders = [write_run(tmp_path / name, losses=[], config={}) for name in "ab"]
+    assert "<h1>2 runs</h1>" in make_page(folders, tmp_path / "x.html", dashboard=DASHBOARD)
+    assert "<h1>1 run</h1>" in make_page(folders[:1], tmp_path / "y.html")
     with pytest.raises(ValueError, match="no run"):
         write_comparison([], tmp_path / "z.html")
