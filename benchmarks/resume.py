@@ -37,8 +37,8 @@ def _case(name: str, world_size: int, *more: str) -> dict[str, Any]:
         accumulate=2,
         world_size=world_size,
     )
-    words = [word for word in made["words"] if not word.startswith("save_every")]
-    return made | {"words": [*words, f"save_every={HALF}", *more]}
+    words = [word for word in made["overrides"] if not word.startswith("save_every")]
+    return made | {"overrides": [*words, f"save_every={HALF}", *more]}
 
 
 def main() -> None:

@@ -54,12 +54,12 @@ def main() -> None:
         for engine in engines:
             words = [*COMMON, *(WHOLE if world_size == 1 else QUARTER), f"strategy={engine}"]
             words += [f"trainer.devices={world_size}", f"trainer.max_steps={STEPS}"]
-            cases[engine] = {"words": [*words, f"eval_every={STEPS}"], "every": 1}
+            cases[engine] = {"overrides": [*words, f"eval_every={STEPS}"], "every": 1}
         nano = ["model=gpt2_nano", "seq_len=64", "global_batch_size=4", "strategy=ddp"]
         nano = nano if world_size > 1 else [*nano[:-1], "strategy=single"]
         more = [f"trainer.devices={world_size}", f"trainer.max_steps={NANO_STEPS}"]
         words = [*COMMON, *nano, *more, f"eval_every={NANO_STEPS}"]
-        cases["nano"] = {"words": words, "every": 50}
+        cases["nano"] = {"overrides": words, "every": 50}
         folder = Path(tempfile.mkdtemp(prefix="rollback_"))
         found = run_on_ranks(
             cases,
@@ -129,7 +129,7 @@ def run_case(case: dict[str, Any], folder: Path) -> dict[str, Any]:
     from recipes.build import build
     from recipes.model.init import unsharded_shape
 
-    run = build(composed_config(*case["words"]), folder, [])
+    run = build(composed_config(*case["overrides"]), folder, [])
     every = case["every"]
     spikes = LossSpikeRollback(
         snapshot_every=every, quarantine_steps=every, snapshot_storage="memory"
@@ -167,6 +167,6 @@ if __name__ == "__main__":
     if len(sys.argv) == 1:
         main()
     else:
-        from run_cases import carry_out
+        from run_cases import run_all
 
-        carry_out(run_case)
+        run_all(run_case)
