@@ -202,5 +202,5 @@ def largest_token(layout: _Layout, *, cache_dir: Path) -> int:
                 largest = max(largest, int(chunk.max()))
         (temporary / "largest_token").write_text(str(largest))
 
-    build_once(folder, build, is_whole=lambda path: (path / "largest_token").is_file())
+    build_once(folder, build, is_complete=lambda path: (path / "largest_token").is_file())
     return int((folder / "largest_token").read_text())

@@ -5,7 +5,7 @@ from typing import Any, ClassVar, Protocol
 
 from torch import Tensor, nn
 
-from recipes.model.attention import KeyValueCache
+from recipes.model.decoder import KeyValueCache
 from recipes.model.flops import Flops
 
 __all__ = ["Flops", "ImageModel", "KeyValueCache", "LanguageModel", "Model"]

@@ -13,10 +13,9 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from recipes.errors import ConfigError
-from recipes.model.attention import KeyValueCache, LayerCache, attend
+from recipes.model.decoder import KeyValueCache, LayerCache, attend, hide_padding, padded_vocab_size
 from recipes.model.flops import Flops, decoder_flops_per_token
 from recipes.model.init import init_decoder
-from recipes.model.vocab_padding import hide_padding, padded_vocab_size
 
 
 class Attention(nn.Module):

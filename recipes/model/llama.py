@@ -11,12 +11,11 @@ import torch
 from torch import Tensor, nn
 
 from recipes.errors import ConfigError
-from recipes.model.attention import KeyValueCache
+from recipes.model.decoder import KeyValueCache, hide_padding, padded_vocab_size
 from recipes.model.flops import Flops, decoder_flops_per_token
 from recipes.model.init import init_decoder
 from recipes.model.llama_block import Attention, Block, Mlp, RMSNorm
 from recipes.model.rope import Rotation, rope_tables
-from recipes.model.vocab_padding import hide_padding, padded_vocab_size
 
 
 class Llama(nn.Module):

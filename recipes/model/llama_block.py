@@ -7,7 +7,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from recipes.model.attention import LayerCache, attend
+from recipes.model.decoder import LayerCache, attend
 from recipes.model.rope import Rotation, rotate
 
 

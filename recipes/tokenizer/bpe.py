@@ -66,7 +66,7 @@ class Bpe:
                 temporary
             )
 
-        build_once(folder, build, is_whole=lambda path: (path / "tokenizer.json").is_file())
+        build_once(folder, build, is_complete=lambda path: (path / "tokenizer.json").is_file())
         return Tokenizer.load(folder)
 
 

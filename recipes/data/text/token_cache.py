@@ -100,11 +100,11 @@ def cached_tokens(
     def build(temporary: Path) -> None:
         _build(temporary, corpus, tokenizer, val_fraction=val_fraction, num_processes=num_processes)
 
-    build_once(folder, build, is_whole=is_whole)
+    build_once(folder, build, is_complete=is_complete)
     return TokenCache(folder)
 
 
-def is_whole(folder: Path) -> bool:
+def is_complete(folder: Path) -> bool:
     """Whether a folder has its files, of the sizes that its meta data names."""
     if not (folder / "meta.json").is_file() or not (folder / "documents.jsonl").is_file():
         return False

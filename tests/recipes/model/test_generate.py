@@ -7,7 +7,7 @@ import torch
 from torch import nn
 
 from recipes.errors import ConfigError
-from recipes.model.attention import KeyValueCache, causal_mask
+from recipes.model.decoder import KeyValueCache, causal_mask
 from recipes.model.generate import generate, sampling_probabilities
 from recipes.model.gpt2 import GPT2
 from recipes.model.llama import Llama
