@@ -154,6 +154,6 @@ class RankShare(Dataset[dict[str, Tensor]]):
         if position < len(self._dataset):
             sample: dict[str, Tensor] = self._dataset[position]
             return sample
-        padding = self._dataset[0]
+        padding: dict[str, Tensor] = self._dataset[0]
         no_targets = torch.full_like(torch.as_tensor(padding["targets"]), IGNORE_INDEX)
         return padding | {"targets": no_targets}

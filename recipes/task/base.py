@@ -89,6 +89,8 @@ class TrainingTask(CountsFlops, Resumable, ABC):
         loss_sum, logits = self.loss_sum(batch)
         if not any(self._regularizer.values()):
             return loss_sum, loss_sum
+        # without the columns that pad the vocabulary: they are -inf, and label smoothing averages over all columns
+        logits = logits[..., : getattr(self.model, "vocab_size", None)]
         added = regularizer_sum(logits, batch["targets"], **self._regularizer)
         return loss_sum + added, loss_sum
 
