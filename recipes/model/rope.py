@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 # Llama 3.1 to 3.3 (config.json of the released weights): wavelengths that fit fewer than LOW times into the original
-# training context are stretched by the factor, those that fit more than HIGH times stay, those between are interpolated.
+# training context are stretched by the factor, those that fit more than HIGH times stay, in between is interpolated.
 LOW_FREQ_FACTOR = 1.0
 HIGH_FREQ_FACTOR = 4.0
 ORIGINAL_CONTEXT = 8192

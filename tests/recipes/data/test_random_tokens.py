@@ -43,5 +43,5 @@ def test_no_samples_are_refused_with_the_override():
     with pytest.raises(ConfigError) as caught:
         source(num_samples=0)
     assert str(caught.value) == (
-        "data.num_samples=0: noise needs at least one; type data.num_samples=256"
+        "data.num_samples=0: random tokens need at least 1; type data.num_samples=256"
     )

@@ -88,7 +88,7 @@ def test_the_verdict_is_remembered_until_the_file_changes(source, tmp_path, monk
         (b"", "the file is empty", "data.path=<file of uint16 tokens>"),
         (
             b"abc",
-            "3 bytes are no whole number of uint16 tokens: the file was cut off",
+            "3 bytes are not a multiple of 2, the size of a uint16 token: it is truncated",
             "data.path=<file of uint16 tokens>, copied again, or the right data.dtype",
         ),
     ],
@@ -127,7 +127,7 @@ def test_other_arrays_are_refused(source, tmp_path):
         )
     np.save(path, np.arange(100, dtype=np.uint16))
     path.write_bytes(path.read_bytes()[:-7])
-    with pytest.raises(ConfigError, match=r"it is no whole \.npy file"):
+    with pytest.raises(ConfigError, match=r"it is no valid \.npy file"):
         source(path).prepare()
 
 
@@ -135,5 +135,5 @@ def test_a_type_that_no_tokens_have_is_refused(source):
     with pytest.raises(ConfigError) as caught:
         source("t.bin", dtype="int64")
     assert str(caught.value) == (
-        "data.dtype=int64: tokens are whole numbers from 0; type data.dtype=uint16 or uint32"
+        "data.dtype=int64: tokens are unsigned integers; type data.dtype=uint16 or uint32"
     )
