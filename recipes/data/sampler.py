@@ -58,7 +58,7 @@ class ShuffledOrder:
         return int(self.indices(np.array([position], dtype=np.int64))[0])
 
     def indices(self, positions: Positions) -> Positions:
-        """The samples at many positions, in an array of the same shape."""
+        """Return the samples at many positions, in an array of the same shape."""
         flat = positions.reshape(-1)
         assert flat.size == 0 or flat.min() >= 0, f"position {flat.min()} is before the stream"
         epochs, offsets = np.divmod(flat, self.num_samples)
@@ -96,7 +96,7 @@ class RepeatedOrder(ShuffledOrder):
         self.period = period
 
     def indices(self, positions: Positions) -> Positions:
-        """The samples at many positions, in an array of the same shape."""
+        """Return the samples at many positions, in an array of the same shape."""
         return super().indices(positions % self.period)
 
 
