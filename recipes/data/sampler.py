@@ -9,7 +9,7 @@ import numpy as np
 from numpy.typing import NDArray
 from torch.utils.data import Sampler
 
-Words = NDArray[np.uint64]
+UInt64s = NDArray[np.uint64]
 Positions = NDArray[np.int64]
 
 _GOLDEN = 0x9E3779B97F4A7C15  # 2^64 / golden ratio, the increment of SplitMix64
@@ -19,14 +19,14 @@ _MIN_HALF_BITS = 4  # 16 values per half: with fewer, eight rounds reach too few
 _BLOCK = 8192  # positions that the sampler maps at a time
 
 
-def mix64(words: Words) -> Words:
+def mix64(values: UInt64s) -> UInt64s:
     """Spread every bit over 64 bits (finalizer of SplitMix64, doi 10.1145/2660193.2660195)."""
-    words = (words ^ (words >> np.uint64(30))) * np.uint64(0xBF58476D1CE4E5B9)
-    words = (words ^ (words >> np.uint64(27))) * np.uint64(0x94D049BB133111EB)
-    return words ^ (words >> np.uint64(31))
+    values = (values ^ (values >> np.uint64(30))) * np.uint64(0xBF58476D1CE4E5B9)
+    values = (values ^ (values >> np.uint64(27))) * np.uint64(0x94D049BB133111EB)
+    return values ^ (values >> np.uint64(31))
 
 
-def _seed_word(seed: int) -> Words:
+def _seed_value(seed: int) -> UInt64s:
     """Return [1], not a scalar: arithmetic on arrays wraps silently, on numpy scalars it warns."""
     return mix64(np.array([(seed + _GOLDEN) & _WORD], dtype=np.uint64))
 
@@ -62,7 +62,7 @@ class ShuffledOrder:
         flat = positions.reshape(-1)
         assert flat.size == 0 or flat.min() >= 0, f"position {flat.min()} is before the stream"
         epochs, offsets = np.divmod(flat, self.num_samples)
-        keys = mix64(_seed_word(self.seed) ^ mix64(epochs.astype(np.uint64)))
+        keys = mix64(_seed_value(self.seed) ^ mix64(epochs.astype(np.uint64)))
         values = self._permute(offsets.astype(np.uint64), keys)
         outside = np.flatnonzero(values >= self.num_samples)
         while outside.size:
@@ -70,7 +70,7 @@ class ShuffledOrder:
             outside = outside[values[outside] >= self.num_samples]
         return values.astype(np.int64).reshape(positions.shape)
 
-    def _permute(self, values: Words, keys: Words) -> Words:
+    def _permute(self, values: UInt64s, keys: UInt64s) -> UInt64s:
         """Permute [0, 4^half_bits), differently for every key; values and keys have the same shape."""
         half = np.uint64(self._half_bits)
         mask = np.uint64((1 << self._half_bits) - 1)
