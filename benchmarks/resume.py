@@ -37,8 +37,8 @@ def _case(name: str, world_size: int, *more: str) -> dict[str, Any]:
         accumulate=2,
         world_size=world_size,
     )
-    overrides = [word for word in base["words"] if not word.startswith("save_every")]
-    return base | {"words": [*overrides, f"save_every={HALF}", *more]}
+    overrides = [word for word in base["overrides"] if not word.startswith("save_every")]
+    return base | {"overrides": [*overrides, f"save_every={HALF}", *more]}
 
 
 def main() -> None:

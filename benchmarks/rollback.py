@@ -54,12 +54,12 @@ def main() -> None:
         for engine in engines:
             overrides = [*COMMON, *(FULL if world_size == 1 else QUARTER), f"strategy={engine}"]
             overrides += [f"trainer.devices={world_size}", f"trainer.max_steps={STEPS}"]
-            cases[engine] = {"words": [*overrides, f"eval_every={STEPS}"], "every": 1}
+            cases[engine] = {"overrides": [*overrides, f"eval_every={STEPS}"], "every": 1}
         nano = ["model=gpt2_nano", "seq_len=64", "global_batch_size=4", "strategy=ddp"]
         nano = nano if world_size > 1 else [*nano[:-1], "strategy=single"]
         more = [f"trainer.devices={world_size}", f"trainer.max_steps={NANO_STEPS}"]
         overrides = [*COMMON, *nano, *more, f"eval_every={NANO_STEPS}"]
-        cases["nano"] = {"words": overrides, "every": 50}
+        cases["nano"] = {"overrides": overrides, "every": 50}
         folder = Path(tempfile.mkdtemp(prefix="rollback_"))
         found = run_on_ranks(
             cases,
@@ -129,7 +129,7 @@ def run_case(case: dict[str, Any], folder: Path) -> dict[str, Any]:
     from recipes.build import build
     from recipes.model.init import unsharded_shape
 
-    run = build(composed_config(*case["words"]), folder, [])
+    run = build(composed_config(*case["overrides"]), folder, [])
     every = case["every"]
     spikes = LossSpikeRollback(
         snapshot_every=every, quarantine_steps=every, snapshot_storage="memory"

@@ -93,7 +93,7 @@ def _case(
         watching,
     ]
     fault = None if kind is None else {"kind": kind, "step": AT, "rank": world_size - 1}
-    return {"words": overrides, "fault": fault}
+    return {"overrides": overrides, "fault": fault}
 
 
 def _outcome(engine: str, kind: str, guarded: Any, bare: Any, clean: Any) -> dict[str, Any]:
@@ -150,7 +150,7 @@ def _row(kind: str, outcomes: list[dict[str, Any]]) -> dict[str, Any]:
 def _clean() -> list[dict[str, Any]]:
     cases = {
         name: {
-            "words": [
+            "overrides": [
                 *MODEL,
                 f"trainer.max_steps={CLEAN_STEPS}",
                 f"eval_every={CLEAN_STEPS}",

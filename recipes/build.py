@@ -1,4 +1,7 @@
-"""The only file that instantiates: config -> Run(task, data, trainer). No weights exist yet when it returns."""
+"""Build a run from its config; the only file that instantiates. No weights exist yet when it returns.
+
+Read `build` first: it names every part of a run. The config keys are documented in conf/config.yaml.
+"""
 
 import functools
 import inspect
@@ -34,18 +37,25 @@ from recipes.run_folder import TOKENIZER_FOLDER, find_run_folder
 from recipes.runtime.world import Ranks
 from recipes.task.base import TrainingTask
 
-SINGLE = {"_target_": "recipes.strategy.single.SingleDevice", "_partial_": True}
+SINGLE_DEVICE = {"_target_": "recipes.strategy.single.SingleDevice", "_partial_": True}
 
 
 @dataclass(frozen=True, kw_only=True)
 class Run:
-    """A run, built and not begun.
+    """A run that is built and not yet started.
 
     Attributes:
-        checkpoint: Where it resumes from; None: from the beginning.
-        tokenizer_folder: Where the run that `checkpoint` belongs to keeps its tokenizer; else this run.
-        overrides: What was typed.
-        tags: Typed words that say what it is.
+        name: Shown in the logger and the report.
+        folder: Everything the run writes goes here.
+        task: Model, loss, optimizer.
+        data: Training stream and validation split.
+        trainer: Lightning's, with strategy, callbacks and loggers.
+        precision: Data types of weights, products and gradient reduction.
+        accumulation: Global batch and micro-batches.
+        checkpoint: Checkpoint to resume from; None: start from step 0.
+        tokenizer_folder: Tokenizer of the run that `checkpoint` belongs to; without one, of this run.
+        overrides: Command line, as typed.
+        tags: Free labels of the user.
         freeze: Writes the config into the folder.
     """
 
@@ -64,8 +74,9 @@ class Run:
 
 
 def execute(composed: Composed) -> int:
-    """Build a run and do what `mode=` says; its exit code. For a mode of `composed`, of runs that are over, none is."""
+    """Execute the mode of a composed config and return the exit code."""
     mode = _make(composed.config["mode"])
+    # modes that only read the folders of earlier runs take the config itself: nothing is built
     if "composed" in inspect.signature(mode).parameters:
         return int(mode(composed))
     run = build(composed.config, composed.run_folder, composed.overrides)
@@ -77,17 +88,22 @@ def execute(composed: Composed) -> int:
 def build(config: Config, folder: Path, overrides: list[str]) -> Run:
     """Instantiate every node of a checked config.
 
+    Args:
+        config: Composed, checked and frozen.
+        folder: Of this run.
+        overrides: Command line, as typed.
+
     Raises:
-        ConfigError: The machine or a checkpoint cannot do what the config asks.
+        ConfigError: The machine, the data or a checkpoint does not allow what the config demands.
     """
-    trained = trains(config)
+    is_training = trains(config)
     checkpoint = find_checkpoint(config["resume"], folder)
     if checkpoint is not None:
-        config = _as_saved(config, checkpoint)
+        config = _with_saved_parts(config, checkpoint)
     lightning.seed_everything(config["seed"], verbose=False)
     precision: Precision = _make(config["precision"])
     ranks = get_ranks(config)
-    devices = _devices(config["trainer"], ranks)
+    devices = _get_devices(config["trainer"], ranks)
     accumulation = divide(
         global_batch_size=config["global_batch_size"],
         micro_batch_size=config["micro_batch_size"],
@@ -98,31 +114,37 @@ def build(config: Config, folder: Path, overrides: list[str]) -> Run:
         source=_make(config["data"]),
         accumulation=accumulation,
         seed=config["seed"],
-        eval_samples=config["eval_samples"] if trained else None,
+        eval_samples=config["eval_samples"] if is_training else None,
+    )
+    trainer = _build_trainer(
+        config, folder, ranks, devices, precision, accumulation, is_training=is_training
     )
     return Run(
         name=config["name"],
         folder=folder,
-        task=_task(config, precision),
+        task=_build_task(config, precision),
         data=data,
-        trainer=_trainer(config, folder, ranks, devices, precision, accumulation, trained=trained),
+        trainer=trainer,
         precision=precision,
         accumulation=accumulation,
         checkpoint=checkpoint,
-        tokenizer_folder=_tokenizer_folder(checkpoint) or folder / TOKENIZER_FOLDER,
+        tokenizer_folder=_find_tokenizer(checkpoint) or folder / TOKENIZER_FOLDER,
         overrides=overrides,
         tags=config["tags"],
     )
 
 
-def _task(config: Config, precision: Precision) -> TrainingTask:
-    task: TrainingTask = _make(config["task"])(
+def _build_task(config: Config, precision: Precision) -> TrainingTask:
+    task: TrainingTask = _make(
+        config["task"]
+    )(
+        # a function, not a model: the task calls it on the meta device once the Trainer has set up the ranks
         make_model=functools.partial(_make, config["model"]),
         make_optimizer=_make(config["optimizer"]),
         schedule=_make(config["scheduler"]),
         activation_checkpoint=_make(config["activation_checkpoint"]),
         compile_blocks=config["compile"],
-        fused_optimizer=not precision.scales_loss,
+        fused_optimizer=not precision.scales_loss,  # a fused kernel unscales inside the step, out of reach
         clipping=_make(config["clipping"]),
         ema_decay=config["ema_decay"],
         label_smoothing=config["label_smoothing"],
@@ -132,7 +154,7 @@ def _task(config: Config, precision: Precision) -> TrainingTask:
     return task
 
 
-def _trainer(
+def _build_trainer(
     config: Config,
     folder: Path,
     ranks: Ranks,
@@ -140,23 +162,20 @@ def _trainer(
     precision: Precision,
     accumulation: Accumulation,
     *,
-    trained: bool,
+    is_training: bool,
 ) -> lightning.Trainer:
     saver: CheckpointSaver = _make(config["checkpoint"])
+    # a damaged checkpoint may be replaced by an older one unless the user has named it
     saver.checkpoint_io.falls_back = not names_checkpoint(config["resume"])
     callbacks: list[Callback] = []
     loggers: list[Logger] = []
-    if trained:
+    if is_training:
         loggers = [_make(node)(run_folder=folder) for node in config["logger"].values()]
-        watching = [_make(node) for node in config["callbacks"].values() if node is not None]
-        callbacks = [
-            SummaryWriter(run_folder=folder),
-            *watching,
-            RowWriter(),
-            saver,
-        ]
-    # what does not train runs on one device: it reads the checkpoint of any strategy
-    node = config["strategy"] if trained else SINGLE
+        configured = [_make(node) for node in config["callbacks"].values() if node is not None]
+        # the order matters: callbacks fill the row of a step, it is logged, then the step is saved
+        callbacks = [SummaryWriter(run_folder=folder), *configured, RowWriter(), saver]
+    # other modes run on one device, which reads the checkpoint of any strategy
+    node = config["strategy"] if is_training else SINGLE_DEVICE
     strategy = _make(node)(devices=devices, precision=precision, checkpoint_io=saver.checkpoint_io)
     make_trainer = _make(config["trainer"] | {"_partial_": True})
     trainer: lightning.Trainer = make_trainer(
@@ -165,17 +184,18 @@ def _trainer(
         num_nodes=ranks.num_nodes,
         accumulate_grad_batches=accumulation.num_micro_batches,
         strategy=strategy,
-        plugins=_cluster(ranks),
+        plugins=_get_cluster(ranks),
         callbacks=callbacks,
         logger=loggers,
-        max_epochs=-1,
-        val_check_interval=config["eval_every"] * accumulation.num_micro_batches,
+        max_epochs=-1,  # the stream is endless: trainer.max_steps ends the run
+        val_check_interval=config["eval_every"]
+        * accumulation.num_micro_batches,  # in micro-batches
         check_val_every_n_epoch=None,
         log_every_n_steps=config["log_every"],
         num_sanity_val_steps=0,
         default_root_dir=folder,
-        use_distributed_sampler=False,
-        enable_checkpointing=trained,
+        use_distributed_sampler=False,  # the data module already slices by rank
+        enable_checkpointing=is_training,
         enable_progress_bar=False,
         enable_model_summary=False,
     )
@@ -183,35 +203,35 @@ def _trainer(
     return trainer
 
 
-def _cluster(ranks: Ranks) -> list[ClusterEnvironment]:
-    """How ranks that exist find each other; Lightning finds a single one by itself."""
+def _get_cluster(ranks: Ranks) -> list[ClusterEnvironment]:
+    """Return how this rank finds the others: by the variables of SLURM or of torchrun; a single rank has no others."""
     if ranks.started_by == "slurm":
         return [SLURMEnvironment(auto_requeue=False)]
     return [TorchElasticEnvironment()] if ranks.started_by else [LightningEnvironment()]
 
 
-def _as_saved(config: Config, checkpoint: Path) -> Config:
-    """Weights come from the checkpoint, not from a hub; text is cut by the tokenizer the run began with."""
+def _with_saved_parts(config: Config, checkpoint: Path) -> Config:
+    """Return the config of a resumed run: weights from the checkpoint, not a hub; the tokenizer it was trained with."""
     model, data = config["model"], config["data"]
     if model.get("pretrained") is not None:
         model = model | {"pretrained": None}
-    saved = _tokenizer_folder(checkpoint)
+    saved = _find_tokenizer(checkpoint)
     if saved is not None and data.get("tokenizer") is not None:
         target = "recipes.tokenizer.huggingface.HuggingFace"
         data = data | {"tokenizer": {"_target_": target, "name": str(saved)}}
     return config | {"model": model, "data": data}
 
 
-def _tokenizer_folder(checkpoint: Path | None) -> Path | None:
-    """The tokenizer beside a checkpoint, in the folder of its run."""
+def _find_tokenizer(checkpoint: Path | None) -> Path | None:
+    """Return the tokenizer in the run folder of a checkpoint; None if there is none."""
     run = find_run_folder(checkpoint) if checkpoint is not None else None
     folder = run / TOKENIZER_FOLDER if run is not None else None
     return folder if folder is not None and folder.is_dir() else None
 
 
-def _devices(trainer: Config, ranks: Ranks) -> list[torch.device]:
-    """The devices of this node's ranks: the GPUs that `trainer.devices` names, the first ones, or the CPU."""
-    accelerator, wanted = trainer["accelerator"], trainer["devices"]
+def _get_devices(trainer: Config, ranks: Ranks) -> list[torch.device]:
+    """Return one device per rank of this node: the GPUs listed in `trainer.devices`, the first N, or the CPU."""
+    accelerator, requested = trainer["accelerator"], trainer["devices"]
     has_gpu = torch.cuda.is_available()
     if accelerator in ("gpu", "cuda") and not has_gpu:
         raise ConfigError(
@@ -221,9 +241,10 @@ def _devices(trainer: Config, ranks: Ranks) -> list[torch.device]:
         )
     if not has_gpu or accelerator == "cpu":
         return [torch.device("cpu")] * ranks.per_node
-    indices = wanted if isinstance(wanted, list) else range(ranks.per_node)
+    indices = requested if isinstance(requested, list) else range(ranks.per_node)
     return [torch.device("cuda", index) for index in indices][: ranks.per_node]
 
 
 def _make(node: dict[str, Any]) -> Any:
+    """Instantiate `_target_` of a config node, with plain lists and dicts as arguments."""
     return instantiate(node, _convert_="all")

@@ -1,7 +1,7 @@
-"""A folder of the cache that is built once, by whoever comes first: one file lock and one rename.
+"""Cache folders that are built once, by the first process that needs them: one file lock and one rename.
 
-A process that is killed while it builds leaves a lock that the kernel has already released and a
-temporary folder that the next builder removes; nobody ever reads a half-written folder.
+A process killed while building leaves a lock that the kernel has already released and a temporary folder that the
+next builder removes; a half-written folder is never read.
 """
 
 import contextlib
@@ -20,15 +20,17 @@ from recipes.errors import ConfigError
 
 log = logging.getLogger(__name__)
 
-_LEFTOVER_SECONDS = 24 * 3600.0  # another host's temporary folder is dead after a day of silence
+_LEFTOVER_SECONDS = (
+    24 * 3600.0
+)  # another host's temporary folder is abandoned after a day without a change
 _NO_LOCKS_HERE = {errno.ENOLCK, errno.ENOSYS, errno.EOPNOTSUPP}
 
 
 def open_cache_dir(cache_dir: str) -> Path:
-    """The cache folder, made if it is not there; `~` stands for the home folder.
+    """Return the cache folder, creating it if necessary; `~` stands for the home folder.
 
     Raises:
-        ConfigError: It cannot be made or written to.
+        ConfigError: It cannot be created or written to.
     """
     path = Path(cache_dir).expanduser().absolute()
     fix = "RECIPES_CACHE=<folder> before the command, or data.cache_dir=<folder>"
@@ -36,7 +38,7 @@ def open_cache_dir(cache_dir: str) -> Path:
         path.mkdir(parents=True, exist_ok=True)
     except OSError as error:
         raise ConfigError(
-            f"data.cache_dir={cache_dir}", f"it cannot be made ({error})", fix
+            f"data.cache_dir={cache_dir}", f"it cannot be created ({error})", fix
         ) from error
     if not os.access(path, os.W_OK | os.X_OK):
         raise ConfigError(f"data.cache_dir={cache_dir}", "it cannot be written to", fix)
@@ -44,21 +46,20 @@ def open_cache_dir(cache_dir: str) -> Path:
 
 
 def build_once(
-    target: Path, build: Callable[[Path], None], *, is_whole: Callable[[Path], bool]
+    target: Path, build: Callable[[Path], None], *, is_complete: Callable[[Path], bool]
 ) -> None:
-    """Return when `target` is whole, building it if nobody has; safe in any number of processes.
+    """Build `target` unless it is already complete; safe in any number of processes.
 
     Args:
         target: The folder.
-        build: Fills an empty folder beside it, which is then renamed; what it raises is passed on
-            and leaves nothing behind.
-        is_whole: Whether a folder is one that `build` would have made; what is not is replaced.
+        build: Fills an empty temporary folder, which is then renamed to `target`; an exception leaves nothing behind.
+        is_complete: Whether a folder holds what `build` writes; an incomplete one is replaced.
     """
-    if is_whole(target):
+    if is_complete(target):
         return
     target.parent.mkdir(parents=True, exist_ok=True)
     with _locked(target.with_name(f".{target.name}.lock")) as is_locked:
-        if is_whole(target):
+        if is_complete(target):
             return
         if is_locked:
             _remove_leftovers(target)
@@ -67,27 +68,27 @@ def build_once(
         try:
             build(temporary)
             _flush(temporary)
-            _put_in_place(temporary, target, is_whole=is_whole)
+            _move_into_place(temporary, target, is_complete=is_complete)
         finally:
             shutil.rmtree(temporary, ignore_errors=True)
 
 
-def _put_in_place(temporary: Path, target: Path, *, is_whole: Callable[[Path], bool]) -> None:
-    if target.exists() and not is_whole(target):
-        log.warning("%s is broken and is replaced", target)
+def _move_into_place(temporary: Path, target: Path, *, is_complete: Callable[[Path], bool]) -> None:
+    if target.exists() and not is_complete(target):
+        log.warning("%s is incomplete and is replaced", target)
         broken = temporary.with_name(f"{temporary.name}.broken")
         target.rename(broken)
         shutil.rmtree(broken)
     try:
         temporary.rename(target)
     except OSError:
-        if not is_whole(target):  # else a file system without locks let another one finish first
+        if not is_complete(target):  # complete: without locks, another process has finished first
             raise
 
 
 @contextlib.contextmanager
 def _locked(path: Path) -> Iterator[bool]:
-    """Hold an exclusive lock that dies with the process; False where the file system has none."""
+    """Hold an exclusive lock that is released when the process dies; yield False if the file system has none."""
     with path.open("ab") as file:
         try:
             fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
@@ -112,7 +113,7 @@ def _host() -> str:
 
 
 def _remove_leftovers(target: Path) -> None:
-    """Remove what dead builders left; who holds the lock knows that no live one is on this host."""
+    """Remove the folders of dead builders; while we hold the lock, no other builder on this host is alive."""
     prefix = _leftover_prefix(target)
     for path in target.parent.iterdir():
         if not path.name.startswith(prefix):
@@ -123,7 +124,7 @@ def _remove_leftovers(target: Path) -> None:
 
 
 def _flush(folder: Path) -> None:
-    """Put the bytes on the disk before the name says that they are there."""
+    """Flush all files to disk before the rename makes them visible."""
     for path in [*folder.rglob("*"), folder]:
         handle = os.open(path, os.O_RDONLY)
         try:

@@ -1,4 +1,4 @@
-"""Learning-rate schedules as pure functions: optimizer step (0 = the first) -> multiplier of the peak."""
+"""Learning-rate schedules as pure functions: optimizer step (0 = the first) -> multiplier of the peak learning rate."""
 
 import math
 from collections.abc import Sequence
@@ -6,22 +6,22 @@ from typing import Annotated
 
 
 def _warmup(step: int, warmup_steps: int) -> float:
-    """1/warmup at the first step, 1 at the last step of the warm-up: no step is wasted on a rate of 0."""
+    """Return 1/warmup at the first step, 1 at the last step of the warm-up: no step is wasted on a rate of 0."""
     return (step + 1) / warmup_steps if step < warmup_steps else 1.0
 
 
 def _progress(step: int, begin: int, end: int) -> float:
-    """0 at `begin`, 1 at the last step before `end` and after it."""
+    """Return 0 before `begin`, 1 at the last step before `end` and after it, linear between."""
     return min(max((step - begin + 1) / (end - begin), 0.0), 1.0) if end > begin else 1.0
 
 
-def _between(start: float, stop: float, share: float) -> float:
-    return start + (stop - start) * share
+def _interpolate(start: float, stop: float, fraction: float) -> float:
+    return start + (stop - start) * fraction
 
 
-def _cosine(share: float) -> float:
-    """0 at 0, 1 at 1, along half a cosine."""
-    return 0.5 * (1.0 - math.cos(math.pi * share))
+def _cosine(fraction: float) -> float:
+    """Return 0 at 0 and 1 at 1, along half a cosine."""
+    return 0.5 * (1.0 - math.cos(math.pi * fraction))
 
 
 def warmup_cosine(
@@ -31,10 +31,17 @@ def warmup_cosine(
     warmup_steps: Annotated[int, ">= 0"],
     final_fraction: Annotated[float, ">= 0, <= 1"],
 ) -> float:
-    """Linear up to 1, half a cosine down to `final_fraction` at the last step (SGDR, arXiv 1608.03983)."""
+    """Warm up linearly, then half a cosine down to `final_fraction` at the last step (SGDR, arXiv 1608.03983).
+
+    Args:
+        step: Optimizer step, from 0.
+        num_steps: Optimizer steps of the run.
+        warmup_steps: Optimizer steps of the linear warm-up; 0: none.
+        final_fraction: Learning rate of the last step, as a fraction of the peak.
+    """
     if step < warmup_steps:
         return _warmup(step, warmup_steps)
-    return _between(1.0, final_fraction, _cosine(_progress(step, warmup_steps, num_steps)))
+    return _interpolate(1.0, final_fraction, _cosine(_progress(step, warmup_steps, num_steps)))
 
 
 def warmup_stable_decay(
@@ -45,11 +52,19 @@ def warmup_stable_decay(
     decay_steps: Annotated[int, ">= 0"],
     final_fraction: Annotated[float, ">= 0, <= 1"],
 ) -> float:
-    """Linear up, a plateau at 1, linear down over the last `decay_steps` (MiniCPM, arXiv 2404.06395)."""
+    """Warm up linearly, stay at 1, then decay linearly over the last `decay_steps` (MiniCPM, arXiv 2404.06395).
+
+    Args:
+        step: Optimizer step, from 0.
+        num_steps: Optimizer steps of the run.
+        warmup_steps: Optimizer steps of the linear warm-up; 0: none.
+        decay_steps: Optimizer steps of the decay at the end of the run.
+        final_fraction: Learning rate of the last step, as a fraction of the peak.
+    """
     decay_begins = num_steps - decay_steps
     if step < decay_begins:
         return _warmup(step, warmup_steps)
-    return _between(1.0, final_fraction, _progress(step, decay_begins, num_steps))
+    return _interpolate(1.0, final_fraction, _progress(step, decay_begins, num_steps))
 
 
 def linear(
@@ -59,14 +74,26 @@ def linear(
     warmup_steps: Annotated[int, ">= 0"],
     final_fraction: Annotated[float, ">= 0, <= 1"],
 ) -> float:
-    """Linear up to 1, then linear down to `final_fraction` at the last step."""
+    """Warm up linearly, then decay linearly to `final_fraction` at the last step.
+
+    Args:
+        step: Optimizer step, from 0.
+        num_steps: Optimizer steps of the run.
+        warmup_steps: Optimizer steps of the linear warm-up; 0: none.
+        final_fraction: Learning rate of the last step, as a fraction of the peak.
+    """
     if step < warmup_steps:
         return _warmup(step, warmup_steps)
-    return _between(1.0, final_fraction, _progress(step, warmup_steps, num_steps))
+    return _interpolate(1.0, final_fraction, _progress(step, warmup_steps, num_steps))
 
 
 def constant(step: int, *, warmup_steps: Annotated[int, ">= 0"]) -> float:
-    """Linear up to 1, then 1."""
+    """Warm up linearly, then stay at 1.
+
+    Args:
+        step: Optimizer step, from 0.
+        warmup_steps: Optimizer steps of the linear warm-up; 0: none.
+    """
     return _warmup(step, warmup_steps)
 
 
@@ -78,17 +105,32 @@ def constant_cooldown(
     cooldown_steps: Annotated[int, ">= 0"],
     final_fraction: Annotated[float, ">= 0, <= 1"],
 ) -> float:
-    """1, then down over the last `cooldown_steps` as 1 - sqrt(share) (arXiv 2405.18392)."""
+    """Warm up linearly, stay at 1, then decay as 1 - sqrt(progress) (arXiv 2405.18392).
+
+    Args:
+        step: Optimizer step, from 0.
+        num_steps: Optimizer steps of the run.
+        warmup_steps: Optimizer steps of the linear warm-up; 0: none.
+        cooldown_steps: Optimizer steps of the decay at the end of the run.
+        final_fraction: Learning rate of the last step, as a fraction of the peak.
+    """
     cooldown_begins = num_steps - cooldown_steps
     if step < cooldown_begins:
         return _warmup(step, warmup_steps)
-    return _between(1.0, final_fraction, math.sqrt(_progress(step, cooldown_begins, num_steps)))
+    return _interpolate(1.0, final_fraction, math.sqrt(_progress(step, cooldown_begins, num_steps)))
 
 
 def step(
     step: int, *, milestones: Sequence[int], factor: float, warmup_steps: Annotated[int, ">= 0"]
 ) -> float:
-    """`factor` to the power of the milestones already passed (ResNet, arXiv 1512.03385)."""
+    """Multiply by `factor` at every milestone (ResNet, arXiv 1512.03385).
+
+    Args:
+        step: Optimizer step, from 0.
+        milestones: Optimizer steps from which the learning rate is lower, in any order.
+        factor: Multiplier at each milestone.
+        warmup_steps: Optimizer steps of the linear warm-up; 0: none.
+    """
     return _warmup(step, warmup_steps) * factor ** sum(
         step >= milestone for milestone in milestones
     )
@@ -102,8 +144,16 @@ def one_cycle(
     start_fraction: Annotated[float, ">= 0, <= 1"],
     final_fraction: Annotated[float, ">= 0, <= 1"],
 ) -> float:
-    """A cosine up from `start_fraction` to 1, a cosine down to `final_fraction` (arXiv 1708.07120)."""
+    """Rise along a cosine from `start_fraction` to 1, then fall along a cosine (arXiv 1708.07120).
+
+    Args:
+        step: Optimizer step, from 0.
+        num_steps: Optimizer steps of the run.
+        warmup_fraction: Rising part of the run, as a fraction of its steps.
+        start_fraction: Learning rate of the first step, as a fraction of the peak.
+        final_fraction: Learning rate of the last step, as a fraction of the peak.
+    """
     warmup_steps = round(num_steps * warmup_fraction)
     if step < warmup_steps:
-        return _between(start_fraction, 1.0, _cosine(_progress(step, 0, warmup_steps)))
-    return _between(1.0, final_fraction, _cosine(_progress(step, warmup_steps, num_steps)))
+        return _interpolate(start_fraction, 1.0, _cosine(_progress(step, 0, warmup_steps)))
+    return _interpolate(1.0, final_fraction, _cosine(_progress(step, warmup_steps, num_steps)))

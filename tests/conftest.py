@@ -1,4 +1,4 @@
-"""Every test: one thread, its own cache and a quiet Lightning."""
+"""Fixtures of every test: one thread, a cache of its own and no leftover log handlers."""
 
 import logging
 import os
@@ -48,19 +48,19 @@ def _fresh_python(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatc
 
 @pytest.fixture(autouse=True, scope="session")
 def _own_cache(tmp_path_factory: pytest.TempPathFactory) -> None:
-    """Token caches of tests never meet those of the person who runs them."""
+    """Keep the token caches of tests apart from those of the user."""
     os.environ["RECIPES_CACHE"] = str(tmp_path_factory.getbasetemp() / "cache")
 
 
 @pytest.fixture
 def text_folder(tmp_path_factory: pytest.TempPathFactory) -> str:
-    """A folder of 24 small texts with structure to learn, the same on every machine."""
+    """Return a folder of 24 small texts with structure to learn, the same on every machine."""
     return str(write_texts(tmp_path_factory.getbasetemp() / "texts"))
 
 
 @pytest.fixture(autouse=True)
 def _own_log() -> Iterator[None]:
-    """The handlers that one test's run opens do not outlive it."""
+    """Remove the log handlers that a test has opened."""
     yield
     logger = logging.getLogger("lightning_recipes")
     for handler in list(logger.handlers):
@@ -71,7 +71,7 @@ def _own_log() -> Iterator[None]:
 
 @pytest.fixture(scope="module")
 def slurm(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Cluster]:
-    """A real SLURM of this machine, for the tests of one file."""
+    """Start a real SLURM on this machine, for the tests of one file."""
     reason = missing()
     if reason is not None:
         pytest.skip(reason)

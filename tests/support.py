@@ -1,4 +1,4 @@
-"""What several tests build: composed configs, runs in this process, data with uneven masks."""
+"""Helpers of several tests: composed configs, runs, faults at a step, data with uneven masks."""
 
 import csv
 import subprocess
@@ -16,7 +16,7 @@ from recipes.config import compose_and_check
 
 ROOT = Path(__file__).parent.parent
 
-# a run of a second: bytes, 24 small texts, no report
+# a run of one second: bytes as tokens, 24 small texts, no report
 TINY = (
     "tokenizer=bytes",
     "data=text_files",
@@ -33,17 +33,17 @@ TINY = (
 
 
 def composed_config(*overrides: str) -> dict[str, Any]:
-    """The config of overrides that hold no mistake."""
-    composed, mistakes = compose_and_check(overrides)
-    assert composed is not None, [str(mistake) for mistake in mistakes]
-    assert not mistakes, [str(mistake) for mistake in mistakes]
+    """Return the checked config of overrides that must be valid."""
+    composed, errors = compose_and_check(overrides)
+    assert composed is not None, [str(error) for error in errors]
+    assert not errors, [str(error) for error in errors]
     return composed.config
 
 
 def run_train(
     overrides: Sequence[str], *, folder: Path = ROOT, timeout: float = 240.0
 ) -> subprocess.CompletedProcess[str]:
-    """`python train.py …` as a person types it."""
+    """Run `python train.py …` and return its output."""
     return subprocess.run(
         [sys.executable, str(ROOT / "train.py"), *overrides],
         cwd=folder,
@@ -55,7 +55,7 @@ def run_train(
 
 
 def read_metrics(run_folder: Path) -> list[dict[str, float]]:
-    """The rows of metrics.csv; empty cells left out."""
+    """Return the rows of metrics.csv without empty cells."""
     with (run_folder / "metrics.csv").open(newline="") as file:
         return [
             {name: float(value) for name, value in row.items() if value}
@@ -64,7 +64,7 @@ def read_metrics(run_folder: Path) -> list[dict[str, float]]:
 
 
 def write_texts(folder: Path) -> Path:
-    """24 small texts with structure to learn, the same on every machine."""
+    """Write 24 small texts with structure to learn, the same on every machine; return their folder."""
     folder.mkdir(parents=True, exist_ok=True)
     for number in range(24):
         lines = [f"{word} = {number * index % 97}\n" for index, word in enumerate("abcdefgh" * 12)]
@@ -73,7 +73,7 @@ def write_texts(folder: Path) -> Path:
 
 
 class CrashAt(Callback):
-    """Fails in the batch after an optimizer step, as a kill would: nothing more is written."""
+    """Raises in the batch after an optimizer step; like after a kill, nothing more is written."""
 
     def __init__(self, *, step: int) -> None:
         self.step = step
@@ -86,7 +86,7 @@ class CrashAt(Callback):
 
 
 class StopAt(Callback):
-    """Asks to stop after an optimizer step, as a time limit does."""
+    """Requests a stop after an optimizer step, like a time limit."""
 
     def __init__(self, *, step: int) -> None:
         self.step = step
@@ -144,7 +144,7 @@ class MaskedTokens:
 
 
 class MaskedImages:
-    """Noise of which every third image carries no loss: uneven on purpose."""
+    """Random images of which every third carries no loss: uneven on purpose."""
 
     sample_kind: ClassVar[str] = "images"
     tokenizer = None

@@ -108,7 +108,7 @@ class CheckpointSaver(Checkpoint):
         if self._validation_due:
             self._validation_due = False
             self._saved_step = -1  # saved again, with its validation
-            pl_module.restore_draws()  # this hook comes before the module's own
+            pl_module.restore_rng()  # this hook comes before the module's own
             validate_now(trainer)
 
     def on_before_optimizer_step(

@@ -1,6 +1,6 @@
-"""The norm above which gradients are scaled down, from the norms of the run so far; one file an option of clipping=.
+"""Adaptive limits of the gradient norm, computed from the norms so far; one file per option of clipping=.
 
-All arithmetic is on the norm's device: nothing waits for it.
+All arithmetic is on the norm's device: no host synchronization.
 """
 
 from typing import Any, Protocol
@@ -9,17 +9,17 @@ from torch import Tensor
 
 
 class Clipping(Protocol):
-    """Sees the global norm of every step, the same on every rank, whatever engine shards the gradients."""
+    """Sees the global norm of every step, which is the same on every rank under every engine."""
 
     def limit(self, norm: Tensor) -> Tensor:
-        """The norm to scale a step's gradients down to, a 0-dim tensor; inf: they stay as they are.
+        """Return the largest norm allowed for this step, a 0-dim tensor; inf: gradients stay as they are.
 
         Args:
-            norm: Of all gradients before clipping, a 0-dim tensor; one that is not finite is not remembered.
+            norm: Of all gradients before clipping, a 0-dim tensor; NaN and inf do not enter the history.
         """
 
     def state_dict(self) -> dict[str, Any]:
-        """Plain data; waits for the device."""
+        """Return plain data; waits for the device."""
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Go on from there."""
+        """Restore what `state_dict` returned."""

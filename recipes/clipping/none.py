@@ -1,4 +1,4 @@
-"""Only `trainer.gradient_clip_val`, the same for every step."""
+"""No adaptive limit: only `trainer.gradient_clip_val`, the same for every step."""
 
 from typing import Any
 
@@ -7,7 +7,7 @@ from torch import Tensor
 
 
 class NoClipping:
-    """No limit beside the fixed one."""
+    """Sets no limit in addition to the fixed one."""
 
     def limit(self, norm: Tensor) -> Tensor:
         return torch.full_like(norm, torch.inf)

@@ -1,4 +1,4 @@
-"""Clipping at a quantile of the recent norms: AutoClip (Seetharaman et al. 2020, arXiv 2007.14469), in a window."""
+"""Clip at a quantile of recent norms: AutoClip (Seetharaman et al. 2020, arXiv 2007.14469), in a sliding window."""
 
 from typing import Annotated, Any
 
@@ -7,12 +7,13 @@ from torch import Tensor
 
 
 class Quantile:
-    """A norm above the quantile of the last norms is scaled down to it.
+    """Scales gradients down to a quantile of the last norms.
 
     Args:
-        quantile: 0.1 clips nine steps of ten, as the paper does; 0.99 one of a hundred.
-        window: So many norms, before clipping, are remembered.
-        warmup_steps: Norms before anything is clipped.
+        quantile: Fraction of recent norms below the limit: 0.1 clips nine steps of ten, as in the paper; 0.99 clips
+            one of a hundred.
+        window: Number of recent norms, before clipping, that the quantile is taken of, in optimizer steps.
+        warmup_steps: Optimizer steps before anything is clipped.
     """
 
     def __init__(
@@ -25,19 +26,19 @@ class Quantile:
         self._quantile = quantile
         self._warmup_steps = warmup_steps
         self._num_seen = 0
-        self._norms = torch.full((window,), torch.nan)  # [window], NaN where there is none; a ring
+        self._norms = torch.full((window,), torch.nan)  # [window], a ring; NaN: not set
 
     def limit(self, norm: Tensor) -> Tensor:
         norm = norm.detach()
         self._norms = self._norms.to(norm.device)
         limit = torch.full_like(norm, torch.inf)
         if self._num_seen >= self._warmup_steps:
-            # NaN where every norm was infinite
+            # NaN if every norm was infinite
             limit = (
                 torch.nanquantile(self._norms, self._quantile).to(norm.dtype).nan_to_num(torch.inf)
             )
-        place = self._num_seen % len(self._norms)
-        self._norms[place] = torch.where(norm.isfinite(), norm, torch.nan).to(self._norms.dtype)
+        index = self._num_seen % len(self._norms)
+        self._norms[index] = torch.where(norm.isfinite(), norm, torch.nan).to(self._norms.dtype)
         self._num_seen += 1
         return limit
 

@@ -1,4 +1,4 @@
-"""Clipping by the z-score of the norm against moving averages: ZClip (Kumar et al. 2025, arXiv 2504.02507)."""
+"""Clip by the z-score of the norm against moving averages: ZClip (Kumar et al. 2025, arXiv 2504.02507)."""
 
 from typing import Annotated, Any
 
@@ -7,15 +7,15 @@ from torch import Tensor
 
 
 class ZClip:
-    """A norm that is `z_score` deviations above the average is scaled down, the more the further it is above.
+    """Scales down a norm more than `z_score` deviations above the average; the further above, the stronger.
 
-    The reciprocal form of the paper: a score of z becomes z_score^2 / z. What is remembered is the norm after
-    clipping, so that an outlier does not raise the bar for the next.
+    The reciprocal form of the paper: a score of z becomes z_score^2 / z. The averages see the norm after clipping, so
+    that an outlier does not raise the limit of the next step.
 
     Args:
-        decay: Of the moving averages of norm and variance.
-        z_score: Deviations above which a norm is clipped.
-        warmup_steps: Steps whose plain mean and variance the averages begin with.
+        decay: Weight of the past in the moving averages of norm and variance, per optimizer step.
+        z_score: Standard deviations above the average at which clipping starts.
+        warmup_steps: Optimizer steps without clipping, whose mean and variance start the averages.
     """
 
     def __init__(
@@ -29,7 +29,7 @@ class ZClip:
         self._z_score = z_score
         self._warmup_steps = warmup_steps
         self._num_seen = 0
-        # number of finite norms, mean, and sum of squared differences, then variance; on the norm's device
+        # all on the norm's device; `spread` is the sum of squared differences during warm-up, then the variance
         self._count: Tensor = torch.zeros((), dtype=torch.float64)
         self._mean: Tensor = torch.zeros((), dtype=torch.float64)
         self._spread: Tensor = torch.zeros((), dtype=torch.float64)
@@ -37,7 +37,7 @@ class ZClip:
     def limit(self, norm: Tensor) -> Tensor:
         value = norm.detach().double()
         self._count, self._mean, self._spread = (
-            one.to(value.device) for one in (self._count, self._mean, self._spread)
+            scalar.to(value.device) for scalar in (self._count, self._mean, self._spread)
         )
         self._num_seen += 1
         if self._num_seen <= self._warmup_steps:
@@ -46,18 +46,18 @@ class ZClip:
         deviation = self._spread.sqrt() + 1e-6
         score = (value - self._mean) / deviation
         clipped = self._mean + self._z_score**2 / score.clamp(min=self._z_score) * deviation
-        is_out = score > self._z_score
-        remembered = torch.where(is_out, clipped, value)
-        finite = remembered.isfinite()
-        difference = remembered - self._mean
+        is_outlier = score > self._z_score
+        observed = torch.where(is_outlier, clipped, value)
+        finite = observed.isfinite()
+        difference = observed - self._mean
         spread = self._decay * self._spread + (1 - self._decay) * difference.square()
-        mean = self._decay * self._mean + (1 - self._decay) * remembered
+        mean = self._decay * self._mean + (1 - self._decay) * observed
         self._spread = torch.where(finite, spread, self._spread)
         self._mean = torch.where(finite, mean, self._mean)
-        return torch.where(is_out, clipped, torch.inf).to(norm.dtype)
+        return torch.where(is_outlier, clipped, torch.inf).to(norm.dtype)
 
     def _collect(self, value: Tensor) -> None:
-        """Welford's mean and sum of squared differences; the variance once the warm-up is over."""
+        """Update Welford's mean and sum of squared differences; turn the sum into a variance after warm-up."""
         finite = value.isfinite()
         count = self._count + finite
         difference = torch.where(finite, value - self._mean, 0.0)
@@ -69,11 +69,11 @@ class ZClip:
             self._spread = self._spread / count.clamp(min=1)
 
     def state_dict(self) -> dict[str, Any]:
-        numbers = [float(one) for one in (self._count, self._mean, self._spread)]
-        return {"num_seen": self._num_seen, "numbers": numbers}
+        scalars = [float(scalar) for scalar in (self._count, self._mean, self._spread)]
+        return {"num_seen": self._num_seen, "numbers": scalars}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         self._num_seen = state["num_seen"]
         self._count, self._mean, self._spread = (
-            torch.tensor(one, dtype=torch.float64) for one in state["numbers"]
+            torch.tensor(scalar, dtype=torch.float64) for scalar in state["numbers"]
         )

@@ -1,7 +1,7 @@
-"""Where samples come from and in which order; a file is an option of conf/data or a part of one.
+"""The contract of a data source: where samples come from; one file per option of conf/data.
 
-A source has `prepare()`, then `train()` and `val()`, which give datasets of the kind below. This
-package imports no torch, so that the processes that only tokenize start in a fraction of a second.
+A source is prepared once, then gives a training and a validation dataset. This package imports no torch, so that
+processes that only tokenize start in a fraction of a second.
 """
 
 from __future__ import annotations
@@ -15,11 +15,11 @@ if TYPE_CHECKING:
 
 
 class SampleDataset(Protocol):
-    """Samples by index, the same whoever asks.
+    """Samples by index, equal in every process: dicts of `inputs` [T] or [C, H, W] and `targets` [T] or [].
 
     Attributes:
-        targets_per_sample: Targets that carry loss in one sample; None where it varies.
-        tokens_per_sample: Tokens the model reads in one sample; 0 where there is no text.
+        targets_per_sample: Targets that carry loss in one sample; None if it varies.
+        tokens_per_sample: Tokens the model reads in one sample; 0 if the samples are no text.
     """
 
     @property
@@ -34,20 +34,23 @@ class DataSource(Protocol):
     """One option of conf/data.
 
     Attributes:
-        sample_kind: "tokens" or "images"; a plain literal, because it is read without importing.
+        sample_kind: "tokens" or "images"; a plain literal, because the config check reads it from source.
+        tokenizer: Of the text; None if the samples are no text or the tokenizer is unknown.
     """
 
     sample_kind: ClassVar[str]
 
     @property
     def tokenizer(self) -> Tokenizer | None: ...
-    def prepare(self) -> None: ...
+    def prepare(self) -> None:
+        """Download, tokenize or check what is needed; called in every process, and cached."""
+
     @property
     def fingerprint(self) -> str:
-        """The same for the same samples, whatever the seed; after `prepare`."""
+        """Equal for equal samples, whatever the seed; after `prepare`."""
 
     def describe(self) -> str:
-        """How much there is, in one line of the log; after `prepare`."""
+        """Return the amount of data as one line of the log; after `prepare`."""
 
     def train(self) -> SampleDataset: ...
     def val(self) -> SampleDataset: ...

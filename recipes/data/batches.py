@@ -1,5 +1,6 @@
-"""Micro-batches told the number of targets of their global batch before the first backward."""
+"""Micro-batches of one rank: the endless training stream, and this rank's slice of a validation split."""
 
+import sys
 from collections.abc import Callable, Iterable, Iterator
 from itertools import islice
 from typing import Any
@@ -8,9 +9,89 @@ import torch
 from torch import Tensor
 from torch.utils.data import Dataset
 
+from recipes.data.sampler import PositionSampler, ShuffledOrder
+from recipes.numerics.accumulation import Accumulation
 from recipes.numerics.loss import IGNORE_INDEX, count_targets
 
 Batch = dict[str, Any]
+
+
+class TrainingStream:
+    """This rank's micro-batches from `position` on, without end: no epoch ends, so no window is ever partial.
+
+    Args:
+        accumulation: Global batch and micro-batches.
+        order: Position in the stream -> sample.
+        make_loader: Batch sampler -> loader of its micro-batches.
+        targets_per_sample: Targets that carry loss in every sample; None if the number varies.
+        rank: Of this process, from 0.
+        world_size: Number of ranks that share the stream.
+        sum_over_ranks: Adds a tensor over all ranks.
+        position: Samples that all ranks together have already consumed.
+
+    Attributes:
+        position: Advances by a global batch when the last micro-batch of a window is handed out.
+    """
+
+    def __init__(
+        self,
+        *,
+        accumulation: Accumulation,
+        order: ShuffledOrder,
+        make_loader: Callable[[PositionSampler], Iterable[Batch]],
+        targets_per_sample: int | None,
+        rank: int,
+        world_size: int,
+        sum_over_ranks: Callable[[Tensor], Tensor],
+        position: int,
+    ) -> None:
+        self.position = position
+        self._has_moved = False
+        self._accumulation = accumulation
+        self._order = order
+        self._make_loader = make_loader
+        self._targets_per_sample = targets_per_sample
+        self._rank = rank
+        self._world_size = world_size
+        self._sum_over_ranks = sum_over_ranks
+
+    def __iter__(self) -> Iterator[Batch]:
+        while True:  # once, and again after every `move_to`
+            self._has_moved = False
+            for number, batch in enumerate(self._from_position(), start=1):
+                if number % self._accumulation.num_micro_batches == 0:
+                    self.position += self._accumulation.global_batch_size
+                yield batch
+                # the consumer may have moved the stream between two steps, for example in a rollback
+                if self._has_moved:
+                    break
+
+    def __len__(self) -> int:
+        # any length, however large, keeps Lightning from reading one batch ahead
+        return sys.maxsize
+
+    def move_to(self, position: int) -> None:
+        """Continue at another position, called between two optimizer steps; loader processes start again."""
+        self.position = position
+        self._has_moved = True
+
+    def _from_position(self) -> Iterator[Batch]:
+        accumulation, targets = self._accumulation, self._targets_per_sample
+        sampler = PositionSampler(
+            self._order,
+            start_position=self.position,
+            micro_batch_size=accumulation.micro_batch_size,
+            rank=self._rank,
+            world_size=self._world_size,
+        )
+        return with_num_targets(
+            self._make_loader(sampler),
+            num_micro_batches=accumulation.num_micro_batches,
+            targets_per_window=None
+            if targets is None
+            else targets * accumulation.global_batch_size,
+            sum_over_ranks=self._sum_over_ranks,
+        )
 
 
 def with_num_targets(
@@ -20,20 +101,20 @@ def with_num_targets(
     targets_per_window: int | None,
     sum_over_ranks: Callable[[Tensor], Tensor],
 ) -> Iterator[Batch]:
-    """Add `num_targets`, the targets of the whole global batch, to each of its micro-batches.
+    """Add `num_targets`, the number of targets in the global batch, to each of its micro-batches.
 
-    A sum of losses divided by it has the exact gradient of one large batch under every engine, also under those
-    whose gradients cannot be reached afterwards. Where each sample carries the same number of targets it is
-    arithmetic and nothing is held back; else one window of micro-batches is read ahead, on the host.
+    A sum of losses divided by it has the exact gradient of one large batch under every engine, including those that
+    do not expose gradients before they are reduced. If every sample has the same number of targets, it is plain
+    arithmetic and nothing is read ahead; otherwise one window of micro-batches is read ahead, on the host.
 
     Args:
         micro_batches: This rank's micro-batches, in order.
-        num_micro_batches: Micro-batches per window, that is per optimizer step.
-        targets_per_window: Targets of a global batch where constant, else None.
-        sum_over_ranks: Adds a 0-dim tensor over all ranks; called once a window where the number varies.
+        num_micro_batches: Micro-batches per window, that is, per optimizer step.
+        targets_per_window: Targets of a global batch if constant, else None.
+        sum_over_ranks: Adds a 0-dim tensor over all ranks; called once per window if the number varies.
 
     Yields:
-        The micro-batches; those of a last, partial window are dropped where the number varies.
+        The micro-batches; those of a final partial window are dropped if the number varies.
     """
     stream = iter(micro_batches)
     if targets_per_window is not None:
@@ -42,8 +123,8 @@ def with_num_targets(
         return
     while len(window := list(islice(stream, num_micro_batches))) == num_micro_batches:
         counts = [count_targets(batch["targets"]) for batch in window]
-        # a global batch without any target has loss 0 and gradient 0, not 0 / 0
-        num_targets = sum_over_ranks(sum(counts[1:], start=counts[0])).clamp(min=1)
+        # clamp: a global batch without any target has loss 0 and gradient 0, not 0 / 0
+        num_targets = sum_over_ranks(sum(counts[1:], start=counts[0])).clamp(min=1)  # []
         for batch in window:
             yield batch | {"num_targets": num_targets}
 
@@ -51,8 +132,8 @@ def with_num_targets(
 class RankShare(Dataset[dict[str, Tensor]]):
     """Samples rank, rank + N, rank + 2 N … of N ranks.
 
-    Where they do not divide, the last ranks get a sample more whose targets carry no loss: forward passes of
-    sharded models are collectives, so that every rank must make the same number of them.
+    If the samples do not divide evenly, the last ranks get one padding sample whose targets carry no loss: forward
+    passes of sharded models are collectives, so every rank must run the same number of them.
 
     Args:
         dataset: The whole split.
@@ -73,7 +154,6 @@ class RankShare(Dataset[dict[str, Tensor]]):
         if position < len(self._dataset):
             sample: dict[str, Tensor] = self._dataset[position]
             return sample
-        sample = self._dataset[0]
-        return sample | {
-            "targets": torch.full_like(torch.as_tensor(sample["targets"]), IGNORE_INDEX)
-        }
+        padding: dict[str, Tensor] = self._dataset[0]
+        no_targets = torch.full_like(torch.as_tensor(padding["targets"]), IGNORE_INDEX)
+        return padding | {"targets": no_targets}

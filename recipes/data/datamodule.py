@@ -4,41 +4,36 @@ import itertools
 import logging
 import os
 import signal
-import sys
 import threading
-from collections.abc import Iterator
 from typing import Annotated, Any
 
 import lightning.pytorch as lightning
 import numpy as np
 import torch
 from torch.utils.data import DataLoader, Subset
+from typing_extensions import override
 
 from recipes.data import DataSource, SampleDataset
-from recipes.data.batches import Batch, RankShare, with_num_targets
-from recipes.data.sampler import PositionSampler, RepeatedOrder, ShuffledOrder
+from recipes.data.batches import Batch, RankShare, TrainingStream
+from recipes.data.sampler import RepeatedOrder, ShuffledOrder
 from recipes.numerics.accumulation import Accumulation
 
 LOGGER = logging.getLogger("lightning_recipes")
-# processes a device: enough to hide a memory map or small images behind a 50 ms step
+# loader processes per device: enough to hide a memory map or small images behind a 50 ms step
 GPU_WORKERS = 4
 
 
 class StreamDataModule(lightning.LightningDataModule):
-    """An endless stream of training samples in an order that (seed, position) fixes, and a fixed validation split.
+    """An endless stream of training samples, ordered by (seed, position) alone, and a fixed validation split.
 
     Args:
         source: Where samples come from.
         accumulation: Global batch and micro-batches.
-        seed: Of the order.
+        seed: Of the order of training samples.
         eval_samples: Validation samples per evaluation, spread evenly over the split; None: all.
-        num_workers: Loader processes a device; None: some where there is a GPU, else none.
-        overfit_batches: The stream is its first so many global batches again and again, and validation is on them
-            too: a model that knows them by heart in training and not in evaluation has a fault. None: all data.
-
-    Attributes:
-        position: Training samples consumed so far over all ranks. Saved in checkpoints as it is, so that it
-            survives another number of ranks, workers or micro-batches.
+        num_workers: Loader processes per device; None: up to 4 for a GPU, none for a CPU.
+        overfit_batches: Repeat the first N global batches of the stream and validate on the same samples: a model
+            that memorizes them in training but not in evaluation has a bug. None: use all data.
     """
 
     def __init__(
@@ -53,56 +48,78 @@ class StreamDataModule(lightning.LightningDataModule):
     ) -> None:
         super().__init__()
         self.source = source
-        self.position = 0
-        self._has_moved = False
+        self._stream: TrainingStream | None = None
+        self._start_position = 0
         self._accumulation = accumulation
         self._seed = seed
         self._eval_samples = eval_samples
         self._num_workers = num_workers
-        self._period: int | None = None  # samples after which the stream begins again
+        self._period: int | None = None  # samples after which the stream repeats
         if overfit_batches is not None:
             self._period = overfit_batches * accumulation.global_batch_size
 
+    @property
+    def position(self) -> int:
+        """Training samples consumed so far over all ranks.
+
+        Checkpoints save it as it is, so that it survives another number of ranks, workers or micro-batches.
+        """
+        return self._start_position if self._stream is None else self._stream.position
+
+    @override
     def prepare_data(self) -> None:
         self.source.prepare()
 
+    @override
     def setup(self, stage: str) -> None:
         self.source.prepare()  # cached by now: every rank opens what one rank prepared
 
-    def train_dataloader(self) -> "Stream":
+    @override
+    def train_dataloader(self) -> TrainingStream:
         if self._period is not None:
             LOGGER.info(
-                "overfit: the first %d samples again and again, and validation on the same ones",
+                "overfit: training repeats its first %d samples and validation uses the same ones",
                 self._period,
             )
-        return Stream(self, self.source.train())
+        trainer, dataset = self._trainer(), self.source.train()
+        self._stream = TrainingStream(
+            accumulation=self._accumulation,
+            order=self._order(len(dataset)),
+            make_loader=lambda sampler: self._loader(dataset, batch_sampler=sampler),
+            targets_per_sample=dataset.targets_per_sample,
+            rank=trainer.global_rank,
+            world_size=trainer.world_size,
+            sum_over_ranks=trainer.strategy.sum_over_ranks,  # type: ignore[attr-defined]
+            position=self.position,
+        )
+        return self._stream
 
+    @override
     def val_dataloader(self) -> DataLoader[Batch]:
         dataset = self.source.val()
         if self._period is not None:
             dataset = self.source.train()
-            first = self._order(len(dataset)).indices(np.arange(self._period))
+            first = self._order(len(dataset)).indices(np.arange(self._period))  # [period]
             dataset = Subset(dataset, first.tolist())  # type: ignore[arg-type, assignment]
-        return self._loader(self._share(_evenly(dataset, self._eval_samples)))
+        return self._loader(self._rank_share(_spread_evenly(dataset, self._eval_samples)))
 
     def split_dataloader(self, split: str) -> DataLoader[Batch]:
-        """The whole of one split in order, for `mode=evaluate`."""
-        whole = self.source.train() if split == "train" else self.source.val()
-        return self._loader(self._share(whole))
+        """Return a loader of one whole split in order, for `mode=evaluate`."""
+        dataset = self.source.train() if split == "train" else self.source.val()
+        return self._loader(self._rank_share(dataset))
 
-    def _share(self, dataset: Any) -> Any:
-        """This rank's share of a split."""
-        trainer = self._trainer()
-        return RankShare(dataset, rank=trainer.global_rank, world_size=trainer.world_size)
-
+    @override
     def state_dict(self) -> dict[str, Any]:
-        return {"position": self.position} | self._identity()
+        return {"position": self.position} | self._stream_identity()
 
+    @override
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        self.position = state_dict["position"]
-        now = self._identity()
-        saved = {"period": None} | state_dict  # none in the files of earlier versions
-        changed = [f"{key} {saved[key]} -> {now[key]}" for key in now if now[key] != saved[key]]
+        self.move_to(state_dict["position"])
+        current = self._stream_identity()
+        saved = {"period": None} | state_dict  # absent from files of earlier versions
+        changed = [
+            f"{key} {saved[key]} -> {current[key]}" for key in current if current[key] != saved[key]
+        ]
         if changed:
             LOGGER.warning(
                 "The training data is not that of the checkpoint (%s): position %d now means other samples",
@@ -110,8 +127,42 @@ class StreamDataModule(lightning.LightningDataModule):
                 self.position,
             )
 
-    def _identity(self) -> dict[str, Any]:
-        """What makes a position mean the same sample again."""
+    def samples_of_step(self, position: int) -> list[dict[str, Any]]:
+        """Return the samples of one optimizer step: their place in the step, in the stream and in the data.
+
+        Args:
+            position: Samples consumed at the end of the step.
+        """
+        accumulation = self._accumulation
+        order = self._order(len(self.source.train()))
+        first = position - accumulation.global_batch_size
+        places = itertools.product(
+            range(accumulation.num_micro_batches),
+            range(self._trainer().world_size),
+            range(accumulation.micro_batch_size),
+        )
+        describe: Any = getattr(self.source, "describe_sample", lambda _: {})
+        samples = []
+        for offset, (micro_batch, rank, row) in enumerate(places):
+            sample = order(first + offset)
+            place = {"rank": rank, "micro_batch": micro_batch, "row": row}
+            samples.append(
+                {"position": first + offset, "sample": sample} | place | describe(sample)
+            )
+        return samples
+
+    def skip_batches(self, num_steps: int) -> None:
+        """Skip the samples of N optimizer steps; call it between two steps."""
+        self.move_to(self.position + num_steps * self._accumulation.global_batch_size)
+
+    def move_to(self, position: int) -> None:
+        """Continue with another sample of the stream; call it between two steps. Loader processes start again."""
+        self._start_position = position
+        if self._stream is not None:
+            self._stream.move_to(position)
+
+    def _stream_identity(self) -> dict[str, Any]:
+        """Return everything that must be equal for a position to mean the same sample."""
         return {
             "seed": self._seed,
             "num_samples": len(self.source.train()),
@@ -124,64 +175,9 @@ class StreamDataModule(lightning.LightningDataModule):
             return ShuffledOrder(num_samples, self._seed)
         return RepeatedOrder(num_samples, self._seed, period=self._period)
 
-    def micro_batches(self, dataset: SampleDataset) -> Iterator[Batch]:
-        """This rank's micro-batches from `position` on; `position` moves on when a window's last one is handed out."""
-        while True:
-            self._has_moved = False
-            for batch in self._stream_from_position(dataset):
-                yield batch
-                if self._has_moved:
-                    break
-
-    def _stream_from_position(self, dataset: SampleDataset) -> Iterator[Batch]:
-        trainer, plan = self._trainer(), self._accumulation
-        sampler = PositionSampler(
-            self._order(len(dataset)),
-            start_position=self.position,
-            micro_batch_size=plan.micro_batch_size,
-            rank=trainer.global_rank,
-            world_size=trainer.world_size,
-        )
-        constant = dataset.targets_per_sample
-        stream = with_num_targets(
-            self._loader(dataset, batch_sampler=sampler),
-            num_micro_batches=plan.num_micro_batches,
-            targets_per_window=None if constant is None else constant * plan.global_batch_size,
-            sum_over_ranks=trainer.strategy.sum_over_ranks,  # type: ignore[attr-defined]
-        )
-        for number, batch in enumerate(stream, start=1):
-            if number % plan.num_micro_batches == 0:
-                self.position += plan.global_batch_size
-            yield batch
-
-    def samples_of_step(self, position: int) -> list[dict[str, Any]]:
-        """What a step was made of: samples by their place in it, in the stream and in the data.
-
-        Args:
-            position: After the step.
-        """
-        plan, ranks = self._accumulation, self._trainer().world_size
-        order = self._order(len(self.source.train()))
-        first = position - plan.global_batch_size
-        places = itertools.product(
-            range(plan.num_micro_batches), range(ranks), range(plan.micro_batch_size)
-        )
-        describe: Any = getattr(self.source, "describe_sample", lambda _: {})
-        told = []
-        for offset, (micro_batch, rank, row) in enumerate(places):
-            sample = order(first + offset)
-            place = {"rank": rank, "micro_batch": micro_batch, "row": row}
-            told.append({"position": first + offset, "sample": sample} | place | describe(sample))
-        return told
-
-    def skip_batches(self, num_steps: int) -> None:
-        """Pass over so many optimizer steps' worth of samples, from the end of a step on."""
-        self.move_to(self.position + num_steps * self._accumulation.global_batch_size)
-
-    def move_to(self, position: int) -> None:
-        """Go on with another sample of the stream, from the end of a step on. Loader processes start anew."""
-        self.position = position
-        self._has_moved = True
+    def _rank_share(self, dataset: Any) -> RankShare:
+        trainer = self._trainer()
+        return RankShare(dataset, rank=trainer.global_rank, world_size=trainer.world_size)
 
     def _loader(self, dataset: Any, **order: Any) -> DataLoader[Batch]:
         on_gpu = self._trainer().strategy.root_device.type == "cuda"
@@ -197,10 +193,9 @@ class StreamDataModule(lightning.LightningDataModule):
             pin_memory=on_gpu,
             persistent_workers=workers > 0,
             prefetch_factor=4 if workers else None,
-            worker_init_fn=outlive_signals,
-            generator=torch.Generator().manual_seed(
-                self._seed
-            ),  # never the run's own random numbers
+            worker_init_fn=ignore_group_signals,
+            # its own generator: a loader draws a base seed, which must not come from the global RNG
+            generator=torch.Generator().manual_seed(self._seed),
         )
 
     def _trainer(self) -> lightning.Trainer:
@@ -208,43 +203,29 @@ class StreamDataModule(lightning.LightningDataModule):
         return self.trainer
 
 
-class Stream:
-    """What Lightning iterates: endless, so that no epoch ever ends and no partial window reaches the optimizer."""
-
-    def __init__(self, data: StreamDataModule, dataset: SampleDataset) -> None:
-        self._data = data
-        self._dataset = dataset
-
-    def __iter__(self) -> Iterator[Batch]:
-        return self._data.micro_batches(self._dataset)
-
-    def __len__(self) -> int:
-        # a length, however large, keeps Lightning from reading one batch ahead
-        return sys.maxsize
-
-
-def _evenly(dataset: SampleDataset, num_samples: int | None) -> Any:
-    """`num_samples` samples spread evenly over a data set; all where there are no more."""
+def _spread_evenly(dataset: SampleDataset, num_samples: int | None) -> Any:
+    """Return `num_samples` samples spread evenly over a dataset; all if it has no more."""
     if num_samples is None or num_samples >= len(dataset):
         return dataset
     return Subset(dataset, [i * len(dataset) // num_samples for i in range(num_samples)])  # type: ignore[arg-type]
 
 
-def outlive_signals(worker: int) -> None:
-    """For `DataLoader(worker_init_fn=…)`: heed SIGTERM from the rank alone; SIGUSR1 means nothing here.
+def ignore_group_signals(worker: int) -> None:
+    """Ignore SIGUSR1, and SIGTERM unless it comes from the rank itself; for `DataLoader(worker_init_fn=…)`.
 
-    torchrun, `timeout` and systemd signal the whole process group. torch takes a loader process that ends for a crash
-    of the run, which then could not save.
+    torchrun, `timeout` and systemd signal the whole process group. torch treats a loader process that ends as a crash
+    of the run, which could then not save its last checkpoint.
 
     Args:
-        worker: Its number.
+        worker: Index of the loader process, from 0.
     """
     signal.signal(signal.SIGUSR1, signal.SIG_IGN)
     signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGTERM})
-    threading.Thread(target=_end_for_parent, name=f"signals_{worker}", daemon=True).start()
+    threading.Thread(target=_exit_on_parents_sigterm, name=f"signals_{worker}", daemon=True).start()
 
 
-def _end_for_parent() -> None:
+def _exit_on_parents_sigterm() -> None:
+    # sigwaitinfo names the sender, which a signal handler does not
     while signal.sigwaitinfo({signal.SIGTERM}).si_pid != os.getppid():
         pass
     os._exit(0)

@@ -1,4 +1,4 @@
-"""scikit-learn's 1797 scanned digits, bundled with the library: 8 x 8 gray images, held in 0.5 MB.
+"""scikit-learn's 1797 scanned digits, bundled with the library: 8 x 8 gray images, 0.5 MB of memory.
 
 Letters: N images, 1 channel, 8 rows, 8 columns.
 """
@@ -15,7 +15,7 @@ from recipes.errors import ConfigError
 from recipes.tokenizer import Tokenizer
 
 _MAX_INK = 16.0  # a pixel counts the dark points of a 4 x 4 field of the scan
-_VAL_EVERY = 5  # one image in five, chosen by a hash of its number, is for validation
+_VAL_EVERY = 5  # one image in five, chosen by a hash of its index, is for validation
 
 
 class LabeledImages(Dataset[dict[str, Tensor]]):
@@ -34,27 +34,27 @@ class LabeledImages(Dataset[dict[str, Tensor]]):
         return len(self.labels)
 
     def __getitem__(self, index: int) -> dict[str, Tensor]:
-        """One sample: inputs [1, 8, 8] in 0 to 1, targets a class, 0-dim."""
+        """Return one sample: inputs [1, 8, 8] float in 0 to 1, targets a class, 0-dim int64."""
         return {"inputs": self.images[index], "targets": self.labels[index]}
 
 
 class Digits:
-    """Ten classes, about 180 images of each; the split is fixed and knows no seed."""
+    """Ten classes with about 180 images each; the split is fixed and does not depend on the seed."""
 
     sample_kind: ClassVar[str] = "images"
     fingerprint: str = "digits"
 
     def describe(self) -> str:
-        """How many images."""
+        """Return the number of images."""
         return f"{len(self.train()):,} training and {len(self.val()):,} validation images of 8 x 8"
 
     @property
     def tokenizer(self) -> Tokenizer | None:
-        """None: there is no text."""
+        """None: the samples are no text."""
         return None
 
     def prepare(self) -> None:
-        """Read the images once.
+        """Load the images.
 
         Raises:
             ConfigError: scikit-learn is not installed.
@@ -64,19 +64,19 @@ class Digits:
         except ImportError as error:
             raise ConfigError(
                 "data=digits",
-                "these images come with scikit-learn, which is not installed",
+                "these images are part of scikit-learn, which is not installed",
                 "pip install -e '.[digits]'",
             ) from error
         pixels, labels = load_digits(return_X_y=True)
         self._images = torch.from_numpy(pixels / _MAX_INK).float().view(-1, 1, 8, 8)  # [N, 1, 8, 8]
         self._labels = torch.from_numpy(labels.astype(np.int64))  # [N]
-        drawn = mix64(np.arange(len(labels), dtype=np.uint64)) % np.uint64(_VAL_EVERY)
-        self._is_val = torch.from_numpy(drawn == 0)  # [N] bool
+        hashes = mix64(np.arange(len(labels), dtype=np.uint64)) % np.uint64(_VAL_EVERY)  # [N]
+        self._is_val = torch.from_numpy(hashes == 0)  # [N] bool
 
     def train(self) -> LabeledImages:
-        """Four images in five."""
+        """Return four images in five."""
         return LabeledImages(self._images[~self._is_val], self._labels[~self._is_val])
 
     def val(self) -> LabeledImages:
-        """One image in five."""
+        """Return one image in five."""
         return LabeledImages(self._images[self._is_val], self._labels[self._is_val])

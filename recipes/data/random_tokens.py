@@ -1,4 +1,4 @@
-"""Reproducible noise in place of text, to measure speed and memory: ~10 ns a token, no file."""
+"""Reproducible random tokens in place of text, to measure speed and memory: ~10 ns per token, no file."""
 
 from typing import ClassVar
 
@@ -15,12 +15,19 @@ _VAL_STREAM = 1 << 62  # validation counts its tokens from here, training from 0
 
 
 class NoiseWindows(Dataset[dict[str, Tensor]]):
-    """Sample i is L + 1 uniform tokens that depend on (seed, i) alone; L tokens a sample."""
+    """Sample i has L inputs and L targets cut from L + 1 uniform tokens, which depend on (seed, i) alone.
+
+    Args:
+        num_samples: Samples before they repeat.
+        vocab_size: Tokens are in [0, vocab_size).
+        seq_len: L, tokens per sample.
+        seed: Of the noise.
+        first_token: Offset in the noise, which keeps two sets with the same seed apart.
+    """
 
     def __init__(
         self, *, num_samples: int, vocab_size: int, seq_len: int, seed: int, first_token: int
     ) -> None:
-        """Fix the noise; `first_token` keeps two sets of one seed apart."""
         self.num_samples = num_samples
         self.vocab_size = vocab_size
         self.seq_len = seq_len
@@ -34,15 +41,15 @@ class NoiseWindows(Dataset[dict[str, Tensor]]):
 
     @property
     def tokens_per_sample(self) -> int:
-        """L."""
+        """Every input is a token."""
         return self.seq_len
 
     def __len__(self) -> int:
-        """How many samples there are before they repeat."""
+        """Return the number of samples before they repeat."""
         return self.num_samples
 
     def __getitem__(self, index: int) -> dict[str, Tensor]:
-        """One sample: inputs and targets, [L] int64."""
+        """Return one sample: inputs and targets, [L] int64."""
         if not -self.num_samples <= index < self.num_samples:
             raise IndexError(f"sample {index} of {self.num_samples}")
         begin = self.first_token + index % self.num_samples * (self.seq_len + 1)
@@ -67,17 +74,17 @@ class RandomTokens:
         num_val_samples: int = 64,
         seed: int = 0,
     ) -> None:
-        """Say how much noise.
+        """Check the settings.
 
         Args:
-            vocab_size: Tokens are drawn from [0, vocab_size).
-            seq_len: Tokens a sample.
+            vocab_size: Tokens are in [0, vocab_size).
+            seq_len: Tokens per sample.
             num_samples: Training samples in one epoch.
-            num_val_samples: Validation samples, other noise than the training samples.
-            seed: Of the noise; the order of the samples has the seed of the run.
+            num_val_samples: Validation samples, which differ from the training samples.
+            seed: Of the noise; the order of samples depends on the seed of the run.
 
         Raises:
-            ConfigError: One of the numbers is not positive.
+            ConfigError: A setting is not positive.
         """
         for name, value in (
             ("seq_len", seq_len),
@@ -86,7 +93,7 @@ class RandomTokens:
             ("data.num_val_samples", num_val_samples),
         ):
             if value < 1:
-                raise ConfigError(f"{name}={value}", "noise needs at least one", f"{name}=256")
+                raise ConfigError(f"{name}={value}", "random tokens need at least 1", f"{name}=256")
         self.vocab_size = vocab_size
         self.seq_len = seq_len
         self.num_samples = num_samples
@@ -95,27 +102,27 @@ class RandomTokens:
 
     @property
     def tokenizer(self) -> Tokenizer | None:
-        """None: the tokens stand for nothing."""
+        """None: the tokens have no meaning."""
         return None
 
     def prepare(self) -> None:
-        """Nothing to do."""
+        """Do nothing: there is no file."""
 
     @property
     def fingerprint(self) -> str:
-        """What the noise is a function of."""
+        """Everything the noise depends on."""
         return f"noise/{self.vocab_size}/{self.seq_len}/{self.seed}"
 
     def describe(self) -> str:
-        """How many samples of noise."""
+        """Return the number of samples."""
         return f"{self.num_samples:,} samples of {self.seq_len} random tokens, which teach nothing"
 
     def train(self) -> NoiseWindows:
-        """The training noise."""
+        """Return the training noise."""
         return self._windows(num_samples=self.num_samples, first_token=0)
 
     def val(self) -> NoiseWindows:
-        """The validation noise."""
+        """Return the validation noise."""
         return self._windows(num_samples=self.num_val_samples, first_token=_VAL_STREAM)
 
     def _windows(self, *, num_samples: int, first_token: int) -> NoiseWindows:

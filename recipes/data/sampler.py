@@ -1,6 +1,6 @@
-"""Sample order as a pure function of (seed, position): no state, ~1 us a sample in blocks.
+"""Sample order as a pure function of (seed, position): no state, ~1 us per sample in blocks.
 
-Letters: N samples, M micro-batches, B samples a micro-batch.
+Letters: N samples, M micro-batches, B samples per micro-batch.
 """
 
 from collections.abc import Iterator
@@ -9,46 +9,44 @@ import numpy as np
 from numpy.typing import NDArray
 from torch.utils.data import Sampler
 
-Words = NDArray[np.uint64]
+UInt64s = NDArray[np.uint64]
 Positions = NDArray[np.int64]
 
 _GOLDEN = 0x9E3779B97F4A7C15  # 2^64 / golden ratio, the increment of SplitMix64
 _WORD = (1 << 64) - 1
-_NUM_ROUNDS = 8  # four suffice for large domains (Luby and Rackoff, 1988); small ones want more
-_MIN_HALF_BITS = 4  # 16 values a half: below it, eight rounds reach too few permutations
-_BLOCK = 8192  # positions mapped in one go by the sampler
+_NUM_ROUNDS = 8  # four suffice for large domains (Luby and Rackoff, 1988); small ones need more
+_MIN_HALF_BITS = 4  # 16 values per half: with fewer, eight rounds reach too few permutations
+_BLOCK = 8192  # positions that the sampler maps at a time
 
 
-def mix64(words: Words) -> Words:
+def mix64(values: UInt64s) -> UInt64s:
     """Spread every bit over 64 bits (finalizer of SplitMix64, doi 10.1145/2660193.2660195)."""
-    words = (words ^ (words >> np.uint64(30))) * np.uint64(0xBF58476D1CE4E5B9)
-    words = (words ^ (words >> np.uint64(27))) * np.uint64(0x94D049BB133111EB)
-    return words ^ (words >> np.uint64(31))
+    values = (values ^ (values >> np.uint64(30))) * np.uint64(0xBF58476D1CE4E5B9)
+    values = (values ^ (values >> np.uint64(27))) * np.uint64(0x94D049BB133111EB)
+    return values ^ (values >> np.uint64(31))
 
 
-def _seed_word(seed: int) -> Words:
-    """[1], so that arithmetic wraps as arrays do and never warns as scalars do."""
+def _seed_value(seed: int) -> UInt64s:
+    """Return [1], not a scalar: arithmetic on arrays wraps silently, on numpy scalars it warns."""
     return mix64(np.array([(seed + _GOLDEN) & _WORD], dtype=np.uint64))
 
 
 class ShuffledOrder:
     """Position in an endless stream -> sample; every epoch is another permutation.
 
-    A Feistel network permutes the smallest even power of two that holds N, and a value that falls
-    outside of N walks on along its cycle until it falls inside, which keeps it a permutation
-    (Black and Rogaway, "Ciphers with Arbitrary Finite Domains", 2002).
+    A Feistel network permutes the smallest even power of two that holds N; a value outside of N is permuted again
+    until it falls inside, which keeps the result a permutation (cycle walking: Black and Rogaway, "Ciphers with
+    Arbitrary Finite Domains", 2002).
+
+    Args:
+        num_samples: N, samples in one epoch.
+        seed: Any integer; two seeds give unrelated orders.
+
+    Raises:
+        ValueError: `num_samples` is below 1.
     """
 
     def __init__(self, num_samples: int, seed: int) -> None:
-        """Fix the stream.
-
-        Args:
-            num_samples: N, the samples in one epoch.
-            seed: Any integer; two seeds give two unrelated orders.
-
-        Raises:
-            ValueError: With no sample there is no order.
-        """
         if num_samples < 1:
             raise ValueError(f"num_samples={num_samples}: an order needs samples; give at least 1")
         self.num_samples = num_samples
@@ -56,15 +54,15 @@ class ShuffledOrder:
         self._half_bits = max(_MIN_HALF_BITS, ((num_samples - 1).bit_length() + 1) // 2)
 
     def __call__(self, position: int) -> int:
-        """The sample at one position, counted from 0 over all epochs."""
+        """Return the sample at one position, counted from 0 over all epochs."""
         return int(self.indices(np.array([position], dtype=np.int64))[0])
 
     def indices(self, positions: Positions) -> Positions:
-        """The samples at many positions, in an array of the same shape."""
+        """Return the samples at many positions, in an array of the same shape."""
         flat = positions.reshape(-1)
         assert flat.size == 0 or flat.min() >= 0, f"position {flat.min()} is before the stream"
         epochs, offsets = np.divmod(flat, self.num_samples)
-        keys = mix64(_seed_word(self.seed) ^ mix64(epochs.astype(np.uint64)))
+        keys = mix64(_seed_value(self.seed) ^ mix64(epochs.astype(np.uint64)))
         values = self._permute(offsets.astype(np.uint64), keys)
         outside = np.flatnonzero(values >= self.num_samples)
         while outside.size:
@@ -72,8 +70,8 @@ class ShuffledOrder:
             outside = outside[values[outside] >= self.num_samples]
         return values.astype(np.int64).reshape(positions.shape)
 
-    def _permute(self, values: Words, keys: Words) -> Words:
-        """A permutation of [0, 4^half_bits), another one for every key."""
+    def _permute(self, values: UInt64s, keys: UInt64s) -> UInt64s:
+        """Permute [0, 4^half_bits), differently for every key; values and keys have the same shape."""
         half = np.uint64(self._half_bits)
         mask = np.uint64((1 << self._half_bits) - 1)
         left, right = values >> half, values & mask
@@ -84,31 +82,37 @@ class ShuffledOrder:
 
 
 class RepeatedOrder(ShuffledOrder):
-    """The beginning of the stream again and again: position -> the sample at position modulo `period`."""
+    """The beginning of the stream, repeated: position -> the sample at position modulo `period`.
+
+    Args:
+        num_samples: N, samples in one epoch.
+        seed: Of the stream whose first `period` samples are repeated.
+        period: Positions after which the samples repeat.
+    """
 
     def __init__(self, num_samples: int, seed: int, *, period: int) -> None:
-        """Fix the stream.
-
-        Args:
-            num_samples: N, the samples in one epoch.
-            seed: Of the whole stream, whose first `period` samples these are.
-            period: Positions after which the same samples come again.
-        """
         super().__init__(num_samples, seed)
         assert period > 0, period
         self.period = period
 
     def indices(self, positions: Positions) -> Positions:
-        """The samples at many positions, in an array of the same shape."""
+        """Return the samples at many positions, in an array of the same shape."""
         return super().indices(positions % self.period)
 
 
 class PositionSampler(Sampler[list[int]]):
-    """Micro-batches of one rank, as lists of sample indices, out of one stream shared by all ranks.
+    """Micro-batches of one rank, as lists of sample indices, from one stream shared by all ranks.
 
-    Micro-batch m covers B * world_size consecutive positions; this rank takes its B of them. The
-    stream itself knows neither ranks nor micro-batches nor workers, so that a run may be resumed
-    with others and go on with the next sample.
+    Micro-batch m covers B * world_size consecutive positions, of which this rank has B. The stream itself does not
+    depend on ranks, micro-batches or workers, so a run may resume with other numbers of them at the next sample.
+
+    Args:
+        order: Position -> sample index.
+        start_position: Samples that all ranks together have already consumed.
+        micro_batch_size: B.
+        rank: Of this process, from 0.
+        world_size: Number of ranks that share the stream.
+        num_micro_batches: Micro-batches to yield; None: endless, without a length.
     """
 
     def __init__(
@@ -121,16 +125,6 @@ class PositionSampler(Sampler[list[int]]):
         world_size: int,
         num_micro_batches: int | None = None,
     ) -> None:
-        """Say which part of the stream is this rank's.
-
-        Args:
-            order: Positions -> sample indices.
-            start_position: Samples that all ranks together have already consumed.
-            micro_batch_size: B.
-            rank: Of this process, from 0.
-            world_size: How many processes share the stream.
-            num_micro_batches: How many to give; None: endlessly many, and then there is no length.
-        """
         assert start_position >= 0, start_position
         assert micro_batch_size > 0, micro_batch_size
         assert 0 <= rank < world_size, (rank, world_size)
@@ -142,7 +136,7 @@ class PositionSampler(Sampler[list[int]]):
         self.num_micro_batches = num_micro_batches
 
     def __iter__(self) -> Iterator[list[int]]:
-        """Start again at `start_position`."""
+        """Yield lists of B sample indices, from `start_position` on."""
         stride = self.micro_batch_size * self.world_size
         begin = self.start_position + self.rank * self.micro_batch_size
         within = begin + np.arange(self.micro_batch_size, dtype=np.int64)  # [B]
@@ -155,10 +149,10 @@ class PositionSampler(Sampler[list[int]]):
             done += len(numbers)
 
     def __len__(self) -> int:
-        """Number of micro-batches.
+        """Return the number of micro-batches.
 
         Raises:
-            TypeError: The stream is endless; what asks for a length takes this for "unknown".
+            TypeError: The stream is endless; `len` reports an unknown length by this exception.
         """
         if self.num_micro_batches is None:
             raise TypeError("an endless stream has no length")

@@ -1,4 +1,4 @@
-"""Python's own standard library as text: ~10 MB on every machine, tokenized in ~3 s, once."""
+"""Python's standard library as text: ~10 MB on every machine, tokenized once in ~3 s."""
 
 import sysconfig
 from collections.abc import Sequence
@@ -9,8 +9,7 @@ from recipes.data.text.corpus import Document
 from recipes.data.text.source import TextSource, list_files
 from recipes.errors import ConfigError
 
-# Not the library (installed packages), not text for people (tables, generated help), or mostly
-# data (tests).
+# not the library (installed packages), tables and generated help, or mostly data (tests)
 _SKIPPED_FOLDERS = frozenset(
     {
         "site-packages",
@@ -28,15 +27,15 @@ _GENERATED_PREFIX = "_sysconfigdata"  # the build's variables, with the paths of
 
 
 class StdlibText(TextSource):
-    """One document a module; differs between Python versions, and so does its cache. Arguments: `TextSource`."""
+    """One document per module; it differs between Python versions, and so does its cache. Arguments: `TextSource`."""
 
     sample_kind: ClassVar[str] = "tokens"
 
     def list_documents(self) -> Sequence[Document]:
-        """Every module of the library.
+        """Return every module of the library.
 
         Raises:
-            ConfigError: This Python keeps its library in an archive, or without sources.
+            ConfigError: This Python has its library in an archive, or without sources.
         """
         folder = Path(sysconfig.get_path("stdlib"))
         suffixes = frozenset({".py"})
@@ -51,5 +50,5 @@ class StdlibText(TextSource):
         return [Document.of(path, name=path.relative_to(folder).as_posix()) for path in files]
 
     def more_text(self) -> str:
-        """The library has the size it has."""
+        """Return other data: the library cannot grow."""
         return "data=text_files data.path=<more text>"

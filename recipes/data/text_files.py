@@ -1,4 +1,4 @@
-"""Your own text: a file, a folder or a glob of UTF-8 files; bounded memory, one document a file."""
+"""Your own text: a file, a folder or a glob of UTF-8 files; bounded memory, one document per file."""
 
 import glob
 import os
@@ -11,8 +11,8 @@ from recipes.data.text.source import TextSource, list_files
 from recipes.errors import ConfigError
 from recipes.tokenizer import TokenizerConfig
 
-# What a folder's files must be called to be read: prose and source code. Tables and markup
-# dumps are more often data than text; a glob takes whatever it names.
+# files of a folder that are read: prose and source code. Tables and markup dumps are more often data than text; a glob
+# reads every file that it matches.
 _PROSE = ".txt .text .md .markdown .rst .org .tex .adoc"
 _CODE = ".py .pyi .c .h .cc .cpp .hpp .cu .cuh .java .kt .js .ts .tsx .go .rs .rb .jl .lua .sh .sql"
 TEXT_SUFFIXES = frozenset(f"{_PROSE} {_CODE}".split())
@@ -34,16 +34,16 @@ class TextFiles(TextSource):
         vocab_size: int | None = None,
         num_processes: int | None = None,
     ) -> None:
-        """Take the settings.
+        """Store the settings; nothing is read before `prepare`.
 
         Args:
             path: File, folder or glob; `~` stands for the home folder.
-            tokenizer: Makes the tokenizer, from this text if it is trained.
-            seq_len: Tokens a sample.
-            val_fraction: Share held out: whole files where there are 20 or more, else the tail.
-            cache_dir: Where tokens and tokenizers are kept.
-            vocab_size: Ids that the model knows; None: any number.
-            num_processes: That tokenize; None: one a core.
+            tokenizer: Makes the tokenizer, from this text if it has to be trained.
+            seq_len: Tokens per sample.
+            val_fraction: Fraction of the text for validation: complete files if there are 20 or more, else the tail.
+            cache_dir: Folder of cached tokens and tokenizers.
+            vocab_size: Number of ids that the model has; None: any number.
+            num_processes: Processes that tokenize; None: one per core.
         """
         super().__init__(
             tokenizer=tokenizer,
@@ -56,10 +56,10 @@ class TextFiles(TextSource):
         self.path = path
 
     def list_documents(self) -> Sequence[Document]:
-        """The files, in the order of their relative paths.
+        """Return the files in the order of their relative paths.
 
         Raises:
-            ConfigError: Nothing there, nothing that is text by its name, or nothing in it.
+            ConfigError: There is no file, no file with a suffix of text, or no text in them.
         """
         path = Path(self.path).expanduser()
         if path.is_file():
@@ -68,7 +68,7 @@ class TextFiles(TextSource):
             files, folder = list_files(path, suffixes=TEXT_SUFFIXES), path
             if not files:
                 shown = " ".join(sorted(TEXT_SUFFIXES))
-                raise self._mistake(
+                raise self._error(
                     f"the folder has no text files (by suffix: {shown})",
                     f"data.path='{self.path}/**/*' to read every file in it",
                 )
@@ -76,25 +76,25 @@ class TextFiles(TextSource):
             files, folder = self._matches(path)
         documents = [Document.of(file, name=_name(file, folder)) for file in files]
         if all(document.num_bytes == 0 for document in documents):
-            raise self._mistake("there is no text in it, 0 bytes")
+            raise self._error("there is no text in it, 0 bytes")
         return documents
 
     def _matches(self, path: Path) -> tuple[list[Path], Path]:
         if not glob.has_magic(str(path)):
-            raise self._mistake("there is no such file or folder")
+            raise self._error("there is no such file or folder")
         files = sorted(Path(match) for match in glob.glob(str(path), recursive=True))
         files = [file for file in files if file.is_file()]
         if not files:
-            raise self._mistake("no file matches")
+            raise self._error("no file matches")
         return files, Path(os.path.commonpath([file.parent for file in files]))
 
     def more_text(self) -> str:
-        """More files."""
+        """Return the setting for more files."""
         return "data.path=<more text>"
 
-    def _mistake(self, why: str, fix: str | None = None) -> ConfigError:
-        usual = "data.path=<file, folder or 'glob/**/*.txt' of UTF-8 text>"
-        return ConfigError(f"data.path={self.path}", why, fix or usual)
+    def _error(self, reason: str, fix: str | None = None) -> ConfigError:
+        default_fix = "data.path=<file, folder or 'glob/**/*.txt' of UTF-8 text>"
+        return ConfigError(f"data.path={self.path}", reason, fix or default_fix)
 
 
 def _name(file: Path, folder: Path) -> str:

@@ -1,4 +1,4 @@
-"""Text that is tokens already: raw uint16 or uint32, or .npy; mapped, and read in full once."""
+"""A file of tokens: raw uint16 or uint32, or .npy; memory-mapped, and read in full once to check it."""
 
 import hashlib
 from dataclasses import dataclass
@@ -19,7 +19,7 @@ _DTYPES = ("uint16", "uint32")
 
 @dataclass(frozen=True)
 class _Layout:
-    """Where the tokens lie in a file."""
+    """Where the tokens are in a file, and their type."""
 
     path: Path
     dtype: str
@@ -28,7 +28,7 @@ class _Layout:
 
 
 class TokenFile:
-    """Training reads `path` from its beginning; validation its tail, or all of `val_path`."""
+    """Training reads `path` from its start; validation reads its tail, or all of `val_path`."""
 
     sample_kind: ClassVar[str] = "tokens"
 
@@ -43,25 +43,25 @@ class TokenFile:
         seq_len: int,
         cache_dir: str,
     ) -> None:
-        """Take the settings; nothing is read before `prepare`.
+        """Check the settings; nothing is read before `prepare`.
 
         Args:
             path: File of tokens; `~` stands for the home folder.
-            dtype: Of a raw file, little-endian; a .npy file says it itself.
+            dtype: Of a raw file, little-endian; a .npy file has its own.
             val_path: File of validation tokens; None: the tail of `path`.
-            val_fraction: Length of that tail as a share of the tokens.
+            val_fraction: Length of that tail, as a fraction of all tokens.
             vocab_size: Every token must be below it.
-            seq_len: Tokens a sample.
-            cache_dir: Where the largest token of a file is remembered.
+            seq_len: Tokens per sample.
+            cache_dir: Folder that caches the largest token of a file.
 
         Raises:
-            ConfigError: `dtype`, `seq_len` or `val_fraction` is none that could be.
+            ConfigError: `dtype`, `seq_len` or `val_fraction` is out of range.
         """
         check_windows(seq_len=seq_len, val_fraction=val_fraction)
         if dtype not in _DTYPES:
             raise ConfigError(
                 f"data.dtype={dtype}",
-                "tokens are whole numbers from 0",
+                "tokens are unsigned integers",
                 "data.dtype=uint16 or uint32",
             )
         self.path = path
@@ -75,14 +75,14 @@ class TokenFile:
 
     @property
     def tokenizer(self) -> Tokenizer | None:
-        """None: what the tokens stand for is not in the file."""
+        """None: the file does not contain the tokenizer."""
         return None
 
     def prepare(self) -> None:
-        """Check the files; the tokens themselves only when the file is new or changed.
+        """Check the files; the tokens themselves only if the file is new or has changed.
 
         Raises:
-            ConfigError: Missing, empty, cut off, too short, or with tokens beyond the vocabulary.
+            ConfigError: A file is missing, empty, truncated, too short, or has tokens beyond the vocabulary.
         """
         if self._prepared is not None:
             return
@@ -103,23 +103,23 @@ class TokenFile:
 
     @property
     def fingerprint(self) -> str:
-        """Names, numbers and sizes of the files: their content is the reader's own to keep."""
+        """Names and sizes of the files; their content is not hashed, because they may have hundreds of GB."""
         files = [self.path] if self.val_path is None else [self.path, self.val_path]
         sizes = [f"{Path(file).name}:{Path(file).expanduser().stat().st_size}" for file in files]
         return f"{'+'.join(sizes)}/{self.dtype}/{self.val_fraction}"
 
     def describe(self) -> str:
-        """How many samples of how many tokens."""
+        """Return the number of samples and of tokens per sample."""
         counts = f"{len(self.train()):,} training and {len(self.val()):,} validation samples"
         return f"{counts} of {self.seq_len} tokens in {self.path}"
 
     def train(self) -> TokenWindows:
-        """The training samples."""
+        """Return the training samples."""
         assert self._prepared is not None, "prepare() comes first"
         return self._prepared[0]
 
     def val(self) -> TokenWindows:
-        """The validation samples, the same for every seed."""
+        """Return the validation samples, the same for every seed."""
         assert self._prepared is not None, "prepare() comes first"
         return self._prepared[1]
 
@@ -134,7 +134,7 @@ class TokenFile:
         )
 
     def _check(self, key: str, value: str) -> _Layout:
-        """Where the tokens of a file lie, if all of them are the model's."""
+        """Return the layout of a file whose tokens are all within the model's vocabulary."""
         layout = _layout(key, value, dtype=self.dtype)
         largest = largest_token(layout, cache_dir=open_cache_dir(self.cache_dir))
         if largest >= self.vocab_size:
@@ -160,20 +160,20 @@ def _layout(key: str, value: str, *, dtype: str) -> _Layout:
     if num_bytes % item_bytes != 0:
         raise ConfigError(
             f"data.{key}={value}",
-            f"{num_bytes} bytes are no whole number of {dtype} tokens: the file was cut off",
+            f"{num_bytes} bytes are not a multiple of {item_bytes}, the size of a {dtype} token: it is truncated",
             f"{fix}, copied again, or the right data.dtype",
         )
     return _Layout(path, dtype, byte_offset, num_bytes // item_bytes)
 
 
 def _npy_layout(key: str, path: Path) -> tuple[str, int, int]:
-    """Type, first byte and number of bytes of the tokens in a .npy file."""
+    """Return type, first byte and number of bytes of the tokens in a .npy file."""
     fix = f"data.{key}=<one-dimensional .npy of uint16 or uint32>"
     try:
         array = np.load(path, mmap_mode="r")
     except ValueError as error:
         raise ConfigError(
-            f"data.{key}={path}", f"it is no whole .npy file ({error})", fix
+            f"data.{key}={path}", f"it is no valid .npy file ({error})", fix
         ) from error
     if (
         not isinstance(array, np.memmap)
@@ -187,7 +187,7 @@ def _npy_layout(key: str, path: Path) -> tuple[str, int, int]:
 
 
 def largest_token(layout: _Layout, *, cache_dir: Path) -> int:
-    """The largest token of a file, read in full once per (path, size, time of change)."""
+    """Return the largest token of a file, which is read in full once per (path, size, time of change)."""
     status = layout.path.stat()
     state = f"{layout.path.resolve()} {status.st_size} {status.st_mtime_ns} {layout.dtype}"
     key = hashlib.blake2b(state.encode("utf-8", "surrogateescape"), digest_size=12).hexdigest()
@@ -202,5 +202,5 @@ def largest_token(layout: _Layout, *, cache_dir: Path) -> int:
                 largest = max(largest, int(chunk.max()))
         (temporary / "largest_token").write_text(str(largest))
 
-    build_once(folder, build, is_whole=lambda path: (path / "largest_token").is_file())
+    build_once(folder, build, is_complete=lambda path: (path / "largest_token").is_file())
     return int((folder / "largest_token").read_text())

@@ -1,24 +1,27 @@
-"""What a model is to the rest of the house, and where its first weights come from. Free."""
+"""The contract of a model: what the rest of this project calls, and how weights are found by name."""
 
 from collections.abc import Callable, Iterator
 from typing import Any, ClassVar, Protocol
 
 from torch import Tensor, nn
 
-from recipes.model.attention import KeyValueCache
+from recipes.model.decoder import KeyValueCache
 from recipes.model.flops import Flops
 
 __all__ = ["Flops", "ImageModel", "KeyValueCache", "LanguageModel", "Model"]
 
 
 class Model(Protocol):
-    """One architecture: may be built on the meta device, then `to_empty`, then `initialize`.
+    """One architecture, built in three steps: constructed on the meta device, `to_empty`, then `weights.initialize`.
+
+    `init.init_decoder` and `weights` find parameters by name, so the names of a decoder are part of its contract:
+    `embedding.weight` and `head.weight` have one row per token and are zero in padded rows; names that end in
+    `norm.weight` are set to 1 and in `bias` to 0; `.out.weight` ends a residual branch and is scaled by depth.
 
     Attributes:
-        input_kind: "tokens" or "images"; a plain literal, read from source.
-        pretrained: Where weights come from: a folder, a file or a hub name; None or no such attribute:
-            `init_weights`.
-        blocks: The units that are compiled, checkpointed and sharded.
+        input_kind: "tokens" or "images"; a plain literal, because the config check reads it from source.
+        pretrained: Weights to start from: a folder, a file or a hub name; None (or no such attribute): `init_weights`.
+        blocks: The units that are compiled, recomputed in the backward pass, and sharded.
     """
 
     input_kind: ClassVar[str]
@@ -27,17 +30,22 @@ class Model(Protocol):
     __call__: Callable[..., Any]
 
     def init_weights(self, seed: int) -> None:
-        """Set every parameter and buffer in place, from (seed, parameter name, shape) alone."""
+        """Set every parameter and buffer in place, from (seed, parameter name, unsharded shape) alone."""
 
     def init_buffers(self) -> None:
-        """Set every buffer in place: the part of `init_weights` that loaded weights leave open."""
+        """Set every buffer in place: what loaded weights do not contain."""
 
     def modules(self) -> Iterator[nn.Module]: ...
     def parameters(self, recurse: bool = True) -> Iterator[nn.Parameter]: ...
 
 
 class LanguageModel(Model, Protocol):
-    """Tokens [B, T] -> logits [B, T, V]; with a cache, logits of the last position [B, 1, V]."""
+    """Tokens [B, T] int64 -> logits [B, T, V]; with a cache, logits of the last position [B, 1, V].
+
+    Attributes:
+        vocab_size: V without padding.
+        max_seq_len: Largest T, tokens in the cache included.
+    """
 
     vocab_size: int
     max_seq_len: int
@@ -47,7 +55,11 @@ class LanguageModel(Model, Protocol):
 
 
 class ImageModel(Model, Protocol):
-    """Images [B, C, H, W] -> logits [B, V]."""
+    """Images [B, C, H, W] float -> logits [B, V].
+
+    Attributes:
+        num_classes: V.
+    """
 
     num_classes: int
 

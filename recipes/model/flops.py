@@ -1,14 +1,12 @@
-"""FLOPs of one token, forward and backward, from shapes alone. Free: no pass is run.
+"""FLOPs per token or image, forward and backward, computed from shapes; nothing is run.
 
-PaLM convention (Chowdhery et al. 2022, arXiv:2204.02311, appendix B): 6 N + 12 L H Q T, where N
-parameters cost two FLOPs each in the forward pass and four in the backward pass, and L layers of H
-heads of size Q score every one of the T positions. The paper's N is all parameters. Ours is all
-that multiply: an untied input embedding is a look-up and is left out, a tied one is counted once,
-as the head. Everything small stays in N as in the paper (norms, biases and GPT-2's positional
-table: 0.5 % of N at 124M), so the figures compare with llm.c, llm-foundry and torchtitan.
+PaLM convention (Chowdhery et al. 2022, arXiv:2204.02311, appendix B): 6 N + 12 L H Q T, where N parameters cost two
+FLOPs each in the forward pass and four in the backward pass, and L layers of H heads of size Q score every one of the
+T positions. In the paper N is all parameters; here it is all that multiply: an untied input embedding is a look-up and
+is excluded, a tied one is counted once, as the head. Everything small stays in N as in the paper (norms, biases and
+GPT-2's positional table: 0.5 % of N at 124M), so the figures compare with llm.c, llm-foundry and torchtitan.
 
-Causal convention: 6 N + 6 L H Q T, as a causal mask leaves half of the scores to compute (llm.c,
-Megatron-LM).
+Causal convention: 6 N + 6 L H Q T, because a causal mask leaves half of the scores to compute (llm.c, Megatron-LM).
 """
 
 from abc import abstractmethod
@@ -21,7 +19,7 @@ from torch import Tensor, nn
 
 @dataclass(frozen=True, kw_only=True)
 class Flops:
-    """FLOPs of the forward and backward pass, recomputation left out, in both conventions.
+    """FLOPs of the forward and backward pass, without recomputation, in both conventions.
 
     Attributes:
         palm: Attention counted in full.
@@ -33,10 +31,10 @@ class Flops:
 
 
 def flops_per_sample(model: nn.Module, shape: Sequence[int]) -> Flops | None:
-    """FLOPs per trained sample, by what the model says of itself; None where it says nothing.
+    """Return the FLOPs per trained sample by the model's own count; None if it has none.
 
     Args:
-        model: On any device, also meta; whole.
+        model: Unsharded, on any device, meta included.
         shape: Of one sample: [T] tokens, or [C, H, W] of a square image.
     """
     if hasattr(model, "flops_per_token"):
@@ -51,12 +49,12 @@ def flops_per_sample(model: nn.Module, shape: Sequence[int]) -> Flops | None:
 def decoder_flops_per_token(
     model: nn.Module, *, embedding: nn.Embedding, attention_width: int, seq_len: int
 ) -> Flops:
-    """FLOPs per trained token of a decoder with `model.blocks` and `model.tie_embeddings`.
+    """Return the FLOPs per trained token of a decoder with `model.blocks` and `model.tie_embeddings`.
 
     Args:
-        model: The whole decoder, on any device, also meta.
-        embedding: Its input embedding, left out of N where it is not the head as well.
-        attention_width: H Q, query heads times head size; equal to the hidden_size in most models.
+        model: The unsharded decoder, on any device, meta included.
+        embedding: Its input embedding, excluded from N unless it is the head as well.
+        attention_width: H Q, query heads times head size; equal to hidden_size in most models.
         seq_len: T, tokens per sample.
     """
     num_parameters = sum(parameter.numel() for parameter in model.parameters())
@@ -70,21 +68,21 @@ def decoder_flops_per_token(
 
 
 class CountsFlops:
-    """A task whose batches have `inputs`. The model at hand may be in pieces: these ask a whole one."""
+    """A task that counts the FLOPs of its batches on an unsharded copy of the model on the meta device."""
 
     @abstractmethod
     def meta_model(self) -> nn.Module:
-        """The model on the meta device."""
+        """Return an unsharded model without storage."""
 
     def flops_of(self, batch: dict[str, Any]) -> Flops | None:
-        """Of a micro-batch, forward and backward; None: the model does not tell its own."""
+        """Return the FLOPs of a micro-batch, forward and backward; None if the model has no count of its own."""
         num_samples, *shape = batch["inputs"].shape
-        of_one = flops_per_sample(self.meta_model(), shape)
-        if of_one is None:
+        per_sample = flops_per_sample(self.meta_model(), shape)
+        if per_sample is None:
             return None
-        return Flops(palm=num_samples * of_one.palm, causal=num_samples * of_one.causal)
+        return Flops(palm=num_samples * per_sample.palm, causal=num_samples * per_sample.causal)
 
     def forward_on_meta(self, batch: dict[str, Any]) -> Tensor:
-        """The outputs of a batch on the meta device, for who counts its FLOPs."""
+        """Return the outputs of a micro-batch on the meta device, for a FLOP counter that watches the operators."""
         outputs: Tensor = self.meta_model()(batch["inputs"])
         return outputs

@@ -1,8 +1,7 @@
-"""Text from a model: one forward pass of one token for each, as keys and values are kept.
+"""Generate text: with a key-value cache, one forward pass of one token per new token.
 
-A full window slides by half: both kinds of positions here are absolute, so the newest half of
-`max_seq_len` is read again from position 0 (one pass of max_seq_len / 2 tokens every max_seq_len /
-2 tokens).
+A full window slides by half. Positions are absolute (learned, or rotated keys in the cache), so the newest half of
+`max_seq_len` is read again from position 0: one forward pass of max_seq_len / 2 tokens every max_seq_len / 2 tokens.
 """
 
 import inspect
@@ -29,29 +28,28 @@ def generate(
     end_of_text: int | None = None,
     use_cache: bool = True,
 ) -> list[int]:
-    """Continue `prompt_tokens`, in evaluation mode, eagerly; the model is left as it was.
+    """Continue `prompt_tokens` in evaluation mode, without compilation; the model's mode is restored.
 
     Args:
-        model: On any device. Under a strategy with collectives, call on every rank with the same
-            arguments.
+        model: On any device. Under a strategy with collectives, call on every rank with the same arguments.
         prompt_tokens: At least one token.
-        num_tokens: Most tokens to add.
+        num_tokens: Largest number of tokens to add.
         temperature: 0: always the likeliest token; below 1: sharper; above 1: flatter.
         top_k: Sample among the k likeliest tokens; None: all.
-        top_p: Sample among the fewest tokens that hold this probability; None: all.
-        seed: Same seed, same logits: same tokens, on any device.
-        end_of_text: Stop where this token is drawn; it is not returned.
-        use_cache: False reads the whole window for every token: the slow way to the same tokens, and the
-            only one for a model whose `forward` takes no `cache`.
+        top_p: Sample among the fewest tokens that have this probability together; None: all.
+        seed: The same seed and logits give the same tokens, on any device.
+        end_of_text: Stop when this token is sampled; it is not returned. None: never.
+        use_cache: False reads the whole window for every token: slower, the same tokens; a model whose `forward` has
+            no `cache` argument always does.
 
     Returns:
-        The new tokens alone.
+        Only the new tokens.
 
     Raises:
-        ValueError: a setting cannot be.
+        ValueError: A setting is out of range.
     """
     _check(prompt_tokens, temperature=temperature, top_k=top_k, top_p=top_p)
-    draws = torch.Generator().manual_seed(seed)
+    rng = torch.Generator().manual_seed(seed)
     takes_cache = "cache" in inspect.signature(model.forward).parameters
     window = _Window(model, use_cache=use_cache and takes_cache)
     new_tokens: list[int] = []
@@ -61,7 +59,7 @@ def generate(
             probabilities = sampling_probabilities(
                 logits, temperature=temperature, top_k=top_k, top_p=top_p
             )
-            token = int(torch.multinomial(probabilities, 1, generator=draws))
+            token = int(torch.multinomial(probabilities, 1, generator=rng))
             if token == end_of_text:
                 break
             new_tokens.append(token)
@@ -71,9 +69,9 @@ def generate(
 def sampling_probabilities(
     logits: Tensor, *, temperature: float, top_k: int | None, top_p: float | None
 ) -> Tensor:
-    """Logits [V] -> probabilities [V], float32 on the CPU: temperature, then top-k, then top-p.
+    """Return probabilities [V], float32 on the CPU, of logits [V]: temperature, then top-k, then top-p.
 
-    Tokens tied with the k-th likeliest are all kept; the token that crosses `top_p` is kept.
+    All tokens tied with the k-th likeliest stay, and so does the token that crosses `top_p`.
     """
     logits = logits.float().cpu()
     if temperature == 0.0:
@@ -104,7 +102,7 @@ class _Window:
         )
 
     def read(self, new_tokens: list[int]) -> Tensor:
-        """Logits [V] after `new_tokens`."""
+        """Return the logits [V] after `new_tokens`."""
         self.tokens.extend(new_tokens)
         unread = new_tokens
         if len(self.tokens) > self.model.max_seq_len:
@@ -139,11 +137,11 @@ def _check(
 ) -> None:
     if not prompt_tokens:
         raise ConfigError(
-            "an empty prompt", "the first token needs one before it", "a word as prompt"
+            "an empty prompt", "the first token needs a token before it", "a word as prompt"
         )
     if temperature < 0.0:
         raise ConfigError(f"temperature={temperature}", "it divides the logits", "temperature=0.8")
     if top_k is not None and top_k < 1:
-        raise ConfigError(f"top_k={top_k}", "at least one token must be left", "top_k=null for all")
+        raise ConfigError(f"top_k={top_k}", "at least one token must remain", "top_k=null for all")
     if top_p is not None and not 0.0 < top_p <= 1.0:
-        raise ConfigError(f"top_p={top_p}", "it is a share of probability", "top_p=0.95, or null")
+        raise ConfigError(f"top_p={top_p}", "it is a probability above 0", "top_p=0.95, or null")

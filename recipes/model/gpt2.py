@@ -1,7 +1,6 @@
-"""GPT-2 (Radford et al. 2019): learned positions, LayerNorm, GELU. 6 N + 12 L W T FLOPs a token.
+"""GPT-2 (Radford et al. 2019): learned positions, LayerNorm, GELU. 6 N + 12 L W T FLOPs per token.
 
-Shapes: B sequences, T tokens, W hidden_size, H heads, Q = W / H head size, V vocabulary padded to a
-multiple.
+Shapes: B sequences, T tokens, W hidden_size, H heads, Q = W / H head size, V padded vocabulary.
 """
 
 import math
@@ -13,14 +12,13 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from recipes.errors import ConfigError
-from recipes.model.attention import KeyValueCache, LayerCache, attend
+from recipes.model.decoder import KeyValueCache, LayerCache, attend, hide_padding, padded_vocab_size
 from recipes.model.flops import Flops, decoder_flops_per_token
 from recipes.model.init import init_decoder
-from recipes.model.vocab_padding import hide_padding, padded_vocab_size
 
 
 class Attention(nn.Module):
-    """Multi-head causal self-attention; one matrix makes queries, keys and values."""
+    """Multi-head causal self-attention; one matrix projects to queries, keys and values."""
 
     def __init__(self, *, hidden_size: int, num_heads: int, dropout: float) -> None:
         super().__init__()
@@ -43,7 +41,7 @@ class Attention(nn.Module):
 
 
 class Mlp(nn.Module):
-    """Two linear layers, four times as wide between them."""
+    """Two linear layers with 4 W units between them."""
 
     def __init__(self, *, hidden_size: int) -> None:
         super().__init__()
@@ -78,14 +76,14 @@ class GPT2(nn.Module):
     """Decoder-only transformer with learned positions; weights interchange with `GPT2LMHeadModel`.
 
     Args:
-        vocab_size: Tokens that exist.
-        max_seq_len: Positions that exist; longer inputs are refused.
-        num_layers: Blocks.
+        vocab_size: Number of tokens, without padding.
+        max_seq_len: Number of learned positions; longer inputs are rejected.
+        num_layers: Number of blocks.
         num_heads: Attention heads; divides `hidden_size`.
-        hidden_size: Size of the residual stream.
-        dropout: On the embedding, attention weights and residual branches.
-        vocab_pad_multiple: Embedding rows are rounded up to a multiple of this; 1: none are added.
-        tie_embeddings: The head is the token embedding.
+        hidden_size: W, width of the residual stream.
+        dropout: Probability, on the embedding, attention weights and residual branches.
+        vocab_pad_multiple: Embedding rows are rounded up to a multiple of this; 1: no padding.
+        tie_embeddings: The head uses the weight of the token embedding.
         pretrained: Folder or hub name of weights to start from; None: `init_weights`.
 
     Raises:
@@ -133,21 +131,20 @@ class GPT2(nn.Module):
             self.head.weight = self.embedding.weight
 
     def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> Self:
-        """Move or convert; `to_empty` gives each module a parameter of its own: tie again."""
+        """Move or convert the parameters; tie again, because `to_empty` gives each module its own parameter."""
         super()._apply(fn, recurse)  # type: ignore[no-untyped-call]
         self._tie()
         return self
 
     def forward(self, tokens: Tensor, cache: KeyValueCache | None = None) -> Tensor:
-        """Scores of the next token.
+        """Return the logits of the next token.
 
         Args:
             tokens: [B, T] int64.
-            cache: Earlier tokens of the same sequences, extended by this call.
+            cache: Earlier tokens of the same sequences, extended by this call; None: no earlier tokens.
 
         Returns:
-            Logits [B, T, V] in the compute dtype, -inf in padded columns; with a cache, of the last
-            position: [B, 1, V].
+            [B, T, V] in the compute dtype, -inf in padded columns; with a cache only the last position, [B, 1, V].
         """
         start = 0 if cache is None else cache.length
         end = start + tokens.shape[1]
@@ -161,14 +158,14 @@ class GPT2(nn.Module):
         return hide_padding(self.head(self.norm(x)), vocab_size=self.vocab_size)
 
     def init_weights(self, seed: int) -> None:
-        """Every parameter, in place, from (seed, name, shape); see `init_decoder`."""
+        """Set every parameter in place, from (seed, name, shape); see `init_decoder`."""
         init_decoder(self, seed=seed, num_layers=self.num_layers, vocab_size=self.vocab_size)
 
     def init_buffers(self) -> None:
-        """GPT-2 has no buffers."""
+        """Do nothing: GPT-2 has no buffers."""
 
     def flops_per_token(self, seq_len: int) -> Flops:
-        """FLOPs per trained token at `seq_len`, forward and backward."""
+        """Return the FLOPs per trained token at `seq_len`, forward and backward."""
         return decoder_flops_per_token(
             self, embedding=self.embedding, attention_width=self.hidden_size, seq_len=seq_len
         )
@@ -178,6 +175,6 @@ def _check_heads(num_heads: int, *, hidden_size: int) -> None:
     if hidden_size % num_heads != 0:
         raise ConfigError(
             f"model.num_heads={num_heads}",
-            f"heads share model.hidden_size={hidden_size} evenly and {hidden_size} / {num_heads} is not whole",
+            f"heads split model.hidden_size={hidden_size} evenly and {hidden_size} / {num_heads} is no integer",
             f"model.hidden_size={math.ceil(hidden_size / num_heads) * num_heads}",
         )

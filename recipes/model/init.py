@@ -1,9 +1,9 @@
-"""First weights from (seed, parameter name, shape) alone: one draw on the CPU, 2 s for 124M.
+"""Initial weights from (seed, parameter name, shape) alone, drawn on the CPU: 2 s for 124M parameters.
 
-A parameter's values do not depend on the number of ranks, on the device, on the order of the
-modules, or on the parameters beside it. A sharded parameter (DTensor) is drawn whole on every rank,
-one parameter at a time, and the rank keeps its own shard: no collective, at the price of drawing
-the other shards in vain. A parameter with a `fill_whole` of its own takes the whole values through it.
+The values of a parameter do not depend on the number of ranks, the device, the order of modules, or other parameters.
+A sharded parameter (DTensor) is drawn unsharded on every rank, one parameter at a time, and the rank keeps its shard:
+no collective, at the price of drawing the other shards needlessly. A parameter with a `fill_whole` method is set
+through it (ZeRO-3).
 """
 
 import hashlib
@@ -16,27 +16,31 @@ from torch.distributed.tensor import DTensor, distribute_tensor
 
 INIT_STD = 0.02  # Radford et al. 2019 (GPT-2)
 
-# Wrappers that stand between a parameter and its name; the same parameter draws the same values
-# under them.
+# prefixes that wrappers add to a name; a wrapped parameter has the same values
 _WRAPPERS = ("_orig_mod.", "_checkpoint_wrapped_module.")
 
 
 def named_parameters(model: nn.Module) -> Iterator[tuple[str, nn.Parameter]]:
-    """`model.named_parameters()`, tied ones once, under names that no wrapper changes."""
-    for name, parameter in list(
-        model.named_parameters()
-    ):  # filling one may put another in its place
+    """Yield `model.named_parameters()`, tied parameters once, under the names they have without wrappers."""
+    # a list: filling a parameter may replace it in the model
+    for name, parameter in list(model.named_parameters()):
         for wrapper in _WRAPPERS:
             name = name.replace(wrapper, "")
         yield name, parameter
 
 
 def init_decoder(model: nn.Module, *, seed: int, num_layers: int, vocab_size: int) -> None:
-    """Every parameter of a language model, by its name.
+    """Set every parameter of a decoder in place, by its name.
 
-    Biases 0; norms 1; `out` layers, which end the 2 L residual branches, normal 0.02 / sqrt(2 L),
-    so that the residual stream does not grow with depth (Radford et al. 2019, section 2.3); all
-    else normal 0.02; padded tokens 0.
+    `*bias` 0; `*norm.weight` 1; `*.out.weight`, which end the 2 L residual branches, normal 0.02 / sqrt(2 L), so that
+    the residual stream does not grow with depth (Radford et al. 2019, section 2.3); all else normal 0.02; rows of
+    padded tokens 0.
+
+    Args:
+        model: On any device, sharded or not.
+        seed: Of the run.
+        num_layers: L, number of blocks.
+        vocab_size: Rows of `embedding.weight` and `head.weight` that are not padding.
     """
     for name, parameter in named_parameters(model):
         if name.endswith("bias"):
@@ -51,9 +55,9 @@ def init_decoder(model: nn.Module, *, seed: int, num_layers: int, vocab_size: in
 
 
 def generator_for(name: str, *, seed: int) -> torch.Generator:
-    """A CPU generator for the parameter `name`: seeded by sha256("seed/name").
+    """Return a CPU generator for the parameter `name`, seeded by sha256("seed/name").
 
-    By its first 32 bits: torch's Mersenne Twister drops the others.
+    Only the first 32 bits are used: torch's Mersenne Twister drops the others.
     """
     digest = hashlib.sha256(f"{seed}/{name}".encode()).digest()
     return torch.Generator().manual_seed(int.from_bytes(digest[:4], "big"))
@@ -61,7 +65,7 @@ def generator_for(name: str, *, seed: int) -> torch.Generator:
 
 @torch.no_grad()
 def fill(parameter: Tensor, values: Tensor) -> None:
-    """Copy `values`, the whole tensor, into `parameter`, or into this rank's shard of it."""
+    """Copy `values`, the unsharded tensor, into `parameter` or into this rank's shard of it."""
     assert parameter.shape == values.shape, f"{tuple(parameter.shape)} != {tuple(values.shape)}"
     if hasattr(parameter, "fill_whole"):
         parameter.fill_whole(values)
@@ -70,7 +74,7 @@ def fill(parameter: Tensor, values: Tensor) -> None:
             values.to(parameter.device, parameter.dtype),
             parameter.device_mesh,
             parameter.placements,
-            src_data_rank=None,  # every rank has drawn or read the whole: nothing is sent
+            src_data_rank=None,  # every rank has all values already: nothing is sent
         )
         parameter.to_local().copy_(shard.to_local())
     else:
@@ -81,23 +85,23 @@ def fill(parameter: Tensor, values: Tensor) -> None:
 def normal_(
     parameter: Tensor, *, name: str, seed: int, std: float, num_rows: int | None = None
 ) -> None:
-    """Fill with draws from a normal distribution of mean zero.
+    """Fill with samples of a normal distribution of mean zero.
 
     Args:
         parameter: Any device, dtype, sharding.
         name: The parameter's name in its model.
-        seed: The run's seed.
+        seed: Of the run.
         std: Standard deviation.
-        num_rows: Rows that are drawn, the rest is zero. None: all. Padding so changes no other row.
+        num_rows: Rows that are sampled, so that padding changes no other row; the rest is zero. None: all rows.
     """
     rows = parameter.shape[0] if num_rows is None else num_rows
-    drawn = torch.randn(  # in float32 whatever the default dtype is: the same draws for every precision
+    values = torch.randn(  # float32 whatever the default dtype is: the same values for every precision
         rows,
         *parameter.shape[1:],
         dtype=torch.float32,
         generator=generator_for(name, seed=seed),
     )
-    fill(parameter, pad_rows(drawn.mul_(std), num_rows=parameter.shape[0]))
+    fill(parameter, pad_rows(values.mul_(std), num_rows=parameter.shape[0]))
 
 
 @torch.no_grad()
@@ -111,13 +115,13 @@ def constant_(parameter: Tensor, value: float) -> None:
 
 
 def unsharded_shape(parameter: Tensor) -> torch.Size:
-    """The shape of a parameter that this rank may hold only a part of (DeepSpeed says it in `ds_shape`)."""
+    """Return the full shape of a parameter that may be sharded (DeepSpeed keeps it in `ds_shape`)."""
     shape: torch.Size = getattr(parameter, "ds_shape", parameter.shape)
     return shape
 
 
 def pad_rows(values: Tensor, *, num_rows: int) -> Tensor:
-    """`values` followed by rows of zeros, so that it has `num_rows`; itself if it has them."""
+    """Return `values` with rows of zeros appended up to `num_rows`; the same tensor if none are missing."""
     if len(values) == num_rows:
         return values
     padding = values.new_zeros(num_rows - len(values), *values.shape[1:])

@@ -1,6 +1,6 @@
-"""Llama (arXiv:2302.13971, 2407.21783): RMSNorm, RoPE, SwiGLU, GQA. 6 N + 12 L H Q T FLOPs a token.
+"""Llama (arXiv:2302.13971, 2407.21783): RMSNorm, RoPE, SwiGLU, GQA. 6 N + 12 L H Q T FLOPs per token.
 
-Shapes: B sequences, T tokens, W hidden_size, Q head size, V padded vocabulary.
+Shapes: B sequences, T tokens, W hidden_size, H query heads, Q head size, V padded vocabulary.
 """
 
 import math
@@ -11,42 +11,40 @@ import torch
 from torch import Tensor, nn
 
 from recipes.errors import ConfigError
-from recipes.model.attention import KeyValueCache
+from recipes.model.decoder import KeyValueCache, hide_padding, padded_vocab_size
 from recipes.model.flops import Flops, decoder_flops_per_token
 from recipes.model.init import init_decoder
 from recipes.model.llama_block import Attention, Block, Mlp, RMSNorm
 from recipes.model.rope import Rotation, rope_tables
-from recipes.model.vocab_padding import hide_padding, padded_vocab_size
 
 
 class Llama(nn.Module):
     """Decoder-only transformer; weights interchange with `LlamaForCausalLM` (`qk_norm`: Qwen3's).
 
     Args:
-        vocab_size: Tokens that exist.
-        max_seq_len: Positions in the rotary tables; longer inputs are refused.
-        num_layers: Blocks.
-        num_heads: Query heads.
+        vocab_size: Number of tokens, without padding.
+        max_seq_len: Positions in the rotary tables; longer inputs are rejected.
+        num_layers: Number of blocks.
+        num_heads: H, query heads.
         num_kv_heads: Key-value heads; divides `num_heads`.
-        hidden_size: Size of the residual stream.
-        ffn_hidden_size: Size between the linear layers of the MLP.
-        rope_theta: Base of the rotary wavelengths.
-        rope_scaling_factor: Llama 3.1's stretch of the long wavelengths (8; Llama 3.2: 32); None:
-            none.
+        hidden_size: W, width of the residual stream.
+        ffn_hidden_size: Width between the linear layers of the MLP.
+        rope_theta: Base of the rotary wavelengths, in positions.
+        rope_scaling_factor: Factor by which Llama 3.1 stretches long wavelengths (8; Llama 3.2: 32); None disables it.
         rms_eps: Added to the mean square.
-        head_dim: Size of a head; None: `hidden_size / num_heads`.
-        tie_embeddings: The head is the token embedding.
-        qk_norm: RMSNorm on each query and key head before it is rotated, as in Qwen3.
-        vocab_pad_multiple: Embedding rows are rounded up to a multiple of this; 1: none are added.
+        head_dim: Q, channels per head; None: `hidden_size / num_heads`.
+        tie_embeddings: The head uses the weight of the token embedding.
+        qk_norm: RMSNorm on each query and key head before its rotation, as in Qwen3.
+        vocab_pad_multiple: Embedding rows are rounded up to a multiple of this; 1: no padding.
         pretrained: Folder or hub name of weights to start from; None: `init_weights`.
 
     Raises:
-        ConfigError: heads do not divide what they share.
+        ConfigError: Heads do not divide what they split.
     """
 
     input_kind: ClassVar[str] = "tokens"
     rope_cos: Tensor  # [max_seq_len, Q / 2] float32
-    rope_sin: Tensor
+    rope_sin: Tensor  # [max_seq_len, Q / 2] float32
 
     def __init__(
         self,
@@ -89,14 +87,14 @@ class Llama(nn.Module):
 
     def _build(self, *, num_rows: int) -> None:
         self.embedding = nn.Embedding(num_rows, self.hidden_size)
-        self.blocks = nn.ModuleList(self._block() for _ in range(self.num_layers))
+        self.blocks = nn.ModuleList(self._build_block() for _ in range(self.num_layers))
         self.norm = RMSNorm(self.hidden_size, eps=self.rms_eps)
         self.head = nn.Linear(self.hidden_size, num_rows, bias=False)
         self._tie()
-        self._make_tables(device=self.embedding.weight.device)
+        self._allocate_tables(device=self.embedding.weight.device)
         self.init_buffers()
 
-    def _block(self) -> Block:
+    def _build_block(self) -> Block:
         attention = Attention(
             hidden_size=self.hidden_size,
             num_heads=self.num_heads,
@@ -114,7 +112,7 @@ class Llama(nn.Module):
         if self.tie_embeddings:
             self.head.weight = self.embedding.weight
 
-    def _make_tables(self, *, device: torch.device) -> None:
+    def _allocate_tables(self, *, device: torch.device) -> None:
         for name in ("rope_cos", "rope_sin"):
             table = torch.empty(
                 self.max_seq_len, self.head_dim // 2, dtype=torch.float32, device=device
@@ -122,27 +120,26 @@ class Llama(nn.Module):
             self.register_buffer(name, table, persistent=False)
 
     def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> Self:
-        """Move or convert; `to_empty` gives each module a parameter of its own: tie again.
+        """Move or convert the parameters; tie again, because `to_empty` gives each module its own parameter.
 
-        The rotary tables stay float32: bfloat16 does not tell positions above 256 apart.
+        The rotary tables stay float32: bfloat16 cannot distinguish positions above 256.
         """
         super()._apply(fn, recurse)  # type: ignore[no-untyped-call]
         self._tie()
         if self.rope_cos.dtype != torch.float32:
-            self._make_tables(device=self.rope_cos.device)
+            self._allocate_tables(device=self.rope_cos.device)
             self.init_buffers()
         return self
 
     def forward(self, tokens: Tensor, cache: KeyValueCache | None = None) -> Tensor:
-        """Scores of the next token.
+        """Return the logits of the next token.
 
         Args:
             tokens: [B, T] int64.
-            cache: Earlier tokens of the same sequences, extended by this call.
+            cache: Earlier tokens of the same sequences, extended by this call; None: no earlier tokens.
 
         Returns:
-            Logits [B, T, V] in the compute dtype, -inf in padded columns; with a cache, of the last
-            position: [B, 1, V].
+            [B, T, V] in the compute dtype, -inf in padded columns; with a cache only the last position, [B, 1, V].
         """
         start = 0 if cache is None else cache.length
         end = start + tokens.shape[1]
@@ -159,13 +156,13 @@ class Llama(nn.Module):
         return hide_padding(self.head(self.norm(x)), vocab_size=self.vocab_size)
 
     def init_weights(self, seed: int) -> None:
-        """Every parameter and buffer, in place, from (seed, name, shape); see `init_decoder`."""
+        """Set every parameter and buffer in place, from (seed, name, shape); see `init_decoder`."""
         init_decoder(self, seed=seed, num_layers=self.num_layers, vocab_size=self.vocab_size)
         self.init_buffers()
 
     @torch.no_grad()
     def init_buffers(self) -> None:
-        """The rotary tables, in place; nothing on the meta device."""
+        """Fill the rotary tables in place; do nothing on the meta device."""
         if self.rope_cos.is_meta:
             return
         cos, sin = rope_tables(
@@ -178,7 +175,7 @@ class Llama(nn.Module):
         self.rope_sin.copy_(sin)
 
     def flops_per_token(self, seq_len: int) -> Flops:
-        """FLOPs per trained token at `seq_len`, forward and backward."""
+        """Return the FLOPs per trained token at `seq_len`, forward and backward."""
         return decoder_flops_per_token(
             self,
             embedding=self.embedding,
@@ -193,13 +190,13 @@ def _check_heads(
     if head_dim is None and hidden_size % num_heads != 0:
         raise ConfigError(
             f"model.num_heads={num_heads}",
-            f"heads share model.hidden_size={hidden_size} evenly and {hidden_size} / {num_heads} is not whole",
+            f"heads split model.hidden_size={hidden_size} evenly and {hidden_size} / {num_heads} is no integer",
             f"model.hidden_size={math.ceil(hidden_size / num_heads) * num_heads}",
         )
     if num_heads % num_kv_heads != 0:
         raise ConfigError(
             f"model.num_kv_heads={num_kv_heads}",
-            f"query heads share them evenly and {num_heads} / {num_kv_heads} is not whole",
+            f"query heads share them evenly and {num_heads} / {num_kv_heads} is no integer",
             f"model.num_kv_heads={math.gcd(num_heads, num_kv_heads)}",
         )
     size = hidden_size // num_heads if head_dim is None else head_dim
@@ -208,6 +205,6 @@ def _check_heads(
             f"model.hidden_size={hidden_size}"
             if head_dim is None
             else f"model.head_dim={head_dim}",
-            f"rotary positions turn pairs of channels and a head has {size}",
+            f"rotary positions rotate pairs of channels and a head has {size}",
             f"model.head_dim={size + 1}",
         )

@@ -7,12 +7,21 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from recipes.model.attention import LayerCache, attend
+from recipes.model.decoder import LayerCache, attend
 from recipes.model.rope import Rotation, rotate
 
 
 class Attention(nn.Module):
-    """Grouped-query causal self-attention; one matrix makes queries, keys and values."""
+    """Grouped-query causal self-attention; one matrix projects to queries, keys and values.
+
+    Args:
+        hidden_size: W.
+        num_heads: H, query heads.
+        num_kv_heads: G, key-value heads; divides H.
+        head_dim: Q.
+        rms_eps: Added to the mean square, where `qk_norm` is on.
+        qk_norm: RMSNorm on each query and key head before its rotation.
+    """
 
     def __init__(
         self,
@@ -37,13 +46,13 @@ class Attention(nn.Module):
         """[B, T, W] -> [B, T, W]"""
         batch, num_tokens, _ = x.shape
         heads = self.qkv(x).view(batch, num_tokens, -1, self.head_dim)  # [B, T, H + 2 G, Q]
-        num_turning = self.num_heads + self.num_kv_heads  # values have no position
-        turning, values = heads[:, :, :num_turning], heads[:, :, num_turning:]
+        num_rotated = self.num_heads + self.num_kv_heads  # values have no position
+        unrotated, values = heads[:, :, :num_rotated], heads[:, :, num_rotated:]
         if self.query_norm is not None and self.key_norm is not None:
-            queries, keys = turning[:, :, : self.num_heads], turning[:, :, self.num_heads :]
-            turning = torch.cat((self.query_norm(queries), self.key_norm(keys)), dim=2)
-        turned = rotate(turning, rotation)  # [B, T, H + G, Q]: queries and keys in one go
-        queries, keys = turned[:, :, : self.num_heads], turned[:, :, self.num_heads :]
+            queries, keys = unrotated[:, :, : self.num_heads], unrotated[:, :, self.num_heads :]
+            unrotated = torch.cat((self.query_norm(queries), self.key_norm(keys)), dim=2)
+        rotated = rotate(unrotated, rotation)  # [B, T, H + G, Q], queries and keys in one kernel
+        queries, keys = rotated[:, :, : self.num_heads], rotated[:, :, self.num_heads :]
         mixed = attend(
             queries.transpose(1, 2),  # [B, H, T, Q]
             keys.transpose(1, 2),  # [B, G, T, Q]
@@ -99,8 +108,7 @@ class RMSNorm(nn.Module):
         """[..., W] -> [..., W]"""
         if x.is_cuda and x.dtype == self.weight.dtype:
             return F.rms_norm(x, self.weight.shape, self.weight, self.eps)
-        # torch's own on CPUs takes 1.3 to 2 times as long, backward included (torch 2.13, [2, 1024,
-        # 768]).
-        wide = x.float()
-        mean_square = (wide * wide).mean(dim=-1, keepdim=True)  # [..., 1]
-        return (wide * torch.rsqrt(mean_square + self.eps)).to(x.dtype) * self.weight.to(x.dtype)
+        # torch's kernel for CPUs takes 1.3 to 2 times as long, backward included (torch 2.13, [2, 1024, 768])
+        x32 = x.float()
+        mean_square = (x32 * x32).mean(dim=-1, keepdim=True)  # [..., 1]
+        return (x32 * torch.rsqrt(mean_square + self.eps)).to(x.dtype) * self.weight.to(x.dtype)

@@ -1,4 +1,4 @@
-"""ResNet-18 (He et al. 2015, arXiv:1512.03385). 10.9 GFLOP a 224 x 224 image, forward and backward.
+"""ResNet-18 (He et al. 2015, arXiv:1512.03385). 10.9 GFLOP per 224 x 224 image, forward and backward.
 
 Shapes: B images, C channels, H x W pixels, V classes.
 """
@@ -18,7 +18,7 @@ HEAD_STD = 0.01  # Goyal et al. 2017, arXiv:1706.02677, section 5.1
 
 
 class ResidualBlock(nn.Module):
-    """Two 3 x 3 convolutions and a shortcut, a 1 x 1 convolution where the shape changes."""
+    """Two 3 x 3 convolutions and a shortcut, which is a 1 x 1 convolution if the shape changes."""
 
     def __init__(self, *, in_channels: int, out_channels: int, stride: int) -> None:
         super().__init__()
@@ -42,13 +42,12 @@ class ResidualBlock(nn.Module):
 
 
 class ResNet18(nn.Module):
-    """Residual convolutional classifier; reads torchvision's published weights.
+    """Residual convolutional classifier; loads torchvision's published weights.
 
     Args:
-        num_classes: Classes to tell apart.
-        in_channels: 1: gray; 3: color.
-        small_images: 3 x 3 stem without pooling, for images of 8 to 64 pixels; False: 7 x 7, stride
-            2, max-pool.
+        num_classes: V.
+        in_channels: C; 1: gray, 3: color.
+        small_images: 3 x 3 stem without pooling, for images of 8 to 64 pixels; False: 7 x 7, stride 2, max-pool.
         pretrained: A .safetensors or .pth file with torchvision's names; None: `init_weights`.
     """
 
@@ -84,16 +83,16 @@ class ResNet18(nn.Module):
 
     def forward(self, images: Tensor) -> Tensor:
         """Images [B, C, H, W] float -> logits [B, V] in the compute dtype."""
-        x = F.relu(self.stem_norm(self.stem_conv(images)))
+        x = F.relu(self.stem_norm(self.stem_conv(images)))  # [B, 64, H, W] or [B, 64, H / 2, W / 2]
         if not self.small_images:
             x = F.max_pool2d(x, 3, stride=2, padding=1)
         for block in self.blocks:
-            x = block(x)
-        logits: Tensor = self.head(x.mean(dim=(2, 3)))
+            x = block(x)  # at last [B, 512, H', W']
+        logits: Tensor = self.head(x.mean(dim=(2, 3)))  # [B, V]
         return logits
 
     def init_weights(self, seed: int) -> None:
-        """Every parameter and buffer, in place, from (seed, name, shape).
+        """Set every parameter and buffer in place, from (seed, name, shape).
 
         Convolutions normal sqrt(2 / fan_out) (He et al. 2015, arXiv:1502.01852); the last norm of
         each block 0, so that blocks begin as identities (Goyal et al. 2017), other norms 1; head
@@ -112,13 +111,13 @@ class ResNet18(nn.Module):
 
     @torch.no_grad()
     def init_buffers(self) -> None:
-        """Running means 0, variances 1, counts 0."""
+        """Set running means to 0, variances to 1, counts to 0."""
         for module in self.modules():
             if isinstance(module, nn.BatchNorm2d):
                 module.reset_running_stats()
 
     def flops_per_sample(self, image_size: int) -> Flops:
-        """FLOPs per trained image of `image_size` squared pixels: six per multiply-add forward.
+        """Return the FLOPs per trained image of `image_size` squared pixels: six per multiply-add of the forward pass.
 
         Convolutions and head only; there is no attention, so both conventions agree.
         """

@@ -1,1 +1,1 @@
-"""One optimizer a file; each takes a model and gives a torch optimizer with its decay groups."""
+"""Optimizers, one per file: model -> torch optimizer with its weight-decay groups."""

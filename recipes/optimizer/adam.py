@@ -1,4 +1,4 @@
-"""Adam (arXiv 1412.6980), fused into one kernel a group where the engine allows it."""
+"""Adam (arXiv 1412.6980), fused into one kernel per group if the engine allows it."""
 
 from typing import Annotated
 
@@ -17,15 +17,15 @@ def adam(
     weight_decay: Annotated[float, ">= 0"],
     fused: bool,
 ) -> torch.optim.Adam:
-    """Make the optimizer of a model.
+    """Return the optimizer of a model.
 
     Args:
         model: Its trainable parameters are optimized; vectors are not decayed.
-        lr: Peak learning rate, which the scheduler multiplies.
-        betas: Decay rates of the first and second moment.
-        eps: Added to the root of the second moment.
-        weight_decay: Decay of matrices.
-        fused: One kernel per group. Not under a loss scaler: it would hide the unscaled gradients.
+        lr: Peak learning rate; the scheduler multiplies it.
+        betas: Decay rates of the first and second moment, per optimizer step.
+        eps: Added to the square root of the second moment.
+        weight_decay: Of matrices.
+        fused: One kernel per group; not under a loss scaler, because it would unscale gradients out of reach.
     """
     groups = decay_groups(model, weight_decay=weight_decay)
     return torch.optim.Adam(groups, lr=lr, betas=(betas[0], betas[1]), eps=eps, fused=fused)

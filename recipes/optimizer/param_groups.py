@@ -1,4 +1,4 @@
-"""Decay groups: weight decay acts on matrices, never on biases and norms."""
+"""Parameter groups: weight decay acts on matrices, never on biases and norms."""
 
 from typing import Any
 
@@ -8,11 +8,15 @@ from recipes.model.init import unsharded_shape
 
 
 def decay_groups(model: nn.Module, *, weight_decay: float) -> list[dict[str, Any]]:
-    """Split trainable parameters into those that are decayed and those that are not.
+    """Split trainable parameters into those with weight decay and those without.
 
     Matrices, embeddings and convolution kernels (two axes or more) are decayed; biases, norm gains and other
     vectors are not: shrinking them towards zero changes a function's shape, not its complexity. A tied
     parameter is listed once.
+
+    Args:
+        model: May be sharded: the number of axes is that of the unsharded parameter.
+        weight_decay: Of the matrices.
 
     Returns:
         One or two groups with `params`, `weight_decay` and `group_name` (`decay`, `no_decay`).

@@ -1,4 +1,4 @@
-"""SGD with momentum, fused into one kernel a group where the engine allows it."""
+"""SGD with momentum, fused into one kernel per group if the engine allows it."""
 
 from typing import Annotated
 
@@ -17,15 +17,15 @@ def sgd(
     weight_decay: Annotated[float, ">= 0"],
     fused: bool,
 ) -> torch.optim.SGD:
-    """Make the optimizer of a model.
+    """Return the optimizer of a model.
 
     Args:
         model: Its trainable parameters are optimized; vectors are not decayed.
-        lr: Peak learning rate, which the scheduler multiplies.
-        momentum: Share of the last update kept.
-        nesterov: Look ahead by one momentum step.
-        weight_decay: Decay of matrices.
-        fused: One kernel per group. Not under a loss scaler: it would hide the unscaled gradients.
+        lr: Peak learning rate; the scheduler multiplies it.
+        momentum: Fraction of the last update that is added to the next.
+        nesterov: Use the gradient after one more momentum step.
+        weight_decay: Of matrices.
+        fused: One kernel per group; not under a loss scaler, because it would unscale gradients out of reach.
     """
     groups = decay_groups(model, weight_decay=weight_decay)
     return torch.optim.SGD(groups, lr=lr, momentum=momentum, nesterov=nesterov, fused=fused)

@@ -1,1 +1,1 @@
-"""Kinds of learning, as LightningModules: what a batch is worth. How it is carried out lies in strategy/."""
+"""Training tasks as LightningModules: loss and metrics of a batch; strategy/ executes the step on devices."""

@@ -1,4 +1,4 @@
-"""What every task shares: exact accumulation, one clipping pass, counters, one log call per logged step."""
+"""The learning step of every task: exact accumulation, one clipping pass, counters, one log call per logged step."""
 
 import functools
 from abc import ABC, abstractmethod
@@ -9,6 +9,7 @@ import torch
 from lightning.pytorch.utilities.types import OptimizerLRScheduler
 from torch import Tensor, nn
 from torch.optim.lr_scheduler import LambdaLR
+from typing_extensions import override
 
 from recipes.activation_checkpoint import ActivationCheckpoint
 from recipes.clipping import Clipping
@@ -30,22 +31,23 @@ class TrainingTask(CountsFlops, Resumable, ABC):
 
     Args:
         make_model: Constructs the model; called under the meta device.
-        make_optimizer: model, `fused` -> optimizer.
-        schedule: Optimizer step -> multiplier of the peak learning rate.
+        make_optimizer: (model, fused=bool) -> optimizer.
+        schedule: Optimizer step, from 0 -> multiplier of the peak learning rate.
         activation_checkpoint: Which blocks are recomputed in the backward pass.
-        compile_blocks: Whether each block and the loss, the largest elementwise part, are compiled.
-        fused_optimizer: Whether the optimizer may use fused kernels (not under a loss scaler).
-        clipping: A limit of the gradient norm beside the fixed one.
-        ema_decay: Of an average of the weights, kept with the moments; None: none is kept.
-        label_smoothing, z_loss: Of the training objective, see `regularizer_sum`; every loss that is logged is plain.
-        seed: Of the initial weights.
+        compile_blocks: Compile each block, and the loss, which is the largest elementwise part.
+        fused_optimizer: The optimizer may use fused kernels (not under a loss scaler).
+        clipping: Adaptive limit of the gradient norm, in addition to the fixed one.
+        ema_decay: Decay of an average of the weights in the optimizer state; None disables it.
+        label_smoothing: Of the training objective, see `regularizer_sum`; logged losses never include it.
+        z_loss: Weight of the z-loss in the training objective; logged losses never include it.
+        seed: Of the initial weights and of each rank's random state.
 
     Attributes:
-        row: What has been logged for the step that is under way.
+        row: Metrics of the current step, logged when it ends.
     """
 
     input_kind: ClassVar[str]
-    writes_rows: ClassVar[bool] = True  # by `RowWriter`, once a step
+    writes_rows: ClassVar[bool] = True  # `RowWriter` logs `row` once per step
     model: nn.Module
 
     def __init__(
@@ -80,31 +82,36 @@ class TrainingTask(CountsFlops, Resumable, ABC):
 
     @abstractmethod
     def loss_sum(self, batch: Batch) -> tuple[Tensor, Tensor]:
-        """One batch to the sum of its losses over targets, and the logits [..., V]."""
+        """Return the loss of a micro-batch summed over its targets, 0-dim float32, and the logits [..., V]."""
 
     def objective_sum(self, batch: Batch) -> tuple[Tensor, Tensor]:
-        """What training lowers, and the plain loss in it, both summed over targets."""
+        """Return the training objective and the plain loss in it, both 0-dim, summed over targets."""
         loss_sum, logits = self.loss_sum(batch)
         if not any(self._regularizer.values()):
             return loss_sum, loss_sum
+        # without the columns that pad the vocabulary: they are -inf, and label smoothing averages over all columns
+        logits = logits[..., : getattr(self.model, "vocab_size", None)]
         added = regularizer_sum(logits, batch["targets"], **self._regularizer)
         return loss_sum + added, loss_sum
 
     @abstractmethod
     def sample_losses(self, batch: Batch) -> Tensor:
-        """Mean loss of each sample over its targets, [B]."""
+        """Return the mean loss of each sample over its targets, [B] float32."""
 
     @abstractmethod
     def counts(self, logits: Tensor, batch: Batch) -> list[Tensor]:
-        """What a validation adds up beside the losses: the number of targets first."""
+        """Return what validation sums in addition to the loss, as 0-dim tensors: the number of targets first."""
 
     @abstractmethod
     def val_metrics(self, sums: list[float]) -> dict[str, float]:
-        """Sums over the whole validation, [loss, targets, …], to named metrics; `val/loss` among them."""
+        """Return named metrics, `val/loss` among them, from the sums over the validation split: [loss, *counts]."""
 
+    @override
     def configure_model(self) -> None:
-        """Make the model on the meta device, let the engine place it, then give it weights. Repeatable."""
-        if hasattr(self, "model"):
+        """Build the model on the meta device and let the engine materialize it with its first weights."""
+        if hasattr(
+            self, "model"
+        ):  # Lightning calls this hook again for every fit, validate and test
             return
         model = self.meta_model()
         if self._activation_checkpoint.every_nth_block:  # a model need not have blocks
@@ -112,16 +119,17 @@ class TrainingTask(CountsFlops, Resumable, ABC):
         if self._compile_blocks:
             compile_blocks(model.blocks)  # type: ignore[arg-type]
             self.cross_entropy_sum = torch.compile(cross_entropy_sum, dynamic=False)
-        self.model_name = type(model).__name__  # engines may give it a class of their own
+        self.model_name = type(model).__name__  # before an engine may change its class
         first_weights = functools.partial(initialize, seed=self._seed)
         self.trainer.strategy.place(model, first_weights)  # type: ignore[attr-defined]
         self.model = model
 
     def meta_model(self) -> nn.Module:
-        """The model whole and without memory."""
+        """Return an unsharded model without storage."""
         with torch.device("meta"):
             return self._make_model()
 
+    @override
     def configure_optimizers(self) -> OptimizerLRScheduler:
         optimizer = self._make_optimizer(self.model, fused=self._fused_optimizer)
         self.remember_optimizer(optimizer)
@@ -135,38 +143,51 @@ class TrainingTask(CountsFlops, Resumable, ABC):
             "lr_scheduler": {"scheduler": scheduler, "interval": "step"},
         }
 
+    @override
     def on_train_start(self) -> None:
         adaptive = None if isinstance(self.clipping, NoClipping) else self.clipping
         self.trainer.strategy.clipping = adaptive  # type: ignore[attr-defined]
-        self.go_on(self._schedule)
+        self.resume_optimizer(self._schedule)
 
+    @override
     def on_train_batch_start(self, batch: Batch, batch_idx: int) -> None:
-        # Lightning 2.6 numbers rows by a counter of its own, which some resumes leave one behind
+        # Lightning 2.6 numbers rows by its own counter, which is one behind after some resumes
         self.trainer.fit_loop.epoch_loop._batches_that_stepped = self.trainer.global_step
 
+    @override
     def training_step(self, batch: Batch, batch_idx: int) -> Tensor:
+        """Return the loss of one micro-batch, scaled so that gradients add up to those of the global batch.
+
+        The loss of a step is the sum over targets divided by the targets of the global batch, which every micro-batch
+        carries as `num_targets`. A mean of means would weight targets by how full their micro-batch is.
+        """
         trainer = self.trainer
         objective_sum, loss_sum = self.objective_sum(batch)
         self._count(batch)
-        share = loss_sum.detach() / batch["num_targets"]
-        self._window_loss = share if self._window_loss is None else self._window_loss + share
+        loss = (
+            loss_sum.detach() / batch["num_targets"]
+        )  # [], this micro-batch's part of the step's loss
+        self._window_loss = loss if self._window_loss is None else self._window_loss + loss
         if self._micro_batches_in_window == trainer.accumulate_grad_batches:
+            # before the backward pass: the guard needs the loss of the step when gradients are clipped
             self._end_window()
-        # Lightning divides by the number of passes, engines average over ranks: undo both
-        passes_and_ranks = trainer.accumulate_grad_batches * trainer.world_size
-        loss: Tensor = objective_sum * (passes_and_ranks / batch["num_targets"])
-        return loss
+        # Lightning divides by the accumulation and engines average over ranks; `num_targets` has done both already
+        undo_division = trainer.accumulate_grad_batches * trainer.world_size
+        scaled: Tensor = objective_sum * (undo_division / batch["num_targets"])
+        return scaled
 
+    @override
     def optimizer_zero_grad(self, epoch: int, batch_idx: int, optimizer: Any) -> None:
         optimizer.zero_grad(set_to_none=self.trainer.strategy.frees_gradients)  # type: ignore[attr-defined]
 
+    @override
     def configure_gradient_clipping(
         self,
         optimizer: torch.optim.Optimizer,
         gradient_clip_val: int | float | None = None,
         gradient_clip_algorithm: str | None = None,
     ) -> None:
-        """One pass gives the norm and clips. Lightning 2.6's own refuses fused AdamW under bf16-mixed (#21435)."""
+        """Compute the norm and clip in one pass. Lightning 2.6's hook rejects fused AdamW under bf16-mixed (#21435)."""
         by_value = gradient_clip_algorithm == "value"
         self.trainer.strategy.clip_gradients(  # type: ignore[attr-defined]
             self.parameters(),
@@ -175,12 +196,12 @@ class TrainingTask(CountsFlops, Resumable, ABC):
         )
 
     def guard_steps(self, guard: StepGuard) -> None:
-        """From now on a step is made unless this guard refuses it."""
+        """Let this guard decide before each optimizer step whether the step is skipped."""
         self.trainer.strategy.guard = guard  # type: ignore[attr-defined]
 
     @property
     def clip_threshold(self) -> Tensor | None:
-        """What the gradients of the last step were scaled down to where they were above, a 0-dim tensor."""
+        """Largest norm that the last step's gradients were allowed, a 0-dim tensor; inf: no limit."""
         return self.trainer.strategy.clip_threshold  # type: ignore[attr-defined, no-any-return]
 
     @property
@@ -188,25 +209,28 @@ class TrainingTask(CountsFlops, Resumable, ABC):
         """Global norm before clipping of the last optimizer step, a 0-dim tensor."""
         return self.trainer.strategy.grad_norm  # type: ignore[attr-defined, no-any-return]
 
+    @override
     def on_validation_epoch_start(self) -> None:
         self._val_sums = None
         self.share_statistics()
 
     def share_statistics(self) -> None:
-        """Running means and variances are of one rank's samples; what is evaluated or saved is their mean."""
-        saved = self.state_dict(keep_vars=True)  # constant tables are not in it
+        """Average running means and variances over ranks: each rank has those of its own samples."""
+        saved = self.state_dict(keep_vars=True)  # without constant tables
         buffers = (buffer for name, buffer in self.named_buffers() if name in saved)
         average_over_ranks(buffer for buffer in buffers if buffer.is_floating_point())
 
+    @override
     def validation_step(self, batch: Batch, batch_idx: int) -> None:
         loss_sum, logits = self.loss_sum(batch)
         # float64: sums over a large validation split stay exact enough to add in any order
         sums = torch.stack([loss_sum, *self.counts(logits, batch)]).double()  # [1 + counts]
         self._val_sums = sums if self._val_sums is None else self._val_sums + sums
 
+    @override
     def on_validation_epoch_end(self) -> None:
-        assert self._val_sums is not None, "a validation without a single batch"
-        sums = self._sum_over_ranks(self._val_sums).tolist()
+        assert self._val_sums is not None, "validation ran without a single batch"
+        sums = self._sum_over_ranks(self._val_sums).tolist()  # one collective for all metrics
         self.log_dict(self.val_metrics(sums))
 
     def _count(self, batch: Batch) -> None:
@@ -219,7 +243,10 @@ class TrainingTask(CountsFlops, Resumable, ABC):
         return 0
 
     def _end_window(self) -> None:
-        """Log the step that the optimizer is about to make: its loss over all ranks, its learning rates."""
+        """Log the step that the optimizer is about to take: its loss over all ranks, its learning rates.
+
+        The loss is summed over ranks only if someone reads it: on logged steps, and on every step under a guard.
+        """
         trainer, window_loss = self.trainer, self._window_loss
         self.num_samples += self._window_samples
         self.num_tokens += self._window_tokens
@@ -227,8 +254,9 @@ class TrainingTask(CountsFlops, Resumable, ABC):
         self._window_loss = None
         step = trainer.global_step + 1
         if step == trainer.max_steps:
-            # so that Lightning logs and validates the last step, whatever its number
-            trainer.should_stop = True
+            trainer.should_stop = (
+                True  # makes Lightning log and validate the last step, whatever its number
+            )
         guard = trainer.strategy.guard  # type: ignore[attr-defined]
         is_logged = step % trainer.log_every_n_steps == 0 or trainer.should_stop  # type: ignore[attr-defined]
         if window_loss is None or not (is_logged or guard is not None):
@@ -244,7 +272,7 @@ class TrainingTask(CountsFlops, Resumable, ABC):
         self.log_row(dict(self._learning_rates()))
 
     def log_row(self, metrics: Mapping[str, float | Tensor]) -> None:
-        """Add to the row of this step; `RowWriter` hands it to the loggers when the step is over."""
+        """Add metrics to the row of this step, which `RowWriter` logs when the step is over."""
         self.row |= metrics
 
     def _learning_rates(self) -> Iterator[tuple[str, float]]:

@@ -1,4 +1,4 @@
-"""One class per sample: loss and accuracy per sample."""
+"""Classification: one class per sample, loss and accuracy per sample."""
 
 from typing import ClassVar
 
@@ -9,7 +9,7 @@ from recipes.task.base import Batch, TrainingTask
 
 
 class Classification(TrainingTask):
-    """A model of images [B, C, H, W] -> logits [B, V]. Arguments: see `TrainingTask`."""
+    """Trains a model of images [B, C, H, W] -> logits [B, V]. Arguments: see `TrainingTask`."""
 
     input_kind: ClassVar[str] = "images"
 

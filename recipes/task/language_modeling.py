@@ -1,9 +1,10 @@
-"""Next-token prediction: loss per token, perplexity; text from the model where there is a tokenizer."""
+"""Next-token prediction: loss per token, perplexity, and generated text if there is a tokenizer."""
 
 import math
 from typing import ClassVar, cast
 
 from torch import Tensor
+from typing_extensions import override
 
 from recipes.model import LanguageModel
 from recipes.model.generate import generate
@@ -13,16 +14,17 @@ from recipes.tokenizer import Tokenizer
 
 
 class LanguageModeling(TrainingTask):
-    """A model of tokens [B, T] -> logits [B, T, V]. Arguments: see `TrainingTask`.
+    """Trains a model of tokens [B, T] -> logits [B, T, V]. Arguments: see `TrainingTask`.
 
     Attributes:
-        tokenizer: For `generate_text`; None where the data is not text.
+        tokenizer: For `generate_text`; None if the data is not text.
     """
 
     input_kind: ClassVar[str] = "tokens"
 
     tokenizer: Tokenizer | None = None
 
+    @override
     def setup(self, stage: str) -> None:
         if self.trainer.datamodule is not None:  # type: ignore[attr-defined]
             self.tokenizer = self.trainer.datamodule.source.tokenizer  # type: ignore[attr-defined]
@@ -40,7 +42,7 @@ class LanguageModeling(TrainingTask):
     def val_metrics(self, sums: list[float]) -> dict[str, float]:
         loss_sum, num_tokens = sums
         loss = loss_sum / num_tokens
-        # beyond e^700 a float64 overflows; a loss that large is a broken model, not a perplexity
+        # e^710 overflows a float64; a loss that large means a broken model
         return {"val/loss": loss, "val/perplexity": math.exp(min(loss, 700.0))}
 
     def _tokens_per_sample(self, batch: Batch) -> int:
@@ -56,7 +58,16 @@ class LanguageModeling(TrainingTask):
         top_p: float | None,
         seed: int,
     ) -> str | None:
-        """The prompt's continuation, without the prompt; None where there is no tokenizer."""
+        """Return the continuation of a prompt, without the prompt; None without a tokenizer.
+
+        Args:
+            prompt: Text; an empty one starts a new document.
+            num_tokens: Largest number of tokens to add.
+            temperature: 0: always the likeliest token; below 1: sharper; above 1: flatter.
+            top_k: Sample among the k likeliest tokens; None: all.
+            top_p: Sample among the fewest tokens that have this probability together; None: all.
+            seed: Of the sampling.
+        """
         if self.tokenizer is None:
             return None
         prompt_tokens = self.tokenizer.encode(prompt) or [self.tokenizer.end_of_text]

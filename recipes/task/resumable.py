@@ -1,4 +1,4 @@
-"""What a task adds to a checkpoint and takes from one: counters, names, random numbers, the optimizer's identity."""
+"""What a task adds to a checkpoint and restores from it: counters, parameter names, random state, hyperparameters."""
 
 from collections.abc import Callable, Mapping
 from dataclasses import replace
@@ -8,6 +8,7 @@ from typing import Any
 import lightning.pytorch as lightning
 import torch
 from torch.optim.lr_scheduler import LambdaLR
+from typing_extensions import override
 
 from recipes.checkpoint.layout import shard_name
 from recipes.checkpoint.rng_state import restore, rng_state, seed_rank
@@ -19,15 +20,16 @@ from recipes.numerics.ema import NAME as AVERAGE
 
 
 class Resumable(lightning.LightningModule):
-    """A task that goes on from a checkpoint of any strategy, on any number of ranks.
+    """A task that resumes from a checkpoint of any strategy, on any number of ranks.
 
     Args:
-        seed: Of the draws of each rank.
-        clipping: Whose history is part of the run.
-        keeps_average: Whether the optimizer's state has an average of the weights.
+        seed: Of each rank's random state.
+        clipping: Its history is part of the train state.
+        keeps_average: The optimizer state holds an average of the weights.
 
     Attributes:
-        num_samples, num_tokens: Consumed so far over all ranks; host integers.
+        num_samples: Samples consumed so far over all ranks; a host integer.
+        num_tokens: Tokens consumed so far over all ranks; a host integer.
     """
 
     def __init__(self, *, seed: int, clipping: Clipping, keeps_average: bool) -> None:
@@ -42,43 +44,52 @@ class Resumable(lightning.LightningModule):
         self._hyperparameters: list[dict[str, Any]] = []
         self._resumed_optimizer: str | None = None
         self._resumed_rng: list[Any] | None = None
-        self._draws_are_restored = False
+        self._rng_is_restored = False
+
+    # The optimizer of a run: remembered when it is built, set up when training starts.
 
     def remember_optimizer(self, optimizer: torch.optim.Optimizer) -> None:
-        """Note which optimizer it is and the names of its parameters, before an engine takes it over.
+        """Remember the optimizer's class and the names of its parameters, before an engine wraps or shards them.
 
         Raises:
-            ConfigError: The checkpoint is of another one.
+            ConfigError: The checkpoint holds the state of another optimizer.
         """
         self._optimizer = type(optimizer).__name__
-        refuse_other_optimizer(self._optimizer, self._resumed_optimizer)
-        name_of = {id(parameter): name for name, parameter in self.named_parameters()}
+        _check_optimizer(self._optimizer, self._resumed_optimizer)
+        names = {id(parameter): name for name, parameter in self.named_parameters()}
         self._parameters_in_order = [
-            name_of[id(parameter)]
+            names[id(parameter)]
             for group in optimizer.param_groups
             for parameter in group["params"]
         ]
 
     def remember_hyperparameters(self, optimizer: torch.optim.Optimizer) -> None:
-        """Those of the config: a checkpoint brings moments, not learning rates."""
+        """Remember the hyperparameters of the config, which a loaded checkpoint overwrites with its own."""
         self._hyperparameters = [
             {key: value for key, value in group.items() if key != "params"}
             for group in optimizer.param_groups
         ]
 
-    def go_on(self, schedule: Callable[[int], float]) -> None:
-        """As training begins: moments come from the checkpoint, hyper-parameters and schedule from the config."""
-        optimizer, scheduler = self.trainer.optimizers[0], self.lr_schedulers()
-        assert isinstance(scheduler, LambdaLR), "configure_optimizers makes one schedule"
-        for group, wanted in zip(optimizer.param_groups, self._hyperparameters, strict=True):
-            group |= wanted | {"initial_lr": wanted["lr"]}
-            group["lr"] = wanted["lr"] * schedule(scheduler.last_epoch)
-        scheduler.base_lrs = [wanted["lr"] for wanted in self._hyperparameters]
-        self.restore_draws()
+    def resume_optimizer(self, schedule: Callable[[int], float]) -> None:
+        """Set hyperparameters and learning rates from the config, keeping the optimizer state of the checkpoint.
 
-    def restore_draws(self) -> None:
-        """Random numbers go on from the checkpoint, once: what comes before may draw, what comes after must not."""
-        if self._draws_are_restored:
+        Args:
+            schedule: Optimizer step, from 0 -> multiplier of the peak learning rate.
+        """
+        optimizer, scheduler = self.trainer.optimizers[0], self.lr_schedulers()
+        assert isinstance(scheduler, LambdaLR), "configure_optimizers returns one LambdaLR"
+        for group, configured in zip(optimizer.param_groups, self._hyperparameters, strict=True):
+            group |= configured | {"initial_lr": configured["lr"]}
+            group["lr"] = configured["lr"] * schedule(scheduler.last_epoch)
+        scheduler.base_lrs = [configured["lr"] for configured in self._hyperparameters]
+        self.restore_rng()
+
+    def restore_rng(self) -> None:
+        """Restore the random state of the checkpoint, once; without a checkpoint, seed this rank.
+
+        Whatever runs before may draw random numbers; whatever runs after must draw the same ones as without a resume.
+        """
+        if self._rng_is_restored:
             return
         rank, world_size = self.trainer.global_rank, self.trainer.world_size
         step = self.trainer.global_step
@@ -86,79 +97,62 @@ class Resumable(lightning.LightningModule):
             seed_rank(seed=self._seed, rank=rank, step=step)
         else:
             restore(self._resumed_rng, seed=self._seed, rank=rank, world_size=world_size, step=step)
-        self._draws_are_restored = True
-        self._resumed_rng = None  # it keeps the checkpoint's files open
+        self._rng_is_restored = True
+        self._resumed_rng = None  # a reference would keep the checkpoint's files open
 
+    # Checkpoints.
+
+    @override
     def on_save_checkpoint(self, checkpoint: dict[str, Any]) -> None:
         checkpoint["consumed"] = {"samples": self.num_samples, "tokens": self.num_tokens}
         checkpoint["strategy"] = type(self.trainer.strategy).__name__
-        checkpoint["loggers"] = {type(one).__name__: one.version for one in self.trainer.loggers}
+        checkpoint["loggers"] = {
+            type(logger).__name__: logger.version for logger in self.trainer.loggers
+        }
         checkpoint["optimizer"] = self._optimizer
         checkpoint["parameters"] = self._parameters_in_order
-        checkpoint["tied"] = self._tied()
+        checkpoint["tied"] = self._tied_names()
         checkpoint["rng"] = rng_state()
         checkpoint["clipping"] = self.live_scalars()
 
+    @override
     def on_load_checkpoint(self, checkpoint: dict[str, Any]) -> None:
-        own = self.state_dict(keep_vars=True)
-        refuse_other_model(
-            {name: unsharded_shape(tensor) for name, tensor in own.items()},
-            checkpoint["state_dict"],
-        )
+        tensors = self.state_dict(keep_vars=True)
+        shapes = {name: unsharded_shape(tensor) for name, tensor in tensors.items()}
+        _check_model(shapes, checkpoint["state_dict"])
         self.num_samples = checkpoint["consumed"]["samples"]
         self.num_tokens = checkpoint["consumed"]["tokens"]
         for logger in self.trainer.loggers:
             if hasattr(logger, "on_load_checkpoint"):
                 logger.on_load_checkpoint(self.trainer, self, checkpoint)
         self._resumed_optimizer = checkpoint["optimizer"]
-        if self._optimizer is not None:  # engines that restore after they have started
-            refuse_other_optimizer(self._optimizer, self._resumed_optimizer)
+        if self._optimizer is not None:  # some engines load after the optimizer is built
+            _check_optimizer(self._optimizer, self._resumed_optimizer)
         self._resumed_rng = checkpoint["rng"]
         self.restore_scalars(
             checkpoint.get("clipping", {})
-        )  # none in the files of earlier versions
+        )  # absent from files of earlier versions
         if not self._keeps_average:
-            for of_parameter in checkpoint["optimizer_states"][0]["state"].values():
-                of_parameter.pop(AVERAGE, None)
-        recount_micro_batches(checkpoint, passes=self.trainer.accumulate_grad_batches)
-
-    def live_scalars(self) -> dict[str, Any]:
-        """What a rollback puts back beside tensors: the history of the clipping, by the name of its class."""
-        return {type(self.clipping).__name__: self.clipping.state_dict()}
-
-    def restore_scalars(self, numbers: dict[str, Any]) -> None:
-        """As `live_scalars` found them; that of another kind of clipping is left alone."""
-        history = numbers.get(type(self.clipping).__name__)
-        if history is not None:
-            self.clipping.load_state_dict(history)
-
-    def on_rollback(
-        self, trainer: lightning.Trainer, pl_module: Any, from_step: int, to_step: int
-    ) -> None:
-        """Lightning counts micro-batches beside optimizer steps; the data, whose position is another count, goes on."""
-        loop = trainer.fit_loop.epoch_loop
-        done = to_step * trainer.accumulate_grad_batches
-        for counts in (loop.batch_progress.total, loop.batch_progress.current):
-            vars(counts).update(dict.fromkeys(vars(counts), done))
-            counts.completed = done - 1  # the batch under way is counted when it ends
-        loop._batches_that_stepped = to_step
-        loop._skip_next_val = True  # of a step that has been validated, if it is one
-        if from_step == trainer.max_steps:
-            trainer.should_stop = False  # the last step is not the last one after all
+            for state in checkpoint["optimizer_states"][0]["state"].values():
+                state.pop(AVERAGE, None)
+        _recount_micro_batches(checkpoint, self.trainer.accumulate_grad_batches)
 
     def save_weights(self, folder: Path) -> None:
-        """The weights alone, this rank's parts of them, in the files of a checkpoint."""
+        """Write this rank's part of the weights alone, in the file format of a checkpoint."""
         folder.mkdir(parents=True, exist_ok=True)
-        parts = self.trainer.strategy.lightning_module_state_dict()
-        tied = self._tied()
-        kept = {name: part for name, part in parts.items() if name not in tied}
-        on_host = {name: replace(part, tensor=part.tensor.cpu()) for name, part in kept.items()}
+        shards = self.trainer.strategy.lightning_module_state_dict()
+        tied = self._tied_names()
+        on_host = {
+            name: replace(shard, tensor=shard.tensor.cpu())
+            for name, shard in shards.items()
+            if name not in tied
+        }
         path = folder / shard_name(self.trainer.global_rank)
         path.unlink(missing_ok=True)
         write_shard(path, on_host)
 
-    def _tied(self) -> dict[str, str]:
-        """Names that stand for a parameter with another name."""
+    def _tied_names(self) -> dict[str, str]:
+        """Return every further name of a tied parameter -> its first name."""
         first: dict[int, str] = {}
         every = self.named_parameters(remove_duplicate=False)
         return {
@@ -167,31 +161,68 @@ class Resumable(lightning.LightningModule):
             if first.setdefault(id(parameter), name) != name
         }
 
+    # Rollbacks.
 
-def refuse_other_model(own: Mapping[str, torch.Size], saved: Mapping[str, SavedTensor]) -> None:
+    def live_scalars(self) -> dict[str, Any]:
+        """Return what a rollback restores in addition to tensors: the clipping history, by the name of its class."""
+        return {type(self.clipping).__name__: self.clipping.state_dict()}
+
+    def restore_scalars(self, scalars: dict[str, Any]) -> None:
+        """Restore what `live_scalars` returned; the history of another kind of clipping is ignored."""
+        history = scalars.get(type(self.clipping).__name__)
+        if history is not None:
+            self.clipping.load_state_dict(history)
+
+    def on_rollback(
+        self, trainer: lightning.Trainer, pl_module: Any, from_step: int, to_step: int
+    ) -> None:
+        """Set back Lightning's counters of micro-batches; the data stream has its own position and moves on.
+
+        Args:
+            trainer: Lightning's.
+            pl_module: This task.
+            from_step: Optimizer step at which the spike was found.
+            to_step: Optimizer step whose state has been restored.
+        """
+        loop = trainer.fit_loop.epoch_loop
+        done = to_step * trainer.accumulate_grad_batches
+        for counts in (loop.batch_progress.total, loop.batch_progress.current):
+            vars(counts).update(dict.fromkeys(vars(counts), done))
+            counts.completed = done - 1  # the current micro-batch is counted when it ends
+        loop._batches_that_stepped = to_step
+        loop._skip_next_val = True  # step `to_step` has been validated already, if at all
+        if from_step == trainer.max_steps:
+            trainer.should_stop = False  # the run was about to end, and has steps to repeat now
+
+
+def _check_model(own: Mapping[str, torch.Size], saved: Mapping[str, SavedTensor]) -> None:
     """Compare the shapes of a model's tensors with the tensors of a checkpoint.
 
     Raises:
-        ConfigError: One is missing, one too many, or one has another shape.
+        ConfigError: A tensor is missing, unknown, or has another shape.
     """
-    here = {name: tuple(shape) for name, shape in own.items()}
-    there = {name: tuple(tensor.shape) for name, tensor in saved.items()}
-    for name in here | there:
-        if here.get(name) != there.get(name):
+    own_shapes = {name: tuple(shape) for name, shape in own.items()}
+    saved_shapes = {name: tuple(tensor.shape) for name, tensor in saved.items()}
+    for name in own_shapes | saved_shapes:
+        if own_shapes.get(name) != saved_shapes.get(name):
             raise ConfigError(
                 "resume=… model.…",
-                f"the checkpoint is of another model: {name} is {_shape(there.get(name))} there"
-                f" and {_shape(here.get(name))} here",
+                f"the checkpoint is of another model: {name} is {_show(saved_shapes.get(name))} there"
+                f" and {_show(own_shapes.get(name))} here",
                 "resume=… without settings of the model",
             )
 
 
-def refuse_other_optimizer(name: str, saved_name: str | None) -> None:
-    """Moments of one optimizer mean nothing to another.
+def _show(shape: tuple[int, ...] | None) -> str:
+    return "missing" if shape is None else str(list(shape))
+
+
+def _check_optimizer(name: str, saved_name: str | None) -> None:
+    """Compare the optimizer of this run with that of a checkpoint: another optimizer cannot use its state.
 
     Args:
         name: Class of the optimizer of this run.
-        saved_name: That of the checkpoint; None where there is none.
+        saved_name: Class of the optimizer of the checkpoint; None without a checkpoint.
 
     Raises:
         ConfigError: They differ.
@@ -204,20 +235,16 @@ def refuse_other_optimizer(name: str, saved_name: str | None) -> None:
         )
 
 
-def recount_micro_batches(checkpoint: dict[str, Any], *, passes: int) -> None:
-    """Rewrite Lightning's counters, in micro-batches, for a run with another number of them per step.
+def _recount_micro_batches(checkpoint: dict[str, Any], num_micro_batches: int) -> None:
+    """Rewrite Lightning's counters of micro-batches for a run with another number of them per step.
 
     Args:
         checkpoint: Lightning's, changed in place.
-        passes: Micro-batches per optimizer step of this run.
+        num_micro_batches: Micro-batches per optimizer step of this run.
     """
     progress = checkpoint["loops"]["fit_loop"]["epoch_loop.batch_progress"]
-    done = checkpoint["global_step"] * passes
+    done = checkpoint["global_step"] * num_micro_batches
     for counts in (progress["total"], progress["current"]):
-        # 1 in a checkpoint written before its batch was counted as completed, else 0
+        # 1 if the checkpoint was written before its micro-batch was counted as completed, else 0
         uncounted = counts["ready"] - counts["completed"]
         counts |= dict.fromkeys(counts, done) | {"completed": done - uncounted}
-
-
-def _shape(shape: tuple[int, ...] | None) -> str:
-    return "missing" if shape is None else str(list(shape))

@@ -1,7 +1,7 @@
-"""Text <-> token ids: one class over the `tokenizers` library; ~3 MB/s a process, bytes ~500 MB/s.
+"""Text <-> token ids: one class over the `tokenizers` library; ~3 MB/s per process, bytes ~500 MB/s.
 
-The library's own threads stay off, because a process that has used them must not fork afterwards,
-and DataLoader workers are forks; recipes/data/text/tokenize.py spreads texts over processes instead.
+The library's own threads stay off, because a process that has used them must not fork afterwards, and DataLoader
+workers are forks; recipes/data/text/tokenize.py distributes texts over processes instead.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ _SETTINGS_FILE = "tokenizer_config.json"
 
 
 class TextCorpus(Protocol):
-    """What a tokenizer may be trained on."""
+    """Text that a tokenizer can be trained on."""
 
     @property
     def cache_dir(self) -> Path: ...
@@ -41,10 +41,10 @@ class TokenizerConfig(Protocol):
 
 
 def byte_alphabet() -> dict[str, int]:
-    """The printable character that stands for each byte in a byte-level vocabulary -> the byte.
+    """Return the printable character of each byte in a byte-level vocabulary -> the byte.
 
-    Printable bytes of Latin-1 stand for themselves, the others for the characters from 256 on, in
-    order (the byte-to-unicode table of GPT-2, which `tokenizers` calls ByteLevel).
+    Printable bytes of Latin-1 are their own characters; the others are the characters from 256 on, in order (the
+    byte-to-unicode table of GPT-2, which `tokenizers` calls ByteLevel).
     """
     printable = [*range(33, 127), *range(161, 173), *range(174, 256)]
     others = sorted(set(range(NUM_BYTES)) - set(printable))
@@ -54,7 +54,7 @@ def byte_alphabet() -> dict[str, int]:
 
 
 class Tokenizer:
-    """A vocabulary and its rules; text is only text, even where it spells out a special token."""
+    """A vocabulary and its rules; the spelling of a special token within a text is encoded as plain text."""
 
     def __init__(
         self, backend: Any, *, end_of_text: int, settings: dict[str, Any] | None = None
@@ -62,9 +62,9 @@ class Tokenizer:
         """Wrap a backend.
 
         Args:
-            backend: A `tokenizers.Tokenizer`, from here on owned by this object.
+            backend: A `tokenizers.Tokenizer`, which this object changes and owns.
             end_of_text: Id of the token that ends a document.
-            settings: What `tokenizer_config.json` shall say for transformers; None: the least.
+            settings: Content of `tokenizer_config.json` for transformers; None: the minimum.
         """
         os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
         backend.no_truncation()
@@ -84,37 +84,37 @@ class Tokenizer:
         self.is_bytes = _is_bytes(backend)
 
     def encode(self, text: str) -> list[int]:
-        """The ids of a text, with nothing added before or after it."""
+        """Return the ids of a text, without special tokens before or after it."""
         ids: list[int] = self.encode_array(text).tolist()
         return ids
 
     def encode_batch(self, texts: Sequence[str]) -> list[list[int]]:
-        """The ids of many texts."""
+        """Return the ids of many texts."""
         return [self.encode(text) for text in texts]
 
     def encode_array(self, text: str) -> NDArray[np.unsignedinteger]:
-        """The ids of a text as an array; bytes are their own ids and cost a copy."""
+        """Return the ids of a text as an array, [number of tokens]; with `is_bytes` it costs one copy."""
         if self.is_bytes:
             return np.frombuffer(text.encode("utf-8"), dtype=np.uint8)
         encoding = self._backend.encode_batch_fast([text], add_special_tokens=False)[0]
         return np.array(encoding.ids, dtype=np.uint32)
 
     def decode(self, ids: Sequence[int]) -> str:
-        """The text of ids; end-of-text is spelled out, bytes that are no UTF-8 become U+FFFD."""
+        """Return the text of ids; end-of-text is spelled out, bytes that are not UTF-8 become U+FFFD."""
         text: str = self._backend.decode(list(ids), skip_special_tokens=False)
         return text
 
     @property
     def splits_at_lines(self) -> bool:
-        """Whether a text may be cut after a line and its parts encoded apart, with the same ids.
+        """Whether a text cut after a line has the same ids as the whole.
 
-        True of byte-level vocabularies, false where a space is put before every text.
+        True for byte-level vocabularies, false for a tokenizer that puts a space before every text.
         """
         first, second = "one two;\n", "three (four)\n"
         return self.encode(first) + self.encode(second) == self.encode(first + second)
 
     def save(self, folder: Path) -> None:
-        """Write the two files that transformers' AutoTokenizer loads."""
+        """Write the two files that `transformers.AutoTokenizer` loads."""
         folder.mkdir(parents=True, exist_ok=True)
         (folder / _TOKENIZER_FILE).write_text(self.to_json(), encoding="utf-8")
         settings = json.dumps(self._settings, indent=2, ensure_ascii=False)
@@ -122,7 +122,7 @@ class Tokenizer:
 
     @classmethod
     def load(cls, folder: Path) -> Tokenizer:
-        """Read what `save` wrote."""
+        """Load a tokenizer that `save` wrote."""
         settings = json.loads((folder / _SETTINGS_FILE).read_text(encoding="utf-8"))
         backend = Backend.from_file(str(folder / _TOKENIZER_FILE))
         end_of_text = backend.token_to_id(token_text(settings["eos_token"]))
@@ -130,17 +130,17 @@ class Tokenizer:
         return cls(backend, end_of_text=end_of_text, settings=settings)
 
     def to_json(self) -> str:
-        """The content of `tokenizer.json`."""
+        """Return the content of `tokenizer.json`."""
         text: str = self._backend.to_str(pretty=False)
         return text
 
     def __reduce__(self) -> tuple[Any, ...]:
-        """Travel between processes as JSON."""
+        """Pickle as JSON."""
         return _from_json, (self.to_json(), self.end_of_text, self._settings)
 
 
 def token_text(token: str | dict[str, Any]) -> str:
-    """The spelling of a token in `tokenizer_config.json`, where it is a string or an object."""
+    """Return the spelling of a token in `tokenizer_config.json`, which is a string or an object."""
     return token if isinstance(token, str) else str(token["content"])
 
 
@@ -149,7 +149,7 @@ def _from_json(serialized: str, end_of_text: int, settings: dict[str, Any]) -> T
 
 
 def _is_bytes(backend: Any) -> bool:
-    """Whether every byte's id is its value and no other text token exists, so that no merge can."""
+    """Return whether the id of every byte is its value and there is no other text token, hence no merge."""
     expected = byte_alphabet() | {END_OF_TEXT: NUM_BYTES}
     is_plain = backend.normalizer is None
     return is_plain and backend.get_vocab(with_added_tokens=True) == expected

@@ -19,32 +19,32 @@ log = logging.getLogger(__name__)
 
 SMALLEST_VOCABULARY = NUM_BYTES + 1  # every byte, and the end of a document
 
-# What merges never cross. A word takes one sign before it (" the", "_name", ".join"), so that code
-# costs few tokens; digits come in pairs; signs take the line's end; indentation is one token.
+# Merges never cross these groups. A word includes one character before it (" the", "_name", ".join"), so that code has
+# few tokens; digits come in pairs; punctuation includes the newline after it; indentation is one token.
 _WORDS = r"[^\r\n\p{L}\p{N}]?\p{L}+"
 _NUMBERS = r"\p{N}{1,2}"
 _SIGNS = r" ?[^\s\p{L}\p{N}]+[\r\n]*"
 _SPACES = r"\s*[\r\n]+|\s+(?!\S)|\s+"
 _PATTERN = "|".join((_WORDS, _NUMBERS, _SIGNS, _SPACES))
 
-# in the name of the cache folder: raise it where the same corpus gives another tokenizer
+# in the name of the cache folder: to be increased when the same corpus gives another tokenizer
 _FORMAT = 1
 
 
 class Bpe:
-    """Exactly `vocab_size` ids with the end-of-text token; fewer where the corpus is too small."""
+    """Exactly `vocab_size` ids, end-of-text included; fewer if the corpus is too small."""
 
     def __init__(
         self, *, vocab_size: Annotated[int, ">= 257"], max_training_bytes: int = 256 * 1024**2
     ) -> None:
-        """Say how large.
+        """Check the settings.
 
         Args:
-            vocab_size: Ids; that of the model, so that no row of its embedding is idle.
-            max_training_bytes: Merges are learnt from at most this much text, taken evenly.
+            vocab_size: Number of ids; that of the model, so that every row of its embedding is used.
+            max_training_bytes: Most text that merges are learned from, spread evenly over the corpus.
 
         Raises:
-            ConfigError: Fewer ids than there are bytes.
+            ConfigError: There are fewer ids than bytes.
         """
         if vocab_size < SMALLEST_VOCABULARY:
             raise ConfigError(
@@ -56,7 +56,7 @@ class Bpe:
         self.max_training_bytes = max_training_bytes
 
     def make(self, corpus: TextCorpus) -> Tokenizer:
-        """Train on the corpus, or read what was trained on the same content before."""
+        """Train on the corpus, or load the cached tokenizer of the same content."""
         recipe = f"{_FORMAT} {corpus.content_hash} {self.max_training_bytes} {_PATTERN}"
         key = hashlib.blake2b(recipe.encode(), digest_size=10).hexdigest()
         folder = corpus.cache_dir / "tokenizers" / f"bpe_{self.vocab_size}_{key}"
@@ -66,12 +66,17 @@ class Bpe:
                 temporary
             )
 
-        build_once(folder, build, is_whole=lambda path: (path / "tokenizer.json").is_file())
+        build_once(folder, build, is_complete=lambda path: (path / "tokenizer.json").is_file())
         return Tokenizer.load(folder)
 
 
 def train_bpe(texts: Iterator[str], *, vocab_size: int) -> Tokenizer:
-    """Learn merges from texts; the same texts give the same merges."""
+    """Learn merges from texts; deterministic.
+
+    Args:
+        texts: Training texts.
+        vocab_size: Largest number of ids.
+    """
     backend = Backend(models.BPE())
     backend.pre_tokenizer = pre_tokenizers.Sequence(
         [
@@ -102,7 +107,7 @@ def train_bpe(texts: Iterator[str], *, vocab_size: int) -> Tokenizer:
 
 @contextlib.contextmanager
 def _library_threads() -> Iterator[None]:
-    """Let the library use its threads, then tell it not to, so that forks are safe and silent."""
+    """Allow the library's threads within this context only, so that later forks are safe and silent."""
     name = "TOKENIZERS_PARALLELISM"
     before = os.environ.setdefault(name, "false")
     os.environ[name] = "true"

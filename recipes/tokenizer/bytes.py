@@ -1,4 +1,4 @@
-"""Bytes as tokens: nothing to train, any text, 257 ids; sequences ~4 times as long as with BPE."""
+"""Bytes as tokens: no training, any text, 257 ids; sequences ~4 times as long as with BPE."""
 
 from typing import ClassVar
 
@@ -14,12 +14,12 @@ class Bytes:
     vocab_size: ClassVar[int] = 257  # a literal: the config check reads it without importing
 
     def make(self, corpus: TextCorpus) -> Tokenizer:
-        """The same tokenizer whatever the corpus."""
+        """Return the same tokenizer for every corpus."""
         return byte_tokenizer()
 
 
 def byte_tokenizer() -> Tokenizer:
-    """A byte-level vocabulary without merges."""
+    """Return a byte-level vocabulary without merges."""
     backend = Backend(models.BPE(vocab=byte_alphabet(), merges=[]))
     backend.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
     backend.decoder = decoders.ByteLevel()

@@ -1,4 +1,4 @@
-"""A published tokenizer: `tokenizer.json` of a folder or of the Hugging Face hub; one download."""
+"""A published tokenizer: `tokenizer.json` from a folder or from the Hugging Face hub, downloaded once."""
 
 import json
 from pathlib import Path
@@ -13,23 +13,26 @@ _SETTINGS_FILE = "tokenizer_config.json"
 
 
 class HuggingFace:
-    """The tokenizer of a published model, with the model's own ids."""
+    """The tokenizer of a published model, with the model's own ids.
+
+    Args:
+        name: A folder that contains `tokenizer.json`, or a hub id such as "gpt2".
+    """
 
     def __init__(self, *, name: str) -> None:
-        """Say which: a folder that holds `tokenizer.json`, or an id of the hub such as "gpt2"."""
         self.name = name
 
     def make(self, corpus: TextCorpus) -> Tokenizer:
-        """Read it; the corpus has no say.
+        """Load it; the corpus is not used.
 
         Raises:
-            ConfigError: No such tokenizer, no way to fetch it, or no token that ends a document.
+            ConfigError: The tokenizer does not exist, cannot be downloaded, or has no end-of-text token.
         """
         tokenizer_file, settings_file = self._files()
         try:
             backend = Backend.from_file(str(tokenizer_file))
-        except Exception as error:  # the library raises nothing narrower
-            raise self._mistake(f"{tokenizer_file} is no tokenizer ({error})") from error
+        except Exception as error:  # the library raises no narrower class
+            raise self._error(f"{tokenizer_file} is no tokenizer ({error})") from error
         settings: dict[str, Any] = {}
         if settings_file is not None:
             settings = json.loads(settings_file.read_text(encoding="utf-8"))
@@ -38,7 +41,7 @@ class HuggingFace:
             spelling = token_text(settings["eos_token"])
         end_of_text = backend.token_to_id(spelling)
         if end_of_text is None:
-            raise self._mistake(f"its vocabulary has no {spelling} to end a document with")
+            raise self._error(f"its vocabulary has no {spelling} to end a document with")
         return Tokenizer(
             backend, end_of_text=end_of_text, settings=settings | {"eos_token": spelling}
         )
@@ -47,11 +50,11 @@ class HuggingFace:
         folder = Path(self.name).expanduser()
         if folder.is_dir():
             if not (folder / "tokenizer.json").is_file():
-                raise self._mistake("the folder has no tokenizer.json")
+                raise self._error("the folder has no tokenizer.json")
             settings = folder / _SETTINGS_FILE
             return folder / "tokenizer.json", settings if settings.is_file() else None
         if self.name.startswith((".", "/", "~")):
-            raise self._mistake("there is no such folder")
+            raise self._error("there is no such folder")
         return self._download()
 
     def _download(self) -> tuple[Path, Path | None]:
@@ -68,17 +71,15 @@ class HuggingFace:
             tokenizer_file = Path(hf_hub_download(self.name, "tokenizer.json"))
         except (OSError, ValueError, HfHubHTTPError) as error:
             first_line = str(error).strip().partition("\n")[0]
-            raise self._mistake(
-                f"the hub did not give its tokenizer.json ({first_line})"
-            ) from error
+            raise self._error(f"the hub did not give its tokenizer.json ({first_line})") from error
         try:
             return tokenizer_file, Path(hf_hub_download(self.name, _SETTINGS_FILE))
         except EntryNotFoundError:  # a repository need not have one
             return tokenizer_file, None
 
-    def _mistake(self, why: str) -> ConfigError:
+    def _error(self, reason: str) -> ConfigError:
         return ConfigError(
             f"tokenizer.name={self.name}",
-            why,
+            reason,
             "tokenizer.name=<folder with tokenizer.json>, which works offline, or another hub id",
         )

@@ -1,4 +1,4 @@
-"""The runs that are killed: tiny, with dropout, clipping, warm-up, decay, two passes, and a worker that loads data."""
+"""The runs that are killed: tiny, with dropout, clipping, warm-up, decay, accumulation and a data-loading worker."""
 
 from collections.abc import Sequence
 from pathlib import Path
@@ -13,19 +13,19 @@ COMMON = (
     "model.dropout=0.1",
     "trainer.accelerator=cpu",
     "trainer.gradient_clip_val=0.5",
-    "warmup_steps=10",  # then a cosine down
+    "warmup_steps=10",  # then cosine decay
     "save_every=3",
     "eval_every=7",
     "eval_samples=5",  # uneven on 2 ranks
     "resume=auto",
 )
-_RANKS = ("micro_batch_size=2", "trainer.devices=2", "loader.num_workers=1")  # 2 passes
+_RANKS = ("micro_batch_size=2", "trainer.devices=2", "loader.num_workers=1")  # accumulates 2
 CASES: dict[str, tuple[str, ...]] = {
     "single": ("strategy=single", "micro_batch_size=4", "loader.num_workers=1"),
     "single 16-mixed": (
         "strategy=single",
         "micro_batch_size=4",
-        "precision=16-mixed",  # emulated on a CPU: small
+        "precision=16-mixed",  # emulated on a CPU, so the model is small
         "model.num_heads=1",
         "model.hidden_size=8",
         "model.max_seq_len=8",
@@ -46,14 +46,14 @@ STEPS = {
 }
 
 
-def words_of(name: str, folder: Path, texts: Path) -> list[str]:
-    """The command of a case: the same for every start."""
+def get_overrides(name: str, folder: Path, texts: Path) -> list[str]:
+    """Return the overrides of a case: the same for every start."""
     steps = f"trainer.max_steps={STEPS[name]}"
     return [*COMMON, *CASES[name], steps, f"data.path={texts}", f"hydra.run.dir={folder}"]
 
 
-def compose(words: Sequence[str]) -> Composed:
-    composed, mistakes = compose_and_check(words)
+def compose(overrides: Sequence[str]) -> Composed:
+    composed, mistakes = compose_and_check(overrides)
     assert composed is not None, [str(mistake) for mistake in mistakes]
     assert not mistakes, [str(mistake) for mistake in mistakes]
     return composed

@@ -1,4 +1,4 @@
-"""What a run has left in its folder, read without the code that wrote it where a number can tell."""
+"""What a run has left in its folder, read as far as possible without the code that wrote it."""
 
 import csv
 import json
@@ -20,40 +20,41 @@ _TAIL_BYTES = 2048
 
 @dataclass(frozen=True, kw_only=True)
 class Disk:
-    """What lies in a run folder at one moment, when no process writes there.
+    """The contents of a run folder while no process writes to it.
 
     Attributes:
-        row: Step of the last whole row of metrics.csv; 0: there is none.
-        whole: Step of every whole checkpoint -> its folder.
-        last: Whether `checkpoints/last` leads to a whole checkpoint; None: there is no such link.
+        row: Step of the last complete row of metrics.csv; 0 without one.
+        complete: Step of every complete checkpoint -> its folder.
+        last: Whether `checkpoints/last` leads to a complete checkpoint; None without the link.
     """
 
     row: int
-    whole: dict[int, Path]
+    complete: dict[int, Path]
     last: bool | None
 
     @property
     def newest(self) -> int:
-        return max(self.whole, default=-1)
+        """Step of the newest complete checkpoint; -1 without one."""
+        return max(self.complete, default=-1)
 
 
-def look(folder: Path) -> Disk:
-    """Judge every checkpoint by its own manifest."""
+def read_disk(folder: Path) -> Disk:
+    """Read a run folder, judging every checkpoint by its own manifest."""
     checkpoints = folder / "checkpoints"
-    whole = {
-        int(path.name[5:12]): path for path in checkpoints.glob("step_*.ckpt") if is_whole(path)
+    complete = {
+        int(path.name[5:12]): path for path in checkpoints.glob("step_*.ckpt") if is_complete(path)
     }
     last = checkpoints / "last"
     linked = last.is_symlink() or last.exists()
     return Disk(
         row=last_row(folder),
-        whole=whole,
-        last=is_whole(last) if linked else None,
+        complete=complete,
+        last=is_complete(last) if linked else None,
     )
 
 
-def is_whole(checkpoint: Path) -> bool:
-    """Whether every file that the manifest lists is there in its full size."""
+def is_complete(checkpoint: Path) -> bool:
+    """Return whether every file listed in the manifest exists with its full size."""
     try:
         manifest = json.loads((checkpoint / "manifest.json").read_text())
         return all(
@@ -65,12 +66,12 @@ def is_whole(checkpoint: Path) -> bool:
 
 
 def last_row(folder: Path) -> int:
-    """Step of the last whole line of metrics.csv; 0 where there is none."""
+    """Return the step of the last complete line of metrics.csv; 0 without one."""
     try:
         with (folder / "metrics.csv").open("rb") as file:
             file.seek(0, 2)
             file.seek(max(0, file.tell() - _TAIL_BYTES))
-            lines = file.read().split(b"\n")[:-1]  # what follows the last line end is half a line
+            lines = file.read().split(b"\n")[:-1]  # what follows the last newline is a partial line
     except OSError:
         return 0
     step = lines[-1].partition(b",")[0] if lines else b""
@@ -85,7 +86,7 @@ def events_size(folder: Path) -> int:
 
 
 def began_at(folder: Path, offset: int) -> int | None:
-    """The step at which the life began whose first event lies at a byte of events.jsonl; None: not yet."""
+    """Return the step of the first event after a byte offset of events.jsonl; None while there is no event."""
     if events_size(folder) <= offset:
         return None
     with (folder / "events.jsonl").open("rb") as file:
@@ -95,18 +96,18 @@ def began_at(folder: Path, offset: int) -> int | None:
 
 
 def saves(folder: Path) -> set[tuple[str, int]]:
-    """Folders that a checkpoint is being written to, each with the time of its last change."""
+    """Return the folders that a checkpoint is being written to, each with its last change time."""
     found = set()
     for path in (folder / "checkpoints").glob("step_*.tmp*"):
         try:
             found.add((path.name, path.stat().st_ctime_ns))
         except OSError:
-            continue  # it has just been renamed
+            continue  # just renamed
     return found
 
 
 def rows(folder: Path) -> list[dict[str, str]]:
-    """metrics.csv as text, without what is measured."""
+    """Return the rows of metrics.csv as text, without measured columns."""
     with (folder / "metrics.csv").open(newline="") as file:
         reader = csv.DictReader(file)
         names = list(reader.fieldnames or [])
@@ -118,38 +119,41 @@ def rows(folder: Path) -> list[dict[str, str]]:
 
 
 def differences(folder: Path, reference: Path) -> Iterator[str]:
-    """Where a finished run is not the one that was never killed; nothing: they are equal bit for bit."""
+    """Yield every difference of a finished run to the run that was never killed; nothing if they are bit-equal."""
     yield from _different_rows(rows(folder), rows(reference))
     for number, line in enumerate((folder / "events.jsonl").read_text().splitlines(), start=1):
         try:
             json.loads(line)
         except ValueError:
             yield f"line {number} of events.jsonl is {line!r}"
-    mine, theirs = look(folder), look(reference)
-    if mine.newest != theirs.newest:
-        yield f"the last checkpoint is of step {mine.newest}, not {theirs.newest}"
+    found, expected = read_disk(folder), read_disk(reference)
+    if found.newest != expected.newest:
+        yield f"the last checkpoint is of step {found.newest}, not {expected.newest}"
         return
-    here, there = (state(disk.whole[disk.newest]) for disk in (mine, theirs))
-    for name in sorted(here.keys() ^ there.keys()):
+    resumed, uninterrupted = (state(disk.complete[disk.newest]) for disk in (found, expected))
+    for name in sorted(resumed.keys() ^ uninterrupted.keys()):
         yield f"only one checkpoint has {name}"
-    for name in here.keys() & there.keys():
-        if not _same(here[name], there[name]):
-            yield f"{name} differs: {here[name]} and {there[name]}"
+    for name in resumed.keys() & uninterrupted.keys():
+        if not _is_equal(resumed[name], uninterrupted[name]):
+            yield f"{name} differs: {resumed[name]} and {uninterrupted[name]}"
 
 
-def _different_rows(mine: list[dict[str, str]], theirs: list[dict[str, str]]) -> Iterator[str]:
-    steps, expected = [row["step"] for row in mine], [row["step"] for row in theirs]
-    if steps != expected:
-        yield f"rows of other steps: {sorted(set(steps) ^ set(expected))}, {len(steps)} and {len(expected)}"
+def _different_rows(
+    found_rows: list[dict[str, str]], expected_rows: list[dict[str, str]]
+) -> Iterator[str]:
+    steps, expected_steps = ([row["step"] for row in rows] for rows in (found_rows, expected_rows))
+    if steps != expected_steps:
+        unmatched = sorted(set(steps) ^ set(expected_steps))
+        yield f"rows of other steps: {unmatched}, {len(steps)} and {len(expected_steps)}"
         return
-    for row, wanted in zip(mine, theirs, strict=True):
-        for name in row.keys() | wanted.keys():
-            if row.get(name) != wanted.get(name):
-                yield f"step {row['step']}, {name}: {row.get(name)} and {wanted.get(name)}"
+    for found, expected in zip(found_rows, expected_rows, strict=True):
+        for name in found.keys() | expected.keys():
+            if found.get(name) != expected.get(name):
+                yield f"step {found['step']}, {name}: {found.get(name)} and {expected.get(name)}"
 
 
 def state(checkpoint: Path) -> dict[str, Any]:
-    """Every number of a checkpoint by its place; of what is no tensor, that which no clock has a part in."""
+    """Return every tensor of a checkpoint by its path, and every other value that does not depend on a clock."""
     files = sorted(checkpoint.glob("*.safetensors"))
     if files:
         return {
@@ -157,26 +161,26 @@ def state(checkpoint: Path) -> dict[str, Any]:
             for file in files
             for name, tensor in load_file(file).items()
         }
-    whole = FolderCheckpointIO().load_checkpoint(checkpoint)
+    loaded = FolderCheckpointIO().load_checkpoint(checkpoint)
     return {
-        place: value
-        for place, value in _leaves(whole)
-        if isinstance(value, Tensor) or not place.startswith("/callbacks")
+        path: value
+        for path, value in _leaves(loaded)
+        if isinstance(value, Tensor) or not path.startswith("/callbacks")
     }
 
 
-def _leaves(value: Any, place: str = "") -> Iterator[tuple[str, Any]]:
+def _leaves(value: Any, path: str = "") -> Iterator[tuple[str, Any]]:
     if isinstance(value, Mapping):
         for key, item in value.items():
-            yield from _leaves(item, f"{place}/{key}")
+            yield from _leaves(item, f"{path}/{key}")
     elif isinstance(value, list | tuple):
-        for number, item in enumerate(value):
-            yield from _leaves(item, f"{place}/{number}")
+        for index, item in enumerate(value):
+            yield from _leaves(item, f"{path}/{index}")
     else:
-        yield place, value
+        yield path, value
 
 
-def _same(one: Any, other: Any) -> bool:
-    if isinstance(one, Tensor) and isinstance(other, Tensor):
-        return one.dtype == other.dtype and torch.equal(one, other)
-    return type(one) is type(other) and bool(one == other)
+def _is_equal(value: Any, expected: Any) -> bool:
+    if isinstance(value, Tensor) and isinstance(expected, Tensor):
+        return value.dtype == expected.dtype and torch.equal(value, expected)
+    return type(value) is type(expected) and bool(value == expected)

@@ -1,8 +1,8 @@
-"""Kills runs at random moments, resumes them by the same command, and compares them with runs never killed.
+"""Kill runs at random moments, resume them with the same command, and compare them with runs never killed.
 
     python tests/kill/kill_runs.py --kills 200 [--seed 1] [--out results.json]
 
-Most starts are forks of one process that has imported everything; some are the real `python train.py …`.
+Most starts fork one process that has already imported everything; some are the real `python train.py …`.
 """
 
 import argparse
@@ -17,13 +17,13 @@ from pathlib import Path
 
 sys.path[:0] = [str(folder) for folder in Path(__file__).parents[1:3]]
 
-from kill.cases import CASES, compose, words_of  # noqa: E402
+from kill.cases import CASES, compose, get_overrides  # noqa: E402
 from kill.killer import Killer, Result  # noqa: E402
 from kill.lives import Zygote  # noqa: E402
 from support import write_texts  # noqa: E402
 
-# of a kill in this many the run is the real command
-ONE_COMMAND_IN = 12
+# one kill in this many hits the real command instead of a fork
+KILLS_PER_COMMAND = 12
 HEADER = (
     "case",
     "kills",
@@ -34,7 +34,7 @@ HEADER = (
     "bit-equal",
     "recovery s",
     "max",
-    "s in all",
+    "total s",
 )
 
 
@@ -45,32 +45,33 @@ def main() -> int:
     parser.add_argument("--case", choices=CASES, action="append", help="default: all")
     parser.add_argument("--out", type=Path, help="a JSON file of every kill")
     parser.add_argument("--folder", type=Path, help="where the runs go; default: a new one")
-    asked = parser.parse_args()
-    names = asked.case or list(CASES)
-    folder = (asked.folder or Path(tempfile.mkdtemp(prefix="kill_runs_"))).resolve()
+    options = parser.parse_args()
+    names = options.case or list(CASES)
+    folder = (options.folder or Path(tempfile.mkdtemp(prefix="kill_runs_"))).resolve()
     os.environ["RECIPES_CACHE"] = str(folder / "cache")
-    print(f"{asked.kills} kills, seed {asked.seed}, in {folder}", flush=True)
-    results = carry_out(names, asked.kills, folder, seed=asked.seed)
+    print(f"{options.kills} kills, seed {options.seed}, in {folder}", flush=True)
+    results = run_kills(names, options.kills, folder, seed=options.seed)
     print(table(results))
-    if asked.out is not None:
-        asked.out.write_text(
+    if options.out is not None:
+        options.out.write_text(
             json.dumps([asdict(result) for result in results], indent=2, default=str) + "\n"
         )
-    for broken in (text for result in results for text in [*result.lost, *result.broken]):
-        print(f"\n{broken}", file=sys.stderr)
+    for failure in (text for result in results for text in [*result.lost, *result.broken]):
+        print(f"\n{failure}", file=sys.stderr)
     return int(any(result.lost or result.broken for result in results))
 
 
-def carry_out(names: Sequence[str], num_kills: int, folder: Path, *, seed: int) -> list[Result]:
-    """The kills, shared out evenly over the cases."""
+def run_kills(names: Sequence[str], num_kills: int, folder: Path, *, seed: int) -> list[Result]:
+    """Run the kills, divided evenly over the cases."""
     texts = write_texts(folder / "texts")
-    zygote = Zygote([compose(words_of(name, folder, texts)) for name in names])
+    zygote = Zygote([compose(get_overrides(name, folder, texts)) for name in names])
     killer = Killer(folder, zygote, seed=seed)
     results = []
     try:
-        for number, name in enumerate(names):
-            share = num_kills // len(names) + (number < num_kills % len(names))
-            results.append(killer.kill(name, share, num_by_command=share // ONE_COMMAND_IN))
+        for index, name in enumerate(names):
+            case_kills = num_kills // len(names) + (index < num_kills % len(names))
+            num_by_command = case_kills // KILLS_PER_COMMAND
+            results.append(killer.kill(name, case_kills, num_by_command=num_by_command))
             print(line(row(results[-1])), flush=True)
     finally:
         zygote.close()
@@ -99,10 +100,9 @@ def line(cells: Sequence[str]) -> str:
 
 
 def table(results: Sequence[Result]) -> str:
-    """One row a case, in Markdown."""
-    return "\n".join(
-        [line(HEADER), line(["---"] * len(HEADER)), *(line(row(one)) for one in results)]
-    )
+    """Return a Markdown table with one row per case."""
+    rows = [line(row(result)) for result in results]
+    return "\n".join([line(HEADER), line(["---"] * len(HEADER)), *rows])
 
 
 if __name__ == "__main__":

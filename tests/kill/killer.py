@@ -1,4 +1,4 @@
-"""Kills the runs of a case at moments that a seed draws, and compares each with one that was never killed."""
+"""Kill the runs of a case at moments drawn from a seed, and compare each with a run that was never killed."""
 
 import random
 import time
@@ -6,7 +6,7 @@ from collections.abc import Callable
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 
-from kill.cases import compose, words_of
+from kill.cases import compose, get_overrides
 from kill.disk import differences
 from kill.lives import CommandLife, ForkedLife, Life, Zygote
 from kill.victim import Victim, draw_moment
@@ -14,18 +14,18 @@ from support import write_texts
 
 from recipes.config.compose import Composed
 
-# in which a life of the zygote has come to its first row
+# within which a forked life reaches its first row
 START_SECONDS = 1.0
 AFTER = ("start", "row", "save")
 
 
 @dataclass(kw_only=True)
 class Result:
-    """What came of the kills of one case.
+    """Outcome of the kills of one case.
 
     Attributes:
-        lost: Whole checkpoints that were gone or passed over after a kill, in words.
-        broken: What differs from the run never killed, and lives that ended badly, in words.
+        lost: Descriptions of complete checkpoints that were gone or skipped after a kill.
+        broken: Descriptions of differences to the run never killed, and of lives that failed by themselves.
     """
 
     name: str
@@ -46,17 +46,18 @@ class Result:
 
     @property
     def recovery_seconds(self) -> list[float]:
-        """Of lives that the zygote started, as far as they came."""
+        """Seconds to the first new row, of forked lives that reached one."""
         found = [seconds for victim in self.victims for seconds in victim.recovery_seconds]
         return [seconds for seconds in found if seconds is not None]
 
 
 class Killer:
-    """Carries out the kills of a case.
+    """Runs the kills of a case.
 
     Args:
-        workplace: Where run folders and logs go.
+        workplace: Folder of run folders and logs.
         zygote: Forks the ranks.
+        seed: Of the moments, with the name of the case.
     """
 
     def __init__(self, workplace: Path, zygote: Zygote, *, seed: int) -> None:
@@ -67,17 +68,17 @@ class Killer:
         self._composed: dict[str, Composed] = {}
 
     def kill(self, name: str, num_kills: int, *, num_by_command: int) -> Result:
-        """Kill so many times, some of them the real command, and compare every victim with the reference."""
+        """Kill N times, some of them the real command, and compare every victim with the reference."""
         began = time.monotonic()
-        draw = random.Random(f"{self._seed}/{name}")
-        place = self._workplace / name.replace(" ", "_")
+        rng = random.Random(f"{self._seed}/{name}")
+        folder = self._workplace / name.replace(" ", "_")
         result = Result(name=name, seed=self._seed)
-        reference = Victim(folder=place / "reference", draw=draw)
+        reference = Victim(folder=folder / "reference", rng=rng)
         reference.folder.mkdir(parents=True)
         self._live(result, reference, name)
-        by_command = set(draw.sample(range(num_kills), num_by_command))
+        by_command = set(rng.sample(range(num_kills), num_by_command))
         while not result.broken and (result.num_kills < num_kills or not result.victims):
-            victim = Victim(folder=place / f"victim_{len(result.victims)}", draw=draw)
+            victim = Victim(folder=folder / f"victim_{len(result.victims)}", rng=rng)
             victim.folder.mkdir()
             result.victims.append(victim)
             while not result.broken:
@@ -98,50 +99,50 @@ class Killer:
         *,
         by_command: bool = False,
     ) -> bool:
-        """One life, killed after what `after` says; whether the run has come to its end."""
+        """Run one life, killed after the event named by `after`; return whether the run has finished."""
         moment = None
         if after is not None:
-            # the command imports for seconds first: its kill comes once it trains
+            # the command spends seconds on imports: it is killed only once it trains
             kind = "row" if by_command and after == "start" else after
-            moment = draw_moment(victim.draw, kind, start_seconds=START_SECONDS)
+            moment = draw_moment(victim.rng, kind, start_seconds=START_SECONDS)
         try:
             start = self._starter(name, victim.folder, by_command=by_command)
             ended = victim.live(start, moment, by_command=by_command)
         except AssertionError as error:
-            self._note(result, victim, str(error))
+            self._record_failure(result, victim, str(error))
             return False
         finally:
             lost, victim.lost = victim.lost, []
-            result.lost += [self._told(result, victim, what) for what in lost]
+            result.lost += [self._describe(result, victim, text) for text in lost]
         return ended
 
     def _starter(self, name: str, folder: Path, *, by_command: bool) -> Callable[[Path], Life]:
-        words = words_of(name, folder, self._texts)
-        world_size = 2 if "trainer.devices=2" in words else 1
+        overrides = get_overrides(name, folder, self._texts)
+        world_size = 2 if "trainer.devices=2" in overrides else 1
         if by_command:
-            return lambda log: CommandLife(words, log)
+            return lambda log: CommandLife(overrides, log)
         if name not in self._composed:
-            self._composed[name] = compose(words)
+            self._composed[name] = compose(overrides)
         run = replace(self._composed[name], run_folder=folder)
         return lambda log: ForkedLife(self._zygote, run, log, world_size=world_size)
 
     def _compare(self, result: Result, victim: Victim, reference: Victim) -> None:
         found = list(differences(victim.folder, reference.folder))
         if found:
-            self._note(result, victim, "\n".join(found[:10]))
+            self._record_failure(result, victim, "\n".join(found[:10]))
         else:
             result.num_finished += 1
 
-    def _note(self, result: Result, victim: Victim, what: str) -> None:
-        result.broken.append(self._told(result, victim, what))
+    def _record_failure(self, result: Result, victim: Victim, text: str) -> None:
+        result.broken.append(self._describe(result, victim, text))
 
     @staticmethod
-    def _told(result: Result, victim: Victim, what: str) -> str:
-        """With all that is needed to look into it."""
+    def _describe(result: Result, victim: Victim, text: str) -> str:
+        """Return the text with what is needed to debug it: seed, life, folder, ends of logs."""
         logs = sorted(victim.log.parent.glob(f"{victim.log.name}*"))
         tails = [f"{log}:\n{_tail(log)}" for log in logs]
         where = f"{result.name}, seed {result.seed}, life {victim.num_lives} of {victim.folder}"
-        return "\n".join([f"{where}: {what}", *tails])
+        return "\n".join([f"{where}: {text}", *tails])
 
 
 def _tail(log: Path) -> str:

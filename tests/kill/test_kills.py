@@ -1,16 +1,16 @@
-"""A run killed at any moment and resumed by the same command gives the bits of one that was never killed."""
+"""A run killed at any moment and resumed with the same command equals, bit for bit, a run that was never killed."""
 
 from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
-from kill.cases import CASES, compose, words_of
+from kill.cases import CASES, compose, get_overrides
 from kill.killer import Killer
 from kill.lives import Zygote
 from support import write_texts
 
 SEED = 1
-# kills of each case, and how many of them go through the real command
+# kills of each case, and how many of them hit the real command
 KILLS = {
     "single": (16, 2),
     "single 16-mixed": (12, 0),
@@ -24,7 +24,7 @@ KILLS = {
 def zygote(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Zygote]:
     folder: Path = tmp_path_factory.mktemp("compose")
     texts = write_texts(folder / "texts")
-    zygote = Zygote([compose(words_of(name, folder, texts)) for name in CASES])
+    zygote = Zygote([compose(get_overrides(name, folder, texts)) for name in CASES])
     yield zygote
     zygote.close()
 

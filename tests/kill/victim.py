@@ -1,4 +1,4 @@
-"""One run that is killed and started again by the same command, until it has come to its end."""
+"""One run that is killed and started again with the same command until it finishes."""
 
 import random
 import time
@@ -6,7 +6,7 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from kill.disk import Disk, began_at, events_size, last_row, look, saves
+from kill.disk import Disk, began_at, events_size, last_row, read_disk, saves
 from kill.lives import Life
 
 _LIFE_SECONDS = 120.0
@@ -21,9 +21,9 @@ class Moment:
     """When to kill.
 
     Attributes:
-        after: `start` of the life, its first new `row`, or the beginning of a `save`.
-        seconds: From then on.
-        saves_before: Saves to let pass.
+        after: Event to wait for: `start` of the life, its first new `row`, or the beginning of a `save`.
+        seconds: Delay after that event.
+        saves_before: Number of saves to let complete first.
     """
 
     after: str
@@ -31,14 +31,14 @@ class Moment:
     saves_before: int = 0
 
 
-def draw_moment(draw: random.Random, after: str, *, start_seconds: float) -> Moment:
-    """A moment of a kind. A save takes 5 ms and more: two of three kills in it come within 4 ms, others within 30."""
+def draw_moment(rng: random.Random, after: str, *, start_seconds: float) -> Moment:
+    """Draw a moment after an event. A save takes at least 5 ms: two of three kills come within 4 ms, the rest in 30."""
     if after == "start":
-        return Moment(after=after, seconds=draw.uniform(0.0, start_seconds))
+        return Moment(after=after, seconds=rng.uniform(0.0, start_seconds))
     if after == "row":
-        return Moment(after=after, seconds=draw.uniform(0.0, 0.8))
-    within = draw.choice((0.0, 0.004, 0.030))
-    return Moment(after=after, seconds=draw.uniform(0.0, within), saves_before=draw.randrange(8))
+        return Moment(after=after, seconds=rng.uniform(0.0, 0.8))
+    within = rng.choice((0.0, 0.004, 0.030))
+    return Moment(after=after, seconds=rng.uniform(0.0, within), saves_before=rng.randrange(8))
 
 
 @dataclass(kw_only=True)
@@ -46,11 +46,12 @@ class Death:
     """How one life ended by a kill.
 
     Attributes:
-        after: The kind of moment.
+        after: The event of its `Moment`.
         seconds: From the start of the life to the end of its last process.
-        in_save: Whether a folder was left that a checkpoint was being written to.
+        in_save: Whether it left a folder of an unfinished checkpoint.
         row: Step of the last row on disk.
-        newest: Step of the newest whole checkpoint; -1: there is none.
+        newest: Step of the newest complete checkpoint; -1 without one.
+        by_command: Whether the life was the real command.
     """
 
     after: str
@@ -58,7 +59,7 @@ class Death:
     in_save: bool
     row: int
     newest: int
-    by_command: bool  # of a life that was the real command
+    by_command: bool
 
 
 @dataclass(kw_only=True)
@@ -66,14 +67,17 @@ class Victim:
     """A run folder and the lives it has had.
 
     Attributes:
-        recovery_seconds: Of each forked life but the first, from its start to the first row beyond those of the
-            lives before; None where it was killed before.
-        command_seconds: The same of lives that were the real command.
-        lost: What was lost of the checkpoints that earlier lives had left, in words.
+        rng: Source of the moments.
+        num_lives: Number of starts so far.
+        deaths: The lives that were killed.
+        recovery_seconds: Of each forked life but the first, from its start to the first row beyond those of earlier
+            lives; None if it was killed before.
+        command_seconds: The same for lives that were the real command.
+        lost: Descriptions of checkpoints of earlier lives that were lost.
     """
 
     folder: Path
-    draw: random.Random
+    rng: random.Random
     num_lives: int = 0
     deaths: list[Death] = field(default_factory=list)
     recovery_seconds: list[float | None] = field(default_factory=list)
@@ -82,14 +86,14 @@ class Victim:
 
     @property
     def log(self) -> Path:
-        """Of the newest life, without suffix."""
+        """Log file of the newest life, without suffix."""
         return self.folder.with_name(f"{self.folder.name}_life_{self.num_lives:03d}")
 
     def live(self, start: StartLife, moment: Moment | None, *, by_command: bool = False) -> bool:
-        """One life, killed at a moment or never; whether the run has come to its end.
+        """Run one life, killed at a moment or never; return whether the run has finished.
 
         Raises:
-            AssertionError: It ended by itself and not well, or not at all.
+            AssertionError: It failed by itself, or hangs.
         """
         self.num_lives += 1
         watch = _Watch(self.folder)
@@ -97,15 +101,15 @@ class Victim:
         try:
             due = watch.until(life, moment)
         except AssertionError:
-            life.kill(self.draw)
+            life.kill(self.rng)
             raise
         if self.num_lives > 1:
-            kept = self.command_seconds if by_command else self.recovery_seconds
-            kept.append(watch.recovery_seconds)
-        killed = due and life.kill(self.draw)
-        code = 0 if killed else life.end()
+            seconds = self.command_seconds if by_command else self.recovery_seconds
+            seconds.append(watch.recovery_seconds)
+        killed = due and life.kill(self.rng)
+        code = 0 if killed else life.wait()
         assert code == 0, f"it ended by itself, with exit code {code}"
-        after = look(self.folder)
+        after = read_disk(self.folder)
         self.lost += watch.lost(after)
         if moment is None or not killed:
             return True
@@ -123,11 +127,11 @@ class Victim:
 
 
 class _Watch:
-    """Looks at a run folder from outside while a life writes there."""
+    """Watches a run folder from outside while a life writes to it."""
 
     def __init__(self, folder: Path) -> None:
         self._folder = folder
-        self.before = look(folder)
+        self.before = read_disk(folder)
         self.saves = saves(folder)  # left by earlier lives
         self._events = events_size(folder)
         self._names: set[str] = set()  # of saves of this life
@@ -136,12 +140,14 @@ class _Watch:
         self.began = time.monotonic()
 
     def until(self, life: Life, moment: Moment | None) -> bool:
-        """Whether the moment has come; False: the life has ended by itself."""
+        """Wait for the moment; return False if the life has ended by itself before."""
         due = None
         while True:
             now = time.monotonic()
-            assert now - self.began < _LIFE_SECONDS, "it neither ends nor comes to its moment"
-            self._note_recovery(now)
+            assert now - self.began < _LIFE_SECONDS, (
+                "it neither ends nor reaches the moment of its kill"
+            )
+            self._time_recovery(now)
             if due is None and moment is not None and self._has_come(moment):
                 due = (self.began if moment.after == "start" else now) + moment.seconds
             if due is not None and now >= due:
@@ -152,7 +158,7 @@ class _Watch:
             pause = _POLL_IN_SAVE_SECONDS if in_save else _POLL_SECONDS
             time.sleep(pause if due is None else max(0.0, min(pause, due - now)))
 
-    def _note_recovery(self, now: float) -> None:
+    def _time_recovery(self, now: float) -> None:
         if self.recovery_seconds is None and last_row(self._folder) > self.before.row:
             self.recovery_seconds = now - self.began
 
@@ -163,17 +169,16 @@ class _Watch:
             if self._first_step is None:
                 self._first_step = began_at(self._folder, self._events)
             return self._first_step is not None and last_row(self._folder) > self._first_step
-        fresh = {name for name, _ in saves(self._folder) - self.saves} - self._names
-        self._names |= fresh
+        self._names |= {name for name, _ in saves(self._folder) - self.saves}
         return len(self._names) > moment.saves_before
 
     def lost(self, after: Disk) -> Iterator[str]:
-        """Judged when the life is over: what lay there, what lies there, and where the life began."""
+        """Yield what was lost, judged after the life: the checkpoints before and after it, and where it resumed."""
         newest = self.before.newest
         if after.newest < newest:
-            yield f"the newest whole checkpoint was of step {newest} and is of {after.newest}"
+            yield f"the newest complete checkpoint was of step {newest} and is of {after.newest}"
         if after.last is False:
-            yield "checkpoints/last leads to no whole checkpoint"
+            yield "checkpoints/last leads to no complete checkpoint"
         began = began_at(self._folder, self._events)
         if began is not None and began < newest:
-            yield f"it went on from step {began}, where a whole checkpoint of step {newest} lay"
+            yield f"it resumed from step {began} although there was a complete checkpoint of step {newest}"

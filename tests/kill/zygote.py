@@ -1,6 +1,6 @@
 """One process that has imported all that a run imports, and forks the ranks of a run on request: milliseconds a start.
 
-`python -P zygote.py`, started by `lives.Zygote`. A request is a line of JSON on standard input, its answer a line on
+`python -P zygote.py`, started by `lives.Zygote`. A request is a line of JSON on standard input, its response a line on
 standard output; when the input closes, whatever still runs is killed.
 """
 
@@ -17,7 +17,7 @@ from typing import Any, NoReturn
 
 _PR_SET_CHILD_SUBREAPER = 36  # linux/prctl.h
 _PR_SET_PDEATHSIG = 1
-# imported late by a run, besides what its config names; other versions may have no such module
+# imported lazily by a run, in addition to what its config names; other versions may have no such module
 _LATE = (
     "recipes.build",
     "recipes.entry.run",
@@ -35,14 +35,14 @@ _LATE = (
 
 
 class Ranks:
-    """The children of this process: ranks, and what they leave behind when they are killed."""
+    """The children of this process: ranks, and the orphans of killed ranks."""
 
     def __init__(self) -> None:
         self._running: list[int] = []
-        self._pipes: dict[int, int] = {}  # rank's pid -> our end of its standard input
+        self._pipes: dict[int, int] = {}  # rank's pid -> write end of its standard input
 
     def warm(self, modules: Sequence[str]) -> list[int]:
-        """Import; the number of threads, which must be 1 where a process forks."""
+        """Import modules; return the number of threads, which must be 1 where a process forks."""
         for name in (*_LATE, *modules):
             try:
                 importlib.import_module(name)
@@ -50,25 +50,25 @@ class Ranks:
                 if name.startswith(("recipes", "callbacks")):
                     raise
         gc.collect()
-        gc.freeze()  # a child's collector leaves these pages shared
+        gc.freeze()  # a child's garbage collector then leaves these pages shared
         return [len(list(Path("/proc/self/task").iterdir()))]
 
     def start(self, run_file: str, environs: list[dict[str, str]], logs: list[str]) -> list[int]:
-        """Fork one child a rank; their process ids."""
+        """Fork one child per rank; return their process ids."""
         started = []
         for environ, log in zip(environs, logs, strict=True):
-            theirs, ours = os.pipe()
+            read_end, write_end = os.pipe()
             pid = os.fork()
             if not pid:
-                _be_rank(run_file, environ, log, theirs)
-            os.close(theirs)
-            self._pipes[pid] = ours
+                _become_rank(run_file, environ, log, read_end)
+            os.close(read_end)
+            self._pipes[pid] = write_end
             started.append(pid)
         self._running += started
         return started
 
     def wait(self, pids: list[int]) -> list[int]:
-        """Wait for ranks that end; their exit codes, negative where a signal ended them."""
+        """Wait for ranks to end; return their exit codes, negative where a signal ended them."""
         codes = []
         for pid in pids:
             codes.append(os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]))
@@ -77,7 +77,7 @@ class Ranks:
         return codes
 
     def end(self) -> list[int]:
-        """Kill every child, and children's children as they come to us."""
+        """Kill every child, and every orphan as it is reparented to this process."""
         while children := self._children():
             for pid in children:
                 os.kill(pid, signal.SIGKILL)
@@ -90,17 +90,17 @@ class Ranks:
         return [int(pid) for pid in text.split()]
 
 
-def _be_rank(run_file: str, environ: dict[str, str], log: str, stdin: int) -> NoReturn:
-    """What a fresh process of `train.py` or of `start_ranks` does from its composed run on."""
-    exit_code = 70  # the code below says what is wrong
+def _become_rank(run_file: str, environ: dict[str, str], log: str, stdin: int) -> NoReturn:
+    """Do what a fresh process of `train.py` or `entry.spawn` does once its run is composed."""
+    exit_code = 70  # of an exception, whose traceback is printed
     try:
         os.setpgid(0, 0)
         os.environ.update(environ)
         opened = os.open(log, os.O_WRONLY | os.O_CREAT | os.O_APPEND)
-        for ours, theirs in ((stdin, 0), (opened, 1), (opened, 2)):
-            os.dup2(ours, theirs)
-        os.closerange(3, 256)  # pipes of other ranks, which would keep them alive
-        exit_code = _carry_out(run_file)
+        for source, target in ((stdin, 0), (opened, 1), (opened, 2)):
+            os.dup2(source, target)
+        os.closerange(3, 256)  # pipes of other ranks, which would keep those alive
+        exit_code = _run(run_file)
     except BaseException:
         sys.excepthook(*sys.exc_info())
     finally:
@@ -109,7 +109,7 @@ def _be_rank(run_file: str, environ: dict[str, str], log: str, stdin: int) -> No
         os._exit(exit_code)
 
 
-def _carry_out(run_file: str) -> int:
+def _run(run_file: str) -> int:
     from recipes.config.compose import from_json
     from recipes.entry import rank_main
     from recipes.entry.run import run_composed
@@ -117,7 +117,7 @@ def _carry_out(run_file: str) -> int:
 
     if RANK_FILE in os.environ:
         return rank_main.main()
-    _prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)  # ranks see it by their standard input
+    _prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)  # ranks notice a dead parent by their standard input
     return run_composed(from_json(Path(run_file).read_text()))
 
 
@@ -131,8 +131,8 @@ def main() -> None:
     _prctl(_PR_SET_CHILD_SUBREAPER, 1)
     for line in sys.stdin:
         request: dict[str, Any] = json.loads(line)
-        answer = getattr(ranks, request.pop("do"))(**request)
-        print(json.dumps(answer), flush=True)
+        response = getattr(ranks, request.pop("do"))(**request)
+        print(json.dumps(response), flush=True)
     ranks.end()
 
 

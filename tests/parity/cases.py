@@ -1,4 +1,4 @@
-"""The experiment that every strategy must carry out alike: 20 steps with uneven masks, clipping, AdamW and warm-up."""
+"""The experiment that every strategy must reproduce: 20 steps with uneven masks, clipping, AdamW and warm-up."""
 
 from typing import Any
 
@@ -44,12 +44,12 @@ MODELS: dict[str, tuple[list[str], dict[str, Any]]] = {
 def case(
     model: str, *, strategy: list[str], precision: str, accumulate: int, world_size: int
 ) -> dict[str, Any]:
-    """One run of the experiment, carried out in one way."""
-    words, data = MODELS[model]
+    """Return one way to run the experiment: its overrides, and the data node that replaces the composed one."""
+    overrides, data = MODELS[model]
     micro_batch_size = GLOBAL_BATCH_SIZE // (accumulate * world_size)
     return {
-        "words": [
-            *words,
+        "overrides": [
+            *overrides,
             *COMMON,
             *strategy,
             f"precision={precision}",
@@ -79,7 +79,7 @@ STRATEGIES: dict[str, list[str]] = {
 def largest_difference(
     rows: list[dict[str, float]], reference: list[dict[str, float]]
 ) -> dict[str, float]:
-    """Largest relative difference of each number over all steps."""
+    """Return the largest relative difference of loss and norm over all steps."""
     assert len(rows) == len(reference), f"{len(rows)} rows != {len(reference)}"
     return {
         name: max(
@@ -91,18 +91,18 @@ def largest_difference(
 
 
 def memory_case(name: str, *, world_size: int) -> dict[str, Any]:
-    """Three steps of a model of 31 million parameters on very little data: what is held is its state."""
-    words = {
+    """Return three steps of a 31-million-parameter model on very little data: its memory is its train state."""
+    size = {
         "model.vocab_size": 4096,
         "model.hidden_size": 768,
         "model.num_heads": 4,
         "model.num_layers": 4,
     }
-    changed = [word for word in DECODER if word.partition("=")[0] not in words]
+    smaller = [override for override in DECODER if override.partition("=")[0] not in size]
     return {
-        "words": [
-            *changed,
-            *(f"{key}={value}" for key, value in words.items()),
+        "overrides": [
+            *smaller,
+            *(f"{key}={value}" for key, value in size.items()),
             *COMMON,
             "model=gpt2_nano",
             "trainer.max_steps=3",
@@ -118,10 +118,12 @@ def memory_case(name: str, *, world_size: int) -> dict[str, Any]:
 
 
 def overflow_case(name: str, *more: str, world_size: int) -> dict[str, Any]:
-    """Six steps in float16; in the third one, the last rank's gradients overflow."""
-    made = case(
+    """Return six steps in float16; in the third step, the last rank's gradients overflow."""
+    base = case(
         "gpt2", strategy=STRATEGIES[name], precision="16-mixed", accumulate=2, world_size=world_size
     )
-    words = [word for word in made["words"] if not word.startswith("save_every")]
-    words += ["trainer.max_steps=6", "eval_every=6", "save_every=4", *more]
-    return made | {"words": words, "overflow": {"step": 2, "rank": world_size - 1}}
+    overrides = [
+        override for override in base["overrides"] if not override.startswith("save_every")
+    ]
+    overrides += ["trainer.max_steps=6", "eval_every=6", "save_every=4", *more]
+    return base | {"overrides": overrides, "overflow": {"step": 2, "rank": world_size - 1}}

@@ -12,7 +12,7 @@ Run = Callable[..., dict[str, Any]]
 
 @pytest.fixture(scope="session")
 def run_group(tmp_path_factory: pytest.TempPathFactory) -> Run:
-    """Cases, number of ranks -> results by name; the same group is run once a session."""
+    """Run a group of cases on N ranks and return the results by name; each group runs once per session."""
     done: dict[str, dict[str, Any]] = {}
 
     def run(name: str, cases: dict[str, Any], *, world_size: int) -> dict[str, Any]:
@@ -26,7 +26,7 @@ def run_group(tmp_path_factory: pytest.TempPathFactory) -> Run:
 
 @pytest.fixture
 def rows(run_group: Run) -> Callable[..., list[dict[str, float]]]:
-    """The rows of one case of a group; its traceback where it failed."""
+    """Return the rows of one case of a group; fail with its traceback where it raised."""
 
     def find_rows(
         group: str, cases: dict[str, Any], name: str, *, world_size: int

@@ -1,6 +1,6 @@
-"""One rank that meets faults, case by case: python fault_ranks.py <cases.json> <results.json>.
+"""Train with an injected fault, case by case, as one rank: python fault_ranks.py <cases.json> <results.json>.
 
-A case is the words of a command line, a data node and a fault; the result is the rows and the events of the run.
+A case is a list of overrides, a data node and a fault; the result is the rows and events of the run.
 """
 
 import json
@@ -11,15 +11,15 @@ from typing import Any
 sys.path[:0] = [str(folder) for folder in Path(__file__).parents[:3]]
 
 from faults import FaultAt  # noqa: E402
-from run_cases import carry_out  # noqa: E402
+from run_cases import run_all  # noqa: E402
 from support import composed_config, read_metrics  # noqa: E402
 
 from recipes.build import build  # noqa: E402
 
 
 def run_case(case: dict[str, Any], folder: Path) -> dict[str, Any]:
-    """Train; what the run left."""
-    config = composed_config(*case["words"])
+    """Train; return the rows and events that the run wrote."""
+    config = composed_config(*case["overrides"])
     config |= {"data": case["data"]} if "data" in case else {}
     run = build(config, folder, [])
     if case.get("fault") is not None:
@@ -36,9 +36,9 @@ def run_case(case: dict[str, Any], folder: Path) -> dict[str, Any]:
         return {}
     events = folder / "events.jsonl"
     lines = events.read_text().splitlines() if events.exists() else []
-    told = [json.loads(line) for line in lines]
-    return {"rows": read_metrics(folder), "events": told, "stopped": error}
+    parsed = [json.loads(line) for line in lines]
+    return {"rows": read_metrics(folder), "events": parsed, "stopped": error}
 
 
 if __name__ == "__main__":
-    carry_out(run_case)
+    run_all(run_case)

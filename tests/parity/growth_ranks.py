@@ -1,6 +1,6 @@
-"""One rank of float16 runs whose loss scale doubles every second step: python growth_ranks.py <cases> <results>.
+"""Train in float16 with a loss scale that doubles every second step: python growth_ranks.py <cases> <results>.
 
-`as_upstream` leaves DeepSpeed to double its scale where it does so by itself.
+With `as_upstream`, DeepSpeed doubles its scale at its own point of the step, without our correction.
 """
 
 import sys
@@ -20,12 +20,11 @@ _grow_after_the_step = zero_loss_scale._grow_after_the_step
 
 
 def run_case(case: dict[str, Any], folder: Path) -> dict[str, Any]:
-    """Train; the rows."""
-    left_alone = case["as_upstream"]
+    """Train; return the rows."""
     zero_loss_scale._grow_after_the_step = (
-        (lambda optimizer: None) if left_alone else _grow_after_the_step
+        (lambda optimizer: None) if case["as_upstream"] else _grow_after_the_step
     )
-    run = build(composed_config(*case["words"]) | {"data": case["data"]}, folder, [])
+    run = build(composed_config(*case["overrides"]) | {"data": case["data"]}, folder, [])
     scaler = getattr(run.trainer.precision_plugin, "scaler", None)
     if scaler is not None:
         scaler.set_growth_interval(2)
@@ -34,4 +33,4 @@ def run_case(case: dict[str, Any], folder: Path) -> dict[str, Any]:
 
 
 if __name__ == "__main__":
-    run_cases.carry_out(run_case)
+    run_cases.run_all(run_case)

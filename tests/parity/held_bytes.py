@@ -1,4 +1,4 @@
-"""Bytes that a rank holds in weights, gradients and optimizer state, counted tensor by tensor, and what theory says."""
+"""Bytes of weights, gradients and optimizer state on a rank: counted storage by storage, and in theory."""
 
 import gc
 from typing import Any
@@ -10,7 +10,7 @@ from torch import Tensor
 
 
 def held_bytes(module: torch.nn.Module) -> int:
-    """Storage behind every live tensor of this process, each storage once, gradients included."""
+    """Return the bytes of every live tensor's storage in this process, gradients included, each storage once."""
     tensors = [item for item in gc.get_objects() if isinstance(item, Tensor)]
     tensors += [weight.grad for weight in module.parameters() if weight.grad is not None]
     tensors = [getattr(tensor, "_local_tensor", tensor) for tensor in tensors]
@@ -23,7 +23,7 @@ def held_bytes(module: torch.nn.Module) -> int:
 
 
 class HeldBytes(Callback):
-    """Counts where all three kinds are alive: before the second optimizer step, and after it."""
+    """Counts bytes where weights, gradients and optimizer state all exist: before and after the second step."""
 
     def __init__(self) -> None:
         self.most = 0
@@ -45,7 +45,7 @@ class HeldBytes(Callback):
 
 
 def bytes_per_parameter(strategy: str, num_ranks: int) -> float:
-    """Float32 weights 4, gradients 4, Adam's moments 8; DeepSpeed keeps a master copy of the weights beside them, 4."""
+    """Return theoretical bytes per parameter: float32 weights 4, gradients 4, Adam state 8, DeepSpeed's master 4."""
     return {
         "single": 16.0,
         "ddp": 16.0,

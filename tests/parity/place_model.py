@@ -1,4 +1,4 @@
-"""One rank that places one model and counts the host memory it takes: python place_model.py <cases> <results>."""
+"""Materialize one model on one rank and measure the host memory it takes: python place_model.py <cases> <results>."""
 
 import json
 import os
@@ -18,14 +18,14 @@ from recipes.build import build  # noqa: E402
 
 
 def resident_bytes() -> int:
-    """Of this process, now."""
+    """Return the resident memory of this process."""
     return int(Path("/proc/self/statm").read_text().split()[1]) * os.sysconf("SC_PAGE_SIZE")
 
 
 def main() -> None:
     torch.set_num_threads(1)
     [(name, case)] = json.loads(Path(sys.argv[1]).read_text()).items()
-    run = build(composed_config(*case["words"]), Path(tempfile.mkdtemp()), [])
+    run = build(composed_config(*case["overrides"]), Path(tempfile.mkdtemp()), [])
     place = run.trainer.strategy.place  # type: ignore[attr-defined]
 
     def measured(model: torch.nn.Module, initialize: object) -> None:
@@ -47,7 +47,7 @@ def main() -> None:
         if os.environ["RANK"] == "0":
             result = {"num_parameters": num_parameters, "taken_bytes": taken}
             Path(sys.argv[2]).write_text(json.dumps({name: result}))
-        time.sleep(0.5)  # the other rank may still be placing
+        time.sleep(0.5)  # the other rank may still be materializing
         os._exit(0)
 
     run.trainer.strategy.place = measured  # type: ignore[attr-defined]

@@ -1,4 +1,4 @@
-"""Starts the ranks of a group of cases and collects their results."""
+"""Start the ranks of a group of cases and collect their results."""
 
 import json
 import os
@@ -19,7 +19,7 @@ def run_on_ranks(
     timeout_seconds: float = 280.0,
     worker: Path = WORKER,
 ) -> dict[str, Any]:
-    """Run every case in one process group of `world_size` real processes; results by name, as rank 0 has them."""
+    """Run every case in one process group of `world_size` real processes; return rank 0's results by name."""
     folder.mkdir(parents=True, exist_ok=True)
     cases_file, results_file = folder / "cases.json", folder / "results.json"
     cases_file.write_text(json.dumps(cases))
@@ -30,7 +30,7 @@ def run_on_ranks(
         "MASTER_ADDR": "127.0.0.1",
         "MASTER_PORT": str(port),
         "OMP_NUM_THREADS": "1",
-        "RECIPES_RANK_FILE": str(cases_file),  # ranks that exist
+        "RECIPES_RANK_FILE": str(cases_file),  # marks these processes as ranks: no further spawn
         "WORLD_SIZE": str(world_size),
         "LOCAL_WORLD_SIZE": str(world_size),
     }

@@ -1,7 +1,7 @@
-"""One rank that trains and goes on, case by case: python resume_ranks.py <cases.json> <results.json>.
+"""Train and resume, case by case, as one rank: python resume_ranks.py <cases.json> <results.json>.
 
-A case is the words of a command line and, where it is there, a data node that takes the place of the composed one.
-Each is trained to step 3, then again from its checkpoint of step 2; the result is both runs' last row.
+A case is a list of overrides and, optionally, a data node that replaces the composed one. Each case trains to step 3,
+then again from its checkpoint of step 2; the result is the last row of both runs.
 """
 
 import gc
@@ -11,16 +11,16 @@ from typing import Any
 
 sys.path[:0] = [str(folder) for folder in Path(__file__).parents[:3]]
 
-from run_cases import carry_out  # noqa: E402
+from run_cases import run_all  # noqa: E402
 from support import composed_config, read_metrics  # noqa: E402
 
 from recipes.build import build  # noqa: E402
 
 
 def train(case: dict[str, Any], folder: Path, *more: str) -> dict[str, float]:
-    """The last row of a run."""
+    """Train; return the last row of metrics."""
     folder.mkdir(exist_ok=True)
-    config = composed_config(*case["words"], *more)
+    config = composed_config(*case["overrides"], *more)
     config |= {"data": case["data"]} if "data" in case else {}
     run = build(config, folder, [])
     run.trainer.fit(run.task, datamodule=run.data, ckpt_path=run.checkpoint, weights_only=True)
@@ -29,12 +29,15 @@ def train(case: dict[str, Any], folder: Path, *more: str) -> dict[str, float]:
 
 
 def run_case(case: dict[str, Any], folder: Path) -> dict[str, Any]:
-    """Train without a pause, then from the checkpoint in the middle."""
-    whole = train(case, folder / "whole")
+    """Train without interruption, then resume from the checkpoint in the middle."""
+    uninterrupted = train(case, folder / "uninterrupted")
     gc.collect()
-    checkpoint = folder / "whole/checkpoints/step_0000002.ckpt"
-    return {"whole": whole, "resumed": train(case, folder / "again", f"resume={checkpoint}")}
+    checkpoint = folder / "uninterrupted/checkpoints/step_0000002.ckpt"
+    return {
+        "uninterrupted": uninterrupted,
+        "resumed": train(case, folder / "resumed", f"resume={checkpoint}"),
+    }
 
 
 if __name__ == "__main__":
-    carry_out(run_case)
+    run_all(run_case)

@@ -1,7 +1,7 @@
-"""One rank that goes back and comes by again, case by case: python rollback_ranks.py <cases.json> <results.json>.
+"""Roll back once and repeat the steps, case by case, as one rank: python rollback_ranks.py <cases.json> <results.json>.
 
-A case is the words of a command line and a data node that takes the place of the composed one. The run goes back once,
-after `at` steps, data included; the result is the loss of every step it made, with the number of that step.
+A case is a list of overrides and a data node that replaces the composed one. The run rolls back once, after `at`
+steps, data included; the result is the loss of every executed step, with its step number.
 """
 
 import sys
@@ -12,7 +12,7 @@ sys.path[:0] = [str(folder) for folder in Path(__file__).parents[:3]]
 
 import yaml  # noqa: E402
 from lightning.pytorch.callbacks import Callback  # noqa: E402
-from run_cases import carry_out  # noqa: E402
+from run_cases import run_all  # noqa: E402
 from support import ROOT, composed_config, read_metrics  # noqa: E402
 
 from callbacks.loss_spike import callback as loss_spike  # noqa: E402
@@ -24,7 +24,7 @@ from recipes.build import build  # noqa: E402
 
 
 class DriftsOnce(StepReader):
-    """Takes a step for a drift whose loss is as ever."""
+    """Reports drift once, at a step with a normal loss."""
 
     at: int
     spikes: LossSpikeRollback
@@ -41,19 +41,19 @@ class DriftsOnce(StepReader):
 
 
 class Losses(Callback):
-    """The loss of every step that is made, over all ranks, as the guard sees it."""
+    """Records the loss of every executed step over all ranks, as the step guard sees it."""
 
     def __init__(self, spikes: LossSpikeRollback) -> None:
-        self.made: list[tuple[int, float]] = []
+        self.by_step: list[tuple[int, float]] = []
         self._spikes = spikes
 
     def on_before_optimizer_step(self, trainer: Any, pl_module: Any, optimizer: Any) -> None:
-        self.made.append((trainer.global_step + 1, float(self._spikes._reader.loss)))
+        self.by_step.append((trainer.global_step + 1, float(self._spikes._reader.loss)))
 
 
 def run_case(case: dict[str, Any], folder: Path) -> dict[str, Any]:
-    """Train; every step's loss, and what the run left."""
-    config = composed_config(*case["words"]) | {"data": case["data"]}
+    """Train; return the loss of every step, and what the run left."""
+    config = composed_config(*case["overrides"]) | {"data": case["data"]}
     run = build(config, folder, [])
     arguments = yaml.safe_load((ROOT / "conf/callbacks/loss_spike.yaml").read_text())["loss_spike"]
     arguments |= {"snapshot_every": case["to"], "quarantine_steps": case["to"]}
@@ -67,7 +67,7 @@ def run_case(case: dict[str, Any], folder: Path) -> dict[str, Any]:
     run.trainer.fit(run.task, datamodule=run.data)
     run.trainer.strategy.barrier()
     return {
-        "losses": losses.made,
+        "losses": losses.by_step,
         "to": case["to"],
         "rows": read_metrics(folder) if run.trainer.is_global_zero else [],
         "num_bytes": spikes._recovery.rollback.num_bytes,
@@ -76,4 +76,4 @@ def run_case(case: dict[str, Any], folder: Path) -> dict[str, Any]:
 
 
 if __name__ == "__main__":
-    carry_out(run_case)
+    run_all(run_case)

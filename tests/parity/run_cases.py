@@ -1,7 +1,7 @@
-"""One rank that runs many cases in one process group: python run_cases.py <cases.json> <results.json>.
+"""Run many cases in one process group, as one rank: python run_cases.py <cases.json> <results.json>.
 
-A case is the words of a command line and a data node that takes the place of the composed one; its result is the
-rows of metrics.csv and, where `count` is set, the bytes that this rank held. `overflow` names a step and a rank.
+A case is a list of overrides and a data node that replaces the composed one; its result is the rows of metrics.csv
+and, where `count` is set, the bytes that this rank held. `overflow` names a step and a rank.
 """
 
 import gc
@@ -25,8 +25,8 @@ from recipes.model.init import unsharded_shape  # noqa: E402
 
 
 def run_case(case: dict[str, Any], folder: Path) -> dict[str, Any]:
-    """Train; the rows of its metrics."""
-    config = composed_config(*case["words"]) | {"data": case["data"]}
+    """Train; return the rows of metrics."""
+    config = composed_config(*case["overrides"]) | {"data": case["data"]}
     run = build(config, folder, [])
     counter = HeldBytes()
     if "count" in case:
@@ -43,8 +43,8 @@ def run_case(case: dict[str, Any], folder: Path) -> dict[str, Any]:
     }
 
 
-def carry_out(run_case: Callable[[dict[str, Any], Path], dict[str, Any]]) -> None:
-    """Every case of the file that the command line names, each in a folder of its own beside the results."""
+def run_all(run_case: Callable[[dict[str, Any], Path], dict[str, Any]]) -> None:
+    """Run every case of the file named on the command line, each in its own folder next to the results."""
     torch.set_num_threads(1)
     cases, results_file = json.loads(Path(sys.argv[1]).read_text()), Path(sys.argv[2])
     results: dict[str, Any] = {}
@@ -62,4 +62,4 @@ def carry_out(run_case: Callable[[dict[str, Any], Path], dict[str, Any]]) -> Non
 
 
 if __name__ == "__main__":
-    carry_out(run_case)
+    run_all(run_case)

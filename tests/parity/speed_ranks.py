@@ -1,7 +1,7 @@
-"""One rank of runs whose speed and loss are also taken by hand: python speed_ranks.py <cases.json> <results.json>.
+"""Train while measuring speed and loss independently: python speed_ranks.py <cases.json> <results.json>.
 
-Each rank waits where it is told to in every forward pass. The result is the rows, when rank 0 ended each step, and
-the loss of the first step's samples before it, as the sum over targets and their number.
+The last rank waits in every forward pass. The result is the rows, the time at which rank 0 ended each step, and the
+loss sum and target count of the first step's samples under the first weights.
 """
 
 import sys
@@ -15,15 +15,15 @@ import lightning.pytorch as lightning  # noqa: E402
 import torch  # noqa: E402
 import torch.distributed as dist  # noqa: E402
 from lightning.pytorch.callbacks import Callback  # noqa: E402
-from run_cases import carry_out  # noqa: E402
+from run_cases import run_all  # noqa: E402
 from support import composed_config, read_metrics  # noqa: E402
 
 from callbacks.throughput.callback import SpeedMonitor  # noqa: E402
 from recipes.build import build  # noqa: E402
 
 
-class ByHand(Callback):
-    """Waits in forward passes of one rank, and keeps what a person with a clock would."""
+class IndependentMeasurement(Callback):
+    """Slows the forward passes of one rank, and measures step times and the first loss with its own clock and sum."""
 
     def __init__(self, wait_seconds: float) -> None:
         self.wait_seconds = wait_seconds
@@ -41,29 +41,31 @@ class ByHand(Callback):
         if trainer.global_rank == trainer.world_size - 1:
             inner = type(pl_module).training_step
 
-            def late(*arguments: Any) -> Any:
+            def delayed(*arguments: Any) -> Any:
                 time.sleep(self.wait_seconds)
                 return inner(pl_module, *arguments)
 
-            pl_module.training_step = late
+            pl_module.training_step = delayed
 
     def on_train_batch_end(self, trainer: lightning.Trainer, *_: Any) -> None:
         self.ended.setdefault(trainer.global_step, time.perf_counter())
 
 
 def run_case(case: dict[str, Any], folder: Path) -> dict[str, Any]:
-    config = composed_config(*case["words"]) | {"data": case["data"]}
+    config = composed_config(*case["overrides"]) | {"data": case["data"]}
     run = build(config, folder, [])
-    hand = ByHand(case["wait_seconds"])
+    measured = IndependentMeasurement(case["wait_seconds"])
     callbacks: list[Any] = run.trainer.callbacks  # type: ignore[attr-defined]
-    [speed] = [n for n, one in enumerate(callbacks) if isinstance(one, SpeedMonitor)]
-    callbacks.insert(speed, hand)  # both read their clocks one after the other
+    [index] = [n for n, callback in enumerate(callbacks) if isinstance(callback, SpeedMonitor)]
+    callbacks.insert(
+        index, measured
+    )  # right before it, so that both clocks are read at the same time
     run.trainer.fit(run.task, datamodule=run.data, weights_only=True)
-    dist.all_reduce(hand.sums)
+    dist.all_reduce(measured.sums)
     events = (folder / "events.jsonl").read_text() if (folder / "events.jsonl").exists() else ""
     rows = read_metrics(folder) if run.trainer.is_global_zero else []
-    return {"rows": rows, "ended": hand.ended, "sums": hand.sums.tolist(), "events": events}
+    return {"rows": rows, "ended": measured.ended, "sums": measured.sums.tolist(), "events": events}
 
 
 if __name__ == "__main__":
-    carry_out(run_case)
+    run_all(run_case)

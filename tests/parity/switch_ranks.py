@@ -1,7 +1,7 @@
-"""One rank of runs with every switch on: python switch_ranks.py <cases.json> <results.json>.
+"""Train with zclip, EMA and regularizers on, as one rank: python switch_ranks.py <cases.json> <results.json>.
 
-The result is the rows, some weights and their averages as the last checkpoint holds them, and the same of a run that
-goes on from the checkpoint in the middle.
+The result is the rows, some weights and their moving averages in the last checkpoint, and the same of a run resumed
+from the checkpoint in the middle.
 """
 
 import sys
@@ -10,7 +10,7 @@ from typing import Any
 
 sys.path[:0] = [str(folder) for folder in Path(__file__).parents[:3]]
 
-from run_cases import carry_out  # noqa: E402
+from run_cases import run_all  # noqa: E402
 from support import composed_config, read_metrics  # noqa: E402
 
 from recipes.build import build  # noqa: E402
@@ -20,16 +20,16 @@ from recipes.checkpoint.shard_file import open_tensors  # noqa: E402
 
 def train(case: dict[str, Any], folder: Path, *more: str) -> dict[str, Any]:
     folder.mkdir(exist_ok=True)
-    config = composed_config(*case["words"], *more) | {"data": case["data"]}
+    config = composed_config(*case["overrides"], *more) | {"data": case["data"]}
     run = build(config, folder, [])
     run.trainer.fit(run.task, datamodule=run.data, ckpt_path=run.checkpoint, weights_only=True)
     run.trainer.strategy.barrier()
     if not run.trainer.is_global_zero:
         return {}
-    files = [one for one in (folder / "checkpoints/last").iterdir() if is_shard(one.name)]
+    files = [file for file in (folder / "checkpoints/last").iterdir() if is_shard(file.name)]
     tensors = open_tensors(files)
     name = next(
-        one for one in tensors if one.startswith("model.blocks.1") and len(tensors[one].shape) == 2
+        key for key in tensors if key.startswith("model.blocks.1") and len(tensors[key].shape) == 2
     )
     return {
         "rows": read_metrics(folder),
@@ -39,10 +39,12 @@ def train(case: dict[str, Any], folder: Path, *more: str) -> dict[str, Any]:
 
 
 def run_case(case: dict[str, Any], folder: Path) -> dict[str, Any]:
-    whole = train(case, folder / "whole")
-    again = train(case, folder / "again", f"resume={folder}/whole/checkpoints/step_0000007.ckpt")
-    return whole | {f"resumed {name}": value for name, value in again.items()}
+    uninterrupted = train(case, folder / "uninterrupted")
+    resumed = train(
+        case, folder / "resumed", f"resume={folder}/uninterrupted/checkpoints/step_0000007.ckpt"
+    )
+    return uninterrupted | {f"resumed {name}": value for name, value in resumed.items()}
 
 
 if __name__ == "__main__":
-    carry_out(run_case)
+    run_all(run_case)

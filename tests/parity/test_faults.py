@@ -1,4 +1,4 @@
-"""A fault is met alike by every engine: the same steps skipped, the same step gone back to, and training goes on."""
+"""Every engine handles a fault the same way: the same steps skipped, the same rollback, and training continues."""
 
 from pathlib import Path
 from typing import Any
@@ -21,9 +21,18 @@ AT = 24
 
 
 def _case(engine: str, kind: str, world_size: int) -> dict[str, Any]:
-    words = [word for word in COMMON if not word.startswith(("trainer.max", "callbacks", "eval"))]
-    words += [*DECODER, "model=gpt2_nano", f"strategy={engine}", f"trainer.devices={world_size}"]
-    words += [
+    overrides = [
+        override
+        for override in COMMON
+        if not override.startswith(("trainer.max", "callbacks", "eval"))
+    ]
+    overrides += [
+        *DECODER,
+        "model=gpt2_nano",
+        f"strategy={engine}",
+        f"trainer.devices={world_size}",
+    ]
+    overrides += [
         f"micro_batch_size={8 // world_size}",
         "trainer.max_steps=34",
         "eval_every=34",
@@ -34,27 +43,31 @@ def _case(engine: str, kind: str, world_size: int) -> dict[str, Any]:
         "callbacks.loss_spike.quarantine_steps=10",
         "callbacks.loss_spike.norm_threshold=8",  # the damage shows in norms first, and 34 steps are few
     ]
-    # the second rank's gradient alone
+    # only the last rank's gradient
     fault = {"kind": kind, "step": AT, "rank": world_size - 1}
-    return {"words": words, "data": TOKENS, "fault": fault}
+    return {"overrides": overrides, "data": TOKENS, "fault": fault}
 
 
 @pytest.fixture(scope="module")
 def results(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
     found: dict[str, Any] = {}
     for engines, world_size in ((["single"], 1), (ENGINES, 2)):
-        cases = {f"{one} {kind}": _case(one, kind, world_size) for one in engines for kind in KINDS}
+        cases = {
+            f"{engine} {kind}": _case(engine, kind, world_size)
+            for engine in engines
+            for kind in KINDS
+        }
         folder = tmp_path_factory.mktemp("faults")
         found |= run_on_ranks(cases, world_size=world_size, folder=folder, worker=WORKER)
     return found
 
 
-def _told(result: dict[str, Any]) -> list[tuple[str, int]]:
+def _get_events(result: dict[str, Any]) -> list[tuple[str, int]]:
     assert "error" not in result, result["error"]
     return [
-        (one["event"], one["step"])
-        for one in result["events"]
-        if one["event"] in ("skip", "rollback", "stop")
+        (event["event"], event["step"])
+        for event in result["events"]
+        if event["event"] in ("skip", "rollback", "stop")
     ]
 
 
@@ -64,20 +77,20 @@ def test_a_bad_step_is_skipped_by_every_engine_and_the_curve_is_that_of_one_devi
     engine: str, kind: str, results: dict[str, Any]
 ) -> None:
     found, expected = results[f"{engine} {kind}"], results[f"single {kind}"]
-    assert _told(found) == _told(expected) == [("skip", AT + 1)]
+    assert _get_events(found) == _get_events(expected) == [("skip", AT + 1)]
     for row, other in zip(found["rows"], expected["rows"], strict=True):
         if row["step"] == AT + 1:
             continue
         # the tolerance of the parity tests: float32 sums in another order over 34 steps
         assert row["train/loss"] == pytest.approx(other["train/loss"], rel=2e-5)
     norms = [row["grad/norm"] for row in found["rows"]]
-    assert norms[AT] > 10 * norms[AT - 1], "the norm of the refused step, not that of one before"
+    assert norms[AT] > 10 * norms[AT - 1], "the norm of the skipped step, not of the step before"
 
 
 @pytest.mark.parametrize("engine", ["single", *ENGINES])
-def test_a_corrupted_weight_is_gone_back_from(engine: str, results: dict[str, Any]) -> None:
+def test_a_corrupted_weight_leads_to_a_rollback(engine: str, results: dict[str, Any]) -> None:
     found = results[f"{engine} weight"]
-    told = _told(found)
-    assert ("rollback", 10) in told or ("rollback", 20) in told, told
+    events = _get_events(found)
+    assert ("rollback", 10) in events or ("rollback", 20) in events, events
     assert found["rows"][-1]["train/loss"] < found["rows"][AT - 1]["train/loss"] * 1.05
     assert [row["step"] for row in found["rows"]] == list(range(1, 35))

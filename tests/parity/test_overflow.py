@@ -1,4 +1,4 @@
-"""A float16 overflow on one rank skips the step on all of them, and is counted alike by every engine."""
+"""A float16 overflow on one rank skips the step on all ranks, and every engine counts it the same way."""
 
 from collections.abc import Callable
 from typing import Any
@@ -31,7 +31,7 @@ def test_an_overflow_on_one_rank_is_skipped_and_counted_as_on_one_device(
 def test_the_step_after_a_skipped_one_sees_the_same_weights(
     rows: Callable[..., list[dict[str, float]]], run_group: Callable[..., Any]
 ) -> None:
-    """So that the test above is known to see a step that was not skipped."""
+    """The control of the test above: it would notice a step that was not skipped."""
     found = rows("overflow alone", ALONE, "single", world_size=1)
     losses = [row["train/loss"] for row in found]
     assert losses[2] > 1e20
@@ -49,7 +49,7 @@ PAIRS = [
 
 @pytest.fixture(scope="module")
 def resumed(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
-    """Each pair goes on from step 4, after the overflow."""
+    """Resume each pair from step 4, after the overflow."""
     origins = sorted({origin for origin, _ in PAIRS})
     first, second = tmp_path_factory.mktemp("first"), tmp_path_factory.mktemp("second")
     run_on_ranks(

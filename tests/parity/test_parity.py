@@ -11,7 +11,7 @@ Rows = Callable[..., list[dict[str, float]]]
 
 ON_TWO = [name for name in STRATEGIES if name not in ("single", "hsdp")]
 ONE_OF_EACH = ["ddp", "fsdp", "fsdp, cpu offload", "ZeRO-1", "ZeRO-2, offload", "ZeRO-3"]
-PASSES = (1, 2, 4)
+SPLITS = (1, 2, 4)
 
 
 def _cases(
@@ -20,7 +20,7 @@ def _cases(
     model: str = "gpt2",
     precision: str = "32-true",
     world_size: int,
-    passes: Any,
+    splits: Any,
 ) -> dict[str, Any]:
     return {
         f"{name} x{accumulate}": case(
@@ -31,47 +31,47 @@ def _cases(
             world_size=world_size,
         )
         for name in names
-        for accumulate in passes
+        for accumulate in splits
     }
 
 
-# with batch normalisation the micro-batch is part of the experiment: one device takes as many passes as there are ranks
+# batch normalisation makes the micro-batch part of the experiment: one device accumulates as many as there are ranks
 SINGLE = {
-    **_cases(["single"], world_size=1, passes=(1, 2, 4, 8, 16)),
-    "llama": _cases(["single"], model="llama", world_size=1, passes=[1])["single x1"],
-    "resnet18": _cases(["single"], model="resnet18", world_size=1, passes=[2])["single x2"],
+    **_cases(["single"], world_size=1, splits=(1, 2, 4, 8, 16)),
+    "llama": _cases(["single"], model="llama", world_size=1, splits=[1])["single x1"],
+    "resnet18": _cases(["single"], model="resnet18", world_size=1, splits=[2])["single x2"],
     **{
-        f"{precision} x{passes}": case(
+        f"{precision} x{accumulate}": case(
             "gpt2",
             strategy=STRATEGIES["single"],
             precision=precision,
-            accumulate=passes,
+            accumulate=accumulate,
             world_size=1,
         )
         for precision in ("bf16-mixed", "16-mixed")
-        for passes in (1, 2, 4, 8, 16)
+        for accumulate in (1, 2, 4, 8, 16)
     },
 }
-ALONE = _cases(["ddp", "fsdp", "ZeRO-1", "ZeRO-2", "ZeRO-3"], world_size=1, passes=[2])
-TWO = _cases(ON_TWO, world_size=2, passes=PASSES)
-FOUR = _cases(["hsdp"], world_size=4, passes=PASSES)
+ALONE = _cases(["ddp", "fsdp", "ZeRO-1", "ZeRO-2", "ZeRO-3"], world_size=1, splits=[2])
+TWO = _cases(ON_TWO, world_size=2, splits=SPLITS)
+FOUR = _cases(["hsdp"], world_size=4, splits=SPLITS)
 OTHER_MODELS = {
-    f"{model}, {name}": _cases([name], model=model, world_size=2, passes=[1])[f"{name} x1"]
+    f"{model}, {name}": _cases([name], model=model, world_size=2, splits=[1])[f"{name} x1"]
     for model in MODELS
     if model != "gpt2"
     for name in ONE_OF_EACH
 }
 SGD = {
-    f"sgd, {name}": made | {"words": [*made["words"], "optimizer=sgd", "optimizer.lr=0.1"]}
+    f"sgd, {name}": base | {"overrides": [*base["overrides"], "optimizer=sgd", "optimizer.lr=0.1"]}
     for name in [*ONE_OF_EACH, "ZeRO-3, offload"]
-    for made in _cases([name], world_size=2, passes=[2]).values()
+    for base in _cases([name], world_size=2, splits=[2]).values()
 }
 OTHER_MODELS |= SGD
 SINGLE["sgd"] = SINGLE["single x1"] | {
-    "words": [*SINGLE["single x1"]["words"], "optimizer=sgd", "optimizer.lr=0.1"]
+    "overrides": [*SINGLE["single x1"]["overrides"], "optimizer=sgd", "optimizer.lr=0.1"]
 }
 LOW = {
-    f"{precision}, {name}": _cases([name], precision=precision, world_size=2, passes=[2])[
+    f"{precision}, {name}": _cases([name], precision=precision, world_size=2, splits=[2])[
         f"{name} x2"
     ]
     for precision in ("bf16-mixed", "16-mixed")
@@ -80,7 +80,7 @@ LOW = {
 
 
 def _equal(rows: list[dict[str, float]], reference: list[dict[str, float]]) -> None:
-    """1e-5 is the promise; float32 sums in another order differ by less than 1e-6 over these 20 steps."""
+    """Assert equal curves: 1e-5 is promised; float32 sums in another order differ by less than 1e-6 in 20 steps."""
     assert len(rows) == NUM_STEPS
     assert math.isclose(rows[0]["grad/norm"], reference[0]["grad/norm"], rel_tol=1e-6)
     assert max(largest_difference(rows, reference).values()) <= 1e-5
@@ -133,23 +133,26 @@ def test_other_models_and_optimizers_give_the_curve_of_one_device_too(
 
 @pytest.mark.parametrize("stage", ["ZeRO-1", "ZeRO-2", "ZeRO-3"])
 def test_deepspeed_does_not_divide_a_gradient_twice(stage: str, rows: Rows) -> None:
-    """Lightning 2.6 divides by the passes, DeepSpeed once more: the norm fell as 1, 1/2, 1/4 (#6170)."""
+    """Lightning 2.6 divides by the accumulation, DeepSpeed divides again: the norm fell as 1, 1/2, 1/4 (#6170)."""
     norms = [
-        rows("two", TWO, f"{stage} x{passes}", world_size=2)[0]["grad/norm"] for passes in PASSES
+        rows("two", TWO, f"{stage} x{accumulate}", world_size=2)[0]["grad/norm"]
+        for accumulate in SPLITS
     ]
     assert max(norms) / min(norms) - 1 < 1e-6
 
 
 @pytest.mark.parametrize("name", LOW)
-def test_low_precision_differs_by_what_the_order_of_sums_explains(name: str, rows: Rows) -> None:
+def test_low_precision_differs_no_more_than_another_order_of_summation_on_one_device(
+    name: str, rows: Rows
+) -> None:
     precision = name.partition(",")[0]
     reference = rows("single", SINGLE, f"{precision} x1", world_size=1)
     spread = {"train/loss": 0.0, "grad/norm": 0.0}
-    for passes in (2, 4, 8, 16):
-        split = rows("single", SINGLE, f"{precision} x{passes}", world_size=1)
+    for accumulate in (2, 4, 8, 16):
+        split = rows("single", SINGLE, f"{precision} x{accumulate}", world_size=1)
         found = largest_difference(split, reference)
         spread = {key: max(spread[key], found[key]) for key in spread}
     differs = largest_difference(rows("low", LOW, name, world_size=2), reference)
-    # the largest of four orders of one device is itself a random number: as much again is the same cause
+    # the maximum over four orders of summation is itself random: twice as much has the same cause
     assert differs["train/loss"] <= 2 * spread["train/loss"], spread
     assert differs["grad/norm"] <= 2 * spread["grad/norm"], spread

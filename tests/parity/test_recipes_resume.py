@@ -1,4 +1,4 @@
-"""Every recipe's checkpoint holds plain data and tensors, and the recipe goes on from it as if it had not stopped."""
+"""Every recipe's checkpoint holds only plain data and tensors, and the recipe resumes from it bit for bit."""
 
 from pathlib import Path
 from typing import Any
@@ -12,7 +12,7 @@ from support import ROOT, TINY, write_texts
 from recipes.config.check.deepspeed import has_libaio
 
 RECIPES = sorted(path.stem for path in (ROOT / "conf/recipe").glob("*.yaml"))
-if not has_libaio():  # the only recipe that needs a library which pip does not bring
+if not has_libaio():  # the only recipe that needs a library which pip does not install
     RECIPES.remove("zero3_bf16_nvme")
 ALONE = [name for name in RECIPES if name.startswith(("single_", "quickstart"))]
 ON_TWO = [name for name in RECIPES if name not in ALONE]
@@ -27,30 +27,30 @@ COMMON = [
     "global_batch_size=4",
     "seed=7",
 ]
-# numbers that are computed, not measured
+# metrics that are computed, not measured
 COMPUTED = ("train/", "val/", "lr", "grad/", "precision/")
 
 
 def _case(name: str, texts: Path) -> dict[str, Any]:
-    words = [f"recipe={name}", *COMMON]
+    overrides = [f"recipe={name}", *COMMON]
     if name == "quickstart":
-        small = [word for word in TINY if not word.startswith("global_batch_size")]
-        return {"words": [*words, *small, f"data.path={texts}", "seq_len=16"]}
-    words += [*DECODER, "micro_batch_size=2", "callbacks=[grad_norm,loss_scale]"]
-    words.append(f"trainer.devices={2 if name in ON_TWO else 1}")
+        small = [override for override in TINY if not override.startswith("global_batch_size")]
+        return {"overrides": [*overrides, *small, f"data.path={texts}", "seq_len=16"]}
+    overrides += [*DECODER, "micro_batch_size=2", "callbacks=[grad_norm,loss_scale]"]
+    overrides.append(f"trainer.devices={2 if name in ON_TWO else 1}")
     if name.startswith("hsdp"):
-        words.append("strategy.shard_size=2")
+        overrides.append("strategy.shard_size=2")
     if name == "zero3_bf16_nvme":  # DeepSpeed leaves what is smaller than a MiB in memory
-        words += ["model.hidden_size=512", "model.vocab_size=8192"]
+        overrides += ["model.hidden_size=512", "model.vocab_size=8192"]
         disk = texts.parent / "disk"
         disk.mkdir()
-        words.append(f"strategy.nvme_path={disk}")
-    return {"words": words, "data": TOKENS}
+        overrides.append(f"strategy.nvme_path={disk}")
+    return {"overrides": overrides, "data": TOKENS}
 
 
 @pytest.fixture(scope="module")
 def results(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
-    """Both runs of every recipe, and the folder they left."""
+    """Return both runs of every recipe, and their folder."""
     texts = write_texts(tmp_path_factory.mktemp("texts"))
     found: dict[str, Any] = {}
     for names, world_size in ((ALONE, 1), (ON_TWO, 2)):
@@ -63,16 +63,16 @@ def results(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
 
 
 @pytest.mark.parametrize("name", RECIPES)
-def test_a_recipe_goes_on_from_its_own_checkpoint_to_the_last_bit(
+def test_a_recipe_resumes_bit_for_bit_from_its_own_checkpoint(
     name: str, results: dict[str, Any]
 ) -> None:
     result = results[name]
     assert "error" not in result, result["error"]
-    whole, resumed = (
+    uninterrupted, resumed = (
         {key: value for key, value in result[run].items() if key.startswith(COMPUTED)}
-        for run in ("whole", "resumed")
+        for run in ("uninterrupted", "resumed")
     )
-    assert resumed == whole
+    assert resumed == uninterrupted
     assert result["resumed"]["step"] == 3
     assert {"train/loss", "val/loss", "lr", "train/samples"} <= set(resumed)
 
@@ -81,10 +81,10 @@ def test_a_recipe_goes_on_from_its_own_checkpoint_to_the_last_bit(
 def test_a_checkpoint_of_every_recipe_loads_with_weights_only(
     name: str, results: dict[str, Any]
 ) -> None:
-    folder = results[name]["folder"] / "whole/checkpoints/step_0000002.ckpt"
+    folder = results[name]["folder"] / "uninterrupted/checkpoints/step_0000002.ckpt"
     world_size = 2 if name in ON_TWO else 1
     shards = [f"rank_{rank:05d}.safetensors" for rank in range(world_size)]
-    # nothing else: no file of an engine's own, which would hold pickled objects
+    # nothing else: no file written by an engine, which would hold pickled objects
     assert sorted(path.name for path in folder.iterdir()) == ["manifest.json", *shards, "run.pt"]
     plain = torch.load(folder / "run.pt", weights_only=True)
     assert plain["global_step"] == 2
@@ -92,7 +92,9 @@ def test_a_checkpoint_of_every_recipe_loads_with_weights_only(
 
 
 @pytest.mark.skipif("zero3_bf16_nvme" not in RECIPES, reason="needs libaio")
-def test_the_recipe_on_a_disk_had_weights_and_moments_there(results: dict[str, Any]) -> None:
+def test_the_nvme_recipe_swapped_weights_and_optimizer_state_to_disk(
+    results: dict[str, Any],
+) -> None:
     disk = results["zero3_bf16_nvme"]["folder"].parents[1] / "disk/zero_stage_3"
     swapped = [path for path in disk.rglob("*.swp") if path.stat().st_size]
     assert {path.relative_to(disk).parts[0] for path in swapped} == {"optimizer", "float32params"}

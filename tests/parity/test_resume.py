@@ -1,4 +1,4 @@
-"""A checkpoint of any strategy goes on under any other, on any number of ranks: weights, moments, position."""
+"""A checkpoint of any strategy resumes under any other, on any number of ranks: weights, optimizer state, position."""
 
 from pathlib import Path
 from typing import Any
@@ -15,7 +15,7 @@ from recipes.mode.export import export
 
 HALF = NUM_STEPS // 2
 ENGINES = ["ddp", "fsdp", "fsdp, cpu offload", "ZeRO-1", "ZeRO-2, offload", "ZeRO-3"]
-# each engine goes on from itself, and from the engine three places on
+# each engine resumes from itself, and from the engine three places further
 PAIRS = [(name, name) for name in ENGINES]
 PAIRS += [(ENGINES[(index + 3) % len(ENGINES)], name) for index, name in enumerate(ENGINES)]
 # from two ranks to four
@@ -23,11 +23,13 @@ WIDER = [("fsdp", "ddp"), ("ddp", "fsdp"), ("ZeRO-3", "hsdp"), ("ZeRO-2, offload
 
 
 def _case(name: str, *more: str, world_size: int) -> dict[str, Any]:
-    made = case(
+    base = case(
         "gpt2", strategy=STRATEGIES[name], precision="32-true", accumulate=2, world_size=world_size
     )
-    words = [word for word in made["words"] if not word.startswith("save_every")]
-    return made | {"words": [*words, f"save_every={HALF}", *more]}
+    overrides = [
+        override for override in base["overrides"] if not override.startswith("save_every")
+    ]
+    return base | {"overrides": [*overrides, f"save_every={HALF}", *more]}
 
 
 def _checkpoint(folder: Path, number: int) -> str:
@@ -36,28 +38,29 @@ def _checkpoint(folder: Path, number: int) -> str:
 
 @pytest.fixture(scope="module")
 def curves(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
-    """Every engine from the beginning, then from the middle of another; one device from the middle of each."""
+    """Run every engine from the start, then from the middle of another; one device from the middle of each."""
     first, second, alone = (tmp_path_factory.mktemp(name) for name in ("first", "second", "alone"))
-    whole = run_on_ranks(
+    uninterrupted = run_on_ranks(
         {name: _case(name, world_size=2) for name in ENGINES}, world_size=2, folder=first
     )
-    again = {
+    resumed = {
         f"{origin} -> {name}": _case(name, _checkpoint(first, ENGINES.index(origin)), world_size=2)
         for origin, name in PAIRS
     }
-    results = run_on_ranks(again, world_size=2, folder=second)
-    one = {"single": _case("single", world_size=1)} | {
+    results = run_on_ranks(resumed, world_size=2, folder=second)
+    on_one = {"single": _case("single", world_size=1)} | {
         f"{origin} -> single": _case(
             "single", _checkpoint(first, ENGINES.index(origin)), world_size=1
         )
         for origin in ENGINES
     }
-    return whole | results | run_on_ranks(one, world_size=1, folder=alone) | {"folder": first}
+    single = run_on_ranks(on_one, world_size=1, folder=alone)
+    return uninterrupted | results | single | {"folder": first}
 
 
 @pytest.fixture(scope="module")
 def four(curves: dict[str, Any], tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
-    """On four ranks: DDP from the beginning and from its own middle, and others from the middle of two ranks."""
+    """Run on four ranks: DDP from the start and from its own middle, others from the middle of two ranks."""
     folder, two = tmp_path_factory.mktemp("four"), curves["folder"]
     cases = {
         "ddp": _case("ddp", world_size=4),
@@ -75,7 +78,7 @@ def four(curves: dict[str, Any], tmp_path_factory: pytest.TempPathFactory) -> di
     "name",
     [f"{origin} -> {name}" for origin, name in PAIRS] + [f"{name} -> single" for name in ENGINES],
 )
-def test_a_run_goes_on_under_another_strategy_as_one_device_would(
+def test_a_run_resumed_under_another_strategy_follows_the_curve_of_one_device(
     name: str, curves: dict[str, Any]
 ) -> None:
     for run in ("single", name):
@@ -90,14 +93,14 @@ def test_a_run_goes_on_under_another_strategy_as_one_device_would(
 
 
 @pytest.mark.parametrize("name", ENGINES)
-def test_a_run_that_goes_on_as_it_began_has_the_bits_of_one_that_was_never_interrupted(
+def test_a_run_resumed_under_its_own_strategy_equals_an_uninterrupted_run_bit_for_bit(
     name: str, curves: dict[str, Any]
 ) -> None:
     rows, undisturbed = curves[f"{name} -> {name}"]["rows"], curves[name]["rows"][HALF:]
     assert largest_difference(rows, undisturbed) == {"train/loss": 0, "grad/norm": 0}
 
 
-def test_so_has_ddp_on_four_ranks_where_the_place_in_a_bucket_decides_the_order_of_a_sum(
+def test_resumed_ddp_on_four_ranks_is_bit_equal_although_buckets_decide_the_order_of_sums(
     four: dict[str, Any],
 ) -> None:
     rows, undisturbed = four["ddp -> ddp"]["rows"], four["ddp"]["rows"][HALF:]
@@ -105,7 +108,7 @@ def test_so_has_ddp_on_four_ranks_where_the_place_in_a_bucket_decides_the_order_
 
 
 @pytest.mark.parametrize("name", [f"{origin} of 2 -> {name} of 4" for origin, name in WIDER])
-def test_a_run_of_two_ranks_goes_on_on_four_as_one_device_would(
+def test_a_run_of_two_ranks_resumed_on_four_follows_the_curve_of_one_device(
     name: str, curves: dict[str, Any], four: dict[str, Any]
 ) -> None:
     assert "error" not in four[name], four[name]["error"]
@@ -119,8 +122,8 @@ def test_an_export_has_the_weights_of_whatever_strategy_wrote_them(
 ) -> None:
     exported = []
     for number, name in enumerate(ENGINES):
-        words = [*_case("single", world_size=1)["words"], "mode=export"]
-        config = composed_config(*words, _checkpoint(curves["folder"], number))
+        overrides = [*_case("single", world_size=1)["overrides"], "mode=export"]
+        config = composed_config(*overrides, _checkpoint(curves["folder"], number))
         target = tmp_path / str(number)
         assert export(build(config, tmp_path, []), path=str(target), weights="trained") == 0, name
         exported.append(load_file(target / "model.safetensors"))
@@ -132,15 +135,15 @@ def test_an_export_has_the_weights_of_whatever_strategy_wrote_them(
     )
     # Adam moves a weight by up to 1e-3 a step where a gradient near zero changes its sign: ten steps apart at most
     assert largest <= 1e-2
-    unlike = sum(
+    num_different = sum(
         torch.isclose(weights[key], exported[0][key], rtol=1e-4, atol=1e-5).logical_not().sum()
         for weights in exported
         for key in weights
     )
-    assert unlike <= 20  # of some 30,000: the ones that such a sign has moved
+    assert num_different <= 20  # of some 30,000: those that such a sign change has moved
 
 
 def test_the_middle_of_a_run_is_not_its_beginning(curves: dict[str, Any]) -> None:
-    """So that the test above is known to see moments that were lost: a fresh start has another curve."""
+    """The control of the tests above: a lost optimizer state would show, because a fresh start has another curve."""
     rows = curves["single"]["rows"]
     assert largest_difference(rows[:HALF], rows[HALF:])["train/loss"] > 1e-3

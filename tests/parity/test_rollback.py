@@ -1,4 +1,4 @@
-"""A run that goes back makes the same steps again, to the last bit, whatever engine carries it."""
+"""A run that rolls back repeats the same steps bit for bit, under every engine."""
 
 from pathlib import Path
 from typing import Any
@@ -9,7 +9,7 @@ from ranks import run_on_ranks
 
 from recipes.config.check.deepspeed import has_libaio
 
-AT, TO, STEPS = 33, 16, 36  # so that 16 steps are made twice
+AT, TO, STEPS = 33, 16, 36  # at least 16 steps are executed twice
 WORKER = Path(__file__).parent / "rollback_ranks.py"
 ALONE = [
     "recipe=single_fp32",
@@ -35,14 +35,23 @@ ON_TWO = [
 
 
 def _case(name: str, folder: Path, world_size: int) -> dict[str, Any]:
-    words = [word for word in COMMON if not word.startswith(("trainer.max", "callbacks"))]
-    words += [*DECODER, "model=gpt2_nano", "model.dropout=0.1", "callbacks=[grad_norm,loss_scale]"]
-    words += [f"trainer.max_steps={STEPS}", f"trainer.devices={world_size}", "save_every=10"]
-    words += [word for word in name.split() if not word.startswith("callbacks.loss_spike")]
-    words.append(f"micro_batch_size={8 // world_size}")
+    overrides = [
+        override for override in COMMON if not override.startswith(("trainer.max", "callbacks"))
+    ]
+    overrides += [
+        *DECODER,
+        "model=gpt2_nano",
+        "model.dropout=0.1",
+        "callbacks=[grad_norm,loss_scale]",
+    ]
+    overrides += [f"trainer.max_steps={STEPS}", f"trainer.devices={world_size}", "save_every=10"]
+    overrides += [
+        override for override in name.split() if not override.startswith("callbacks.loss_spike")
+    ]
+    overrides.append(f"micro_batch_size={8 // world_size}")
     if "nvme" in name:  # DeepSpeed leaves what is smaller than a MiB in memory
         (folder / "nvme").mkdir()
-        words += [
+        overrides += [
             "model.hidden_size=512",
             "model.vocab_size=8192",
             f"strategy.nvme_path={folder / 'nvme'}",
@@ -51,8 +60,8 @@ def _case(name: str, folder: Path, world_size: int) -> dict[str, Any]:
     times = {"at": AT, "to": TO}
     if "nvme" in name:  # two seconds a step
         times = {"at": 9, "to": 4}
-        words.append("trainer.max_steps=10")
-    return {"words": words, "data": TOKENS, "arguments": on_disk} | times
+        overrides.append("trainer.max_steps=10")
+    return {"overrides": overrides, "data": TOKENS, "arguments": on_disk} | times
 
 
 @pytest.fixture(scope="module")
@@ -66,31 +75,31 @@ def results(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
 
 
 @pytest.mark.parametrize("name", [*ALONE, *ON_TWO])
-def test_after_a_rewind_the_next_losses_are_those_of_the_first_pass(
+def test_after_a_rollback_that_rewinds_the_data_the_losses_repeat_bit_for_bit(
     name: str, results: dict[str, Any]
 ) -> None:
     result = results[name]
     assert "error" not in result, result["error"]
     at, to, steps = (9, 4, 10) if "nvme" in name else (AT, TO, STEPS)
-    made = result["losses"]
-    assert [step for step, _ in made] == [*range(1, at + 1), *range(to + 1, steps + 1)]
-    first, again = made[to:at], made[at : at + at - to]
+    losses = result["losses"]
+    assert [step for step, _ in losses] == [*range(1, at + 1), *range(to + 1, steps + 1)]
+    first, again = losses[to:at], losses[at : at + at - to]
     assert len(again) >= 16 or "nvme" in name
     assert again == first
-    assert len({loss for _, loss in first}) == len(first), "losses that do not move show nothing"
+    assert len({loss for _, loss in first}) == len(first), "constant losses would prove nothing"
 
 
 @pytest.mark.parametrize("name", [*ALONE, *ON_TWO])
-def test_a_run_that_went_back_has_one_row_a_step_and_no_checkpoint_of_what_it_undid(
+def test_a_run_that_rolled_back_has_one_row_per_step_and_no_checkpoint_of_rolled_back_steps(
     name: str, results: dict[str, Any]
 ) -> None:
     result, files = results[name], results[name]["files"]
     last = int(result["rows"][-1]["step"])
     assert [row["step"] for row in result["rows"]] == list(range(1, last + 1))
     assert any(file.startswith(f"rolled_back/steps_{result['to'] + 1:07d}_to_") for file in files)
-    kept = {file for file in files if file.startswith("checkpoints/step") and file.count("/") == 1}
+    left = {file for file in files if file.startswith("checkpoints/step") and file.count("/") == 1}
     newest = [f"checkpoints/step_{step:07d}.ckpt" for step in (30, 36)]
-    assert kept == (
+    assert left == (
         {f"checkpoints/step_{step:07d}.ckpt" for step in (4, 10)} if last == 10 else set(newest)
     )
     assert not any(file.startswith("snapshots/") for file in files)

@@ -1,4 +1,4 @@
-"""A step at which float16's loss scale grows is a whole step under every engine."""
+"""A step at which the float16 loss scale grows applies its full update under every engine."""
 
 from pathlib import Path
 from typing import Any
@@ -12,18 +12,25 @@ ENGINES = ["deepspeed_stage_1", "deepspeed_stage_2", "deepspeed_stage_3"]
 
 
 def _case(engine: str, world_size: int, *, as_upstream: bool) -> dict[str, Any]:
-    words = [word for word in COMMON if not word.startswith(("trainer.", "eval"))]
-    words += [*DECODER, "model=gpt2_nano", f"strategy={engine}", f"trainer.devices={world_size}"]
-    words += [
+    overrides = [override for override in COMMON if not override.startswith(("trainer.", "eval"))]
+    overrides += [
+        *DECODER,
+        "model=gpt2_nano",
+        f"strategy={engine}",
+        f"trainer.devices={world_size}",
+    ]
+    overrides += [
         "trainer.max_steps=6",
         "eval_every=6",
         "precision=16-mixed",
         "trainer.accelerator=cpu",
     ]
-    words += ["trainer.gradient_clip_val=null", f"micro_batch_size={4 // world_size}"]
-    words = [word for word in words if not word.startswith(("optimizer.", "global"))]
-    words += ["optimizer=sgd", "optimizer.lr=0.3", "warmup_steps=0", "global_batch_size=4"]
-    return {"words": words, "data": TOKENS, "as_upstream": as_upstream}
+    overrides += ["trainer.gradient_clip_val=null", f"micro_batch_size={4 // world_size}"]
+    overrides = [
+        override for override in overrides if not override.startswith(("optimizer.", "global"))
+    ]
+    overrides += ["optimizer=sgd", "optimizer.lr=0.3", "warmup_steps=0", "global_batch_size=4"]
+    return {"overrides": overrides, "data": TOKENS, "as_upstream": as_upstream}
 
 
 @pytest.fixture(scope="module")
@@ -37,11 +44,11 @@ def losses(tmp_path_factory: pytest.TempPathFactory) -> dict[str, list[float]]:
         found |= run_on_ranks(cases, world_size=world_size, folder=folder, worker=WORKER)
     for result in found.values():
         assert "error" not in result, result["error"]
-    return {name: [row["train/loss"] for row in one["rows"]] for name, one in found.items()}
+    return {name: [row["train/loss"] for row in run["rows"]] for name, run in found.items()}
 
 
 @pytest.mark.parametrize("engine", ENGINES)
-def test_losses_are_those_of_one_device_while_the_scale_grows(
+def test_losses_equal_those_of_one_device_while_the_scale_grows(
     engine: str, losses: dict[str, list[float]]
 ) -> None:
     # float16 products in another order
@@ -49,8 +56,8 @@ def test_losses_are_those_of_one_device_while_the_scale_grows(
 
 
 @pytest.mark.parametrize("engine", ENGINES)
-def test_deepspeed_still_halves_the_update_of_such_a_step(
+def test_upstream_deepspeed_still_halves_the_update_of_such_a_step(
     engine: str, losses: dict[str, list[float]]
 ) -> None:
-    """When it no longer does, `_grow_after_the_step` can go."""
+    """When this fails, DeepSpeed is fixed and `_grow_after_the_step` can be removed."""
     assert losses[f"{engine} as upstream"] != pytest.approx(losses["single"], rel=2e-3)

@@ -1,4 +1,4 @@
-"""Loss and tokens per second of two ranks in four passes, against a clock and a sum taken by hand."""
+"""Loss and tokens per second of two ranks with four micro-batches each, against an independent clock and sum."""
 
 import json
 from itertools import pairwise
@@ -17,11 +17,11 @@ RUNS = {"ddp": (28, 0.13), "fsdp": (12, 0.02), "deepspeed_stage_2": (12, 0.02)}
 
 def _case(engine: str, *more: str) -> dict[str, Any]:
     steps, wait_seconds = RUNS[engine]
-    words = [*DECODER, "model=gpt2_nano", f"strategy={engine}", "trainer.devices=2"]
-    words += ["trainer.accelerator=cpu", f"trainer.max_steps={steps}", f"log_every={LOG_EVERY}"]
-    words += [f"global_batch_size={GLOBAL_BATCH_SIZE}", "micro_batch_size=2", "save_every=null"]
-    words += [f"eval_every={steps}", "callbacks=[throughput,bottleneck]", *more]
-    return {"words": words, "data": TOKENS, "wait_seconds": wait_seconds}
+    overrides = [*DECODER, "model=gpt2_nano", f"strategy={engine}", "trainer.devices=2"]
+    overrides += ["trainer.accelerator=cpu", f"trainer.max_steps={steps}", f"log_every={LOG_EVERY}"]
+    overrides += [f"global_batch_size={GLOBAL_BATCH_SIZE}", "micro_batch_size=2", "save_every=null"]
+    overrides += [f"eval_every={steps}", "callbacks=[throughput,bottleneck]", *more]
+    return {"overrides": overrides, "data": TOKENS, "wait_seconds": wait_seconds}
 
 
 @pytest.fixture(scope="module")
@@ -44,7 +44,7 @@ def test_tokens_per_second_are_tokens_over_seconds_by_the_clock(
     for before, row in pairwise(rows):
         seconds = ended[str(int(row["step"]))] - ended[str(int(before["step"]))]
         tokens = LOG_EVERY * GLOBAL_BATCH_SIZE * SEQ_LEN
-        # the clock by hand is read just before
+        # the independent clock is read just before
         assert row["throughput/tokens_per_second"] == pytest.approx(tokens / seconds, rel=0.02)
         assert row["throughput/device_tokens_per_second"] == pytest.approx(
             row["throughput/tokens_per_second"] / 2
@@ -54,7 +54,7 @@ def test_tokens_per_second_are_tokens_over_seconds_by_the_clock(
 
 
 @pytest.mark.parametrize("engine", RUNS)
-def test_flops_are_those_of_all_passes_on_all_ranks(engine: str, results: dict[str, Any]) -> None:
+def test_flops_count_all_micro_batches_of_all_ranks(engine: str, results: dict[str, Any]) -> None:
     row = results[engine]["rows"][-1]
     per_token = _flops_per_token()
     expected = per_token * row["throughput/tokens_per_second"] / 1e12
@@ -63,7 +63,7 @@ def test_flops_are_those_of_all_passes_on_all_ranks(engine: str, results: dict[s
 
 
 def _flops_per_token() -> float:
-    """6 N + 12 L d T of the tiny model, from its shapes."""
+    """Return 6 N + 12 L d T of the tiny model, from its shapes."""
     hidden_size, layers, vocabulary = 32, 2, 64
     blocks = layers * (12 * hidden_size**2 + 13 * hidden_size)
     parameters = blocks + vocabulary * hidden_size + SEQ_LEN * hidden_size + 2 * hidden_size
@@ -71,7 +71,7 @@ def _flops_per_token() -> float:
 
 
 @pytest.mark.parametrize("engine", RUNS)
-def test_the_loss_is_the_mean_over_every_target_of_both_ranks_and_four_passes(
+def test_the_loss_is_the_mean_over_every_target_of_both_ranks_and_four_micro_batches(
     engine: str, results: dict[str, Any]
 ) -> None:
     result = results[f"{engine}, every step"]
@@ -80,9 +80,9 @@ def test_the_loss_is_the_mean_over_every_target_of_both_ranks_and_four_passes(
     assert result["rows"][0]["train/loss"] == pytest.approx(loss_sum / num_targets, rel=1e-6)
 
 
-def test_the_rank_that_is_slow_is_named_and_nobody_else(results: dict[str, Any]) -> None:
-    told = [json.loads(line) for line in results["ddp"]["events"].splitlines()]
-    findings = [event for event in told if event["event"] == "diagnosis"]
+def test_only_the_slow_rank_is_named(results: dict[str, Any]) -> None:
+    events = [json.loads(line) for line in results["ddp"]["events"].splitlines()]
+    findings = [event for event in events if event["event"] == "diagnosis"]
     assert "slow_rank" in [event["kind"] for event in findings]
     [slow] = [event for event in findings if event["kind"] == "slow_rank"]
     assert slow["text"].startswith("rank 1 takes ")

@@ -1,4 +1,4 @@
-"""What only the machine can tell is told before anything is built, in the same three clauses."""
+"""Mistakes that only the machine can reveal are reported before anything is built, in the same three clauses."""
 
 from pathlib import Path
 
@@ -13,13 +13,13 @@ needs_no_gpu = pytest.mark.skipif(torch.cuda.is_available(), reason="there is a 
 
 
 @needs_no_gpu
-def test_a_gpu_that_is_asked_for_and_not_there_is_a_mistake(tmp_path: Path) -> None:
+def test_a_requested_gpu_that_does_not_exist_is_a_config_error(tmp_path: Path) -> None:
     with pytest.raises(ConfigError) as caught:
         build(composed_config("trainer.accelerator=gpu"), tmp_path, [])
     assert caught.value.fix == "trainer.accelerator=auto"
 
 
-def test_a_build_makes_no_weights_and_touches_no_data(tmp_path: Path) -> None:
+def test_building_creates_no_weights_and_reads_no_data(tmp_path: Path) -> None:
     run = build(composed_config("model=llama_8b", "recipe=single_bf16"), tmp_path, [])
     assert list(run.task.parameters()) == []
     assert list(tmp_path.iterdir()) == []
@@ -30,9 +30,9 @@ def test_a_tokenizer_larger_than_the_model_is_found_before_training(
 ) -> None:
     from recipes.mode.fit import fit
 
-    small = [word for word in TINY if not word.startswith("tokenizer")]
-    words = [*small, f"data.path={text_folder}", "tokenizer=huggingface", "tokenizer.name=x"]
-    config = composed_config(*words)
+    tiny = [override for override in TINY if not override.startswith("tokenizer")]
+    overrides = [*tiny, f"data.path={text_folder}", "tokenizer=huggingface", "tokenizer.name=x"]
+    config = composed_config(*overrides)
     config["data"]["tokenizer"] = {"_target_": "recipes.tokenizer.bytes.Bytes"}
     config["data"]["vocab_size"] = 200
     with pytest.raises(ConfigError) as caught:

@@ -1,4 +1,4 @@
-"""One builder, one rename."""
+"""A cache folder is built by one process and appears by one rename."""
 
 import os
 import socket
@@ -9,7 +9,7 @@ from recipes.cache import build_once, open_cache_dir
 from recipes.errors import ConfigError
 
 
-def is_whole(folder):
+def is_complete(folder):
     return (folder / "done").is_file()
 
 
@@ -17,10 +17,10 @@ def build(folder):
     (folder / "done").write_text("yes")
 
 
-def test_a_whole_folder_is_not_built_again(tmp_path):
-    build_once(tmp_path / "x", build, is_whole=is_whole)
-    build_once(tmp_path / "x", lambda _: pytest.fail("built twice"), is_whole=is_whole)
-    assert is_whole(tmp_path / "x")
+def test_a_complete_folder_is_not_built_again(tmp_path):
+    build_once(tmp_path / "x", build, is_complete=is_complete)
+    build_once(tmp_path / "x", lambda _: pytest.fail("built twice"), is_complete=is_complete)
+    assert is_complete(tmp_path / "x")
 
 
 def test_a_builder_that_fails_leaves_nothing_but_an_open_lock(tmp_path):
@@ -29,31 +29,31 @@ def test_a_builder_that_fails_leaves_nothing_but_an_open_lock(tmp_path):
         raise RuntimeError("out of luck")
 
     with pytest.raises(RuntimeError, match="out of luck"):
-        build_once(tmp_path / "x", fail, is_whole=is_whole)
+        build_once(tmp_path / "x", fail, is_complete=is_complete)
     assert [path.name for path in tmp_path.iterdir()] == [".x.lock"]
-    build_once(tmp_path / "x", build, is_whole=is_whole)
-    assert is_whole(tmp_path / "x")
+    build_once(tmp_path / "x", build, is_complete=is_complete)
+    assert is_complete(tmp_path / "x")
 
 
-def test_leftovers_of_dead_builders_go_and_those_of_other_hosts_stay_a_day(tmp_path):
+def test_leftovers_of_dead_builders_are_removed_and_those_of_other_hosts_after_a_day(tmp_path):
     ours = tmp_path / f".x.tmp.{socket.gethostname()}.1"
     fresh, stale, stranger = (tmp_path / name for name in (".x.tmp.far.1", ".x.tmp.far.2", "y"))
     for folder in (ours, fresh, stale, stranger):
         folder.mkdir()
     os.utime(stale, (1000, 1000))
-    build_once(tmp_path / "x", build, is_whole=is_whole)
+    build_once(tmp_path / "x", build, is_complete=is_complete)
     assert not ours.exists()
     assert not stale.exists()
     assert fresh.exists()
     assert stranger.exists()
 
 
-def test_a_cache_that_cannot_be_made_says_what_to_type(tmp_path):
+def test_a_cache_that_cannot_be_created_is_a_config_error(tmp_path):
     (tmp_path / "file").write_text("")
     with pytest.raises(ConfigError) as caught:
         open_cache_dir(str(tmp_path / "file"))
     assert caught.value.setting == f"data.cache_dir={tmp_path / 'file'}"
-    assert caught.value.reason.startswith("it cannot be made")
+    assert caught.value.reason.startswith("it cannot be created")
     assert caught.value.fix == (
         "RECIPES_CACHE=<folder> before the command, or data.cache_dir=<folder>"
     )

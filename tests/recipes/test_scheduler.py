@@ -54,7 +54,7 @@ def test_a_schedule_has_its_values_at_the_steps_that_matter(name: str) -> None:
 
 
 @pytest.mark.parametrize("name", SCHEDULES)
-def test_a_multiplier_never_leaves_zero_to_one(name: str) -> None:
+def test_a_multiplier_is_always_between_zero_and_one(name: str) -> None:
     assert all(0.0 <= SCHEDULES[name](step) <= 1.0 for step in range(300))
 
 

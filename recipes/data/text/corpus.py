@@ -1,4 +1,4 @@
-"""A corpus: documents in a fixed order, read piece by piece in bounded memory, never held whole."""
+"""A corpus: documents in a fixed order, read piece by piece in bounded memory, and a hash of their content."""
 
 import hashlib
 import json
@@ -14,20 +14,25 @@ from pathlib import Path
 
 from recipes.errors import ConfigError
 
-PIECE_BYTES = 256 * 1024  # encoding takes ~170 bytes of memory for each byte of text
-# how far a cut looks for a good place: a piece is twice as long at most
+PIECE_BYTES = 256 * 1024  # encoding takes ~170 bytes of memory per byte of text
+# how far to search for a good place to cut: a piece is at most twice as long
 _CUT_WINDOW_BYTES = PIECE_BYTES
 
-# A line's end between two lines of text, neither blank nor indented: no pre-tokenizer of a
-# byte-level vocabulary joins what stands on its two sides, so both parts keep their tokens.
+# The newline between two lines of text, neither blank nor indented: no pre-tokenizer of a byte-level vocabulary joins
+# characters across it, so both parts have the same tokens as the uncut text.
 _SAFE_CUT = re.compile(rb"[!-~]\n(?=[!-~])")
 
 MIN_DOCUMENTS_TO_SPLIT = 20
 
+MIN_BYTES_TO_REMEMBER = 64 * 1024**2  # hashing less than this again takes no noticeable time
+_SETTLED_NS = 2_000_000_000  # a file changed more recently may change again within one clock tick
+
+FileState = tuple[Path, int, int]  # path, size in bytes, time of the last change in ns
+
 
 @dataclass(frozen=True)
 class Document:
-    """One file of text, with the name that the cache and the errors give it."""
+    """One file of text, with its name in the cache and in errors."""
 
     name: str
     path: Path
@@ -36,14 +41,14 @@ class Document:
 
     @classmethod
     def of(cls, path: Path, *, name: str) -> "Document":
-        """Describe a file as it is now."""
+        """Return the document of a file, with its current size and change time."""
         status = path.stat()
         return cls(name, path, status.st_size, status.st_mtime_ns)
 
 
 @dataclass(frozen=True)
 class Piece:
-    """Bytes [start, stop) of a document: whole lines if it has lines, whole characters always."""
+    """Bytes [start, stop) of a document: complete lines if it has lines, always complete characters."""
 
     document: Document
     start: int
@@ -51,14 +56,14 @@ class Piece:
 
     @property
     def ends_document(self) -> bool:
-        """Whether it is the document's last."""
+        """Whether this is the last piece of the document."""
         return self.stop == self.document.num_bytes
 
     def read(self) -> str:
-        """The text.
+        """Return the text.
 
         Raises:
-            ConfigError: Bytes that are not UTF-8; with the file and the offset of the first.
+            ConfigError: The bytes are not UTF-8; names the file and the offset of the first wrong byte.
         """
         with self.document.path.open("rb") as file:
             file.seek(self.start)
@@ -74,22 +79,21 @@ class Piece:
 
 
 class Corpus:
-    """Documents in order, and what follows from their content: a hash and a validation split."""
+    """Documents in order, with a hash and a validation split that depend on their content.
+
+    Args:
+        documents: In the order in which they are tokenized; empty ones are dropped.
+        cache_dir: Folder of cached digests, tokenizers and tokens.
+    """
 
     def __init__(self, documents: Sequence[Document], *, cache_dir: Path) -> None:
-        """Take the documents that are not empty.
-
-        Args:
-            documents: In the order in which they are to be tokenized.
-            cache_dir: Where digests, tokenizers and tokens are kept.
-        """
         self.documents = [document for document in documents if document.num_bytes > 0]
         self.cache_dir = cache_dir
         self.num_bytes = sum(document.num_bytes for document in self.documents)
 
     @cached_property
     def digests(self) -> list[str]:
-        """A hash of each document's content."""
+        """Hash of each document's content."""
         return content_digests(
             [(document.path, document.num_bytes, document.mtime_ns) for document in self.documents],
             cache_dir=self.cache_dir,
@@ -97,7 +101,7 @@ class Corpus:
 
     @cached_property
     def content_hash(self) -> str:
-        """A hash of all names and contents, in order; where the files lie is not part of it."""
+        """Hash of all names and contents, in order; the folder of the files does not matter."""
         digest = hashlib.blake2b(digest_size=16)
         for document, content in zip(self.documents, self.digests, strict=True):
             line = f"{content} {document.num_bytes} {document.name}\0"
@@ -105,17 +109,16 @@ class Corpus:
         return digest.hexdigest()
 
     def val_documents(self, val_fraction: float) -> frozenset[str]:
-        """Names of the documents held out, about `val_fraction` of all bytes.
+        """Return the names of the documents for validation, about `val_fraction` of all bytes.
 
-        Documents are taken in the order of the hashes of their contents until the share is reached,
-        so that the choice knows neither seed nor folder, equal files stay together, and a new
-        document moves few others. One that is larger than the whole share is never taken. Empty if
-        there are fewer than 20 documents, or none is small enough: then the tail of the tokens is
-        held out.
+        Documents are chosen in the order of their content hashes until the fraction is reached: the choice does not
+        depend on seed or folder, equal files stay together, and a new document moves few others. A document larger
+        than the whole fraction is never chosen. The result is empty if there are fewer than 20 documents or none is
+        small enough; then the tail of the tokens is used for validation.
         """
         if len(self.documents) < MIN_DOCUMENTS_TO_SPLIT:
             return frozenset()
-        share = self.num_bytes * val_fraction
+        max_val_bytes = self.num_bytes * val_fraction
         copies: dict[str, list[Document]] = {}
         for digest, document in zip(self.digests, self.documents, strict=True):
             copies.setdefault(digest, []).append(document)
@@ -123,36 +126,36 @@ class Corpus:
         num_chosen_bytes = 0
         for digest in sorted(copies):
             num_bytes = sum(document.num_bytes for document in copies[digest])
-            if num_bytes <= share:
+            if num_bytes <= max_val_bytes:
                 num_chosen_bytes += num_bytes
                 chosen.update(document.name for document in copies[digest])
-            if num_chosen_bytes >= share:
+            if num_chosen_bytes >= max_val_bytes:
                 break
         return frozenset(chosen)
 
     def pieces(self, *, cut: bool = True) -> Iterator[Piece]:
-        """All documents in pieces of about 256 KiB; `cut=False` gives whole documents."""
+        """Yield all documents in pieces of about 256 KiB; with `cut=False`, one piece per document."""
         for document in self.documents:
             starts = [0, *(_cuts(document) if cut else ()), document.num_bytes]
             for start, stop in pairwise(starts):
                 yield Piece(document, start, stop)
 
     def texts(self, max_bytes: int) -> Iterator[str]:
-        """The text in order, or pieces spread evenly over it that add up to about `max_bytes`."""
-        share = min(1.0, max_bytes / max(1, self.num_bytes))
-        seen = taken = 0
+        """Yield the text in order, or pieces spread evenly over it that add up to about `max_bytes`."""
+        fraction = min(1.0, max_bytes / max(1, self.num_bytes))
+        num_seen = num_read = 0  # bytes
         for piece in self.pieces():
             num_bytes = piece.stop - piece.start
-            if taken <= seen * share:
-                taken += num_bytes
+            if num_read <= num_seen * fraction:
+                num_read += num_bytes
                 yield piece.read()
-            seen += num_bytes
+            num_seen += num_bytes
 
     def check_unchanged(self) -> None:
-        """Make sure that what was read is what was hashed.
+        """Check that the files that were read are those that were hashed.
 
         Raises:
-            ConfigError: A file changed in the meantime.
+            ConfigError: A file has changed since.
         """
         for document in self.documents:
             if Document.of(document.path, name=document.name) != document:
@@ -164,7 +167,7 @@ class Corpus:
 
 
 def _cuts(document: Document) -> Iterator[int]:
-    """Offsets at which a long document is cut; reads only the surroundings of each."""
+    """Yield the offsets at which a long document is cut; reads only the bytes around each."""
     if document.num_bytes <= PIECE_BYTES:
         return
     with document.path.open("rb") as file:
@@ -181,7 +184,7 @@ def _cuts(document: Document) -> Iterator[int]:
 
 
 def _best_cut(window: bytes, *, is_last: bool) -> int | None:
-    """Where to cut in a window, at least 1 byte into it; None: the rest stays one piece."""
+    """Return where to cut in a window, at least 1 byte into it; None: the rest stays one piece."""
     match = _SAFE_CUT.search(window)
     if match is not None:
         return match.end()
@@ -191,24 +194,16 @@ def _best_cut(window: bytes, *, is_last: bool) -> int | None:
     if after_line > 0:
         return after_line
     starts = (i for i, byte in enumerate(window) if i > 0 and byte & 0xC0 != 0x80)
-    return next(starts, len(window))  # a character's first byte; without any it is not UTF-8 anyway
-
-
-MIN_BYTES_TO_REMEMBER = 64 * 1024**2  # below, hashing again is faster than anyone notices
-
-
-_SETTLED_NS = 2_000_000_000  # a file touched more recently may change again within one clock tick
-
-
-FileState = tuple[Path, int, int]  # path, size in bytes, time of the last change in ns
+    return next(
+        starts, len(window)
+    )  # first byte of a character; if there is none, it is not UTF-8 anyway
 
 
 def content_digests(files: Sequence[FileState], *, cache_dir: Path) -> list[str]:
-    """A hash of each file's content.
+    """Return a hash of each file's content.
 
-    The content decides, never the date. Only for speed, and only where the files have 64 MiB or
-    more together, a hash is remembered under (path, size, time of change); a file that changed less
-    than two seconds before it was hashed is hashed again the next time.
+    If the files have 64 MiB or more together, hashes are cached under (path, size, time of change) to save time; a
+    file that changed less than two seconds before it was hashed is hashed again the next time.
     """
     if sum(num_bytes for _, num_bytes, _ in files) < MIN_BYTES_TO_REMEMBER:
         return [file_digest(path) for path, _, _ in files]
@@ -231,7 +226,7 @@ def content_digests(files: Sequence[FileState], *, cache_dir: Path) -> list[str]
 
 
 def file_digest(path: Path) -> str:
-    """The hash of one file, read in bounded memory."""
+    """Return the hash of one file, read in bounded memory."""
     with path.open("rb") as file:
         return hashlib.file_digest(file, lambda: hashlib.blake2b(digest_size=16)).hexdigest()
 

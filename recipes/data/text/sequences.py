@@ -1,6 +1,6 @@
-"""Fixed windows over a memory-mapped file of token ids: one page-cache read a sample, no copy held.
+"""Fixed windows over a memory-mapped file of token ids: one read of the page cache per sample.
 
-Letters: L tokens a sample, B samples.
+Letters: L tokens per sample, B samples.
 """
 
 from collections.abc import Sequence
@@ -16,9 +16,17 @@ from recipes.errors import ConfigError
 
 
 class TokenWindows(Dataset[dict[str, Tensor]]):
-    """Sample i reads tokens [i*L, i*L + L) and predicts each one's successor; a rest is left out.
+    """Sample i reads tokens [i*L, i*L + L) and predicts the successor of each; an incomplete last window is dropped.
 
-    Picklable: the map is opened by the process that first reads from it and never travels.
+    Picklable: each process opens its own map when it first reads a sample.
+
+    Args:
+        path: Little-endian token ids, one after the other.
+        dtype: "uint16" or "uint32".
+        seq_len: L.
+        start: First token.
+        stop: One past the last token.
+        byte_offset: Bytes before token 0, a header.
     """
 
     def __init__(
@@ -31,16 +39,6 @@ class TokenWindows(Dataset[dict[str, Tensor]]):
         stop: int,
         byte_offset: int = 0,
     ) -> None:
-        """Cut tokens [start, stop) of a file into windows.
-
-        Args:
-            path: Little-endian token ids, one after the other.
-            dtype: "uint16" or "uint32".
-            seq_len: L.
-            start: First token.
-            stop: One past the last token.
-            byte_offset: Bytes before token 0, a header.
-        """
         assert 0 <= start <= stop, (start, stop)
         self.path = path
         self.dtype = np.dtype(dtype).newbyteorder("<")
@@ -57,23 +55,23 @@ class TokenWindows(Dataset[dict[str, Tensor]]):
 
     @property
     def tokens_per_sample(self) -> int:
-        """L."""
+        """Every input is a token."""
         return self.seq_len
 
     def __len__(self) -> int:
-        """Whole windows, each with the one token more that its last target needs."""
+        """Return the number of complete windows, each with one more token for its last target."""
         return max(0, (self.stop - self.start - 1) // self.seq_len)
 
     def __getitem__(self, index: int) -> dict[str, Tensor]:
-        """One sample: inputs and targets, [L] int64."""
+        """Return one sample: inputs and targets, [L] int64."""
         return self.__getitems__([index])[0]
 
     def __getitems__(self, indices: Sequence[int]) -> list[dict[str, Tensor]]:
-        """Many samples out of one gather; a DataLoader calls this by itself."""
-        firsts = np.array([self._first_token(index) for index in indices], dtype=np.int64)
-        where = firsts[:, None] + np.arange(self.seq_len + 1)  # [B, L+1]
-        block = torch.from_numpy(self._map()[where].astype(np.int64))  # [B, L+1]
-        return [{"inputs": row[:-1], "targets": row[1:]} for row in block]
+        """Return B samples with one gather; a DataLoader prefers this method to `__getitem__`."""
+        starts = np.array([self._first_token(index) for index in indices], dtype=np.int64)  # [B]
+        offsets = starts[:, None] + np.arange(self.seq_len + 1)  # [B, L+1]
+        tokens = torch.from_numpy(self._map()[offsets].astype(np.int64))  # [B, L+1]
+        return [{"inputs": row[:-1], "targets": row[1:]} for row in tokens]
 
     def _first_token(self, index: int) -> int:
         if not -len(self) <= index < len(self):
@@ -88,15 +86,20 @@ class TokenWindows(Dataset[dict[str, Tensor]]):
         return self._tokens
 
     def __getstate__(self) -> dict[str, object]:
-        """Everything but the map, which pickle would turn into a copy of the file."""
+        """Return everything but the map, which pickle would turn into a copy of the file."""
         return {**self.__dict__, "_tokens": None}
 
 
 def check_length(windows: TokenWindows, *, split: str, fix: str) -> TokenWindows:
-    """Give the windows back if there is at least one.
+    """Return the windows if there is at least one.
+
+    Args:
+        windows: Of one split.
+        split: "training" or "validation", for the error.
+        fix: What to type for more tokens.
 
     Raises:
-        ConfigError: The split is shorter than one sequence; with the longest `seq_len` that would fit.
+        ConfigError: The split is shorter than one sample; the fix names the longest `seq_len` that fits.
     """
     if len(windows) > 0:
         return windows

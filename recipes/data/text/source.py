@@ -1,4 +1,4 @@
-"""What every source of text does: list, make the tokenizer, tokenize once, cut windows."""
+"""The steps of every text source: list documents, make the tokenizer, tokenize once, cut windows."""
 
 import os
 from abc import ABC, abstractmethod
@@ -15,7 +15,7 @@ from recipes.tokenizer import Tokenizer, TokenizerConfig
 
 
 class TextSource(ABC):
-    """Documents -> windows of tokens; a subclass says which documents."""
+    """Documents -> windows of tokens; a subclass lists the documents."""
 
     def __init__(
         self,
@@ -27,15 +27,16 @@ class TextSource(ABC):
         vocab_size: int | None = None,
         num_processes: int | None = None,
     ) -> None:
-        """Take the settings; nothing is read before `prepare`.
+        """Check the settings; nothing is read before `prepare`.
 
         Args:
-            tokenizer: Makes the tokenizer, from this text if it is trained.
-            seq_len: Tokens a sample.
-            val_fraction: Share of the text held out: whole documents where there are 20 or more, else the tail.
-            cache_dir: Where tokens and tokenizers are kept.
-            vocab_size: Ids that the model knows; None: any number.
-            num_processes: That tokenize; None: one a core.
+            tokenizer: Makes the tokenizer, from this text if it has to be trained.
+            seq_len: Tokens per sample.
+            val_fraction: Fraction of the text for validation: complete documents if there are 20 or more, else the
+                tail.
+            cache_dir: Folder of cached tokens and tokenizers.
+            vocab_size: Number of ids that the model has; None: any number.
+            num_processes: Processes that tokenize; None: one per core.
 
         Raises:
             ConfigError: `seq_len` or `val_fraction` is out of range, or there is no tokenizer.
@@ -53,22 +54,22 @@ class TextSource(ABC):
 
     @abstractmethod
     def list_documents(self) -> Sequence[Document]:
-        """The files to read, in a fixed order.
+        """Return the files to read, in a fixed order.
 
         Raises:
-            ConfigError: There are none.
+            ConfigError: There are no files.
         """
 
     @abstractmethod
     def more_text(self) -> str:
-        """What to type for more text, where there is too little."""
+        """Return the override that gives more text, for an error about too little."""
 
     def prepare(self) -> None:
-        """Tokenize what has not been tokenized before; the second call does nothing.
+        """Tokenize the text unless it is in the cache; a second call does nothing.
 
         Raises:
-            ConfigError: No text, text that is not UTF-8, a tokenizer with more ids than the model knows, or too
-                little text for one sample of each split.
+            ConfigError: There is no text, it is not UTF-8, the tokenizer has more ids than the model, or the text is
+                too short for one sample of each split.
         """
         if self._prepared is not None:
             return
@@ -84,15 +85,15 @@ class TextSource(ABC):
             corpus, tokenizer, val_fraction=self.val_fraction, num_processes=self._num_processes
         )
         self._prepared = tokenizer, cache
-        self.train()
+        self.train()  # both check that they have at least one sample
         self.val()
 
     def train(self) -> TokenWindows:
-        """The training samples."""
+        """Return the training samples."""
         return check_length(self._windows("train"), split="training", fix=self.more_text())
 
     def val(self) -> TokenWindows:
-        """The validation samples, the same for every seed."""
+        """Return the validation samples, the same for every seed."""
         fix = f"a larger data.val_fraction, or {self.more_text()}"
         return check_length(self._windows("val"), split="validation", fix=fix)
 
@@ -103,25 +104,25 @@ class TextSource(ABC):
 
     @property
     def cache(self) -> TokenCache:
-        """The tokens on disk and their numbers, after `prepare`."""
+        """The tokens on disk and their statistics, after `prepare`."""
         return self._ready()[1]
 
     @property
     def fingerprint(self) -> str:
-        """The same for the same tokens in the same split."""
+        """Equal for equal tokens in the same split."""
         meta = self.cache.meta
         return f"{meta.content_hash}/{meta.tokenizer_fingerprint}/{meta.val_fraction}"
 
     def describe(self) -> str:
-        """How much text, and what a model that knows nothing but token frequencies would reach."""
+        """Return the amount of text, and the loss of a model that knows only token frequencies."""
         meta = self.cache.meta
         counts = f"{meta.num_train_tokens:,} training and {meta.num_val_tokens:,} validation tokens"
         entropy = meta.unigram_entropy_nats
-        known = "" if entropy is None else f"; unigram entropy {entropy:.3f} nats"
-        return f"{meta.num_documents:,} documents, {counts}{known}"
+        baseline = "" if entropy is None else f"; unigram entropy {entropy:.3f} nats"
+        return f"{meta.num_documents:,} documents, {counts}{baseline}"
 
     def describe_sample(self, sample: int) -> dict[str, Any]:
-        """Where a training sample was cut from, and its text: evidence about a bad batch."""
+        """Return the documents and the text of a training sample, for the dump of a bad batch."""
         start = sample * self.seq_len
         documents = self.cache.documents("train", start=start, stop=start + self.seq_len + 1)
         tokens = self.train()[sample]["inputs"].tolist()
@@ -142,17 +143,21 @@ class TextSource(ABC):
 
 
 def check_windows(*, seq_len: int, val_fraction: float) -> None:
-    """Refuse lengths and shares that no data could have.
+    """Check sample length and validation fraction.
+
+    Args:
+        seq_len: Tokens per sample, at least 1.
+        val_fraction: Between 0 and 1, exclusive.
 
     Raises:
-        ConfigError: Out of range.
+        ConfigError: A value is out of range.
     """
     if seq_len < 1:
         raise ConfigError(f"seq_len={seq_len}", "a sample has at least one token", "seq_len=256")
     if not 0.0 < val_fraction < 1.0:
         raise ConfigError(
             f"data.val_fraction={val_fraction}",
-            "a share between 0 and 1 is held out, and something must be left on both sides",
+            "it is the fraction of the text for validation, and both splits need text",
             "data.val_fraction=0.05",
         )
 
@@ -160,7 +165,7 @@ def check_windows(*, seq_len: int, val_fraction: float) -> None:
 def list_files(
     folder: Path, *, suffixes: frozenset[str], skipped_folders: frozenset[str] = frozenset()
 ) -> list[Path]:
-    """Files with one of the suffixes, sorted by relative path; nothing hidden."""
+    """Return the files with one of the suffixes, sorted by relative path, without hidden files and folders."""
     found = []
     for directory, subfolders, names in os.walk(folder):
         subfolders[:] = [

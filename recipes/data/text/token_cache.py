@@ -1,8 +1,7 @@
-"""The tokens of a corpus on disk, made once per (content, tokenizer, split); then it costs a hash.
+"""The tokens of a corpus on disk, written once per (content, tokenizer, split); opening them again costs a hash.
 
-`<cache_dir>/tokens/<key>/` holds `train.bin` and `val.bin`, raw little-endian ids with the
-end-of-text token after every document; `documents.jsonl`, one line for each document and split it
-has tokens in; and `meta.json`, the numbers below.
+`<cache_dir>/tokens/<key>/` holds `train.bin` and `val.bin`, raw little-endian ids with the end-of-text token after
+every document; `documents.jsonl`, one line per document and split that has tokens of it; and `meta.json`.
 """
 
 import hashlib
@@ -23,18 +22,22 @@ from recipes.tokenizer import Tokenizer
 
 Split = Literal["train", "val"]
 
-FORMAT_VERSION = 1  # raise it where the same key would give other files
+Row = tuple[
+    str, Split, int, int
+]  # document, split, offset of its first token in the split, number of tokens
+
+FORMAT_VERSION = 1  # to be increased when the same key gives other files
 _CHUNK_TOKENS = 1024 * 1024
 
 
 @dataclass(frozen=True)
 class TokenCacheMeta:
-    """What `meta.json` says.
+    """The content of `meta.json`.
 
     Attributes:
-        unigram_entropy_nats: Mean over the validation tokens of -log of their frequency in the
-            training tokens, add-one smoothed: the loss of a model that knows frequencies and no
-            context. A network that is not below it has learnt nothing else. None without tokens.
+        unigram_entropy_nats: Mean over the validation tokens of -log of their frequency in the training tokens,
+            add-one smoothed: the loss of a model that knows frequencies and no context. A network that is not below
+            it has learned nothing else. None without validation tokens.
     """
 
     format_version: int
@@ -52,26 +55,29 @@ class TokenCacheMeta:
 
 
 class TokenCache:
-    """A whole folder of tokens."""
+    """A complete folder of tokens.
+
+    Args:
+        folder: Written by `cached_tokens`.
+    """
 
     def __init__(self, folder: Path) -> None:
-        """Read what it holds."""
         self.folder = folder
         self.meta = TokenCacheMeta(**json.loads((folder / "meta.json").read_text("utf-8")))
 
     def path(self, split: Split) -> Path:
-        """The file of a split."""
+        """Return the file of a split."""
         return self.folder / f"{split}.bin"
 
     def num_tokens(self, split: Split) -> int:
-        """Tokens of a split."""
+        """Return the number of tokens of a split."""
         return self.meta.num_train_tokens if split == "train" else self.meta.num_val_tokens
 
     def documents(self, split: Split, *, start: int, stop: int) -> list[dict[str, Any]]:
-        """Which documents tokens [start, stop) of a split come from, and from where in them; one pass over the index.
+        """Find the documents that tokens [start, stop) of a split come from; reads the index once.
 
         Returns:
-            Dicts of `name`, `first_token` within the document, and `num_tokens`.
+            Dicts of `name`, `first_token` (within the document) and `num_tokens`.
         """
         found = []
         with (self.folder / "documents.jsonl").open(encoding="utf-8") as lines:
@@ -88,10 +94,16 @@ class TokenCache:
 def cached_tokens(
     corpus: Corpus, tokenizer: Tokenizer, *, val_fraction: float, num_processes: int | None
 ) -> TokenCache:
-    """The tokens of a corpus, from the cache or made now; safe in any number of processes.
+    """Return the tokens of a corpus, tokenizing it if they are not cached; safe in any number of processes.
+
+    Args:
+        corpus: Documents to read.
+        tokenizer: Encodes them.
+        val_fraction: Fraction of the text for validation.
+        num_processes: Processes that tokenize; None: one per core.
 
     Raises:
-        ConfigError: Text that cannot be read; nothing is left in the cache.
+        ConfigError: The text cannot be read; nothing is left in the cache.
     """
     recipe = f"{FORMAT_VERSION} {corpus.content_hash} {tokenizer.fingerprint} {val_fraction!r}"
     key = hashlib.blake2b(recipe.encode(), digest_size=12).hexdigest()
@@ -100,12 +112,12 @@ def cached_tokens(
     def build(temporary: Path) -> None:
         _build(temporary, corpus, tokenizer, val_fraction=val_fraction, num_processes=num_processes)
 
-    build_once(folder, build, is_whole=is_whole)
+    build_once(folder, build, is_complete=is_complete)
     return TokenCache(folder)
 
 
-def is_whole(folder: Path) -> bool:
-    """Whether a folder has its files, of the sizes that its meta data names."""
+def is_complete(folder: Path) -> bool:
+    """Return whether a folder has its files, with the sizes given by `meta.json`."""
     if not (folder / "meta.json").is_file() or not (folder / "documents.jsonl").is_file():
         return False
     cache = TokenCache(folder)
@@ -120,7 +132,7 @@ def is_whole(folder: Path) -> bool:
 
 @dataclass
 class _SplitWriter:
-    """Appends documents to the file of one split and notes where each begins."""
+    """Appends documents to the file of one split and tracks where each begins."""
 
     split: Split
     file: BinaryIO
@@ -181,7 +193,7 @@ def _write_tokens(
     val_fraction: float,
     num_processes: int | None,
 ) -> tuple[int, int]:
-    """Fill `train.bin`, `val.bin` and `documents.jsonl`; the tokens of the two splits."""
+    """Write `train.bin`, `val.bin` and `documents.jsonl`; return the number of tokens of both splits."""
     held_out = corpus.val_documents(val_fraction)
     end = np.array([tokenizer.end_of_text], dtype=dtype)
     rows = []
@@ -199,16 +211,13 @@ def _write_tokens(
         num_val = round(num_train * val_fraction)
         num_train -= num_val
         _move_tail(folder, num_bytes=num_train * np.dtype(dtype).itemsize)
-        rows = list(_cut_rows(rows, num_train=num_train))
+        rows = list(_split_rows(rows, num_train=num_train))
     _write_index(folder / "documents.jsonl", rows)
     return num_train, num_val
 
 
-Row = tuple[str, Split, int, int]  # name, split, first token in it, number of tokens
-
-
-def _cut_rows(rows: list[Row], *, num_train: int) -> Iterator[Row]:
-    """Documents of one stream, told apart at the token where validation begins."""
+def _split_rows(rows: list[Row], *, num_train: int) -> Iterator[Row]:
+    """Yield the rows of one stream, split at the token where validation begins."""
     for name, _, offset, num_tokens in rows:
         before = min(num_tokens, max(0, num_train - offset))
         if before > 0:
@@ -225,7 +234,7 @@ def _write_index(path: Path, rows: list[Row]) -> None:
 
 
 def _move_tail(folder: Path, *, num_bytes: int) -> None:
-    """Keep the first bytes of `train.bin` and move the others to `val.bin`."""
+    """Move everything after the first bytes of `train.bin` to `val.bin`."""
     with (folder / "train.bin").open("r+b") as train, (folder / "val.bin").open("wb") as val:
         train.seek(num_bytes)
         while chunk := train.read(_CHUNK_TOKENS):
@@ -234,7 +243,7 @@ def _move_tail(folder: Path, *, num_bytes: int) -> None:
 
 
 def _counts(path: Path, *, dtype: str, vocab_size: int) -> NDArray[np.int64]:
-    """How often each id occurs in a file, [vocab_size]."""
+    """Return how often each id occurs in a file, [vocab_size]."""
     counts = np.zeros(vocab_size, dtype=np.int64)
     with path.open("rb") as file:
         while len(chunk := np.fromfile(file, dtype=dtype, count=_CHUNK_TOKENS)):

@@ -1,6 +1,6 @@
-"""Text -> token ids over processes, in order and in bounded memory: ~3 MB/s a core with BPE.
+"""Text -> token ids over processes, in order and in bounded memory: ~3 MB/s per core with BPE.
 
-A worker imports numpy and `tokenizers` only, and ends with the process that started it.
+A worker imports only numpy and `tokenizers`, and dies with the process that started it.
 """
 
 import contextlib
@@ -25,11 +25,11 @@ log = logging.getLogger(__name__)
 Tokens = NDArray[np.unsignedinteger]
 Task = list[Piece]
 
-# Less text than this for one more process is not worth its start of ~0.3 s.
+# with less text per process, starting it (~0.3 s) does not pay off
 _MIN_BYTES_PER_PROCESS = 2 * 1024**2
 _MIN_BYTES_PER_PROCESS_OF_BYTES = 256 * 1024**2  # bytes are copied, not searched
 _TASK_BYTES = 1024 * 1024
-_TASKS_PER_PROCESS = 2  # one in work, one waiting: what bounds the memory
+_TASKS_PER_PROCESS = 2  # one running, one queued: this bounds the memory
 
 _worker_tokenizer: Tokenizer | None = None  # set once in each worker process
 
@@ -37,16 +37,19 @@ _worker_tokenizer: Tokenizer | None = None  # set once in each worker process
 def tokenize(
     corpus: Corpus, tokenizer: Tokenizer, *, dtype: str, num_processes: int | None = None
 ) -> Iterator[tuple[Piece, Tokens]]:
-    """Give every piece of the corpus and its tokens, in the order of the corpus.
+    """Yield every piece of the corpus and its tokens, in the order of the corpus.
 
     Args:
-        corpus: What to read.
-        tokenizer: How to encode it. Documents stay uncut where it could not join their parts.
+        corpus: Documents to read.
+        tokenizer: Encodes them. Documents stay uncut if their parts would get other ids.
         dtype: Of the arrays, "uint16" or "uint32".
-        num_processes: At most so many, fewer where the text is short; None: one a core.
+        num_processes: Largest number of processes, fewer if the text is short; None: one per core.
+
+    Yields:
+        Pieces, each with its tokens, [number of tokens].
 
     Raises:
-        ConfigError: Text that is not UTF-8; raised here, wherever it was found.
+        ConfigError: Text is not UTF-8; raised in this process, whichever found it.
     """
     tasks = _group(corpus.pieces(cut=tokenizer.splits_at_lines))
     workers = num_workers(corpus.num_bytes, tokenizer, num_processes=num_processes)
@@ -62,7 +65,7 @@ def tokenize(
 
 
 def num_workers(num_bytes: int, tokenizer: Tokenizer, *, num_processes: int | None) -> int:
-    """How many processes pay off; 1 means this one."""
+    """Return the number of processes that pay off; 1 means the current process."""
     if multiprocessing.current_process().daemon:
         return 1  # a daemonic process may not have children
     per_process = _MIN_BYTES_PER_PROCESS_OF_BYTES if tokenizer.is_bytes else _MIN_BYTES_PER_PROCESS
@@ -71,14 +74,14 @@ def num_workers(num_bytes: int, tokenizer: Tokenizer, *, num_processes: int | No
 
 
 def _num_cores() -> int:
-    """Cores that this process may use, which in a container are fewer than there are."""
+    """Return the number of cores that this process may use: in a container, fewer than the machine has."""
     if hasattr(os, "sched_getaffinity"):
         return len(os.sched_getaffinity(0))
     return os.cpu_count() or 1
 
 
 def _group(pieces: Iterable[Piece]) -> Iterator[Task]:
-    """Pieces together, about 1 MiB a task."""
+    """Group pieces into tasks of about 1 MiB."""
     task: Task = []
     num_bytes = 0
     for piece in pieces:
@@ -98,7 +101,7 @@ def _encode(piece: Piece, tokenizer: Tokenizer, dtype: str) -> Tokens:
 def _in_parallel(
     tasks: Iterator[Task], tokenizer: Tokenizer, *, dtype: str, workers: int
 ) -> Iterator[tuple[Task, list[Tokens]]]:
-    """Results in the order of the tasks, with a bounded number of them under way."""
+    """Yield results in the order of the tasks, with a bounded number of them pending."""
     # spawn: a fork of a process with threads may hang
     pool = ProcessPoolExecutor(
         workers,
@@ -106,16 +109,16 @@ def _in_parallel(
         initializer=_start_worker,
         initargs=(tokenizer,),
     )
-    under_way: deque[tuple[Task, Future[list[Tokens]]]] = deque()
+    pending: deque[tuple[Task, Future[list[Tokens]]]] = deque()
     try:
         for task in tasks:
-            under_way.append((task, pool.submit(_encode_task, task, dtype)))
-            if len(under_way) >= workers * _TASKS_PER_PROCESS:
-                done, future = under_way.popleft()
-                yield done, future.result()
-        while under_way:
-            done, future = under_way.popleft()
-            yield done, future.result()
+            pending.append((task, pool.submit(_encode_task, task, dtype)))
+            if len(pending) >= workers * _TASKS_PER_PROCESS:
+                oldest, future = pending.popleft()
+                yield oldest, future.result()
+        while pending:
+            oldest, future = pending.popleft()
+            yield oldest, future.result()
     finally:
         pool.shutdown(cancel_futures=True)
 
@@ -123,11 +126,11 @@ def _in_parallel(
 def _start_worker(tokenizer: Tokenizer) -> None:
     global _worker_tokenizer
     _worker_tokenizer = tokenizer
-    threading.Thread(target=_end_with_parent, daemon=True).start()
+    threading.Thread(target=_exit_with_parent, daemon=True).start()
 
 
-def _end_with_parent() -> None:
-    """A killed parent cannot tell its workers to stop, and they would wait for tasks forever."""
+def _exit_with_parent() -> None:
+    """Exit when the parent dies: a killed parent cannot stop its workers, and they would wait for tasks forever."""
     parent = multiprocessing.parent_process()
     assert parent is not None, "a worker has a parent"
     parent.join()
@@ -141,7 +144,7 @@ def _encode_task(task: Task, dtype: str) -> list[Tokens]:
 
 @contextlib.contextmanager
 def _progress(num_bytes: int) -> Iterator[Callable[[int], Any]]:
-    """A bar on a terminal, one line in a log."""
+    """Show a progress bar on a terminal, or log one line; yield a function that advances it by bytes."""
     if not sys.stderr.isatty():
         log.info("tokenizing %.1f MB of text", num_bytes / 1e6)
         yield lambda _: None

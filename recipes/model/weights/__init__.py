@@ -1,4 +1,4 @@
-"""Read and write published weights."""
+"""Initial weights of a model: drawn from the seed, or loaded from published files."""
 
 from collections.abc import Callable
 from typing import Any
@@ -10,20 +10,23 @@ from recipes.model import Model
 
 @torch.no_grad()
 def initialize(model: Model, seed: int) -> None:
-    """Give `model` its first weights: `model.pretrained` if it is set, else `init_weights(seed)`.
+    """Set the initial weights of `model`: `model.pretrained` if it is set, else `init_weights(seed)`.
 
-    Call after `to_empty`, on the device of the run, sharded or not. No collectives: every rank
-    reads or draws the whole of one parameter at a time and keeps its own shard.
+    Call after `to_empty`, on the device of the run, sharded or not. No collectives: every rank reads or draws one
+    unsharded parameter at a time and keeps its own shard.
+
+    Args:
+        model: Has storage, with undefined values.
+        seed: Of the run.
 
     Raises:
-        ValueError: the weights named by `model.pretrained` do not fit the model; nothing was
-            loaded.
+        ValueError: The weights named by `model.pretrained` do not fit the model; nothing was loaded.
     """
     pretrained: str | None = getattr(model, "pretrained", None)
     if pretrained is None:
         model.init_weights(seed)
         return
-    # Imported here: only a run that starts from somebody's weights pays for safetensors.
+    # imported here, so that only a run that loads published weights pays for the import of safetensors
     from recipes.model.weights import huggingface, torchvision
 
     load: dict[str, Callable[[Any, str], None]] = {

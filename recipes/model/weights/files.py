@@ -12,17 +12,15 @@ from torch import Tensor
 
 from recipes.errors import ConfigError
 
-# In the order they are preferred: one file, then its sharded form. Pickles last, and only as plain
-# tensors.
+# in order of preference: each is one file or its sharded form. Pickles are last, and only tensors are unpickled.
 _FILES = ("model.safetensors", "pytorch_model.bin")
 
 
 def locate(name_or_folder: str) -> Path:
-    """The folder itself, or the local copy of a hub repository, downloaded if it is not there yet.
+    """Return the folder itself, or the local copy of a hub repository, downloaded if necessary.
 
     Raises:
-        ImportError: a hub name, and huggingface_hub is not installed.
-        ConfigError: neither a folder with config.json nor a repository that can be reached.
+        ConfigError: It is neither a folder with config.json nor a repository that can be downloaded.
     """
     folder = Path(name_or_folder)
     if folder.is_dir():
@@ -62,23 +60,27 @@ def _download(snapshot_download: Any, name: str) -> Path:
 
 
 class PublishedWeights:
-    """The tensors of a folder, by name."""
+    """The tensors of a folder, by name.
 
-    def __init__(self, file_of: dict[str, Any]) -> None:
-        self._file_of = file_of
+    Args:
+        files: Tensor name -> open file with `get_tensor(name)`.
+    """
+
+    def __init__(self, files: dict[str, Any]) -> None:
+        self._files = files
 
     def names(self) -> set[str]:
-        """All tensor names."""
-        return set(self._file_of)
+        """Return all tensor names."""
+        return set(self._files)
 
     def read(self, name: str) -> Tensor:
-        """One tensor, on the CPU."""
-        tensor: Tensor = self._file_of[name].get_tensor(name)
+        """Read one tensor to the CPU."""
+        tensor: Tensor = self._files[name].get_tensor(name)
         return tensor
 
 
 class _Pickle:
-    """The reading side of `safe_open` for a .bin file; unpickles tensors only."""
+    """The interface of `safe_open` for a .bin file; unpickles tensors only."""
 
     def __init__(self, file: Path) -> None:
         self._tensors: dict[str, Tensor] = torch.load(
@@ -94,20 +96,20 @@ class _Pickle:
 
 @contextmanager
 def open_weights(folder: Path) -> Iterator[PublishedWeights]:
-    """Open every weight file of `folder`; nothing but headers is read until `read`.
+    """Open every weight file of `folder`, reading only headers until `read`.
 
     Raises:
-        ConfigError: there is no weight file, or a file that the index names is missing.
+        ConfigError: There is no weight file, or a file named in the index is missing.
     """
     with ExitStack() as stack:
-        file_of: dict[str, Any] = {}
+        files: dict[str, Any] = {}
         for file in _weight_files(folder):
             if file.suffix == ".safetensors":
                 opened = stack.enter_context(safe_open(file, framework="pt", device="cpu"))
             else:
                 opened = _Pickle(file)
-            file_of.update(dict.fromkeys(opened.keys(), opened))
-        yield PublishedWeights(file_of)
+            files.update(dict.fromkeys(opened.keys(), opened))
+        yield PublishedWeights(files)
 
 
 def _weight_files(folder: Path) -> list[Path]:
@@ -127,6 +129,6 @@ def _weight_files(folder: Path) -> list[Path]:
             return [folder / file for file in files]
     raise ConfigError(
         f"model.pretrained={folder}",
-        "it holds neither model.safetensors nor pytorch_model.bin, whole or sharded",
+        "it has neither model.safetensors nor pytorch_model.bin, in one file or sharded",
         "model.pretrained=<folder with config.json and model.safetensors>",
     )

@@ -1,4 +1,4 @@
-"""Our parameters and settings beside the published tensors and keys they correspond to. Free."""
+"""Mapping of our parameters and settings to the tensors and config keys of published weights."""
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
@@ -14,13 +14,13 @@ HFConfig = Mapping[str, Any]  # config.json
 
 @dataclass(frozen=True)
 class Entry:
-    """Our parameter `name`: published tensors one under another, then zero rows as padding.
+    """One of our parameters: published tensors concatenated by rows, then zero rows as padding.
 
     Attributes:
         name: In `model.named_parameters()`.
         published: Tensor names in the file.
-        rows: Rows of ours that each of them fills.
-        transposed: The file holds [in, out] (GPT-2's Conv1D), we hold [out, in].
+        rows: Number of our rows that each of them fills.
+        transposed: The file has [in, out] (GPT-2's Conv1D), ours is [out, in].
     """
 
     name: str
@@ -29,7 +29,15 @@ class Entry:
     transposed: bool = False
 
     def assemble(self, read: Callable[[str], Tensor], *, shape: torch.Size) -> Tensor:
-        """Our tensor, from a function that reads one of the file's."""
+        """Return our tensor, of `shape`.
+
+        Args:
+            read: Tensor name in the file -> tensor.
+            shape: Of our parameter, padding included.
+
+        Raises:
+            ValueError: The shapes in the file do not fit.
+        """
         parts = [read(name) for name in self.published]
         if self.transposed:
             parts = [part.t() for part in parts]
@@ -41,13 +49,13 @@ class Entry:
                 f"{tuple(shape)}: the file is not what its config.json describes; "
                 "type model.pretrained=<another folder>"
             )
-        whole = parts[0] if len(parts) == 1 else torch.cat(parts)
-        return pad_rows(whole, num_rows=shape[0])
+        rows = parts[0] if len(parts) == 1 else torch.cat(parts)
+        return pad_rows(rows, num_rows=shape[0])
 
     def publish(self, parameter: Tensor) -> dict[str, Tensor]:
-        """The file's tensors, from ours: contiguous copies on the CPU, padding left out."""
-        whole = parameter.detach().cpu()[: sum(self.rows)]
-        parts = torch.split(whole, list(self.rows))
+        """Return the file's tensors, by name: contiguous copies on the CPU, without padding."""
+        unpadded = parameter.detach().cpu()[: sum(self.rows)]
+        parts = torch.split(unpadded, list(self.rows))
         if self.transposed:
             parts = tuple(part.t() for part in parts)
         copies = (part.clone(memory_format=torch.contiguous_format) for part in parts)
@@ -56,12 +64,12 @@ class Entry:
 
 @dataclass(frozen=True)
 class Setting:
-    """What config.json must say for weights to fit.
+    """One key of config.json and the value that fits our model.
 
     Attributes:
         key: In config.json.
-        value: What our model is.
-        ours: The override's name, `model.num_layers`; None: no override makes the two agree.
+        value: Of our model.
+        ours: Our setting, such as `model.num_layers`; None: no setting makes the two agree.
     """
 
     key: str
@@ -69,17 +77,18 @@ class Setting:
     ours: str | None
 
     def difference(self, config: HFConfig) -> str | None:
-        """One line in three clauses, or None where they agree."""
+        """Return one line in three clauses; None if they agree."""
         if self.key not in config:
             return f"config.json has no {self.key}, which this model needs; type another model=…"
-        theirs = config[self.key]
-        if theirs == self.value:
+        if config[self.key] == self.value:
             return None
-        shown = _yaml(theirs)
+        published = _yaml(config[self.key])
         if self.ours is None:
-            return f"{self.key}={shown}: this model is only {self.value}; type another model=…"
-        mine = _yaml(self.value)
-        return f"{self.ours}={mine}: the weights have {self.key}={shown}; type {self.ours}={shown}"
+            return f"{self.key}={published}: this model is only {self.value}; type another model=…"
+        return (
+            f"{self.ours}={_yaml(self.value)}: the weights have {self.key}={published};"
+            f" type {self.ours}={published}"
+        )
 
 
 def _yaml(value: object) -> str:
@@ -89,31 +98,31 @@ def _yaml(value: object) -> str:
 
 
 class Format(Protocol):
-    """How one architecture of ours is published."""
+    """The published form of one architecture."""
 
     def entries(self) -> list[Entry]:
-        """Every parameter, tied ones once."""
+        """Return every parameter, tied ones once."""
 
     def settings(self, config: HFConfig) -> list[Setting]:
-        """What `config`, completed by `with_defaults`, must say."""
+        """Return the values that `config`, completed by `with_defaults`, must have."""
 
     def with_defaults(self, config: HFConfig) -> HFConfig:
-        """`config` with the values transformers takes where a key is absent."""
+        """Return `config` with the defaults of transformers for absent keys."""
 
     def full_name(self, name: str) -> str | None:
-        """The name `entries` uses for a tensor in the file; None: a tensor that is no weight."""
+        """Return the name that `entries` uses for a tensor in the file; None for a tensor that is no weight."""
 
     def config(self) -> dict[str, Any]:
-        """config.json of the model, without dtype and special tokens."""
+        """Return config.json of the model, without dtype and special tokens."""
 
 
 def vocab_entry(name: str, *, published: str, vocab_size: int) -> Entry:
-    """A parameter with one row a token, padded in ours."""
+    """Return the entry of a parameter with one row per token, which ours pads."""
     return Entry(name, (published,), (vocab_size,))
 
 
 def plain_entry(
     name: str, *, published: str, parameter: nn.Parameter, transposed: bool = False
 ) -> Entry:
-    """A parameter that is one published tensor."""
+    """Return the entry of a parameter that is one published tensor."""
     return Entry(name, (published,), (parameter.shape[0],), transposed)

@@ -1,4 +1,4 @@
-"""GPT-2 as `GPT2LMHeadModel` is published: its matrices are transposed (Conv1D)."""
+"""GPT-2 in the format of `GPT2LMHeadModel`, whose matrices are transposed (Conv1D)."""
 
 import re
 from typing import Any
@@ -6,7 +6,7 @@ from typing import Any
 from recipes.model.gpt2 import GPT2
 from recipes.model.weights.hf_format import Entry, HFConfig, Setting, plain_entry, vocab_entry
 
-# Inside block i: ours -> theirs. The matrices among them are the transposed ones.
+# within block i: our name -> published name; the matrices among them are transposed
 _IN_BLOCK = {
     "attention_norm": "ln_1",
     "attention.qkv": "attn.c_attn",
@@ -29,13 +29,13 @@ _DEFAULTS = {  # transformers' GPT2Config
 
 
 class GPT2Format:
-    """How `model` is published."""
+    """The published form of a `GPT2`; see `hf_format.Format`."""
 
     def __init__(self, model: GPT2) -> None:
         self.model = model
 
     def entries(self) -> list[Entry]:
-        """Every parameter, a tied head once."""
+        """Return every parameter, a tied head once."""
         size = self.model.vocab_size
         entries = []
         for name, parameter in self.model.named_parameters():
@@ -58,7 +58,7 @@ class GPT2Format:
         return entries
 
     def settings(self, config: HFConfig) -> list[Setting]:
-        """What a completed config.json must say."""
+        """Return the values that a completed config.json must have."""
         model = self.model
         tanh = ("gelu_new", "gelu_pytorch_tanh")  # two names of one function
         activation = config["activation_function"]
@@ -78,13 +78,13 @@ class GPT2Format:
         ]
 
     def with_defaults(self, config: HFConfig) -> HFConfig:
-        """`config` with transformers' defaults where a key is absent."""
+        """Return `config` with the defaults of transformers for absent keys."""
         return {**_DEFAULTS, **config}
 
     def full_name(self, name: str) -> str | None:
-        """`h.0.ln_1.weight` -> `transformer.h.0.ln_1.weight`, as the oldest files lack the prefix.
+        """Return `transformer.h.0.ln_1.weight` for `h.0.ln_1.weight`: the oldest files lack the prefix.
 
-        None: a saved mask, or the copy of a tied head.
+        None for a saved mask, or the copy of a tied head.
         """
         if name == "lm_head.weight":
             return None if self.model.tie_embeddings else name
@@ -92,7 +92,7 @@ class GPT2Format:
         return None if _MASKS.fullmatch(full) else full
 
     def config(self) -> dict[str, Any]:
-        """config.json, without dtype and special tokens."""
+        """Return config.json, without dtype and special tokens."""
         model = self.model
         return {
             "architectures": ["GPT2LMHeadModel"],

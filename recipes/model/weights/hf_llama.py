@@ -1,4 +1,4 @@
-"""Llama as `LlamaForCausalLM` is published; with `qk_norm`, as `Qwen3ForCausalLM`."""
+"""Llama in the format of `LlamaForCausalLM`; with `qk_norm`, of `Qwen3ForCausalLM`."""
 
 from typing import Any
 
@@ -6,7 +6,7 @@ from recipes.model.llama import Llama
 from recipes.model.rope import HIGH_FREQ_FACTOR, LOW_FREQ_FACTOR, ORIGINAL_CONTEXT
 from recipes.model.weights.hf_format import Entry, HFConfig, Setting, plain_entry, vocab_entry
 
-_IN_BLOCK = {  # ours -> theirs, one to one
+_IN_BLOCK = {  # our name -> published name, one to one
     "attention_norm": "input_layernorm",
     "attention.out": "self_attn.o_proj",
     "attention.query_norm": "self_attn.q_norm",
@@ -16,7 +16,7 @@ _IN_BLOCK = {  # ours -> theirs, one to one
     "mlp.up": "mlp.up_proj",
     "mlp.out": "mlp.down_proj",
 }
-_DEFAULTS = {  # transformers' LlamaConfig; Qwen3's published files state what differs
+_DEFAULTS = {  # transformers' LlamaConfig; published files of Qwen3 contain what differs
     "attention_bias": False,
     "head_dim": None,
     "hidden_act": "silu",
@@ -42,13 +42,13 @@ _LLAMA3_ROPE = {  # the rotary scaling that `rope_scaling_factor` means, factor 
 
 
 class LlamaFormat:
-    """How `model` is published."""
+    """The published form of a `Llama`; see `hf_format.Format`."""
 
     def __init__(self, model: Llama) -> None:
         self.model = model
 
     def entries(self) -> list[Entry]:
-        """Every parameter, a tied head once."""
+        """Return every parameter, a tied head once."""
         model = self.model
         size = model.vocab_size
         entries = []
@@ -81,7 +81,7 @@ class LlamaFormat:
         return Entry(name, published, rows)
 
     def settings(self, config: HFConfig) -> list[Setting]:
-        """What a completed config.json must say."""
+        """Return the values that a completed config.json must have."""
         model = self.model
         longest = max(model.max_seq_len, config["max_position_embeddings"])  # shorter is fine
         return [
@@ -107,9 +107,9 @@ class LlamaFormat:
         ]
 
     def with_defaults(self, config: HFConfig) -> HFConfig:
-        """`config` with transformers' defaults where a key is absent.
+        """Return `config` with the defaults of transformers for absent keys.
 
-        Added, for `settings`: kind, qk_norm, rope_type and rope_factor.
+        Adds kind, qk_norm, rope_type and rope_factor, which `settings` compares.
         """
         full = {**_DEFAULTS, **config}
         if full["num_key_value_heads"] is None:
@@ -131,7 +131,7 @@ class LlamaFormat:
         return full
 
     def full_name(self, name: str) -> str | None:
-        """`name`; None: saved rotary frequencies, or the copy of a tied head."""
+        """Return `name`; None for saved rotary frequencies, or the copy of a tied head."""
         if name.endswith("rotary_emb.inv_freq") or (
             name == "lm_head.weight" and self.model.tie_embeddings
         ):
@@ -139,7 +139,7 @@ class LlamaFormat:
         return name
 
     def config(self) -> dict[str, Any]:
-        """config.json, without dtype and special tokens, as transformers 4 and 5 read it."""
+        """Return config.json for transformers 4 and 5, without dtype and special tokens."""
         model = self.model
         factor = model.rope_scaling_factor
         return {

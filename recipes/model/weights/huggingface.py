@@ -1,4 +1,4 @@
-"""Weights in and out as `transformers` has them. In: one tensor at a time; out: one copy."""
+"""Load and export weights in the format of `transformers`. Loads one tensor at a time; exports one copy."""
 
 import json
 import os
@@ -37,9 +37,8 @@ def load_pretrained(model: nn.Module, name_or_folder: str | Path) -> None:
         name_or_folder: A folder with config.json and weights, or a hub name.
 
     Raises:
-        ValueError: config.json and the model differ; every difference is listed, nothing was
-            loaded.
-        ImportError: a hub name, and huggingface_hub is not installed.
+        ValueError: config.json and the model differ, or the weights are not found; every difference is listed and
+            nothing was loaded.
     """
     folder = locate(str(name_or_folder))
     layout = _format(model)
@@ -62,14 +61,17 @@ def export_pretrained(
 ) -> None:
     """Write a folder that `transformers.AutoModelForCausalLM.from_pretrained` loads.
 
-    The file is read back and compared with the model, bit for bit, before this returns. Vocabulary
-    padding is left out.
+    The file is read back and compared with the model, bit for bit, before this returns. Vocabulary padding is not
+    exported.
 
     Args:
-        model: A whole GPT2 or Llama, not sharded.
-        folder: Made if it is not there; files of the same names are replaced.
-        tokenizer_folder: Its tokenizer files are copied, and its end of text is written into
-            config.json.
+        model: A GPT2 or Llama, not sharded.
+        folder: Created if necessary; files of the same names are replaced.
+        tokenizer_folder: Its tokenizer files are copied and its end-of-text token is written into config.json; None:
+            no tokenizer.
+
+    Raises:
+        OSError: The file cannot be written, or reads back differently.
     """
     layout = _format(model)
     target = Path(folder)
@@ -101,7 +103,7 @@ def _language_model(model: nn.Module) -> Any:
     if not isinstance(model, GPT2 | Llama):
         raise ConfigError(
             f"model={type(model).__name__}",
-            "no published form is known",
+            "no published format is known",
             "model=gpt2 or model=llama_160m",
         )
     return model
@@ -121,7 +123,7 @@ def _check_config(layout: Format, *, config: HFConfig, folder: Path) -> None:
 
 
 def _check_names(layout: Format, *, weights: PublishedWeights, folder: Path) -> dict[str, str]:
-    """Full name -> name in the file, for exactly the tensors that `layout` wants."""
+    """Return full name -> name in the file, for exactly the tensors of `layout`."""
     in_file = {layout.full_name(name): name for name in weights.names()}
     in_file.pop(None, None)
     wanted = {name for entry in layout.entries() for name in entry.published}
@@ -131,14 +133,14 @@ def _check_names(layout: Format, *, weights: PublishedWeights, folder: Path) -> 
         raise ConfigError(
             f"model.pretrained={folder}",
             "the tensors are not those its config.json describes: " + "\n  ".join(lines),
-            "model.pretrained=<a whole folder>",
+            "model.pretrained=<a complete folder>",
         )
     return {str(full): name for full, name in in_file.items()}
 
 
 def _copy_tokenizer(source: str | Path, target: Path) -> int | None:
-    """Copy the tokenizer's files; return the id of its end-of-text token, None if it names none."""
-    from tokenizers import Tokenizer  # an export without a tokenizer does not need it
+    """Copy the tokenizer's files; return the id of its end-of-text token, None if it has none."""
+    from tokenizers import Tokenizer  # an export without a tokenizer does not need the import
 
     source = Path(source)
     for name in _TOKENIZER_FILES:
@@ -146,7 +148,7 @@ def _copy_tokenizer(source: str | Path, target: Path) -> int | None:
             shutil.copyfile(source / name, target / name)
     settings = json.loads((source / "tokenizer_config.json").read_text())
     token = {"eos_token": None, **settings}["eos_token"]
-    if isinstance(token, dict):  # older files hold the token with its flags
+    if isinstance(token, dict):  # older files have the token with its flags
         token = token["content"]
     if token is None:
         return None

@@ -1,4 +1,4 @@
-"""torchvision's ResNet-18 weights into ours, without torchvision. One read of one file."""
+"""Load torchvision's ResNet-18 weights into ours, without torchvision."""
 
 import re
 from pathlib import Path
@@ -12,7 +12,7 @@ from recipes.model.init import fill
 from recipes.model.resnet18 import ResNet18
 
 _BLOCK = re.compile(r"layer([1-4])\.([01])\.(.+)")
-_RENAMED = (  # ours <- torchvision's, on the beginning of what follows the block
+_PREFIXES = (  # outside of blocks: ours, torchvision's
     ("stem_conv.", "conv1."),
     ("stem_norm.", "bn1."),
     ("head.", "fc."),
@@ -20,14 +20,14 @@ _RENAMED = (  # ours <- torchvision's, on the beginning of what follows the bloc
 
 
 def our_name(name: str) -> str:
-    """`layer2.0.downsample.1.bias` -> `blocks.2.shortcut.1.bias`"""
+    """Return `blocks.2.shortcut.1.bias` for `layer2.0.downsample.1.bias`."""
     if match := _BLOCK.fullmatch(name):
         stage, place, rest = match.groups()
         rest = rest.replace("bn", "norm").replace("downsample", "shortcut")
         return f"blocks.{2 * (int(stage) - 1) + int(place)}.{rest}"
-    for ours, theirs in _RENAMED:
-        if name.startswith(theirs):
-            return ours + name.removeprefix(theirs)
+    for ours, published in _PREFIXES:
+        if name.startswith(published):
+            return ours + name.removeprefix(published)
     return name
 
 
@@ -35,8 +35,8 @@ def load_pretrained(model: ResNet18, file: str | Path) -> None:
     """Fill `model` from a .safetensors or .pth file with torchvision's names.
 
     Raises:
-        ConfigError: no such file.
-        ValueError: names or shapes differ; every difference is listed and nothing was loaded.
+        ConfigError: There is no such file, or names or shapes differ; every difference is listed and nothing was
+            loaded.
     """
     path = Path(file)
     if not path.is_file():
@@ -50,8 +50,8 @@ def load_pretrained(model: ResNet18, file: str | Path) -> None:
     differences += [f"{name} is unknown" for name in weights if name not in targets]
     for name, target in targets.items():
         if name in weights and weights[name].shape != target.shape:
-            theirs = tuple(weights[name].shape)
-            differences.append(f"{name} is {theirs}, the model's {tuple(target.shape)}")
+            published = tuple(weights[name].shape)
+            differences.append(f"{name} is {published}, the model's {tuple(target.shape)}")
     if differences:
         raise ConfigError(
             f"model.pretrained={file}",

@@ -1,4 +1,4 @@
-"""The limit is a quantile of the norms in the window, before the step itself."""
+"""The limit is a quantile of the norms in the window, not counting the current step."""
 
 import math
 
@@ -19,7 +19,7 @@ def test_the_limit_is_numpys_quantile_of_the_last_norms() -> None:
         assert math.isclose(limit, expected, rel_tol=1e-6), step
 
 
-def test_an_infinite_norm_does_not_count_and_the_state_goes_on() -> None:
+def test_an_infinite_norm_does_not_count_and_the_state_can_be_restored() -> None:
     clipping = Quantile(quantile=0.5, window=4, warmup_steps=1)
     for norm in (1.0, math.inf, 3.0):
         clipping.limit(torch.tensor(norm))

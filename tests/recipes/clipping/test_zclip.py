@@ -14,7 +14,9 @@ def limits(clipping: ZClip, norms: list[float]) -> list[float]:
     return [float(clipping.limit(torch.tensor(norm))) for norm in norms]
 
 
-def by_hand(norms: list[float], *, decay: float, z_score: float, warmup_steps: int) -> list[float]:
+def expected_limits(
+    norms: list[float], *, decay: float, z_score: float, warmup_steps: int
+) -> list[float]:
     first = norms[:warmup_steps]
     mean, variance = statistics.fmean(first), statistics.pvariance(first)
     found = [math.inf] * warmup_steps
@@ -23,23 +25,23 @@ def by_hand(norms: list[float], *, decay: float, z_score: float, warmup_steps: i
         score = (norm - mean) / deviation
         limit = mean + z_score**2 / score * deviation if score > z_score else math.inf
         found.append(limit)
-        kept = min(norm, limit)
-        variance = decay * variance + (1 - decay) * (kept - mean) ** 2
-        mean = decay * mean + (1 - decay) * kept
+        observed = min(norm, limit)
+        variance = decay * variance + (1 - decay) * (observed - mean) ** 2
+        mean = decay * mean + (1 - decay) * observed
     return found
 
 
-def test_limits_are_those_of_the_paper_written_out() -> None:
-    draw = random.Random(0)
-    norms = [abs(draw.gauss(1.0, 0.1)) * (8.0 if step % 40 == 39 else 1.0) for step in range(300)]
+def test_limits_equal_the_formulas_of_the_paper() -> None:
+    rng = random.Random(0)
+    norms = [abs(rng.gauss(1.0, 0.1)) * (8.0 if step % 40 == 39 else 1.0) for step in range(300)]
     found = limits(ZClip(decay=0.97, z_score=2.5, warmup_steps=25), norms)
-    expected = by_hand(norms, decay=0.97, z_score=2.5, warmup_steps=25)
+    expected = expected_limits(norms, decay=0.97, z_score=2.5, warmup_steps=25)
     # float32 norms against float64 ones
     assert found == pytest.approx(expected, rel=1e-5)
     assert sum(limit < math.inf for limit in found) >= 7
 
 
-def test_norms_that_are_not_finite_are_forgotten() -> None:
+def test_norms_that_are_not_finite_do_not_enter_the_averages() -> None:
     norms = [1.0 + 0.01 * (step % 7) for step in range(60)]
     with_holes = [*norms[:10], math.inf, *norms[10:40], math.nan, *norms[40:]]
     clipping = ZClip(decay=0.97, z_score=2.5, warmup_steps=25)
@@ -50,11 +52,11 @@ def test_norms_that_are_not_finite_are_forgotten() -> None:
 
 
 @pytest.mark.parametrize("at", [10, 25, 80])
-def test_it_goes_on_from_its_state(at: int) -> None:
-    draw = random.Random(1)
-    norms = [abs(draw.gauss(1.0, 0.3)) for _ in range(120)]
-    whole = ZClip(decay=0.97, z_score=2.5, warmup_steps=25)
-    expected = limits(whole, norms)
+def test_a_restored_state_gives_the_same_limits(at: int) -> None:
+    rng = random.Random(1)
+    norms = [abs(rng.gauss(1.0, 0.3)) for _ in range(120)]
+    uninterrupted = ZClip(decay=0.97, z_score=2.5, warmup_steps=25)
+    expected = limits(uninterrupted, norms)
     first, second = (ZClip(decay=0.97, z_score=2.5, warmup_steps=25) for _ in range(2))
     limits(first, norms[:at])
     second.load_state_dict(first.state_dict())

@@ -1,4 +1,4 @@
-"""Text made on the spot, the same every time; no network, no fixture files."""
+"""Generated text, equal every time; no network, no fixture files."""
 
 import random
 from collections.abc import Callable
@@ -12,7 +12,7 @@ _SYLLABLES = ["ba", "ko", "ti", "ren", "sal", "mu", "vo", "pe", "lin", "dar", "Ã
 
 
 def make_text(num_bytes: int, seed: int = 0) -> str:
-    """Lines of made-up words, some indented, some blank; at least `num_bytes` long."""
+    """Return lines of made-up words, some indented, some blank; at least `num_bytes` long."""
     source = random.Random(seed)
     words = ["".join(source.choices(_SYLLABLES, k=source.randint(1, 4))) for _ in range(500)]
     lines, size = [], 0
@@ -31,7 +31,7 @@ def text() -> Callable[..., str]:
 
 @pytest.fixture
 def make_corpus(tmp_path: Path) -> Callable[[dict[str, bytes]], Corpus]:
-    """Files by name and content -> a corpus of them, with its cache beside them."""
+    """Return a function: files by name and content -> their corpus, with a cache next to them."""
 
     def make(contents: dict[str, bytes]) -> Corpus:
         folder = tmp_path / "texts"

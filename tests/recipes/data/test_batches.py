@@ -1,4 +1,4 @@
-"""Each micro-batch is told the number of targets of its whole global batch, before the first backward."""
+"""Each micro-batch carries the number of targets of its global batch, before the first backward pass."""
 
 from collections.abc import Iterator
 
@@ -9,7 +9,7 @@ from recipes.data.batches import Batch, with_num_targets
 
 
 def batches(counts: list[int]) -> Iterator[Batch]:
-    """One micro-batch for each number of targets, out of 10."""
+    """Yield one micro-batch of 10 targets for each number of targets that carry loss."""
     for count in counts:
         targets = torch.full((2, 5), -100)  # [B, T]
         targets.view(-1)[:count] = 1
@@ -17,7 +17,7 @@ def batches(counts: list[int]) -> Iterator[Batch]:
 
 
 def doubled(value: Tensor) -> Tensor:
-    """The sum over two ranks with the same counts."""
+    """Return the sum over two ranks with the same counts."""
     return value * 2
 
 

@@ -1,4 +1,4 @@
-"""The stream of samples is a function of (seed, position): the same for every way of carrying it out."""
+"""The stream of samples is a function of (seed, position), however ranks and micro-batches split it."""
 
 import logging
 from types import SimpleNamespace
@@ -24,7 +24,7 @@ class Numbered(MaskedTokens):
 def stream(
     *,
     micro_batch_size: int,
-    passes: int,
+    accumulate: int,
     num_workers: int = 0,
     world_size: int = 1,
     rank: int = 0,
@@ -32,13 +32,13 @@ def stream(
     eval_samples: int | None = 5,
     overfit_batches: int | None = None,
 ) -> tuple[StreamDataModule, Any]:
-    """The data module of one rank and its batches."""
+    """Return the data module of one rank and its micro-batches."""
     data = StreamDataModule(
         source=Numbered(num_samples=37, seq_len=4, vocab_size=8),
         accumulation=Accumulation(
-            global_batch_size=micro_batch_size * passes * world_size,
+            global_batch_size=micro_batch_size * accumulate * world_size,
             micro_batch_size=micro_batch_size,
-            num_micro_batches=passes,
+            num_micro_batches=accumulate,
         ),
         seed=3,
         eval_samples=eval_samples,
@@ -54,36 +54,38 @@ def stream(
 
 
 def take(batches: Any, number: int) -> list[int]:
-    """The sample indices of the next micro-batches."""
+    """Return the sample indices of the next micro-batches."""
     return [index for _ in range(number) for index in next(batches)["inputs"].tolist()]
 
 
 def test_the_order_is_the_same_for_every_split_into_micro_batches() -> None:
-    orders = [take(stream(micro_batch_size=8 // n, passes=n)[1], 6 * n) for n in (1, 2, 4, 8)]
+    orders = [take(stream(micro_batch_size=8 // n, accumulate=n)[1], 6 * n) for n in (1, 2, 4, 8)]
     assert len(orders[0]) == 48
     assert all(order == orders[0] for order in orders)
 
 
 def test_two_ranks_share_the_stream_of_one() -> None:
-    alone = take(stream(micro_batch_size=8, passes=1)[1], 4)
-    ranks = [stream(micro_batch_size=2, passes=2, world_size=2, rank=rank)[1] for rank in (0, 1)]
+    alone = take(stream(micro_batch_size=8, accumulate=1)[1], 4)
+    ranks = [
+        stream(micro_batch_size=2, accumulate=2, world_size=2, rank=rank)[1] for rank in (0, 1)
+    ]
     together = [index for _ in range(8) for batches in ranks for index in take(batches, 1)]
     assert together == alone
 
 
 @pytest.mark.parametrize("num_workers", [0, 2])
-def test_a_stream_resumed_at_a_position_goes_on_with_the_next_sample(num_workers: int) -> None:
-    whole = take(stream(micro_batch_size=4, passes=2, num_workers=num_workers)[1], 12)
-    first, batches = stream(micro_batch_size=4, passes=2, num_workers=num_workers)
+def test_a_stream_resumed_at_a_position_continues_with_the_next_sample(num_workers: int) -> None:
+    whole = take(stream(micro_batch_size=4, accumulate=2, num_workers=num_workers)[1], 12)
+    first, batches = stream(micro_batch_size=4, accumulate=2, num_workers=num_workers)
     head = take(batches, 6)  # three windows of two
     position = first.state_dict()["position"]
     assert position == 24
-    tail = take(stream(micro_batch_size=8, passes=1, position=position)[1], 3)
+    tail = take(stream(micro_batch_size=8, accumulate=1, position=position)[1], 3)
     assert head + tail == whole
 
 
-def test_the_position_moves_on_at_whole_windows_only() -> None:
-    data, batches = stream(micro_batch_size=2, passes=4)
+def test_the_position_advances_only_at_the_end_of_a_window() -> None:
+    data, batches = stream(micro_batch_size=2, accumulate=4)
     positions = []
     for _ in range(9):
         next(batches)
@@ -92,21 +94,21 @@ def test_the_position_moves_on_at_whole_windows_only() -> None:
 
 
 def test_every_sample_comes_once_before_any_comes_twice() -> None:
-    order = take(stream(micro_batch_size=1, passes=1)[1], 74)
+    order = take(stream(micro_batch_size=1, accumulate=1)[1], 74)
     assert sorted(order[:37]) == list(range(37))
     assert sorted(order[37:]) == list(range(37))
     assert order[:37] != order[37:]
 
 
-def test_the_global_random_numbers_are_left_alone() -> None:
+def test_the_global_random_state_is_left_alone() -> None:
     torch.manual_seed(5)
     before = torch.get_rng_state()
-    take(stream(micro_batch_size=4, passes=1, num_workers=2)[1], 5)
+    take(stream(micro_batch_size=4, accumulate=1, num_workers=2)[1], 5)
     assert torch.equal(torch.get_rng_state(), before)
 
 
-def test_a_position_in_other_data_is_told_in_one_line(caplog: pytest.LogCaptureFixture) -> None:
-    data, _ = stream(micro_batch_size=2, passes=1)
+def test_a_position_in_other_data_logs_one_warning(caplog: pytest.LogCaptureFixture) -> None:
+    data, _ = stream(micro_batch_size=2, accumulate=1)
     logging.getLogger("lightning_recipes").propagate = True
     data.load_state_dict(data.state_dict() | {"position": 8})
     assert caplog.records == []
@@ -117,57 +119,73 @@ def test_a_position_in_other_data_is_told_in_one_line(caplog: pytest.LogCaptureF
 
 
 def test_five_validation_samples_are_spread_over_the_split() -> None:
-    data, _ = stream(micro_batch_size=2, passes=1)
+    data, _ = stream(micro_batch_size=2, accumulate=1)
     indices = [i for batch in data.val_dataloader() for i in batch["inputs"].tolist()]
     assert indices == [0, 7, 14, 22, 29]
 
 
 @pytest.mark.parametrize("num_workers", [0, 2])
-def test_one_batch_comes_again_and_again_for_every_split_into_micro_batches(
+def test_one_batch_repeats_for_every_split_into_micro_batches(
     num_workers: int,
 ) -> None:
-    first = take(stream(micro_batch_size=8, passes=1)[1], 1)
-    for passes in (1, 2, 4):
-        plan = {"micro_batch_size": 8 // passes, "passes": passes, "num_workers": num_workers}
-        assert take(stream(**plan, overfit_batches=1)[1], 5 * passes) == 5 * first
+    first = take(stream(micro_batch_size=8, accumulate=1)[1], 1)
+    for accumulate in (1, 2, 4):
+        plan = {
+            "micro_batch_size": 8 // accumulate,
+            "accumulate": accumulate,
+            "num_workers": num_workers,
+        }
+        assert take(stream(**plan, overfit_batches=1)[1], 5 * accumulate) == 5 * first
 
 
 def test_two_ranks_share_the_repeated_batches_of_one() -> None:
-    alone = take(stream(micro_batch_size=8, passes=1, overfit_batches=2)[1], 4)
+    alone = take(stream(micro_batch_size=8, accumulate=1, overfit_batches=2)[1], 4)
     assert alone[:16] == alone[16:]
     assert alone[:8] != alone[8:16]
     ranks = [
-        stream(micro_batch_size=2, passes=2, world_size=2, rank=rank, overfit_batches=2)[1]
+        stream(micro_batch_size=2, accumulate=2, world_size=2, rank=rank, overfit_batches=2)[1]
         for rank in (0, 1)
     ]
     assert [index for _ in range(8) for batches in ranks for index in take(batches, 1)] == alone
 
 
-def test_a_repeated_stream_resumed_goes_on_with_the_next_of_its_batches() -> None:
-    whole = take(stream(micro_batch_size=8, passes=1, overfit_batches=3)[1], 9)
-    data, batches = stream(micro_batch_size=4, passes=2, overfit_batches=3)
+def test_a_repeated_stream_resumes_with_the_next_of_its_batches() -> None:
+    whole = take(stream(micro_batch_size=8, accumulate=1, overfit_batches=3)[1], 9)
+    data, batches = stream(micro_batch_size=4, accumulate=2, overfit_batches=3)
     head = take(batches, 10)
     assert data.state_dict()["position"] == 40
-    tail = stream(micro_batch_size=2, passes=4, overfit_batches=3, position=40)[1]
+    tail = stream(micro_batch_size=2, accumulate=4, overfit_batches=3, position=40)[1]
     assert head + take(tail, 16) == whole
 
 
 def test_validation_is_on_the_repeated_batches() -> None:
-    data, batches = stream(micro_batch_size=4, passes=1, overfit_batches=2, eval_samples=None)
+    data, batches = stream(micro_batch_size=4, accumulate=1, overfit_batches=2, eval_samples=None)
     validated = [i for batch in data.val_dataloader() for i in batch["inputs"].tolist()]
     assert validated == take(batches, 2)
 
 
-def test_what_a_step_was_made_of_is_told_of_the_repeated_batch() -> None:
-    data, batches = stream(micro_batch_size=4, passes=1, overfit_batches=1)
+def test_samples_of_step_names_the_samples_of_the_repeated_batch() -> None:
+    data, batches = stream(micro_batch_size=4, accumulate=1, overfit_batches=1)
     samples = take(batches, 3)[-4:]
-    assert [told["sample"] for told in data.samples_of_step(12)] == samples
+    assert [entry["sample"] for entry in data.samples_of_step(12)] == samples
 
 
-def test_a_position_of_the_whole_stream_in_a_repeated_one_is_told(
+def test_a_stream_that_is_moved_continues_at_the_new_position() -> None:
+    expected = take(stream(micro_batch_size=4, accumulate=2)[1], 12)
+    data, batches = stream(micro_batch_size=4, accumulate=2)
+    take(batches, 2)
+    data.skip_batches(2)
+    assert take(batches, 2) == expected[24:32]
+    data.move_to(8)
+    assert data.position == 8
+    assert take(batches, 2) == expected[8:16]
+    assert data.position == 16
+
+
+def test_a_position_of_the_full_stream_in_a_repeated_one_logs_a_warning(
     caplog: pytest.LogCaptureFixture,
 ) -> None:
-    data, _ = stream(micro_batch_size=2, passes=1, overfit_batches=1)
+    data, _ = stream(micro_batch_size=2, accumulate=1, overfit_batches=1)
     logging.getLogger("lightning_recipes").propagate = True
     data.load_state_dict(data.state_dict() | {"position": 8})
     assert not [record for record in caplog.records if "now means" in record.getMessage()]

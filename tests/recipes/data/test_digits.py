@@ -1,4 +1,4 @@
-"""Ten digits, split once and for all."""
+"""The digits: ten classes in a fixed split."""
 
 import sys
 
@@ -45,6 +45,6 @@ def test_a_missing_library_names_the_extra(monkeypatch):
     with pytest.raises(ConfigError) as caught:
         Digits().prepare()
     assert str(caught.value) == (
-        "data=digits: these images come with scikit-learn, which is not installed; "
+        "data=digits: these images are part of scikit-learn, which is not installed; "
         "type pip install -e '.[digits]'"
     )

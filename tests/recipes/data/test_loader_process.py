@@ -1,4 +1,4 @@
-"""Signals to a loading process: real ones, from its rank and from somebody else."""
+"""Real signals to a loader process, from its rank and from another process."""
 
 import multiprocessing
 import os
@@ -9,18 +9,20 @@ import time
 import pytest
 from torch.utils.data import DataLoader
 
-from recipes.data.datamodule import outlive_signals
+from recipes.data.datamodule import ignore_group_signals
 
 SECONDS = 10.0
 
 
 @pytest.mark.parametrize("name", ["TERM", "USR1"])
-def test_a_signal_of_somebody_else_costs_no_sample_and_the_ranks_own_ends_it(name: str) -> None:
+def test_a_loader_process_ignores_foreign_signals_and_ends_at_sigterm_of_its_rank(
+    name: str,
+) -> None:
     loader = DataLoader(
         range(100),  # type: ignore[arg-type]
         batch_size=1,
         num_workers=1,
-        worker_init_fn=outlive_signals,
+        worker_init_fn=ignore_group_signals,
         persistent_workers=True,
     )
     batches = iter(loader)

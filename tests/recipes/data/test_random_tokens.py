@@ -1,4 +1,4 @@
-"""Noise is a function of (seed, index)."""
+"""Random tokens are a function of (seed, index)."""
 
 import numpy as np
 import pytest
@@ -12,7 +12,7 @@ def source(**changes):
     return RandomTokens(**({"vocab_size": 11, "seq_len": 16, "num_samples": 200} | changes))
 
 
-def test_a_sample_is_the_same_whenever_it_is_asked_for():
+def test_a_sample_is_the_same_at_every_access():
     first, again = source().train(), source().train()
     assert torch.equal(first[7]["inputs"], again[7]["inputs"])
     assert torch.equal(first[7]["inputs"][1:], first[7]["targets"][:-1])
@@ -20,7 +20,7 @@ def test_a_sample_is_the_same_whenever_it_is_asked_for():
     assert first[7]["inputs"].tolist() != source(seed=1).train()[7]["inputs"].tolist()
 
 
-def test_training_and_validation_are_other_noise():
+def test_training_and_validation_have_different_noise():
     assert source().train()[0]["inputs"].tolist() != source().val()[0]["inputs"].tolist()
     assert (len(source().train()), len(source().val())) == (200, 64)
 
@@ -39,9 +39,9 @@ def test_an_index_outside_is_an_index_error():
         source().train()[200]
 
 
-def test_no_samples_are_refused_with_the_override():
+def test_no_samples_are_rejected_with_the_override():
     with pytest.raises(ConfigError) as caught:
         source(num_samples=0)
     assert str(caught.value) == (
-        "data.num_samples=0: noise needs at least one; type data.num_samples=256"
+        "data.num_samples=0: random tokens need at least 1; type data.num_samples=256"
     )

@@ -1,4 +1,4 @@
-"""Every sample of a split once over all ranks; the same number of samples on each."""
+"""Over all ranks every sample of a split is read once, and each rank has the same number of samples."""
 
 import torch
 from support import MaskedTokens

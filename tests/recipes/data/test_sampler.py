@@ -1,4 +1,4 @@
-"""The stream is a permutation of the samples in every epoch, whoever reads which part of it."""
+"""The stream is a permutation of the samples in every epoch, whichever ranks read it."""
 
 import random
 from itertools import islice
@@ -12,7 +12,7 @@ from recipes.data.sampler import PositionSampler, RepeatedOrder, ShuffledOrder
 
 
 def read(order, *, start, micro_batch_size, world_size, num_samples):
-    """The stream from `start`, put together from what each rank's sampler gives."""
+    """Return the stream from `start`, joined from the samplers of all ranks."""
     samplers = [
         iter(
             PositionSampler(
@@ -66,7 +66,7 @@ def test_sizes_beyond_32_bits_stay_in_range_and_do_not_collide(num_samples):
 
 
 @pytest.mark.parametrize("num_samples", [3, 10, 32])
-def test_every_sample_is_as_likely_at_every_place(num_samples):
+def test_every_sample_is_equally_likely_at_every_position(num_samples):
     num_epochs = 4000
     order = ShuffledOrder(num_samples, seed=11)
     epochs = order.indices(np.arange(num_epochs * num_samples)).reshape(-1, num_samples)
@@ -79,7 +79,7 @@ def test_every_sample_is_as_likely_at_every_place(num_samples):
     assert abs(chi_square - freedom) < 5 * (2 * freedom) ** 0.5  # five standard deviations
 
 
-def test_neighbors_in_the_stream_are_strangers_in_the_file():
+def test_neighbors_in_the_stream_are_not_neighbors_in_the_file():
     order = ShuffledOrder(10_000, seed=5)
     samples = order.indices(np.arange(10_000))
     assert abs(np.corrcoef(samples[:-1], samples[1:])[0, 1]) < 0.05
@@ -100,7 +100,7 @@ def test_ranks_and_micro_batches_share_one_stream(world_size, micro_batch_size):
     )
 
 
-def test_a_resume_with_other_ranks_goes_on_with_the_next_sample():
+def test_a_resume_with_other_ranks_continues_with_the_next_sample():
     order = ShuffledOrder(37, seed=3)
     whole = read(order, start=0, micro_batch_size=4, world_size=2, num_samples=200)
     tail = read(order, start=48, micro_batch_size=2, world_size=3, num_samples=152)
@@ -119,14 +119,14 @@ def test_more_micro_batches_than_one_block_are_seamless():
     ).tolist()
 
 
-def test_a_repeated_order_is_the_beginning_of_the_stream_again_and_again():
+def test_a_repeated_order_repeats_the_beginning_of_the_stream():
     whole, repeated = ShuffledOrder(57, seed=3), RepeatedOrder(57, seed=3, period=12)
     first = whole.indices(np.arange(12)).tolist()
     assert repeated.indices(np.arange(60)).tolist() == 5 * first
     assert repeated(12 * 10**12 + 7) == first[7]
 
 
-def test_a_period_longer_than_an_epoch_goes_on_into_the_next_one():
+def test_a_period_longer_than_an_epoch_continues_into_the_next_one():
     first = ShuffledOrder(10, seed=3).indices(np.arange(24)).tolist()
     assert RepeatedOrder(10, seed=3, period=24).indices(np.arange(48)).tolist() == 2 * first
 
@@ -170,6 +170,6 @@ def test_no_global_random_state_is_touched():
     assert torch.equal(before[2], after[2])
 
 
-def test_no_samples_have_no_order():
+def test_an_order_of_no_samples_is_rejected():
     with pytest.raises(ValueError, match="num_samples=0: an order needs samples"):
         ShuffledOrder(0, seed=1)

@@ -1,4 +1,4 @@
-"""A file, a folder or a glob; every mistake says what to type."""
+"""Text from a file, a folder or a glob; every error says what to type."""
 
 import pytest
 
@@ -40,7 +40,7 @@ def test_a_folder_gives_its_text_files_by_relative_path(source, folder):
     assert names(source(folder)) == ["a/z.md", "b.txt", "d.TXT"]
 
 
-def test_a_glob_gives_whatever_it_names(source, folder):
+def test_a_glob_gives_every_file_it_matches(source, folder):
     assert names(source(f"{folder}/**/*.bin")) == ["c.bin"]
     assert names(source(f"{folder}/**/*")) == ["a/c.bin", "a/z.md", "b.txt", "d.TXT"]
 
@@ -70,7 +70,7 @@ def test_windows_of_both_splits_hold_the_text(source, folder):
         ("empty.txt", "there is no text in it, 0 bytes", USUAL),
     ],
 )
-def test_a_path_without_text_is_refused(source, tmp_path, path, why, fix):
+def test_a_path_without_text_is_rejected(source, tmp_path, path, why, fix):
     (tmp_path / "empty.txt").write_text("")
     with pytest.raises(ConfigError) as caught:
         source(tmp_path / path).prepare()
@@ -88,7 +88,7 @@ def test_a_folder_without_text_files_lists_the_suffixes(source, tmp_path):
     assert caught.value.fix == f"data.path='{tmp_path}/data/**/*' to read every file in it"
 
 
-def test_too_little_text_is_refused_for_either_split(source, tmp_path):
+def test_too_little_text_is_rejected_for_either_split(source, tmp_path):
     (tmp_path / "short.txt").write_text("0123456789")
     with pytest.raises(ConfigError) as caught:
         source(tmp_path / "short.txt", seq_len=20).prepare()
@@ -110,8 +110,8 @@ def test_too_little_text_is_refused_for_either_split(source, tmp_path):
         ({"seq_len": 0}, "seq_len=0: a sample has at least one token; type seq_len=256"),
         (
             {"val_fraction": 1.0},
-            "data.val_fraction=1.0: a share between 0 and 1 is held out, and something must be "
-            "left on both sides; type data.val_fraction=0.05",
+            "data.val_fraction=1.0: it is the fraction of the text for validation, and both splits "
+            "need text; type data.val_fraction=0.05",
         ),
         (
             {"tokenizer": {}},
@@ -119,7 +119,7 @@ def test_too_little_text_is_refused_for_either_split(source, tmp_path):
         ),
     ],
 )
-def test_settings_out_of_range_are_refused(source, changes, message):
+def test_settings_out_of_range_are_rejected(source, changes, message):
     with pytest.raises(ConfigError) as caught:
         source("anything", **changes)
     assert str(caught.value) == message

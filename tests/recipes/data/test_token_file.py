@@ -1,4 +1,4 @@
-"""Tokens made elsewhere are mapped as they are, and refused where they cannot be right."""
+"""Token files are memory-mapped, and rejected if they cannot be right."""
 
 import numpy as np
 import pytest
@@ -37,7 +37,7 @@ def test_the_tail_is_for_validation(source, tmp_path):
     assert data.tokenizer is None
 
 
-def test_a_file_of_its_own_for_validation_leaves_the_whole_of_the_other(source, tmp_path):
+def test_a_separate_validation_file_leaves_the_other_for_training(source, tmp_path):
     val = write(tmp_path / "v.bin", range(500, 521))
     data = source(write(tmp_path / "t.bin", range(101)), val_path=str(val))
     data.prepare()
@@ -56,7 +56,7 @@ def test_npy_and_raw_files_give_the_same_samples(source, tmp_path, dtype):
         assert raw.train()[i]["inputs"].tolist() == npy.train()[i]["inputs"].tolist()
 
 
-def test_a_token_beyond_the_vocabulary_is_refused_also_in_a_late_chunk(
+def test_a_token_beyond_the_vocabulary_is_rejected_also_in_a_late_chunk(
     source, tmp_path, monkeypatch
 ):
     monkeypatch.setattr("recipes.data.token_file._CHUNK_TOKENS", 16)
@@ -70,7 +70,7 @@ def test_a_token_beyond_the_vocabulary_is_refused_also_in_a_late_chunk(
     source(path, vocab_size=1001).prepare()
 
 
-def test_the_verdict_is_remembered_until_the_file_changes(source, tmp_path, monkeypatch):
+def test_the_result_of_the_check_is_cached_until_the_file_changes(source, tmp_path, monkeypatch):
     path = write(tmp_path / "t.bin", range(100))
     source(path).prepare()
     with monkeypatch.context() as patch:
@@ -88,12 +88,12 @@ def test_the_verdict_is_remembered_until_the_file_changes(source, tmp_path, monk
         (b"", "the file is empty", "data.path=<file of uint16 tokens>"),
         (
             b"abc",
-            "3 bytes are no whole number of uint16 tokens: the file was cut off",
+            "3 bytes are not a multiple of 2, the size of a uint16 token: it is truncated",
             "data.path=<file of uint16 tokens>, copied again, or the right data.dtype",
         ),
     ],
 )
-def test_a_file_that_is_no_tokens_is_refused(source, tmp_path, content, why, fix):
+def test_a_file_without_valid_tokens_is_rejected(source, tmp_path, content, why, fix):
     path = tmp_path / "t.bin"
     if content is not None:
         path.write_bytes(content)
@@ -103,7 +103,7 @@ def test_a_file_that_is_no_tokens_is_refused(source, tmp_path, content, why, fix
     assert not (tmp_path / "cache").exists()
 
 
-def test_a_file_shorter_than_one_sequence_is_refused_for_either_split(source, tmp_path):
+def test_a_file_shorter_than_one_sequence_is_rejected_for_either_split(source, tmp_path):
     path = write(tmp_path / "t.bin", range(12))
     with pytest.raises(ConfigError) as caught:
         source(path).prepare()
@@ -115,7 +115,7 @@ def test_a_file_shorter_than_one_sequence_is_refused_for_either_split(source, tm
         source(write(path, range(20))).prepare()
 
 
-def test_other_arrays_are_refused(source, tmp_path):
+def test_other_arrays_are_rejected(source, tmp_path):
     fix = "data.path=<one-dimensional .npy of uint16 or uint32>"
     path = tmp_path / "t.npy"
     for array in (np.zeros(9), np.zeros((3, 3), np.uint16)):
@@ -127,13 +127,13 @@ def test_other_arrays_are_refused(source, tmp_path):
         )
     np.save(path, np.arange(100, dtype=np.uint16))
     path.write_bytes(path.read_bytes()[:-7])
-    with pytest.raises(ConfigError, match=r"it is no whole \.npy file"):
+    with pytest.raises(ConfigError, match=r"it is no valid \.npy file"):
         source(path).prepare()
 
 
-def test_a_type_that_no_tokens_have_is_refused(source):
+def test_a_dtype_that_is_no_token_type_is_rejected(source):
     with pytest.raises(ConfigError) as caught:
         source("t.bin", dtype="int64")
     assert str(caught.value) == (
-        "data.dtype=int64: tokens are whole numbers from 0; type data.dtype=uint16 or uint32"
+        "data.dtype=int64: tokens are unsigned integers; type data.dtype=uint16 or uint32"
     )

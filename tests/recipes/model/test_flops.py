@@ -1,4 +1,4 @@
-"""FLOPs per token: published figures, and torch's own counter with every difference named."""
+"""FLOPs per token: published figures, and torch's FLOP counter, with every difference explained."""
 
 import pytest
 import torch
@@ -114,7 +114,7 @@ def test_resnet18_forward_takes_the_published_1_81_billion_multiply_adds() -> No
     "option", sorted(path.stem for path in (ROOT / "conf/model").glob("*.yaml"))
 )
 def test_every_option_agrees_with_torchs_counter_in_all_that_it_multiplies(option: str) -> None:
-    """Norms, biases and positions are in N by convention, and multiply nothing: half a per cent at 124M."""
+    """Norms, biases and positions are in N by convention, and multiply nothing: 0.5 % at 124M."""
     node = composed_config(f"model={option}", "trainer.accelerator=cpu")["model"]
     with torch.device("meta"):
         model = instantiate(node)

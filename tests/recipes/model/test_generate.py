@@ -1,4 +1,4 @@
-"""Generation: with the cache and without it the same tokens; sampling by numbers."""
+"""Generation: with the cache and without it the same tokens; sampling probabilities by arithmetic."""
 
 import math
 
@@ -7,7 +7,7 @@ import torch
 from torch import nn
 
 from recipes.errors import ConfigError
-from recipes.model.attention import KeyValueCache, causal_mask
+from recipes.model.decoder import KeyValueCache, causal_mask
 from recipes.model.generate import generate, sampling_probabilities
 from recipes.model.gpt2 import GPT2
 from recipes.model.llama import Llama
@@ -19,7 +19,7 @@ MAX_SEQ_LEN = 16
 
 
 def model_of(architecture: str) -> GPT2 | Llama:
-    """A small model whose weights are large enough that the likeliest token changes."""
+    """Return a small model whose weights are large enough that the likeliest token changes."""
     model: GPT2 | Llama
     if architecture == "gpt2":
         model = GPT2(
@@ -125,7 +125,7 @@ def test_generation_stops_before_end_of_text() -> None:
     assert stopped == tokens[: tokens.index(end)]
 
 
-def test_the_model_is_left_as_it_was_and_no_gradient_is_recorded() -> None:
+def test_the_mode_of_the_model_is_restored_and_no_gradient_is_recorded() -> None:
     model = model_of("gpt2").train()
     model.blocks[0].eval()
     modes = {name: module.training for name, module in model.named_modules()}
@@ -174,7 +174,7 @@ def test_top_k_keeps_the_k_likeliest_and_ties_of_the_last() -> None:
     assert probabilities(top_k=99) == [0.5, 0.25, 0.125, 0.125]
 
 
-def test_top_p_keeps_the_fewest_tokens_that_hold_p() -> None:
+def test_top_p_keeps_the_fewest_tokens_that_have_probability_p_together() -> None:
     assert probabilities(top_p=0.5) == [1.0, 0.0, 0.0, 0.0]
     assert probabilities(top_p=0.51) == [0.666667, 0.333333, 0.0, 0.0]
     assert probabilities(top_p=0.75) == [0.666667, 0.333333, 0.0, 0.0]
@@ -185,7 +185,7 @@ def test_top_p_counts_what_top_k_leaves() -> None:
     assert probabilities(top_k=2, top_p=0.6) == [1.0, 0.0, 0.0, 0.0]
 
 
-def test_padded_tokens_are_never_drawn() -> None:
+def test_padded_tokens_are_never_sampled() -> None:
     logits = torch.tensor([0.0, 0.0, -math.inf, -math.inf])
     result = sampling_probabilities(logits, temperature=2.0, top_k=3, top_p=1.0)
     assert result.tolist() == [0.5, 0.5, 0.0, 0.0]
@@ -194,13 +194,13 @@ def test_padded_tokens_are_never_drawn() -> None:
 @pytest.mark.parametrize(
     "changes", [{"temperature": -1.0}, {"top_k": 0}, {"top_p": 0.0}, {"top_p": 1.1}]
 )
-def test_settings_that_cannot_be_are_refused(changes: dict[str, float]) -> None:
+def test_settings_out_of_range_are_rejected(changes: dict[str, float]) -> None:
     options = {"temperature": 1.0, "top_k": None, "top_p": None, "seed": 0} | changes
     with pytest.raises(ConfigError, match=next(iter(changes))):
         generate(model_of("gpt2"), [1], 1, **options)
 
 
-def test_an_empty_prompt_is_refused() -> None:
+def test_an_empty_prompt_is_rejected() -> None:
     with pytest.raises(ConfigError, match="an empty prompt"):
         generate(model_of("gpt2"), [], 1, temperature=0.0, top_k=None, top_p=None, seed=0)
 

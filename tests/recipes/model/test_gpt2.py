@@ -1,4 +1,4 @@
-"""GPT-2: what it computes, what padding changes (nothing), what its first loss is."""
+"""GPT-2: what it computes, that padding changes nothing, and its first loss."""
 
 import math
 
@@ -81,7 +81,7 @@ def test_the_head_stays_tied_from_the_meta_device_to_the_cpu() -> None:
     assert torch.equal(model(tokens()), small()(tokens()))
 
 
-def test_a_token_sees_none_that_come_after_it() -> None:
+def test_a_token_does_not_attend_to_later_tokens() -> None:
     model = small()
     changed = tokens()
     changed[:, 10:] = 0
@@ -96,12 +96,12 @@ def test_dropout_acts_in_training_only() -> None:
     assert torch.equal(model(tokens()), small()(tokens()))
 
 
-def test_heads_that_do_not_divide_the_width_are_refused_with_the_width_that_would_do() -> None:
+def test_heads_that_do_not_divide_the_width_are_rejected_with_a_width_that_fits() -> None:
     with pytest.raises(ConfigError, match=r"model\.num_heads=3: .* type model\.hidden_size=33"):
         small(num_heads=3)
 
 
-def test_more_tokens_than_positions_are_refused() -> None:
+def test_more_tokens_than_positions_are_rejected() -> None:
     with pytest.raises(AssertionError, match="17 tokens > max_seq_len 16"):
         small()(tokens(length=17))
 

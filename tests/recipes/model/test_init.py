@@ -1,4 +1,4 @@
-"""First weights depend on the seed, the name and the shape, and on nothing else."""
+"""Initial weights depend only on seed, name and shape."""
 
 import math
 from pathlib import Path
@@ -34,7 +34,7 @@ def weights(model: nn.Module) -> dict[str, torch.Tensor]:
     return {name: parameter.detach().clone() for name, parameter in named_parameters(model)}
 
 
-def test_same_seed_and_name_draw_the_same_and_each_difference_draws_another() -> None:
+def test_equal_seed_and_name_give_equal_values_and_any_difference_gives_others() -> None:
     def draw(name: str, seed: int) -> torch.Tensor:
         return torch.randn(8, generator=generator_for(name, seed=seed))
 
@@ -45,7 +45,7 @@ def test_same_seed_and_name_draw_the_same_and_each_difference_draws_another() ->
     assert generator_for("blocks.0.mlp.up.weight", seed=1234).initial_seed() == 926403507
 
 
-def test_a_deeper_model_begins_with_the_weights_of_the_shallow_one() -> None:
+def test_a_deeper_model_has_the_initial_weights_of_a_shallow_one() -> None:
     shallow, deep = small(num_layers=2), small(num_layers=3)
     shallow.init_weights(7)
     torch.manual_seed(99)  # the global generator has no say
@@ -78,7 +78,7 @@ def test_every_parameter_has_the_spread_it_is_given() -> None:
         assert real.std().item() == pytest.approx(std, rel=0.055), name
 
 
-def test_wrapped_blocks_draw_what_plain_blocks_draw() -> None:
+def test_wrapped_blocks_have_the_initial_weights_of_plain_blocks() -> None:
     plain, wrapped = small(), small()
     for index, block in enumerate(wrapped.blocks):
         wrapped.blocks[index] = torch.compile(block, backend="eager")  # type: ignore[assignment]
@@ -97,7 +97,7 @@ def test_bfloat16_parameters_are_the_rounded_float32_ones() -> None:
     assert torch.equal(wide.bfloat16(), narrow)
 
 
-def test_a_sharded_model_draws_the_weights_of_the_whole_one(tmp_path: Path) -> None:
+def test_a_sharded_model_has_the_initial_weights_of_the_unsharded_one(tmp_path: Path) -> None:
     dist.init_process_group("gloo", init_method=f"file://{tmp_path}/store", rank=0, world_size=1)
     try:
         mesh = dist.init_device_mesh("cpu", (1,))

@@ -1,4 +1,4 @@
-"""Every conf/model/*.yaml builds on the meta device, with exactly the parameters it should."""
+"""Every conf/model/*.yaml builds on the meta device, with exactly the published number of parameters."""
 
 import importlib
 from pathlib import Path

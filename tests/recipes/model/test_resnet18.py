@@ -1,4 +1,4 @@
-"""ResNet-18: shapes, first weights, torchvision's names."""
+"""ResNet-18: shapes, initial weights, torchvision's names."""
 
 import math
 from pathlib import Path
@@ -23,7 +23,7 @@ def digits(**changes: object) -> ResNet18:
 
 
 def their_name(name: str) -> str:
-    """Ours -> torchvision's, written a second time, the other way round."""
+    """Return torchvision's name of ours: the inverse of `our_name`, written independently."""
     if name.startswith("blocks."):
         _, index, rest = name.split(".", 2)
         rest = rest.replace("norm", "bn").replace("shortcut", "downsample")
@@ -33,7 +33,7 @@ def their_name(name: str) -> str:
     return name
 
 
-def test_first_loss_is_ln_of_the_classes_and_logits_have_one_row_a_picture() -> None:
+def test_first_loss_is_ln_of_the_classes_and_logits_have_one_row_per_image() -> None:
     model = digits()
     images = torch.rand(4, 1, 8, 8, generator=torch.Generator().manual_seed(0))
     logits = model(images)
@@ -74,7 +74,7 @@ def test_torchvisions_names_are_read_back_into_equal_weights(tmp_path: Path, suf
         assert torch.equal(value, model.state_dict()[name]), name
 
 
-def test_weights_of_another_shape_are_refused_and_every_difference_is_listed(
+def test_weights_of_another_shape_are_rejected_and_every_difference_is_listed(
     tmp_path: Path,
 ) -> None:
     named = {their_name(name): value for name, value in digits().state_dict().items()}
@@ -85,6 +85,6 @@ def test_weights_of_another_shape_are_refused_and_every_difference_is_listed(
         digits(num_classes=7, in_channels=3, pretrained=str(tmp_path / "resnet18.safetensors"))
 
 
-def test_a_file_that_is_not_there_is_refused() -> None:
+def test_a_file_that_is_not_there_is_rejected() -> None:
     with pytest.raises(ConfigError, match=r"model\.pretrained=nowhere\.pth: there is no such file"):
         digits(pretrained="nowhere.pth")

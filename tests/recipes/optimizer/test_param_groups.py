@@ -28,19 +28,20 @@ def test_biases_and_norms_are_not_decayed_and_every_parameter_is_in_one_group() 
     assert sorted(grouped) == sorted(id(parameter) for parameter in model.parameters())
 
 
-def test_frozen_parameters_are_left_out() -> None:
+def test_frozen_parameters_are_in_no_group() -> None:
     model = small()
     for parameter in model.blocks.parameters():
         parameter.requires_grad_(False)
     groups = decay_groups(model, weight_decay=0.1)
-    left = [parameter for parameter in model.parameters() if parameter.requires_grad]
-    assert sum(len(group["params"]) for group in groups) == len(left) == 4  # embeddings, last norm
+    trainable = [parameter for parameter in model.parameters() if parameter.requires_grad]
+    # two embeddings, weight and bias of the last norm
+    assert sum(len(group["params"]) for group in groups) == len(trainable) == 4
     assert all(parameter.requires_grad for group in groups for parameter in group["params"])
 
 
 @pytest.mark.parametrize("option", ["adamw", "adamw_nano", "adam", "sgd"])
 @pytest.mark.parametrize("fused", [True, False])
-def test_an_optimizer_made_from_its_node_takes_a_step(option: str, fused: bool) -> None:
+def test_an_optimizer_instantiated_from_its_config_takes_a_step(option: str, fused: bool) -> None:
     model = small()
     node = composed_config(f"optimizer={option}")["optimizer"]
     optimizer = _make(node)(model, fused=fused)

@@ -1,4 +1,4 @@
-"""`compile=true` changes the speed and nothing else."""
+"""`compile=true` changes the speed and not the curve."""
 
 from pathlib import Path
 
@@ -8,7 +8,7 @@ from support import TINY, composed_config, read_metrics
 from recipes.build import build
 
 
-def rows(folder: Path, texts: str, *words: str) -> list[dict[str, float]]:
+def train_rows(folder: Path, texts: str, *overrides: str) -> list[dict[str, float]]:
     folder.mkdir()
     common = [
         *TINY,
@@ -17,17 +17,17 @@ def rows(folder: Path, texts: str, *words: str) -> list[dict[str, float]]:
         "save_every=null",
         "warmup_steps=1",
     ]
-    run = build(composed_config(*common, *words), folder, [])
+    run = build(composed_config(*common, *overrides), folder, [])
     run.trainer.fit(run.task, datamodule=run.data)
     return read_metrics(folder)
 
 
 def test_a_compiled_run_has_the_curve_of_an_eager_one(tmp_path: Path, text_folder: str) -> None:
-    eager = rows(tmp_path / "eager", text_folder)
-    compiled = rows(tmp_path / "compiled", text_folder, "compile=true")
+    eager = train_rows(tmp_path / "eager", text_folder)
+    compiled = train_rows(tmp_path / "compiled", text_folder, "compile=true")
     assert len(compiled) == len(eager) == 4
-    for ours, theirs in zip(compiled, eager, strict=True):
+    for row, expected in zip(compiled, eager, strict=True):
         for name in ("train/loss", "grad/norm"):
             # fused kernels round the same formulas in another order
-            assert ours[name] == pytest.approx(theirs[name], rel=1e-4), (ours["step"], name)
+            assert row[name] == pytest.approx(expected[name], rel=1e-4), (row["step"], name)
     assert compiled[-1]["val/loss"] == pytest.approx(eager[-1]["val/loss"], rel=1e-4)

@@ -1,4 +1,4 @@
-"""Merges learnt from the corpus, any text back from its ids."""
+"""BPE: merges are learned from the corpus, and decoding restores any text."""
 
 import os
 import subprocess
@@ -39,7 +39,7 @@ def tokenizer(corpus):
     return Bpe(vocab_size=320).make(corpus)
 
 
-def test_the_vocabulary_has_exactly_the_size_asked_for(tokenizer):
+def test_the_vocabulary_has_exactly_the_requested_size(tokenizer):
     assert tokenizer.vocab_size == 320
     assert tokenizer.decode([tokenizer.end_of_text]) == "<|endoftext|>"
 
@@ -49,7 +49,7 @@ def test_decoding_gives_the_text(tokenizer, text):
     assert tokenizer.decode(tokenizer.encode(text)) == text
 
 
-def test_merges_shorten_the_text_they_were_learnt_from(tokenizer):
+def test_merges_shorten_the_text_they_were_learned_from(tokenizer):
     text = "def name_1(self, value): return 5 + self.value_1\n"
     assert len(tokenizer.encode(text)) < len(text) / 2
 
@@ -60,7 +60,7 @@ def test_a_special_token_in_a_text_is_text(tokenizer):
     assert tokenizer.decode(ids) == "a<|endoftext|>b"
 
 
-def test_many_texts_give_what_each_gives(tokenizer):
+def test_a_batch_has_the_ids_of_each_text(tokenizer):
     assert tokenizer.encode_batch(TEXTS) == [tokenizer.encode(text) for text in TEXTS]
 
 
@@ -74,7 +74,7 @@ def test_transformers_loads_it_and_gives_the_same_ids(tokenizer, tmp_path):
     assert theirs.eos_token_id == tokenizer.end_of_text
 
 
-def test_the_second_making_reads_the_first(corpus, monkeypatch):
+def test_a_second_make_loads_the_cached_tokenizer(corpus, monkeypatch):
     first = Bpe(vocab_size=300).make(corpus)
     monkeypatch.setattr("recipes.tokenizer.bpe.train_bpe", lambda *_, **__: pytest.fail("again"))
     assert Bpe(vocab_size=300).make(corpus).fingerprint == first.fingerprint
@@ -93,7 +93,7 @@ def test_a_corpus_too_small_gives_fewer_ids_and_one_line_in_the_log(caplog):
     assert f"merges for {tokenizer.vocab_size} tokens only, not 1000" in caplog.text
 
 
-def test_fewer_ids_than_bytes_are_refused():
+def test_fewer_ids_than_bytes_are_rejected():
     with pytest.raises(ConfigError) as caught:
         Bpe(vocab_size=256)
     assert str(caught.value) == (

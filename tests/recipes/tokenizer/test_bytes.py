@@ -1,4 +1,4 @@
-"""Ids are bytes, here and in transformers."""
+"""Bytes: ids are byte values, here and in transformers."""
 
 import pickle
 

@@ -1,4 +1,4 @@
-"""Published tokenizers, from a folder; the hub is never asked in tests."""
+"""Published tokenizers, from a folder; tests never access the hub."""
 
 import json
 import sys
@@ -18,13 +18,13 @@ def folder(tmp_path):
     return tmp_path
 
 
-def test_a_folder_gives_its_ids(folder):
+def test_a_folder_gives_the_ids_of_the_library(folder):
     tokenizer = HuggingFace(name=str(folder)).make(None)
     assert tokenizer.encode("né") == [110, 195, 169]
     assert tokenizer.end_of_text == 256
 
 
-def test_the_end_of_a_document_is_what_the_settings_say(folder):
+def test_the_end_of_text_token_comes_from_the_settings(folder):
     settings = json.loads((folder / "tokenizer_config.json").read_text())
     for eos in ("<|endoftext|>", {"content": "<|endoftext|>"}, None):
         (folder / "tokenizer_config.json").write_text(json.dumps(settings | {"eos_token": eos}))
@@ -33,7 +33,7 @@ def test_the_end_of_a_document_is_what_the_settings_say(folder):
     assert HuggingFace(name=str(folder)).make(None).end_of_text == 256
 
 
-def test_what_the_settings_say_besides_is_kept_when_saved_again(folder):
+def test_other_settings_are_preserved_when_saved_again(folder):
     path = folder / "tokenizer_config.json"
     path.write_text(json.dumps(json.loads(path.read_text()) | {"chat_template": "hello"}))
     HuggingFace(name=str(folder)).make(None).save(folder / "again")
@@ -47,7 +47,7 @@ def refuse(name):
     return str(caught.value)
 
 
-def test_folders_without_a_tokenizer_are_refused(tmp_path, folder):
+def test_folders_without_a_tokenizer_are_rejected(tmp_path, folder):
     (tmp_path / "empty").mkdir()
     empty, missing = tmp_path / "empty", tmp_path / "missing"
     assert refuse(str(empty)) == (
@@ -60,7 +60,7 @@ def test_folders_without_a_tokenizer_are_refused(tmp_path, folder):
     assert "is no tokenizer" in refuse(str(folder))
 
 
-def test_a_vocabulary_without_the_end_of_a_document_is_refused(folder):
+def test_a_vocabulary_without_the_end_of_a_document_is_rejected(folder):
     path = folder / "tokenizer_config.json"
     path.write_text(json.dumps({"eos_token": "</s>"}))
     assert refuse(str(folder)) == (
@@ -68,7 +68,7 @@ def test_a_vocabulary_without_the_end_of_a_document_is_refused(folder):
     )
 
 
-def test_no_hub_library_names_the_extra(monkeypatch):
+def test_a_missing_hub_library_is_an_error_that_names_the_extra(monkeypatch):
     monkeypatch.setitem(sys.modules, "huggingface_hub", None)
     assert refuse("some/model") == (
         "tokenizer.name=some/model: it is no folder here, and the hub needs huggingface-hub, "
@@ -77,7 +77,7 @@ def test_no_hub_library_names_the_extra(monkeypatch):
     )
 
 
-def test_a_hub_that_does_not_answer_names_the_way_offline(monkeypatch):
+def test_an_unreachable_hub_is_an_error_that_names_the_offline_way(monkeypatch):
     hub = pytest.importorskip("huggingface_hub")
 
     def offline(*_):

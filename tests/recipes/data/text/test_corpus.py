@@ -1,4 +1,4 @@
-"""Cuts, hashes and splits depend on content alone."""
+"""Cuts, hashes and splits of a corpus depend on its content alone."""
 
 import os
 import time
@@ -11,7 +11,7 @@ from recipes.data.text.corpus import PIECE_BYTES, Corpus, content_digests
 from recipes.errors import ConfigError
 
 
-def test_pieces_put_together_are_the_documents(make_corpus, text):
+def test_joined_pieces_equal_the_documents(make_corpus, text):
     long = text(3 * PIECE_BYTES)
     corpus = make_corpus({"a.txt": b"first", "b.txt": long.encode(), "empty.txt": b""})
     pieces = list(corpus.pieces())
@@ -56,7 +56,7 @@ def test_a_file_name_may_be_any_bytes(make_corpus):
     assert list(corpus.texts(100)) == ["text"]
 
 
-def test_remembered_digests_are_those_of_the_content(tmp_path, monkeypatch):
+def test_cached_digests_equal_the_hash_of_the_content(tmp_path, monkeypatch):
     monkeypatch.setattr(corpus_module, "MIN_BYTES_TO_REMEMBER", 1)
     path = tmp_path / "a.txt"
     path.write_bytes(b"one")
@@ -78,7 +78,7 @@ def test_remembered_digests_are_those_of_the_content(tmp_path, monkeypatch):
     assert digest() != first
 
 
-def test_a_file_that_has_just_changed_is_not_remembered(tmp_path, monkeypatch):
+def test_the_digest_of_a_file_that_has_just_changed_is_not_cached(tmp_path, monkeypatch):
     monkeypatch.setattr(corpus_module, "MIN_BYTES_TO_REMEMBER", 1)
     path = tmp_path / "a.txt"
     path.write_bytes(b"one")
@@ -88,7 +88,7 @@ def test_a_file_that_has_just_changed_is_not_remembered(tmp_path, monkeypatch):
     assert content_digests(state, cache_dir=tmp_path) != first
 
 
-def test_the_split_holds_out_about_the_share_and_no_copy_of_a_training_file(make_corpus, text):
+def test_the_split_holds_out_about_the_fraction_and_no_copy_of_a_training_file(make_corpus, text):
     contents = {f"{i:03d}.txt": text(900 + i, seed=i).encode() for i in range(200)}
     contents |= {f"copy/{name}": content for name, content in contents.items()}
     corpus = make_corpus(contents)
@@ -100,7 +100,7 @@ def test_the_split_holds_out_about_the_share_and_no_copy_of_a_training_file(make
     )
 
 
-def test_a_new_document_leaves_the_others_where_they_were(make_corpus, text):
+def test_a_new_document_leaves_the_others_in_their_split(make_corpus, text):
     contents = {f"{i:03d}.txt": text(1000, seed=i).encode() for i in range(300)}
     before = make_corpus(contents).val_documents(0.1)
     after = make_corpus(contents | {"new.txt": text(1000, seed=999).encode()}).val_documents(0.1)
@@ -123,7 +123,7 @@ def test_a_sample_for_training_is_spread_over_the_whole_text(make_corpus, text):
     assert len(list(corpus.texts(corpus.num_bytes))) == 100
 
 
-def test_bytes_that_are_no_text_are_named_with_their_offset(make_corpus, text):
+def test_bytes_that_are_not_utf8_are_named_with_their_offset(make_corpus, text):
     good = text(2 * PIECE_BYTES).encode()
     corpus = make_corpus({"bad.txt": good + b"caf\xe9 \n"})
     with pytest.raises(ConfigError) as caught:
@@ -135,7 +135,7 @@ def test_bytes_that_are_no_text_are_named_with_their_offset(make_corpus, text):
     )
 
 
-def test_a_file_that_changes_while_it_is_read_is_refused(make_corpus):
+def test_a_file_that_changes_while_it_is_read_is_rejected(make_corpus):
     corpus = make_corpus({"a.txt": b"one"})
     corpus.check_unchanged()
     corpus.documents[0].path.write_bytes(b"other")

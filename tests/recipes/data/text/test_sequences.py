@@ -1,4 +1,4 @@
-"""Windows are slices of the file and nothing else."""
+"""Windows are slices of the token file."""
 
 import pickle
 

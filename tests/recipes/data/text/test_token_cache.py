@@ -1,4 +1,4 @@
-"""The cache is whole or absent: after kills, after races, after errors."""
+"""A token cache is complete or absent: after kills, races and errors."""
 
 import hashlib
 import json
@@ -93,7 +93,7 @@ def test_the_index_says_which_document_a_token_comes_from(make_corpus):
     assert documents("val", 0, 3) == [("b.txt", 0, 3)]
 
 
-def test_twenty_documents_are_split_whole_and_disjoint(make_corpus):
+def test_twenty_documents_are_split_as_complete_documents_and_disjoint(make_corpus):
     contents = {f"{i:02d}.txt": f"document {i:02d}".encode() for i in range(40)}
     cache = make(make_corpus(contents))
     rows = [json.loads(row) for row in (cache.folder / "documents.jsonl").open()]
@@ -160,7 +160,7 @@ def test_a_killed_process_leaves_no_broken_cache_and_the_next_start_succeeds(tmp
     assert int(num_val) > 0
 
 
-def test_two_processes_that_start_at_once_make_one_whole_cache(tmp_path, text):
+def test_two_processes_that_start_at_once_write_one_complete_cache(tmp_path, text):
     for i in range(3):
         (tmp_path / f"{i}.txt").write_text(text(300_000, seed=i), encoding="utf-8")
     processes = [start(tmp_path), start(tmp_path)]
@@ -170,7 +170,7 @@ def test_two_processes_that_start_at_once_make_one_whole_cache(tmp_path, text):
     assert [path.name for path in tokens_folders(tmp_path)] == [outputs[0].split()[0]]
 
 
-def test_a_second_machine_without_this_cache_makes_the_same_bytes(tmp_path, text):
+def test_a_second_machine_without_this_cache_writes_the_same_bytes(tmp_path, text):
     digests = []
     for name in ("one", "two"):
         folder = tmp_path / name

@@ -1,4 +1,4 @@
-"""Tokens do not depend on processes or cuts, and memory not on the size of the text."""
+"""Tokens do not depend on processes or cuts, and memory does not depend on the size of the text."""
 
 import subprocess
 import sys

@@ -1,4 +1,4 @@
-"""A folder of weights is found, whole, and read; what is missing is named."""
+"""A folder of weights is located, checked for completeness and read; missing files are named."""
 
 import json
 from pathlib import Path
@@ -20,13 +20,13 @@ def test_safetensors_are_preferred_to_pickles_and_read_by_name(tmp_path: Path) -
         assert torch.equal(weights.read("a"), torch.ones(2))
 
 
-def test_a_pickle_that_runs_code_is_refused(tmp_path: Path) -> None:
+def test_a_pickle_that_runs_code_is_rejected(tmp_path: Path) -> None:
     torch.save({"a": Path("x")}, tmp_path / "pytorch_model.bin")
     with pytest.raises(Exception, match="Weights only load failed"), open_weights(tmp_path):
         pass
 
 
-def test_a_folder_without_config_or_weights_is_refused(tmp_path: Path) -> None:
+def test_a_folder_without_config_or_weights_is_rejected(tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match=r"no config\.json"):
         locate(str(tmp_path))
     (tmp_path / "config.json").write_text("{}")

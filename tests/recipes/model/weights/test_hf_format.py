@@ -1,4 +1,4 @@
-"""What published weights must say before they are loaded: every difference, with what to type."""
+"""Published weights are compared with the model before they are loaded: every difference is listed with its fix."""
 
 import json
 from pathlib import Path
@@ -68,7 +68,7 @@ def test_each_setting_of_llama_is_compared(
     assert str(error.value).endswith(f"; type {override}")
 
 
-def test_a_shorter_context_than_the_weights_were_made_for_is_no_difference(tmp_path: Path) -> None:
+def test_a_shorter_context_than_that_of_the_weights_is_no_difference(tmp_path: Path) -> None:
     publish(ours("llama"), tmp_path)
     model = ours("llama", max_seq_len=12)
     load_pretrained(model, tmp_path)
@@ -84,7 +84,7 @@ def test_a_shorter_context_than_the_weights_were_made_for_is_no_difference(tmp_p
         ("rope_parameters", {"rope_type": "yarn", "factor": 4.0, "rope_theta": 500.0}),
     ],
 )
-def test_what_no_override_can_mend_is_refused(key: str, value: object, tmp_path: Path) -> None:
+def test_what_no_override_can_fix_is_rejected(key: str, value: object, tmp_path: Path) -> None:
     publish(ours("llama"), tmp_path)
     config = json.loads((tmp_path / "config.json").read_text())
     (tmp_path / "config.json").write_text(json.dumps(config | {key: value}))
@@ -92,7 +92,7 @@ def test_what_no_override_can_mend_is_refused(key: str, value: object, tmp_path:
         load_pretrained(ours("llama"), tmp_path)
 
 
-def test_missing_unknown_and_misshapen_tensors_are_refused(tmp_path: Path) -> None:
+def test_missing_unknown_and_misshapen_tensors_are_rejected(tmp_path: Path) -> None:
     publish(ours("gpt2"), tmp_path)
     file = tmp_path / "model.safetensors"
     whole = {name: value.clone() for name, value in load_file(file).items()}
@@ -107,7 +107,7 @@ def test_missing_unknown_and_misshapen_tensors_are_refused(tmp_path: Path) -> No
         load_pretrained(ours("gpt2"), tmp_path)
 
 
-def test_a_model_without_a_published_form_is_refused(tmp_path: Path) -> None:
+def test_a_model_without_a_published_format_is_rejected(tmp_path: Path) -> None:
     model = ResNet18(num_classes=2, in_channels=1, small_images=True)
-    with pytest.raises(ValueError, match="model=ResNet18: no published form is known"):
+    with pytest.raises(ValueError, match="model=ResNet18: no published format is known"):
         export_pretrained(model, tmp_path)

@@ -1,4 +1,4 @@
-"""Weights in and out against transformers itself: the same logits both ways."""
+"""Weights are loaded from and exported to transformers: the same logits both ways."""
 
 import json
 from pathlib import Path
@@ -61,7 +61,7 @@ def ours(variant: str, **changes: object) -> GPT2 | Llama:
 
 
 def theirs(variant: str) -> transformers.PreTrainedModel:
-    """A model of transformers with random weights, norms and biases included."""
+    """Return a transformers model with random weights, norms and biases included."""
     shapes = VARIANTS[variant]
     common = {"vocab_size": VOCAB_SIZE, "bos_token_id": None, "eos_token_id": None}
     common["tie_word_embeddings"] = shapes.get("tie_embeddings", variant == "gpt2")
@@ -97,7 +97,7 @@ def theirs(variant: str) -> transformers.PreTrainedModel:
 
 @torch.no_grad()
 def scramble(model: nn.Module) -> None:
-    """Random values everywhere: no norm is 1, no bias 0, and the logits depend on all of them."""
+    """Set random values everywhere: no norm is 1, no bias 0, and the logits depend on all of them."""
     generator = torch.Generator().manual_seed(5)
     for parameter in model.parameters():
         noise = torch.randn(parameter.shape, generator=generator)
@@ -164,7 +164,7 @@ def test_bfloat16_is_exported_as_bfloat16(tmp_path: Path) -> None:
     assert torch.equal(exported, model.blocks[1].mlp.up.weight)
 
 
-def test_sharded_safetensors_and_pickled_weights_load_alike(tmp_path: Path) -> None:
+def test_sharded_safetensors_and_pickled_weights_load_the_same(tmp_path: Path) -> None:
     reference = theirs("llama_tied")
     reference.save_pretrained(tmp_path / "sharded", max_shard_size="20KB")
     assert (tmp_path / "sharded" / "model.safetensors.index.json").is_file()
@@ -199,7 +199,7 @@ def test_the_oldest_gpt2_files_load_too(tmp_path: Path) -> None:
     assert torch.equal(model.blocks[1].mlp.up.weight, weights["h.1.mlp.c_fc.weight"].t())
 
 
-def test_the_tokenizer_travels_with_the_weights_and_names_the_end_of_text(tmp_path: Path) -> None:
+def test_an_export_includes_the_tokenizer_and_its_end_of_text(tmp_path: Path) -> None:
     from tokenizers import Tokenizer, models
 
     source, target = tmp_path / "tokenizer", tmp_path / "out"
