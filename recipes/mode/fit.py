@@ -11,7 +11,7 @@ from lightning.pytorch.callbacks import Callback
 
 from recipes.build import Run
 from recipes.checkpoint.checkpoint_io import FolderCheckpointIO
-from recipes.checkpoint.resume import newest_checkpoint, step_of
+from recipes.checkpoint.resume import newest_checkpoint, read_step
 from recipes.checkpoint.saver import CheckpointSaver
 from recipes.entry.out_of_memory import write_error_report
 from recipes.logger.csv import CsvLogger
@@ -86,7 +86,7 @@ class RunStartCallback(Callback):
 
     def _tell_resume(self, step: int) -> None:
         run, io = self._run, _checkpoint_io(self._run)
-        for refused in io.refused:
+        for refused in io.rejected:
             _log_event(run, "checkpoint_rejected", step, path=refused.path.name, why=refused.why)
         assert io.loaded is not None, "a run that is past step 0 has loaded a checkpoint"
         # a run killed between the checkpoint and the line that tells of it
@@ -104,10 +104,10 @@ def fit(run: Run) -> int:
         0, or 3 where the loss is no number in the end; a crash leaves by its exception, after the summary is
         written.
     """
-    if run.checkpoint is not None and step_of(run.checkpoint) >= run.trainer.max_steps:
-        checkpoint = _checkpoint_io(run).whole(run.checkpoint)
+    if run.checkpoint is not None and read_step(run.checkpoint) >= run.trainer.max_steps:
+        checkpoint = _checkpoint_io(run).find_valid(run.checkpoint)
         run = replace(run, checkpoint=checkpoint)
-        if (step := step_of(checkpoint)) >= run.trainer.max_steps:
+        if (step := read_step(checkpoint)) >= run.trainer.max_steps:
             LOGGER.info(f"Nothing to do: {checkpoint} is at step {step} of {run.trainer.max_steps}")
             return 0
     LOGGER.info(f"{run.name}: the run's folder is {run.folder}")
@@ -133,11 +133,11 @@ def fit(run: Run) -> int:
 def _exit_code_of_saves(run: Run) -> int:
     """A run whose last state is not on the disk has not ended well."""
     [saver] = [one for one in run.trainer.checkpoint_callbacks if isinstance(one, CheckpointSaver)]
-    newest = saver.finished.newest
-    if newest is None or newest.is_whole:
+    newest = saver.save_log.newest
+    if newest is None or newest.is_valid:
         return 0
     LOGGER.error(f"The last checkpoint of this run, {newest.path.name}, was not written")
-    return ExitCode.DIVERGED if newest.refused is not None else ExitCode.UNSAVED
+    return ExitCode.DIVERGED if newest.rejected is not None else ExitCode.UNSAVED
 
 
 def _preempted(run: Run, stopped: Preempted) -> int:

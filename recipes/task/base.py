@@ -14,6 +14,7 @@ from recipes.activation_checkpoint import ActivationCheckpoint
 from recipes.clipping import Clipping
 from recipes.clipping.none import NoClipping
 from recipes.compile import compile_blocks
+from recipes.lightning_internals import align_row_step
 from recipes.model.flops import CountsFlops
 from recipes.model.weights import initialize
 from recipes.numerics.collectives import average_over_ranks
@@ -103,7 +104,7 @@ class TrainingTask(CountsFlops, Resumable, ABC):
         """Sums over the whole validation, [loss, targets, …], to named metrics; `val/loss` among them."""
 
     def configure_model(self) -> None:
-        """Make the model on the meta device, let the engine place it, then give it weights. Repeatable."""
+        """Make the model on the meta device, let the engine distribute it, then give it weights. Repeatable."""
         if hasattr(self, "model"):
             return
         model = self.meta_model()
@@ -113,7 +114,7 @@ class TrainingTask(CountsFlops, Resumable, ABC):
             self.cross_entropy_sum = torch.compile(cross_entropy_sum, dynamic=False)
         self.model_name = type(model).__name__  # engines may give it a class of their own
         first_weights = functools.partial(initialize, seed=self._seed)
-        self.trainer.strategy.place(model, first_weights)  # type: ignore[attr-defined]
+        self.trainer.strategy.materialize(model, first_weights)  # type: ignore[attr-defined]
         self.model = model
 
     def meta_model(self) -> nn.Module:
@@ -124,7 +125,7 @@ class TrainingTask(CountsFlops, Resumable, ABC):
     def configure_optimizers(self) -> OptimizerLRScheduler:
         optimizer = self._make_optimizer(self.model, fused=self._fused_optimizer)
         self.remember_optimizer(optimizer)
-        optimizer = self.trainer.strategy.own_optimizer(optimizer)  # type: ignore[attr-defined]
+        optimizer = self.trainer.strategy.prepare_optimizer(optimizer)  # type: ignore[attr-defined]
         self.remember_hyperparameters(optimizer)
         if self._ema_decay is not None:
             average_weights(optimizer, decay=self._ema_decay, step=lambda: self.trainer.global_step)
@@ -140,8 +141,7 @@ class TrainingTask(CountsFlops, Resumable, ABC):
         self.go_on(self._schedule)
 
     def on_train_batch_start(self, batch: Batch, batch_idx: int) -> None:
-        # Lightning 2.6 numbers rows by a counter of its own, which some resumes leave one behind
-        self.trainer.fit_loop.epoch_loop._batches_that_stepped = self.trainer.global_step
+        align_row_step(self.trainer)
 
     def training_step(self, batch: Batch, batch_idx: int) -> Tensor:
         trainer = self.trainer

@@ -14,7 +14,7 @@ from torch import Tensor
 
 from recipes.build import build
 from recipes.checkpoint.manifest import Manifest
-from recipes.checkpoint.retention import name_of
+from recipes.checkpoint.retention import checkpoint_name
 from recipes.checkpoint.shards import unsharded_part
 from recipes.checkpoint.writer import CheckpointWriter, Outcome
 from recipes.mode.fit import fit
@@ -85,8 +85,8 @@ def save() -> Save:
             files={},
         )
         parts = {name: unsharded_part(tensor) for name, tensor in tensors.items()}
-        writer.begin(folder / name_of(step), {"global_step": step}, parts, manifest)
-        outcome = writer.ended(wait=True)
+        writer.begin(folder / checkpoint_name(step), {"global_step": step}, parts, manifest)
+        outcome = writer.poll(wait=True)
         assert outcome is not None, "it was waited for"
         return outcome
 

@@ -10,12 +10,12 @@ import torch
 from recipes.checkpoint.checkpoint_io import FolderCheckpointIO
 from recipes.checkpoint.resume import (
     find_checkpoint,
+    get_fallbacks,
     names_checkpoint,
     newest_checkpoint,
-    older_than,
-    step_of,
+    read_step,
 )
-from recipes.checkpoint.retention import name_of
+from recipes.checkpoint.retention import checkpoint_name
 from recipes.checkpoint.rng_state import rng_state
 from recipes.checkpoint.shards import unsharded_part
 from recipes.checkpoint.writer import CheckpointWriter
@@ -54,12 +54,12 @@ def save_at() -> SaveAt:
     """Saves one step of a run."""
 
     def run(run_folder: Path, step: int) -> Path:
-        path = run_folder / "checkpoints" / name_of(step)
+        path = run_folder / "checkpoints" / checkpoint_name(step)
         io = make_io()
         io.save_checkpoint(state(step), path)
-        outcome = io.writer.ended(wait=True)
+        outcome = io.writer.poll(wait=True)
         assert outcome is not None
-        assert outcome.is_whole, outcome
+        assert outcome.is_valid, outcome
         return path
 
     return run
@@ -77,12 +77,12 @@ def test_what_is_saved_is_loaded_bit_for_bit(tmp_path: Path, save_at: SaveAt) ->
     assert loaded["global_step"] == 7
     assert loaded["callbacks"] == {"meter": {"seen": 3, "best": None}}
     assert loaded["state_dict"].keys() == {"embedding", "head"}
-    assert torch.equal(loaded["state_dict"]["head"].whole(), WEIGHT + 7)
+    assert torch.equal(loaded["state_dict"]["head"].read(), WEIGHT + 7)
     [optimizer] = loaded["optimizer_states"]
     assert optimizer["param_groups"] == [{"lr": 0.1, "params": [0]}]
-    assert torch.equal(optimizer["state"][0]["exp_avg"].whole(), WEIGHT * 2)
-    assert float(optimizer["state"][0]["step"].whole()) == 7
-    assert torch.equal(loaded["rng"][0]["cpu"].whole(), torch.get_rng_state())
+    assert torch.equal(optimizer["state"][0]["exp_avg"].read(), WEIGHT * 2)
+    assert float(optimizer["state"][0]["step"].read()) == 7
+    assert torch.equal(loaded["rng"][0]["cpu"].read(), torch.get_rng_state())
 
 
 def test_the_plain_part_loads_with_weights_only_and_holds_no_tensor(
@@ -111,7 +111,7 @@ def test_resume_finds_the_newest_the_named_or_none(tmp_path: Path, save_at: Save
     assert find_checkpoint(str(tmp_path), elsewhere) == second
     assert find_checkpoint(str(first), tmp_path) == first
     assert find_checkpoint(str(tmp_path / "checkpoints/last"), elsewhere) == second
-    for missing in (elsewhere, tmp_path / "checkpoints" / name_of(30)):
+    for missing in (elsewhere, tmp_path / "checkpoints" / checkpoint_name(30)):
         with pytest.raises(ConfigError, match="it is no whole checkpoint: there is no such folder"):
             find_checkpoint(str(missing), tmp_path)
 
@@ -136,8 +136,8 @@ def test_the_others_are_tried_newest_first_those_before_it_before_those_after_it
     tmp_path: Path, save_at: SaveAt
 ) -> None:
     paths = {step: save_at(tmp_path, step) for step in (10, 20, 30, 40, 50)}
-    assert [step_of(path) for path in older_than(paths[30])] == [20, 10, 50, 40]
-    assert [step_of(path) for path in older_than(paths[50])] == [40, 30, 20, 10]
+    assert [read_step(path) for path in get_fallbacks(paths[30])] == [20, 10, 50, 40]
+    assert [read_step(path) for path in get_fallbacks(paths[50])] == [40, 30, 20, 10]
     assert newest_checkpoint(tmp_path) == paths[50]
 
 

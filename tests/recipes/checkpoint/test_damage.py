@@ -40,7 +40,7 @@ def refused(newest: Path, why: str) -> None:
     """The newest is refused, step 10 is used; where the newest was named, that is a mistake."""
     io = load(newest, falls_back=True)
     assert io.loaded == newest.with_name("step_0000010.ckpt")
-    [refusal] = io.refused
+    [refusal] = io.rejected
     assert refusal.path == newest
     assert why in refusal.why, refusal.why
     with pytest.raises(ConfigError, match="it was named") as raised:
@@ -70,7 +70,7 @@ def test_both_are_loaded_while_they_are_whole(newest: Path) -> None:
     assert sorted(path.name for path in newest.iterdir()) == FILES
     io = load(newest, falls_back=True)
     assert io.loaded == newest
-    assert io.refused == []
+    assert io.rejected == []
 
 
 @pytest.mark.parametrize("name", FILES)

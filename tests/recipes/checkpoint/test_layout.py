@@ -9,7 +9,7 @@ import pytest
 import torch
 from lightning.pytorch.callbacks import Callback
 
-from recipes.checkpoint.layout import serialized
+from recipes.checkpoint.layout import serialize
 
 
 class Mine(Callback):
@@ -21,7 +21,7 @@ class Mine(Callback):
 
 def test_plain_data_is_loaded_as_it_was() -> None:
     plain = {"step": 3, "groups": [{"lr": 0.1, "betas": (0.9, 0.95)}], "none": None}
-    loaded = torch.load(io.BytesIO(serialized(plain)), weights_only=True)
+    loaded = torch.load(io.BytesIO(serialize(plain)), weights_only=True)
     assert loaded == plain
 
 
@@ -29,7 +29,7 @@ def test_plain_data_is_loaded_as_it_was() -> None:
 def test_what_is_no_plain_data_is_named(value: Any) -> None:
     plain = {"step": 3, "callbacks": {"Throughput": {"seen": 1}, "Mine": {"deep": [value]}}}
     with pytest.raises(TypeError, match="the state under callbacks/Mine is no plain data: "):
-        serialized(plain)
+        serialize(plain)
 
 
 def test_a_run_whose_callback_cannot_be_saved_says_so_and_goes_on(train, tmp_path: Path) -> None:

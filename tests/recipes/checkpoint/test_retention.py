@@ -9,8 +9,8 @@ from recipes.checkpoint.manifest import Manifest, find_fault
 from recipes.checkpoint.retention import (
     Retention,
     apply,
+    checkpoint_name,
     clean_up,
-    name_of,
     recover_interrupted,
     remove,
     resolve_symlink,
@@ -40,7 +40,7 @@ def checkpoint(folder: Path, step: int, **metrics: float) -> Path:
     manifest = Manifest(
         step=step, world_size=1, strategy="", versions={}, metrics=metrics, files={}
     )
-    path = folder / name_of(step)
+    path = folder / checkpoint_name(step)
     path.mkdir(parents=True)
     (path / "manifest.json").write_text(manifest.text())
     return path
@@ -63,18 +63,18 @@ def checkpoint(folder: Path, step: int, **metrics: float) -> Path:
 def test_the_newest_every_so_many_and_the_best_are_kept(
     retention: Retention, kept: list[int]
 ) -> None:
-    assert sorted(retention.kept(MEASURED)) == kept
+    assert sorted(retention.get_kept(MEASURED)) == kept
 
 
 def test_steps_without_the_metric_are_never_the_best() -> None:
     metrics = {10: {"val/loss": 2.0}, 20: {"train/loss": 0.1}, 30: {}}
-    assert kept_by(keep_best=2).best(metrics) == [10]
-    assert kept_by(keep_best=2).best({20: {}}) == []
+    assert kept_by(keep_best=2).get_best(metrics) == [10]
+    assert kept_by(keep_best=2).get_best({20: {}}) == []
 
 
 def test_best_by_max_takes_the_earlier_of_equal_ones_too() -> None:
     metrics = {10: {"val/loss": 1.0}, 20: {"val/loss": 5.0}, 30: {"val/loss": 5.0}}
-    assert kept_by(keep_best=1, mode="max").best(metrics) == [20]
+    assert kept_by(keep_best=1, mode="max").get_best(metrics) == [20]
 
 
 def test_a_loss_that_is_no_number_is_never_the_best() -> None:
@@ -82,25 +82,25 @@ def test_a_loss_that_is_no_number_is_never_the_best() -> None:
         for nan_at in (10, 20, 30):
             metrics = {step: {"val/loss": 1.0 + step} for step in (10, 20, 30)}
             metrics[nan_at] = {"val/loss": float("nan")}
-            best = kept_by(keep_best=2, mode=mode).best(metrics)
+            best = kept_by(keep_best=2, mode=mode).get_best(metrics)
             assert nan_at not in best, f"{mode}: {best}"
 
 
 def test_on_the_disk_the_same_ones_stay_and_best_names_the_best(tmp_path: Path) -> None:
     for step, loss in LOSSES.items():
         checkpoint(tmp_path, step, **{"val/loss": loss})
-    damaged = tmp_path / name_of(5)
+    damaged = tmp_path / checkpoint_name(5)
     damaged.mkdir()
     (tmp_path / "abandoned_0000060_1").mkdir()
     apply(kept_by(keep_last=1, keep_best=1), tmp_path)
     # what has no manifest, or another name, is not ours to delete
     assert list(steps_on_disk(tmp_path)) == [5, 20, 50]
-    assert resolve_symlink(tmp_path / "best") == tmp_path / name_of(20)
+    assert resolve_symlink(tmp_path / "best") == tmp_path / checkpoint_name(20)
     assert (tmp_path / "abandoned_0000060_1").is_dir()
     assert sorted(path.name for path in tmp_path.iterdir()) == [
         "abandoned_0000060_1",
         "best",
-        *(name_of(step) for step in (5, 20, 50)),
+        *(checkpoint_name(step) for step in (5, 20, 50)),
     ]
 
 
@@ -137,8 +137,8 @@ def test_a_whole_checkpoint_without_its_name_has_it_again(tmp_path: Path) -> Non
     (tmp_path / "step_0000030.ckpt.trash/manifest.json").unlink()
     recover_interrupted(tmp_path)
     assert sorted(path.name for path in tmp_path.iterdir()) == [
-        name_of(10),
-        name_of(20),
+        checkpoint_name(10),
+        checkpoint_name(20),
         "step_0000020.ckpt.trash",
         "step_0000030.ckpt.trash",
     ]
@@ -153,6 +153,6 @@ def test_a_link_may_be_a_small_file_and_may_name_nothing(tmp_path: Path) -> None
     assert resolve_symlink(tmp_path / "last") == whole
     (tmp_path / "last").write_bytes(b"\xff\xfe")
     assert resolve_symlink(tmp_path / "last") is None
-    update_symlink(tmp_path / "last", name_of(99))
+    update_symlink(tmp_path / "last", checkpoint_name(99))
     assert resolve_symlink(tmp_path / "last") is None
     assert resolve_symlink(tmp_path / "nowhere") is None

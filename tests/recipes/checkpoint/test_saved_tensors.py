@@ -58,12 +58,12 @@ def test_any_range_of_any_cut_is_the_slice_of_the_whole(seed: int, tmp_path: Pat
     cut = rng.choice([_flat_cut, _cut_by_rows])
     saved = _write(tmp_path, cut(tensor, rng), rng)["weight"]
     assert saved.shape == tensor.shape
-    assert torch.equal(saved.whole(), tensor)
-    assert saved.whole().dtype == tensor.dtype
+    assert torch.equal(saved.read(), tensor)
+    assert saved.read().dtype == tensor.dtype
     flat = tensor.reshape(-1)
     for _ in range(20):
         start, stop = sorted(rng.randint(0, len(flat)) for _ in range(2))
-        assert saved.part(start, stop).tolist() == flat[start:stop].tolist()
+        assert saved.read_range(start, stop).tolist() == flat[start:stop].tolist()
 
 
 def test_what_is_read_is_in_memory_of_its_own(tmp_path: Path) -> None:
@@ -71,9 +71,9 @@ def test_what_is_read_is_in_memory_of_its_own(tmp_path: Path) -> None:
     path = tmp_path / "rank_00000.safetensors"
     write_shard(path, {"weight": unsharded_part(torch.arange(6.0))})
     saved = open_tensors([path])["weight"]
-    first = saved.whole()
+    first = saved.read()
     first.zero_()
-    assert saved.whole().tolist() == [0, 1, 2, 3, 4, 5]
+    assert saved.read().tolist() == [0, 1, 2, 3, 4, 5]
 
 
 @pytest.mark.parametrize("missing", range(4))
@@ -93,11 +93,11 @@ def test_a_missing_piece_is_an_error_for_every_range_that_needs_it(
         for stop in range(start + 1, 13):
             if gone & set(range(start, stop)):
                 with pytest.raises(ValueError, match="are not in the checkpoint"):
-                    saved.part(start, stop)
+                    saved.read_range(start, stop)
             else:
-                assert torch.equal(saved.part(start, stop), tensor[start:stop])
+                assert torch.equal(saved.read_range(start, stop), tensor[start:stop])
     with pytest.raises(ValueError, match="are not in the checkpoint"):
-        saved.whole()
+        saved.read()
 
 
 def test_an_empty_piece_among_others_changes_nothing(tmp_path: Path) -> None:
@@ -109,7 +109,7 @@ def test_an_empty_piece_among_others_changes_nothing(tmp_path: Path) -> None:
     for seed in range(6):  # in several orders
         (tmp_path / str(seed)).mkdir()
         saved = _write(tmp_path / str(seed), parts, random.Random(seed))["weight"]
-        assert torch.equal(saved.whole(), tensor)
+        assert torch.equal(saved.read(), tensor)
 
 
 def test_tensors_of_several_files_are_gathered_by_name(tmp_path: Path) -> None:
@@ -125,8 +125,8 @@ def test_tensors_of_several_files_are_gathered_by_name(tmp_path: Path) -> None:
         write_shard(files[-1], parts)
     tensors = open_tensors(files)
     assert sorted(tensors) == ["rng/0/cpu", "rng/1/cpu", "weight"]
-    assert torch.equal(tensors["weight"].whole(), weight)
-    assert tensors["rng/1/cpu"].whole().tolist() == [1]
+    assert torch.equal(tensors["weight"].read(), weight)
+    assert tensors["rng/1/cpu"].read().tolist() == [1]
 
 
 def test_a_scalar_and_an_empty_tensor_keep_shape_and_dtype(tmp_path: Path) -> None:
@@ -134,12 +134,12 @@ def test_a_scalar_and_an_empty_tensor_keep_shape_and_dtype(tmp_path: Path) -> No
     made = {"step": torch.tensor(7.0).double(), "empty": torch.zeros(0, 3)}
     write_shard(path, {name: unsharded_part(tensor) for name, tensor in made.items()})
     for name, saved in open_tensors([path]).items():
-        assert saved.whole().shape == made[name].shape
-        assert saved.whole().dtype == made[name].dtype
-        assert torch.equal(saved.whole(), made[name])
+        assert saved.read().shape == made[name].shape
+        assert saved.read().dtype == made[name].dtype
+        assert torch.equal(saved.read(), made[name])
 
 
 def test_an_empty_tensor_of_another_dtype_keeps_it(tmp_path: Path) -> None:
     path = tmp_path / "rank_00000.safetensors"
     write_shard(path, {"empty": unsharded_part(torch.zeros(0, 3, dtype=torch.int64))})
-    assert open_tensors([path])["empty"].whole().dtype == torch.int64
+    assert open_tensors([path])["empty"].read().dtype == torch.int64

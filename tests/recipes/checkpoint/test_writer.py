@@ -10,9 +10,15 @@ import torch
 from support import CrashAt
 
 from recipes.checkpoint.manifest import FileRecord, find_fault, read_manifest
-from recipes.checkpoint.retention import Retention, apply, name_of, resolve_symlink, steps_on_disk
+from recipes.checkpoint.retention import (
+    Retention,
+    apply,
+    checkpoint_name,
+    resolve_symlink,
+    steps_on_disk,
+)
 from recipes.checkpoint.shards import unsharded_part
-from recipes.checkpoint.writer import CheckpointWriter, Report
+from recipes.checkpoint.writer import CheckpointWriter, RankReport
 
 KEEP_THREE = Retention(keep_last=3, keep_every=None, keep_best=0, metric="val/loss", mode="min")
 WEIGHTS = {"weight": torch.arange(1000.0)}
@@ -31,46 +37,46 @@ def names(folder: Path) -> list[str]:
 @pytest.mark.parametrize("asynchronous", [True, False])
 def test_a_save_that_is_whole_says_so(save, tmp_path: Path, asynchronous: bool) -> None:
     outcome = save(make_writer(asynchronous=asynchronous), tmp_path, 10, WEIGHTS)
-    assert outcome.is_whole
-    assert outcome.path == tmp_path / name_of(10)
+    assert outcome.is_valid
+    assert outcome.path == tmp_path / checkpoint_name(10)
     files = [path for path in outcome.path.iterdir() if path.name != "manifest.json"]
     assert outcome.bytes == sum(path.stat().st_size for path in files)
     # a synchronous save is one stall; the clock is read a moment apart
     assert outcome.stall_seconds <= outcome.seconds + 0.1
-    assert names(tmp_path) == ["last", name_of(10)]
+    assert names(tmp_path) == ["last", checkpoint_name(10)]
 
 
 def test_an_outcome_is_told_once(save, tmp_path: Path) -> None:
     writer = make_writer()
-    assert writer.ended() is None
-    assert writer.ended(wait=True) is None
+    assert writer.poll() is None
+    assert writer.poll(wait=True) is None
     save(writer, tmp_path, 10, WEIGHTS)
-    assert writer.ended(wait=True) is None
+    assert writer.poll(wait=True) is None
 
 
 @pytest.mark.parametrize("value", ["nan", "inf"])
 def test_a_state_that_is_not_finite_is_not_kept(save, tmp_path: Path, value: str) -> None:
     writer = make_writer()
-    assert save(writer, tmp_path, 10, WEIGHTS).is_whole
+    assert save(writer, tmp_path, 10, WEIGHTS).is_valid
     odd = {"fine": torch.ones(3), "odd": torch.tensor([1.0, float(value)])}
     outcome = save(writer, tmp_path, 20, odd)
-    assert not outcome.is_whole
-    assert outcome.refused == "odd is not finite"
+    assert not outcome.is_valid
+    assert outcome.rejected == "odd is not finite"
     assert outcome.error is None
-    assert names(tmp_path) == ["last", name_of(10)]
-    assert resolve_symlink(tmp_path / "last") == tmp_path / name_of(10)
+    assert names(tmp_path) == ["last", checkpoint_name(10)]
+    assert resolve_symlink(tmp_path / "last") == tmp_path / checkpoint_name(10)
 
 
 def test_a_failure_leaves_nothing_and_does_not_hinder_the_next_save(save, tmp_path: Path) -> None:
     writer = make_writer()
-    assert save(writer, tmp_path / "run", 10, WEIGHTS).is_whole
+    assert save(writer, tmp_path / "run", 10, WEIGHTS).is_valid
     (tmp_path / "file").touch()
     outcome = save(writer, tmp_path / "file", 20, WEIGHTS)
     assert outcome.error is not None
     assert outcome.error.startswith("Not a directory")
-    assert outcome.refused is None
-    assert save(writer, tmp_path / "run", 30, WEIGHTS).is_whole
-    assert names(tmp_path / "run") == ["last", name_of(10), name_of(30)]
+    assert outcome.rejected is None
+    assert save(writer, tmp_path / "run", 30, WEIGHTS).is_valid
+    assert names(tmp_path / "run") == ["last", checkpoint_name(10), checkpoint_name(30)]
 
 
 def test_a_dtype_that_no_file_holds_is_a_failure_like_any_other(save, tmp_path: Path) -> None:
@@ -78,7 +84,7 @@ def test_a_dtype_that_no_file_holds_is_a_failure_like_any_other(save, tmp_path: 
     outcome = save(writer, tmp_path, 10, {"odd": torch.ones(3, dtype=torch.complex64)})
     assert outcome.error is not None
     assert names(tmp_path) == []
-    assert save(writer, tmp_path, 20, WEIGHTS).is_whole
+    assert save(writer, tmp_path, 20, WEIGHTS).is_valid
 
 
 def test_a_second_save_waits_for_the_first(save, tmp_path: Path) -> None:
@@ -88,15 +94,15 @@ def test_a_second_save_waits_for_the_first(save, tmp_path: Path) -> None:
     first = {"weight": unsharded_part(torch.ones(3))}
     thread = threading.Thread(target=save, args=(writer, tmp_path, 10, WEIGHTS))
     thread.start()
-    while not (tmp_path / name_of(10)).exists():
+    while not (tmp_path / checkpoint_name(10)).exists():
         assert time.monotonic() - began < 60
         time.sleep(0.01)
-    assert writer.ended() is None  # it still cleans up
-    manifest = read_manifest(tmp_path / name_of(10))
+    assert writer.poll() is None  # it still cleans up
+    manifest = read_manifest(tmp_path / checkpoint_name(10))
     assert manifest is not None
     threading.Timer(0.3, may_end.set).start()
     began = time.monotonic()
-    writer.begin(tmp_path / name_of(20), {}, first, manifest)
+    writer.begin(tmp_path / checkpoint_name(20), {}, first, manifest)
     assert may_end.is_set()
     assert time.monotonic() - began > 0.2  # of 0.3: the timer began a moment before
     thread.join()
@@ -110,17 +116,19 @@ def test_what_changes_after_wait_until_copied_is_not_in_the_checkpoint(save, tmp
     """The weights of the step that is saved, whatever the optimizer does next."""
     writer = make_writer()
     save(writer, tmp_path, 10, WEIGHTS)
-    manifest = read_manifest(tmp_path / name_of(10))
+    manifest = read_manifest(tmp_path / checkpoint_name(10))
     assert manifest is not None
     weight = torch.zeros(1 << 20)
     for step in (20, 30, 40):
-        writer.begin(tmp_path / name_of(step), {}, {"weight": unsharded_part(weight)}, manifest)
+        writer.begin(
+            tmp_path / checkpoint_name(step), {}, {"weight": unsharded_part(weight)}, manifest
+        )
         writer.wait_until_copied()
         weight += 1
-        outcome = writer.ended(wait=True)
+        outcome = writer.poll(wait=True)
         assert outcome is not None
-        assert outcome.is_whole
-        held = (tmp_path / name_of(step) / "rank_00000.safetensors").read_bytes()
+        assert outcome.is_valid
+        held = (tmp_path / checkpoint_name(step) / "rank_00000.safetensors").read_bytes()
         expected = torch.full((1 << 20,), float(step // 10 - 2))
         assert held.endswith(expected.numpy().tobytes())
 
@@ -132,7 +140,7 @@ def test_old_ones_that_cannot_be_removed_fail_no_save(
         raise PermissionError(13, "Permission denied", str(folder))
 
     writer = CheckpointWriter(asynchronous=True, after=fail)
-    assert save(writer, tmp_path, 10, WEIGHTS).is_whole
+    assert save(writer, tmp_path, 10, WEIGHTS).is_valid
     assert "Old checkpoints could not be removed: Permission denied" in caplog.text
 
 
@@ -174,7 +182,7 @@ def reader(save, tmp_path: Path) -> Iterator[Reader]:
 def test_last_always_leads_to_a_whole_checkpoint(save, tmp_path: Path, reader: Reader) -> None:
     writer = make_writer()
     for step in range(11, 71):
-        assert save(writer, tmp_path, step, WEIGHTS).is_whole
+        assert save(writer, tmp_path, step, WEIGHTS).is_valid
     reader.enough.set()
     assert reader.num_looks > 60
     assert reader.wrong == []
@@ -203,18 +211,18 @@ def test_a_step_may_be_saved_again(save, tmp_path: Path) -> None:
     manifest = read_manifest(path)
     assert manifest is not None
     assert manifest.metrics == {"val/loss": 2.0}
-    assert names(tmp_path) == ["last", name_of(10)]
+    assert names(tmp_path) == ["last", checkpoint_name(10)]
 
 
 def test_ranks_that_write_to_another_folder_are_no_checkpoint(
     save, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """A node whose run folder is a disk of its own: its files are nowhere rank 0 can see."""
-    elsewhere = Report(files={"rank_00001.safetensors": FileRecord(bytes=8, xxh3_128="0" * 32)})
+    elsewhere = RankReport(files={"rank_00001.safetensors": FileRecord(bytes=8, xxh3_128="0" * 32)})
     monkeypatch.setattr(
         CheckpointWriter,
-        "_all",
-        lambda self, mine: [mine, elsewhere] if isinstance(mine, Report) else [mine],
+        "_all_gather",
+        lambda self, mine: [mine, elsewhere] if isinstance(mine, RankReport) else [mine],
     )
     outcome = save(make_writer(), tmp_path, 10, WEIGHTS)
     assert outcome.error is not None
@@ -230,19 +238,19 @@ def test_leftovers_of_a_killed_run_are_swept_when_it_goes_on(train, tmp_path: Pa
         train(tmp_path, callbacks=[CrashAt(step=12)])
     folder = tmp_path / "checkpoints"
     whole = names(folder)
-    assert whole == ["best", "last", name_of(10)]
+    assert whole == ["best", "last", checkpoint_name(10)]
     for name in ("step_0000020.ckpt.tmp", "step_0000005.ckpt.trash"):
         (folder / name).mkdir()
         (folder / name / "rank_00000.safetensors").write_bytes(b"half")
-    (folder / "last.tmp").symlink_to(name_of(10))
+    (folder / "last.tmp").symlink_to(checkpoint_name(10))
     assert train(tmp_path, "resume=auto").exit_code == 0
-    assert names(folder) == [*whole, name_of(20)]
+    assert names(folder) == [*whole, checkpoint_name(20)]
 
 
 def test_last_leads_somewhere_after_a_resume_from_before_it(train, tmp_path: Path) -> None:
     assert train(tmp_path).exit_code == 0
     folder = tmp_path / "checkpoints"
     with pytest.raises(OSError, match="crash at 12"):
-        train(tmp_path, f"resume={folder / name_of(10)}", callbacks=[CrashAt(step=12)])
+        train(tmp_path, f"resume={folder / checkpoint_name(10)}", callbacks=[CrashAt(step=12)])
     assert list(steps_on_disk(folder)) == [10]
-    assert resolve_symlink(folder / "last") == folder / name_of(10)
+    assert resolve_symlink(folder / "last") == folder / checkpoint_name(10)

@@ -6,7 +6,7 @@ import pytest
 import torch
 from torch import nn
 
-from recipes.numerics.gradients import clip_gradients, global_norm
+from recipes.strategy.torch_native import clip_gradients, global_norm
 
 
 def gradients() -> list[nn.Parameter]:
