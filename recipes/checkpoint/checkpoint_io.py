@@ -1,4 +1,4 @@
-"""Lightning's interface to checkpoint folders: `CheckpointWriter` saves them; all ranks verify and load them together."""
+"""Lightning's interface to checkpoint folders: `CheckpointWriter` saves them, all ranks verify and load them."""
 
 import logging
 from collections.abc import Mapping
