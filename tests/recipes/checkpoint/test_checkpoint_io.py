@@ -1,4 +1,4 @@
-"""A checkpoint is whole or it is none, holds plain data and tensors, and is found by what `resume=` says."""
+"""A checkpoint holds plain data and tensors, is loaded bit for bit, and is found by what `resume=` says."""
 
 from collections.abc import Callable
 from pathlib import Path
@@ -31,7 +31,7 @@ def make_io() -> FolderCheckpointIO:
 
 
 def state(step: int) -> dict[str, Any]:
-    """What Lightning hands over, of a model with two names for one weight."""
+    """Return what Lightning passes on for a model with two names for one weight."""
     weight = unsharded_part(WEIGHT + step)
     moment = {
         "exp_avg": unsharded_part(WEIGHT * 2),
@@ -51,7 +51,7 @@ def state(step: int) -> dict[str, Any]:
 
 @pytest.fixture
 def save_at() -> SaveAt:
-    """Saves one step of a run."""
+    """Return a function that saves one step of a run."""
 
     def run(run_folder: Path, step: int) -> Path:
         path = run_folder / "checkpoints" / checkpoint_name(step)
@@ -65,7 +65,7 @@ def save_at() -> SaveAt:
     return run
 
 
-def test_what_is_saved_is_loaded_bit_for_bit(tmp_path: Path, save_at: SaveAt) -> None:
+def test_a_saved_checkpoint_is_loaded_bit_for_bit(tmp_path: Path, save_at: SaveAt) -> None:
     path = save_at(tmp_path, 7)
     assert sorted(entry.name for entry in path.parent.iterdir()) == ["last", "step_0000007.ckpt"]
     assert sorted(entry.name for entry in path.iterdir()) == [
@@ -85,7 +85,7 @@ def test_what_is_saved_is_loaded_bit_for_bit(tmp_path: Path, save_at: SaveAt) ->
     assert torch.equal(loaded["rng"][0]["cpu"].read(), torch.get_rng_state())
 
 
-def test_the_plain_part_loads_with_weights_only_and_holds_no_tensor(
+def test_run_pt_loads_with_weights_only_and_holds_no_tensor(
     tmp_path: Path, save_at: SaveAt
 ) -> None:
     def leaves(node: Any) -> list[Any]:
@@ -100,7 +100,9 @@ def test_the_plain_part_loads_with_weights_only_and_holds_no_tensor(
     assert {type(leaf) for leaf in leaves(plain)} <= {int, float, str, bool, type(None)}
 
 
-def test_resume_finds_the_newest_the_named_or_none(tmp_path: Path, save_at: SaveAt) -> None:
+def test_resume_finds_the_newest_checkpoint_the_named_one_or_none(
+    tmp_path: Path, save_at: SaveAt
+) -> None:
     first, second = save_at(tmp_path, 10), save_at(tmp_path, 20)
     (tmp_path / "checkpoints" / "step_0000030.ckpt.tmp").mkdir()
     (tmp_path / "checkpoints" / "abandoned_0000040_1").mkdir()
@@ -112,18 +114,22 @@ def test_resume_finds_the_newest_the_named_or_none(tmp_path: Path, save_at: Save
     assert find_checkpoint(str(first), tmp_path) == first
     assert find_checkpoint(str(tmp_path / "checkpoints/last"), elsewhere) == second
     for missing in (elsewhere, tmp_path / "checkpoints" / checkpoint_name(30)):
-        with pytest.raises(ConfigError, match="it is no whole checkpoint: there is no such folder"):
+        with pytest.raises(
+            ConfigError, match="it is not a valid checkpoint: there is no such folder"
+        ):
             find_checkpoint(str(missing), tmp_path)
 
 
-def test_a_run_folder_without_a_checkpoint_is_a_mistake_where_it_was_named(tmp_path: Path) -> None:
+def test_a_named_run_folder_without_a_checkpoint_is_a_config_error(tmp_path: Path) -> None:
     (tmp_path / "checkpoints").mkdir()
     assert find_checkpoint("auto", tmp_path) is None
-    with pytest.raises(ConfigError, match="there is no whole checkpoint in it"):
+    with pytest.raises(ConfigError, match="it holds no valid checkpoint"):
         find_checkpoint(str(tmp_path), tmp_path)
 
 
-def test_only_a_checkpoint_that_is_named_allows_no_other(tmp_path: Path, save_at: SaveAt) -> None:
+def test_names_checkpoint_is_true_for_a_checkpoint_and_false_for_a_run_folder(
+    tmp_path: Path, save_at: SaveAt
+) -> None:
     path = save_at(tmp_path, 10)
     assert names_checkpoint(str(path))
     assert names_checkpoint(str(path.parent / "last"))
@@ -132,7 +138,7 @@ def test_only_a_checkpoint_that_is_named_allows_no_other(tmp_path: Path, save_at
     assert not names_checkpoint(None)
 
 
-def test_the_others_are_tried_newest_first_those_before_it_before_those_after_it(
+def test_fallbacks_are_the_earlier_checkpoints_newest_first_then_the_later_ones(
     tmp_path: Path, save_at: SaveAt
 ) -> None:
     paths = {step: save_at(tmp_path, step) for step in (10, 20, 30, 40, 50)}
@@ -141,7 +147,7 @@ def test_the_others_are_tried_newest_first_those_before_it_before_those_after_it
     assert newest_checkpoint(tmp_path) == paths[50]
 
 
-def test_a_removed_checkpoint_is_gone_whole(tmp_path: Path, save_at: SaveAt) -> None:
+def test_removing_a_checkpoint_leaves_nothing_of_it(tmp_path: Path, save_at: SaveAt) -> None:
     first, second = save_at(tmp_path, 10), save_at(tmp_path, 20)
     make_io().remove_checkpoint(first)
     assert sorted(path.name for path in second.parent.iterdir()) == ["last", second.name]
