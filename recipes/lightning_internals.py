@@ -52,6 +52,18 @@ def validate_now(trainer: lightning.Trainer) -> None:
     align_row_step(trainer)
 
 
+def skip_validation_once(trainer: lightning.Trainer, *, step: int) -> None:
+    """Return to a step inside `fit` without validating it again (2.6.6).
+
+    Args:
+        trainer: Its `global_step` is restored.
+        step: Optimizer steps completed after a rollback; the next logged row counts from it.
+    """
+    epoch_loop = trainer.fit_loop.epoch_loop
+    epoch_loop._batches_that_stepped = step
+    epoch_loop._skip_next_val = True
+
+
 def set_up_mesh(strategy: ModelParallelStrategy, get_shape: Callable[[], dict[str, int]]) -> None:
     """Join the process group and give a strategy its device mesh.
 

@@ -14,6 +14,7 @@ from recipes.checkpoint.rng_state import restore, rng_state, seed_rank
 from recipes.checkpoint.shard_file import SavedTensor, write_shard
 from recipes.clipping import Clipping
 from recipes.errors import ConfigError
+from recipes.lightning_internals import skip_validation_once
 from recipes.model.init import unsharded_shape
 from recipes.numerics.ema import NAME as AVERAGE
 
@@ -141,8 +142,7 @@ class Resumable(lightning.LightningModule):
         for counts in (loop.batch_progress.total, loop.batch_progress.current):
             vars(counts).update(dict.fromkeys(vars(counts), done))
             counts.completed = done - 1  # the batch under way is counted when it ends
-        loop._batches_that_stepped = to_step
-        loop._skip_next_val = True  # of a step that has been validated, if it is one
+        skip_validation_once(trainer, step=to_step)
         if from_step == trainer.max_steps:
             trainer.should_stop = False  # the last step is not the last one after all
 
