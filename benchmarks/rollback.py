@@ -167,6 +167,6 @@ if __name__ == "__main__":
     if len(sys.argv) == 1:
         main()
     else:
-        from run_cases import carry_out
+        from run_cases import run_all
 
-        carry_out(run_case)
+        run_all(run_case)

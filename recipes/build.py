@@ -29,7 +29,7 @@ from recipes.config.ranks import get_ranks
 from recipes.config.traits import trains
 from recipes.data.datamodule import StreamDataModule
 from recipes.errors import ConfigError
-from recipes.lightning_internals import _without_lightnings_signals
+from recipes.lightning_internals import disable_signal_handling
 from recipes.logger.writers import RowWriter, SummaryWriter
 from recipes.numerics.accumulation import Accumulation, divide
 from recipes.precision import Precision
@@ -199,7 +199,7 @@ def _build_trainer(
         enable_progress_bar=False,
         enable_model_summary=False,
     )
-    _without_lightnings_signals(trainer)
+    disable_signal_handling(trainer)
     return trainer
 
 

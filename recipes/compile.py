@@ -1,4 +1,4 @@
-"""torch.compile block by block: one compilation serves all blocks of a model, some ten seconds on a CPU."""
+"""torch.compile block by block: one compilation serves all blocks of a model, about ten seconds on a CPU."""
 
 from torch import nn
 
@@ -6,11 +6,13 @@ from torch import nn
 def compile_blocks(blocks: nn.ModuleList) -> None:
     """Compile each block in place.
 
-    All share one code object, so that every shape among them, in training and in evaluation, counts towards its
-    limit of compilations; beyond it torch falls back to eager.
+    Args:
+        blocks: Modules of the same class.
     """
     from torch._dynamo import config
 
+    # the blocks share one code object: every shape of any block, in training and evaluation, counts towards its limit,
+    # beyond which torch falls back to eager
     config.recompile_limit = max(config.recompile_limit, 4 * len(blocks))  # type: ignore[attr-defined]
     for block in blocks:
         block.compile(dynamic=False)

@@ -1,23 +1,99 @@
-"""Every private attribute of Lightning that this project touches."""
+"""Every private attribute of Lightning that `recipes` reads or sets, one function each; checked with Lightning 2.6.6.
+
+Methods of Lightning that a subclass must override under a private name stay in that subclass
+(`recipes.strategy.precision_plugin.ZeroPrecision`).
+"""
+
+from collections.abc import Callable
 
 import lightning.pytorch as lightning
+from lightning.pytorch.core.optimizer import LightningOptimizer
+from lightning.pytorch.strategies import DeepSpeedStrategy, ModelParallelStrategy
+from torch.distributed.device_mesh import init_device_mesh
+from torch.optim import Optimizer
+
+
+def disable_signal_handling(trainer: lightning.Trainer) -> None:
+    """Leave signals to `recipes.runtime.signals`.
+
+    Before every micro-batch Lightning broadcasts from rank 0 whether a signal has arrived, and waits for it (#21487,
+    2.6.6). On SIGTERM it broadcasts inside the handler (2.6.6), which fails wherever the handler interrupts once a
+    peer is dead.
+    """
+    trainer._signal_connector.register_signal_handlers = lambda: None  # type: ignore[method-assign]
+    trainer.fit_loop.epoch_loop._broadcast_sigterm_tensor = lambda: None  # type: ignore[method-assign]
+
+
+def is_accumulating(trainer: lightning.Trainer) -> bool:
+    """Return whether the optimizer does not step after the micro-batch under way (2.6.6)."""
+    return trainer.fit_loop._should_accumulate()
+
+
+def align_row_step(trainer: lightning.Trainer) -> None:
+    """Make the step of the next logged row follow `global_step`.
+
+    Lightning 2.6 numbers rows by a counter of its own, which some resumes leave one behind.
+    """
+    trainer.fit_loop.epoch_loop._batches_that_stepped = trainer.global_step
 
 
 def validate_now(trainer: lightning.Trainer) -> None:
-    """Validate at the step just restored, before the next one; its numbers go into the row of that step."""
+    """Validate at the step just restored, before the next one; its metrics go into the row of that step.
+
+    Lightning 2.6 has no public way to validate inside `fit` outside the schedule.
+    """
     epoch_loop = trainer.fit_loop.epoch_loop
-    # Lightning 2.6 numbers rows by this counter, which is one behind while a step is validated
+    # the counter that numbers rows is one behind while a step is validated
     epoch_loop._batches_that_stepped = trainer.global_step - 1
     epoch_loop.val_loop.restarting = False
     trainer.validating = True
     epoch_loop.val_loop.run()
     trainer.training = True
-    epoch_loop._batches_that_stepped = trainer.global_step
+    align_row_step(trainer)
 
 
-def _without_lightnings_signals(trainer: lightning.Trainer) -> None:
-    """Lightning asks rank 0 before every micro-batch whether it was told to stop, and waits for the answer
-    (#21487, 2.6.6); and at SIGTERM it broadcasts inside the handler, which fails wherever the handler interrupts
-    when a peer is dead. `recipes.runtime.signals` takes the signals instead."""
-    trainer._signal_connector.register_signal_handlers = lambda: None  # type: ignore[method-assign]
-    trainer.fit_loop.epoch_loop._broadcast_sigterm_tensor = lambda: None  # type: ignore[method-assign]
+def skip_validation_once(trainer: lightning.Trainer, *, step: int) -> None:
+    """Return to a step inside `fit` without validating it again (2.6.6).
+
+    Args:
+        trainer: Its `global_step` is restored.
+        step: Optimizer steps completed after a rollback; the next logged row counts from it.
+    """
+    epoch_loop = trainer.fit_loop.epoch_loop
+    epoch_loop._batches_that_stepped = step
+    epoch_loop._skip_next_val = True
+
+
+def set_up_mesh(strategy: ModelParallelStrategy, get_shape: Callable[[], dict[str, int]]) -> None:
+    """Join the process group and give a strategy its device mesh.
+
+    `ModelParallelStrategy.setup_environment` (2.6.6) does both, but always lays out a mesh for tensor parallelism.
+
+    Args:
+        strategy: Its `device_mesh` is set.
+        get_shape: Returns the ranks along each named axis; called once the world size is known.
+    """
+    strategy._setup_distributed()
+    shape = get_shape()
+    strategy._device_mesh = init_device_mesh(
+        strategy.root_device.type, tuple(shape.values()), mesh_dim_names=tuple(shape)
+    )
+
+
+def join_deepspeed_process_group(strategy: DeepSpeedStrategy) -> None:
+    """Join the process group through DeepSpeed (2.6.6: only `setup_distributed` calls it)."""
+    strategy.set_world_ranks()
+    strategy._init_deepspeed_distributed()
+
+
+def complete_deepspeed_config(strategy: DeepSpeedStrategy) -> None:
+    """Add batch size and precision to DeepSpeed's config before `zero.Init` reads it (2.6.6)."""
+    strategy._init_config_if_needed()
+
+
+def unwrap_optimizer(optimizer: Optimizer) -> Optimizer:
+    """Return the optimizer inside Lightning's wrapper, or the one given.
+
+    `LightningOptimizer` (2.6.6) hands reads through but keeps what is set on it to itself.
+    """
+    return optimizer.optimizer if isinstance(optimizer, LightningOptimizer) else optimizer

@@ -1,1 +1,1 @@
-"""What is written, and where a run resumes from."""
+"""Checkpoints: what is written, when, what stays on the disk, and where a run resumes from."""

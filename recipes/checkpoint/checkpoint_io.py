@@ -1,4 +1,4 @@
-"""Checkpoints as folders, for Lightning: saved by `CheckpointWriter`, verified when loaded, by all ranks together."""
+"""Lightning's interface to checkpoint folders: `CheckpointWriter` saves them, all ranks verify and load them."""
 
 import logging
 from collections.abc import Mapping
@@ -9,10 +9,11 @@ import lightning
 import torch
 import torch.distributed as dist
 from lightning.pytorch.plugins.io import CheckpointIO
+from typing_extensions import override
 
 from recipes.checkpoint.layout import RUN_FILE, is_shard, merge_state, split_state
 from recipes.checkpoint.manifest import Manifest, find_content_fault, find_fault, read_manifest
-from recipes.checkpoint.resume import older_than
+from recipes.checkpoint.resume import get_fallbacks
 from recipes.checkpoint.retention import remove
 from recipes.checkpoint.shard_file import open_tensors
 from recipes.checkpoint.writer import CheckpointWriter
@@ -29,31 +30,32 @@ class Rejection(NamedTuple):
 
 
 class FolderCheckpointIO(CheckpointIO):
-    """What strategies save and load through; called on every rank.
+    """Saves and loads checkpoints for strategies; called on every rank.
 
     Args:
         writer: Writes in the background.
         verify_hashes: Whether to hash every file before it is loaded; sizes are always compared.
 
     Attributes:
-        falls_back: Whether a damaged checkpoint is passed over for the newest whole one; False: it is an error.
-        loaded: The checkpoint that was loaded.
-        refused: Those that were passed over.
-        metrics: Numbers of the run that go into the next manifest.
+        falls_back: Whether to skip a damaged checkpoint for the newest valid one; False makes it an error.
+        loaded: The checkpoint that was loaded; None before.
+        rejected: Checkpoints that were skipped.
+        metrics: Metrics of the run that go into the next manifest.
     """
 
     def __init__(self, *, writer: CheckpointWriter, verify_hashes: bool) -> None:
         self.writer = writer
         self.falls_back = False
         self.loaded: Path | None = None
-        self.refused: list[Rejection] = []
+        self.rejected: list[Rejection] = []
         self.metrics: Mapping[str, float] = {}
         self._verify_hashes = verify_hashes
 
+    @override
     def save_checkpoint(
         self, checkpoint: dict[str, Any], path: str | Path, storage_options: Any = None
     ) -> None:
-        """Begin to save what this rank holds."""
+        """Start to save what this rank holds."""
         rank = dist.get_rank() if dist.is_initialized() else 0
         plain, parts = split_state(checkpoint, rank=rank)
         manifest = Manifest(
@@ -66,15 +68,16 @@ class FolderCheckpointIO(CheckpointIO):
         )
         self.writer.begin(Path(path), plain, parts, manifest)
 
+    @override
     def load_checkpoint(
         self, path: str | Path, map_location: Any = None, weights_only: bool | None = None
     ) -> dict[str, Any]:
-        """Plain data in memory, tensors still on disk.
+        """Return plain data in memory and tensors that are still on disk.
 
         Raises:
-            ConfigError: The checkpoint is not what was written, and no other may take its place.
+            ConfigError: The checkpoint is damaged, and there is no other to fall back to.
         """
-        folder = self.whole(Path(path))
+        folder = self.find_valid(Path(path))
         manifest = read_manifest(folder)
         assert manifest is not None, "it has just been verified"
         plain = torch.load(folder / RUN_FILE, map_location="cpu", weights_only=True)
@@ -82,41 +85,46 @@ class FolderCheckpointIO(CheckpointIO):
         self.loaded = folder
         return merge_state(plain, tensors)
 
-    def whole(self, named: Path) -> Path:
-        """A checkpoint that is what was written: the one named or, where allowed, the newest older one.
+    def find_valid(self, named: Path) -> Path:
+        """Return the named checkpoint if it is valid, or else, where allowed, the newest other one that is.
 
-        Every rank hashes its share of the files, once the ranks have met; before, all of them.
+        Each rank hashes its fraction of the files once the process group exists; before that, all of them.
+
+        Raises:
+            ConfigError: None is valid.
         """
-        candidates = [named, *older_than(named)] if self.falls_back else [named]
-        for folder in _of_rank_0(candidates):
-            why = self._fault(folder)
-            if why is None:
+        candidates = [named, *get_fallbacks(named)] if self.falls_back else [named]
+        for folder in _broadcast_folders(candidates):
+            reason = self._find_fault(folder)
+            if reason is None:
                 return folder
-            self.refused.append(Rejection(folder, why))
-            LOGGER.info("Refused %s: %s", folder, why)  # every rank says it; rank 0 is heard
+            self.rejected.append(Rejection(folder, reason))
+            LOGGER.info("Rejected %s: %s", folder, reason)  # only rank 0's lines reach the console
         raise ConfigError(
             f"resume=… {named}",
-            f"{self.refused[-1].why}; {'no older one is whole' if self.falls_back else 'it was named'}",
-            "resume=<the run's folder>, which takes its newest whole checkpoint"
+            f"{self.rejected[-1].why}; {'no other one is valid' if self.falls_back else 'it was named'}",
+            "resume=<the run's folder>, which loads its newest valid checkpoint"
             if not self.falls_back
-            else "resume=null hydra.run.dir=<another folder> to begin anew",
+            else "resume=null hydra.run.dir=<another folder> to start from step 0",
         )
 
-    def _fault(self, folder: Path) -> str | None:
-        why = find_fault(folder)
-        if why is None and self._verify_hashes:
+    def _find_fault(self, folder: Path) -> str | None:
+        reason = find_fault(folder)
+        if reason is None and self._verify_hashes:
             manifest = read_manifest(folder)
             if manifest is None:
-                why = "its manifest has just gone"
+                reason = "its manifest has just disappeared"
             else:
                 ranks, rank = _world_size(), dist.get_rank() if dist.is_initialized() else 0
                 # largest first, so that each rank reads about as much
                 names = sorted(manifest.files, key=lambda name: -manifest.files[name].bytes)
-                why = find_content_fault(folder, manifest, names[rank::ranks])
-        return _first(why)
+                reason = find_content_fault(folder, manifest, names[rank::ranks])
+        # on every rank, also where one has found nothing: all must take the same checkpoint
+        return _first_reason(reason)
 
+    @override
     def remove_checkpoint(self, path: str | Path) -> None:
-        """Nothing half-deleted ever has a checkpoint's name."""
+        """Delete a checkpoint; a half-deleted folder never has a checkpoint's name."""
         remove(Path(path))
 
 
@@ -124,20 +132,20 @@ def _world_size() -> int:
     return dist.get_world_size() if dist.is_initialized() else 1
 
 
-def _of_rank_0(folders: list[Path]) -> list[Path]:
-    """As its disk shows them: a shared one may show others something older for a moment."""
+def _broadcast_folders(folders: list[Path]) -> list[Path]:
+    """Return rank 0's list: a shared file system may briefly show other ranks an older state."""
     if _world_size() == 1:
         return folders
-    told: list[Any] = [folders]
-    dist.broadcast_object_list(told)
-    first: list[Path] = told[0]
-    return first
+    message: list[Any] = [folders]
+    dist.broadcast_object_list(message)
+    from_rank_0: list[Path] = message[0]
+    return from_rank_0
 
 
-def _first(why: str | None) -> str | None:
-    """The first fault that any rank has found."""
+def _first_reason(reason: str | None) -> str | None:
+    """Return the first reason that any rank has found; None if none has."""
     if _world_size() == 1:
-        return why
-    found: list[Any] = [None] * _world_size()
-    dist.all_gather_object(found, why)
-    return next((fault for fault in found if fault is not None), None)
+        return reason
+    reasons: list[Any] = [None] * _world_size()
+    dist.all_gather_object(reasons, reason)
+    return next((found for found in reasons if found is not None), None)

@@ -1,6 +1,6 @@
-"""Between Lightning's checkpoint and a folder: which tensor has which name on disk, and what stays in run.pt.
+"""Translates between Lightning's checkpoint and a folder: which tensor has which name on disk, what is in run.pt.
 
-Weights keep their names; moments are `optimizer/<which>/<parameter>`, random numbers `rng/<rank>/<source>`.
+Weights keep their names; optimizer state is `optimizer/<state>/<parameter>`, generator states `rng/<rank>/<source>`.
 """
 
 import io
@@ -18,23 +18,30 @@ _OPTIMIZER, _RNG = "optimizer", "rng"
 State = dict[str, Any]
 
 
+# --- names ---
+
+
 def shard_name(rank: int) -> str:
-    """The file of one rank's tensors."""
+    """Return the name of the file with one rank's tensors."""
     return f"rank_{rank:05d}.safetensors"
 
 
 def is_shard(name: str) -> bool:
-    """Whether a file of a checkpoint holds tensors."""
+    """Return whether a file of a checkpoint holds tensors."""
     return Path(name).suffix == ".safetensors"
 
 
+# --- Lightning's checkpoint -> plain data and tensors, and back ---
+
+
 def split_state(checkpoint: State, *, rank: int) -> tuple[State, dict[str, Part]]:
-    """Separate what is plain data from the tensors that this rank writes.
+    """Separate plain data from the tensors that this rank writes.
 
     Args:
-        checkpoint: Lightning's, with `Part` for tensors, the random numbers of this rank in `rng`, the names of the
-            optimizer's parameters in `parameters` and, in `tied`, names that stand for the tensor of another name.
-        rank: This one.
+        checkpoint: Lightning's, with `Part` for tensors and three keys more: `rng`, the generator states of this
+            rank; `parameters`, the names of the optimizer's parameters; `tied`, names that share the tensor of
+            another name.
+        rank: This process's.
 
     Returns:
         Plain data, and parts by their names on disk.
@@ -44,70 +51,74 @@ def split_state(checkpoint: State, *, rank: int) -> tuple[State, dict[str, Part]
         for name, part in checkpoint["state_dict"].items()
         if name not in checkpoint["tied"]
     }
-    parts |= {f"{_RNG}/{rank}/{device}": part for device, part in checkpoint["rng"].items()}
-    states = []
+    parts |= {f"{_RNG}/{rank}/{source}": part for source, part in checkpoint["rng"].items()}
+    optimizers = []
     for optimizer in checkpoint["optimizer_states"]:
-        parts |= dict(_moments(optimizer["state"], checkpoint["parameters"]))
-        states.append(optimizer | {"state": _without_parts(optimizer["state"])})
+        parts |= dict(_get_parts(optimizer["state"], checkpoint["parameters"]))
+        optimizers.append(optimizer | {"state": _without_parts(optimizer["state"])})
     plain = {key: value for key, value in checkpoint.items() if key not in ("state_dict", _RNG)}
-    return plain | {"optimizer_states": states}, parts
+    return plain | {"optimizer_states": optimizers}, parts
 
 
 def merge_state(plain: State, tensors: Mapping[str, SavedTensor]) -> State:
-    """Lightning's checkpoint again, with `SavedTensor` for tensors and the random numbers of every rank in `rng`."""
+    """Rebuild Lightning's checkpoint, with `SavedTensor` for tensors and in `rng` the states of every rank."""
     weights: State = {}
-    number = {name: index for index, name in enumerate(plain["parameters"])}
+    index_by_name = {name: index for index, name in enumerate(plain["parameters"])}
     [optimizer] = plain["optimizer_states"]
     state = {index: dict(values) for index, values in optimizer["state"].items()}
-    random: dict[int, State] = {}
+    rng: dict[int, State] = {}
     for name, tensor in tensors.items():
         kind, _, rest = name.partition("/")
-        which, _, of = rest.partition("/")
+        middle, _, last = rest.partition("/")
         if kind == _OPTIMIZER:
-            state.setdefault(number[of], {})[which] = tensor
+            state.setdefault(index_by_name[last], {})[middle] = tensor
         elif kind == _RNG:
-            random.setdefault(int(which), {})[of] = tensor
+            rng.setdefault(int(middle), {})[last] = tensor
         else:
             weights[name] = tensor
     weights |= {name: weights[other] for name, other in plain["tied"].items()}
     return plain | {
         "state_dict": weights,
         "optimizer_states": [optimizer | {"state": dict(sorted(state.items()))}],
-        _RNG: [random[rank] for rank in sorted(random)],
+        _RNG: [rng[rank] for rank in sorted(rng)],
     }
 
 
-def _moments(state: Mapping[int, State], names: list[str]) -> Iterator[tuple[str, Part]]:
-    for index, of_parameter in state.items():
-        for which, value in of_parameter.items():
+def _get_parts(state: Mapping[int, State], names: list[str]) -> Iterator[tuple[str, Part]]:
+    for index, values in state.items():
+        for key, value in values.items():
             if isinstance(value, Part):
-                yield f"{_OPTIMIZER}/{which}/{names[index]}", value
+                yield f"{_OPTIMIZER}/{key}/{names[index]}", value
 
 
 def _without_parts(state: Mapping[int, State]) -> dict[int, State]:
-    """Keeps the parameters and what is no tensor: a rank may hold no part of a moment."""
+    """Keep every parameter's entry, without tensors: rank 0, which writes run.pt, may hold no part of some."""
     return {
-        index: {key: value for key, value in of_parameter.items() if not isinstance(value, Part)}
-        for index, of_parameter in state.items()
+        index: {key: value for key, value in values.items() if not isinstance(value, Part)}
+        for index, values in state.items()
     }
 
 
-def serialized(plain: Mapping[str, Any]) -> bytes:
-    """As torch writes it.
+# --- plain data -> bytes ---
+
+
+def serialize(plain: Mapping[str, Any]) -> bytes:
+    """Return plain data as torch writes it.
 
     Raises:
-        TypeError: Something in it would not be read back, such as a path in the state of a callback.
+        TypeError: Something in it could not be loaded again, such as a path in the state of a callback.
     """
-    content, why = _round_trip(dict(plain))
-    if why is not None:
+    content, reason = _round_trip(dict(plain))
+    if reason is not None:
         raise TypeError(
-            f"the state under {_where(plain)} is no plain data: {why}; keep numbers, strings, lists and dicts there"
+            f"the state under {_find_key(plain)} is not plain data: {reason}; keep numbers, strings, lists and dicts"
+            " there"
         )
     return content
 
 
 def _round_trip(value: Any) -> tuple[bytes, str | None]:
-    """The bytes, and why they could not be loaded."""
+    """Return the bytes, and why they could not be loaded; None if they can."""
     file = io.BytesIO()
     try:
         torch.save(value, file)
@@ -115,17 +126,17 @@ def _round_trip(value: Any) -> tuple[bytes, str | None]:
         torch.load(file, weights_only=True)
     except (pickle.UnpicklingError, pickle.PicklingError, AttributeError, TypeError) as error:
         lines = [line.strip() for line in str(error).splitlines()]
-        why = next((line for line in lines if "GLOBAL" in line), lines[0])
-        return b"", why.split(" was not an allowed")[0]
+        reason = next((line for line in lines if "GLOBAL" in line), lines[0])
+        return b"", reason.split(" was not an allowed")[0]
     return file.getvalue(), None
 
 
-def _where(plain: Mapping[str, Any]) -> str:
-    """The key of what cannot be loaded, and the key in it."""
+def _find_key(plain: Mapping[str, Any]) -> str:
+    """Return the key of what cannot be loaded, and the key in it."""
     for key, value in plain.items():
         if _round_trip(value)[1] is None:
             continue
         inner = value if isinstance(value, Mapping) else {}
-        wrong = (name for name, one in inner.items() if _round_trip(one)[1] is not None)
+        wrong = (name for name, entry in inner.items() if _round_trip(entry)[1] is not None)
         return "/".join([key, *[str(name) for name in wrong][:1]])
     return "several keys"

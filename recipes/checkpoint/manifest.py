@@ -1,6 +1,6 @@
-"""manifest.json: step, ranks, versions, size and hash of every file of a checkpoint. Reads and hashes, no torch.
+"""manifest.json: step, ranks, versions, and the size and hash of every file of a checkpoint. Imports no torch.
 
-The hash is XXH3 of 128 bits: faster than any disk, and no flipped bit goes through. The manifest holds its own.
+The hash is XXH3 of 128 bits: faster than any disk, and it sees every flipped bit. The manifest holds its own.
 """
 
 import json
@@ -33,14 +33,14 @@ class FileRecord:
 
 @dataclass(frozen=True, kw_only=True)
 class Manifest:
-    """What a checkpoint is and what it consists of.
+    """What a checkpoint is and which files it consists of.
 
     Attributes:
         step: Optimizer steps completed.
         world_size: Ranks that wrote it.
         strategy: Class of the strategy that wrote it.
         versions: Of the libraries that wrote it.
-        metrics: Newest numbers of the run by name; what `best` is chosen by.
+        metrics: Latest metrics of the run by name; `best` is chosen by one of them.
         files: By name within the folder.
     """
 
@@ -53,22 +53,23 @@ class Manifest:
 
     @property
     def total_bytes(self) -> int:
-        """Of all files together."""
+        """Size of all files together."""
         return sum(record.bytes for record in self.files.values())
 
     def text(self) -> str:
-        """The file's content."""
+        """Return the content of the file."""
         fields = {"format": FORMAT} | asdict(self)
         return _dump(fields | {_OWN_HASH: _hash(_dump(fields))})
 
 
 def read_manifest(folder: Path) -> Manifest | None:
-    """The manifest of a checkpoint folder; None where there is none, or not the one that was written."""
+    """Return the manifest of a checkpoint folder; None if it is missing, damaged or of another format."""
     try:
         text = (folder / MANIFEST_FILE).read_text()
         fields = json.loads(text)
         own_hash = fields.pop(_OWN_HASH)
         as_written = _dump(fields | {_OWN_HASH: own_hash})
+        # the text too: a flipped bit in white space would leave the fields, and so the hash, unchanged
         if text != as_written or own_hash != _hash(_dump(fields)):
             return None
         if fields.pop("format") != FORMAT:
@@ -80,13 +81,13 @@ def read_manifest(folder: Path) -> Manifest | None:
 
 
 def find_fault(folder: Path) -> str | None:
-    """What is wrong with a checkpoint by names and sizes; None: nothing."""
+    """Return what is wrong with a checkpoint by names and sizes; None if nothing is."""
     if not folder.is_dir():
         return "there is no such folder"
     manifest = read_manifest(folder)
     if manifest is None:
-        why = "is damaged" if (folder / MANIFEST_FILE).exists() else "is missing"
-        return f"its {MANIFEST_FILE} {why}"
+        reason = "is damaged" if (folder / MANIFEST_FILE).exists() else "is missing"
+        return f"its {MANIFEST_FILE} {reason}"
     for name, record in manifest.files.items():
         try:
             size = (folder / name).stat().st_size
@@ -98,7 +99,7 @@ def find_fault(folder: Path) -> str | None:
 
 
 def find_content_fault(folder: Path, manifest: Manifest, names: Iterable[str]) -> str | None:
-    """The first of some files whose content is not what was written; None: all are. Reads them whole."""
+    """Return what is wrong with the content of some files by their hashes; None if nothing is. Reads all of them."""
     for name in names:
         try:
             if hash_file(folder / name) != manifest.files[name].xxh3_128:
@@ -109,7 +110,7 @@ def find_content_fault(folder: Path, manifest: Manifest, names: Iterable[str]) -
 
 
 def hash_file(path: Path) -> str:
-    """XXH3-128 of a file's content, in hexadecimal."""
+    """Return the XXH3-128 of a file's content, in hexadecimal."""
     digest = xxhash.xxh3_128()
     with path.open("rb") as file:
         while chunk := file.read(_READ_BYTES):

@@ -1,4 +1,4 @@
-"""Where a run goes on: the newest whole checkpoint of a run folder, or one that is named. Names and sizes, no torch."""
+"""Finds where a run resumes from: the newest valid checkpoint of a run folder, or a named one. Imports no torch."""
 
 from pathlib import Path
 
@@ -9,72 +9,75 @@ from recipes.run_folder import CHECKPOINTS
 
 
 def find_checkpoint(resume: str | None, run_folder: Path) -> Path | None:
-    """Find the checkpoint that `resume=` means. Its content is proven when it is loaded.
+    """Find the checkpoint that `resume=` means, by names and sizes; its content is verified when it is loaded.
 
     Args:
-        resume: None, `auto` (this run folder, if it holds one), a run folder, or a checkpoint folder.
+        resume: None, `auto` (this run folder, if it holds a checkpoint), a run folder, or a checkpoint folder.
         run_folder: The folder of this run.
 
     Returns:
-        A checkpoint that is whole by names and sizes, or None to start from the beginning.
+        A checkpoint, or None to start from the beginning.
 
     Raises:
-        ConfigError: A folder was named and holds no whole checkpoint; or this one holds only damaged ones.
+        ConfigError: The named folder holds no valid checkpoint, or this run folder only damaged ones.
     """
     if resume is None:
         return None
     folder = run_folder if resume == "auto" else Path(resume)
     if resume != "auto" and not (folder / CHECKPOINTS).is_dir():
-        return _named(folder)
+        return _find_named(folder)
     found = newest_checkpoint(folder)
     damaged = steps_on_disk(folder / CHECKPOINTS)
     if found is None and (damaged or resume != "auto"):
-        why = "there is no whole checkpoint in it"
+        reason = "it holds no valid checkpoint"
         if damaged:
             newest = damaged[max(damaged)]
-            why = f"none of its {len(damaged)} checkpoints is whole: {newest.name}: {find_fault(newest)}"
+            reason = f"none of its {len(damaged)} checkpoints is valid: {newest.name}: {find_fault(newest)}"
         raise ConfigError(
             f"resume={resume}",
-            why,
-            "resume=<a run that saved one>, or resume=null hydra.run.dir=<another folder> to begin anew",
+            reason,
+            "resume=<a run that saved one>, or resume=null hydra.run.dir=<another folder> to start from step 0",
         )
     return found
 
 
 def names_checkpoint(resume: str | None) -> bool:
-    """Whether `resume=` means one checkpoint and no other."""
+    """Return whether `resume=` means one particular checkpoint."""
     return resume not in (None, "auto") and not (Path(str(resume)) / CHECKPOINTS).is_dir()
 
 
-def _named(checkpoint: Path) -> Path:
+def _find_named(checkpoint: Path) -> Path:
     folder = resolve_symlink(checkpoint) or checkpoint  # `last` is a link
-    why = find_fault(folder)
-    if why is not None:
+    reason = find_fault(folder)
+    if reason is not None:
         raise ConfigError(
             f"resume={checkpoint}",
-            f"it is no whole checkpoint: {why}",
-            "resume=<the run's folder>, which takes its newest whole checkpoint",
+            f"it is not a valid checkpoint: {reason}",
+            "resume=<the run's folder>, which loads its newest valid checkpoint",
         )
     return folder.resolve()
 
 
 def newest_checkpoint(run_folder: Path) -> Path | None:
-    """The newest whole checkpoint. A run that resumes from an older one gives those after it other names."""
+    """Return the newest checkpoint that is valid by names and sizes; None if there is none.
+
+    A run that resumes from an older one renames those after it, so the highest step is always the newest.
+    """
     folder = run_folder / CHECKPOINTS
     return next((path for path in reversed(_all(folder)) if find_fault(path) is None), None)
 
 
-def older_than(checkpoint: Path) -> list[Path]:
-    """The other checkpoints of its run, newest first: those before it, then those after it."""
+def get_fallbacks(checkpoint: Path) -> list[Path]:
+    """Return the other checkpoints of its run, newest first: those before it, then those after it."""
     folder, step = checkpoint.parent, _step_in_name(checkpoint)
     others = [path for path in reversed(_all(folder)) if path != checkpoint]
     return sorted(others, key=lambda path: _step_in_name(path) > step)
 
 
-def step_of(checkpoint: Path) -> int:
-    """The optimizer step at which a whole checkpoint was written."""
+def read_step(checkpoint: Path) -> int:
+    """Return the optimizer step at which a valid checkpoint was written."""
     manifest = read_manifest(checkpoint)
-    assert manifest is not None, f"{checkpoint} was whole when it was found"
+    assert manifest is not None, f"{checkpoint} was valid when it was found"
     return manifest.step
 
 

@@ -1,4 +1,4 @@
-"""Which checkpoints stay on the disk: the newest, every so many steps, the best. Arithmetic on what the disk holds."""
+"""Which checkpoints stay on the disk: the newest, every N steps, the best. Names, links and deletion."""
 
 import math
 import re
@@ -12,21 +12,21 @@ from recipes.checkpoint.manifest import Manifest, find_fault, read_manifest
 
 LAST, BEST = "last", "best"
 UNFINISHED = ".tmp"
-ROLLED_BACK = "rolled_back_{step:07d}"  # saved after the step that a rollback has gone back to
+ROLLED_BACK = "rolled_back_{step:07d}"  # saved after the step to which the run was rolled back
 _TRASH = ".trash"
 _NAME = re.compile(r"step_(\d+)\.ckpt")
 
 
 @dataclass(frozen=True, kw_only=True)
 class Retention:
-    """What is kept.
+    """Which checkpoints to keep.
 
     Attributes:
-        keep_last: So many of the newest.
-        keep_every: Those of steps that are multiples of it, for ever; None: none for that reason.
-        keep_best: So many of the best.
-        metric: What they are best by.
-        mode: Whether less or more of it is better.
+        keep_last: Number of newest checkpoints.
+        keep_every: Keep checkpoints whose step is a multiple of this permanently; None disables it.
+        keep_best: Number of best checkpoints.
+        metric: Metric that ranks checkpoints.
+        mode: Whether the lowest or the highest metric is best.
     """
 
     keep_last: int
@@ -35,16 +35,16 @@ class Retention:
     metric: str
     mode: Literal["min", "max"]
 
-    def kept(self, metrics_by_step: Mapping[int, Mapping[str, float]]) -> set[int]:
-        """The steps to keep, of those on the disk."""
+    def get_kept(self, metrics_by_step: Mapping[int, Mapping[str, float]]) -> set[int]:
+        """Return the steps to keep, of those on the disk."""
         steps = sorted(metrics_by_step)
-        kept = set(steps[-self.keep_last :]) | set(self.best(metrics_by_step))
+        kept = set(steps[-self.keep_last :]) | set(self.get_best(metrics_by_step))
         if self.keep_every is not None:
             kept |= {step for step in steps if step % self.keep_every == 0}
         return kept
 
-    def best(self, metrics_by_step: Mapping[int, Mapping[str, float]]) -> list[int]:
-        """The steps with the best metric, best first; of equal ones the earlier."""
+    def get_best(self, metrics_by_step: Mapping[int, Mapping[str, float]]) -> list[int]:
+        """Return the steps with the best metric, best first; of equal ones the earlier."""
         sign = 1 if self.mode == "min" else -1
         measured = [
             (sign * metrics[self.metric], step)
@@ -54,13 +54,13 @@ class Retention:
         return [step for _, step in sorted(measured)[: self.keep_best]]
 
 
-def name_of(step: int) -> str:
-    """The folder of a step's checkpoint."""
+def checkpoint_name(step: int) -> str:
+    """Return the folder name of a step's checkpoint."""
     return f"step_{step:07d}.ckpt"
 
 
 def steps_on_disk(folder: Path) -> dict[int, Path]:
-    """Folders with the name of a checkpoint, by step, whole or not."""
+    """Return the folders named as checkpoints by step, valid or not, in order."""
     found = {
         int(match[1]): path
         for path in folder.glob("step_*.ckpt")
@@ -69,67 +69,74 @@ def steps_on_disk(folder: Path) -> dict[int, Path]:
     return dict(sorted(found.items()))
 
 
-def manifests(folder: Path) -> dict[int, Manifest]:
-    """What the disk holds, by step; folders without a manifest are left alone."""
+def get_manifests(folder: Path) -> dict[int, Manifest]:
+    """Return the manifests of the checkpoints on the disk by step; folders without one are ignored."""
     read = {step: read_manifest(path) for step, path in steps_on_disk(folder).items()}
     return {step: manifest for step, manifest in read.items() if manifest is not None}
 
 
 def apply(retention: Retention, folder: Path) -> None:
-    """Remove what is not kept, and let `best` name the best one."""
-    held = manifests(folder)
-    metrics = {step: manifest.metrics for step, manifest in held.items()}
-    best = retention.best(metrics)
+    """Remove the checkpoints that are not kept, and point `best` to the best one.
+
+    Folders without a readable manifest stay: this run did not finish them, so it does not delete them.
+    """
+    manifests = get_manifests(folder)
+    metrics = {step: manifest.metrics for step, manifest in manifests.items()}
+    best = retention.get_best(metrics)
     if best:
-        update_symlink(folder / BEST, name_of(best[0]))
-    kept = retention.kept(metrics)
-    for step in held:
+        # before any removal, so that the link never points to a deleted checkpoint
+        update_symlink(folder / BEST, checkpoint_name(best[0]))
+    kept = retention.get_kept(metrics)
+    for step in manifests:
         if step not in kept:
-            remove(folder / name_of(step))
+            remove(folder / checkpoint_name(step))
 
 
 def rename_after(folder: Path, step: int, name: str) -> None:
-    """Give the checkpoints after a step another name: the run goes on from that step.
+    """Rename the checkpoints after a step, from which the run continues.
 
     Args:
-        folder: Of checkpoints.
+        folder: Folder of checkpoints.
         step: Optimizer steps completed.
-        name: With a place for `step`; what has that name already is removed.
+        name: New name with a `{step}` field; what already has that name is removed.
     """
-    held = steps_on_disk(folder)
-    for saved in (one for one in held if one > step):
-        target = folder / name.format(step=saved)
+    on_disk = steps_on_disk(folder)
+    for later in (saved_step for saved_step in on_disk if saved_step > step):
+        target = folder / name.format(step=later)
         if target.exists():
             shutil.rmtree(target)
-        held[saved].rename(target)
-    left = [saved for saved in held if saved <= step]
-    if left and len(left) < len(held):
-        update_symlink(folder / LAST, name_of(max(left)))
+        on_disk[later].rename(target)
+    remaining = [saved_step for saved_step in on_disk if saved_step <= step]
+    if remaining and len(remaining) < len(on_disk):
+        update_symlink(folder / LAST, checkpoint_name(max(remaining)))
 
 
 def remove(path: Path) -> None:
-    """Rename first, so that a half-deleted folder never has a checkpoint's name."""
+    """Delete a checkpoint, renamed first, so that a half-deleted folder never has a checkpoint's name."""
     shutil.rmtree(set_aside(path))
 
 
 def set_aside(path: Path) -> Path:
-    """Take a checkpoint's name away; the name under which it is to be deleted."""
+    """Rename a checkpoint that is to be deleted; return its new path."""
     doomed = path.with_name(path.name + _TRASH)
-    shutil.rmtree(doomed, ignore_errors=True)  # of a killed run
+    shutil.rmtree(doomed, ignore_errors=True)  # left by a killed run
     path.rename(doomed)
     return doomed
 
 
 def recover_interrupted(folder: Path) -> None:
-    """Give a whole checkpoint its name again that a kill has left without: between the old and the new of one step."""
+    """Restore the names of valid checkpoints that were set aside when the run was killed.
+
+    That happens while a step is saved again, between setting the old one aside and renaming the new one.
+    """
     for path in folder.glob(f"*{_TRASH}"):
-        named = path.with_name(path.name.removesuffix(_TRASH))
-        if not named.exists() and find_fault(path) is None:
-            path.rename(named)
+        original = path.with_name(path.name.removesuffix(_TRASH))
+        if not original.exists() and find_fault(path) is None:
+            path.rename(original)
 
 
 def clean_up(folder: Path) -> None:
-    """Remove what a killed run has left half written or half deleted."""
+    """Remove what a killed run left half written or half deleted."""
     for pattern in (f"*{UNFINISHED}", f"*{_TRASH}"):
         leftovers: Iterable[Path] = folder.glob(pattern)
         for path in leftovers:
@@ -140,18 +147,19 @@ def clean_up(folder: Path) -> None:
 
 
 def update_symlink(link: Path, name: str) -> None:
-    """Let a link name a checkpoint, by one rename; a small file where the file system has no links."""
-    fresh = link.with_name(link.name + UNFINISHED)
-    fresh.unlink(missing_ok=True)
+    """Point a link to a checkpoint, by one rename; where the file system has no links, write a small file."""
+    unfinished = link.with_name(link.name + UNFINISHED)
+    unfinished.unlink(missing_ok=True)
     try:
-        fresh.symlink_to(name)
+        unfinished.symlink_to(name)
     except OSError:
-        fresh.write_text(name + "\n")
-    fresh.replace(link)
+        unfinished.write_text(name + "\n")
+    # replaces the old link in one step: a reader always finds one
+    unfinished.replace(link)
 
 
 def resolve_symlink(link: Path) -> Path | None:
-    """The folder that a link names; None where there is no such folder."""
+    """Return the folder that a link points to; None if there is no such folder."""
     target = link
     if link.is_file() and _NAME.fullmatch(name := link.read_text(errors="replace").strip()):
         target = link.with_name(name)

@@ -1,4 +1,4 @@
-"""The random numbers of a rank, saved by it and given back to it: torch's, numpy's and Python's."""
+"""Saves and restores a rank's random number generators: torch's, numpy's and Python's."""
 
 import hashlib
 import random
@@ -15,9 +15,9 @@ from recipes.checkpoint.shards import unsharded_part
 
 
 def seed_rank(*, seed: int, rank: int, step: int) -> None:
-    """Draws of this rank from here on: its own, so that no two ranks drop the same activations.
+    """Seed torch differently on every rank, so that no two ranks drop the same activations.
 
-    Rank 0 of a run that begins keeps the seed itself, as one device has it.
+    Rank 0 at step 0 uses the seed itself, as a run on one device does.
     """
     if (rank, step) != (0, 0):
         digest = hashlib.sha256(f"{seed}/{rank}/{step}".encode()).digest()
@@ -26,8 +26,8 @@ def seed_rank(*, seed: int, rank: int, step: int) -> None:
 
 
 def rng_state() -> dict[str, Part]:
-    """Of this rank, by source, as tensors."""
-    states = {"cpu": torch.get_rng_state(), "numpy": _of_numpy(), "python": _of_python()}
+    """Return this rank's generator states by source, as tensors."""
+    states = {"cpu": torch.get_rng_state(), "numpy": _numpy_state(), "python": _python_state()}
     if torch.cuda.is_available():
         states["cuda"] = torch.cuda.get_rng_state()
     return {source: unsharded_part(state) for source, state in states.items()}
@@ -41,39 +41,48 @@ def restore(
     world_size: int,
     step: int,
 ) -> None:
-    """Go on where this rank was; with another number of ranks there is no such place, and draws begin anew."""
+    """Restore this rank's generators; with another number of ranks than saved, seed them again.
+
+    Args:
+        states: Saved states by source, one entry per rank that saved.
+        seed: The run's.
+        rank: This process's.
+        world_size: Number of ranks now.
+        step: Optimizer steps completed.
+    """
     if len(states) != world_size:
         seed_rank(seed=seed, rank=rank, step=step)
         return
-    mine = {source: state.whole() for source, state in states[rank].items()}
-    torch.set_rng_state(mine["cpu"])
-    if torch.cuda.is_available() and "cuda" in mine:
-        torch.cuda.set_rng_state(mine["cuda"])
-    *keys, position, has_gauss, gauss = mine["numpy"].tolist()
-    of_numpy = ("MT19937", np.array(keys, dtype=np.uint32), position, has_gauss, _float(gauss))
-    np.random.set_state(of_numpy)
-    *internal, has_gauss, gauss = mine["python"].tolist()
+    saved = {source: state.read() for source, state in states[rank].items()}
+    torch.set_rng_state(saved["cpu"])
+    if torch.cuda.is_available() and "cuda" in saved:
+        torch.cuda.set_rng_state(saved["cuda"])
+    *keys, position, has_gauss, gauss = saved["numpy"].tolist()
+    np.random.set_state(
+        ("MT19937", np.array(keys, dtype=np.uint32), position, has_gauss, _to_float(gauss))
+    )
+    *internal, has_gauss, gauss = saved["python"].tolist()
     version = random.getstate()[0]
-    random.setstate((version, tuple(internal), _float(gauss) if has_gauss else None))
+    random.setstate((version, tuple(internal), _to_float(gauss) if has_gauss else None))
 
 
-def _of_numpy() -> Tensor:
+def _numpy_state() -> Tensor:
     state: Any = np.random.get_state(legacy=True)
     _, keys, position, has_gauss, gauss = state
-    return torch.tensor([*keys.tolist(), position, has_gauss, _bits(gauss)])
+    return torch.tensor([*keys.tolist(), position, has_gauss, _to_bits(gauss)])  # [627], int64
 
 
-def _of_python() -> Tensor:
+def _python_state() -> Tensor:
     _, internal, gauss = random.getstate()
-    return torch.tensor([*internal, gauss is not None, _bits(gauss or 0.0)])
+    return torch.tensor([*internal, gauss is not None, _to_bits(gauss or 0.0)])  # [627], int64
 
 
-def _bits(number: float) -> int:
-    """A float as the whole number with the same 64 bits."""
+def _to_bits(number: float) -> int:
+    """Return the integer with the same 64 bits as a float: an int64 tensor then holds the state exactly."""
     bits: int = struct.unpack("<q", struct.pack("<d", number))[0]
     return bits
 
 
-def _float(bits: int) -> float:
+def _to_float(bits: int) -> float:
     number: float = struct.unpack("<d", struct.pack("<q", bits))[0]
     return number

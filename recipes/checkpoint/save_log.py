@@ -1,4 +1,4 @@
-"""What becomes of a save that has ended: an event, a line, and an error where the config asks for one."""
+"""Reports every save that has ended, and warns before the first one if the disk is too small."""
 
 import logging
 import shutil
@@ -9,7 +9,7 @@ import lightning.pytorch as lightning
 import torch
 
 from recipes.checkpoint.layout import split_state
-from recipes.checkpoint.retention import Retention, manifests
+from recipes.checkpoint.retention import Retention, get_manifests
 from recipes.checkpoint.shard_file import Part
 from recipes.checkpoint.writer import Outcome
 
@@ -21,13 +21,13 @@ class SaveError(RuntimeError):
 
 
 class SaveLog:
-    """Tells about every save once.
+    """Reports each save once: an event, a line if it failed, an error if the config asks for one.
 
     Args:
-        on_save_error: Whether training goes on without a checkpoint that could not be written.
+        on_save_error: Whether training continues after a checkpoint could not be written.
 
     Attributes:
-        newest: How the newest save ended; None: none has.
+        newest: How the newest save ended; None before the first has.
     """
 
     def __init__(self, *, on_save_error: Literal["continue", "stop"]) -> None:
@@ -36,10 +36,10 @@ class SaveLog:
         self._stops = on_save_error == "stop"
 
     def report(self, trainer: lightning.Trainer, outcome: Outcome | None) -> None:
-        """Record how a save ended, where all ranks wait for it.
+        """Record how a save ended. Call where all ranks do, since it may raise on all of them.
 
         Raises:
-            SaveError: It or one before could not be written, and training shall not go on without.
+            SaveError: This save or an earlier one failed, and `on_save_error=stop`.
         """
         self.record(trainer, outcome)
         if self._stops and self._failed is not None:
@@ -49,18 +49,23 @@ class SaveLog:
             )
 
     def record(self, trainer: lightning.Trainer, outcome: Outcome | None) -> bool:
-        """The event and, where there is no checkpoint, the line; whether the run is to end for it."""
+        """Log how a save ended; return whether the run must stop because of it.
+
+        Args:
+            trainer: The run's.
+            outcome: None if no save has ended.
+        """
         if outcome is None:
             return False
         self.newest = outcome
         self._failed = outcome if outcome.error is not None else self._failed
         if trainer.is_global_zero:
-            self._tell(trainer, outcome)
+            self._log(trainer, outcome)
         return self._stops and outcome.error is not None
 
-    def _tell(self, trainer: lightning.Trainer, outcome: Outcome) -> None:
+    def _log(self, trainer: lightning.Trainer, outcome: Outcome) -> None:
         name = outcome.path.name
-        if outcome.is_whole:
+        if outcome.is_valid:
             _log_event(
                 trainer,
                 "checkpoint",
@@ -70,11 +75,13 @@ class SaveLog:
                 seconds=round(outcome.seconds, 3),
                 stall_seconds=round(outcome.stall_seconds, 3),
             )
-        elif outcome.refused is not None:
-            LOGGER.error(f"Not saved, {name}: {outcome.refused}; what was saved before stays")
-            _log_event(trainer, "checkpoint_rejected", outcome.step, path=name, why=outcome.refused)
+        elif outcome.rejected is not None:
+            LOGGER.error(f"Not saved: {name}: {outcome.rejected}. Earlier checkpoints stay")
+            _log_event(
+                trainer, "checkpoint_rejected", outcome.step, path=name, why=outcome.rejected
+            )
         else:
-            LOGGER.error(f"Could not save {name}: {outcome.error}. What was saved before stays")
+            LOGGER.error(f"Could not save {name}: {outcome.error}. Earlier checkpoints stay")
             _log_event(trainer, "checkpoint_failed", outcome.step, path=name, error=outcome.error)
 
 
@@ -84,32 +91,30 @@ def _log_event(trainer: lightning.Trainer, event: str, step: int, **fields: Any)
             logger.log_event(event, step, **fields)
 
 
-LOGGER = logging.getLogger("lightning_recipes")
-
-
 def warn_if_short(trainer: lightning.Trainer, folder: Path, retention: Retention) -> None:
-    """One line where the free disk is less than what will be kept, and one more while it is written. A collective."""
-    one = checkpoint_bytes(trainer)
+    """Warn if the free disk space is less than what the kept checkpoints and one being written need. A collective."""
+    size = get_checkpoint_bytes(trainer)
     if not trainer.is_global_zero:
         return
     try:
         folder.mkdir(parents=True, exist_ok=True)
-    except OSError as error:  # each save will say so as well
+    except OSError as error:  # each save will fail and report it too
         LOGGER.warning(f"Nothing can be saved in {folder}: {error.strerror}")
         return
-    kept = retention.keep_last + retention.keep_best + 1
-    needed = max(one * kept - sum(m.total_bytes for m in manifests(folder).values()), one)
+    most = retention.keep_last + retention.keep_best + 1
+    present = sum(manifest.total_bytes for manifest in get_manifests(folder).values())
+    needed = max(size * most - present, size)
     free = shutil.disk_usage(folder).free
     if free < needed:
         LOGGER.warning(
-            f"Checkpoints take {_gib(one)} GiB each and up to {kept} lie on the disk at a time, which has"
-            f" {_gib(free)} GiB free: {'none' if free < one else 'not all'} of them will fit."
+            f"Checkpoints take {_gib(size)} GiB each and up to {most} are on the disk at a time, which has"
+            f" {_gib(free)} GiB free: {'none' if free < size else 'not all'} of them will fit."
             " Make room, or checkpoint.keep_last=1, or hydra.run.dir=<a folder on a larger disk>"
         )
 
 
-def checkpoint_bytes(trainer: lightning.Trainer) -> int:
-    """Of the tensors of one checkpoint, over all ranks. A collective."""
+def get_checkpoint_bytes(trainer: lightning.Trainer) -> int:
+    """Return the size of the tensors of one checkpoint over all ranks. A collective."""
     checkpoint: dict[str, Any] = {
         "state_dict": trainer.strategy.lightning_module_state_dict(),
         "optimizer_states": [
@@ -119,11 +124,14 @@ def checkpoint_bytes(trainer: lightning.Trainer) -> int:
     task = trainer.lightning_module
     task.on_save_checkpoint(checkpoint)
     _, parts = split_state(checkpoint, rank=trainer.global_rank)
-    mine = torch.tensor(float(sum(_bytes(part) for part in parts.values())), dtype=torch.float64)
-    return int(trainer.strategy.sum_over_ranks(mine))  # type: ignore[attr-defined]
+    # float64 is exact up to 2^53 bytes
+    on_rank = torch.tensor(
+        float(sum(map(_num_bytes, parts.values()))), dtype=torch.float64
+    )  # 0-dim
+    return int(trainer.strategy.sum_over_ranks(on_rank))  # type: ignore[attr-defined]
 
 
-def _bytes(part: Part) -> int:
+def _num_bytes(part: Part) -> int:
     return part.tensor.numel() * part.tensor.element_size()
 
 

@@ -1,4 +1,4 @@
-"""When checkpoints are written: every so many steps or minutes, where training ends, and when a signal asks."""
+"""When checkpoints are written: every N steps or minutes, at the end of training, after a rollback, on a signal."""
 
 import logging
 import time
@@ -7,14 +7,15 @@ from typing import Annotated, Any, Literal
 
 import lightning.pytorch as lightning
 from lightning.pytorch.callbacks import Checkpoint
+from typing_extensions import override
 
 from recipes.checkpoint.checkpoint_io import FolderCheckpointIO
 from recipes.checkpoint.retention import (
     ROLLED_BACK,
     Retention,
     apply,
+    checkpoint_name,
     clean_up,
-    name_of,
     rename_after,
 )
 from recipes.checkpoint.save_log import SaveLog, warn_if_short
@@ -25,27 +26,28 @@ from recipes.runtime.signals import Preempted, requested_by, set_handler
 from recipes.runtime.step_agreement import StepAgreement
 
 LOGGER = logging.getLogger("lightning_recipes")
+# requests on which all ranks agree
 _STOP, _SAVE, _GIVE_UP = "stop", "save", "give up"
 
 
 class CheckpointSaver(Checkpoint):
-    """Saves behind training and keeps what `Retention` says.
+    """Saves in the background and keeps what `Retention` says.
 
-    A step that is validated is saved after its validation, so that no checkpoint is ahead of its own numbers; a
-    signal does not wait for that: the validation is made up for when the run goes on.
+    A step that is validated is saved after its validation, so that its metrics are in the checkpoint. A signal does
+    not wait for that: the resumed run makes up for the validation first.
 
     Args:
-        save_every: Optimizer steps between checkpoints; None: none for that reason.
-        save_every_minutes: Minutes between checkpoints; None: none for that reason. Both None: never save.
+        save_every: Save every N optimizer steps; None disables step-based saving.
+        save_every_minutes: Save every N minutes; None disables time-based saving. With both None nothing is saved.
         eval_every: Optimizer steps between validations.
-        keep_last: How many of the newest stay on disk.
-        keep_every: Those of multiples of so many steps stay for ever; None: none for that reason.
-        keep_best: How many of the best stay.
-        best_metric: What they are best by.
-        best_mode: Whether less or more of it is better.
-        asynchronous: Whether training goes on while a checkpoint is written.
+        keep_last: Number of newest checkpoints to keep.
+        keep_every: Keep checkpoints whose step is a multiple of this permanently; None disables it.
+        keep_best: Number of best checkpoints to keep.
+        best_metric: Metric that ranks checkpoints.
+        best_mode: Whether the lowest or the highest metric is best.
+        asynchronous: Whether training continues while a checkpoint is written.
         verify_hashes: Whether every file is hashed before it is loaded.
-        on_save_error: Whether training goes on without a checkpoint that could not be written.
+        on_save_error: Whether training continues after a checkpoint could not be written.
     """
 
     _agreement: StepAgreement
@@ -79,22 +81,24 @@ class CheckpointSaver(Checkpoint):
             asynchronous=asynchronous, after=lambda folder: apply(self._retention, folder)
         )
         self.checkpoint_io = FolderCheckpointIO(writer=self._writer, verify_hashes=verify_hashes)
-        self.finished = SaveLog(on_save_error=on_save_error)
+        self.save_log = SaveLog(on_save_error=on_save_error)
         self._saved_step = -1
         self._seen_step = -1
         self._validated_step = -1
-        self._saved_at = 0.0
+        self._saved_at = 0.0  # monotonic seconds
         self._validation_due = False
-        self._save_is_asked = False  # by the clock
-        self._space_known = False
-        self._has_gone_back = False  # in the step under way
-        self._num_undone = 0  # steps by rollbacks: ranks agree by a number that never goes back
+        self._save_requested = False  # by the clock
+        self._space_checked = False
+        self._rolled_back = False  # in the step under way
+        # steps undone by rollbacks: ranks agree on a count of executed steps, which must never decrease
+        self._num_rolled_back = 0
 
     @property
     def saves(self) -> bool:
         """Whether this run writes checkpoints at all."""
         return self._save_every is not None or self._save_every_minutes is not None
 
+    @override
     def on_train_start(self, trainer: lightning.Trainer, pl_module: Any) -> None:
         step = trainer.global_step
         self._saved_step = step
@@ -107,104 +111,123 @@ class CheckpointSaver(Checkpoint):
         set_handler(lambda: self._agreement.ask(_STOP))
         if self._validation_due:
             self._validation_due = False
-            self._saved_step = -1  # saved again, with its validation
-            pl_module.restore_rng()  # this hook comes before the module's own
+            self._saved_step = -1  # save the step again, with its validation
+            # a callback's hook runs before the module's own, which would restore the RNG after the validation
+            pl_module.restore_rng()
             validate_now(trainer)
 
+    @override
     def on_before_optimizer_step(
         self, trainer: lightning.Trainer, pl_module: Any, optimizer: Any
     ) -> None:
         self._writer.wait_until_copied()
 
+    @override
     def on_train_batch_end(
         self, trainer: lightning.Trainer, pl_module: Any, outputs: Any, batch: Any, batch_idx: int
     ) -> None:
         step = trainer.global_step
         if step == self._seen_step:
             return  # inside an accumulation window
-        if self.saves and not self._space_known:
+        if self.saves and not self._space_checked:
+            # after the first step, which creates the optimizer state that counts most
             warn_if_short(trainer, self._folder(trainer), self._retention)
-            self._space_known = True
+            self._space_checked = True
         self._seen_step = step
-        if self.finished.record(trainer, self._writer.ended()):
-            self._agreement.ask(_GIVE_UP)  # the threads of other ranks end a moment later
+        if self.save_log.record(trainer, self._writer.poll()):
+            # the threads of other ranks end a moment later: raised here, they would hang in the next collective
+            self._agreement.ask(_GIVE_UP)
         validates = trainer.should_stop or step % self._eval_every == 0
-        made = step + self._num_undone
-        due = self._agreement.due(made, resting=validates, wait=not trainer.should_stop)
-        self._heed(trainer, due, validates=validates)
-        if self._has_gone_back and self.saves:
+        total_steps = step + self._num_rolled_back
+        due = self._agreement.due(total_steps, resting=validates, wait=not trainer.should_stop)
+        self._act_on(trainer, due, validates=validates)
+        if self._rolled_back and self.saves:
             self._save(trainer, step)
         elif not validates:
             self._save_if_due(trainer)
-        self._has_gone_back = False
+        self._rolled_back = False
         self._watch_clock(trainer)
 
     def on_rollback(
         self, trainer: lightning.Trainer, pl_module: Any, from_step: int, to_step: int
     ) -> None:
-        """What was saved after the step gone back to is no checkpoint of this run any more; this state is one."""
-        if self.finished.record(trainer, self._writer.ended(wait=True)):
+        """Rename the checkpoints after `to_step`, which are no longer of this run, and save the restored state.
+
+        Args:
+            trainer: The run's.
+            pl_module: The task.
+            from_step: Optimizer steps completed before the rollback.
+            to_step: Optimizer steps completed after it.
+        """
+        # a save under way would otherwise appear under its name after the renaming
+        if self.save_log.record(trainer, self._writer.poll(wait=True)):
             self._agreement.ask(_GIVE_UP)
         if trainer.is_global_zero:
             try:
                 rename_after(self._folder(trainer), to_step, ROLLED_BACK)
-            except OSError as error:  # the others wait below
+            except OSError as error:  # reported: the other ranks wait at the barrier
                 LOGGER.error(f"Checkpoints after step {to_step} keep their names: {error.strerror}")
         trainer.strategy.barrier()
-        self._seen_step = to_step - 1  # the step under way is looked at as any other
+        self._seen_step = to_step - 1  # so that `on_train_batch_end` handles the step under way
         self._saved_step = self._validated_step = -1
-        self._has_gone_back = True
-        self._num_undone += from_step - to_step
+        self._rolled_back = True
+        self._num_rolled_back += from_step - to_step
 
+    @override
     def on_validation_batch_start(self, trainer: lightning.Trainer, *_: Any) -> None:
         self._may_stop_in_validation(trainer, resting=True)
 
+    @override
     def on_validation_epoch_end(self, trainer: lightning.Trainer, pl_module: Any) -> None:
-        self._may_stop_in_validation(
-            trainer, resting=False
-        )  # from here on the ranks wait for each other
+        # the last chance: what follows are collectives, in which a rank that left would be missing
+        self._may_stop_in_validation(trainer, resting=False)
 
+    @override
     def on_validation_end(self, trainer: lightning.Trainer, pl_module: Any) -> None:
         if trainer.state.fn == "fit":
             self._validated_step = trainer.global_step
-            self._save_if_due(trainer)  # now, with its numbers
+            self._save_if_due(trainer)  # now that the metrics of its validation are known
 
+    @override
     def on_train_end(self, trainer: lightning.Trainer, pl_module: Any) -> None:
         set_handler(None)
         self._agreement.close()
-        self.finished.report(trainer, self._writer.ended(wait=True))
+        self.save_log.report(trainer, self._writer.poll(wait=True))
 
+    @override
     def on_exception(
         self, trainer: lightning.Trainer, pl_module: Any, exception: BaseException
     ) -> None:
-        """A save under way is brought to its end, unless a rank that it needs is gone."""
-        if self._seen_step >= 0:  # training had begun
+        """Finish a save under way, which fails if a rank that it needs is gone."""
+        if self._seen_step >= 0:  # training had started
             self._agreement.close()
-        self.finished.record(trainer, self._writer.ended(wait=True))
+        self.save_log.record(trainer, self._writer.poll(wait=True))
 
+    @override
     def state_dict(self) -> dict[str, Any]:
         return {"validation_due": self._validation_due}
 
+    @override
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         self._validation_due = state_dict["validation_due"]
 
     def _may_stop_in_validation(self, trainer: lightning.Trainer, *, resting: bool) -> None:
         if trainer.state.fn != "fit" or trainer.should_stop or self._seen_step < 0:
             return
-        made = trainer.global_step + self._num_undone
-        due = self._agreement.due(made, resting=resting)
-        self._heed(trainer, due, validates=True)
+        total_steps = trainer.global_step + self._num_rolled_back
+        due = self._agreement.due(total_steps, resting=resting)
+        self._act_on(trainer, due, validates=True)
 
-    def _heed(self, trainer: lightning.Trainer, due: set[str], *, validates: bool) -> None:
-        """Do what all ranks have agreed on."""
-        self._save_is_asked |= _SAVE in due
+    def _act_on(self, trainer: lightning.Trainer, due: set[str], *, validates: bool) -> None:
+        """Do what all ranks have agreed on; each of these holds collectives, so all ranks must do it together."""
+        self._save_requested |= _SAVE in due
         if _GIVE_UP in due:
-            self.finished.report(trainer, self._writer.ended(wait=True))
+            self.save_log.report(trainer, self._writer.poll(wait=True))
         if _STOP in due and not trainer.should_stop:
             self._stop(trainer, validation_due=validates)
 
     def _watch_clock(self, trainer: lightning.Trainer) -> None:
-        """Rank 0's clock counts: the others would read another time."""
+        """Request a save by rank 0's clock: by clocks of their own, ranks would save at different steps."""
         minutes = self._save_every_minutes
         waited_minutes = (time.monotonic() - self._saved_at) / 60
         if minutes is not None and trainer.is_global_zero and waited_minutes >= minutes:
@@ -215,33 +238,36 @@ class CheckpointSaver(Checkpoint):
         if not self.saves or step == self._saved_step:
             return
         by_steps = self._save_every is not None and step % self._save_every == 0
-        if self._save_is_asked or by_steps or trainer.should_stop:
+        if self._save_requested or by_steps or trainer.should_stop:
             self._save(trainer, step)
 
     def _stop(self, trainer: lightning.Trainer, *, validation_due: bool) -> None:
-        """Save what there is and leave."""
+        """Save the current step, wait for the save, and raise `Preempted`."""
         step = trainer.global_step
         if self.saves and step != self._saved_step:
             self._validation_due = validation_due
             self._save(trainer, step)
         self._agreement.close()
-        self.finished.report(trainer, self._writer.ended(wait=True))
-        newest = self.finished.newest
-        saved = self.saves and (newest is None or newest.is_whole)
+        self.save_log.report(trainer, self._writer.poll(wait=True))
+        newest = self.save_log.newest
+        saved = self.saves and (newest is None or newest.is_valid)
         raise Preempted(requested_by(), step=step, saved=saved)
 
     def _save(self, trainer: lightning.Trainer, step: int) -> None:
-        self.finished.report(trainer, self._writer.ended(wait=True))
+        # also raises on all ranks, before the collectives of the next save, if the one before has failed on one
+        self.save_log.report(trainer, self._writer.poll(wait=True))
+        # a checkpoint must not carry the validation of an earlier step: `best` would rank it by foreign metrics
         self.checkpoint_io.metrics = {
             name: float(value)
             for name, value in trainer.callback_metrics.items()
             if self._validated_step == step or not name.startswith("val/")
         }
+        # rank 0 alone writes batch-norm statistics: those of the other ranks would be lost
         trainer.lightning_module.share_statistics()  # type: ignore[operator]
-        path = self._folder(trainer) / name_of(step)
+        path = self._folder(trainer) / checkpoint_name(step)
         trainer.save_checkpoint(path, weights_only=False)
         self._saved_step, self._saved_at = step, time.monotonic()
-        self._save_is_asked = False
+        self._save_requested = False
 
     @staticmethod
     def _folder(trainer: lightning.Trainer) -> Path:
@@ -249,6 +275,6 @@ class CheckpointSaver(Checkpoint):
 
 
 def _clear(folder: Path, step: int) -> None:
-    """Remove what a killed run left half done; checkpoints of a branch that this resume abandons get another name."""
+    """Remove what a killed run left half done, and rename checkpoints after the step that this run resumes from."""
     clean_up(folder)
     rename_after(folder, step, f"abandoned_{{step:07d}}_{int(time.time())}")

@@ -1,7 +1,8 @@
-"""One rank's tensors in one safetensors file, written in a single pass that also hashes and looks for NaN.
+"""One rank's tensors in one safetensors file, written in a single pass that also hashes and looks for NaN and inf.
 
-Laid out as torch's own distributed checkpoints in safetensors (`HuggingFaceStorageWriter`): what a file holds of a
-tensor starts at its `saved_offsets`. Parts of ZeRO are ranges of the flattened tensor, so theirs are one number.
+The layout is that of torch's own distributed checkpoints in safetensors (`HuggingFaceStorageWriter`): what a file
+holds of a tensor starts at its `saved_offsets`. ZeRO's parts are ranges of the flattened tensor, so theirs are one
+number.
 """
 
 import errno
@@ -23,9 +24,9 @@ from torch import Tensor
 
 from recipes.checkpoint.manifest import FileRecord, sync
 
-WHOLE_SHAPES = "whole_shapes"
+_UNSHARDED_SHAPES = "whole_shapes"  # key in the header's metadata
 _SHARDING_INFO = "DCP_SHARDING_INFO"  # torch.distributed.checkpoint._hf_utils, torch 2.13
-_CHUNK_BYTES = 4 << 20  # stays in the cache while it is examined, hashed and written
+_CHUNK_BYTES = 4 << 20  # stays in the cache while it is checked, hashed and written
 _DTYPES = {
     torch.float64: "F64",
     torch.float32: "F32",
@@ -38,7 +39,7 @@ _DTYPES = {
     torch.uint8: "U8",
     torch.bool: "BOOL",
 }
-# bits of the exponent: all set in inf and NaN, in no other number (IEEE 754)
+# bits of the exponent: all set in inf and NaN, in no other value (IEEE 754)
 _EXPONENTS: dict[torch.dtype, tuple[Any, int]] = {
     torch.float64: (np.int64, 0x7FF0_0000_0000_0000),
     torch.float32: (np.int32, 0x7F80_0000),
@@ -49,13 +50,13 @@ _EXPONENTS: dict[torch.dtype, tuple[Any, int]] = {
 
 @dataclass(frozen=True, kw_only=True)
 class Part:
-    """What one rank holds, and writes, of a tensor.
+    """What one rank holds of a tensor, and writes.
 
     Attributes:
-        tensor: A slab of rows, or a flat range, or the whole; may lie on any device.
-        offsets: Of its first element in the whole, one a dimension of `tensor`.
-        unsharded_shape: Of the whole tensor.
-        constant: Whether it keeps its values until the next optimizer step.
+        tensor: A slab of rows, a range of the flattened tensor, or all of it; on any device.
+        offsets: Position of its first element in the unsharded tensor, one number per dimension of `tensor`.
+        unsharded_shape: Shape of the unsharded tensor.
+        constant: Whether its values stay the same until the next optimizer step.
     """
 
     tensor: Tensor
@@ -64,49 +65,69 @@ class Part:
     constant: bool = True
 
 
+def flat_start(offsets: tuple[int, ...], unsharded_shape: torch.Size) -> int:
+    """Return the position of a part's first element in the flattened tensor; a part is a range of it.
+
+    Raises:
+        ValueError: The part is cut along another dimension than the first.
+    """
+    if len(offsets) != len(unsharded_shape):
+        [start] = offsets
+        return start
+    if any(offsets[1:]):
+        raise ValueError(
+            f"a part that starts at {offsets} of {list(unsharded_shape)} is not a range of the flattened tensor"
+        )
+    return offsets[0] * math.prod(unsharded_shape[1:]) if offsets else 0
+
+
+# --- write ---
+
+
 @dataclass(frozen=True, kw_only=True)
-class Written:
-    """A file on disk.
+class ShardResult:
+    """A file that is on the disk.
 
     Attributes:
         record: Its size and hash.
-        not_finite: The first tensor with an infinite value or a NaN; None: there is none.
+        not_finite: Name of the first tensor with a NaN or inf; None if there is none.
     """
 
     record: FileRecord
     not_finite: str | None
 
 
-def write_shard(path: Path, parts: Mapping[str, Part]) -> Written:
+def write_shard(path: Path, parts: Mapping[str, Part]) -> ShardResult:
     """Write tensors in host memory to a new file and wait until they are on the disk.
 
     Raises:
-        OSError: The disk is full, failing or not ours.
+        OSError: The disk is full, failing or not writable.
     """
-    # widest first: each then starts at a multiple of its own element
+    # widest element first: each tensor then starts at a multiple of its own element size, so a reader may map it
     ordered = sorted(parts.items(), key=lambda item: -item[1].tensor.element_size())
     digest, not_finite, size = xxhash.xxh3_128(), None, 0
-    _refuse_if_full(path, sum(part.tensor.nbytes for part in parts.values()))
+    _check_free_space(path, sum(part.tensor.nbytes for part in parts.values()))
     with path.open("xb", buffering=0) as file:
-        for name, chunk, dtype in _content(ordered):
+        for name, chunk, dtype in _get_chunks(ordered):
             digest.update(chunk)
             size += _write(file, chunk)
             if not_finite is None and name is not None and not _is_finite(chunk, dtype):
                 not_finite = name
     sync(path)
     record = FileRecord(bytes=size, xxh3_128=digest.hexdigest())
-    return Written(record=record, not_finite=not_finite)
+    return ShardResult(record=record, not_finite=not_finite)
 
 
-def _refuse_if_full(path: Path, num_bytes: int) -> None:
-    """Before the file has taken the last byte of a disk that others write to as well."""
+def _check_free_space(path: Path, num_bytes: int) -> None:
+    """Fail before the file takes the last byte of a disk that others write to as well."""
     if shutil.disk_usage(path.parent).free < num_bytes:
         raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC), str(path))
 
 
-def _content(
+def _get_chunks(
     ordered: list[tuple[str, Part]],
 ) -> Iterator[tuple[str | None, memoryview, torch.dtype | None]]:
+    """Yield the file's content in order: the header, then each tensor in chunks, with name and dtype."""
     yield None, memoryview(_header(ordered)), None
     for name, part in ordered:
         if part.tensor.numel() == 0:
@@ -117,31 +138,33 @@ def _content(
 
 
 def _header(ordered: list[tuple[str, Part]]) -> bytes:
-    """Length and JSON, padded so that the first tensor starts at a multiple of 8."""
-    described: dict[str, Any] = {
+    """Return length and JSON, padded so that the first tensor starts at a multiple of 8."""
+    header: dict[str, Any] = {
         "__metadata__": {
             _SHARDING_INFO: json.dumps(
                 {name: {"saved_offsets": list(part.offsets)} for name, part in ordered}
             ),
-            WHOLE_SHAPES: json.dumps({name: list(part.unsharded_shape) for name, part in ordered}),
+            _UNSHARDED_SHAPES: json.dumps(
+                {name: list(part.unsharded_shape) for name, part in ordered}
+            ),
         }
     }
     start = 0
     for name, part in ordered:
         end = start + part.tensor.numel() * part.tensor.element_size()
-        described[name] = {
+        header[name] = {
             "dtype": _DTYPES[part.tensor.dtype],
             "shape": list(part.tensor.shape),
             "data_offsets": [start, end],
         }
         start = end
-    text = json.dumps(described).encode()
+    text = json.dumps(header).encode()
     text += b" " * (-len(text) % 8)
     return struct.pack("<Q", len(text)) + text
 
 
 def _write(file: Any, chunk: memoryview) -> int:
-    """An unbuffered write may take less than it was given."""
+    """Write a whole chunk: one unbuffered write may accept fewer bytes than it was given."""
     done = 0
     while done < len(chunk):
         done += file.write(chunk[done:])
@@ -149,7 +172,7 @@ def _write(file: Any, chunk: memoryview) -> int:
 
 
 def _is_finite(chunk: memoryview, dtype: torch.dtype | None) -> bool:
-    """By numpy: torch would start its threads beside those that train."""
+    """Check with numpy: torch would start its thread pool next to the threads that train."""
     if dtype not in _EXPONENTS:
         return True
     kind, exponent = _EXPONENTS[dtype]
@@ -157,25 +180,12 @@ def _is_finite(chunk: memoryview, dtype: torch.dtype | None) -> bool:
     return not bool(((bits & kind(exponent)) == kind(exponent)).any())
 
 
-def flat_start(offsets: tuple[int, ...], unsharded_shape: torch.Size) -> int:
-    """Position of a part's first element in the flattened whole; parts are ranges of it.
-
-    Raises:
-        ValueError: The part is cut along another dimension than the first.
-    """
-    if len(offsets) != len(unsharded_shape):
-        [start] = offsets
-        return start
-    if any(offsets[1:]):
-        raise ValueError(
-            f"a part that starts at {offsets} of {list(unsharded_shape)} is no flat range"
-        )
-    return offsets[0] * math.prod(unsharded_shape[1:]) if offsets else 0
+# --- read ---
 
 
 @dataclass(frozen=True, kw_only=True)
-class _Piece:
-    start: int  # in the flattened whole
+class _SavedPart:
+    start: int  # in the flattened unsharded tensor
     stop: int
     file: Any
     name: str
@@ -186,61 +196,65 @@ class SavedTensor:
     """A tensor on disk.
 
     Attributes:
-        shape: Of the whole.
+        shape: Of the unsharded tensor.
     """
 
     shape: torch.Size
-    _pieces: list[_Piece] = field(default_factory=list)
+    _parts: list[_SavedPart] = field(default_factory=list)
 
-    def whole(self) -> Tensor:
-        """All of it, in memory of its own."""
-        return self.part(0, math.prod(self.shape)).view(self.shape)
+    def read(self) -> Tensor:
+        """Read the unsharded tensor into memory of its own.
 
-    def part(self, start: int, stop: int) -> Tensor:
-        """Elements `start` to `stop` of the flattened tensor, in memory of their own. Reads only these.
+        Raises:
+            ValueError: The checkpoint does not hold all of it.
+        """
+        return self.read_range(0, math.prod(self.shape)).view(self.shape)
+
+    def read_range(self, start: int, stop: int) -> Tensor:
+        """Read elements `start` to `stop` of the flattened tensor, and no others, into memory of their own.
 
         Raises:
             ValueError: The checkpoint does not hold all of them.
         """
-        wanted = sorted(
-            (piece for piece in self._pieces if max(piece.start, start) < min(piece.stop, stop)),
-            key=lambda piece: piece.start,
+        overlapping = sorted(
+            (part for part in self._parts if max(part.start, start) < min(part.stop, stop)),
+            key=lambda part: part.start,
         )
-        if not wanted and stop > start:
+        if not overlapping and stop > start:
             raise ValueError(f"elements {start} to {stop} of a tensor are not in the checkpoint")
-        read, at = [], start
-        for piece in wanted:
-            if piece.start > at:
+        slices, position = [], start
+        for part in overlapping:
+            if part.start > position:  # a gap: reported below
                 break
-            last = min(stop, piece.stop)
-            whole = piece.file.get_tensor(piece.name).reshape(-1)  # mapped, not read
-            read.append(whole[at - piece.start : last - piece.start])
-            at = last
-        if at < stop and stop > start:
-            raise ValueError(f"elements {at} to {stop} of a tensor are not in the checkpoint")
-        if not read:
-            empty: Tensor = self._pieces[0].file.get_tensor(self._pieces[0].name).reshape(-1)[:0]
+            end = min(stop, part.stop)
+            flat = part.file.get_tensor(part.name).reshape(-1)  # mapped, not read
+            slices.append(flat[position - part.start : end - part.start])
+            position = end
+        if position < stop and stop > start:
+            raise ValueError(f"elements {position} to {stop} of a tensor are not in the checkpoint")
+        if not slices:  # an empty range, in the dtype of the tensor
+            empty: Tensor = self._parts[0].file.get_tensor(self._parts[0].name).reshape(-1)[:0]
             return empty.clone()
-        return torch.cat(read)
+        return torch.cat(slices)  # [stop - start], a copy
 
 
 def open_tensors(files: Iterable[Path]) -> dict[str, SavedTensor]:
-    """Every tensor in the files of a checkpoint, by name; nothing but headers is read."""
-    found: dict[str, SavedTensor] = {}
+    """Return every tensor in the files of a checkpoint by name; reads headers only."""
+    tensors: dict[str, SavedTensor] = {}
     for path in files:
-        for name, shape, piece in _pieces(path):
-            tensor = found.setdefault(name, SavedTensor(shape=shape))
-            tensor._pieces.append(piece)
-    return found
+        for name, shape, part in _open_parts(path):
+            tensor = tensors.setdefault(name, SavedTensor(shape=shape))
+            tensor._parts.append(part)
+    return tensors
 
 
-def _pieces(path: Path) -> Iterator[tuple[str, torch.Size, _Piece]]:
+def _open_parts(path: Path) -> Iterator[tuple[str, torch.Size, _SavedPart]]:
     file: Any = safe_open(str(path), framework="pt")
-    described: Mapping[str, str] = file.metadata()
-    offsets = json.loads(described[_SHARDING_INFO])
-    shapes = json.loads(described[WHOLE_SHAPES])
+    metadata: Mapping[str, str] = file.metadata()
+    offsets = json.loads(metadata[_SHARDING_INFO])
+    shapes = json.loads(metadata[_UNSHARDED_SHAPES])
     for name in file.keys():  # noqa: SIM118, not a dict
         shape = torch.Size(shapes[name])
         start = flat_start(tuple(offsets[name]["saved_offsets"]), shape)
         stop = start + math.prod(file.get_slice(name).get_shape())
-        yield name, shape, _Piece(start=start, stop=stop, file=file, name=name)
+        yield name, shape, _SavedPart(start=start, stop=stop, file=file, name=name)

@@ -1,7 +1,7 @@
-"""A copy of tensors in host memory, made while the next forward and backward pass run: the step waits, not the run.
+"""Copies tensors to host memory during the next forward and backward pass: only the optimizer step waits for it.
 
-Costs host memory of the size of what is copied, kept from one copy to the next; pinned where the tensors are on a GPU,
-where torch rounds each tensor up to a power of two: up to twice the size.
+Costs host memory of the size of what is copied, reused from one copy to the next. For tensors on a GPU it is pinned,
+and torch rounds each pinned tensor up to a power of two: up to twice the size.
 """
 
 import threading
@@ -17,29 +17,32 @@ from recipes.checkpoint.shard_file import Part
 
 
 class HostStaging:
-    """Copies of parts. `begin` on the thread that trains, `fill` on any other, `wait` before tensors change."""
+    """Copies of parts in host memory.
+
+    Call `begin` on the training thread, `fill` on any other, and `wait` on the training thread before tensors change.
+    """
 
     def __init__(self) -> None:
         self._buffers: dict[str, Tensor] = {}
         self._sources: dict[str, Part] = {}
-        self._on_host = threading.Event()  # what lies in host memory is copied
-        self._on_host.set()
-        self._on_device: torch.cuda.Event | None = None
+        self._host_copied = threading.Event()  # tensors in host memory
+        self._host_copied.set()
+        self._device_copied: torch.cuda.Event | None = None  # tensors on the GPU
         self._device: torch.device | None = None  # of that event
 
     def begin(self, parts: Mapping[str, Part]) -> None:
-        """Note what to copy; what may change before the next optimizer step is set aside at once."""
+        """Note what to copy, and clone at once what may change before the next optimizer step."""
         self._sources = {
             name: part if part.constant else replace(part, tensor=part.tensor.clone())
             for name, part in parts.items()
         }
-        self._buffers = {name: b for name, b in self._buffers.items() if name in parts}
+        self._buffers = {name: buffer for name, buffer in self._buffers.items() if name in parts}
         on_gpu = [name for name, part in self._sources.items() if part.tensor.is_cuda]
-        self._on_device = self._enqueue(on_gpu) if on_gpu else None
-        self._on_host.clear()
+        self._device_copied = self._enqueue(on_gpu) if on_gpu else None
+        self._host_copied.clear()
 
     def _enqueue(self, names: list[str]) -> torch.cuda.Event:
-        """On a stream beside the one that trains, after what it has been given so far."""
+        """Start copies on a stream of their own, which follows what the training stream has been given so far."""
         self._device = self._sources[names[0]].tensor.device
         stream = torch.cuda.Stream()  # type: ignore[no-untyped-call]
         stream.wait_stream(torch.cuda.current_stream())
@@ -47,22 +50,23 @@ class HostStaging:
             for name in names:
                 tensor = self._sources[name].tensor
                 self._buffer(name).copy_(tensor, non_blocking=True)
+                # else the allocator may hand a cloned buffer's memory out while it is still being copied
                 tensor.record_stream(stream)
-        done = torch.cuda.Event()  # type: ignore[no-untyped-call]
-        done.record(stream)
-        return done
+        copied = torch.cuda.Event()  # type: ignore[no-untyped-call]
+        copied.record(stream)
+        return copied
 
     def fill(self) -> dict[str, Part]:
-        """Finish the copy; the parts, in host memory. They are overwritten by the copy after this one."""
+        """Finish the copy; return the parts in host memory, valid until the next copy overwrites them."""
         try:
             for name, part in self._sources.items():
                 if not part.tensor.is_cuda:
                     _copy(self._buffer(name), part.tensor)
         finally:
-            self._on_host.set()
-        if self._on_device is not None:
-            with torch.cuda.device(self._device):  # a thread's own is the first GPU
-                self._on_device.synchronize()
+            self._host_copied.set()  # also after an error, or the training thread would wait forever
+        if self._device_copied is not None:
+            with torch.cuda.device(self._device):  # a new thread starts on the first GPU
+                self._device_copied.synchronize()
         parts = {
             name: replace(part, tensor=self._buffers[name]) for name, part in self._sources.items()
         }
@@ -70,28 +74,28 @@ class HostStaging:
         return parts
 
     def wait(self) -> None:
-        """Let nothing change the tensors before they are copied. For those on a GPU only the GPU waits."""
-        if self._on_device is not None:
-            torch.cuda.current_stream().wait_event(self._on_device)
-        self._on_host.wait()
+        """Return once tensors may change; for those on a GPU the stream waits, not the host."""
+        if self._device_copied is not None:
+            torch.cuda.current_stream().wait_event(self._device_copied)
+        self._host_copied.wait()
 
     def _buffer(self, name: str) -> Tensor:
         tensor = self._sources[name].tensor
-        have = self._buffers.get(name)  # none at the first copy
-        if have is None or have.shape != tensor.shape or have.dtype != tensor.dtype:
-            pinned = tensor.is_cuda
-            have = torch.empty(tensor.shape, dtype=tensor.dtype, pin_memory=pinned)
-            self._buffers[name] = have
-        return have
+        buffer = self._buffers.get(name)  # None before the first copy
+        if buffer is None or buffer.shape != tensor.shape or buffer.dtype != tensor.dtype:
+            buffer = torch.empty(tensor.shape, dtype=tensor.dtype, pin_memory=tensor.is_cuda)
+            self._buffers[name] = buffer
+        return buffer
 
 
 def _copy(target: Tensor, source: Tensor) -> None:
-    """By numpy: torch would start its threads beside those that train. bfloat16 travels as bits."""
+    """Copy with numpy: torch would start its thread pool next to the threads that train."""
     if not source.is_contiguous():
         target.copy_(source)
     elif source.numel():
-        np.copyto(_bits(target), _bits(source))
+        np.copyto(_as_bytes(target), _as_bytes(source))
 
 
-def _bits(tensor: Tensor) -> Any:
+def _as_bytes(tensor: Tensor) -> Any:
+    """View a tensor as bytes, since numpy has no bfloat16."""
     return tensor.detach().reshape(-1).view(torch.uint8).numpy()

@@ -1,4 +1,4 @@
-"""Writes checkpoints behind training: one file a rank, a manifest last, one rename. One at a time.
+"""Writes checkpoints in the background, one at a time: one file per rank, the manifest last, then one rename.
 
 Costs what `HostStaging` costs, a thread while it writes, and two small messages between the ranks' threads.
 """
@@ -17,7 +17,7 @@ from typing import Any
 import torch.distributed as dist
 import xxhash
 
-from recipes.checkpoint.layout import RUN_FILE, serialized, shard_name
+from recipes.checkpoint.layout import RUN_FILE, serialize, shard_name
 from recipes.checkpoint.manifest import MANIFEST_FILE, FileRecord, Manifest, find_fault, sync
 from recipes.checkpoint.retention import LAST, UNFINISHED, set_aside, update_symlink
 from recipes.checkpoint.shard_file import Part, write_shard
@@ -25,7 +25,7 @@ from recipes.checkpoint.staging import HostStaging
 
 LOGGER = logging.getLogger("lightning_recipes")
 _NEVER = timedelta(days=1)
-_OF_DISKS = "make room or mend the disk, or checkpoint.keep_last=1"
+_DISK_FIX = "make room or fix the disk, or checkpoint.keep_last=1"
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -35,11 +35,11 @@ class Outcome:
     Attributes:
         path: The checkpoint's folder.
         step: Optimizer steps completed in it.
-        bytes: Of all its files.
-        seconds: From the request until it was proven: complete, hashed, on the disk and under its name.
-        stall_seconds: Of these, how long training waited.
-        refused: Why it was not kept although it could be written: a number in it is not finite.
-        error: Why it could not be written.
+        bytes: Size of all its files.
+        seconds: From the request until it was complete, hashed, on the disk and under its name.
+        stall_seconds: Part of these during which training waited.
+        rejected: Why it was discarded although it could be written: a value in it is NaN or inf. None otherwise.
+        error: Why it could not be written; None if it could.
     """
 
     path: Path
@@ -47,18 +47,24 @@ class Outcome:
     bytes: int = 0
     seconds: float = 0.0
     stall_seconds: float = 0.0
-    refused: str | None = None
+    rejected: str | None = None
     error: str | None = None
 
     @property
-    def is_whole(self) -> bool:
-        """Whether there is a checkpoint."""
-        return self.refused is None and self.error is None
+    def is_valid(self) -> bool:
+        """Whether the checkpoint exists."""
+        return self.rejected is None and self.error is None
 
 
 @dataclass(frozen=True, kw_only=True)
-class Report:
-    """What one rank's thread tells the others."""
+class RankReport:
+    """What one rank's thread reports to the others.
+
+    Attributes:
+        files: The files it wrote, by name.
+        not_finite: Name of its first tensor with a NaN or inf; None if there is none.
+        error: Why it could not write; None if it could.
+    """
 
     files: dict[str, FileRecord] = field(default_factory=dict)
     not_finite: str | None = None
@@ -69,21 +75,25 @@ class CheckpointWriter:
     """Saves on every rank at once.
 
     Args:
-        asynchronous: Whether training goes on while the checkpoint is written.
-        after: Called on rank 0 with the folder of checkpoints once a new one is proven: removes old ones.
+        asynchronous: Whether training continues while the checkpoint is written.
+        after: Called on rank 0 with the folder of checkpoints once a new one is complete; removes old ones.
     """
 
     def __init__(self, *, asynchronous: bool, after: Callable[[Path], None]) -> None:
         self._asynchronous = asynchronous
         self._after = after
-        self._copy = HostStaging()
+        self._staging = HostStaging()
         self._thread: threading.Thread | None = None
         self._outcome: Outcome | None = None
         self._stall_seconds = 0.0
         self._group: Any = None
 
     def connect(self) -> None:
-        """Give the threads of the ranks a group of their own. A collective, once, before the first save."""
+        """Create a process group for the ranks' threads. A collective, once, before the first save.
+
+        On the group of the training threads their messages would interleave with those of the training, in an order
+        that differs between ranks: a deadlock. Without a long timeout a slow disk on one rank would end the run.
+        """
         if dist.is_initialized() and dist.get_world_size() > 1:
             self._group = dist.new_group(backend="gloo", timeout=_NEVER)
 
@@ -93,10 +103,10 @@ class CheckpointWriter:
         """Start to save; waits for the save before this one.
 
         Args:
-            path: The checkpoint's folder to be.
+            path: Folder of the new checkpoint.
             plain: The run's state without tensors; rank 0's is written.
             parts: Tensors that this rank writes.
-            manifest: Everything but the files.
+            manifest: Complete but for its files.
         """
         began = time.perf_counter()
         if self._thread is not None:
@@ -105,11 +115,15 @@ class CheckpointWriter:
         self._stall_seconds = 0.0
         content, problem = None, None
         try:
-            content = serialized(plain) if rank == 0 else None
-            self._copy.begin(parts)
-        except Exception as error:  # the other ranks' threads hear of it from this one's
-            problem = _says(error)
+            # here and not in the thread: training changes the state as soon as this returns
+            content = serialize(plain) if rank == 0 else None
+            self._staging.begin(parts)
+        except (
+            Exception
+        ) as error:  # the thread reports it: the other ranks' threads wait for this one's
+            problem = _describe(error)
         arguments = (path, content, problem, manifest, rank, began)
+        # daemon: a process that must end now does not wait for a disk that hangs
         self._thread = threading.Thread(target=self._save, args=arguments, name="save", daemon=True)
         self._thread.start()
         if not self._asynchronous:
@@ -117,16 +131,16 @@ class CheckpointWriter:
         self._stall_seconds += time.perf_counter() - began
 
     def wait_until_copied(self) -> None:
-        """Call before tensors change."""
+        """Wait until tensors may change; call before every optimizer step, or the files mix two steps."""
         began = time.perf_counter()
-        self._copy.wait()
+        self._staging.wait()
         self._stall_seconds += time.perf_counter() - began
 
-    def ended(self, *, wait: bool = False) -> Outcome | None:
-        """How the newest save ended, once; None while it is under way.
+    def poll(self, *, wait: bool = False) -> Outcome | None:
+        """Return how the newest save ended, once; None if it still runs, was returned before or never began.
 
         Args:
-            wait: Whether to wait for it.
+            wait: Whether to wait for it to end.
         """
         if self._thread is None:
             return None
@@ -137,7 +151,8 @@ class CheckpointWriter:
         if self._thread.is_alive():
             return None
         self._thread, outcome = None, self._outcome
-        assert outcome is not None, "the thread leaves one, whatever happens"
+        assert outcome is not None, "the thread sets one in every case"
+        # waiting for the thread, here or in `begin`, is a stall that it could not count itself
         return replace(outcome, stall_seconds=self._stall_seconds)
 
     def _save(
@@ -149,91 +164,103 @@ class CheckpointWriter:
         rank: int,
         began: float,
     ) -> None:
-        """The thread: never raises."""
+        """Run in the thread; never raises.
+
+        Both messages are exchanged whatever has failed: a rank that left early would leave the others waiting for it.
+        """
         unfinished = path.with_name(path.name + UNFINISHED)
         outcome = Outcome(path=path, step=manifest.step, error="the thread that writes it ended")
         try:
-            report = Report(error=problem)
+            report = RankReport(error=problem)
             if problem is None:
                 report = self._write_files(unfinished, content, rank)
-            reports = self._all(report)
-            mine = _judged(path, manifest, reports)
+            reports = self._all_gather(report)
+            outcome = _judge(path, manifest, reports)
             if rank == 0:
-                mine = self._finish(unfinished, mine, manifest, reports)
-            outcome = self._all(mine)[0]
-            if rank == 0 and outcome.is_whole:
+                outcome = self._finish(unfinished, outcome, manifest, reports)
+            # rank 0's, the only one that knows whether the rename succeeded
+            outcome = self._all_gather(outcome)[0]
+            if rank == 0 and outcome.is_valid:
                 self._clean(path.parent)
         except Exception as error:
-            outcome = Outcome(path=path, step=manifest.step, error=_says(error))
+            outcome = Outcome(path=path, step=manifest.step, error=_describe(error))
             shutil.rmtree(unfinished, ignore_errors=True)
         finally:
             seconds = time.perf_counter() - began
             fields = vars(outcome) | {"seconds": seconds, "stall_seconds": self._stall_seconds}
             self._outcome = Outcome(**fields)
 
-    def _write_files(self, folder: Path, content: bytes | None, rank: int) -> Report:
+    def _write_files(self, folder: Path, content: bytes | None, rank: int) -> RankReport:
         try:
-            parts = self._copy.fill()
+            parts = self._staging.fill()
             folder.mkdir(parents=True, exist_ok=True)
             files = {}
             if content is not None:
                 files[RUN_FILE] = _write(folder / RUN_FILE, content)
             written = write_shard(folder / shard_name(rank), parts)
-        except Exception as error:  # the other ranks wait for a word from this one
-            return Report(error=_says(error))
+        except Exception as error:  # reported: the other ranks wait for this rank's message
+            return RankReport(error=_describe(error))
         files[shard_name(rank)] = written.record
-        return Report(files=files, not_finite=written.not_finite)
+        return RankReport(files=files, not_finite=written.not_finite)
 
     def _finish(
-        self, unfinished: Path, judged: Outcome, manifest: Manifest, reports: list[Report]
+        self, unfinished: Path, outcome: Outcome, manifest: Manifest, reports: list[RankReport]
     ) -> Outcome:
-        """On rank 0: the manifest, the rename, the link; or nothing is left."""
-        path = judged.path
+        """Write the manifest, rename the folder and update the link, on rank 0; or remove everything.
+
+        The order is what makes a kill at any moment harmless: every file is on the disk before the manifest, the
+        manifest before the name, the name before the link.
+        """
+        path = outcome.path
         try:
-            if judged.is_whole:
+            if outcome.is_valid:
                 files = {
                     name: record for report in reports for name, record in report.files.items()
                 }
-                whole = Manifest(**vars(manifest) | {"files": files})
-                _write(unfinished / MANIFEST_FILE, whole.text().encode())
+                complete = Manifest(**vars(manifest) | {"files": files})
+                _write(unfinished / MANIFEST_FILE, complete.text().encode())
+                # a rename may reach the disk before the names in the folder: after a power cut it would be empty
                 sync(unfinished)
-                if (why := find_fault(unfinished)) is not None:
-                    raise FileNotFoundError(f"{why}; hydra.run.dir=<a folder that all nodes share>")
-                old = set_aside(path) if path.exists() else None
+                # rank 0 must see the files of all ranks: on a disk of their own they could never be loaded
+                if (reason := find_fault(unfinished)) is not None:
+                    raise FileNotFoundError(
+                        f"{reason}; hydra.run.dir=<a folder that all nodes share>"
+                    )
+                replaced = set_aside(path) if path.exists() else None
                 unfinished.rename(path)
-                if old is not None:
-                    # only now: a kill before has cost the name, which `recover_interrupted` gives again
-                    shutil.rmtree(old, ignore_errors=True)
+                if replaced is not None:
+                    # only now: after a kill between the two renames `recover_interrupted` restores the old one
+                    shutil.rmtree(replaced, ignore_errors=True)
                 sync(path.parent)
                 update_symlink(path.parent / LAST, path.name)
                 sync(path.parent)
-                return Outcome(path=path, step=judged.step, bytes=whole.total_bytes)
-        except Exception as error:  # the other ranks wait for a verdict
-            judged = Outcome(path=path, step=judged.step, error=_says(error))
-        shutil.rmtree(unfinished, ignore_errors=True)  # makes room
-        return judged
+                return Outcome(path=path, step=outcome.step, bytes=complete.total_bytes)
+        except Exception as error:  # returned: the other ranks wait for the outcome
+            outcome = Outcome(path=path, step=outcome.step, error=_describe(error))
+        shutil.rmtree(unfinished, ignore_errors=True)  # makes room for the next one
+        return outcome
 
     def _clean(self, folder: Path) -> None:
         try:
             self._after(folder)
         except OSError as error:
-            LOGGER.warning("Old checkpoints could not be removed: %s", _says(error))
+            LOGGER.warning("Old checkpoints could not be removed: %s", _describe(error))
 
-    def _all(self, mine: Any) -> list[Any]:
-        """What every rank's thread has to say."""
+    def _all_gather(self, message: Any) -> list[Any]:
+        """Return the messages of all ranks' threads, in rank order."""
         if self._group is None:
-            return [mine]
-        every: list[Any] = [None] * dist.get_world_size()
-        dist.all_gather_object(every, mine, group=self._group)
-        return every
+            return [message]
+        messages: list[Any] = [None] * dist.get_world_size()
+        dist.all_gather_object(messages, message, group=self._group)
+        return messages
 
 
-def _judged(path: Path, manifest: Manifest, reports: list[Report]) -> Outcome:
-    """The same verdict on every rank."""
+def _judge(path: Path, manifest: Manifest, reports: list[RankReport]) -> Outcome:
+    """Return the same outcome on every rank."""
     error = next((report.error for report in reports if report.error is not None), None)
     name = next((report.not_finite for report in reports if report.not_finite is not None), None)
-    refused = None if name is None else f"{name} is not finite"
-    return Outcome(path=path, step=manifest.step, error=error, refused=refused)
+    rejected = None if name is None else f"{name} is not finite"
+    return Outcome(path=path, step=manifest.step, error=error, rejected=rejected)
 
 
 def _write(path: Path, content: bytes) -> FileRecord:
@@ -244,8 +271,8 @@ def _write(path: Path, content: bytes) -> FileRecord:
     return FileRecord(bytes=len(content), xxh3_128=xxhash.xxh3_128_hexdigest(content))
 
 
-def _says(error: BaseException) -> str:
+def _describe(error: BaseException) -> str:
     if isinstance(error, OSError) and error.strerror:
         where = f" ({error.filename})" if error.filename else ""
-        return f"{error.strerror}{where}; {_OF_DISKS}"
+        return f"{error.strerror}{where}; {_DISK_FIX}"
     return f"{type(error).__name__}: {error}"

@@ -6,7 +6,7 @@ from pathlib import Path
 from typing import Any
 
 from recipes.build import Run
-from recipes.checkpoint.resume import newest_checkpoint, step_of
+from recipes.checkpoint.resume import newest_checkpoint, read_step
 from recipes.checkpoint.saver import CheckpointSaver
 from recipes.entry.out_of_memory import write_error_report
 from recipes.logger.writers import SummaryWriter
@@ -40,10 +40,10 @@ def fit(run: Run) -> int:
         Exception: The run crashed; the summary is written and the `end` event logged.
         KeyboardInterrupt: Ctrl-C.
     """
-    if run.checkpoint is not None and step_of(run.checkpoint) >= run.trainer.max_steps:
-        checkpoint = get_checkpoint_io(run).whole(run.checkpoint)
+    if run.checkpoint is not None and read_step(run.checkpoint) >= run.trainer.max_steps:
+        checkpoint = get_checkpoint_io(run).find_valid(run.checkpoint)
         run = replace(run, checkpoint=checkpoint)
-        if (step := step_of(checkpoint)) >= run.trainer.max_steps:
+        if (step := read_step(checkpoint)) >= run.trainer.max_steps:
             LOGGER.info(f"Nothing to do: {checkpoint} is at step {step} of {run.trainer.max_steps}")
             return ExitCode.FINISHED
     LOGGER.info(f"{run.name}: the run's folder is {run.folder}")
@@ -146,11 +146,11 @@ def _exit_code_of_last_save(run: Run) -> int:
         for callback in run.trainer.checkpoint_callbacks
         if isinstance(callback, CheckpointSaver)
     ]
-    newest = saver.finished.newest
-    if newest is None or newest.is_whole:
+    newest = saver.save_log.newest
+    if newest is None or newest.is_valid:
         return ExitCode.FINISHED
     LOGGER.error(f"The last checkpoint of this run, {newest.path.name}, was not written")
-    return ExitCode.DIVERGED if newest.refused is not None else ExitCode.UNSAVED
+    return ExitCode.DIVERGED if newest.rejected is not None else ExitCode.UNSAVED
 
 
 def _last_line(summary: dict[str, Any], folder: Path) -> str:

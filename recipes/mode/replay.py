@@ -14,9 +14,9 @@ from recipes.checkpoint.shard_file import open_tensors
 from recipes.checkpoint.shards import load_module
 from recipes.errors import ConfigError
 from recipes.mode.load import load_task
-from recipes.numerics.gradients import global_norm
 from recipes.run_folder import SPIKES_FOLDER
 from recipes.runtime.console import LOGGER
+from recipes.strategy.torch_native import global_norm
 from recipes.task.base import TrainingTask
 
 SHOWN_SAMPLES = 5

@@ -76,7 +76,7 @@ class RunStartCallback(Callback):
 
     def _log_resume(self, step: int) -> None:
         run, io = self._run, get_checkpoint_io(self._run)
-        for rejection in io.refused:
+        for rejection in io.rejected:
             log_event(run, "checkpoint_rejected", step, path=rejection.path.name, why=rejection.why)
         assert io.loaded is not None, "a run that is past step 0 has loaded a checkpoint"
         # a kill between a checkpoint and its event leaves the checkpoint without one

@@ -1,1 +1,1 @@
-"""Arithmetic that every strategy shares: accumulation, collectives, gradients, loss, weight average."""
+"""Arithmetic that every strategy shares: gradient accumulation, collectives, losses, averaged weights."""

@@ -1,4 +1,4 @@
-"""Global batch <-> micro-batches by exact division. Pure arithmetic, no imports that cost."""
+"""Splits a global batch into equal micro-batches, exactly or not at all; pure arithmetic, imports no torch."""
 
 from dataclasses import dataclass
 
@@ -7,12 +7,12 @@ from recipes.errors import ConfigError
 
 @dataclass(frozen=True, kw_only=True)
 class Accumulation:
-    """How one global batch is carried out.
+    """How one global batch is computed.
 
     Attributes:
-        global_batch_size: Samples per optimizer step over all devices: the experiment.
-        micro_batch_size: Samples per device per forward.
-        num_micro_batches: Forward passes per device per optimizer step.
+        global_batch_size: Samples per optimizer step over all devices; what the experiment is about.
+        micro_batch_size: Samples per device per forward pass.
+        num_micro_batches: Micro-batches per device per optimizer step.
     """
 
     global_batch_size: int
@@ -31,39 +31,39 @@ def divide(
 
     Args:
         global_batch_size: Samples per optimizer step over all devices.
-        micro_batch_size: Samples per device per forward; None: follows from the others.
+        micro_batch_size: Samples per device per forward pass; None derives it from the others.
         num_devices: Ranks that share the global batch.
-        accumulate_grad_batches: Passes per optimizer step; None: follows from the others.
+        accumulate_grad_batches: Micro-batches per optimizer step; None derives it from the others.
 
     Raises:
-        ConfigError: The numbers do not divide, or contradict each other.
+        ConfigError: The global batch does not divide, or the settings contradict each other.
     """
     if micro_batch_size is None:
-        passes = 1 if accumulate_grad_batches is None else accumulate_grad_batches
-        once = passes * num_devices
-        micro_batch_size = max(global_batch_size // once, 1)
-        in_passes = "" if passes == 1 else f"{passes} micro-batches on "
-        what = f"{in_passes}{_devices(num_devices)}"
+        num_micro_batches = 1 if accumulate_grad_batches is None else accumulate_grad_batches
+        unit = num_micro_batches * num_devices
+        micro_batch_size = max(global_batch_size // unit, 1)
+        count = "" if num_micro_batches == 1 else f"{num_micro_batches} micro-batches on "
+        parts = f"{count}{_devices(num_devices)}"
     else:
-        once = micro_batch_size * num_devices
-        passes = max(global_batch_size // once, 1)
-        what = f"micro-batches of {micro_batch_size} on {_devices(num_devices)}"
-    if global_batch_size % once:
+        unit = micro_batch_size * num_devices
+        num_micro_batches = max(global_batch_size // unit, 1)
+        parts = f"micro-batches of {micro_batch_size} on {_devices(num_devices)}"
+    if global_batch_size % unit:
         raise ConfigError(
             f"global_batch_size={global_batch_size}",
-            f"{global_batch_size} samples do not divide into {what}",
-            f"global_batch_size={_multiples_around(global_batch_size, once)}",
+            f"{global_batch_size} samples do not divide into {parts}",
+            f"global_batch_size={_multiples_around(global_batch_size, unit)}",
         )
-    if accumulate_grad_batches not in (None, passes):
+    if accumulate_grad_batches not in (None, num_micro_batches):
         raise ConfigError(
             f"trainer.accumulate_grad_batches={accumulate_grad_batches}",
-            f"global_batch_size={global_batch_size} in {what} takes {passes} passes",
-            f"trainer.accumulate_grad_batches={passes}",
+            f"global_batch_size={global_batch_size} in {parts} needs {num_micro_batches} accumulation steps",
+            f"trainer.accumulate_grad_batches={num_micro_batches}",
         )
     return Accumulation(
         global_batch_size=global_batch_size,
         micro_batch_size=micro_batch_size,
-        num_micro_batches=passes,
+        num_micro_batches=num_micro_batches,
     )
 
 
@@ -71,21 +71,26 @@ def _devices(number: int) -> str:
     return "1 device" if number == 1 else f"{number} devices"
 
 
-def _multiples_around(number: int, step: int) -> str:
-    below, above = number // step * step, -(-number // step) * step
+def _multiples_around(number: int, unit: int) -> str:
+    below, above = number // unit * unit, -(-number // unit) * unit
     return f"{above} (or {below})" if below else f"{above}"
 
 
 def steps_of(num_samples: int, global_batch_size: int, parts: int = 1) -> int:
-    """Optimizer steps in which so many samples are consumed, or one of equal parts of them; `${steps_of:…}` in conf/.
+    """Return the optimizer steps that consume a number of samples; `${steps_of:…}` in conf/.
+
+    Args:
+        num_samples: Samples to consume.
+        global_batch_size: Samples per optimizer step.
+        parts: Return the steps of one of this many equal parts.
 
     Raises:
-        ValueError: It is no whole number of steps.
+        ValueError: The samples do not make a whole number of steps.
     """
     steps, rest = divmod(num_samples, global_batch_size * parts)
     if rest or steps < 1:
-        of = f" in {parts} parts" if parts > 1 else ""
+        of_parts = f" in {parts} parts" if parts > 1 else ""
         raise ValueError(
-            f"{num_samples} samples{of} are no whole number of steps of {global_batch_size} samples"
+            f"{num_samples} samples{of_parts} are not a whole number of steps of {global_batch_size} samples"
         )
     return steps

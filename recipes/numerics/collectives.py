@@ -1,4 +1,4 @@
-"""The two sums over ranks that the house needs beside the engines' own: one all-reduce each."""
+"""The two sums over ranks that this project needs in addition to those of the engines: one all-reduce each."""
 
 from collections.abc import Iterable
 
@@ -8,17 +8,22 @@ from torch import Tensor
 
 
 def sum_over_ranks(value: Tensor, device: torch.device) -> Tensor:
-    """Add a tensor over all ranks, on the device their backend works on; the sum stays there."""
+    """Return the sum of a tensor over all ranks.
+
+    Args:
+        value: Of the same shape on every rank; stays unchanged.
+        device: Device that the process group works on; with several ranks the sum lies there.
+    """
     if not dist.is_initialized() or dist.get_world_size() == 1:
         return value
-    summed = value.to(device, copy=True)
-    dist.all_reduce(summed)
-    return summed
+    total = value.to(device, copy=True)  # shape of `value`; all_reduce overwrites it
+    dist.all_reduce(total)
+    return total
 
 
 @torch.no_grad()
 def average_over_ranks(tensors: Iterable[Tensor]) -> None:
-    """Give every rank the mean of each tensor, in place."""
+    """Replace each tensor by its mean over all ranks, in place."""
     if not dist.is_initialized() or dist.get_world_size() == 1:
         return
     for tensor in tensors:

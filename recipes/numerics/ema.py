@@ -1,6 +1,6 @@
-"""An exponential moving average of the weights, kept as one more moment of the optimizer: 4 bytes a parameter.
+"""An exponential moving average of the weights, stored as optimizer state: 4 bytes a parameter.
 
-So it is sharded as the moments are, saved, resumed under another strategy and rolled back with them.
+So it is sharded, saved, resumed under another strategy and rolled back as all optimizer state is.
 """
 
 from collections.abc import Callable
@@ -15,46 +15,46 @@ NAME = "ema"
 def average_weights(
     optimizer: torch.optim.Optimizer, *, decay: float, step: Callable[[], int]
 ) -> None:
-    """Average after every step that an optimizer makes; one that is skipped leaves the average alone.
+    """Update the average after every optimizer step; a skipped step leaves it unchanged.
 
     Args:
         optimizer: torch's own, or the one inside an engine's.
-        decay: Share of the average that stays at a step; it grows to that value, so that the first weights are
-            forgotten: (1 + step) / (10 + step) at most, as in Exponential Moving Average of TensorFlow.
-        step: Optimizer steps completed before the one under way.
+        decay: Weight of the old average in the new one. It is limited to (1 + step) / (10 + step), as in TensorFlow's
+            ExponentialMovingAverage, so that the initial weights are forgotten.
+        step: Returns the optimizer steps completed before the one under way.
     """
 
-    def after_step(own: torch.optim.Optimizer, args: Any, kwargs: Any) -> None:
-        now = step()
-        share = 1 - min(decay, (1 + now) / (10 + now))
-        _average(own, share)
+    def after_step(optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> None:
+        completed = step()
+        _average(optimizer, 1 - min(decay, (1 + completed) / (10 + completed)))
 
     optimizer.register_step_post_hook(after_step)
 
 
 @torch.no_grad()
-def _average(optimizer: torch.optim.Optimizer, share: float) -> None:
+def _average(optimizer: torch.optim.Optimizer, new_weight: float) -> None:
     averages, weights = [], []
     for group in optimizer.param_groups:
         for parameter in group["params"]:
             if parameter.grad is None:
-                continue  # the step was refused
+                continue  # the step was skipped
             state = optimizer.state[parameter]
             if NAME not in state:
-                # in float32: a bfloat16 average would lose what a step adds to it
+                # shape of the parameter, float32: in bfloat16 a step's small change would be rounded away
                 state[NAME] = parameter.detach().float().clone()
                 continue
             averages.append(_local(state[NAME]))
             weights.append(_local(parameter.detach()).float())
     if not averages:
         return
-    refused = getattr(optimizer, "found_inf", None)  # known on the GPU alone
-    if refused is None:
-        torch._foreach_lerp_(averages, weights, share)
+    skipped = getattr(optimizer, "found_inf", None)  # on a GPU only the device knows, as 0.0 or 1.0
+    if skipped is None:
+        torch._foreach_lerp_(averages, weights, new_weight)
     else:
-        made = (share * (1 - refused)).to(averages[0].dtype)
+        # 0-dim; _foreach_lerp_ accepts no tensor on the device as weight
+        applied = (new_weight * (1 - skipped)).to(averages[0].dtype)
         for average, weight in zip(averages, weights, strict=True):
-            average.lerp_(weight, made)
+            average.lerp_(weight, applied)
 
 
 def _local(tensor: Tensor) -> Tensor:

@@ -1,4 +1,7 @@
-"""Loss as a sum over targets and their number: the only form that adds up over micro-batches and ranks."""
+"""Losses as a sum and a number of targets: the only form that adds up over micro-batches and ranks.
+
+Shapes: B samples, V classes or tokens, N all targets of a batch.
+"""
 
 import torch
 import torch.nn.functional as F
@@ -8,7 +11,7 @@ IGNORE_INDEX = -100  # a target with this value carries no loss; the default of 
 
 
 def cross_entropy_sum(logits: Tensor, targets: Tensor) -> Tensor:
-    """Sum of the cross-entropies of all targets that carry loss, in float32.
+    """Return the sum of the cross-entropies of all targets that carry loss.
 
     Args:
         logits: [..., V] scores in any float dtype.
@@ -17,6 +20,7 @@ def cross_entropy_sum(logits: Tensor, targets: Tensor) -> Tensor:
     Returns:
         A 0-dim float32 tensor, in nats.
     """
+    # float32 first: bfloat16 stops growing at 256 terms of 1
     return F.cross_entropy(
         logits.float().flatten(0, -2),  # [N, V]
         targets.flatten(),  # [N]
@@ -28,9 +32,9 @@ def cross_entropy_sum(logits: Tensor, targets: Tensor) -> Tensor:
 def regularizer_sum(
     logits: Tensor, targets: Tensor, *, label_smoothing: float, z_loss: float
 ) -> Tensor:
-    """What training adds to `cross_entropy_sum`, summed over all targets that carry loss, in float32.
+    """Return what training adds to `cross_entropy_sum`, summed over all targets that carry loss.
 
-    Label smoothing (Szegedy et al. 2015, arXiv 1512.00567) as `F.cross_entropy` has it: the target has probability
+    Label smoothing (Szegedy et al. 2015, arXiv 1512.00567) as in `F.cross_entropy`: the target has probability
     1 - s + s / V, every other class s / V. The z-loss (PaLM, arXiv 2204.02311) is the weighted square of the log of
     the normalizer, which keeps logits from drifting.
 
@@ -38,28 +42,32 @@ def regularizer_sum(
         logits: [..., V] scores in any float dtype.
         targets: [...]; `IGNORE_INDEX` carries no loss.
         label_smoothing: s.
-        z_loss: Weight of the square; PaLM takes 1e-4.
+        z_loss: Weight of the square; 1e-4 in PaLM.
+
+    Returns:
+        A 0-dim float32 tensor, in nats.
     """
-    flat, wanted = logits.float().flatten(0, -2), targets.flatten()  # [N, V], [N]
-    counts = wanted != IGNORE_INDEX
-    each = torch.zeros_like(wanted, dtype=torch.float32)  # [N]
+    flat_logits, flat_targets = logits.float().flatten(0, -2), targets.flatten()  # [N, V], [N]
+    carries_loss = flat_targets != IGNORE_INDEX  # [N]
+    terms = torch.zeros_like(flat_targets, dtype=torch.float32)  # [N]
     if label_smoothing:
-        of_target = flat.gather(1, wanted.clamp(min=0)[:, None]).squeeze(1)
-        each = each + label_smoothing * (of_target - flat.mean(dim=1))
+        # clamped, since IGNORE_INDEX is no index; those terms are dropped below
+        target_logits = flat_logits.gather(1, flat_targets.clamp(min=0)[:, None]).squeeze(1)  # [N]
+        terms = terms + label_smoothing * (target_logits - flat_logits.mean(dim=1))
     if z_loss:
-        each = each + z_loss * flat.logsumexp(dim=1).square()
-    return torch.where(counts, each, 0.0).sum()
+        terms = terms + z_loss * flat_logits.logsumexp(dim=1).square()
+    return torch.where(carries_loss, terms, 0.0).sum()
 
 
 def mean_per_sample(logits: Tensor, targets: Tensor) -> Tensor:
-    """Mean cross-entropy of each sample over its targets that carry loss, in float32; NaN where none does.
+    """Return the mean cross-entropy of each sample over its targets that carry loss.
 
     Args:
-        logits: [B, ..., V].
-        targets: [B, ...].
+        logits: [B, ..., V] scores in any float dtype.
+        targets: [B, ...]; `IGNORE_INDEX` carries no loss.
 
     Returns:
-        [B], in nats.
+        [B] in float32, in nats; NaN for a sample without a target.
     """
     losses = F.cross_entropy(
         logits.float().flatten(0, -2),
@@ -72,11 +80,11 @@ def mean_per_sample(logits: Tensor, targets: Tensor) -> Tensor:
 
 
 def count_targets(targets: Tensor) -> Tensor:
-    """Number of targets that carry loss, as a 0-dim int64 tensor on the device of `targets`."""
+    """Return the number of targets that carry loss, as a 0-dim int64 tensor on the device of `targets`."""
     return (targets != IGNORE_INDEX).sum()
 
 
 def count_correct(logits: Tensor, targets: Tensor) -> Tensor:
-    """Number of targets whose class has the largest logit, as a 0-dim int64 tensor."""
+    """Return the number of targets whose class has the largest logit, as a 0-dim int64 tensor."""
     predictions = logits.argmax(dim=-1)  # [...]
     return torch.logical_and(predictions == targets, targets != IGNORE_INDEX).sum()

@@ -1,4 +1,4 @@
-"""How a step is carried out on the devices: each engine a small subclass of Lightning's, answering `Engine`."""
+"""How a step runs on the devices: each strategy is a small subclass of Lightning's that implements `Engine`."""
 
 from collections.abc import Callable, Iterable
 from typing import Any, Protocol
@@ -8,32 +8,37 @@ from torch import Tensor, nn
 
 from recipes.clipping import Clipping
 from recipes.errors import ConfigError
+from recipes.lightning_internals import unwrap_optimizer
 
 
 class StepGuard(Protocol):
-    """Whoever watches for spikes.
+    """Decides before each optimizer step whether to skip it; implemented by whoever watches for spikes.
 
     Attributes:
-        loss: Of the step about to be made, over all ranks, a 0-dim tensor; set before the backward pass ends.
+        loss: Loss of the step under way over all ranks, a 0-dim tensor; set before the backward pass ends.
     """
 
     loss: Tensor | None
 
     def judge(self, norm: Tensor) -> Tensor:
-        """Whether a step with this global norm before clipping is refused, a 0-dim bool tensor; on every rank."""
+        """Return whether to skip the step, a 0-dim bool tensor; called on every rank.
+
+        Args:
+            norm: Global gradient norm before clipping, a 0-dim tensor.
+        """
 
 
 class Engine(Protocol):
-    """The questions that tasks and modes ask; no other code asks which strategy it runs under.
+    """What tasks and modes need of a strategy; no other code depends on which one it runs under.
 
     Attributes:
-        grad_norm: Global L2 norm before clipping of the last optimizer step, a 0-dim tensor; None before it.
-        clip_threshold: What the gradients of that step were scaled down to where they were above; inf: nothing.
-        guard: Refuses optimizer steps; None: every step is made.
-        clipping: A limit of the norm from the norms before, beside the fixed one; None: there is none.
-        current_loss_scale: What the loss is multiplied by; None without a loss scaler. Read from the device.
+        grad_norm: Global L2 norm before clipping of the last optimizer step, a 0-dim tensor; None before the first.
+        clip_threshold: Norm to which the gradients of that step were limited, a 0-dim tensor; inf without a limit.
+        guard: Skips optimizer steps; None executes every step.
+        clipping: Adaptive limit of the norm in addition to the fixed one; None disables it.
+        current_loss_scale: Factor on the loss, read from the device; None without a loss scaler.
         num_overflows: Optimizer steps that this process skipped because a gradient was not finite.
-        frees_gradients: Whether gradients are freed after the step; False: zeroed where they lie.
+        frees_gradients: Whether gradients are freed after the step; False zeroes them in place.
     """
 
     grad_norm: Tensor | None
@@ -51,23 +56,24 @@ class Engine(Protocol):
     @property
     def num_overflows(self) -> int: ...
 
-    def place(self, model: nn.Module, initialize: Callable[[nn.Module], None]) -> None:
-        """Distribute a model made on the meta device, in place, and give it its first weights.
+    def materialize(self, model: nn.Module, initialize: Callable[[nn.Module], None]) -> None:
+        """Distribute a model described on the meta device, in place, and give it storage and initial weights.
 
         Args:
+            model: On the meta device.
             initialize: Sets every parameter and buffer of a model that has storage; no collectives.
         """
 
-    def own_optimizer(self, optimizer: torch.optim.Optimizer) -> torch.optim.Optimizer:
-        """The optimizer this engine steps instead: the same one, or its own form of the same arithmetic."""
+    def prepare_optimizer(self, optimizer: torch.optim.Optimizer) -> torch.optim.Optimizer:
+        """Return the optimizer to step instead: the same one, or another form of the same arithmetic."""
 
     def clip_gradients(
         self, parameters: Iterable[nn.Parameter], *, max_norm: float | None, max_value: float | None
     ) -> None:
-        """Clip in place, where asked, before the optimizer steps; `grad_norm` is known after the step."""
+        """Clip in place before the optimizer steps; None disables a limit. `grad_norm` is known after the step."""
 
     def sum_over_ranks(self, value: Tensor) -> Tensor:
-        """Add a tensor over all ranks; with several, the sum lies on their device."""
+        """Return the sum of a tensor over all ranks; with several ranks it lies on their device."""
 
 
 def get_blocks(model: nn.Module, option: str) -> Iterable[nn.Module]:
@@ -87,23 +93,23 @@ def get_blocks(model: nn.Module, option: str) -> Iterable[nn.Module]:
             f"it shards block by block, and {type(model).__name__} has no `blocks`",
             "strategy=ddp",
         )
-    return iter(blocks)
+    return list(blocks)
 
 
 def skip_step(
-    optimizer: torch.optim.Optimizer, parameters: Iterable[nn.Parameter], refused: Tensor
+    optimizer: torch.optim.Optimizer, parameters: Iterable[nn.Parameter], skips: Tensor
 ) -> None:
-    """Let an optimizer step without any effect where a 0-dim bool tensor is true.
+    """Make the next step of an optimizer a no-op where a 0-dim bool tensor is true.
 
-    A fused optimizer on a GPU reads the flag there. Any other loses its gradients: the flag is read, which costs
-    nothing on a CPU and one wait for the device on a GPU.
+    A fused optimizer on a GPU reads the flag on the device. For any other the gradients are dropped: the flag is
+    read on the host, which is free on a CPU and waits once for a GPU.
     """
-    own: Any = getattr(optimizer, "_optimizer", optimizer)  # not into Lightning's wrapper
-    is_fused = all(group.get("fused") for group in own.param_groups)
-    if (
-        refused.is_cuda and is_fused and own.state
-    ):  # the first step makes the moments, refused or not
-        own.found_inf = refused.float()
-    elif bool(refused):
+    # `found_inf` must be set on torch's optimizer: on Lightning's wrapper the fused kernel would not see it
+    inner: Any = unwrap_optimizer(optimizer)
+    is_fused = all(group.get("fused") for group in inner.param_groups)
+    # without state the first step creates it even when skipped, so it must not run at all
+    if skips.is_cuda and is_fused and inner.state:
+        inner.found_inf = skips.float()
+    elif bool(skips):
         for parameter in parameters:
             parameter.grad = None

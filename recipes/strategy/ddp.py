@@ -1,4 +1,4 @@
-"""A whole model on every rank; gradients are averaged once per optimizer step, while the backward pass runs."""
+"""DDP: the full model on every rank; gradients are averaged once per optimizer step, during the backward pass."""
 
 from collections.abc import Sequence
 from typing import ClassVar
@@ -8,25 +8,26 @@ import torch
 from lightning.pytorch.plugins.io import CheckpointIO
 from lightning.pytorch.strategies import DDPStrategy
 from torch.nn.parallel import DistributedDataParallel
+from typing_extensions import override
 
 from recipes.checkpoint.shards import ShardSavingMixin
 from recipes.precision import Precision
-from recipes.strategy.precision_plugin import lightning_plugin
+from recipes.strategy.precision_plugin import to_lightning_plugin
 from recipes.strategy.torch_native import TorchNativeMixin
 
 
 class DDP(TorchNativeMixin, ShardSavingMixin, DDPStrategy):
-    """Lightning's DDP strategy, answering the questions of `recipes.strategy.Engine`.
+    """Lightning's DDP strategy as a `recipes.strategy.Engine`.
 
-    Gradients are views of the communication buckets and stay so, zeroed in place, which saves their copy, 4 bytes
-    a parameter. Inside an accumulation window Lightning suppresses the all-reduce. A static graph is not asked
-    for: it serves reentrant activation checkpoints and unused parameters, and there are neither here. Running
-    statistics are not broadcast at every forward pass; the task averages them over ranks where they are read.
+    Gradients are views of the communication buckets, zeroed in place, which saves a copy of 4 bytes a parameter.
+    Inside an accumulation window Lightning suppresses the all-reduce. `static_graph` stays off: it serves reentrant
+    activation checkpoints and unused parameters, and this project has neither. Running statistics are not broadcast
+    at every forward pass; the task averages them over ranks where they are read.
 
     Args:
-        devices: Of this node, one a rank.
-        precision: Of weights and products.
-        checkpoint_io: How checkpoints are written and read.
+        devices: Devices of this node, one per rank.
+        precision: Dtypes of weights and products.
+        checkpoint_io: Writes and reads checkpoints; None uses Lightning's.
     """
 
     option: ClassVar[str] = "ddp"
@@ -45,27 +46,30 @@ class DDP(TorchNativeMixin, ShardSavingMixin, DDPStrategy):
     ) -> None:
         super().__init__(
             checkpoint_io=checkpoint_io,
-            precision_plugin=lightning_plugin(precision, devices[0]),
+            precision_plugin=to_lightning_plugin(precision, devices[0]),
             gradient_as_bucket_view=True,
             broadcast_buffers=False,
         )
 
+    @override
     def setup(self, trainer: lightning.Trainer) -> None:
-        """Start DDP, and give it the buckets it keeps.
+        """Start DDP and settle its bucket layout before the first real backward pass.
 
-        torch 2.13 lays its buckets out anew after the first backward pass of a process. With three ranks or more
-        that adds the gradients in another order, so that a resumed run would not have the bits of one that was
-        never interrupted. A backward pass of zeros, in the order of a real one, is the first instead.
+        torch 2.13 rebuilds its buckets after the first backward pass of a process. With three ranks or more that
+        adds the gradients in another order, so a resumed run would differ in the last bits from one that was never
+        interrupted. A backward pass of zeros, in the order of a real one, triggers the rebuild here.
         """
         super().setup(trainer)
         if trainer.state.fn != "fit":
             return
         assert isinstance(self.model, DistributedDataParallel)
         reducer = self.model.reducer
+        # what a forward pass through DDP does; the model itself need not run
         reducer.prepare_for_forward()
         reducer.prepare_for_backward([])
         trained = [p for p in self.model.parameters() if p.requires_grad]
-        zero = torch.stack([parameter.sum() for parameter in trained]).sum() * 0.0
+        # depends on every parameter, with a gradient of zero
+        zero = torch.stack([parameter.sum() for parameter in trained]).sum() * 0.0  # 0-dim
         zero.backward()  # type: ignore[no-untyped-call]
-        assert reducer._rebuild_buckets(), "what the first real forward pass would have done"
+        assert reducer._rebuild_buckets(), "the first real forward pass would rebuild them"
         self.model.zero_grad(set_to_none=False)

@@ -1,4 +1,4 @@
-"""FSDP2: each rank keeps 1/N of weights, gradients and optimizer state; a block is whole only while it computes."""
+"""FSDP2: each rank holds 1/N of weights, gradients and optimizer state; a block is gathered only while it computes."""
 
 from collections.abc import Callable, Generator, Sequence
 from contextlib import contextmanager
@@ -8,45 +8,40 @@ import torch
 from lightning.pytorch.plugins.io import CheckpointIO
 from lightning.pytorch.strategies import ModelParallelStrategy
 from torch import nn
-from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
-from torch.distributed.fsdp import (
-    CPUOffloadPolicy,
-    FSDPModule,
-    MixedPrecisionPolicy,
-    OffloadPolicy,
-    fully_shard,
-)
+from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule, OffloadPolicy, fully_shard
+from typing_extensions import override
 
 from recipes.checkpoint.shards import ShardSavingMixin
-from recipes.precision import Precision
+from recipes.lightning_internals import set_up_mesh
+from recipes.precision import Precision, to_fsdp_policy
 from recipes.strategy import get_blocks
-from recipes.strategy.precision_plugin import lightning_plugin
+from recipes.strategy.precision_plugin import to_lightning_plugin
 from recipes.strategy.torch_native import TorchNativeMixin
 
-# what autocast computes in the low precision: their weights may be gathered in it, no other parameter
+# modules that autocast runs in the low precision: only their weights may be gathered in it
 _LOW_PRECISION = (nn.Linear, nn.Conv1d, nn.Conv2d, nn.Conv3d)
 
 
 class FSDP2Strategy(TorchNativeMixin, ShardSavingMixin, ModelParallelStrategy):
-    """Lightning's model-parallel strategy as plain FSDP2, answering the questions of `recipes.strategy.Engine`.
+    """Lightning's model-parallel strategy as plain FSDP2 and as a `recipes.strategy.Engine`.
 
-    Under a mixed precision the matrices of a block travel in the low precision and all else in float32, and
-    autocast chooses as on one device: the same roundings, whatever the number of ranks. Gradients are reduced
-    in float32.
+    Under a mixed precision the matrices of a block are gathered in the low precision and everything else in
+    float32; autocast decides as it does on one device, so the roundings do not depend on the number of ranks.
+    Gradients are reduced in float32.
 
     Args:
-        devices: Of this node, one a rank.
-        precision: Of weights and products.
-        checkpoint_io: How checkpoints are written and read.
-        cpu_offload: Shards, gradients and optimizer state live in host memory; the optimizer steps there.
-        gradient_sync: `per_micro_batch`: reduce-scatter after every backward pass. `per_step`: once per optimizer step;
-            each rank holds the gradients of the whole model until then, 4 bytes a parameter.
+        devices: Devices of this node, one per rank.
+        precision: Dtypes of weights and products.
+        checkpoint_io: Writes and reads checkpoints; None uses Lightning's.
+        cpu_offload: Keep shards, gradients and optimizer state in host memory; the optimizer steps there.
+        gradient_sync: `per_micro_batch` reduce-scatters after every backward pass. `per_step` does so once per
+            optimizer step; until then each rank holds the gradients of the full model, 4 bytes a parameter.
     """
 
     option: ClassVar[str] = "fsdp"
     shards_weights: ClassVar[bool] = True
 
-    _placed: FSDPModule
+    _root: FSDPModule
 
     def __init__(
         self,
@@ -60,10 +55,10 @@ class FSDP2Strategy(TorchNativeMixin, ShardSavingMixin, ModelParallelStrategy):
         on_gpu = devices[0].type == "cuda"
         super().__init__(
             save_distributed_checkpoint=False,
-            # offloaded gradients are summed on the host, everything else on the device
+            # with NCCL alone the norm of offloaded gradients, a host tensor, could not be summed over ranks
             process_group_backend="cpu:gloo,cuda:nccl" if on_gpu and cpu_offload else None,
         )
-        self.precision_plugin = lightning_plugin(precision, devices[0])
+        self.precision_plugin = to_lightning_plugin(precision, devices[0])
         if checkpoint_io is not None:
             self.checkpoint_io = checkpoint_io
         self._precision = precision
@@ -73,37 +68,38 @@ class FSDP2Strategy(TorchNativeMixin, ShardSavingMixin, ModelParallelStrategy):
         self._gradient_sync = gradient_sync
 
     def mesh_shape(self) -> dict[str, int]:
-        """Axes of the device mesh: the last one shards, one before it replicates."""
+        """Return the ranks along each axis of the device mesh: the last one shards, one before it replicates."""
         return {"shard": self.world_size}
 
+    @override
     def setup_environment(self) -> None:
-        """Lightning's own would lay out a mesh for tensor parallelism."""
-        self._setup_distributed()
-        shape = self.mesh_shape()
-        self._device_mesh: DeviceMesh = init_device_mesh(
-            self.root_device.type, tuple(shape.values()), mesh_dim_names=tuple(shape)
-        )
+        """Join the process group and lay out `mesh_shape`; Lightning's would add an axis for tensor parallelism."""
+        set_up_mesh(self, self.mesh_shape)
 
-    def place(self, model: nn.Module, initialize: Callable[[nn.Module], None]) -> None:
-        """Shard block by block, then give each shard storage and weights: no rank ever holds the whole model."""
+    def materialize(self, model: nn.Module, initialize: Callable[[nn.Module], None]) -> None:
+        """Shard block by block, then give each shard storage and weights: no rank ever holds the full model."""
         *others, last = get_blocks(model, self.option)
         for block in others:
             self._shard_block(block, reshard_after_forward=True)
-        # the backward pass begins with it: it would be gathered again at once
+        # the backward pass starts with the last block: freed, it would be gathered again at once
         self._shard_block(last, reshard_after_forward=False)
+        # last: FSDP2 assigns to a module what no module below it has claimed, here embedding, norm and head
         self._shard([model], low_precision=False, reshard_after_forward=False)
         offloaded = isinstance(self._offload, CPUOffloadPolicy)
         model.to_empty(device="cpu" if offloaded else self.root_device)
-        if offloaded:  # buffers stay where the products are made
+        if offloaded:
+            # FSDP2 moves parameters to the device for a computation, buffers it does not
             for module in model.modules():
                 for name, buffer in module.named_buffers(recurse=False):
                     setattr(module, name, buffer.to(self.root_device))
         initialize(model)
         assert isinstance(model, FSDPModule)
-        self._placed = model
+        self._root = model
 
     def _shard_block(self, block: nn.Module, *, reshard_after_forward: bool) -> None:
-        if self._precision.compute_dtype != self._precision.param_dtype:
+        if self._precision.is_mixed:
+            # norms and embeddings first, as a float32 group of their own: in the block's group they would be gathered
+            # in the low precision, and the result would no longer be that of autocast on one device
             full = [module for module in block.modules() if _stays_in_full_precision(module)]
             if full:
                 self._shard(full, low_precision=False, reshard_after_forward=reshard_after_forward)
@@ -112,41 +108,40 @@ class FSDP2Strategy(TorchNativeMixin, ShardSavingMixin, ModelParallelStrategy):
     def _shard(
         self, modules: list[nn.Module], *, low_precision: bool, reshard_after_forward: bool
     ) -> None:
-        """One group of parameters, gathered and reduced together."""
-        precision = self._precision
-        policy = MixedPrecisionPolicy(
-            param_dtype=precision.compute_dtype if low_precision else precision.param_dtype,
-            reduce_dtype=precision.reduce_dtype,
-            cast_forward_inputs=False,  # autocast casts where it must
-        )
+        """Make one group of the modules' parameters, gathered and reduced together."""
         fully_shard(
             modules if len(modules) > 1 else modules[0],  # type: ignore[arg-type]
             mesh=self.device_mesh,
-            mp_policy=policy,
+            mp_policy=to_fsdp_policy(self._precision, gather_low_precision=low_precision),
             offload_policy=self._offload,
             reshard_after_forward=reshard_after_forward,
         )
 
+    @override
     def model_to_device(self) -> None:
-        """Nothing: `place` has put every tensor where it belongs."""
+        """Do nothing: `materialize` has put every tensor on its device."""
 
+    @override
     @contextmanager
     def block_backward_sync(self) -> Generator[None, None, None]:
-        """Lightning enters it for every micro-batch of a window but the last."""
+        """Accumulate without communication; Lightning enters this for every micro-batch of a window but the last."""
         if self._gradient_sync == "per_micro_batch":
             yield
             return
-        self._placed.set_requires_gradient_sync(False)
+        self._root.set_requires_gradient_sync(False)
         try:
             yield
         finally:
-            self._placed.set_requires_gradient_sync(True)
+            # also after an error: a later backward pass would otherwise never reduce
+            self._root.set_requires_gradient_sync(True)
 
-    def own_optimizer(self, optimizer: torch.optim.Optimizer) -> torch.optim.Optimizer:
-        """The optimizer as it is: it steps this rank's shards. torch 2.13 has no fused SGD for them."""
+    @override
+    def prepare_optimizer(self, optimizer: torch.optim.Optimizer) -> torch.optim.Optimizer:
+        """Return the optimizer, which steps this rank's shards; SGD loses `fused`, which torch 2.13 lacks for them."""
         if isinstance(optimizer, torch.optim.SGD):
             for group in optimizer.param_groups:
                 group["fused"] = False
+            # set by `fused=True` at construction: the loss scaler would leave unscaling to a kernel that never runs
             optimizer._step_supports_amp_scaling = False
         return optimizer
 
@@ -155,7 +150,8 @@ class HSDPStrategy(FSDP2Strategy):
     """FSDP2 within groups of ranks, replicas across them: gradients are reduced inside a group, then between groups.
 
     Args:
-        shard_size: Ranks that share one copy of the model; None: those of one node.
+        shard_size: Ranks that hold one copy of the model together; None means the ranks of one node.
+        **fully_shard_arguments: As for `FSDP2Strategy`.
     """
 
     option: ClassVar[str] = "hsdp"
@@ -166,8 +162,9 @@ class HSDPStrategy(FSDP2Strategy):
         super().__init__(**fully_shard_arguments)
         self._shard_size = shard_size
 
+    @override
     def mesh_shape(self) -> dict[str, int]:
-        """Replicas, then shards."""
+        """Return the number of replicas, then of shards."""
         shard_size = self._shard_size or self.num_processes
         return {"replicate": self.world_size // shard_size, "shard": shard_size}
 

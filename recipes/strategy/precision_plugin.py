@@ -1,4 +1,7 @@
-"""A precision word as Lightning's plugin: autocast with a loss scaler that counts, half weights, or nothing."""
+"""A precision as Lightning's plugin: autocast with a loss scaler that counts overflows, half weights, or nothing.
+
+The other half, dtypes and the FSDP2 and DeepSpeed forms, is `recipes.precision`: it needs no Lightning.
+"""
 
 from collections.abc import Generator
 from contextlib import contextmanager
@@ -7,13 +10,16 @@ from typing import Any
 import torch
 from lightning.pytorch.plugins import DeepSpeedPrecision, HalfPrecision, MixedPrecision
 from lightning.pytorch.plugins import Precision as Plugin
+from typing_extensions import override
 
+from recipes.lightning_internals import is_accumulating
 from recipes.precision import Precision
 
 
 class CountingScaler(torch.amp.GradScaler):
-    """A dynamic loss scale that knows how many optimizer steps it has skipped. Right on shards: torch reduces
-    the overflow flag of DTensor gradients over their mesh.
+    """A dynamic loss scaler that counts the optimizer steps it skips.
+
+    Correct on shards: torch reduces the overflow flag of DTensor gradients over their mesh.
 
     Attributes:
         num_overflows: Optimizer steps skipped because a gradient was not finite.
@@ -21,6 +27,7 @@ class CountingScaler(torch.amp.GradScaler):
 
     num_overflows: int = 0
 
+    @override
     def _maybe_opt_step(
         self,
         optimizer: torch.optim.Optimizer,
@@ -29,7 +36,7 @@ class CountingScaler(torch.amp.GradScaler):
         **kwargs: Any,
     ) -> float | None:
         result = super()._maybe_opt_step(optimizer, optimizer_state, *args, **kwargs)
-        # read a moment ago by the line above: nothing is left to wait for
+        # the call above has just read the flags on the host, so this waits for nothing
         flags = optimizer_state["found_inf_per_device"].values()
         self.num_overflows += any(flag.item() for flag in flags)
         return result
@@ -44,24 +51,25 @@ class ZeroPrecision(DeepSpeedPrecision):
     def __init__(self, precision: Precision, device: torch.device) -> None:
         super().__init__("bf16-true" if precision.name == "bf16-true" else "32-true")
         self.compute_dtype = precision.compute_dtype
+        self._is_mixed = precision.is_mixed
         self._device_type = device.type
 
+    @override
     @contextmanager
     def forward_context(self) -> Generator[None, None, None]:
-        """For forward passes that do not go through the engine."""
-        mixed = self.compute_dtype != self._desired_dtype
-        with torch.autocast(
-            self._device_type, self.compute_dtype if mixed else None, enabled=mixed
-        ):
+        """Autocast for forward passes that do not go through DeepSpeed's engine."""
+        dtype = self.compute_dtype if self._is_mixed else None
+        with torch.autocast(self._device_type, dtype, enabled=self._is_mixed):
             yield
 
+    @override
     def _after_closure(self, model: Any, optimizer: Any) -> None:
-        if not model.trainer.fit_loop._should_accumulate():
+        if not is_accumulating(model.trainer):
             super()._after_closure(model, optimizer)
 
 
-def lightning_plugin(precision: Precision, device: torch.device) -> Plugin:
-    """What Lightning's single-device, DDP and FSDP2 strategies take for a precision word."""
+def to_lightning_plugin(precision: Precision, device: torch.device) -> Plugin:
+    """Return the plugin that Lightning's single-device, DDP and FSDP2 strategies need."""
     if precision.name in ("16-mixed", "bf16-mixed"):
         scaler = CountingScaler(device.type) if precision.scales_loss else None
         return MixedPrecision(precision.name, device.type, scaler)
@@ -69,12 +77,12 @@ def lightning_plugin(precision: Precision, device: torch.device) -> Plugin:
 
 
 def get_loss_scale(plugin: Plugin) -> float | None:
-    """The present scale, read from the device; None where the loss is not scaled."""
+    """Return the current loss scale, read from the device; None if the loss is not scaled."""
     scaler = getattr(plugin, "scaler", None)
     return None if scaler is None else float(scaler.get_scale())
 
 
 def get_num_overflows(plugin: Plugin) -> int:
-    """Optimizer steps skipped so far in this process."""
+    """Return the optimizer steps skipped so far in this process."""
     scaler = getattr(plugin, "scaler", None)
     return 0 if scaler is None else scaler.num_overflows

@@ -1,4 +1,4 @@
-"""One process, one device. No communication; the norm before clipping costs one pass over the gradients."""
+"""One process, one device: no communication; the norm before clipping costs one read of the gradients."""
 
 from collections.abc import Sequence
 from typing import ClassVar
@@ -9,17 +9,17 @@ from lightning.pytorch.strategies import SingleDeviceStrategy
 
 from recipes.checkpoint.shards import ShardSavingMixin
 from recipes.precision import Precision
-from recipes.strategy.precision_plugin import lightning_plugin
+from recipes.strategy.precision_plugin import to_lightning_plugin
 from recipes.strategy.torch_native import TorchNativeMixin
 
 
 class SingleDevice(TorchNativeMixin, ShardSavingMixin, SingleDeviceStrategy):
-    """Lightning's single-device strategy, answering the questions of `recipes.strategy.Engine`.
+    """Lightning's single-device strategy as a `recipes.strategy.Engine`.
 
     Args:
-        devices: The one the model lives on.
-        precision: Of weights and products.
-        checkpoint_io: How checkpoints are written and read.
+        devices: The device the model lives on, alone in the list.
+        precision: Dtypes of weights and products.
+        checkpoint_io: Writes and reads checkpoints; None uses Lightning's.
     """
 
     option: ClassVar[str] = "single"
@@ -37,5 +37,5 @@ class SingleDevice(TorchNativeMixin, ShardSavingMixin, SingleDeviceStrategy):
         super().__init__(
             device=device,
             checkpoint_io=checkpoint_io,
-            precision_plugin=lightning_plugin(precision, device),
+            precision_plugin=to_lightning_plugin(precision, device),
         )

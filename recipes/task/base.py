@@ -15,6 +15,7 @@ from recipes.activation_checkpoint import ActivationCheckpoint
 from recipes.clipping import Clipping
 from recipes.clipping.none import NoClipping
 from recipes.compile import compile_blocks
+from recipes.lightning_internals import align_row_step
 from recipes.model.flops import CountsFlops
 from recipes.model.weights import initialize
 from recipes.numerics.collectives import average_over_ranks
@@ -109,9 +110,7 @@ class TrainingTask(CountsFlops, Resumable, ABC):
     @override
     def configure_model(self) -> None:
         """Build the model on the meta device and let the engine materialize it with its first weights."""
-        if hasattr(
-            self, "model"
-        ):  # Lightning calls this hook again for every fit, validate and test
+        if hasattr(self, "model"):  # called again for every fit, validate and test
             return
         model = self.meta_model()
         if self._activation_checkpoint.every_nth_block:  # a model need not have blocks
@@ -121,7 +120,7 @@ class TrainingTask(CountsFlops, Resumable, ABC):
             self.cross_entropy_sum = torch.compile(cross_entropy_sum, dynamic=False)
         self.model_name = type(model).__name__  # before an engine may change its class
         first_weights = functools.partial(initialize, seed=self._seed)
-        self.trainer.strategy.place(model, first_weights)  # type: ignore[attr-defined]
+        self.trainer.strategy.materialize(model, first_weights)  # type: ignore[attr-defined]
         self.model = model
 
     def meta_model(self) -> nn.Module:
@@ -133,7 +132,7 @@ class TrainingTask(CountsFlops, Resumable, ABC):
     def configure_optimizers(self) -> OptimizerLRScheduler:
         optimizer = self._make_optimizer(self.model, fused=self._fused_optimizer)
         self.remember_optimizer(optimizer)
-        optimizer = self.trainer.strategy.own_optimizer(optimizer)  # type: ignore[attr-defined]
+        optimizer = self.trainer.strategy.prepare_optimizer(optimizer)  # type: ignore[attr-defined]
         self.remember_hyperparameters(optimizer)
         if self._ema_decay is not None:
             average_weights(optimizer, decay=self._ema_decay, step=lambda: self.trainer.global_step)
@@ -151,8 +150,7 @@ class TrainingTask(CountsFlops, Resumable, ABC):
 
     @override
     def on_train_batch_start(self, batch: Batch, batch_idx: int) -> None:
-        # Lightning 2.6 numbers rows by its own counter, which is one behind after some resumes
-        self.trainer.fit_loop.epoch_loop._batches_that_stepped = self.trainer.global_step
+        align_row_step(self.trainer)
 
     @override
     def training_step(self, batch: Batch, batch_idx: int) -> Tensor:

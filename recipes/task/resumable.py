@@ -15,6 +15,7 @@ from recipes.checkpoint.rng_state import restore, rng_state, seed_rank
 from recipes.checkpoint.shard_file import SavedTensor, write_shard
 from recipes.clipping import Clipping
 from recipes.errors import ConfigError
+from recipes.lightning_internals import skip_validation_once
 from recipes.model.init import unsharded_shape
 from recipes.numerics.ema import NAME as AVERAGE
 
@@ -189,8 +190,7 @@ class Resumable(lightning.LightningModule):
         for counts in (loop.batch_progress.total, loop.batch_progress.current):
             vars(counts).update(dict.fromkeys(vars(counts), done))
             counts.completed = done - 1  # the current micro-batch is counted when it ends
-        loop._batches_that_stepped = to_step
-        loop._skip_next_val = True  # step `to_step` has been validated already, if at all
+        skip_validation_once(trainer, step=to_step)  # it has been validated already, if at all
         if from_step == trainer.max_steps:
             trainer.should_stop = False  # the run was about to end, and has steps to repeat now
 

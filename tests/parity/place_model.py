@@ -26,7 +26,7 @@ def main() -> None:
     torch.set_num_threads(1)
     [(name, case)] = json.loads(Path(sys.argv[1]).read_text()).items()
     run = build(composed_config(*case["overrides"]), Path(tempfile.mkdtemp()), [])
-    place = run.trainer.strategy.place  # type: ignore[attr-defined]
+    materialize = run.trainer.strategy.materialize  # type: ignore[attr-defined]
 
     def measured(model: torch.nn.Module, initialize: object) -> None:
         num_parameters = sum(parameter.numel() for parameter in model.parameters())
@@ -40,7 +40,7 @@ def main() -> None:
 
         watcher = threading.Thread(target=watch)
         watcher.start()
-        place(model, initialize)
+        materialize(model, initialize)
         placed.set()
         watcher.join()
         taken = max(most, resident_bytes()) - before
@@ -50,7 +50,7 @@ def main() -> None:
         time.sleep(0.5)  # the other rank may still be materializing
         os._exit(0)
 
-    run.trainer.strategy.place = measured  # type: ignore[attr-defined]
+    run.trainer.strategy.materialize = measured  # type: ignore[attr-defined]
     run.trainer.fit(run.task, datamodule=run.data)
 
 

@@ -33,8 +33,8 @@ def train(case: dict[str, Any], folder: Path, *more: str) -> dict[str, Any]:
     )
     return {
         "rows": read_metrics(folder),
-        "weights": tensors[name].whole().flatten()[:50].tolist(),
-        "average": tensors[f"optimizer/ema/{name}"].whole().flatten()[:50].tolist(),
+        "weights": tensors[name].read().flatten()[:50].tolist(),
+        "average": tensors[f"optimizer/ema/{name}"].read().flatten()[:50].tolist(),
     }
 
 

@@ -1,4 +1,4 @@
-"""Recomputed blocks give the gradients of kept ones, bit for bit, dropout included."""
+"""Recomputed blocks give the same gradients as stored ones, bit for bit, dropout included."""
 
 from typing import Any
 
@@ -40,9 +40,9 @@ def gradients(every_nth_block: int) -> tuple[dict[str, torch.Tensor], int]:
 def test_recomputed_blocks_give_the_same_gradients(
     every_nth_block: int, expected_forwards: int
 ) -> None:
-    kept, forwards = gradients(0)
+    stored, forwards = gradients(0)
     recomputed, more_forwards = gradients(every_nth_block)
     assert forwards == 3
     assert more_forwards == expected_forwards
-    assert kept.keys() == recomputed.keys()
-    assert all(torch.equal(kept[name], recomputed[name]) for name in kept)
+    assert stored.keys() == recomputed.keys()
+    assert all(torch.equal(stored[name], recomputed[name]) for name in stored)

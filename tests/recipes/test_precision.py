@@ -1,4 +1,4 @@
-"""A precision word means three dtypes; initial weights are the same draws for all of them."""
+"""What a precision means for torch, FSDP2 and DeepSpeed; initial weights are the same for all of them, rounded."""
 
 from pathlib import Path
 
@@ -7,11 +7,11 @@ import torch
 from support import composed_config
 
 from recipes.build import build
-from recipes.precision import Precision
+from recipes.precision import Precision, to_deepspeed_config, to_fsdp_policy
 
 
 @pytest.mark.parametrize(
-    ("word", "param", "compute", "reduce", "scales"),
+    ("name", "param", "compute", "reduce", "scales"),
     [
         ("32-true", torch.float32, torch.float32, torch.float32, False),
         ("bf16-mixed", torch.float32, torch.bfloat16, torch.float32, False),
@@ -19,19 +19,53 @@ from recipes.precision import Precision
         ("bf16-true", torch.bfloat16, torch.bfloat16, torch.bfloat16, False),
     ],
 )
-def test_a_word_means_its_dtypes(
-    word: str, param: torch.dtype, compute: torch.dtype, reduce: torch.dtype, scales: bool
+def test_each_option_has_three_dtypes(
+    name: str, param: torch.dtype, compute: torch.dtype, reduce: torch.dtype, scales: bool
 ) -> None:
-    precision = Precision(name=composed_config(f"precision={word}")["precision"]["name"])
+    precision = Precision(name=composed_config(f"precision={name}")["precision"]["name"])
     dtypes = (precision.param_dtype, precision.compute_dtype, precision.reduce_dtype)
     assert dtypes == (param, compute, reduce)
     assert precision.scales_loss is scales
+    assert precision.is_mixed is (param != compute)
+
+
+@pytest.mark.parametrize(
+    ("name", "gathered", "reduced"),
+    [
+        ("32-true", torch.float32, torch.float32),
+        ("bf16-mixed", torch.bfloat16, torch.float32),
+        ("16-mixed", torch.float16, torch.float32),
+        ("bf16-true", torch.bfloat16, torch.bfloat16),
+    ],
+)
+def test_fsdp_gathers_matrices_in_the_compute_dtype_and_other_weights_as_they_are(
+    name: str, gathered: torch.dtype, reduced: torch.dtype
+) -> None:
+    precision = Precision(name=name)  # type: ignore[arg-type]
+    matrices = to_fsdp_policy(precision, gather_low_precision=True)
+    others = to_fsdp_policy(precision, gather_low_precision=False)
+    assert matrices.param_dtype == gathered
+    assert others.param_dtype == precision.param_dtype
+    assert matrices.reduce_dtype == others.reduce_dtype == reduced
+    assert not matrices.cast_forward_inputs
+    assert not others.cast_forward_inputs
+
+
+@pytest.mark.parametrize(
+    ("name", "dtype"),
+    [("32-true", None), ("bf16-mixed", "bfloat16"), ("16-mixed", "float16"), ("bf16-true", None)],
+)
+def test_deepspeed_is_given_autocast_for_mixed_precisions_only(
+    name: str, dtype: str | None
+) -> None:
+    config = to_deepspeed_config(Precision(name=name))  # type: ignore[arg-type]
+    assert (config["torch_autocast"]["dtype"] if config else None) == dtype
 
 
 def test_bf16_true_weights_are_the_rounded_float32_ones(tmp_path: Path) -> None:
     weights = []
-    for word in ("32-true", "bf16-true"):
-        run = build(composed_config(f"precision={word}"), tmp_path, [])
+    for name in ("32-true", "bf16-true"):
+        run = build(composed_config(f"precision={name}"), tmp_path, [])
         run.task.trainer = run.trainer
         with run.trainer.precision_plugin.module_init_context():  # as Lightning does
             run.task.configure_model()

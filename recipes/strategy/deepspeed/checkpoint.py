@@ -1,4 +1,8 @@
-"""A DeepSpeed optimizer's state under the names torch's optimizer would have it by, divided as ZeRO divides it."""
+"""Weights and optimizer state of DeepSpeed under torch's names, in the parts into which ZeRO partitions them.
+
+DeepSpeed's own checkpoints fit one world size and one stage and hold pickled objects; these parts fit every strategy.
+No collectives.
+"""
 
 import copy
 from collections.abc import Iterable, Mapping
@@ -9,124 +13,124 @@ from torch import Tensor, nn
 
 from recipes.checkpoint.shard_file import Part, SavedTensor
 from recipes.checkpoint.shards import get_shards, unsharded_part
-from recipes.strategy.deepspeed import checkpoint_stage3 as zero_3
+from recipes.strategy.deepspeed import checkpoint_stage3 as stage_3
 
 
 class ZeroState:
-    """Hands over what this rank holds of weights and moments, and takes its part of saved ones. No collective.
-
-    DeepSpeed's own files fit one world size and one stage, and hold pickled objects; these parts fit every strategy.
-    """
+    """Returns what this rank holds of weights and optimizer state, and loads its part of saved ones."""
 
     def __init__(self) -> None:
         self._parameters: list[nn.Parameter] = []
 
     def remember(self, optimizer: torch.optim.Optimizer) -> None:
-        """Note the parameters in torch's order, before DeepSpeed puts flat ones in their place."""
+        """Note the parameters in torch's order, before DeepSpeed replaces them by flat ones."""
         self._parameters = [
             parameter for group in optimizer.param_groups for parameter in group["params"]
         ]
 
     @torch.no_grad()
-    def model(self, module: nn.Module, *, writes_whole: bool) -> dict[str, Part]:
-        """This rank's parts of a module, from the float32 master copy where there is one.
+    def model(self, module: nn.Module, *, writes_unsharded: bool) -> dict[str, Part]:
+        """Return this rank's parts of a module by name, from the float32 master weights where there are some.
 
         Args:
-            module: What DeepSpeed's engine wraps.
-            writes_whole: Whether this rank writes what every rank holds whole.
+            module: The module that DeepSpeed's engine wraps.
+            writes_unsharded: Whether this rank writes what every rank holds unsharded.
         """
         parts: dict[str, Part] = {}
-        engine = _stage_3_optimizer(module.parameters())
-        held = zero_3.read_fragments(engine, [None]) if engine is not None else {}
+        optimizer = _stage_3_optimizer(module.parameters())
+        fragments = stage_3.read_fragments(optimizer, [None]) if optimizer is not None else {}
         for name, parameter in module.named_parameters(remove_duplicate=False):
             if hasattr(parameter, "ds_id"):
                 frozen = parameter.ds_tensor  # type: ignore[attr-defined]
-                mine = held[parameter][None] if parameter in held else frozen
-                part = zero_3.part_of(parameter, mine)
+                fragment = fragments[parameter][None] if parameter in fragments else frozen
+                part = stage_3.fragment_part(parameter, fragment)
             else:
-                part = _part(parameter, None, writes_whole=writes_whole)
+                part = _part(parameter, None, writes_unsharded=writes_unsharded)
             if part is not None:
                 parts[name] = part
         persistent = module.state_dict(keep_vars=True)
         buffers = {name: buffer for name, buffer in module.named_buffers() if name in persistent}
-        return parts | get_shards(buffers, constant=(), writes_whole=writes_whole)
+        return parts | get_shards(buffers, constant=(), writes_unsharded=writes_unsharded)
 
     @torch.no_grad()
-    def optimizer(self, optimizer: Any, *, writes_whole: bool) -> dict[str, Any]:
-        """This rank's parts of the moments, keyed as torch's `state_dict` is, and hyper-parameters.
+    def optimizer(self, optimizer: Any, *, writes_unsharded: bool) -> dict[str, Any]:
+        """Return this rank's parts of the optimizer state, keyed as torch's `state_dict`, and hyper-parameters.
 
         Args:
             optimizer: DeepSpeed's.
-            writes_whole: Whether this rank writes what every rank holds whole.
+            writes_unsharded: Whether this rank writes what every rank holds unsharded.
         """
         state: dict[int, dict[str, Part]] = {}
         _link(optimizer)
-        moments, scalars = _kinds_of_state(optimizer.optimizer)
+        names, scalars = _split_state(optimizer.optimizer)
         sharded = is_stage_3(optimizer)
-        held = zero_3.read_fragments(optimizer, moments) if sharded else {}
+        fragments = stage_3.read_fragments(optimizer, names) if sharded else {}
         for index, parameter in enumerate(self._parameters):
             parts = {
-                name: zero_3.part_of(parameter, held[parameter][name])
+                name: stage_3.fragment_part(parameter, fragments[parameter][name])
                 if sharded
-                else _part(parameter, name, writes_whole=False)
-                for name in moments
+                else _part(parameter, name, writes_unsharded=False)
+                for name in names
             }
             state[index] = {name: part for name, part in parts.items() if part is not None}
-            if writes_whole:
+            if writes_unsharded:
                 state[index] |= {name: unsharded_part(value) for name, value in scalars.items()}
         return {
-            "state": state if moments or scalars else {},
+            "state": state if names or scalars else {},
             "param_groups": self._groups(optimizer),
         }
 
     def _groups(self, optimizer: Any) -> list[dict[str, Any]]:
-        """Hyper-parameters with the numbers of the parameters they belong to: matrices first, then vectors."""
-        number = {id(parameter): index for index, parameter in enumerate(self._parameters)}
+        """Return each group's hyper-parameters with the indices of its parameters in torch's order."""
+        index_by_id = {id(parameter): index for index, parameter in enumerate(self._parameters)}
         members = optimizer.bit16_groups if hasattr(optimizer, "bit16_groups") else None
         groups, start = [], 0
-        for index, group in enumerate(optimizer.param_groups):
-            kept = {key: value for key, value in group.items() if key != "params"}
+        for number, group in enumerate(optimizer.param_groups):
+            hyperparameters = {key: value for key, value in group.items() if key != "params"}
             if members is not None:
-                numbers = sorted(number[id(parameter)] for parameter in members[index])
+                indices = sorted(index_by_id[id(parameter)] for parameter in members[number])
             else:
-                numbers = [
-                    position
-                    for position, parameter in enumerate(self._parameters)
-                    if position >= start and _group_of(optimizer, parameter) == index
+                # stage 3 knows sub-groups; a group's parameters follow those of the group before
+                indices = [
+                    index
+                    for index, parameter in enumerate(self._parameters)
+                    if index >= start and _group_number(optimizer, parameter) == number
                 ]
-            groups.append(kept | {"params": numbers})
-            start = numbers[-1] + 1 if numbers else start
+            groups.append(hyperparameters | {"params": indices})
+            start = indices[-1] + 1 if indices else start
         return groups
 
     @torch.no_grad()
     def load_model(self, module: nn.Module, saved: Mapping[str, SavedTensor]) -> None:
-        """Copy saved tensors into this rank's part of weights and master copy.
+        """Copy saved tensors into this rank's part of the weights and of their master copy.
 
         Args:
-            module: What DeepSpeed's engine wraps.
+            module: The module that DeepSpeed's engine wraps.
             saved: Every tensor by name.
         """
         named = dict(module.named_parameters())
-        engine = _stage_3_optimizer(named.values())
-        if engine is not None:
-            zero_3.write_weights(engine, {one: saved[name] for name, one in named.items()})
+        optimizer = _stage_3_optimizer(named.values())
+        if optimizer is not None:
+            stage_3.write_weights(
+                optimizer, {parameter: saved[name] for name, parameter in named.items()}
+            )
         for name, parameter in named.items():
             if not hasattr(parameter, "ds_id"):
                 _write(parameter, saved[name])
             elif not parameter.requires_grad:
-                zero_3.write_frozen(parameter, saved[name])
+                stage_3.write_frozen(parameter, saved[name])
         persistent = module.state_dict(keep_vars=True)
         for name, buffer in module.named_buffers():
             if name in persistent:
-                buffer.copy_(saved[name].whole())
+                buffer.copy_(saved[name].read())
 
     @torch.no_grad()
     def load_optimizer(self, optimizer: Any, saved: dict[str, Any]) -> None:
-        """Give DeepSpeed's optimizer saved moments.
+        """Give DeepSpeed's optimizer its saved state.
 
         Args:
             optimizer: DeepSpeed's, before its first step.
-            saved: As torch's `state_dict`, with `SavedTensor` for tensors.
+            saved: Keyed as torch's `state_dict`, with `SavedTensor` for tensors.
         """
         if not any(saved["state"].values()):
             return
@@ -134,39 +138,61 @@ class ZeroState:
             parameter: {name: value for name, value in saved["state"][index].items() if value.shape}
             for index, parameter in enumerate(self._parameters)
         }
-        scalars = _scalars(optimizer, next(iter(saved["state"].values())))
+        scalars = _read_scalars(optimizer, next(iter(saved["state"].values())))
         if is_stage_3(optimizer):
-            zero_3.write_moments(optimizer, moments, scalars)
+            stage_3.write_moments(optimizer, moments, scalars)
             return
         for flat in optimizer.single_partition_of_fp32_groups:
+            # [elements of this rank], padding included, which no parameter overwrites
             zeros = {name: torch.zeros_like(flat.data) for name in moments[self._parameters[0]]}
+            # torch counts steps in place: groups that shared one tensor would count each step twice
             optimizer.optimizer.state[flat] = {**copy.deepcopy(scalars), **zeros}
         _link(optimizer)
         for parameter, values in moments.items():
             mapping: Any = parameter._hp_mapping  # type: ignore[attr-defined]
             for name, value in values.items() if mapping is not None else ():
-                mapping.get_hp_fragment(name).copy_(_range(mapping, value))
+                mapping.get_hp_fragment(name).copy_(_read_fragment(mapping, value))
 
 
-def _kinds_of_state(optimizer: torch.optim.Optimizer) -> tuple[list[str], dict[str, Tensor]]:
-    """Names of what each element has, and the numbers that a whole parameter has, such as Adam's step."""
+def is_stage_3(optimizer: Any) -> bool:
+    """Return whether DeepSpeed's optimizer is that of stage 3."""
+    return hasattr(optimizer, "fp32_partitioned_groups_flat")
+
+
+def advance_step_count(optimizer: Any, num_steps: int) -> None:
+    """Bring DeepSpeedCPUAdam 0.19.8 to a step by multiplying its powers of the betas one by one; 10 µs a step.
+
+    Given a later step at once it computes the powers afresh, which differs in the last bit from a run without
+    interruption.
+    """
+    beta1, beta2 = optimizer.param_groups[0]["betas"]
+    weight, gradient, exp_avg, exp_avg_sq = (torch.zeros(1) for _ in range(4))
+    for step in range(1, num_steps + 1):
+        optimizer.ds_opt_adam.adam_update(
+            *(optimizer.opt_id, step, 0.0, beta1, beta2, 1.0, 0.0, True),
+            *(weight, gradient, exp_avg, exp_avg_sq),
+        )
+
+
+def _split_state(optimizer: torch.optim.Optimizer) -> tuple[list[str], dict[str, Tensor]]:
+    """Return the names of state with one value per element, and state with one value per parameter, such as `step`."""
     for state in optimizer.state.values():
-        moments = [name for name, value in state.items() if getattr(value, "ndim", 0) > 0]
+        names = [name for name, value in state.items() if getattr(value, "ndim", 0) > 0]
         scalars: dict[str, Tensor] = {
-            name: torch.as_tensor(value, dtype=torch.float32).cpu()
+            name: torch.as_tensor(value, dtype=torch.float32).cpu()  # 0-dim
             for name, value in state.items()
-            if name not in moments and value is not None
+            if name not in names and value is not None
         }
-        return moments, scalars
+        return names, scalars
     return [], {}
 
 
-def _scalars(optimizer: Any, saved: Mapping[str, SavedTensor]) -> dict[str, Any]:
-    """What a whole parameter has, such as Adam's step, as the engine's optimizer keeps it."""
+def _read_scalars(optimizer: Any, saved: Mapping[str, SavedTensor]) -> dict[str, Any]:
+    """Return state with one value per parameter, such as `step`, in the form the engine's optimizer needs."""
     base = optimizer.optimizer
-    scalars = {name: value.whole() for name, value in saved.items() if not value.shape}
+    scalars = {name: value.read() for name, value in saved.items() if not value.shape}  # 0-dim
     if type(base).__name__ == "DeepSpeedCPUAdam":  # counts steps in an int
-        count_up(base, int(scalars["step"]))
+        advance_step_count(base, int(scalars["step"]))
         return {name: int(value) for name, value in scalars.items()}
     fused = base.param_groups[0].get("fused")  # counts them on the device
     flats = (
@@ -177,35 +203,30 @@ def _scalars(optimizer: Any, saved: Mapping[str, SavedTensor]) -> dict[str, Any]
     return {name: value.to(flats[0].device if fused else "cpu") for name, value in scalars.items()}
 
 
-def count_up(optimizer: Any, num_steps: int) -> None:
-    """Let DeepSpeedCPUAdam 0.19.8 multiply its powers of the betas step by step, as a run without interruption has.
-
-    Asked for a later step it would compute them anew, which differs in the last bit. About 10 µs a step.
-    """
-    beta1, beta2 = optimizer.param_groups[0]["betas"]
-    weight, gradient, first, second = (torch.zeros(1) for _ in range(4))
-    for step in range(1, num_steps + 1):
-        optimizer.ds_opt_adam.adam_update(
-            *(optimizer.opt_id, step, 0.0, beta1, beta2, 1.0, 0.0, True),
-            *(weight, gradient, first, second),
-        )
-
-
 def _link(optimizer: Any) -> None:
-    """Tell each parameter where its moments are; DeepSpeed 0.19.8 does so when only the first group has any."""
+    """Let each parameter find its optimizer state.
+
+    DeepSpeed 0.19.8 links them once, when only the first group has state: parameters of later groups would have none.
+    """
     if hasattr(optimizer, "_lazy_init_hp_params_optimizer_state"):
         optimizer._hp_optimizer_states_linked = False
         optimizer._lazy_init_hp_params_optimizer_state()
 
 
-def _part(parameter: Any, moment: str | None, *, writes_whole: bool) -> Part | None:
-    """What this rank holds of a parameter's master copy or of a moment: a range of the flattened whole."""
+def _part(parameter: Any, name: str | None, *, writes_unsharded: bool) -> Part | None:
+    """Return what this rank holds at stages 1 and 2, a range of the flattened parameter.
+
+    Args:
+        parameter: One of the module's.
+        name: Of optimizer state; None for the master weights.
+        writes_unsharded: Whether this rank writes a parameter that is not trained, which every rank holds.
+    """
     if not hasattr(parameter, "_hp_mapping"):  # not trained: there is no master copy
-        return unsharded_part(parameter) if writes_whole else None
+        return unsharded_part(parameter) if writes_unsharded else None
     mapping = parameter._hp_mapping
-    if mapping is None:
+    if mapping is None:  # the parameter lies in other ranks' partitions
         return None
-    fragment = mapping.get_hp_fragment(moment)
+    fragment = mapping.get_hp_fragment(name)  # [elements of this rank]
     start = mapping.lp_fragment_address.start
     return Part(tensor=fragment.detach(), offsets=(start,), unsharded_shape=parameter.shape)
 
@@ -213,32 +234,28 @@ def _part(parameter: Any, moment: str | None, *, writes_whole: bool) -> Part | N
 def _write(parameter: Any, saved: SavedTensor) -> None:
     mapping = getattr(parameter, "_hp_mapping", None)
     if mapping is not None:
-        mapping.get_hp_fragment().copy_(_range(mapping, saved))
-    parameter.data.copy_(saved.whole())
+        mapping.get_hp_fragment().copy_(_read_fragment(mapping, saved))
+    # the copy that computes too: DeepSpeed refreshes it from the master weights only after a step
+    parameter.data.copy_(saved.read())
 
 
-def _range(mapping: Any, saved: SavedTensor) -> Tensor:
-    """The fragment that this rank holds at stages 1 and 2."""
+def _read_fragment(mapping: Any, saved: SavedTensor) -> Tensor:
+    """Read the elements that this rank holds at stages 1 and 2, flat."""
     address = mapping.lp_fragment_address
-    return saved.part(address.start, address.start + address.numel)
-
-
-def is_stage_3(optimizer: Any) -> bool:
-    """Whether DeepSpeed's optimizer is that of stage 3."""
-    return hasattr(optimizer, "fp32_partitioned_groups_flat")
+    return saved.read_range(address.start, address.start + address.numel)
 
 
 def _stage_3_optimizer(parameters: Iterable[Any]) -> Any:
-    """DeepSpeed's, as its parameters know it; None at the other stages."""
-    known = (getattr(parameter, "_z3_optimizer", None) for parameter in parameters)
-    return next((one for one in known if one is not None), None)
+    """Return DeepSpeed's optimizer, which its parameters know at stage 3; None at the other stages."""
+    optimizers = (getattr(parameter, "_z3_optimizer", None) for parameter in parameters)
+    return next((optimizer for optimizer in optimizers if optimizer is not None), None)
 
 
-def _group_of(optimizer: Any, parameter: Any) -> int:
+def _group_number(optimizer: Any, parameter: Any) -> int:
     sub_group = next(
         index
         for index, members in enumerate(optimizer.fp16_groups)
         if any(member is parameter for member in members)
     )
-    group: int = optimizer.sub_group_to_group_id[sub_group]
-    return group
+    number: int = optimizer.sub_group_to_group_id[sub_group]
+    return number

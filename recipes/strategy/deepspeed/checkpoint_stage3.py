@@ -1,4 +1,4 @@
-"""What ZeRO-3 holds of each parameter, a sub-group of parameters at a time: the rest may lie on a disk."""
+"""Reads and writes what ZeRO-3 holds of each parameter, one sub-group at a time: the others may lie on a disk."""
 
 import contextlib
 import copy
@@ -11,93 +11,100 @@ from torch import Tensor, nn
 
 from recipes.checkpoint.shard_file import Part, SavedTensor
 
-# of a parameter: None is the master weight, a name a moment
-Held = dict[nn.Parameter, dict[str | None, Tensor]]
+# by parameter, then by name of optimizer state or None for the master weights: a flat tensor, padded
+Fragments = dict[nn.Parameter, dict[str | None, Tensor]]
 
 
-def read_fragments(optimizer: Any, names: Sequence[str | None]) -> Held:
-    """This rank's padded parts; copies of what lies on a disk.
+def read_fragments(optimizer: Any, names: Sequence[str | None]) -> Fragments:
+    """Return this rank's padded fragments: views of what lies in memory, copies of what lies on a disk.
 
     Args:
         optimizer: DeepSpeed's.
-        names: None for the master weights, names of moments.
+        names: Names of optimizer state; None among them for the master weights.
     """
-    held: Held = {}
+    fragments: Fragments = {}
     for index, members in enumerate(optimizer.fp16_groups):
         with in_memory(optimizer, index, writes_back=False) as flat:
             state = optimizer.optimizer.state[flat]
             flats = {name: flat if name is None else state[name] for name in names}
+            # the buffers of what was read from a disk are released at the end of this block
+            on_disk = optimizer._swappable_optimizer_subgroup(index)
             for parameter in members:
-                parts = {
-                    name: _fragment(optimizer, parameter, whole) for name, whole in flats.items()
+                views = {name: _fragment(optimizer, parameter, flats[name]) for name in names}
+                fragments[parameter] = {
+                    name: view.clone() if on_disk else view for name, view in views.items()
                 }
-                on_disk = optimizer._swappable_optimizer_subgroup(index)
-                held[parameter] = {
-                    name: part.clone() if on_disk else part for name, part in parts.items()
-                }
-    return held
+    return fragments
 
 
 @torch.no_grad()
 def write_weights(optimizer: Any, saved: Mapping[nn.Parameter, SavedTensor]) -> None:
-    """Into the master weights, and from there, as after a step, into those that compute."""
+    """Write the master weights and, as DeepSpeed does after a step, the weights that compute."""
     for index, members in enumerate(optimizer.fp16_groups):
         with in_memory(optimizer, index, writes_back=True) as flat:
             for parameter in members:
-                part = _padded(parameter, saved[parameter])
-                _fragment(optimizer, parameter, flat).copy_(part)
+                fragment = _read_padded(parameter, saved[parameter])
+                _fragment(optimizer, parameter, flat).copy_(fragment)
             optimizer._reassign_or_swap_out_partitioned_parameters(index)
         for parameter in members:
-            if parameter.numel() == parameter.ds_numel:  # small ones stay whole on every rank
-                parameter.data.copy_(saved[parameter].whole())
+            # small parameters stay gathered on every rank: nothing else would refresh that copy before a step
+            if parameter.numel() == parameter.ds_numel:
+                parameter.data.copy_(saved[parameter].read())
 
 
 @torch.no_grad()
 def write_frozen(parameter: Any, saved: SavedTensor) -> None:
-    """Into a parameter that is not trained: it has no master copy."""
-    part = _padded(parameter, saved)
+    """Write a parameter that is not trained and has no master weights."""
+    fragment = _read_padded(parameter, saved)
     if parameter.ds_tensor.status.name == "AVAILABLE":
-        parameter.ds_tensor.copy_(part)
+        parameter.ds_tensor.copy_(fragment)
     else:  # on a disk
-        parameter.nvme_swapper.swap_out_partitioned_params([parameter], [part])
+        parameter.nvme_swapper.swap_out_partitioned_params([parameter], [fragment])
     if parameter.numel() == parameter.ds_numel:
-        parameter.data.copy_(saved.whole())
+        parameter.data.copy_(saved.read())
 
 
 @torch.no_grad()
 def write_moments(
     optimizer: Any, saved: Mapping[nn.Parameter, Mapping[str, SavedTensor]], scalars: dict[str, Any]
 ) -> None:
-    """Make the state of every sub-group, which the first step would make, from saved moments.
+    """Create the optimizer state of every sub-group, otherwise created by the first step, from saved tensors.
 
     Args:
         optimizer: DeepSpeed's, before its first step.
-        saved: What each element has, by name.
-        scalars: What a whole parameter has, such as Adam's step.
+        saved: State with one value per element, by parameter and name.
+        scalars: State with one value per parameter, such as Adam's `step`.
     """
     for index, members in enumerate(optimizer.fp16_groups):
         with in_memory(optimizer, index, writes_back=True) as flat:
+            # [elements of this rank], padding included
             moments = {name: torch.zeros_like(flat.data) for name in saved[members[0]]}
             for parameter in members:
                 for name, moment in moments.items():
-                    part = _padded(parameter, saved[parameter][name])
-                    _fragment(optimizer, parameter, moment).copy_(part)
-            # Adam counts in place: each has a count of its own
+                    fragment = _read_padded(parameter, saved[parameter][name])
+                    _fragment(optimizer, parameter, moment).copy_(fragment)
+            # torch counts steps in place: sub-groups that shared one tensor would count each step several times
             optimizer.optimizer.state[flat] = {**copy.deepcopy(scalars), **moments}
 
 
-def part_of(parameter: Any, held: Tensor) -> Part | None:
-    """What a rank writes of its padded part; None: it holds padding alone."""
+def fragment_part(parameter: Any, fragment: Tensor) -> Part | None:
+    """Return what a rank writes of its padded fragment; None if the fragment is padding only."""
     start, stop = _bounds(parameter)
     if start >= stop:
         return None
-    tensor = held.detach().flatten()[: stop - start]
+    tensor = fragment.detach().flatten()[: stop - start]  # [elements of this rank] without padding
     return Part(tensor=tensor, offsets=(start,), unsharded_shape=parameter.ds_shape)
 
 
 @contextlib.contextmanager
 def in_memory(optimizer: Any, sub_group: int, *, writes_back: bool) -> Iterator[Tensor]:
-    """The flat master weights of a sub-group; its moments are in memory with them."""
+    """Yield the flat master weights of a sub-group while they and its optimizer state are in memory.
+
+    Args:
+        optimizer: DeepSpeed's.
+        sub_group: Its index.
+        writes_back: Whether to write what lies on a disk there again; False discards changes.
+    """
     flat: Tensor = optimizer.fp32_partitioned_groups_flat[sub_group]
     on_disk = optimizer._swappable_optimizer_subgroup(sub_group)
     if on_disk:
@@ -110,20 +117,21 @@ def in_memory(optimizer: Any, sub_group: int, *, writes_back: bool) -> Iterator[
 
 
 def _fragment(optimizer: Any, parameter: nn.Parameter, flat: Tensor) -> Tensor:
-    """A parameter's range in what a sub-group has, flat."""
+    """Return a parameter's range, padded, of a sub-group's flat tensor."""
     _, start, num_elements = optimizer.grad_position[optimizer.get_param_id(parameter)]
     return flat.narrow(0, start, num_elements)
 
 
 def _bounds(parameter: Any) -> tuple[int, int]:
-    """Where this rank's part begins and ends in the flattened whole."""
+    """Return where this rank's fragment starts and stops in the flattened parameter, without padding."""
     size, num_elements = parameter.ds_tensor.ds_numel, math.prod(parameter.ds_shape)
     start = min(size * torch.distributed.get_rank(), num_elements)
     return start, min(start + size, num_elements)
 
 
-def _padded(parameter: Any, saved: SavedTensor) -> Tensor:
-    """This rank's part, padded with zeros: all ranks' parts are equally long."""
+def _read_padded(parameter: Any, saved: SavedTensor) -> Tensor:
+    """Read this rank's fragment, padded with zeros: the fragments of all ranks are equally long."""
     start, stop = _bounds(parameter)
-    mine = saved.part(start, stop)
-    return torch.cat([mine, mine.new_zeros(parameter.ds_tensor.ds_numel - len(mine))])
+    elements = saved.read_range(start, stop)
+    padding = elements.new_zeros(parameter.ds_tensor.ds_numel - len(elements))
+    return torch.cat([elements, padding])  # [ds_numel]

@@ -1,4 +1,4 @@
-"""float16's loss scale inside a ZeRO optimizer over autocast, in the terms of torch.amp.GradScaler."""
+"""float16's loss scale inside a ZeRO optimizer under autocast, with the state of torch.amp.GradScaler."""
 
 from typing import Any
 
@@ -6,11 +6,11 @@ import torch
 
 # torch.amp.GradScaler's defaults
 INITIAL_SCALE = 2.0**16
-GROWTH_INTERVAL = 2000  # steps without an overflow until the scale doubles
+GROWTH_INTERVAL = 2000  # steps without an overflow after which the scale doubles
 
 
 def attach_scaler(optimizer: Any) -> None:
-    """Make a ZeRO optimizer scale, unscale before it clips, and skip overflows on all ranks.
+    """Make a ZeRO optimizer scale the loss, unscale before it clips, and skip overflows on all ranks together.
 
     Args:
         optimizer: DeepSpeed's.
@@ -31,30 +31,33 @@ def attach_scaler(optimizer: Any) -> None:
 
 
 def _grow_after_the_step(optimizer: Any) -> None:
-    """DeepSpeed 0.19.8 doubles the scale between the norm and the update, so that the gradients of that step,
-    which carry the old scale, are divided by the new one: half an update where clipping does not act."""
-    step, update_scale = optimizer.step, optimizer._update_scale
-    has_grown = True
+    """Move the doubling of the scale behind the update.
 
-    def update_or_wait(has_overflow: bool = False) -> None:
-        nonlocal has_grown
-        has_grown = has_overflow
-        if has_overflow:
+    DeepSpeed 0.19.8 doubles it between the norm and the update, so the gradients of that step, which carry the old
+    scale, are divided by the new one: half an update wherever clipping does not act.
+    """
+    step, update_scale = optimizer.step, optimizer._update_scale
+    is_updated = True
+
+    def update_only_on_overflow(has_overflow: bool = False) -> None:
+        nonlocal is_updated
+        is_updated = has_overflow
+        if has_overflow:  # the step is skipped: nothing is divided any more
             update_scale(has_overflow)
 
-    def step_and_grow(*args: Any, **kwargs: Any) -> Any:
-        nonlocal has_grown
+    def step_then_grow(*args: Any, **kwargs: Any) -> Any:
+        nonlocal is_updated
         result = step(*args, **kwargs)
-        if not has_grown:
-            has_grown = True
+        if not is_updated:
+            is_updated = True
             update_scale(False)
         return result
 
-    optimizer._update_scale, optimizer.step = update_or_wait, step_and_grow
+    optimizer._update_scale, optimizer.step = update_only_on_overflow, step_then_grow
 
 
 def scaler_state(optimizer: Any) -> dict[str, Any]:
-    """As `GradScaler.state_dict` has it: the scale, and the steps since it last changed."""
+    """Return the state as `GradScaler.state_dict` has it: the scale, and the steps since it last changed."""
     scaler = optimizer.loss_scaler
     return {
         "scale": scaler.cur_scale,
@@ -66,7 +69,8 @@ def scaler_state(optimizer: Any) -> dict[str, Any]:
 
 
 def load_scaler_state(optimizer: Any, state: dict[str, Any]) -> None:
-    """Go on with a scale and a count of steps."""
+    """Continue with a saved scale and count of steps."""
     scaler = optimizer.loss_scaler
     scaler.cur_scale = state["scale"]
+    # DeepSpeed counts from the last overflow; placed at -1, `cur_iter` is GradScaler's growth tracker
     scaler.cur_iter, scaler.last_overflow_iter = state["_growth_tracker"], -1

@@ -1,4 +1,4 @@
-"""ZeRO-3's division of a model described on the meta device: one whole parameter at a time in memory."""
+"""ZeRO-3 partitioning of a model described on the meta device: one unsharded parameter at a time in memory."""
 
 import functools
 from collections.abc import Callable
@@ -7,15 +7,15 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-ALIGNMENT = 1024  # elements; DeepSpeed wants an even number for NCCL
+ALIGNMENT = 1024  # elements; DeepSpeed needs an even number for NCCL
 BUCKET_ELEMENTS = (
-    200_000_000  # Lightning's default: 0.8 GB in float32, twice where communication overlaps
+    200_000_000  # Lightning's default: 0.8 GB in float32, twice that if communication overlaps
 )
-Slots = list[tuple[nn.Module, str]]
+Slots = list[tuple[nn.Module, str]]  # modules and attribute names under which one parameter is used
 
 
 def fit_buckets(zero: dict[str, Any], model: nn.Module) -> None:
-    """At most an eighth of the model: a bucket as large as a small model would double its gradients.
+    """Limit communication buckets to an eighth of the model; larger ones would double a small model's gradients.
 
     Args:
         zero: `zero_optimization` of DeepSpeed's config, changed in place.
@@ -24,7 +24,7 @@ def fit_buckets(zero: dict[str, Any], model: nn.Module) -> None:
     sizes = [parameter.numel() for parameter in model.parameters()]
     bucket = min(BUCKET_ELEMENTS, sum(sizes) // 8) // ALIGNMENT * ALIGNMENT
     zero |= dict.fromkeys(("reduce_bucket_size", "allgather_bucket_size"), max(bucket, ALIGNMENT))
-    if "offload_param" in zero:  # each of its buffers takes one parameter on its way to the disk
+    if "offload_param" in zero:  # each buffer holds one parameter on its way to the disk
         zero["offload_param"]["buffer_size"] = -(-max(sizes) // ALIGNMENT) * ALIGNMENT
 
 
@@ -35,17 +35,18 @@ def partition(
     config: Any,
     device: torch.device,
 ) -> None:
-    """Make, fill and divide each parameter before the next one, in place.
+    """Create, fill and partition each parameter before the next one, in place.
 
     Args:
         model: On the meta device.
-        initialize: Gives every parameter its values through its `fill_whole`.
+        initialize: Gives every parameter its values through the `fill_whole` that this sets on it.
         config: DeepSpeed's, with `zero_optimization`.
-        device: Where the whole of a parameter is made, and buffers stay.
+        device: Where each unsharded parameter is created, and where buffers stay.
     """
     import deepspeed
 
-    divide = deepspeed.zero.Init(config_dict_or_path=config)
+    zero_init = deepspeed.zero.Init(config_dict_or_path=config)
+    # a tied weight has several slots: replacing one alone would untie it
     slots: dict[int, Slots] = {}
     for module in model.modules():
         for name, parameter in module.named_parameters(recurse=False):
@@ -53,21 +54,21 @@ def partition(
         for name, buffer in module.named_buffers(recurse=False):
             setattr(module, name, torch.empty_like(buffer, device=device))
     for parameter in model.parameters():
-        fill = functools.partial(_fill, divide, parameter, slots[id(parameter)], device)
+        fill = functools.partial(_fill, zero_init, parameter, slots[id(parameter)], device)
         parameter.fill_whole = fill  # type: ignore[attr-defined]
     initialize(model)
-    left = [name for name, parameter in model.named_parameters() if parameter.is_meta]
-    assert not left, f"no first weights for {left}"
+    unset = [name for name, parameter in model.named_parameters() if parameter.is_meta]
+    assert not unset, f"no initial weights for {unset}"
 
 
 @torch.no_grad()
 def _fill(
-    divide: Any, described: nn.Parameter, slots: Slots, device: torch.device, values: Tensor
+    zero_init: Any, described: nn.Parameter, slots: Slots, device: torch.device, values: Tensor
 ) -> None:
-    """Put a real parameter, which keeps only this rank's part of `values`, in the place of a described one."""
-    values = values.to(device, described.dtype)
-    real = nn.Parameter(values, requires_grad=described.requires_grad)
+    """Replace a parameter on the meta device by one that holds only this rank's part of `values`."""
+    values = values.to(device, described.dtype)  # shape of the unsharded parameter
+    parameter = nn.Parameter(values, requires_grad=described.requires_grad)
     for module, name in slots:
-        setattr(module, name, real)
-    divide._convert_to_deepspeed_param(real)
-    real.partition()  # type: ignore[attr-defined]
+        setattr(module, name, parameter)
+    zero_init._convert_to_deepspeed_param(parameter)
+    parameter.partition()  # type: ignore[attr-defined]

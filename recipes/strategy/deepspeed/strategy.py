@@ -1,4 +1,4 @@
-"""DeepSpeed ZeRO 1-3 through Lightning: optimizer state, then gradients, then weights are divided over ranks."""
+"""DeepSpeed ZeRO 1 to 3: optimizer state, then gradients, then weights are partitioned over ranks."""
 
 import importlib
 import logging
@@ -15,10 +15,16 @@ from lightning.pytorch.plugins.io import CheckpointIO
 from lightning.pytorch.strategies import DeepSpeedStrategy
 from lightning.pytorch.strategies.ddp import DDPStrategy
 from torch import Tensor, nn
+from typing_extensions import override
 
 from recipes.checkpoint.shards import PerRankSavingMixin
+from recipes.lightning_internals import (
+    complete_deepspeed_config,
+    is_accumulating,
+    join_deepspeed_process_group,
+)
 from recipes.numerics.collectives import sum_over_ranks
-from recipes.precision import Precision
+from recipes.precision import Precision, to_deepspeed_config
 from recipes.strategy import get_blocks
 from recipes.strategy.deepspeed.checkpoint import ZeroState
 from recipes.strategy.deepspeed.loss_scale import attach_scaler, load_scaler_state, scaler_state
@@ -29,24 +35,25 @@ from recipes.strategy.precision_plugin import ZeroPrecision
 
 
 class DeepSpeedZero(StepGuardMixin, TrainStateMixin, PerRankSavingMixin, DeepSpeedStrategy):
-    """Lightning's DeepSpeed strategy, answering the questions of `recipes.strategy.Engine`, on a GPU and on a CPU.
+    """Lightning's DeepSpeed strategy as a `recipes.strategy.Engine`, on GPUs and on CPUs.
 
     The mixed precisions are torch's autocast over float32 weights, as under every other strategy; `bf16-true` is
     DeepSpeed's own engine: bfloat16 weights with a float32 master copy.
 
     Args:
-        devices: Of this node, one a rank.
-        precision: Of weights and products.
-        checkpoint_io: How checkpoints are written and read.
-        stage: 1 divides optimizer state; 2 also gradients; 3 also weights.
-        offload_optimizer: Where optimizer state lives and steps, with DeepSpeedCPUAdam; None: on the device.
-        offload_parameters: Where weights live between uses, at stage 3; None: on the device.
-        nvme_path: Folder on the disk that `nvme` means.
+        devices: Devices of this node, one per rank.
+        precision: Dtypes of weights and products.
+        checkpoint_io: Writes and reads checkpoints; None uses Lightning's.
+        stage: 1 partitions optimizer state, 2 also gradients, 3 also weights.
+        offload_optimizer: Where optimizer state lives; it steps in host memory with DeepSpeedCPUAdam. None keeps it
+            on the device.
+        offload_parameters: Where weights live between uses, at stage 3; None keeps them on the device.
+        nvme_path: Folder on the disk that `nvme` offloads to.
     """
 
     option: ClassVar[str] = "deepspeed_stage_{stage}"
     clips_by_value: ClassVar[bool] = False
-    accepts_device_list: ClassVar[bool] = False  # the GPU of a rank is its number on the node
+    accepts_device_list: ClassVar[bool] = False  # a rank's GPU is its local rank
 
     frees_gradients = True
 
@@ -64,7 +71,7 @@ class DeepSpeedZero(StepGuardMixin, TrainStateMixin, PerRankSavingMixin, DeepSpe
         on_gpu = devices[0].type == "cuda"
         if not on_gpu:
             os.environ["DS_ACCELERATOR"] = "cpu"
-        # ninja, which builds DeepSpeedCPUAdam, lies beside the Python that runs, activated or not
+        # ninja, which builds DeepSpeedCPUAdam, is looked up on PATH; it lies next to this Python, activated or not
         os.environ["PATH"] = os.pathsep.join([str(Path(sys.executable).parent), os.environ["PATH"]])
         super().__init__(
             stage=stage,
@@ -81,81 +88,84 @@ class DeepSpeedZero(StepGuardMixin, TrainStateMixin, PerRankSavingMixin, DeepSpe
         )
         if checkpoint_io is not None:
             self.checkpoint_io = checkpoint_io
-        assert isinstance(self.config, dict), "made by Lightning from the arguments above"
-        self.config["zero_force_ds_cpu_optimizer"] = False  # SGD has no DeepSpeed form
-        if precision.compute_dtype != precision.param_dtype:
-            self.config["torch_autocast"] = {
-                "enabled": True,
-                "dtype": str(precision.compute_dtype).removeprefix("torch."),
-                "lower_precision_safe_modules": [],  # gathered and reduced in float32
-            }
+        assert isinstance(self.config, dict), "Lightning builds it from the arguments above"
+        # else DeepSpeed rejects every offloaded optimizer but DeepSpeedCPUAdam: SGD has no such form
+        self.config["zero_force_ds_cpu_optimizer"] = False
+        self.config |= to_deepspeed_config(precision)
         self._offload_optimizer = offload_optimizer
         self._precision = precision
         self._state = ZeroState()
 
+    @override
     def setup_environment(self) -> None:
-        """DeepSpeed runs on a CPU with gloo; Lightning's own check says it cannot (#12607, 2.6.6)."""
+        """Skip Lightning's check, which rejects CPUs (#12607, 2.6.6): DeepSpeed runs on them with gloo."""
         DDPStrategy.setup_environment(self)
 
+    @override
     def setup_distributed(self) -> None:
-        """Join the process group, through DeepSpeed.
+        """Join the process group through DeepSpeed.
 
         On a CPU it would first compile a shared-memory all-reduce; gloo, which every strategy uses, is enough.
         """
         if self.root_device.type == "cpu":
             backend: Any = importlib.import_module("deepspeed.comm.torch")
-            assert callable(backend.build_shm_op), "what the engine's backend calls first"
+            assert callable(backend.build_shm_op), "DeepSpeed's backend calls it first"
             backend.build_shm_op = lambda: None
-        self.set_world_ranks()
-        self._init_deepspeed_distributed()
+        join_deepspeed_process_group(self)
 
     @property
+    @override
     def root_device(self) -> torch.device:
-        """This rank's device; on a CPU it carries the rank, which DeepSpeed compares with 0."""
+        """This rank's device; on a CPU its index is the rank, which DeepSpeed compares with 0."""
         assert self.parallel_devices is not None
         device = self.parallel_devices[self.local_rank]
         return device if device.type == "cuda" else torch.device("cpu", self.local_rank)
 
+    @override
     @contextmanager
     def model_sharded_context(self) -> Generator[None, None, None]:
-        """Nothing is partitioned while the model is described on the meta device."""
+        """Partition nothing yet: the model is only described on the meta device, `materialize` partitions it."""
         yield
 
-    def place(self, model: nn.Module, initialize: Callable[[nn.Module], None]) -> None:
-        """At stage 3 each parameter is made, filled and partitioned before the next one: no rank holds the model."""
+    def materialize(self, model: nn.Module, initialize: Callable[[nn.Module], None]) -> None:
+        """Give the model storage and weights; at stage 3 one parameter at a time, so that no rank holds the model."""
         assert isinstance(self.config, dict)
         fit_buckets(self.config["zero_optimization"], model)
         if self.config["zero_optimization"]["stage"] < 3:
-            model.to_empty(device=_device_alone(self.root_device))
+            model.to_empty(device=_without_cpu_index(self.root_device))
             initialize(model)
         else:
             get_blocks(model, "deepspeed_stage_3")
-            self._init_config_if_needed()
-            partition(model, initialize, config=self.config, device=_device_alone(self.root_device))
+            # `zero.Init` reads batch size and precision, which Lightning fills in later
+            complete_deepspeed_config(self)
+            partition(
+                model, initialize, config=self.config, device=_without_cpu_index(self.root_device)
+            )
 
-    def own_optimizer(self, optimizer: torch.optim.Optimizer) -> torch.optim.Optimizer:
-        """Adam and AdamW in host memory step with DeepSpeedCPUAdam, built when first used."""
+    def prepare_optimizer(self, optimizer: torch.optim.Optimizer) -> torch.optim.Optimizer:
+        """Replace an offloaded Adam or AdamW by DeepSpeedCPUAdam, which is compiled at its first use."""
         self._state.remember(optimizer)
-        adam = isinstance(optimizer, torch.optim.Adam)  # AdamW is one
-        if self._offload_optimizer is None or not adam:
+        is_adam = isinstance(optimizer, torch.optim.Adam)  # AdamW is a subclass
+        if self._offload_optimizer is None or not is_adam:
             return optimizer
         from deepspeed.ops.adam import DeepSpeedCPUAdam
 
         group = optimizer.param_groups[0]
-        own: torch.optim.Optimizer = DeepSpeedCPUAdam(
+        cpu_adam: torch.optim.Optimizer = DeepSpeedCPUAdam(
             optimizer.param_groups,
             lr=group["lr"],
             betas=group["betas"],
             eps=group["eps"],
             adamw_mode=isinstance(optimizer, torch.optim.AdamW),
         )
-        return own
+        return cpu_adam
 
+    @override
     def init_deepspeed(self) -> None:
-        """Start the engine; the loss scaler of float16 is DeepSpeed's, over autocast.
+        """Start the engine, with DeepSpeed's own loss scaler for float16 under autocast.
 
         DeepSpeed 0.19.8 would put a torch GradScaler into each rank's optimizer instead, which clips before it
-        unscales and does not share the overflow flag.
+        unscales and does not share the overflow flag: ranks would skip different steps.
         """
         super().init_deepspeed()
         if not self.optimizers:
@@ -164,72 +174,81 @@ class DeepSpeedZero(StepGuardMixin, TrainStateMixin, PerRankSavingMixin, DeepSpe
         optimizer.torch_autocast_gradscaler = None
         if self._precision.scales_loss:
             attach_scaler(optimizer)
+        # after the scaler: the guard must be the outer wrapper of `_update_scale`, or it would decide after the update
         self._step_guard = ZeroStepGuard(optimizer)
 
+    @override
     def backward(self, closure_loss: Tensor, *args: Any, **kwargs: Any) -> Tensor:
-        """Lightning has divided by the passes of the window; DeepSpeed must not divide again (#6170, 2.6.6).
+        """Run the backward pass without DeepSpeed's division by the accumulation steps.
 
-        The boundary is Lightning's, so that both count the same optimizer steps.
+        Lightning has divided by them already (#6170, 2.6.6). The end of a window is Lightning's, so that both count
+        the same optimizer steps.
         """
         assert self.lightning_module is not None
-        within = self.lightning_module.trainer.fit_loop._should_accumulate()
-        self.deepspeed_engine.set_gradient_accumulation_boundary(not within)
+        ends_window = not is_accumulating(self.lightning_module.trainer)
+        self.deepspeed_engine.set_gradient_accumulation_boundary(ends_window)
         return super().backward(closure_loss, *args, scale_wrt_gas=False, **kwargs)
 
     def clip_gradients(
         self, parameters: Iterable[nn.Parameter], *, max_norm: float | None, max_value: float | None
     ) -> None:
-        """DeepSpeed clips by `gradient_clipping` of its config, inside its step."""
+        """Check the limit only: DeepSpeed clips inside its step, by `gradient_clipping` of its config."""
         assert isinstance(self.config, dict)
-        assert max_value is None, "the config check refuses clipping by value"
+        assert max_value is None, "the config check rejects clipping by value"
         assert self.config["gradient_clipping"] == (max_norm or 0.0)
 
     def sum_over_ranks(self, value: Tensor) -> Tensor:
-        """Add a tensor over all ranks."""
-        return sum_over_ranks(value, _device_alone(self.root_device))
+        """Return the sum of a tensor over all ranks."""
+        return sum_over_ranks(value, _without_cpu_index(self.root_device))
 
     @property
     def current_loss_scale(self) -> float | None:
-        """What the loss is multiplied by; None without a loss scaler."""
+        """Factor on the loss; None without a loss scaler."""
         optimizer: Any = self.optimizers[0]
         return float(optimizer.loss_scale) if self._precision.scales_loss else None
 
+    @override
     def lightning_module_state_dict(self) -> dict[str, Any]:
-        """This rank's parts of the weights."""
+        """Return this rank's parts of the weights."""
         assert self.lightning_module is not None
-        return self._state.model(self.lightning_module, writes_whole=self.is_global_zero)
+        return self._state.model(self.lightning_module, writes_unsharded=self.is_global_zero)
 
+    @override
     def optimizer_state(self, optimizer: torch.optim.Optimizer) -> dict[str, Any]:
-        """This rank's parts of the moments."""
-        return self._state.optimizer(self.optimizers[0], writes_whole=self.is_global_zero)
+        """Return this rank's parts of the optimizer state."""
+        return self._state.optimizer(self.optimizers[0], writes_unsharded=self.is_global_zero)
 
+    @override
     def save_checkpoint(
         self, checkpoint: dict[str, Any], filepath: Any, storage_options: Any = None
     ) -> None:
-        """The loss scale goes under the name that Lightning's mixed precision gives it."""
+        """Add the loss scale, under the name that Lightning's mixed precision gives it in every other strategy."""
         if self._precision.scales_loss:
             checkpoint |= {MixedPrecision.__qualname__: scaler_state(self.optimizers[0])}
         super().save_checkpoint(checkpoint, filepath, storage_options)
 
+    @override
     def load_checkpoint(
         self, checkpoint_path: Any, weights_only: bool | None = None
     ) -> dict[str, Any]:
-        """State whose tensors are still on disk; the loss scale goes on."""
+        """Return the state with its tensors still on disk, and restore the loss scale."""
         checkpoint = super().load_checkpoint(checkpoint_path, weights_only)
         if self._precision.scales_loss and MixedPrecision.__qualname__ in checkpoint:
             load_scaler_state(self.optimizers[0], checkpoint[MixedPrecision.__qualname__])
         return checkpoint
 
+    @override
     def load_model_state_dict(self, checkpoint: Any, strict: bool = True) -> None:
-        """Into this rank's part of the weights and of their master copy."""
+        """Load this rank's part of the weights and of their master copy."""
         assert self.lightning_module is not None
         self._state.load_model(self.lightning_module, checkpoint["state_dict"])
 
+    @override
     def load_optimizer_state_dict(self, checkpoint: Any) -> None:
-        """Into this rank's part of the moments."""
+        """Load this rank's part of the optimizer state."""
         self._state.load_optimizer(self.optimizers[0], checkpoint["optimizer_states"][0])
 
 
-def _device_alone(device: torch.device) -> torch.device:
-    """Tensors of a CPU lie on `cpu`, whatever its number."""
+def _without_cpu_index(device: torch.device) -> torch.device:
+    """Return plain `cpu` for a CPU with an index: its tensors lie on `cpu`, whatever the rank."""
     return device if device.type == "cuda" else torch.device("cpu")

@@ -1,6 +1,6 @@
-"""What a ZeRO optimizer keeps on this rank, the tensors themselves: master weights, moments, and what computes.
+"""The train state of a ZeRO optimizer in memory: master weights, optimizer state and the weights that compute.
 
-References, a sub-group at a time where it lies on a disk; no collective.
+References, one sub-group at a time where it lies on a disk; no collectives.
 """
 
 import copy
@@ -9,24 +9,25 @@ from typing import Any
 
 from torch import Tensor, nn
 
-from recipes.strategy.deepspeed.checkpoint import count_up, is_stage_3
+from recipes.strategy.deepspeed.checkpoint import advance_step_count, is_stage_3
 from recipes.strategy.deepspeed.checkpoint_stage3 import in_memory
 
 _COUNTERS = ("global_steps", "global_samples", "micro_steps")
 
 
 class TrainStateMixin:
-    """For a strategy: what snapshots copy, and what they put back."""
+    """Gives a strategy what snapshots copy and restore."""
 
     optimizers: list[Any]
     lightning_module: Any
     deepspeed_engine: Any
 
     def live_tensors(self, *, writes_back: bool) -> Iterator[tuple[str, Tensor]]:
-        """Every tensor that a step changes, by name.
+        """Yield every tensor that a step changes, with its name.
 
         Args:
-            writes_back: Whether the caller overwrites them; weights that compute then follow from the master copy.
+            writes_back: Whether the caller overwrites them; weights that compute are then refreshed from the master
+                weights.
         """
         optimizer, module = self.optimizers[0], self.lightning_module
         if is_stage_3(optimizer):
@@ -39,16 +40,20 @@ class TrainStateMixin:
                 yield f"buffer/{name}", buffer
 
     def forget_tensors(self, names: list[str]) -> None:
-        """Take away moments that have come since."""
+        """Remove optimizer state that was created after a snapshot.
+
+        Args:
+            names: From `live_tensors`.
+        """
         flats = _flats(self.optimizers[0])
         for name in names:
-            kind, _, place = name.partition("/")
+            kind, _, rest = name.partition("/")
             if kind == "moment":
-                moment, _, index = place.rpartition("/")
+                moment, _, index = rest.rpartition("/")
                 self.optimizers[0].optimizer.state[flats[int(index)]].pop(moment)
 
     def live_scalars(self) -> dict[str, Any]:
-        """What is not a tensor: the engine's counters, steps that an optimizer counts in an int, the loss scale."""
+        """Return what is not a tensor: the engine's counters, steps counted in an int, the loss scale."""
         optimizer = self.optimizers[0]
         return {
             "engine": {name: getattr(self.deepspeed_engine, name) for name in _COUNTERS},
@@ -57,7 +62,7 @@ class TrainStateMixin:
         }
 
     def restore_scalars(self, numbers: dict[str, Any]) -> None:
-        """As `live_scalars` found them."""
+        """Restore what `live_scalars` returned."""
         optimizer = self.optimizers[0]
         for name, value in numbers["engine"].items():
             setattr(self.deepspeed_engine, name, value)
@@ -66,7 +71,7 @@ class TrainStateMixin:
             if counts:
                 optimizer.optimizer.state[flat].update(counts)
         if type(optimizer.optimizer).__name__ == "DeepSpeedCPUAdam":
-            count_up(optimizer.optimizer, numbers["counts"][0]["step"])
+            advance_step_count(optimizer.optimizer, numbers["counts"][0]["step"])
 
 
 def _stages_1_and_2(optimizer: Any, module: nn.Module) -> Iterator[tuple[str, Tensor]]:
@@ -85,9 +90,11 @@ def _stage_3(
             yield f"master/{index}", flat.data
             yield from _moments(optimizer, flat, index)
             if writes_back:
+                # after the caller has overwritten the master weights, before they leave memory
                 optimizer._reassign_or_swap_out_partitioned_parameters(index)
     for name, parameter in module.named_parameters():
-        if parameter.numel() == parameter.ds_numel:  # type: ignore[attr-defined]  # small ones stay whole
+        # small parameters stay gathered: the loop above has not refreshed that copy
+        if parameter.numel() == parameter.ds_numel:  # type: ignore[attr-defined]
             yield f"weight/{name}", parameter.data
 
 
@@ -103,6 +110,7 @@ def _counts(optimizer: Any, flat: Tensor) -> dict[str, Any]:
 
 
 def _flats(optimizer: Any) -> list[Tensor]:
+    """Return the flat master weights that DeepSpeed's inner optimizer steps."""
     if is_stage_3(optimizer):
         return list(optimizer.fp32_partitioned_groups_flat)
     return list(optimizer.single_partition_of_fp32_groups)

@@ -1,4 +1,4 @@
-"""A checkpoint is whole or it is none, holds plain data and tensors, and is found by what `resume=` says."""
+"""A checkpoint holds plain data and tensors, is loaded bit for bit, and is found by what `resume=` says."""
 
 from collections.abc import Callable
 from pathlib import Path
@@ -10,12 +10,12 @@ import torch
 from recipes.checkpoint.checkpoint_io import FolderCheckpointIO
 from recipes.checkpoint.resume import (
     find_checkpoint,
+    get_fallbacks,
     names_checkpoint,
     newest_checkpoint,
-    older_than,
-    step_of,
+    read_step,
 )
-from recipes.checkpoint.retention import name_of
+from recipes.checkpoint.retention import checkpoint_name
 from recipes.checkpoint.rng_state import rng_state
 from recipes.checkpoint.shards import unsharded_part
 from recipes.checkpoint.writer import CheckpointWriter
@@ -31,7 +31,7 @@ def make_io() -> FolderCheckpointIO:
 
 
 def state(step: int) -> dict[str, Any]:
-    """What Lightning hands over, of a model with two names for one weight."""
+    """Return what Lightning passes on for a model with two names for one weight."""
     weight = unsharded_part(WEIGHT + step)
     moment = {
         "exp_avg": unsharded_part(WEIGHT * 2),
@@ -51,21 +51,21 @@ def state(step: int) -> dict[str, Any]:
 
 @pytest.fixture
 def save_at() -> SaveAt:
-    """Saves one step of a run."""
+    """Return a function that saves one step of a run."""
 
     def run(run_folder: Path, step: int) -> Path:
-        path = run_folder / "checkpoints" / name_of(step)
+        path = run_folder / "checkpoints" / checkpoint_name(step)
         io = make_io()
         io.save_checkpoint(state(step), path)
-        outcome = io.writer.ended(wait=True)
+        outcome = io.writer.poll(wait=True)
         assert outcome is not None
-        assert outcome.is_whole, outcome
+        assert outcome.is_valid, outcome
         return path
 
     return run
 
 
-def test_what_is_saved_is_loaded_bit_for_bit(tmp_path: Path, save_at: SaveAt) -> None:
+def test_a_saved_checkpoint_is_loaded_bit_for_bit(tmp_path: Path, save_at: SaveAt) -> None:
     path = save_at(tmp_path, 7)
     assert sorted(entry.name for entry in path.parent.iterdir()) == ["last", "step_0000007.ckpt"]
     assert sorted(entry.name for entry in path.iterdir()) == [
@@ -77,15 +77,15 @@ def test_what_is_saved_is_loaded_bit_for_bit(tmp_path: Path, save_at: SaveAt) ->
     assert loaded["global_step"] == 7
     assert loaded["callbacks"] == {"meter": {"seen": 3, "best": None}}
     assert loaded["state_dict"].keys() == {"embedding", "head"}
-    assert torch.equal(loaded["state_dict"]["head"].whole(), WEIGHT + 7)
+    assert torch.equal(loaded["state_dict"]["head"].read(), WEIGHT + 7)
     [optimizer] = loaded["optimizer_states"]
     assert optimizer["param_groups"] == [{"lr": 0.1, "params": [0]}]
-    assert torch.equal(optimizer["state"][0]["exp_avg"].whole(), WEIGHT * 2)
-    assert float(optimizer["state"][0]["step"].whole()) == 7
-    assert torch.equal(loaded["rng"][0]["cpu"].whole(), torch.get_rng_state())
+    assert torch.equal(optimizer["state"][0]["exp_avg"].read(), WEIGHT * 2)
+    assert float(optimizer["state"][0]["step"].read()) == 7
+    assert torch.equal(loaded["rng"][0]["cpu"].read(), torch.get_rng_state())
 
 
-def test_the_plain_part_loads_with_weights_only_and_holds_no_tensor(
+def test_run_pt_loads_with_weights_only_and_holds_no_tensor(
     tmp_path: Path, save_at: SaveAt
 ) -> None:
     def leaves(node: Any) -> list[Any]:
@@ -100,7 +100,9 @@ def test_the_plain_part_loads_with_weights_only_and_holds_no_tensor(
     assert {type(leaf) for leaf in leaves(plain)} <= {int, float, str, bool, type(None)}
 
 
-def test_resume_finds_the_newest_the_named_or_none(tmp_path: Path, save_at: SaveAt) -> None:
+def test_resume_finds_the_newest_checkpoint_the_named_one_or_none(
+    tmp_path: Path, save_at: SaveAt
+) -> None:
     first, second = save_at(tmp_path, 10), save_at(tmp_path, 20)
     (tmp_path / "checkpoints" / "step_0000030.ckpt.tmp").mkdir()
     (tmp_path / "checkpoints" / "abandoned_0000040_1").mkdir()
@@ -111,19 +113,23 @@ def test_resume_finds_the_newest_the_named_or_none(tmp_path: Path, save_at: Save
     assert find_checkpoint(str(tmp_path), elsewhere) == second
     assert find_checkpoint(str(first), tmp_path) == first
     assert find_checkpoint(str(tmp_path / "checkpoints/last"), elsewhere) == second
-    for missing in (elsewhere, tmp_path / "checkpoints" / name_of(30)):
-        with pytest.raises(ConfigError, match="it is no whole checkpoint: there is no such folder"):
+    for missing in (elsewhere, tmp_path / "checkpoints" / checkpoint_name(30)):
+        with pytest.raises(
+            ConfigError, match="it is not a valid checkpoint: there is no such folder"
+        ):
             find_checkpoint(str(missing), tmp_path)
 
 
-def test_a_run_folder_without_a_checkpoint_is_a_mistake_where_it_was_named(tmp_path: Path) -> None:
+def test_a_named_run_folder_without_a_checkpoint_is_a_config_error(tmp_path: Path) -> None:
     (tmp_path / "checkpoints").mkdir()
     assert find_checkpoint("auto", tmp_path) is None
-    with pytest.raises(ConfigError, match="there is no whole checkpoint in it"):
+    with pytest.raises(ConfigError, match="it holds no valid checkpoint"):
         find_checkpoint(str(tmp_path), tmp_path)
 
 
-def test_only_a_checkpoint_that_is_named_allows_no_other(tmp_path: Path, save_at: SaveAt) -> None:
+def test_names_checkpoint_is_true_for_a_checkpoint_and_false_for_a_run_folder(
+    tmp_path: Path, save_at: SaveAt
+) -> None:
     path = save_at(tmp_path, 10)
     assert names_checkpoint(str(path))
     assert names_checkpoint(str(path.parent / "last"))
@@ -132,16 +138,16 @@ def test_only_a_checkpoint_that_is_named_allows_no_other(tmp_path: Path, save_at
     assert not names_checkpoint(None)
 
 
-def test_the_others_are_tried_newest_first_those_before_it_before_those_after_it(
+def test_fallbacks_are_the_earlier_checkpoints_newest_first_then_the_later_ones(
     tmp_path: Path, save_at: SaveAt
 ) -> None:
     paths = {step: save_at(tmp_path, step) for step in (10, 20, 30, 40, 50)}
-    assert [step_of(path) for path in older_than(paths[30])] == [20, 10, 50, 40]
-    assert [step_of(path) for path in older_than(paths[50])] == [40, 30, 20, 10]
+    assert [read_step(path) for path in get_fallbacks(paths[30])] == [20, 10, 50, 40]
+    assert [read_step(path) for path in get_fallbacks(paths[50])] == [40, 30, 20, 10]
     assert newest_checkpoint(tmp_path) == paths[50]
 
 
-def test_a_removed_checkpoint_is_gone_whole(tmp_path: Path, save_at: SaveAt) -> None:
+def test_removing_a_checkpoint_leaves_nothing_of_it(tmp_path: Path, save_at: SaveAt) -> None:
     first, second = save_at(tmp_path, 10), save_at(tmp_path, 20)
     make_io().remove_checkpoint(first)
     assert sorted(path.name for path in second.parent.iterdir()) == ["last", second.name]

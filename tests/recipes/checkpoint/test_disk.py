@@ -1,4 +1,4 @@
-"""Disks that are full or read-only, for real: nothing half-written stays, what was whole does, training goes on."""
+"""Real full and read-only disks: no partial checkpoint remains, valid ones stay, training continues."""
 
 import json
 import os
@@ -20,8 +20,8 @@ from recipes.checkpoint.save_log import SaveError
 from recipes.config import compose_and_check
 from recipes.entry.run import run_composed
 
-SIZE = "1300k"  # two checkpoints of 489 kB and all else that a run writes; not three
-WORDS = ["save_every=5", "eval_every=20", "checkpoint.keep_best=0"]
+SIZE = "1300k"  # two checkpoints of 489 kB and everything else that a run writes; not three
+SETTINGS = ["save_every=5", "eval_every=20", "checkpoint.keep_best=0"]
 
 
 def _runs(*command: str) -> bool:
@@ -35,7 +35,7 @@ needs_mount = pytest.mark.skipif(not MAY_MOUNT, reason="mounting is for root, he
 
 
 @pytest.mark.skipif(not MAY_BE_ROOT, reason="root needs no namespace, others may have none")
-def test_all_of_the_below_as_root_of_a_namespace(tmp_path: Path) -> None:
+def test_the_tests_below_pass_as_root_of_a_namespace(tmp_path: Path) -> None:
     command = ["unshare", "-Urm", sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider"]
     ended = subprocess.run(
         [*command, f"--basetemp={tmp_path}/inside", __file__],
@@ -49,13 +49,13 @@ def test_all_of_the_below_as_root_of_a_namespace(tmp_path: Path) -> None:
     assert "skipped" not in ended.stdout.replace("1 skipped", "", 1), ended.stdout
 
 
-def _mount(*words: str) -> None:
-    subprocess.run(["mount", *words], check=True, capture_output=True)
+def _mount(*arguments: str) -> None:
+    subprocess.run(["mount", *arguments], check=True, capture_output=True)
 
 
 @pytest.fixture
 def disk(tmp_path: Path) -> Iterator[Path]:
-    """A file system of little more than two checkpoints."""
+    """Yield a file system that holds little more than two checkpoints."""
     path = tmp_path / "disk"
     path.mkdir()
     _mount("-t", "tmpfs", "-o", f"size={SIZE}", "none", str(path))
@@ -63,16 +63,16 @@ def disk(tmp_path: Path) -> Iterator[Path]:
     subprocess.run(["umount", "-l", "-R", str(path)], check=True)  # the run's log is still open
 
 
-class Between(Callback):
-    """Does something after one step and something else after another."""
+class ActAfterSteps(Callback):
+    """Calls a function after each of some steps."""
 
-    def __init__(self, **at: Callable[[], object]) -> None:
-        self.at = {int(name.removeprefix("step_")): do for name, do in at.items()}
+    def __init__(self, **actions: Callable[[], object]) -> None:
+        self.actions = {int(name.removeprefix("step_")): act for name, act in actions.items()}
         self.seen = 0
 
     def on_train_batch_end(self, trainer: lightning.Trainer, *_: Any) -> None:
-        if trainer.global_step != self.seen and trainer.global_step in self.at:
-            self.at[trainer.global_step]()
+        if trainer.global_step != self.seen and trainer.global_step in self.actions:
+            self.actions[trainer.global_step]()
         self.seen = trainer.global_step
 
 
@@ -86,9 +86,9 @@ def names(folder: Path) -> list[str]:
 
 
 @needs_mount
-def test_a_full_disk_costs_checkpoints_and_not_the_run(train, disk: Path) -> None:
+def test_a_full_disk_loses_checkpoints_but_not_the_run(train, disk: Path) -> None:
     folder = disk / "run"
-    ended = train(folder, *WORDS)
+    ended = train(folder, *SETTINGS)
     assert ended.exit_code == 74  # its last state is not on the disk
     assert [row["step"] for row in read_metrics(folder)] == list(range(1, 21))
     failed = [line for line in ended.lines if line.startswith("Could not save")]
@@ -96,7 +96,7 @@ def test_a_full_disk_costs_checkpoints_and_not_the_run(train, disk: Path) -> Non
     for step, line in zip((15, 20), failed, strict=True):
         assert line.startswith(f"Could not save step_00000{step}.ckpt: No space left on device")
         assert line.endswith(
-            "make room or mend the disk, or checkpoint.keep_last=1. What was saved before stays"
+            "make room or fix the disk, or checkpoint.keep_last=1. Earlier checkpoints stay"
         )
     assert [event["path"] for event in events(folder, "checkpoint_failed")] == [
         "step_0000015.ckpt",
@@ -108,20 +108,22 @@ def test_a_full_disk_costs_checkpoints_and_not_the_run(train, disk: Path) -> Non
     assert "not all of them will fit" in warning
     assert ended.lines.index(warning) < ended.lines.index(failed[0])
 
-    # from the last whole one to its end, once there is room
+    # once there is room, the run resumes from the last valid checkpoint and finishes
     shutil.rmtree(folder / "checkpoints/step_0000005.ckpt")
-    again = train(folder, *WORDS, "resume=auto", "save_every=10")
+    again = train(folder, *SETTINGS, "resume=auto", "save_every=10")
     assert again.exit_code == 0, again.lines
     assert newest_checkpoint(folder) == folder / "checkpoints/step_0000020.ckpt"
 
 
 @needs_mount
-def test_a_disk_that_has_room_again_in_the_end_is_a_run_that_ended_well(train, disk: Path) -> None:
+def test_a_run_succeeds_if_the_disk_has_room_again_for_its_last_checkpoint(
+    train, disk: Path
+) -> None:
     folder, filler = disk / "run", disk / "filler"
-    fill = Between(
+    fill = ActAfterSteps(
         step_7=lambda: filler.write_bytes(b"\0" * 500_000), step_12=lambda: filler.unlink()
     )
-    ended = train(folder, *WORDS, "checkpoint.keep_last=1", callbacks=[fill])
+    ended = train(folder, *SETTINGS, "checkpoint.keep_last=1", callbacks=[fill])
     assert ended.exit_code == 0, ended.lines
     failed = [line for line in ended.lines if line.startswith("Could not save")]
     assert len(failed) == 1
@@ -133,21 +135,21 @@ def test_a_disk_that_has_room_again_in_the_end_is_a_run_that_ended_well(train, d
 
 @needs_mount
 @pytest.mark.parametrize("ranks", [1, 2])
-def test_a_run_that_shall_stop_stops_with_an_error_that_names_the_checkpoint(
-    run_words: list[str], disk: Path, capfd: pytest.CaptureFixture[str], ranks: int
+def test_on_save_error_stop_ends_the_run_with_an_error_that_names_the_checkpoint(
+    overrides: list[str], disk: Path, capfd: pytest.CaptureFixture[str], ranks: int
 ) -> None:
     folder = disk / "run"
-    words = [*run_words, *WORDS, "checkpoint.on_save_error=stop", f"hydra.run.dir={folder}"]
-    words += [f"trainer.devices={ranks}", "strategy=ddp"] if ranks > 1 else []
-    composed, mistakes = compose_and_check(words)
+    command = [*overrides, *SETTINGS, "checkpoint.on_save_error=stop", f"hydra.run.dir={folder}"]
+    command += [f"trainer.devices={ranks}", "strategy=ddp"] if ranks > 1 else []
+    composed, mistakes = compose_and_check(command)
     assert composed is not None
     assert not mistakes
     assert run_composed(composed) == 1
-    said = capfd.readouterr().out
-    why = "step_0000015.ckpt could not be written: No space left on device"
-    assert f"SaveError: checkpoint.on_save_error=stop: {why}" in said
-    assert said.count("Could not save step_0000015.ckpt") == 1
-    assert said.splitlines()[-1] == (
+    console = capfd.readouterr().out
+    reason = "step_0000015.ckpt could not be written: No space left on device"
+    assert f"SaveError: checkpoint.on_save_error=stop: {reason}" in console
+    assert console.count("Could not save step_0000015.ckpt") == 1
+    assert console.splitlines()[-1] == (
         f"The run crashed; its folder is {folder}, its last whole checkpoint step_0000010.ckpt"
     )
     assert names(folder) == ["last", "step_0000005.ckpt", "step_0000010.ckpt"]
@@ -156,7 +158,9 @@ def test_a_run_that_shall_stop_stops_with_an_error_that_names_the_checkpoint(
 
 @needs_mount
 @pytest.mark.parametrize("on_save_error", ["continue", "stop"])
-def test_a_checkpoints_folder_that_becomes_read_only(train, disk: Path, on_save_error: str) -> None:
+def test_a_checkpoints_folder_that_is_read_only_for_five_steps_loses_one_checkpoint(
+    train, disk: Path, on_save_error: str
+) -> None:
     folder = disk / "run"
     checkpoints = str(folder / "checkpoints")
 
@@ -165,34 +169,34 @@ def test_a_checkpoints_folder_that_becomes_read_only(train, disk: Path, on_save_
         _mount("-o", "remount,bind,ro", checkpoints)
 
     allow = lambda: subprocess.run(["umount", checkpoints], check=True)  # noqa: E731
-    spell = Between(step_7=forbid, step_12=allow)
-    words = [*WORDS, "checkpoint.keep_last=1", f"checkpoint.on_save_error={on_save_error}"]
+    read_only = ActAfterSteps(step_7=forbid, step_12=allow)
+    settings = [*SETTINGS, "checkpoint.keep_last=1", f"checkpoint.on_save_error={on_save_error}"]
     if on_save_error == "stop":
         with pytest.raises(SaveError, match=r"step_0000010.ckpt .*Read-only file system"):
-            train(folder, *words, callbacks=[spell])
+            train(folder, *settings, callbacks=[read_only])
         assert names(folder) == ["last", "step_0000005.ckpt"]
         return
-    ended = train(folder, *words, callbacks=[spell])
+    ended = train(folder, *settings, callbacks=[read_only])
     assert ended.exit_code == 0, ended.lines
     [line] = [line for line in ended.lines if line.startswith("Could not save")]
     assert line.startswith("Could not save step_0000010.ckpt: Read-only file system")
     assert names(folder) == ["last", "step_0000020.ckpt"]
 
 
-def test_nothing_is_ever_written_to_a_temporary_folder(
+def test_a_run_writes_nothing_to_the_temporary_folder(
     train, tmp_path: Path, tmp_path_factory: pytest.TempPathFactory, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """It may lie on another, smaller file system, from which no rename leads to the run's."""
+    """It may be on another, smaller file system, from which a file cannot be renamed into the run folder."""
     memory = Path("/dev/shm")
     base = memory if memory.is_dir() else tmp_path_factory.getbasetemp()
     elsewhere = base / f"recipes_{tmp_path.name}_{os.getpid()}"
     elsewhere.mkdir()
     try:
-        for word in ("TMPDIR", "TEMP", "TMP"):
-            monkeypatch.setenv(word, str(elsewhere))
-        monkeypatch.setattr("tempfile.tempdir", None)  # asked for again
-        changed = elsewhere.stat().st_mtime_ns  # of any name that comes or goes
-        assert train(tmp_path / "run", *WORDS).exit_code == 0
+        for variable in ("TMPDIR", "TEMP", "TMP"):
+            monkeypatch.setenv(variable, str(elsewhere))
+        monkeypatch.setattr("tempfile.tempdir", None)  # computed again
+        changed = elsewhere.stat().st_mtime_ns  # changes with every name created or removed
+        assert train(tmp_path / "run", *SETTINGS).exit_code == 0
         assert elsewhere.stat().st_mtime_ns == changed
     finally:
         shutil.rmtree(elsewhere)

@@ -1,4 +1,4 @@
-"""A manifest that is not the one that was written is none, and what it says of the files is compared with them."""
+"""A manifest that is not exactly the one written is invalid, and the files are compared with what it says."""
 
 import json
 from pathlib import Path
@@ -20,7 +20,7 @@ CONTENT = b"0123456789"
 
 @pytest.fixture
 def folder(tmp_path: Path) -> Path:
-    """A checkpoint of one file of ten bytes."""
+    """Return a checkpoint of one file of ten bytes."""
     (tmp_path / "run.pt").write_bytes(CONTENT)
     record = FileRecord(bytes=10, xxh3_128=hash_file(tmp_path / "run.pt"))
     manifest = Manifest(
@@ -35,7 +35,7 @@ def folder(tmp_path: Path) -> Path:
     return tmp_path
 
 
-def test_what_is_written_is_read_to_the_last_digit(folder: Path) -> None:
+def test_a_manifest_is_read_exactly_as_written(folder: Path) -> None:
     manifest = read_manifest(folder)
     assert manifest is not None
     assert manifest.text() == (folder / "manifest.json").read_text()
@@ -45,7 +45,7 @@ def test_what_is_written_is_read_to_the_last_digit(folder: Path) -> None:
     assert find_content_fault(folder, manifest, manifest.files) is None
 
 
-def test_every_single_flipped_bit_of_a_manifest_is_seen(folder: Path) -> None:
+def test_every_single_flipped_bit_of_a_manifest_is_detected(folder: Path) -> None:
     path = folder / "manifest.json"
     written = path.read_bytes()
     for bit in range(8 * len(written)):
@@ -56,13 +56,13 @@ def test_every_single_flipped_bit_of_a_manifest_is_seen(folder: Path) -> None:
 
 
 @pytest.mark.parametrize("content", ["", "{}", "[]", "null", "3", '"text"', "{", "\0"])
-def test_other_text_is_no_manifest(folder: Path, content: str) -> None:
+def test_any_other_text_is_a_damaged_manifest(folder: Path, content: str) -> None:
     (folder / "manifest.json").write_text(content)
     assert read_manifest(folder) is None
     assert find_fault(folder) == "its manifest.json is damaged"
 
 
-def test_a_manifest_of_another_format_is_refused_although_its_hash_is_right(folder: Path) -> None:
+def test_a_manifest_of_another_format_is_rejected_even_with_a_correct_hash(folder: Path) -> None:
     fields = json.loads((folder / "manifest.json").read_text())
     own = [name for name in fields if name.startswith("hash_of_this_file")]
     assert len(own) == 1
@@ -73,7 +73,7 @@ def test_a_manifest_of_another_format_is_refused_although_its_hash_is_right(fold
     assert read_manifest(folder) is None
 
 
-def test_each_fault_has_its_words(folder: Path) -> None:
+def test_each_fault_is_described(folder: Path) -> None:
     manifest = read_manifest(folder)
     assert manifest is not None
     assert find_fault(folder / "elsewhere") == "there is no such folder"
@@ -93,8 +93,8 @@ def test_each_fault_has_its_words(folder: Path) -> None:
     assert find_fault(folder) == "its manifest.json is missing"
 
 
-def test_a_file_is_hashed_whole_however_it_is_read(tmp_path: Path) -> None:
-    for size in (0, 1, (16 << 20) - 1, 16 << 20, (16 << 20) + 1):  # read in pieces of 16 MiB
+def test_the_hash_does_not_depend_on_the_chunks_in_which_a_file_is_read(tmp_path: Path) -> None:
+    for size in (0, 1, (16 << 20) - 1, 16 << 20, (16 << 20) + 1):  # chunks have 16 MiB
         content = b"\1" * size
         (tmp_path / "file").write_bytes(content)
         assert hash_file(tmp_path / "file") == xxhash.xxh3_128_hexdigest(content)

@@ -1,4 +1,4 @@
-"""No two ranks draw the same numbers, and a rank that is resumed goes on with its own."""
+"""No two ranks draw the same random numbers, and a resumed rank continues its own sequence."""
 
 import random
 from collections.abc import Mapping
@@ -16,7 +16,7 @@ def _draws() -> list[float]:
 
 
 def _all_draws() -> list[float]:
-    """One of each kind from each source; an odd number of normal ones, of which numpy and Python keep one back."""
+    """Draw every kind from every source; of an odd number of normal samples numpy and Python buffer one."""
     return [
         *_draws(),
         *torch.randn(3).tolist(),
@@ -35,20 +35,20 @@ def _seed(number: int) -> None:
 
 
 def _saved(folder: Path, state: Mapping[str, Part]) -> dict[str, SavedTensor]:
-    """As it lies in a checkpoint."""
+    """Write a state to a file and open it, as in a checkpoint."""
     folder.mkdir()
     write_shard(folder / "rank_00000.safetensors", state)
     return open_tensors([folder / "rank_00000.safetensors"])
 
 
-def test_rank_0_of_a_fresh_run_draws_what_one_device_draws() -> None:
+def test_rank_0_of_a_new_run_draws_what_one_device_draws() -> None:
     torch.manual_seed(5)
     expected = _draws()
     seed_rank(seed=5, rank=0, step=0)
     assert _draws() == expected
 
 
-def test_each_rank_and_each_step_has_draws_of_its_own() -> None:
+def test_each_rank_and_each_step_draws_different_numbers() -> None:
     seen = []
     for rank, step in ((0, 0), (1, 0), (2, 0), (0, 7), (1, 7)):
         seed_rank(seed=5, rank=rank, step=step)
@@ -56,28 +56,28 @@ def test_each_rank_and_each_step_has_draws_of_its_own() -> None:
     assert len(set(seen)) == 5
 
 
-def test_a_resumed_rank_goes_on_with_its_own_draws_from_every_source(tmp_path: Path) -> None:
+def test_a_resumed_rank_continues_its_own_sequence_of_every_source(tmp_path: Path) -> None:
     _seed(1)
-    _all_draws()  # leaves a normal number in store
-    mine = _saved(tmp_path / "mine", rng_state())
+    _all_draws()  # leaves a normal sample in the buffer
+    own = _saved(tmp_path / "own", rng_state())
     expected = _all_draws()
     _seed(2)
     other = _saved(tmp_path / "other", rng_state())
-    restore([other, mine], seed=5, rank=1, world_size=2, step=9)
+    restore([other, own], seed=5, rank=1, world_size=2, step=9)
     assert _all_draws() == expected
 
 
-def test_a_state_is_a_copy_of_what_it_was(tmp_path: Path) -> None:
-    """It is written behind training, which draws on."""
+def test_a_state_is_a_copy(tmp_path: Path) -> None:
+    """It is written in the background while training keeps drawing."""
     _seed(1)
     state = rng_state()
     expected = _all_draws()
-    mine = _saved(tmp_path / "mine", state)
-    restore([mine], seed=5, rank=0, world_size=1, step=9)
+    own = _saved(tmp_path / "own", state)
+    restore([own], seed=5, rank=0, world_size=1, step=9)
     assert _all_draws() == expected
 
 
-def test_another_number_of_ranks_begins_anew_and_always_alike(tmp_path: Path) -> None:
+def test_another_number_of_ranks_seeds_again_the_same_way_every_time(tmp_path: Path) -> None:
     seen = []
     for noise in (1, 2):
         _seed(noise)

@@ -1,4 +1,4 @@
-"""Any range of a tensor is read from any cut into pieces; a piece that is missing is no silent zero."""
+"""Any range of a tensor is read correctly from any split into parts; a missing part is an error."""
 
 import random
 from collections import defaultdict
@@ -15,8 +15,8 @@ from recipes.checkpoint.shards import unsharded_part
 DTYPES = [torch.float32, torch.bfloat16, torch.float64, torch.int64]
 
 
-def _flat_cut(tensor: Tensor, rng: random.Random) -> list[Part]:
-    """Ranges of the flattened tensor, as ZeRO has them."""
+def _split_flat(tensor: Tensor, rng: random.Random) -> list[Part]:
+    """Return ranges of the flattened tensor, as under ZeRO."""
     size = tensor.numel()
     bounds = sorted({0, size, *(rng.randint(0, size) for _ in range(rng.randint(0, 4)))})
     return [
@@ -25,8 +25,8 @@ def _flat_cut(tensor: Tensor, rng: random.Random) -> list[Part]:
     ]
 
 
-def _cut_by_rows(tensor: Tensor, rng: random.Random) -> list[Part]:
-    """Slabs of rows, as FSDP has them."""
+def _split_by_rows(tensor: Tensor, rng: random.Random) -> list[Part]:
+    """Return slabs of rows, as under FSDP."""
     rows = tensor.shape[0]
     bounds = sorted({0, rows, *(rng.randint(0, rows) for _ in range(rng.randint(0, 4)))})
     return [
@@ -40,7 +40,7 @@ def _cut_by_rows(tensor: Tensor, rng: random.Random) -> list[Part]:
 
 
 def _write(folder: Path, parts: list[Part], rng: random.Random) -> dict[str, SavedTensor]:
-    """Each piece in the file of a rank of its own, read in any order."""
+    """Write each part to the file of another rank, and open the files in any order."""
     files = []
     for rank, part in enumerate(parts):
         files.append(folder / f"rank_{rank:05d}.safetensors")
@@ -50,34 +50,36 @@ def _write(folder: Path, parts: list[Part], rng: random.Random) -> dict[str, Sav
 
 
 @pytest.mark.parametrize("seed", range(40))
-def test_any_range_of_any_cut_is_the_slice_of_the_whole(seed: int, tmp_path: Path) -> None:
+def test_any_range_of_any_split_is_the_slice_of_the_unsharded_tensor(
+    seed: int, tmp_path: Path
+) -> None:
     rng = random.Random(seed)
     torch.manual_seed(seed)
     shape = [rng.randint(1, 9) for _ in range(rng.randint(1, 3))]
     tensor = torch.randint(-99, 99, shape).to(rng.choice(DTYPES))
-    cut = rng.choice([_flat_cut, _cut_by_rows])
-    saved = _write(tmp_path, cut(tensor, rng), rng)["weight"]
+    split = rng.choice([_split_flat, _split_by_rows])
+    saved = _write(tmp_path, split(tensor, rng), rng)["weight"]
     assert saved.shape == tensor.shape
-    assert torch.equal(saved.whole(), tensor)
-    assert saved.whole().dtype == tensor.dtype
+    assert torch.equal(saved.read(), tensor)
+    assert saved.read().dtype == tensor.dtype
     flat = tensor.reshape(-1)
     for _ in range(20):
         start, stop = sorted(rng.randint(0, len(flat)) for _ in range(2))
-        assert saved.part(start, stop).tolist() == flat[start:stop].tolist()
+        assert saved.read_range(start, stop).tolist() == flat[start:stop].tolist()
 
 
-def test_what_is_read_is_in_memory_of_its_own(tmp_path: Path) -> None:
-    """A file that is replaced, or read-only, must not be seen through a weight."""
+def test_a_tensor_that_was_read_shares_no_memory_with_the_file(tmp_path: Path) -> None:
+    """A weight must not change with the file, nor be read-only as the file may be."""
     path = tmp_path / "rank_00000.safetensors"
     write_shard(path, {"weight": unsharded_part(torch.arange(6.0))})
     saved = open_tensors([path])["weight"]
-    first = saved.whole()
+    first = saved.read()
     first.zero_()
-    assert saved.whole().tolist() == [0, 1, 2, 3, 4, 5]
+    assert saved.read().tolist() == [0, 1, 2, 3, 4, 5]
 
 
 @pytest.mark.parametrize("missing", range(4))
-def test_a_missing_piece_is_an_error_for_every_range_that_needs_it(
+def test_a_missing_part_is_an_error_for_every_range_that_needs_it(
     missing: int, tmp_path: Path
 ) -> None:
     tensor = torch.arange(12.0)
@@ -93,14 +95,14 @@ def test_a_missing_piece_is_an_error_for_every_range_that_needs_it(
         for stop in range(start + 1, 13):
             if gone & set(range(start, stop)):
                 with pytest.raises(ValueError, match="are not in the checkpoint"):
-                    saved.part(start, stop)
+                    saved.read_range(start, stop)
             else:
-                assert torch.equal(saved.part(start, stop), tensor[start:stop])
+                assert torch.equal(saved.read_range(start, stop), tensor[start:stop])
     with pytest.raises(ValueError, match="are not in the checkpoint"):
-        saved.whole()
+        saved.read()
 
 
-def test_an_empty_piece_among_others_changes_nothing(tmp_path: Path) -> None:
+def test_an_empty_part_among_others_changes_nothing(tmp_path: Path) -> None:
     tensor = torch.arange(6.0)
     parts = [
         Part(tensor=tensor[start:stop], offsets=(start,), unsharded_shape=tensor.shape)
@@ -109,10 +111,10 @@ def test_an_empty_piece_among_others_changes_nothing(tmp_path: Path) -> None:
     for seed in range(6):  # in several orders
         (tmp_path / str(seed)).mkdir()
         saved = _write(tmp_path / str(seed), parts, random.Random(seed))["weight"]
-        assert torch.equal(saved.whole(), tensor)
+        assert torch.equal(saved.read(), tensor)
 
 
-def test_tensors_of_several_files_are_gathered_by_name(tmp_path: Path) -> None:
+def test_parts_of_several_files_are_joined_by_name(tmp_path: Path) -> None:
     held: dict[int, dict[str, Part]] = defaultdict(dict)
     weight = torch.arange(10.0).reshape(5, 2)
     for rank, (start, stop) in enumerate([(0, 3), (3, 5)]):
@@ -125,21 +127,21 @@ def test_tensors_of_several_files_are_gathered_by_name(tmp_path: Path) -> None:
         write_shard(files[-1], parts)
     tensors = open_tensors(files)
     assert sorted(tensors) == ["rng/0/cpu", "rng/1/cpu", "weight"]
-    assert torch.equal(tensors["weight"].whole(), weight)
-    assert tensors["rng/1/cpu"].whole().tolist() == [1]
+    assert torch.equal(tensors["weight"].read(), weight)
+    assert tensors["rng/1/cpu"].read().tolist() == [1]
 
 
 def test_a_scalar_and_an_empty_tensor_keep_shape_and_dtype(tmp_path: Path) -> None:
     path = tmp_path / "rank_00000.safetensors"
-    made = {"step": torch.tensor(7.0).double(), "empty": torch.zeros(0, 3)}
-    write_shard(path, {name: unsharded_part(tensor) for name, tensor in made.items()})
+    tensors = {"step": torch.tensor(7.0).double(), "empty": torch.zeros(0, 3)}
+    write_shard(path, {name: unsharded_part(tensor) for name, tensor in tensors.items()})
     for name, saved in open_tensors([path]).items():
-        assert saved.whole().shape == made[name].shape
-        assert saved.whole().dtype == made[name].dtype
-        assert torch.equal(saved.whole(), made[name])
+        assert saved.read().shape == tensors[name].shape
+        assert saved.read().dtype == tensors[name].dtype
+        assert torch.equal(saved.read(), tensors[name])
 
 
 def test_an_empty_tensor_of_another_dtype_keeps_it(tmp_path: Path) -> None:
     path = tmp_path / "rank_00000.safetensors"
     write_shard(path, {"empty": unsharded_part(torch.zeros(0, 3, dtype=torch.int64))})
-    assert open_tensors([path])["empty"].whole().dtype == torch.int64
+    assert open_tensors([path])["empty"].read().dtype == torch.int64

@@ -1,4 +1,4 @@
-"""A shard holds every bit of every tensor, where safetensors and torch look for it, and sees what is no number."""
+"""A shard file holds every bit of every tensor, is read by safetensors and torch, and detects NaN and inf."""
 
 import json
 from pathlib import Path
@@ -15,8 +15,8 @@ from recipes.checkpoint.shard_file import Part, flat_start, write_shard
 from recipes.checkpoint.shards import unsharded_part
 
 FLOATS = [torch.float64, torch.float32, torch.float16, torch.bfloat16]
-WHOLE_NUMBERS = [torch.int64, torch.int32, torch.int16, torch.int8, torch.uint8]
-PIECE = 4 << 20  # bytes that are examined, hashed and written at a time
+INTEGERS = [torch.int64, torch.int32, torch.int16, torch.int8, torch.uint8]
+CHUNK = 4 << 20  # bytes that are checked, hashed and written at a time
 
 
 def _bits(tensor: Tensor) -> bytes:
@@ -24,29 +24,29 @@ def _bits(tensor: Tensor) -> bytes:
 
 
 def _random_bits(dtype: torch.dtype, *shape: int) -> Tensor:
-    """Any bits that a dtype may have: NaN with a payload, denormals, both zeros."""
+    """Return any bits a dtype may have: NaN with a payload, denormals, both zeros."""
     if dtype == torch.bool:
         return torch.randint(2, shape).bool()
-    hidden_size = torch.empty(0, dtype=dtype).element_size()
-    return torch.randint(256, (*shape, hidden_size), dtype=torch.uint8).view(dtype).reshape(shape)
+    num_bytes = torch.empty(0, dtype=dtype).element_size()
+    return torch.randint(256, (*shape, num_bytes), dtype=torch.uint8).view(dtype).reshape(shape)
 
 
 @pytest.fixture(scope="module")
 def tensors() -> dict[str, Tensor]:
-    """Every dtype in every shape that is special, widths mixed up so that order matters."""
+    """Return every dtype in every special shape, element sizes mixed so that their order matters."""
     torch.manual_seed(0)
-    made: dict[str, Tensor] = {}
-    for dtype in [torch.bool, torch.bfloat16, *WHOLE_NUMBERS, *FLOATS]:
-        word = str(dtype).partition(".")[2]
-        made |= {
-            f"{word}.odd": _random_bits(dtype, 3, 7),
-            f"{word}.scalar": _random_bits(dtype, 1).reshape(()),
-            f"{word}.empty": _random_bits(dtype, 0, 4),
-            f"{word}.transposed": _random_bits(dtype, 5, 3).T,
-            f"{word}.expanded": _random_bits(dtype, 1, 3).expand(4, 3),
+    tensors: dict[str, Tensor] = {}
+    for dtype in [torch.bool, torch.bfloat16, *INTEGERS, *FLOATS]:
+        name = str(dtype).partition(".")[2]
+        tensors |= {
+            f"{name}.odd": _random_bits(dtype, 3, 7),
+            f"{name}.scalar": _random_bits(dtype, 1).reshape(()),
+            f"{name}.empty": _random_bits(dtype, 0, 4),
+            f"{name}.transposed": _random_bits(dtype, 5, 3).T,
+            f"{name}.expanded": _random_bits(dtype, 1, 3).expand(4, 3),
         }
-    made["larger_than_a_piece"] = _random_bits(torch.bfloat16, PIECE // 2 + 3)
-    return made
+    tensors["larger_than_a_chunk"] = _random_bits(torch.bfloat16, CHUNK // 2 + 3)
+    return tensors
 
 
 def test_every_bit_of_every_tensor_is_read_by_safetensors(
@@ -64,10 +64,10 @@ def test_every_bit_of_every_tensor_is_read_by_safetensors(
     assert written.record.xxh3_128 == hash_file(path)
 
 
-def test_each_tensor_starts_at_a_multiple_of_its_element(
+def test_each_tensor_starts_at_a_multiple_of_its_element_size(
     tensors: dict[str, Tensor], tmp_path: Path
 ) -> None:
-    """So that a reader may map it; bfloat16 of odd sizes beside float64 is where that goes wrong."""
+    """A reader may then map it; an odd number of bfloat16 before float64 is where that goes wrong."""
     path = tmp_path / "rank_00000.safetensors"
     write_shard(path, {name: unsharded_part(tensor) for name, tensor in tensors.items()})
     content = path.read_bytes()
@@ -80,19 +80,19 @@ def test_each_tensor_starts_at_a_multiple_of_its_element(
         assert (8 + length + entry["data_offsets"][0]) % tensors[name].element_size() == 0, name
 
 
-def test_every_other_element_of_a_tensor_is_written_as_it_is(tmp_path: Path) -> None:
+def test_a_tensor_with_strides_is_written_element_by_element(tmp_path: Path) -> None:
     every_other = torch.arange(11.0)[::2]
     write_shard(tmp_path / "file", {"every_other": unsharded_part(every_other)})
     assert torch.equal(load_file(tmp_path / "file")["every_other"], every_other)
 
 
-def test_a_file_without_tensors_is_one(tmp_path: Path) -> None:
+def test_a_file_without_tensors_is_valid(tmp_path: Path) -> None:
     path = tmp_path / "rank_00001.safetensors"  # of a rank that holds nothing
     assert write_shard(path, {}).not_finite is None
     assert load_file(path) == {}
 
 
-def test_a_file_that_is_there_is_not_written_over(tmp_path: Path) -> None:
+def test_an_existing_file_is_not_overwritten(tmp_path: Path) -> None:
     path = tmp_path / "rank_00000.safetensors"
     path.write_bytes(b"there")
     with pytest.raises(FileExistsError):
@@ -102,11 +102,11 @@ def test_a_file_that_is_there_is_not_written_over(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("dtype", FLOATS)
 @pytest.mark.parametrize("value", ["nan", "inf", "-inf", "nan with a payload"])
-def test_a_value_that_is_no_number_is_found_wherever_it_lies(
+def test_nan_and_inf_are_found_at_any_position(
     dtype: torch.dtype, value: str, tmp_path: Path
 ) -> None:
-    size = PIECE // torch.empty(0, dtype=dtype).element_size() + 5
-    for place in (0, size - 6, size - 5, size - 1):  # both sides of a border between pieces
+    size = CHUNK // torch.empty(0, dtype=dtype).element_size() + 5
+    for place in (0, size - 6, size - 5, size - 1):  # both sides of a chunk boundary
         odd = torch.zeros(size, dtype=dtype)
         odd[place] = float(value.partition(" ")[0])
         if "payload" in value:
@@ -117,7 +117,7 @@ def test_a_value_that_is_no_number_is_found_wherever_it_lies(
 
 
 @pytest.mark.parametrize("dtype", FLOATS)
-def test_zeros_denormals_and_the_largest_numbers_are_numbers(
+def test_zeros_denormals_and_the_largest_values_are_finite(
     dtype: torch.dtype, tmp_path: Path
 ) -> None:
     limits = torch.finfo(dtype)
@@ -129,16 +129,16 @@ def test_zeros_denormals_and_the_largest_numbers_are_numbers(
     assert write_shard(tmp_path / "file", parts).not_finite is None
 
 
-@pytest.mark.parametrize("dtype", [torch.bool, *WHOLE_NUMBERS])
-def test_whole_numbers_may_have_any_bits(dtype: torch.dtype, tmp_path: Path) -> None:
+@pytest.mark.parametrize("dtype", [torch.bool, *INTEGERS])
+def test_integers_may_have_any_bits(dtype: torch.dtype, tmp_path: Path) -> None:
     ones = torch.full((9,), -1).to(dtype) if dtype != torch.bool else torch.ones(9).bool()
     assert write_shard(tmp_path / "file", {"ones": unsharded_part(ones)}).not_finite is None
 
 
 def test_torch_itself_reads_what_two_ranks_wrote(tmp_path: Path) -> None:
-    """Two shards of rows, as FSDP of two ranks has them, one of each rank alone, and a number."""
+    """Two shards of rows, as under FSDP with two ranks, one tensor that one rank writes, and a scalar."""
     torch.manual_seed(0)
-    whole = {
+    unsharded = {
         "weight": torch.randn(5, 3, 2),
         "half": torch.randn(7).bfloat16(),
         "step": torch.tensor(7.0),
@@ -146,28 +146,28 @@ def test_torch_itself_reads_what_two_ranks_wrote(tmp_path: Path) -> None:
     }
 
     def rows(name: str, start: int, stop: int) -> Part:
-        tensor = whole[name]
+        tensor = unsharded[name]
         offsets = (start, *[0] * (tensor.ndim - 1))
         return Part(tensor=tensor[start:stop], offsets=offsets, unsharded_shape=tensor.shape)
 
     first = {"weight": rows("weight", 0, 3), "half": rows("half", 0, 4)}
-    first["step"] = unsharded_part(whole["step"])
+    first["step"] = unsharded_part(unsharded["step"])
     second = {"weight": rows("weight", 3, 5), "half": rows("half", 4, 7)}
-    second["alone"] = unsharded_part(whole["alone"])
+    second["alone"] = unsharded_part(unsharded["alone"])
     write_shard(tmp_path / "rank_00000.safetensors", first)
     write_shard(tmp_path / "rank_00001.safetensors", second)
-    read = {name: torch.zeros_like(tensor) for name, tensor in whole.items()}
+    read = {name: torch.zeros_like(tensor) for name, tensor in unsharded.items()}
     dcp.load(read, storage_reader=dcp.HuggingFaceStorageReader(path=str(tmp_path)))
-    for name, tensor in whole.items():
+    for name, tensor in unsharded.items():
         assert torch.equal(read[name], tensor), name
     with safe_open(tmp_path / "rank_00001.safetensors", framework="pt") as file:
         assert "DCP_SHARDING_INFO" in file.metadata()
 
 
-def test_a_part_is_a_range_of_the_flattened_whole_or_refused() -> None:
+def test_a_part_that_is_not_a_range_of_the_flattened_tensor_is_rejected() -> None:
     assert flat_start((2, 0, 0), torch.Size([5, 3, 2])) == 12
     assert flat_start((11,), torch.Size([5, 3, 2])) == 11
     assert flat_start((3,), torch.Size([5])) == 3
     assert flat_start((), torch.Size([])) == 0
-    with pytest.raises(ValueError, match="no flat range"):
+    with pytest.raises(ValueError, match="is not a range of the flattened tensor"):
         flat_start((0, 1, 0), torch.Size([5, 3, 2]))

@@ -1,4 +1,4 @@
-"""An optimizer takes moments from a checkpoint, and hyper-parameters from its own config."""
+"""Optimizer state is loaded from a checkpoint; hyper-parameters stay those of the run's config."""
 
 import torch
 from torch import nn
@@ -6,8 +6,8 @@ from torch import nn
 from recipes.checkpoint.shards import load_optimizer
 
 
-def test_moments_are_loaded_and_hyper_parameters_stay() -> None:
-    """`fused` of the saved ones would leave the step counter on the wrong device."""
+def test_state_is_loaded_and_hyper_parameters_stay() -> None:
+    """The saved `fused` would leave the step counter on the wrong device."""
     weight = nn.Parameter(torch.ones(4))
     saving = torch.optim.AdamW([weight], lr=1.0, fused=False)
     weight.grad = torch.ones(4)

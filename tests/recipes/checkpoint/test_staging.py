@@ -1,4 +1,4 @@
-"""What is saved is the state at the moment of the save, whatever changes while it is copied."""
+"""The copy holds the state at the moment of the save, whatever changes meanwhile."""
 
 import threading
 
@@ -8,61 +8,61 @@ from recipes.checkpoint.shards import unsharded_part
 from recipes.checkpoint.staging import HostStaging
 
 
-def test_what_may_change_before_the_next_step_is_set_aside_at_once() -> None:
-    """A counter of batch normalisation changes in the next forward pass, a weight in the next step."""
+def test_what_may_change_before_the_next_step_is_cloned_at_once() -> None:
+    """A batch-norm counter changes in the next forward pass, a weight in the next optimizer step."""
     counter, weight = torch.zeros(3), torch.zeros(3)
-    copy = HostStaging()
-    copy.begin(
+    staging = HostStaging()
+    staging.begin(
         {"counter": unsharded_part(counter, constant=False), "weight": unsharded_part(weight)}
     )
     counter += 1
-    filled = copy.fill()
+    filled = staging.fill()
     weight += 1  # after the copy: as after `wait`
     assert filled["counter"].tensor.tolist() == [0, 0, 0]
     assert filled["weight"].tensor.tolist() == [0, 0, 0]
 
 
-def test_wait_lasts_until_everything_is_copied() -> None:
-    copy = HostStaging()
-    copy.wait()  # there is nothing to wait for
-    copy.begin({"weight": unsharded_part(torch.ones(3))})
+def test_wait_returns_once_everything_is_copied() -> None:
+    staging = HostStaging()
+    staging.wait()  # nothing to wait for
+    staging.begin({"weight": unsharded_part(torch.ones(3))})
     waited = threading.Event()
 
     def wait() -> None:
-        copy.wait()
+        staging.wait()
         waited.set()
 
     thread = threading.Thread(target=wait)
     thread.start()
     assert not waited.wait(0.2)
-    copy.fill()
+    staging.fill()
     thread.join(10)
     assert waited.is_set()
 
 
-def test_memory_is_kept_from_one_copy_to_the_next_and_follows_shapes() -> None:
-    copy = HostStaging()
+def test_buffers_are_reused_for_the_same_shapes_and_replaced_for_others() -> None:
+    staging = HostStaging()
     tensors = {"a": torch.arange(6.0).reshape(2, 3).T, "b": torch.ones(4).bfloat16()}
     held = []
     for _ in range(2):
-        copy.begin({name: unsharded_part(tensor) for name, tensor in tensors.items()})
-        filled = copy.fill()
+        staging.begin({name: unsharded_part(tensor) for name, tensor in tensors.items()})
+        filled = staging.fill()
         for name, tensor in tensors.items():
             assert torch.equal(filled[name].tensor, tensor)
         held.append({name: part.tensor.data_ptr() for name, part in filled.items()})
     assert held[0] == held[1]
     other = {"b": torch.ones(2, 5, dtype=torch.int64)}  # another shape, another dtype, one gone
-    copy.begin({name: unsharded_part(tensor) for name, tensor in other.items()})
-    filled = copy.fill()
+    staging.begin({name: unsharded_part(tensor) for name, tensor in other.items()})
+    filled = staging.fill()
     assert filled.keys() == other.keys()
     assert torch.equal(filled["b"].tensor, other["b"])
 
 
 def test_empty_and_scalar_tensors_are_copied() -> None:
-    copy = HostStaging()
-    copy.begin(
+    staging = HostStaging()
+    staging.begin(
         {"empty": unsharded_part(torch.zeros(0, 3)), "step": unsharded_part(torch.tensor(7.0))}
     )
-    filled = copy.fill()
+    filled = staging.fill()
     assert filled["empty"].tensor.shape == (0, 3)
     assert float(filled["step"].tensor) == 7

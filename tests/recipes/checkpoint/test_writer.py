@@ -1,4 +1,4 @@
-"""One save at a time, kept only if whole; `last` never leads astray; a failure hinders nothing that comes after."""
+"""One save at a time, kept only if valid; `last` always points to a valid one; a failure leaves later saves alone."""
 
 import threading
 import time
@@ -10,9 +10,15 @@ import torch
 from support import CrashAt
 
 from recipes.checkpoint.manifest import FileRecord, find_fault, read_manifest
-from recipes.checkpoint.retention import Retention, apply, name_of, resolve_symlink, steps_on_disk
+from recipes.checkpoint.retention import (
+    Retention,
+    apply,
+    checkpoint_name,
+    resolve_symlink,
+    steps_on_disk,
+)
 from recipes.checkpoint.shards import unsharded_part
-from recipes.checkpoint.writer import CheckpointWriter, Report
+from recipes.checkpoint.writer import CheckpointWriter, RankReport
 
 KEEP_THREE = Retention(keep_last=3, keep_every=None, keep_best=0, metric="val/loss", mode="min")
 WEIGHTS = {"weight": torch.arange(1000.0)}
@@ -29,165 +35,173 @@ def names(folder: Path) -> list[str]:
 
 
 @pytest.mark.parametrize("asynchronous", [True, False])
-def test_a_save_that_is_whole_says_so(save, tmp_path: Path, asynchronous: bool) -> None:
+def test_a_successful_save_reports_its_path_size_and_times(
+    save, tmp_path: Path, asynchronous: bool
+) -> None:
     outcome = save(make_writer(asynchronous=asynchronous), tmp_path, 10, WEIGHTS)
-    assert outcome.is_whole
-    assert outcome.path == tmp_path / name_of(10)
+    assert outcome.is_valid
+    assert outcome.path == tmp_path / checkpoint_name(10)
     files = [path for path in outcome.path.iterdir() if path.name != "manifest.json"]
     assert outcome.bytes == sum(path.stat().st_size for path in files)
     # a synchronous save is one stall; the clock is read a moment apart
     assert outcome.stall_seconds <= outcome.seconds + 0.1
-    assert names(tmp_path) == ["last", name_of(10)]
+    assert names(tmp_path) == ["last", checkpoint_name(10)]
 
 
-def test_an_outcome_is_told_once(save, tmp_path: Path) -> None:
+def test_an_outcome_is_returned_once(save, tmp_path: Path) -> None:
     writer = make_writer()
-    assert writer.ended() is None
-    assert writer.ended(wait=True) is None
+    assert writer.poll() is None
+    assert writer.poll(wait=True) is None
     save(writer, tmp_path, 10, WEIGHTS)
-    assert writer.ended(wait=True) is None
+    assert writer.poll(wait=True) is None
 
 
 @pytest.mark.parametrize("value", ["nan", "inf"])
-def test_a_state_that_is_not_finite_is_not_kept(save, tmp_path: Path, value: str) -> None:
+def test_a_checkpoint_with_nan_or_inf_is_discarded(save, tmp_path: Path, value: str) -> None:
     writer = make_writer()
-    assert save(writer, tmp_path, 10, WEIGHTS).is_whole
+    assert save(writer, tmp_path, 10, WEIGHTS).is_valid
     odd = {"fine": torch.ones(3), "odd": torch.tensor([1.0, float(value)])}
     outcome = save(writer, tmp_path, 20, odd)
-    assert not outcome.is_whole
-    assert outcome.refused == "odd is not finite"
+    assert not outcome.is_valid
+    assert outcome.rejected == "odd is not finite"
     assert outcome.error is None
-    assert names(tmp_path) == ["last", name_of(10)]
-    assert resolve_symlink(tmp_path / "last") == tmp_path / name_of(10)
+    assert names(tmp_path) == ["last", checkpoint_name(10)]
+    assert resolve_symlink(tmp_path / "last") == tmp_path / checkpoint_name(10)
 
 
-def test_a_failure_leaves_nothing_and_does_not_hinder_the_next_save(save, tmp_path: Path) -> None:
+def test_a_failed_save_leaves_nothing_behind_and_the_next_one_succeeds(
+    save, tmp_path: Path
+) -> None:
     writer = make_writer()
-    assert save(writer, tmp_path / "run", 10, WEIGHTS).is_whole
+    assert save(writer, tmp_path / "run", 10, WEIGHTS).is_valid
     (tmp_path / "file").touch()
     outcome = save(writer, tmp_path / "file", 20, WEIGHTS)
     assert outcome.error is not None
     assert outcome.error.startswith("Not a directory")
-    assert outcome.refused is None
-    assert save(writer, tmp_path / "run", 30, WEIGHTS).is_whole
-    assert names(tmp_path / "run") == ["last", name_of(10), name_of(30)]
+    assert outcome.rejected is None
+    assert save(writer, tmp_path / "run", 30, WEIGHTS).is_valid
+    assert names(tmp_path / "run") == ["last", checkpoint_name(10), checkpoint_name(30)]
 
 
-def test_a_dtype_that_no_file_holds_is_a_failure_like_any_other(save, tmp_path: Path) -> None:
+def test_an_unsupported_dtype_is_a_failed_save(save, tmp_path: Path) -> None:
     writer = make_writer()
     outcome = save(writer, tmp_path, 10, {"odd": torch.ones(3, dtype=torch.complex64)})
     assert outcome.error is not None
     assert names(tmp_path) == []
-    assert save(writer, tmp_path, 20, WEIGHTS).is_whole
+    assert save(writer, tmp_path, 20, WEIGHTS).is_valid
 
 
 def test_a_second_save_waits_for_the_first(save, tmp_path: Path) -> None:
-    may_end = threading.Event()
-    writer = CheckpointWriter(asynchronous=True, after=lambda folder: assert_waited(may_end))
+    may_finish = threading.Event()
+    writer = CheckpointWriter(asynchronous=True, after=lambda folder: wait_for(may_finish))
     began = time.monotonic()
     first = {"weight": unsharded_part(torch.ones(3))}
     thread = threading.Thread(target=save, args=(writer, tmp_path, 10, WEIGHTS))
     thread.start()
-    while not (tmp_path / name_of(10)).exists():
+    while not (tmp_path / checkpoint_name(10)).exists():
         assert time.monotonic() - began < 60
         time.sleep(0.01)
-    assert writer.ended() is None  # it still cleans up
-    manifest = read_manifest(tmp_path / name_of(10))
+    assert writer.poll() is None  # it is still cleaning up
+    manifest = read_manifest(tmp_path / checkpoint_name(10))
     assert manifest is not None
-    threading.Timer(0.3, may_end.set).start()
+    threading.Timer(0.3, may_finish.set).start()
     began = time.monotonic()
-    writer.begin(tmp_path / name_of(20), {}, first, manifest)
-    assert may_end.is_set()
+    writer.begin(tmp_path / checkpoint_name(20), {}, first, manifest)
+    assert may_finish.is_set()
     assert time.monotonic() - began > 0.2  # of 0.3: the timer began a moment before
     thread.join()
 
 
-def assert_waited(event: threading.Event) -> None:
+def wait_for(event: threading.Event) -> None:
     assert event.wait(60)
 
 
 def test_what_changes_after_wait_until_copied_is_not_in_the_checkpoint(save, tmp_path) -> None:
-    """The weights of the step that is saved, whatever the optimizer does next."""
+    """The checkpoint holds the weights of its step, whatever the optimizer does next."""
     writer = make_writer()
     save(writer, tmp_path, 10, WEIGHTS)
-    manifest = read_manifest(tmp_path / name_of(10))
+    manifest = read_manifest(tmp_path / checkpoint_name(10))
     assert manifest is not None
     weight = torch.zeros(1 << 20)
     for step in (20, 30, 40):
-        writer.begin(tmp_path / name_of(step), {}, {"weight": unsharded_part(weight)}, manifest)
+        writer.begin(
+            tmp_path / checkpoint_name(step), {}, {"weight": unsharded_part(weight)}, manifest
+        )
         writer.wait_until_copied()
         weight += 1
-        outcome = writer.ended(wait=True)
+        outcome = writer.poll(wait=True)
         assert outcome is not None
-        assert outcome.is_whole
-        held = (tmp_path / name_of(step) / "rank_00000.safetensors").read_bytes()
+        assert outcome.is_valid
+        held = (tmp_path / checkpoint_name(step) / "rank_00000.safetensors").read_bytes()
         expected = torch.full((1 << 20,), float(step // 10 - 2))
         assert held.endswith(expected.numpy().tobytes())
 
 
-def test_old_ones_that_cannot_be_removed_fail_no_save(
+def test_a_save_succeeds_if_old_checkpoints_cannot_be_removed(
     save, tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     def fail(folder: Path) -> None:
         raise PermissionError(13, "Permission denied", str(folder))
 
     writer = CheckpointWriter(asynchronous=True, after=fail)
-    assert save(writer, tmp_path, 10, WEIGHTS).is_whole
+    assert save(writer, tmp_path, 10, WEIGHTS).is_valid
     assert "Old checkpoints could not be removed: Permission denied" in caplog.text
 
 
 class Reader:
-    """Looks at `last` in a tight loop, as `resume=` of another process would."""
+    """Reads `last` in a tight loop, as `resume=` of another process would."""
 
     def __init__(self, link: Path) -> None:
         self.link = link
-        self.wrong: list[str] = []
-        self.num_looks = 0
-        self.enough = threading.Event()
-        self._thread = threading.Thread(target=self._look)
+        self.faults: list[str] = []
+        self.num_reads = 0
+        self.stopped = threading.Event()
+        self._thread = threading.Thread(target=self._read)
 
     def __enter__(self) -> "Reader":
         self._thread.start()
         return self
 
     def __exit__(self, *_: object) -> None:
-        self.enough.set()
+        self.stopped.set()
         self._thread.join()
 
-    def _look(self) -> None:
-        while not self.enough.is_set():
+    def _read(self) -> None:
+        while not self.stopped.is_set():
             folder = resolve_symlink(self.link)
-            why = "there is no `last`" if folder is None else find_fault(folder)
-            # a reader that was overtaken by the three saves that remove what it looks at may look again
-            if why is not None and folder == resolve_symlink(self.link):
-                self.wrong.append(why)
-            self.num_looks += 1
+            fault = "there is no `last`" if folder is None else find_fault(folder)
+            # three saves later the folder that was resolved is deleted: no fault if the link has moved on
+            if fault is not None and folder == resolve_symlink(self.link):
+                self.faults.append(fault)
+            self.num_reads += 1
 
 
 @pytest.fixture
 def reader(save, tmp_path: Path) -> Iterator[Reader]:
     save(make_writer(), tmp_path, 10, WEIGHTS)
-    with Reader(tmp_path / "last") as one:
-        yield one
+    with Reader(tmp_path / "last") as reader:
+        yield reader
 
 
-def test_last_always_leads_to_a_whole_checkpoint(save, tmp_path: Path, reader: Reader) -> None:
+def test_last_always_points_to_a_valid_checkpoint(save, tmp_path: Path, reader: Reader) -> None:
     writer = make_writer()
     for step in range(11, 71):
-        assert save(writer, tmp_path, step, WEIGHTS).is_whole
-    reader.enough.set()
-    assert reader.num_looks > 60
-    assert reader.wrong == []
+        assert save(writer, tmp_path, step, WEIGHTS).is_valid
+    reader.stopped.set()
+    assert reader.num_reads > 60
+    assert reader.faults == []
     assert list(steps_on_disk(tmp_path)) == [68, 69, 70]
 
 
-def test_a_step_that_is_saved_again_is_never_without_a_whole_checkpoint(
+def test_while_a_step_is_saved_again_it_always_has_a_valid_checkpoint(
     save, tmp_path: Path, make_undeletable: Callable[[Path], None]
 ) -> None:
-    """As after a signal: the run goes on with the validation that was due, and saves the step with its numbers."""
+    """As after a signal: the resumed run validates first and saves the step again with the metrics."""
     writer = make_writer()
     path = save(writer, tmp_path, 10, WEIGHTS).path
-    make_undeletable(path)  # whatever keeps the old one from being deleted, a kill included
+    make_undeletable(
+        path
+    )  # stands for anything that keeps the old one from being deleted, such as a kill
     save(writer, tmp_path, 10, WEIGHTS, metrics={"val/loss": 2.0})
     assert find_fault(path) is None
     assert resolve_symlink(tmp_path / "last") == path
@@ -203,18 +217,18 @@ def test_a_step_may_be_saved_again(save, tmp_path: Path) -> None:
     manifest = read_manifest(path)
     assert manifest is not None
     assert manifest.metrics == {"val/loss": 2.0}
-    assert names(tmp_path) == ["last", name_of(10)]
+    assert names(tmp_path) == ["last", checkpoint_name(10)]
 
 
-def test_ranks_that_write_to_another_folder_are_no_checkpoint(
+def test_a_save_fails_if_a_rank_writes_to_a_disk_of_its_own(
     save, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """A node whose run folder is a disk of its own: its files are nowhere rank 0 can see."""
-    elsewhere = Report(files={"rank_00001.safetensors": FileRecord(bytes=8, xxh3_128="0" * 32)})
+    """Its files are where rank 0 cannot see them."""
+    elsewhere = RankReport(files={"rank_00001.safetensors": FileRecord(bytes=8, xxh3_128="0" * 32)})
     monkeypatch.setattr(
         CheckpointWriter,
-        "_all",
-        lambda self, mine: [mine, elsewhere] if isinstance(mine, Report) else [mine],
+        "_all_gather",
+        lambda self, own: [own, elsewhere] if isinstance(own, RankReport) else [own],
     )
     outcome = save(make_writer(), tmp_path, 10, WEIGHTS)
     assert outcome.error is not None
@@ -225,24 +239,26 @@ def test_ranks_that_write_to_another_folder_are_no_checkpoint(
     assert names(tmp_path) == []
 
 
-def test_leftovers_of_a_killed_run_are_swept_when_it_goes_on(train, tmp_path: Path) -> None:
+def test_leftovers_of_a_killed_run_are_removed_when_it_resumes(train, tmp_path: Path) -> None:
     with pytest.raises(OSError, match="crash at 12"):
         train(tmp_path, callbacks=[CrashAt(step=12)])
     folder = tmp_path / "checkpoints"
-    whole = names(folder)
-    assert whole == ["best", "last", name_of(10)]
+    complete = names(folder)
+    assert complete == ["best", "last", checkpoint_name(10)]
     for name in ("step_0000020.ckpt.tmp", "step_0000005.ckpt.trash"):
         (folder / name).mkdir()
         (folder / name / "rank_00000.safetensors").write_bytes(b"half")
-    (folder / "last.tmp").symlink_to(name_of(10))
+    (folder / "last.tmp").symlink_to(checkpoint_name(10))
     assert train(tmp_path, "resume=auto").exit_code == 0
-    assert names(folder) == [*whole, name_of(20)]
+    assert names(folder) == [*complete, checkpoint_name(20)]
 
 
-def test_last_leads_somewhere_after_a_resume_from_before_it(train, tmp_path: Path) -> None:
+def test_last_points_to_a_checkpoint_after_a_resume_from_an_earlier_one(
+    train, tmp_path: Path
+) -> None:
     assert train(tmp_path).exit_code == 0
     folder = tmp_path / "checkpoints"
     with pytest.raises(OSError, match="crash at 12"):
-        train(tmp_path, f"resume={folder / name_of(10)}", callbacks=[CrashAt(step=12)])
+        train(tmp_path, f"resume={folder / checkpoint_name(10)}", callbacks=[CrashAt(step=12)])
     assert list(steps_on_disk(folder)) == [10]
-    assert resolve_symlink(folder / "last") == folder / name_of(10)
+    assert resolve_symlink(folder / "last") == folder / checkpoint_name(10)

@@ -20,7 +20,7 @@ from recipes.runtime.failure import is_peer_failure
 from recipes.runtime.signals import Preempted
 
 SUMMARY = {"steps": 7, "train_loss": 1.5, "val_loss": 2.25, "tokens_per_second": 1234.5}
-WHOLE = SimpleNamespace(is_whole=True)
+WHOLE = SimpleNamespace(is_valid=True)
 STEP = 7
 
 
@@ -38,7 +38,7 @@ class FakeSaver(CheckpointSaver):
     """A saver whose last save ended as the test says."""
 
     def __init__(self, newest: Any) -> None:
-        self.finished = SimpleNamespace(newest=newest)  # type: ignore[assignment]
+        self.save_log = SimpleNamespace(newest=newest)  # type: ignore[assignment]
 
 
 class FakeStrategy:
@@ -180,13 +180,13 @@ def test_a_last_loss_that_is_nan_returns_3(run_fit: Callable[..., Outcome]) -> N
 
 
 @pytest.mark.parametrize(
-    ("refused", "exit_code"),
+    ("rejected", "exit_code"),
     [(None, ExitCode.UNSAVED), ("a tensor is not finite", ExitCode.DIVERGED)],
 )
 def test_a_last_checkpoint_that_is_not_on_disk_is_no_success(
-    run_fit: Callable[..., Outcome], refused: str | None, exit_code: int
+    run_fit: Callable[..., Outcome], rejected: str | None, exit_code: int
 ) -> None:
-    newest = SimpleNamespace(is_whole=False, refused=refused, path=Path("step_0000007.ckpt"))
+    newest = SimpleNamespace(is_valid=False, rejected=rejected, path=Path("step_0000007.ckpt"))
     outcome = run_fit(newest=newest)
     assert outcome.exit_code == exit_code
     assert (
@@ -309,7 +309,7 @@ def test_ctrl_c_is_told_apart_from_another_exit(
 
 
 def at_step(monkeypatch: pytest.MonkeyPatch, step: int) -> None:
-    monkeypatch.setattr(fit_module, "step_of", lambda checkpoint: step)
+    monkeypatch.setattr(fit_module, "read_step", lambda checkpoint: step)
 
 
 def test_a_resume_that_fails_before_its_first_step_logs_no_event(
@@ -329,7 +329,7 @@ def test_a_checkpoint_at_the_last_step_leaves_nothing_to_do(
 ) -> None:
     at_step(monkeypatch, 10)
     checkpoint = tmp_path / "step_0000010.ckpt"
-    reader = SimpleNamespace(whole=lambda named: named)
+    reader = SimpleNamespace(find_valid=lambda named: named)
     monkeypatch.setattr(fit_module, "get_checkpoint_io", lambda run: reader)
     outcome = run_fit(raising(AssertionError("must not train")), checkpoint=checkpoint)
     assert outcome.exit_code == 0

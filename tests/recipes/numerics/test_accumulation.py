@@ -1,4 +1,4 @@
-"""Exact division of a global batch."""
+"""A global batch divides exactly into micro-batches, or an error names the nearest one that does."""
 
 import pytest
 
@@ -17,7 +17,7 @@ from recipes.numerics.accumulation import divide
         (7, 7, 1, 1, (7, 1)),
     ],
 )
-def test_micro_batches_times_passes_times_devices_is_the_global_batch(
+def test_micro_batch_size_times_their_number_times_devices_is_the_global_batch(
     global_batch: int,
     micro: int | None,
     devices: int,
@@ -44,7 +44,7 @@ def test_micro_batches_times_passes_times_devices_is_the_global_batch(
         (16, None, 1, 3, "global_batch_size=18 (or 15)"),
     ],
 )
-def test_what_does_not_divide_names_the_nearest_that_does(
+def test_a_batch_that_does_not_divide_names_the_nearest_that_does(
     global_batch: int, micro: int | None, devices: int, explicit: int | None, fix: str
 ) -> None:
     with pytest.raises(ConfigError) as caught:

@@ -1,4 +1,4 @@
-"""The average against a loop over the weights of every step."""
+"""The average of the weights equals a plain loop over the weights of every step."""
 
 import pytest
 import torch
@@ -8,9 +8,7 @@ from recipes.numerics.ema import NAME, average_weights
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("kind", ["fused AdamW", "SGD"])
-def test_it_is_the_moving_average_of_the_weights_of_every_step(
-    kind: str, dtype: torch.dtype
-) -> None:
+def test_the_average_covers_the_weights_of_every_step(kind: str, dtype: torch.dtype) -> None:
     torch.manual_seed(0)
     weight = torch.nn.Parameter(torch.randn(3, 4, dtype=dtype))
     optimizer = (
@@ -25,15 +23,15 @@ def test_it_is_the_moving_average_of_the_weights_of_every_step(
         weight.grad = torch.randn_like(weight)
         optimizer.step()
         now = weight.detach().float()
-        share = 1 - min(0.9, (1 + step) / (10 + step))
-        expected = now.clone() if expected is None else expected + share * (now - expected)
+        new_weight = 1 - min(0.9, (1 + step) / (10 + step))
+        expected = now.clone() if expected is None else expected + new_weight * (now - expected)
     found = optimizer.state[weight][NAME]
     assert found.dtype == torch.float32
-    # the same sums in float32, multiplied in another order
+    # the same float32 sums, multiplied in another order
     torch.testing.assert_close(found, expected, rtol=1e-5, atol=1e-6)
 
 
-def test_a_step_without_gradients_leaves_it_alone() -> None:
+def test_a_step_without_gradients_leaves_the_average_unchanged() -> None:
     weight = torch.nn.Parameter(torch.ones(3))
     optimizer = torch.optim.SGD([weight], lr=0.1)
     average_weights(optimizer, decay=0.9, step=lambda: 5)

@@ -30,11 +30,11 @@ SHAPE: dict[str, Any] = {
     "num_heads": 2,
     "hidden_size": 32,
 }
-SPLITS = [(8, 1), (4, 2), (2, 4), (1, 8)]  # micro-batch, passes
+SPLITS = [(8, 1), (4, 2), (2, 4), (1, 8)]  # micro-batch size, micro-batches per step
 
 
 class KeepGradients(Callback):
-    """The gradients of the first optimizer step, before clipping."""
+    """Keeps the gradients of the first optimizer step, before clipping."""
 
     def __init__(self) -> None:
         self.gradients: dict[str, torch.Tensor] = {}
@@ -75,7 +75,7 @@ def run_split(folder: Path, micro_batch_size: int) -> tuple[dict[str, torch.Tens
 
 
 def one_large_batch() -> tuple[dict[str, torch.Tensor], float]:
-    """Gradient and loss of the first global batch in plain torch: the mean over its unmasked tokens."""
+    """Return gradient and loss of the first global batch in plain torch: the mean over its unmasked tokens."""
     source = MaskedTokens(num_samples=40, seq_len=16, vocab_size=64)
     samples = [source[ShuffledOrder(40, 1234)(position)] for position in range(8)]
     inputs = torch.stack([sample["inputs"] for sample in samples])  # [B, T]
@@ -92,25 +92,25 @@ def one_large_batch() -> tuple[dict[str, torch.Tensor], float]:
 def test_four_micro_batches_give_the_gradient_of_one_large_batch(tmp_path: Path) -> None:
     expected, loss = one_large_batch()
     rows = {}
-    for micro_batch_size, passes in SPLITS:
-        folder = tmp_path / str(passes)
+    for micro_batch_size, count in SPLITS:
+        folder = tmp_path / str(count)
         folder.mkdir()
-        gradients, rows[passes] = run_split(folder, micro_batch_size)
+        gradients, rows[count] = run_split(folder, micro_batch_size)
         assert gradients.keys() == expected.keys()
         for name, gradient in gradients.items():
-            # float32 sums of the same terms in another order: some units in the last place of the largest
+            # float32 sums of the same terms in another order: a few units in the last place of the largest
             scale = float(expected[name].abs().max())
             torch.testing.assert_close(gradient, expected[name], rtol=0, atol=2e-6 * scale + 1e-9)
-        assert rows[passes][0]["train/loss"] == pytest.approx(loss, rel=1e-6)
-    for passes in (2, 4, 8):
-        for row, reference in zip(rows[passes], rows[1], strict=True):
+        assert rows[count][0]["train/loss"] == pytest.approx(loss, rel=1e-6)
+    for count in (2, 4, 8):
+        for row, reference in zip(rows[count], rows[1], strict=True):
             for name in ("train/loss", "grad/norm", "lr", "train/tokens", "train/samples"):
                 # two more optimizer steps on such gradients; Adam's first steps divide tiny numbers
-                assert row[name] == pytest.approx(reference[name], rel=1e-4), (passes, name)
+                assert row[name] == pytest.approx(reference[name], rel=1e-4), (count, name)
 
 
-def test_the_mean_of_micro_batch_means_is_another_number() -> None:
-    """The bug that this replaces, so that the test above is known to see it."""
+def test_the_mean_of_micro_batch_means_differs() -> None:
+    """The bug that this design avoids: proves that the test above would see it."""
     source = MaskedTokens(num_samples=8, seq_len=16, vocab_size=64)
     logits = torch.randn(8, 16, 64, generator=torch.Generator().manual_seed(0))  # [B, T, V]
     targets = torch.stack([source[index]["targets"] for index in range(8)])  # [B, T]
@@ -128,7 +128,7 @@ def test_a_sum_over_no_targets_is_zero_with_a_gradient_of_zero() -> None:
     assert logits.grad.abs().max().item() == 0.0
 
 
-def test_correct_predictions_are_counted_where_there_is_a_target() -> None:
+def test_correct_predictions_are_counted_only_where_there_is_a_target() -> None:
     logits = F.one_hot(torch.tensor([0, 1, 2, 3]), 4).float()  # [N, V]
     assert count_correct(logits, torch.tensor([0, 1, -100, 0])).item() == 2
     assert count_targets(torch.tensor([0, 1, -100, 0])).item() == 3
@@ -166,7 +166,7 @@ def test_the_mean_of_a_sample_is_over_its_own_targets() -> None:
     targets[1, 1:] = IGNORE_INDEX
     found = mean_per_sample(logits, targets)
     expected = [
-        torch.nn.functional.cross_entropy(of_logits, of_targets)
-        for of_logits, of_targets in zip(logits, targets, strict=True)
+        torch.nn.functional.cross_entropy(sample_logits, sample_targets)
+        for sample_logits, sample_targets in zip(logits, targets, strict=True)
     ]
     torch.testing.assert_close(found, torch.stack(expected))

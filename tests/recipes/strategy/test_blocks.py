@@ -69,7 +69,7 @@ def test_fsdp_names_the_strategy_that_needs_no_blocks(
         **own,
     )
     with pytest.raises(ConfigError) as raised:
-        engine.place(WithoutBlocks(), lambda model: None)
+        engine.materialize(WithoutBlocks(), lambda model: None)
     assert str(raised.value) == message(option)
 
 
@@ -77,5 +77,5 @@ def test_a_model_without_blocks_is_placed_where_nothing_is_sharded() -> None:
     engine = SingleDevice(devices=[torch.device("cpu")], precision=Precision(name="32-true"))
     placed: list[nn.Module] = []
     model = WithoutBlocks()
-    engine.place(model, placed.append)
+    engine.materialize(model, placed.append)
     assert placed == [model]

@@ -1,4 +1,4 @@
-"""Clipping works where Lightning 2.6 refuses it."""
+"""Clipping works where Lightning 2.6 rejects it."""
 
 from pathlib import Path
 
@@ -32,7 +32,7 @@ def test_fused_adamw_is_clipped_under_every_precision(
 
 
 class Plain(lightning.LightningModule):
-    """A stranger's module with fused AdamW, which Lightning clips itself."""
+    """A module with fused AdamW that leaves clipping to Lightning."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -45,8 +45,8 @@ class Plain(lightning.LightningModule):
         return torch.optim.AdamW(self.parameters(), fused=True)
 
 
-def test_lightning_still_refuses_fused_adamw_with_clipping_under_bf16_mixed() -> None:
-    """When this fails, Lightning has mended #21435: `configure_gradient_clipping` may become simpler."""
+def test_lightning_still_rejects_fused_adamw_with_clipping_under_bf16_mixed() -> None:
+    """If this fails, Lightning has fixed #21435 and `configure_gradient_clipping` can become simpler."""
     assert Version(lightning.__version__) < Version("2.7")
     trainer = lightning.Trainer(
         accelerator="cpu",

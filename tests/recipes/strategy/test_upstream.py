@@ -1,4 +1,4 @@
-"""What our strategies undo is still there: a test that fails here says that a workaround can go."""
+"""The upstream bugs that our strategies work around still exist: if a test fails, its workaround can go."""
 
 import inspect
 from pathlib import Path
@@ -11,8 +11,8 @@ from lightning.pytorch.trainer.connectors.signal_connector import _SignalConnect
 from torch.nn.parallel import DistributedDataParallel
 
 
-def test_lightning_still_lets_deepspeed_divide_by_the_passes_a_second_time() -> None:
-    """#6170, `Zero.backward`."""
+def test_lightning_still_lets_deepspeed_divide_by_the_accumulation_steps_a_second_time() -> None:
+    """#6170, `DeepSpeedZero.backward`."""
     from deepspeed.runtime import engine
 
     assert "def backward(self, loss, retain_graph=False, scale_wrt_gas=True)" in inspect.getsource(
@@ -27,24 +27,24 @@ def test_lightning_still_calls_the_hooks_of_a_step_for_every_micro_batch_under_d
     assert "_should_accumulate" not in inspect.getsource(DeepSpeedPrecision.optimizer_step)
 
 
-def test_lightning_still_refuses_deepspeed_on_a_cpu() -> None:
-    """#12607, `Zero.setup_environment`."""
+def test_lightning_still_rejects_deepspeed_on_a_cpu() -> None:
+    """#12607, `DeepSpeedZero.setup_environment`."""
     assert "only supported on CUDA GPUs" in inspect.getsource(DeepSpeedStrategy.setup_environment)
 
 
 def test_lightning_still_broadcasts_before_every_micro_batch() -> None:
-    """#21487, `build._without_lightnings_signals`."""
+    """#21487, `lightning_internals.disable_signal_handling`."""
     source = inspect.getsource(_TrainingEpochLoop.advance)
     assert "self._broadcast_sigterm_tensor()" in source
     assert "every_n" not in source
 
 
 def test_lightning_still_broadcasts_inside_its_signal_handler() -> None:
-    """2.6.6, `build._without_lightnings_signals`."""
+    """2.6.6, `lightning_internals.disable_signal_handling`."""
     assert "dist.broadcast(" in inspect.getsource(_SignalConnector._sigterm_notifier_fn)
 
 
-def test_deepspeed_still_links_moments_when_only_the_first_group_has_any() -> None:
+def test_deepspeed_still_links_optimizer_state_when_only_the_first_group_has_any() -> None:
     """0.19.8, `recipes.strategy.deepspeed.checkpoint._link`."""
     from deepspeed.runtime.zero.stage_1_and_2 import DeepSpeedZeroOptimizer
 
@@ -53,7 +53,7 @@ def test_deepspeed_still_links_moments_when_only_the_first_group_has_any() -> No
 
 
 def test_deepspeed_still_gives_each_rank_a_scaler_of_its_own_under_autocast() -> None:
-    """0.19.8, `Zero.init_deepspeed`."""
+    """0.19.8, `DeepSpeedZero.init_deepspeed`."""
     from deepspeed.runtime.zero.stage_1_and_2 import DeepSpeedZeroOptimizer
 
     source = inspect.getsource(DeepSpeedZeroOptimizer._optimizer_step)
@@ -69,8 +69,8 @@ def test_deepspeed_still_pickles_its_loss_scaler_into_its_own_checkpoints() -> N
     )
 
 
-def test_deepspeed_cpu_adam_still_computes_powers_anew_where_steps_are_left_out() -> None:
-    """0.19.8, `recipes.strategy.deepspeed.checkpoint._count_up`: the last bit of a correction differs in some step."""
+def test_deepspeed_cpu_adam_still_rounds_differently_where_steps_are_left_out() -> None:
+    """0.19.8, `recipes.strategy.deepspeed.checkpoint.advance_step_count`: the last bit differs at some step."""
     from deepspeed.ops.adam import DeepSpeedCPUAdam
 
     def after(steps: range) -> float:
@@ -90,10 +90,10 @@ def test_deepspeed_cpu_adam_still_computes_powers_anew_where_steps_are_left_out(
     assert any(after(range(1, n)) != after(range(n - 1, n)) for n in range(3, 300))
 
 
-def test_torch_still_lays_out_the_buckets_of_ddp_anew_after_the_first_backward_pass(
+def test_torch_still_rebuilds_the_buckets_of_ddp_after_the_first_backward_pass(
     tmp_path: Path,
 ) -> None:
-    """2.13, `DataParallel.setup`."""
+    """2.13, `DDP.setup`."""
     store = torch.distributed.FileStore(str(tmp_path / "store"), 1)
     torch.distributed.init_process_group("gloo", store=store, rank=0, world_size=1)
     try:

@@ -112,7 +112,7 @@ MESSAGES = {
         "global_batch_size=16: 16 samples do not divide into 3 micro-batches on 1 device; type global_batch_size=18 (or 15)"
     ),
     "global_batch_size=16 micro_batch_size=4 trainer.accumulate_grad_batches=2": (
-        "trainer.accumulate_grad_batches=2: global_batch_size=16 in micro-batches of 4 on 1 device takes 4 passes; type trainer.accumulate_grad_batches=4"
+        "trainer.accumulate_grad_batches=2: global_batch_size=16 in micro-batches of 4 on 1 device needs 4 accumulation steps; type trainer.accumulate_grad_batches=4"
     ),
     "trainer.devices=2": (
         "trainer.devices=2 trainer.num_nodes=1: strategy=single trains on one device; type strategy=ddp, or trainer.devices=1 trainer.num_nodes=1"

@@ -1,4 +1,4 @@
-"""The gradient norm is that before clipping, by norm, by value or not at all."""
+"""The reported gradient norm is that before clipping, by norm, by value or not at all."""
 
 from typing import Any
 
@@ -6,17 +6,17 @@ import pytest
 import torch
 from torch import nn
 
-from recipes.numerics.gradients import clip_gradients, global_norm
+from recipes.strategy.torch_native import clip_gradients, global_norm
 
 
 def gradients() -> list[nn.Parameter]:
-    """Two parameters whose gradients have the norm 13 together."""
+    """Return two parameters whose gradients together have the norm 13."""
     parameters = [nn.Parameter(torch.zeros(2)), nn.Parameter(torch.zeros(1))]
     parameters[0].grad, parameters[1].grad = torch.tensor([3.0, 4.0]), torch.tensor([12.0])
     return parameters
 
 
-def test_clipping_by_norm_gives_the_norm_before_and_leaves_one_after() -> None:
+def test_clipping_to_norm_one_returns_the_norm_before() -> None:
     parameters = gradients()
     norm, limit = clip_gradients(parameters, max_norm=1.0, max_value=None)
     assert float(limit) == 1.0
@@ -24,7 +24,7 @@ def test_clipping_by_norm_gives_the_norm_before_and_leaves_one_after() -> None:
     assert nn.utils.get_total_norm([p.grad for p in parameters]).item() == pytest.approx(1.0)
 
 
-def test_clipping_by_value_gives_the_norm_before_too() -> None:
+def test_clipping_by_value_returns_the_norm_before_too() -> None:
     parameters = gradients()
     norm, _ = clip_gradients(parameters, max_norm=None, max_value=5.0)
     assert norm.item() == 13.0
@@ -48,22 +48,22 @@ def test_the_norm_is_exact_to_float32_whatever_the_size(num_elements: int) -> No
 
 
 def test_torch_still_loses_digits_of_a_long_norm_on_a_cpu() -> None:
-    """Why `global_norm` adds in chunks: fails when torch has mended it."""
+    """Why `global_norm` adds in chunks: fails once torch has fixed it."""
     values = torch.randn(5_000_000, generator=torch.Generator().manual_seed(0))
     exact = values.double().norm().item()
     assert abs(torch.linalg.vector_norm(values).item() / exact - 1) > 1e-5
 
 
-def test_a_norm_that_is_no_number_is_infinite() -> None:
+def test_the_norm_of_a_nan_gradient_is_inf() -> None:
     parameters = gradients()
     assert parameters[0].grad is not None
     parameters[0].grad[0] = float("nan")
     assert clip_gradients(parameters, max_norm=None, max_value=None)[0].item() == float("inf")
 
 
-def test_a_limit_from_the_runs_norms_scales_as_the_fixed_one_does() -> None:
+def test_an_adaptive_limit_scales_gradients_as_the_fixed_one_does() -> None:
     class Half:
-        """Of every norm."""
+        """Limits every norm to half of itself."""
 
         def limit(self, norm: torch.Tensor) -> torch.Tensor:
             return norm / 2

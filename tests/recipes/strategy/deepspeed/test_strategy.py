@@ -1,0 +1,133 @@
+"""The config that DeepSpeed is given, for each stage, offload and precision; nothing is started."""
+
+from typing import Any
+
+import pytest
+import torch
+
+from recipes.precision import Precision
+from recipes.strategy.deepspeed.partition import ALIGNMENT, BUCKET_ELEMENTS, fit_buckets
+from recipes.strategy.deepspeed.strategy import DeepSpeedZero
+
+pytest.importorskip("deepspeed")
+CPU = torch.device("cpu")
+
+
+@pytest.fixture(autouse=True)
+def _unchanged_environment(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Restore what the constructor sets for the process."""
+    import os
+
+    monkeypatch.setenv("DS_ACCELERATOR", "cpu")
+    monkeypatch.setenv("PATH", os.environ["PATH"])
+
+
+def make_config(
+    *,
+    stage: int = 1,
+    offload_optimizer: str | None = None,
+    offload_parameters: str | None = None,
+    nvme_path: str | None = None,
+    precision: str = "32-true",
+) -> dict[str, Any]:
+    strategy = DeepSpeedZero(
+        devices=[CPU],
+        precision=Precision(name=precision),  # type: ignore[arg-type]
+        stage=stage,  # type: ignore[arg-type]
+        offload_optimizer=offload_optimizer,  # type: ignore[arg-type]
+        offload_parameters=offload_parameters,  # type: ignore[arg-type]
+        nvme_path=nvme_path,
+    )
+    assert isinstance(strategy.config, dict)
+    return strategy.config
+
+
+@pytest.mark.parametrize("stage", [1, 2, 3])
+def test_the_stage_is_passed_on_and_nothing_is_offloaded(stage: int) -> None:
+    zero = make_config(stage=stage)["zero_optimization"]
+    assert zero["stage"] == stage
+    assert "offload_optimizer" not in zero
+    assert "offload_param" not in zero
+    assert zero["overlap_comm"] is False  # there is nothing to overlap with on a CPU
+
+
+@pytest.mark.parametrize("device", ["cpu", "nvme"])
+def test_an_offloaded_optimizer_names_its_device_and_folder(device: str) -> None:
+    zero = make_config(stage=2, offload_optimizer=device, nvme_path="/disk")["zero_optimization"]
+    assert zero["offload_optimizer"]["device"] == device
+    assert zero["offload_optimizer"]["nvme_path"] == "/disk"
+    assert zero["offload_optimizer"]["pin_memory"] is False
+    assert "offload_param" not in zero
+
+
+@pytest.mark.parametrize("device", ["cpu", "nvme"])
+def test_offloaded_parameters_name_their_device_and_folder(device: str) -> None:
+    zero = make_config(stage=3, offload_parameters=device, nvme_path="/disk")["zero_optimization"]
+    assert zero["offload_param"]["device"] == device
+    assert zero["offload_param"]["nvme_path"] == "/disk"
+    assert "offload_optimizer" not in zero
+
+
+def test_any_optimizer_may_be_offloaded() -> None:
+    """DeepSpeed would otherwise reject SGD in host memory."""
+    assert make_config(offload_optimizer="cpu")["zero_force_ds_cpu_optimizer"] is False
+
+
+@pytest.mark.parametrize(
+    ("precision", "dtype"), [("bf16-mixed", "bfloat16"), ("16-mixed", "float16")]
+)
+def test_a_mixed_precision_is_torchs_autocast_over_float32_weights(
+    precision: str, dtype: str
+) -> None:
+    config = make_config(precision=precision)
+    assert config["torch_autocast"] == {
+        "enabled": True,
+        "dtype": dtype,
+        "lower_precision_safe_modules": [],
+    }
+
+
+@pytest.mark.parametrize("precision", ["32-true", "bf16-true"])
+def test_a_single_precision_needs_no_autocast(precision: str) -> None:
+    assert "torch_autocast" not in make_config(precision=precision)
+
+
+@pytest.mark.parametrize(
+    ("precision", "enabled"),
+    [("32-true", False), ("bf16-mixed", False), ("16-mixed", False), ("bf16-true", True)],
+)
+def test_only_bf16_true_uses_deepspeeds_own_bfloat16_engine(precision: str, enabled: bool) -> None:
+    """Lightning decides by the name of the plugin, so the mixed precisions must not bear theirs."""
+    strategy = DeepSpeedZero(
+        devices=[CPU],
+        precision=Precision(name=precision),  # type: ignore[arg-type]
+        stage=1,
+        offload_optimizer=None,
+        offload_parameters=None,
+        nvme_path=None,
+    )
+    assert (strategy.precision_plugin.precision == "bf16-true") is enabled
+    assert strategy.precision_plugin.precision in ("32-true", "bf16-true")
+
+
+@pytest.mark.parametrize(
+    ("num_elements", "bucket"),
+    [
+        (100, ALIGNMENT),  # never less
+        (8 * ALIGNMENT * 5 + 9, 5 * ALIGNMENT),  # an eighth, aligned
+        (10**10, BUCKET_ELEMENTS // ALIGNMENT * ALIGNMENT),  # never more
+    ],
+)
+def test_buckets_hold_an_eighth_of_the_model_within_limits(num_elements: int, bucket: int) -> None:
+    model = torch.nn.Module()
+    model.weight = torch.nn.Parameter(torch.empty(num_elements, device="meta"))
+    zero: dict[str, Any] = {"stage": 3}
+    fit_buckets(zero, model)
+    assert zero == {"stage": 3, "reduce_bucket_size": bucket, "allgather_bucket_size": bucket}
+
+
+def test_a_buffer_of_offloaded_parameters_holds_the_largest_one() -> None:
+    model = torch.nn.Linear(3 * ALIGNMENT, 2, device="meta")
+    zero: dict[str, Any] = {"offload_param": {"device": "nvme"}}
+    fit_buckets(zero, model)
+    assert zero["offload_param"]["buffer_size"] == 6 * ALIGNMENT
