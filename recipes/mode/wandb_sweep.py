@@ -107,7 +107,7 @@ def _trial_overrides(composed: Composed, fixed: list[str]) -> list[str]:
     typed = {parse_override(override).key_or_group: override for override in fixed}
     added = ["resume=auto"]
     if "sweep" in typed:
-        added.append("hydra.mode=RUN")  # an option of conf/sweep/ selects MULTIRUN
+        added.append("hydra.mode=RUN")  # sweep= alone would start a sweep
     if "wandb" not in composed.config["logger"]:
         if "logger" in typed:
             raise ConfigError(typed["logger"], "the trials would not log to W&B", "logger=wandb")

@@ -179,7 +179,8 @@ class StudySource:
         return len(ended) - len(self._retried)
 
     def _get_trials(self, *states: "TrialState") -> list["FrozenTrial"]:
-        return self._study.get_trials(deepcopy=False, states=states or None)
+        trials: list[FrozenTrial] = self._study.get_trials(deepcopy=False, states=states or None)
+        return trials
 
     @property
     def _retried(self) -> list[int]:
