@@ -1,4 +1,4 @@
-"""Hydra's launcher with a fake sweep: invalid configs, what Hydra gets for each job, folder names. Nothing is started."""
+"""The Hydra launcher with a fake sweep: invalid configs, the result of each job, folder names. Nothing is started."""
 
 import json
 from collections.abc import Callable, Sequence
