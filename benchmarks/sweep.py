@@ -1,10 +1,10 @@
-"""What it costs to start: from the command to the first step, alone and for each job of a sweep, against Hydra's own.
+"""Measure the start-up of runs: from the command to the first step, alone and per job of a sweep, against Hydra's own.
 
     python benchmarks/sweep.py [--jobs 8] [--rounds 3]
 
-Hydra's basic launcher runs the jobs one after the other through the same command; here every job of it, too, is a fresh
-process tree (jobs that share a process share process groups, random numbers and loggers). The time of a job is from the
-end of the one before to its own first step; the launchers take turns.
+Hydra's basic launcher runs the jobs one after the other; there, too, train.py gives every job a new
+process tree (jobs in one process would share process groups, random numbers and loggers). The time of a job is from the
+end of the previous job to its own first step; the launchers alternate.
 """
 
 import argparse
@@ -18,7 +18,7 @@ import time
 from pathlib import Path
 
 ROOT = Path(__file__).parent.parent
-WORDS = (
+OVERRIDES = (
     "tokenizer=bytes", "data=text_files", "model.vocab_size=257", "model.num_layers=2", "model.num_heads=2",
     "model.hidden_size=32", "model.max_seq_len=32", "global_batch_size=8", "eval_samples=8", "trainer.max_steps=2",
     "eval_every=2", "save_every=null", "warmup_steps=1", "trainer.accelerator=cpu",
@@ -41,13 +41,13 @@ class FirstStep(Callback):
 """
 
 
-def started(folder: Path, sweep: str, *words: str) -> tuple[float, float]:
-    """Carry out a command: when it began, in seconds since the epoch, and how long it took."""
+def run_command(folder: Path, sweep: str, *overrides: str) -> tuple[float, float]:
+    """Run a command; return its start, in seconds since the epoch, and its duration."""
     command = [
         sys.executable,
         str(ROOT / "train.py"),
-        *words,
-        *WORDS,
+        *overrides,
+        *OVERRIDES,
         f"data.path={folder / 'texts'}",
     ]
     command += ["+callbacks.first_step._target_=first_step.FirstStep"]
@@ -65,7 +65,7 @@ def _environ(folder: Path) -> dict[str, str]:
 
 
 def seconds_of_jobs(folder: Path, began: float) -> list[float]:
-    """From the end of the job before, or the command, to the first step of each job."""
+    """Return the seconds from the end of the previous job, or from the command, to the first step of each job."""
     jobs = sorted(folder.glob("*/first_step.json"), key=lambda file: json.loads(file.read_text()))
     found, free_at = [], began
     for job in jobs:
@@ -92,12 +92,12 @@ def main() -> None:
         for number in range(24):
             (folder / "texts" / f"{number}.txt").write_text(f"line {number} of many\n" * 100)
         for turn in range(args.rounds):
-            began, _ = started(folder, "alone", f"hydra.run.dir=alone_{turn}/0")
+            began, _ = run_command(folder, "alone", f"hydra.run.dir=alone_{turn}/0")
             alone += seconds_of_jobs(folder / f"alone_{turn}", began)
-            for launcher, words in launchers.items():
+            for launcher, overrides in launchers.items():
                 sweep = f"{launcher.split()[-1]}_{turn}"
-                began, wall = started(
-                    folder, sweep, "-m", seeds, f"hydra.sweep.dir={sweep}", *words
+                began, wall = run_command(
+                    folder, sweep, "-m", seeds, f"hydra.sweep.dir={sweep}", *overrides
                 )
                 first, *rest = seconds_of_jobs(folder / sweep, began)
                 firsts[launcher].append(first)

@@ -1,4 +1,4 @@
-"""Sweeps of runs of a second, started as a person types them, and what they leave."""
+"""Start sweeps of one-second runs from the command line and read their results."""
 
 import csv
 import json
@@ -11,10 +11,10 @@ from typing import Any
 from started import Started
 from support import ROOT, TINY, read_metrics
 
-# columns that differ from run to run
+# prefixes of metrics that differ from run to run
 MEASURED = ("time/", "throughput/", "memory/")
 TRAIN = str(ROOT / "train.py")
-# what every rank of every job tells of itself, and faults by learning rate
+# a callback that writes a report of each rank, and injects faults by learning rate
 WATCHER = """
 import json, os, signal, time
 from pathlib import Path
@@ -27,21 +27,21 @@ class Watcher(Callback):
         self.raise_at_lr, self.kill_at_lr, self.wait_at_lr = raise_at_lr, kill_at_lr, wait_at_lr
         self.seconds_a_step = seconds_a_step
 
-    def _tell(self, trainer, **more):
+    def _write_report(self, trainer, **more):
         self.folder.mkdir(exist_ok=True)
-        told = {"rank": trainer.global_rank, "world_size": trainer.world_size}
-        told |= {"run_folder": str(trainer.default_root_dir), "cores": sorted(os.sched_getaffinity(0))}
-        told |= {"lr": trainer.optimizers[0].param_groups[0]["initial_lr"], "began": time.time()}
-        told |= {"pid": os.getpid(), "port": os.environ.get("MASTER_PORT"), "step": trainer.global_step}
-        told |= {name: os.environ[name] for name in ("RANK", "SLURM_PROCID", "PL_GLOBAL_SEED") if name in os.environ}
-        (self.folder / f"{os.getpid()}.json").write_text(json.dumps(told | more))
+        report = {"rank": trainer.global_rank, "world_size": trainer.world_size}
+        report |= {"run_folder": str(trainer.default_root_dir), "cores": sorted(os.sched_getaffinity(0))}
+        report |= {"lr": trainer.optimizers[0].param_groups[0]["initial_lr"], "began": time.time()}
+        report |= {"pid": os.getpid(), "port": os.environ.get("MASTER_PORT"), "step": trainer.global_step}
+        report |= {name: os.environ[name] for name in ("RANK", "SLURM_PROCID", "PL_GLOBAL_SEED") if name in os.environ}
+        (self.folder / f"{os.getpid()}.json").write_text(json.dumps(report | more))
 
     def on_train_start(self, trainer, *_):
-        self._tell(trainer)
+        self._write_report(trainer)
 
     def on_train_end(self, trainer, *_):
-        told = json.loads((self.folder / f"{os.getpid()}.json").read_text())
-        self._tell(trainer, began=told["began"], ended=time.time())
+        report = json.loads((self.folder / f"{os.getpid()}.json").read_text())
+        self._write_report(trainer, began=report["began"], ended=time.time())
 
     def on_train_batch_end(self, trainer, *_):
         lr = trainer.optimizers[0].param_groups[0]["initial_lr"]
@@ -68,9 +68,9 @@ class Sweeps:
     """Starts sweeps in one folder.
 
     Args:
-        folder: Where.
-        texts: What is trained on.
-        environ: What the commands find in their environment beside ours.
+        folder: The working folder of the commands.
+        texts: The folder of training texts.
+        environ: Environment variables added to those of this process.
     """
 
     def __init__(
@@ -82,69 +82,76 @@ class Sweeps:
         self._texts = texts
         self.started: list[Started] = []
 
-    def start(self, sweep: str, *words: str, told: str = "told", **faults: float) -> Started:
-        """`python train.py -m …` of runs of four steps, saved at the second."""
-        return self._start(["-m", f"hydra.sweep.dir={sweep}", *words], told, faults)
+    def start(self, sweep: str, *overrides: str, told: str = "told", **faults: float) -> Started:
+        """Start `python train.py -m …` with runs of four steps and a checkpoint at every second."""
+        return self._start(["-m", f"hydra.sweep.dir={sweep}", *overrides], told, faults)
 
-    def start_run(self, folder: str, *words: str, told: str = "told", **faults: float) -> Started:
-        """One such run."""
-        return self._start([f"hydra.run.dir={folder}", *words], told, faults)
+    def start_run(
+        self, folder: str, *overrides: str, told: str = "told", **faults: float
+    ) -> Started:
+        """Start one such run."""
+        return self._start([f"hydra.run.dir={folder}", *overrides], told, faults)
 
-    def _start(self, words: Sequence[str], told: str, faults: Mapping[str, float]) -> Started:
+    def _start(self, arguments: Sequence[str], told: str, faults: Mapping[str, float]) -> Started:
         watcher = ["+callbacks.watcher._target_=watcher.Watcher"]
         watcher += [f"+callbacks.watcher.folder={self.folder / told}"]
         watcher += [f"+callbacks.watcher.{name}={value}" for name, value in faults.items()]
         run = [*TINY, f"data.path={self._texts}", "trainer.max_steps=4", "trainer.accelerator=cpu"]
         run += ["warmup_steps=1", "save_every=2", "eval_every=2"]
-        multirun = [word for word in words if word == "-m"]  # its place is the first
-        rest = [word for word in words if word != "-m"]
+        multirun = [argument for argument in arguments if argument == "-m"]  # must come first
+        rest = [argument for argument in arguments if argument != "-m"]
         command = [sys.executable, TRAIN, *multirun, *run, *watcher, *rest]
         paths = [self.folder, ROOT / "tests"]
         started = Started(command, folder=self.folder, paths=paths, environ=self._environ)
         self.started.append(started)
         return started
 
-    def run(self, sweep: str, *words: str, told: str = "told", **faults: float) -> tuple[int, str]:
-        """As `start`, to its end: its exit code, and what it said."""
-        started = self.start(sweep, *words, told=told, **faults)
-        said = started.end(timeout=280.0)
-        assert started.left() == [], said
-        return started.process.returncode, said
+    def run(
+        self, sweep: str, *overrides: str, told: str = "told", **faults: float
+    ) -> tuple[int, str]:
+        """Run a sweep to its end; return the exit code and the output."""
+        started = self.start(sweep, *overrides, told=told, **faults)
+        output = started.end(timeout=280.0)
+        assert started.left() == [], output
+        return started.process.returncode, output
 
     def told(self, told: str = "told") -> list[dict[str, Any]]:
-        """What the ranks of all jobs have told of themselves."""
+        """Return the reports of all ranks of all jobs."""
         return [
             json.loads(path.read_text()) for path in sorted((self.folder / told).glob("*.json"))
         ]
 
     def board(self, sweep: str) -> list[dict[str, str]]:
-        """The rows of `sweep.csv`."""
+        """Return the rows of `sweep.csv`."""
         with (self.folder / sweep / "sweep.csv").open(newline="") as file:
             return list(csv.DictReader(file))
 
     def states(self, sweep: str) -> dict[str, str]:
-        """By learning rate."""
+        """Return the state of each job by learning rate."""
         return {row["optimizer.lr"]: row["state"] for row in self.board(sweep)}
 
 
 def rows(folder: Path) -> list[dict[str, float]]:
-    """What a run computed, to the last bit."""
+    """Return the metrics of a run that are deterministic to the last bit."""
     return [
         {name: value for name, value in row.items() if not name.startswith(MEASURED)}
         for row in read_metrics(folder)
     ]
 
 
-def by_job(told: list[dict[str, Any]]) -> dict[str, list[dict[str, Any]]]:
-    """What ranks have told, by run folder."""
-    folders = {one["run_folder"] for one in told}
-    return {folder: [one for one in told if one["run_folder"] == folder] for folder in folders}
+def by_job(reports: list[dict[str, Any]]) -> dict[str, list[dict[str, Any]]]:
+    """Group the reports of ranks by run folder."""
+    folders = {report["run_folder"] for report in reports}
+    return {
+        folder: [report for report in reports if report["run_folder"] == folder]
+        for folder in folders
+    }
 
 
-def wait_until(happens: Callable[[], bool], seconds: float = 120) -> None:
+def wait_until(condition: Callable[[], bool], seconds: float = 120) -> None:
     until = time.monotonic() + seconds
     while time.monotonic() < until:
-        if happens():
+        if condition():
             return
         time.sleep(0.05)
-    raise AssertionError("it does not happen")
+    raise AssertionError(f"the condition is still false after {seconds} s")

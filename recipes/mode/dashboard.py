@@ -1,4 +1,4 @@
-"""The panels of conf/dashboard/ as a workspace in W&B, or as its JSON in a file. Seconds; no run is built."""
+"""Save the panels of conf/dashboard/ as a workspace in W&B, or as its JSON in a file. Seconds; builds no run."""
 
 import contextlib
 import os
@@ -13,7 +13,7 @@ from recipes.mode.wandb_workspace import as_json, make_workspace
 from recipes.runtime.console import LOGGER
 
 DASHBOARD_FILE = "dashboard.json"
-ANSWER_SECONDS = 10  # a server that does not answer within them counts as out of reach
+TIMEOUT_SECONDS = 10  # without an answer by then the server counts as unreachable
 
 
 def dashboard(
@@ -25,35 +25,37 @@ def dashboard(
     title: str | None,
     path: str | None,
 ) -> int:
-    """Save the workspace in W&B and print its address; without a key or a network write its JSON.
+    """Save the workspace in W&B and log its address; without a key or a network write its JSON. Return the exit code.
 
     Args:
-        composed: Whose folder takes the JSON where there is one.
-        sections: As conf/dashboard/ holds them.
+        composed: The composed command; without access to W&B the JSON is written to its run folder.
+        sections: The sections, as in conf/dashboard/.
         entity: Account or team that owns the project; None: the account's default.
-        project: Whose runs the workspace shows.
-        title: Of the workspace; None: the project's name.
-        path: A file for the JSON, which then is all that is made.
+        project: The project whose runs the workspace shows.
+        title: The workspace's title; None: the project's name.
+        path: Write only the JSON, to this file; None: save the workspace in W&B.
 
     Raises:
-        ConfigError: The sections have an error, a package is missing, or W&B refuses the workspace.
+        ConfigError: The sections are invalid, a package is missing, or W&B rejects the workspace.
     """
-    _find_packages()
-    shown = title if title is not None else project
+    _check_packages()
+    shown_title = title if title is not None else project
 
     def make(entity: str) -> Any:
-        return make_workspace(sections, entity=entity, project=project, title=shown)
+        return make_workspace(sections, entity=entity, project=project, title=shown_title)
 
     if path is not None:
         _write(make(entity or ""), Path(path))
-        LOGGER.info(f"The workspace's JSON is in {path}; to send it: the same without mode.path=")
+        LOGGER.info(
+            f"The workspace's JSON is in {path}; to send it: the same command without mode.path="
+        )
         return 0
-    api, why = _connect()
+    api, reason = _connect()
     if api is None:
         file = _default_file(composed)
         _write(make(entity or ""), file)
         LOGGER.info(
-            f"Nothing was sent: {why}; the workspace's JSON is in {file};"
+            f"Nothing was sent: {reason}; the workspace's JSON is in {file};"
             " to send it: `wandb login`, then this command again"
         )
         return 0
@@ -61,7 +63,7 @@ def dashboard(
     return 0
 
 
-def _find_packages() -> None:
+def _check_packages() -> None:
     try:
         import wandb  # noqa: F401
         import wandb_workspaces.workspaces  # noqa: F401
@@ -74,24 +76,24 @@ def _find_packages() -> None:
 
 
 def _connect() -> tuple[Any, str]:
-    """W&B's interface, asked for nothing and with an answer in time; or None, and why there is none."""
+    """Return W&B's API; or None, and the reason. Never prompts and never waits longer than the timeout."""
     import wandb
 
-    mode = os.environ["WANDB_MODE"] if "WANDB_MODE" in os.environ else "online"
+    mode = os.environ.get("WANDB_MODE", "online")
     if mode in ("offline", "disabled", "dryrun"):
         return None, f"WANDB_MODE={mode}"
     try:
-        with _nobody_to_ask():
-            return wandb.Api(timeout=ANSWER_SECONDS), ""
+        with _without_terminal():
+            return wandb.Api(timeout=TIMEOUT_SECONDS), ""
     except wandb.errors.UsageError:
         return None, "there is no W&B key"
     except wandb.errors.Error as error:
-        return None, f"W&B gives no access: {str(error).splitlines()[0].rstrip('.')}"
+        return None, f"W&B denies access: {str(error).splitlines()[0].rstrip('.')}"
 
 
 @contextlib.contextmanager
-def _nobody_to_ask() -> Iterator[None]:
-    """wandb asks for a key only where there is a terminal to answer at."""
+def _without_terminal() -> Iterator[None]:
+    """Hide the terminal from wandb, which otherwise prompts for a key."""
     terminal = sys.stdin
     with open(os.devnull) as sys.stdin:
         try:
@@ -101,23 +103,23 @@ def _nobody_to_ask() -> Iterator[None]:
 
 
 def _send(make: Callable[[str], Any], api: Any, entity: str | None, project: str) -> str:
-    """The address of the workspace."""
+    """Save the workspace and return its address."""
     try:
         workspace = make(entity or api.default_entity)
         workspace.save()
     except ConfigError:
         raise
-    except Exception as error:  # of the transport, by several names
+    except Exception as error:  # the transport raises several unrelated types
         raise ConfigError(
             f"mode.entity={entity or 'null'} mode.project={project}",
-            f"W&B refuses the workspace: {str(error).splitlines()[0]}",
+            f"W&B rejects the workspace: {str(error).splitlines()[0]}",
             "mode.entity=<yours> mode.project=<one that has a run with logger=wandb>",
         ) from error
     return str(workspace.url)
 
 
 def _default_file(composed: Composed) -> Path:
-    """In the run folder, or among the runs of that name where this command has made none."""
+    """Return a file in the run folder, or in its parent if this command has not created a run folder."""
     folder = composed.run_folder
     return (folder if folder.is_dir() else folder.parent) / DASHBOARD_FILE
 

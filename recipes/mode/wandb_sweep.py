@@ -1,4 +1,4 @@
-"""The YAML of a W&B sweep, from the entry of conf/sweep/ that `-m` takes. Seconds; no run is built."""
+"""Write the YAML of a W&B sweep from the same overrides and conf/sweep/ options as `-m`. Seconds; builds no run."""
 
 import os
 import shlex
@@ -13,12 +13,19 @@ from hydra.core.global_hydra import GlobalHydra
 from recipes.config.check.command_line import compose_typed
 from recipes.config.compose import CONF, Composed, parse_override
 from recipes.config.overrides import make_override
-from recipes.errors import ConfigError
+from recipes.errors import ConfigError, format_report
 from recipes.logger.wandb.init import DEFAULT_PROJECT
 from recipes.runtime.console import LOGGER
+from recipes.runtime.exit_codes import ExitCode
 from recipes.sweep.leaderboard import check_objective
 from recipes.sweep.search_space import Choice, SearchSpace, read_space
-from recipes.sweep.wandb_sweep import Search, command_of, described, fixed_words, name_of
+from recipes.sweep.wandb_sweep import (
+    Search,
+    fixed_overrides,
+    parameter_name,
+    sweep_config,
+    trial_command,
+)
 
 PROGRAM = CONF.parent / "train.py"
 
@@ -33,25 +40,22 @@ def wandb_sweep(
     num_trials: int | None,
     path: str,
 ) -> int:
-    """Write the YAML and say what to type next.
+    """Write the YAML and log the next commands; return the exit code.
 
     Args:
-        composed: The words of the sweep, and those that every trial is given.
-        objective: What a trial is judged by: a number of `summary.json` or a column of `metrics.csv`.
-        direction: Which way is better.
-        method: How W&B searches; None: `grid` where all values can be listed, else `bayes`.
-        early_terminate: Validations after which W&B's Hyperband first stops trials; None: it stops none.
-        num_trials: Of all agents; None: a grid's, or without end.
-        path: The file.
+        composed: The swept overrides, and those of every trial.
+        objective: What trials are ranked by: a number of `summary.json` or a column of `metrics.csv`.
+        direction: Whether the objective is minimized or maximized.
+        method: How W&B searches; None: `grid` if all values can be listed, else `bayes`.
+        early_terminate: Validations before W&B's Hyperband may stop a trial; None disables early stopping.
+        num_trials: Trials of all agents together; None: the whole grid, or no limit.
+        path: The file to write.
 
     Raises:
-        ConfigError: W&B cannot search this space so.
+        ConfigError: W&B cannot search this space in this way, or the file cannot be written.
     """
-    from recipes.errors import format_report
-    from recipes.runtime.exit_codes import ExitCode
-
     check_objective(objective)
-    space, fixed, mistakes = _searched(composed)
+    space, fixed, mistakes = _parse(composed)
     if mistakes:
         LOGGER.error(format_report(mistakes))
         return ExitCode.INVALID_CONFIG
@@ -62,27 +66,28 @@ def wandb_sweep(
         early_terminate=early_terminate,
         num_trials=num_trials,
     )
-    command = command_of(fixed, flags=_flags(composed))
-    _write(_head(composed, fixed) | described(space, search, command), Path(path))
+    command = trial_command(fixed, flags=_flags(composed))
+    content = _head(composed, fixed) | sweep_config(space, search, command)
+    _write(content, Path(path))
     return 0
 
 
-def _searched(composed: Composed) -> tuple[SearchSpace, list[str], list[ConfigError]]:
-    """What the trials differ in, what all of them are given, and what cannot be."""
-    words = [*composed.sweep_overrides, *fixed_words(composed.overrides)]
-    space, mistakes = read_space(words, config_loader=_loader(composed))
+def _parse(composed: Composed) -> tuple[SearchSpace, list[str], list[ConfigError]]:
+    """Return the search space, the overrides of every trial, and all mistakes."""
+    overrides = [*composed.sweep_overrides, *fixed_overrides(composed.overrides)]
+    space, mistakes = read_space(overrides, config_loader=_config_loader(composed))
     if not mistakes and not space.parameters:
         raise ConfigError(
             "mode=wandb_sweep",
             "there is nothing to search",
-            "mode=wandb_sweep sweep=<an entry of conf/sweep/>",
+            "mode=wandb_sweep sweep=<an option of conf/sweep/>",
         )
-    fixed = _of_every_trial(composed, space.fixed)
-    return space, fixed, mistakes or _refused(composed, space, fixed)
+    fixed = _trial_overrides(composed, space.fixed)
+    return space, fixed, mistakes or _check_values(composed, space, fixed)
 
 
-def _loader(composed: Composed) -> ConfigLoader:
-    """What knows the options of each group."""
+def _config_loader(composed: Composed) -> ConfigLoader:
+    """Return Hydra's loader, which lists the options of each config group."""
     GlobalHydra.instance().clear()
     folder = str(Path(composed.config_folder).resolve())
     with initialize_config_dir(folder, version_base="1.3"):
@@ -90,47 +95,49 @@ def _loader(composed: Composed) -> ConfigLoader:
 
 
 def _flags(composed: Composed) -> list[str]:
-    """Hydra's own, where the config is not the one in conf/."""
-    is_ours = Path(composed.config_folder).resolve() == CONF.resolve()
-    folder = [] if is_ours else ["--config-path", composed.config_folder]
+    """Return Hydra's flags for a config other than the default one in conf/."""
+    is_default = Path(composed.config_folder).resolve() == CONF.resolve()
+    folder = [] if is_default else ["--config-path", composed.config_folder]
     name = composed.config_name
     return [*folder, *([] if name == "config" else ["--config-name", name])]
 
 
-def _of_every_trial(composed: Composed, fixed: list[str]) -> list[str]:
-    """What was typed, and what makes a trial of it: told to W&B, one run, which goes on when it is started again."""
-    typed = {parse_override(word).key_or_group: word for word in fixed}
-    words = ["resume=auto"]
+def _trial_overrides(composed: Composed, fixed: list[str]) -> list[str]:
+    """Return the fixed overrides plus those that make each trial a single, resumable run that logs to W&B."""
+    typed = {parse_override(override).key_or_group: override for override in fixed}
+    added = ["resume=auto"]
     if "sweep" in typed:
-        words.append("hydra.mode=RUN")  # whatever the entry says
+        added.append("hydra.mode=RUN")  # sweep= alone would start a sweep
     if "wandb" not in composed.config["logger"]:
         if "logger" in typed:
-            raise ConfigError(typed["logger"], "W&B is not told of the trials", "logger=wandb")
-        words.append("logger=wandb")
-    return [*fixed, *words]
+            raise ConfigError(typed["logger"], "the trials would not log to W&B", "logger=wandb")
+        added.append("logger=wandb")
+    return [*fixed, *added]
 
 
-def _refused(composed: Composed, space: SearchSpace, fixed: list[str]) -> list[ConfigError]:
-    """What cannot be composed of the options, one by one; of an interval one end stands for all."""
+def _check_values(composed: Composed, space: SearchSpace, fixed: list[str]) -> list[ConfigError]:
+    """Compose a trial with each option alone, and with the lower end of each interval; return the mistakes."""
     mistakes: dict[str, ConfigError] = {}
     for key, parameter in space.parameters.items():
-        name = name_of(key)
+        name = parameter_name(key)
         values = parameter.values if isinstance(parameter, Choice) else (parameter.low,)
         for value in values:
-            _, wrong = _composed(composed, [*fixed, make_override(name, value)])
-            mistakes |= {str(mistake): mistake for mistake in wrong}
+            _, found = _compose_trial(composed, [*fixed, make_override(name, value)])
+            mistakes |= {str(mistake): mistake for mistake in found}
     return list(mistakes.values())
 
 
-def _composed(composed: Composed, words: list[str]) -> tuple[Composed | None, list[ConfigError]]:
+def _compose_trial(
+    composed: Composed, overrides: list[str]
+) -> tuple[Composed | None, list[ConfigError]]:
     return compose_typed(
-        words, config_folder=Path(composed.config_folder), config_name=composed.config_name
+        overrides, config_folder=Path(composed.config_folder), config_name=composed.config_name
     )
 
 
 def _head(composed: Composed, fixed: list[str]) -> dict[str, Any]:
-    """Whose sweep it is, as conf/logger/wandb.yaml says, what it is called, and what an agent starts."""
-    trial, mistakes = _composed(composed, fixed)
+    """Return the program, name, project and entity of the sweep, the latter two from conf/logger/wandb.yaml."""
+    trial, mistakes = _compose_trial(composed, fixed)
     assert trial is not None, mistakes
     logger, option = trial.config["logger"]["wandb"], trial.choices["sweep"]
     name = composed.config["name"]
@@ -143,7 +150,10 @@ def _head(composed: Composed, fixed: list[str]) -> dict[str, Any]:
 
 
 def _write(content: dict[str, Any], path: Path) -> None:
-    header = "# A W&B sweep, made by train.py mode=wandb_sweep. Start its agents in the folder where it was made.\n"
+    header = (
+        "# A W&B sweep, written by train.py mode=wandb_sweep."
+        " Start its agents in the folder where that command ran.\n"
+    )
     text = yaml.safe_dump(content, sort_keys=False, allow_unicode=True, width=1000)
     try:
         path.write_text(header + text)
@@ -155,5 +165,5 @@ def _write(content: dict[str, Any], path: Path) -> None:
     LOGGER.info(
         f"A {content['method']} search over {', '.join(content['parameters'])} is in {path}"
     )
-    LOGGER.info(f"To begin: wandb sweep {shown}")
-    LOGGER.info("Then, as often as there are devices: wandb agent <the path that it prints>")
+    LOGGER.info(f"Create the sweep: wandb sweep {shown}")
+    LOGGER.info("Then, once per device: wandb agent <the path that it prints>")

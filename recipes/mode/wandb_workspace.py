@@ -1,4 +1,4 @@
-"""Sections of panels, from plain lists, as the workspace that the package wandb-workspaces makes. No network."""
+"""Build a W&B workspace from plain lists of sections and panels, with the package wandb-workspaces. No network."""
 
 import re
 from collections.abc import Mapping, Sequence
@@ -6,16 +6,16 @@ from typing import Any
 
 from recipes.errors import ConfigError
 
-STEP = "trainer/global_step"  # the x axis everywhere
+STEP = "trainer/global_step"  # the x axis of every line plot
 KINDS = ("line", "bar", "parallel")
 _DEFAULTS: dict[str, Any] = {"kind": "line", "log_scale": False}
-_SECTION_WORDS = {"title": str, "panels": list}
-_PANEL_WORDS = {
+_SECTION_KEYS = {"title": str, "panels": list}
+_PANEL_KEYS = {
     "title": str,
     "metrics": list,
     "kind": str,
     "log_scale": bool,
-    "picture": bool,  # of curves.png; nothing here
+    "picture": bool,  # used for curves.png only
     "parameters": list,
 }
 
@@ -23,10 +23,16 @@ _PANEL_WORDS = {
 def make_workspace(
     sections: Sequence[dict[str, Any]], *, entity: str, project: str, title: str
 ) -> Any:
-    """A `wandb_workspaces.workspaces.Workspace`, not saved.
+    """Return an unsaved `wandb_workspaces.workspaces.Workspace`.
+
+    Args:
+        sections: The sections, as in conf/dashboard/.
+        entity: The account or team that owns the project.
+        project: The project whose runs are shown.
+        title: The workspace's title.
 
     Raises:
-        ConfigError: A section or a panel is none.
+        ConfigError: A section or a panel is invalid.
     """
     import wandb_workspaces.workspaces as ws
 
@@ -50,15 +56,15 @@ def make_workspace(
 
 
 def as_json(workspace: Any) -> str:
-    """What `workspace.save()` would send: entity, project, title, and the `spec` that W&B's page reads."""
+    """Return what `workspace.save()` would send: entity, project, title, and the `spec` that W&B's page reads."""
     view: str = workspace._model.model_dump_json(by_alias=True, exclude_none=True, indent=2)
     return view
 
 
-def pattern_of(metrics: Sequence[str]) -> str:
-    """A regular expression for exactly these names, in which `*` stands for any characters.
+def names_pattern(metrics: Sequence[str]) -> str:
+    """Return a regular expression that matches exactly these names, where `*` matches any characters.
 
-    Written so that JavaScript, Go and Python read it alike.
+    It uses only syntax that means the same in JavaScript, Go and Python.
     """
     names = [".*".join(re.escape(part) for part in name.split("*")) for name in metrics]
     return f"^({'|'.join(names)})$"
@@ -82,26 +88,26 @@ def _make_panel(panel: dict[str, Any]) -> Any:
         title=title,
         x=STEP,
         y=[] if is_pattern else metrics,
-        metric_regex=pattern_of(metrics) if is_pattern else None,
+        metric_regex=names_pattern(metrics) if is_pattern else None,
         log_y=panel["log_scale"] or None,
     )
 
 
 def _check_section(where: str, section: object) -> None:
-    _check_words(where, section, _SECTION_WORDS, required=("title", "panels"))
+    _check_keys(where, section, _SECTION_KEYS, required=("title", "panels"))
     assert isinstance(section, dict)
     for number, panel in enumerate(section["panels"]):
         _check_panel(f"{where}.panels[{number}]", panel)
 
 
 def _check_panel(where: str, panel: object) -> None:
-    _check_words(where, panel, _PANEL_WORDS, required=("title", "metrics"))
+    _check_keys(where, panel, _PANEL_KEYS, required=("title", "metrics"))
     assert isinstance(panel, dict)
     for key in ("metrics", "parameters"):
         names = panel[key] if key in panel else ["-"]
         if not names or not all(isinstance(name, str) for name in names):
             raise ConfigError(
-                f"{where}.{key}={names}", "it takes a list of names", f"{key}: [<name>, …]"
+                f"{where}.{key}={names}", "it needs a list of names", f"{key}: [<name>, …]"
             )
     kind = (_DEFAULTS | panel)["kind"]
     if kind not in KINDS:
@@ -109,33 +115,35 @@ def _check_panel(where: str, panel: object) -> None:
             f"{where}.kind={kind}", f"the kinds are {', '.join(KINDS)}", "kind: <one of them>"
         )
     if (kind == "parallel") != ("parameters" in panel):
-        takes = "needs" if kind == "parallel" else "has no"
-        fix = "parameters: [<key of the config>, …]" if takes == "needs" else "kind: parallel"
-        raise ConfigError(f"{where}.kind={kind}", f"a {kind} panel {takes} parameters", fix)
+        needs = "needs" if kind == "parallel" else "has no"
+        fix = "parameters: [<key of the config>, …]" if needs == "needs" else "kind: parallel"
+        raise ConfigError(f"{where}.kind={kind}", f"a {kind} panel {needs} parameters", fix)
     patterns = [name for name in panel["metrics"] if "*" in name]
     if kind != "line" and patterns:
         raise ConfigError(
             f"{where}.metrics={patterns}",
-            f"a {kind} panel names each of its metrics",
-            "metrics: [<whole name>, …]",
+            f"a {kind} panel cannot use patterns",
+            "metrics: [<full name>, …]",
         )
 
 
-def _check_words(
-    where: str, node: object, words: Mapping[str, type], *, required: tuple[str, ...]
+def _check_keys(
+    where: str, node: object, types: Mapping[str, type], *, required: tuple[str, ...]
 ) -> None:
     if not isinstance(node, dict):
         raise ConfigError(
-            f"{where}={node}", f"it takes {', '.join(words)}", f"{{{required[0]}: …, …}}"
+            f"{where}={node}", f"it needs {', '.join(types)}", f"{{{required[0]}: …, …}}"
         )
     for key, value in node.items():
-        if key not in words:
+        if key not in types:
             raise ConfigError(
-                f"{where}.{key}={value}", f"there is no word {key!r}", f"one of {', '.join(words)}"
+                f"{where}.{key}={value}", f"there is no key {key!r}", f"one of {', '.join(types)}"
             )
-        if not isinstance(value, words[key]):
-            of = {str: "text", list: "a list", bool: "true or false"}[words[key]]
-            raise ConfigError(f"{where}.{key}={value}", f"it takes {of}", f"{key}: <{of}>")
+        if not isinstance(value, types[key]):
+            expected = {str: "text", list: "a list", bool: "true or false"}[types[key]]
+            raise ConfigError(
+                f"{where}.{key}={value}", f"it must be {expected}", f"{key}: <{expected}>"
+            )
     for key in required:
         if key not in node:
             raise ConfigError(

@@ -1,1 +1,1 @@
-"""Many runs from one command: what is searched, what each run is given, what has come of them."""
+"""Many runs from one command: the search space, the job pool, and the results."""

@@ -1,4 +1,4 @@
-"""The words of a sweep, checked as those of its first job would be, before Hydra sees them."""
+"""The command line of a sweep: checked as that of its first job before Hydra runs; the commands that it prints."""
 
 import importlib.util
 import shlex
@@ -17,17 +17,27 @@ from recipes.config.compose import CONF, parse_override
 from recipes.config.overrides import make_override
 from recipes.errors import ConfigError
 
-_GRID = "basic"
+_GRID = "basic"  # Hydra's own sweeper
+# sections and settings that say how and where jobs run, not what they compute
+_LAUNCH_SECTIONS = ("launcher", "hydra", "ignore_slurm")
+_SWEEP_SETTINGS = (
+    "sweep.objective",
+    "sweep.direction",
+    "sweep.retry_failed",
+    "sweep.skip_invalid",
+    "sweep.compare",
+    "sweep.dashboard",
+)
 
 
 @dataclass(frozen=True, kw_only=True)
 class SweepCommand:
-    """What was typed for a sweep.
+    """The checked command line of a sweep.
 
     Attributes:
-        for_hydra: As Hydra takes them, with a `+` where one is needed (`trainer.benchmark=true,false`).
-        keys: What is swept over.
-        mistakes: All that the first of its jobs shows.
+        for_hydra: The overrides for Hydra, with a `+` where Hydra needs one (`trainer.benchmark=true,false`).
+        keys: The keys that are swept over.
+        mistakes: All mistakes found in the first job.
     """
 
     for_hydra: list[str]
@@ -36,127 +46,138 @@ class SweepCommand:
 
 
 def check_command(typed: Sequence[str], *, config_folder: Path, config_name: str) -> SweepCommand:
-    """Compose and check the first job of a sweep."""
-    where: dict[str, Any] = {"config_folder": config_folder, "config_name": config_name}
-    swept = {word: override for word in typed if (override := _swept(word)) is not None}
-    first = [_first_of(swept[word]) if word in swept else word for word in typed]
-    composed, _ = compose_typed(first, **where)
-    of_config = composed.sweep_overrides if composed is not None else []
-    typed_keys = {word.lstrip("+").partition("=")[0] for word in typed}
-    more = [
-        _first_of(override)
-        for override in map(parse_override, of_config)
-        if override.key_or_group not in typed_keys
-    ]
-    params = [override.key_or_group for override in map(parse_override, of_config)]
-    composed, mistakes = compose_and_check([*more, *first], **where)
-    mistakes = restore_sweeps(mistakes, dict(zip(first, typed, strict=True)))
-    added = set(composed.overrides) if composed is not None else set()
+    """Compose and check the first job of a sweep.
+
+    Args:
+        typed: The overrides of the command line.
+        config_folder: The folder from which jobs are composed.
+        config_name: The primary config.
+    """
+    source: dict[str, Any] = {"config_folder": config_folder, "config_name": config_name}
+    swept = {text: parsed for text in typed if (parsed := _parse_sweep(text)) is not None}
+    first_job = [_first_value(swept[text]) if text in swept else text for text in typed]
+    composed, _ = compose_typed(first_job, **source)
+    params = [parse_override(text) for text in composed.sweep_overrides] if composed else []
+    typed_keys = {_key(text) for text in typed}
+    # typed overrides replace those of hydra.sweeper.params
+    from_params = [_first_value(param) for param in params if param.key_or_group not in typed_keys]
+    composed, mistakes = compose_and_check([*from_params, *first_job], **source)
+    mistakes = restore_sweeps(mistakes, dict(zip(first_job, typed, strict=True)))
     sweeper = composed.choices["hydra/sweeper"] if composed is not None else _GRID
-    for word in [word for word in swept if _is_empty(swept[word])]:
-        mistakes.append(
-            ConfigError(word, "there is nothing in it", f"{swept[word].key_or_group}=<values>")
-        )
-    for word, override in swept.items():
-        if isinstance(override.value(), IntervalSweep) and sweeper == _GRID:
-            fix = f"{override.get_key_element()}=<values with commas>, or hydra/sweeper=optuna"
-            mistakes.append(ConfigError(word, "a grid takes single values", fix))
-    if sweeper == "optuna" and importlib.util.find_spec("optuna") is None:
-        fix = "pip install -e '.[optuna]'"
-        mistakes.append(ConfigError("hydra/sweeper=optuna", "Optuna is not installed", fix))
+    added = set(composed.overrides) if composed is not None else set()
+    param_keys = {param.key_or_group for param in params}
     return SweepCommand(
         for_hydra=[
-            _for_hydra(word, one, added, params) for word, one in zip(typed, first, strict=True)
+            _to_hydra(text, first, added, param_keys)
+            for text, first in zip(typed, first_job, strict=True)
         ],
         keys=[override.key_or_group for override in swept.values()],
-        mistakes=mistakes,
+        mistakes=[*mistakes, *_check_values(swept), *_check_sweeper(swept, sweeper)],
     )
 
 
-def _for_hydra(word: str, first: str, added: Collection[str], params: Collection[str]) -> str:
-    """With a `+` where one is needed; without those that would make it another key beside the same of `sweep=`."""
-    if word.lstrip("+").partition("=")[0] in params:
-        return word.lstrip("+")
-    return f"+{word}" if f"+{first}" in added else word
+def job_overrides(overrides: Sequence[str]) -> list[str]:
+    """Return the overrides that identify a job, without those that say how and where the sweep runs."""
+    # Hydra's grid writes a deletion as `~key=null`
+    plain = [text.removesuffix("=null") if text.startswith("~") else text for text in overrides]
+    return [text for text in plain if not _is_about_sweep(text)]
 
 
-def _is_empty(override: Override) -> bool:
-    value = override.value()
-    if isinstance(value, RangeSweep):
-        assert value.start is not None
-        assert value.stop is not None
-        return (value.stop - value.start) * value.step <= 0
-    return isinstance(value, Glob) and not _options_of(override)
+def train_command(overrides: Sequence[str]) -> str:
+    """Return the command that runs one job of a sweep on its own."""
+    single = ["hydra.mode=RUN"] if any(text.startswith("sweep=") for text in overrides) else []
+    return f"python train.py {shlex.join([*overrides, *single])}"
 
 
-def _options_of(override: Override) -> list[str]:
-    """The options of a group that a glob names."""
-    value = override.value()
-    assert isinstance(value, Glob)
-    names = sorted(path.stem for path in (CONF / override.key_or_group).glob("*.yaml"))
-    return [str(name) for name in value.filter(names)]
+def resume_command(typed: Sequence[str], folder: Path) -> str:
+    """Return the command that resumes a sweep.
+
+    Args:
+        typed: The overrides the sweep was started with.
+        folder: The sweep's folder.
+    """
+    others = [text for text in typed if not text.startswith("hydra.sweep.dir=")]
+    return f"python train.py {shlex.join([*others, make_override('hydra.sweep.dir', str(folder))])}"
 
 
-def _swept(word: str) -> Override | None:
-    """The word as Hydra reads it; None where it is no sweep, or the check has to say what it is."""
+def _parse_sweep(text: str) -> Override | None:
+    """Parse an override; None if it is not a sweep, or is invalid, which the check reports."""
     try:
-        override = parse_override(word)
+        override = parse_override(text)
     except HydraException:
         return None
     return override if override.is_sweep_override() else None
 
 
-def _first_of(override: Override) -> str:
-    """The word of the first job; of an interval its lower end, and as it is where it is no sweep."""
+def _first_value(override: Override) -> str:
+    """Return the override of the first job: the first value, or the lower end of an interval."""
     if not override.is_sweep_override():
         return str(override.input_line)
-    value = override.value()
-    if isinstance(value, IntervalSweep):
-        return f"{override.get_key_element()}={value.start}"
-    if isinstance(value, Glob):
-        return f"{override.get_key_element()}={next(iter(_options_of(override)), 'none')}"
-    if isinstance(value, RangeSweep) and _is_empty(override):
-        return f"{override.get_key_element()}={value.start}"
-    return f"{override.get_key_element()}={next(iter(override.sweep_string_iterator()))}"
+    key, sweep = override.get_key_element(), override.value()
+    if isinstance(sweep, IntervalSweep):
+        return f"{key}={sweep.start}"
+    if isinstance(sweep, Glob):
+        return f"{key}={next(iter(_matching_options(override)), 'none')}"
+    if isinstance(sweep, RangeSweep) and _is_empty(override):
+        return f"{key}={sweep.start}"
+    return f"{key}={next(iter(override.sweep_string_iterator()))}"
 
 
-# about how the jobs are carried out: the same job by others
-_NOT_OF_A_JOB = ("launcher", "hydra", "ignore_slurm")
+def _check_values(swept: dict[str, Override]) -> list[ConfigError]:
+    """Check that each sweep has a value."""
+    return [
+        ConfigError(text, "the sweep has no values", f"{override.key_or_group}=<values>")
+        for text, override in swept.items()
+        if _is_empty(override)
+    ]
 
 
-_NOT_OF_A_JOB_EITHER = tuple(
-    f"sweep.{name}"
-    for name in (
-        "objective",
-        "direction",
-        "retry_failed",
-        "skip_invalid",
-        "compare",
-        "dashboard",
-    )
-)
+def _check_sweeper(swept: dict[str, Override], sweeper: str) -> list[ConfigError]:
+    """Check that the sweeper can run these sweeps, and is installed."""
+    mistakes = []
+    for text, override in swept.items():
+        if isinstance(override.value(), IntervalSweep) and sweeper == _GRID:
+            fix = f"{override.get_key_element()}=<values with commas>, or hydra/sweeper=optuna"
+            mistakes.append(ConfigError(text, "a grid needs single values", fix))
+    if sweeper == "optuna" and importlib.util.find_spec("optuna") is None:
+        fix = "pip install -e '.[optuna]'"
+        mistakes.append(ConfigError("hydra/sweeper=optuna", "Optuna is not installed", fix))
+    return mistakes
 
 
-def job_overrides(overrides: Sequence[str]) -> list[str]:
-    """What makes a job what it is, whoever carries it out and wherever."""
-    # Hydra's grid says what is to be deleted with a value
-    plain = [word.removesuffix("=null") if word.startswith("~") else word for word in overrides]
-    return [word for word in plain if not _is_of_the_sweep(word)]
+def _is_empty(override: Override) -> bool:
+    sweep = override.value()
+    if isinstance(sweep, RangeSweep):
+        assert sweep.start is not None, "Hydra's range has a start"
+        assert sweep.stop is not None, "Hydra's range has an end"
+        return (sweep.stop - sweep.start) * sweep.step <= 0
+    return isinstance(sweep, Glob) and not _matching_options(override)
 
 
-def command_of(overrides: Sequence[str]) -> str:
-    """The command that trains it again, alone."""
-    alone = ["hydra.mode=RUN"] if any(word.startswith("sweep=") for word in overrides) else []
-    return f"python train.py {shlex.join([*overrides, *alone])}"
+def _matching_options(override: Override) -> list[str]:
+    """Return the options of a config group that match a glob."""
+    glob = override.value()
+    assert isinstance(glob, Glob), override.input_line
+    options = sorted(path.stem for path in (CONF / override.key_or_group).glob("*.yaml"))
+    return [str(option) for option in glob.filter(options)]
 
 
-def resume_command(typed: Sequence[str], folder: Path) -> str:
-    """The command that goes on with a sweep."""
-    kept = [word for word in typed if not word.startswith("hydra.sweep.dir=")]
-    return f"python train.py {shlex.join([*kept, make_override('hydra.sweep.dir', str(folder))])}"
+def _to_hydra(text: str, first: str, added: Collection[str], param_keys: Collection[str]) -> str:
+    """Return an override with the `+` that Hydra needs.
+
+    A key that `hydra.sweeper.params` also has loses its `+`: Hydra compares keys as text, and with
+    the `+` it would sweep over both.
+    """
+    if _key(text) in param_keys:
+        return text.lstrip("+")
+    return f"+{text}" if f"+{first}" in added else text
 
 
-def _is_of_the_sweep(word: str) -> bool:
-    key = word.lstrip("+~").partition("=")[0].partition("@")[0]
-    room = key.partition(".")[0].partition("/")[0]
-    return room in _NOT_OF_A_JOB or key.startswith(_NOT_OF_A_JOB_EITHER)
+def _is_about_sweep(text: str) -> bool:
+    key = text.lstrip("+~").partition("=")[0].partition("@")[0]
+    section = key.partition(".")[0].partition("/")[0]
+    return section in _LAUNCH_SECTIONS or key.startswith(_SWEEP_SETTINGS)
+
+
+def _key(text: str) -> str:
+    return text.lstrip("+").partition("=")[0]

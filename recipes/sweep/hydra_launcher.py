@@ -1,6 +1,5 @@
-"""Hydra's launcher of these recipes: every job of `-m` in processes of its own, several side by side."""
+"""Hydra's launcher of this project: every job of `-m` in its own processes, several at a time."""
 
-import logging
 from collections.abc import Sequence
 from functools import partial
 from pathlib import Path
@@ -11,10 +10,11 @@ from hydra.plugins.launcher import Launcher
 from hydra.types import HydraContext, TaskFunction
 from hydra.utils import instantiate
 from omegaconf import DictConfig, OmegaConf, open_dict
+from typing_extensions import override
 
 from recipes.errors import ConfigError, ConfigErrors
 from recipes.launcher.job import Job
-from recipes.runtime.console import open_console
+from recipes.runtime.console import LOGGER, open_console
 from recipes.runtime.exit_codes import ExitCode
 from recipes.runtime.lock import lock_run_folder
 from recipes.sweep.leaderboard import read_objective
@@ -22,64 +22,64 @@ from recipes.sweep.session import MULTIRUN
 from recipes.sweep.settings import Settings
 from recipes.sweep.sweep import Sweep
 
-LOGGER = logging.getLogger("lightning_recipes")
 LOG_FILE = "sweep.log"
-_MANY = 50  # jobs that take some ten seconds to compose
+_MANY_JOBS = 50  # composing them takes about ten seconds
 
 
 class SubprocessLauncher(Launcher):
-    """Each job a fresh tree of processes from one frozen config; several side by side where there is room."""
+    """Run each job as a new process tree from one frozen config; several at a time if there is room."""
 
     def __init__(self) -> None:
         self._context: HydraContext | None = None
         self._config = DictConfig({})
 
+    @override
     def setup(
         self, *, hydra_context: HydraContext, task_function: TaskFunction, config: DictConfig
     ) -> None:
         self._context = hydra_context
         self._config = config
 
+    @override
     def launch(
         self, job_overrides: Sequence[Sequence[str]], initial_job_idx: int
     ) -> Sequence[JobReturn]:
-        """Carry out a batch of jobs.
+        """Run one batch of jobs.
 
         Raises:
-            ConfigErrors: Some of them cannot be; none has been started.
-            KeyboardInterrupt: Ctrl-C; all have ended.
+            ConfigErrors: The config of some jobs is invalid; none was started.
+            KeyboardInterrupt: On Ctrl-C, after all jobs have ended.
+            SystemExit: A signal has stopped the sweep, so Hydra must not launch another batch.
         """
-        with lock_run_folder(self.folder(made=True), word="hydra.sweep.dir"):
-            sweep = self.open()
+        with lock_run_folder(self.create_folder(), word="hydra.sweep.dir"):
+            sweep = self.open_sweep()
             jobs = self._prepare(sweep, job_overrides, initial_job_idx)
-            source = _FixedJobs([job for job in jobs if sweep.is_to_start(job)])
+            source = _FixedJobs([job for job in jobs if sweep.should_start(job)])
             log_start(sweep, jobs)
-            MULTIRUN.exit_code = max(MULTIRUN.exit_code, sweep.carry_out(source))
+            MULTIRUN.exit_code = max(MULTIRUN.exit_code, sweep.run(source))
             if MULTIRUN.exit_code in (ExitCode.PREEMPTED, ExitCode.TERMINATED):
-                raise SystemExit(MULTIRUN.exit_code)  # no further batch
-            goes_on = self._config.hydra.sweeper._target_.endswith("BasicSweeper")
-            return [self._returned(sweep, job, goes_on=goes_on) for job in jobs]
+                raise SystemExit(MULTIRUN.exit_code)
+            is_grid = self._config.hydra.sweeper._target_.endswith("BasicSweeper")
+            return [self._job_return(sweep, job, is_grid=is_grid) for job in jobs]
 
-    def folder(self, *, made: bool = False) -> Path:
-        """The folder of the sweep."""
-        folder = Path(str(self._config.hydra.sweep.dir))
-        if made:
-            folder.mkdir(parents=True, exist_ok=True)
+    def create_folder(self) -> Path:
+        """Create the sweep's folder and return its path."""
+        folder = self._folder
+        folder.mkdir(parents=True, exist_ok=True)
         return folder
 
-    def open(self) -> Sweep:
-        """The sweep of this config.
+    def open_sweep(self) -> Sweep:
+        """Return the sweep of this config.
 
         Raises:
-            ConfigError: What it asks for cannot be.
+            ConfigError: A setting of the sweep or the launcher is invalid.
         """
-        folder = self.folder()
-        open_console(folder / LOG_FILE)
+        open_console(self._folder / LOG_FILE)
         settings = instantiate(self._config.sweep, _convert_="all")
-        assert isinstance(settings, Settings)
+        assert isinstance(settings, Settings), type(settings)
         return Sweep(
-            folder=folder,
-            place=instantiate(self._config.launcher, _convert_="all"),
+            folder=self._folder,
+            launcher=instantiate(self._config.launcher, _convert_="all"),
             settings=settings,
             config_folder=MULTIRUN.config_folder,
             config_name=MULTIRUN.config_name,
@@ -87,48 +87,57 @@ class SubprocessLauncher(Launcher):
             typed=MULTIRUN.command,
         )
 
-    def name_of(self, overrides: Sequence[str], number: int) -> str:
-        """The name of a job's folder, as `hydra.sweep.subdir` says."""
+    def get_folder_name(self, overrides: Sequence[str], number: int) -> str:
+        """Return the name of a job's folder, as `hydra.sweep.subdir` defines it."""
         if OmegaConf.to_container(self._config.hydra.sweep)["subdir"] == "${hydra.job.num}":  # type: ignore[index,call-overload]
-            return str(number)
-        assert self._context is not None
+            return str(number)  # the default, without composing the job's config
+        assert self._context is not None, "Hydra calls setup first"
         config: Any = self._context.config_loader.load_sweep_config(self._config, list(overrides))
         with open_dict(config):
             config.hydra.job.num = number
             config.hydra.job.id = str(number)
         return str(config.hydra.sweep.subdir)
 
+    @property
+    def _folder(self) -> Path:
+        return Path(str(self._config.hydra.sweep.dir))
+
     def _prepare(
-        self, sweep: Sweep, job_overrides: Sequence[Sequence[str]], first: int
+        self, sweep: Sweep, job_overrides: Sequence[Sequence[str]], first_number: int
     ) -> list[Job]:
-        """All jobs, composed and checked; those that cannot be are refused, or end the sweep before it begins."""
-        if len(job_overrides) >= _MANY:
+        """Compose and check all jobs; reject invalid ones, or stop before the first job starts."""
+        if len(job_overrides) >= _MANY_JOBS:
             LOGGER.info(f"Composing and checking {len(job_overrides)} jobs")
         jobs: list[Job] = []
-        wrong: list[tuple[Job, list[ConfigError]]] = []
-        for number, overrides in enumerate(job_overrides, start=first):
-            job, mistakes = sweep.prepare(overrides, number, partial(self.name_of, overrides))
+        invalid: list[tuple[Job, list[ConfigError]]] = []
+        for number, overrides in enumerate(job_overrides, start=first_number):
+            job, mistakes = sweep.prepare(
+                overrides, number, partial(self.get_folder_name, overrides)
+            )
             jobs.append(job)
             if mistakes:
-                wrong.append((job, mistakes))
-        if wrong and not sweep.settings.skip_invalid:
-            told = {str(mistake): mistake for _, mistakes in wrong for mistake in mistakes}
-            which = ", ".join(str(job.number) for job, _ in wrong)
+                invalid.append((job, mistakes))
+        if invalid and not sweep.settings.skip_invalid:
+            unique = {str(mistake): mistake for _, mistakes in invalid for mistake in mistakes}
+            numbers = ", ".join(str(job.number) for job, _ in invalid)
             raise ConfigErrors(
-                list(told.values()),
-                f"The config of {len(wrong)} of {len(jobs)} jobs ({which}) is wrong; nothing was started."
-                " sweep.skip_invalid=true carries out the others.",
+                list(unique.values()),
+                f"The config of {len(invalid)} of {len(jobs)} jobs ({numbers}) is invalid; nothing was started."
+                " sweep.skip_invalid=true runs the others.",
             )
-        for job, mistakes in wrong:
-            sweep.refuse(job, mistakes)
+        for job, mistakes in invalid:
+            sweep.reject(job, mistakes)
         return jobs
 
-    def _returned(self, sweep: Sweep, job: Job, *, goes_on: bool) -> JobReturn:
-        """What Hydra's sweeper gets; the grid asks for nothing, and would end at the first failure."""
+    def _job_return(self, sweep: Sweep, job: Job, *, is_grid: bool) -> JobReturn:
+        """Return what Hydra's sweeper gets for a job.
+
+        The grid ignores return values and would stop at the first failed job, so for it every job counts as completed.
+        """
         result = JobReturn()
         result.overrides = job.overrides
         result.working_dir = str(job.folder)
-        if job.state.is_over or goes_on:
+        if job.state.is_over or is_grid:
             result.status = JobStatus.COMPLETED
             result.return_value = read_objective(job.folder, sweep.settings.objective)
         else:
@@ -138,30 +147,31 @@ class SubprocessLauncher(Launcher):
 
 
 class _FixedJobs:
-    """The jobs of a grid."""
+    """The jobs of one batch, as a source without pruning."""
 
     def __init__(self, jobs: Sequence[Job]) -> None:
         self._jobs = list(jobs)
 
-    def more(self) -> Sequence[Job]:
+    def next_jobs(self) -> Sequence[Job]:
         jobs, self._jobs = self._jobs, []
         return jobs
 
-    def ended(self, job: Job) -> None: ...
+    def job_ended(self, job: Job) -> None: ...
 
     def should_prune(self, job: Job, rows: object) -> bool:
         return False
 
 
 def log_start(sweep: Sweep, jobs: Sequence[Job]) -> None:
-    """How many jobs there are, and what a sweep that goes on makes of those that were."""
-    many = "1 job" if len(jobs) == 1 else f"{len(jobs)} jobs"
-    LOGGER.info(f"Sweep: {many} {sweep.place.describe()}, in {sweep.folder}")
-    failed = sum(job.state.has_failed and not sweep.is_to_start(job) for job in jobs)
+    """Log the number of jobs, and what a resumed sweep does with those of earlier commands."""
+    num_jobs = "1 job" if len(jobs) == 1 else f"{len(jobs)} jobs"
+    LOGGER.info(f"Sweep: {num_jobs} {sweep.launcher.describe()}, in {sweep.folder}")
     counts = {
-        "over from an earlier start": sum(job.state.is_over for job in jobs),
-        "going on where cut": sum(job.state.is_cut for job in jobs),
-        "failed and left alone; sweep.retry_failed=true repeats such": failed,
+        "already finished": sum(job.state.is_over for job in jobs),
+        "resumed": sum(job.state.is_cut for job in jobs),
+        "failed and skipped; sweep.retry_failed=true retries them": sum(
+            job.state.has_failed and not sweep.should_start(job) for job in jobs
+        ),
     }
-    if told := ", ".join(f"{count} {what}" for what, count in counts.items() if count):
-        LOGGER.info(told)
+    if line := ", ".join(f"{count} {what}" for what, count in counts.items() if count):
+        LOGGER.info(line)

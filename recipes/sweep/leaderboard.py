@@ -1,4 +1,4 @@
-"""`sweep.csv`: the jobs of a sweep, the best first; written anew whenever a job begins or ends."""
+"""`sweep.csv`: the jobs of a sweep, best first; rewritten whenever a job starts or ends."""
 
 import csv
 import io
@@ -14,7 +14,7 @@ from recipes.run_folder import METRICS_FILE, read_rows, read_summary, write_atom
 
 SWEEP_FILE = "sweep.csv"
 Direction = Literal["minimize", "maximize"]
-_NUMBERS = (
+_SUMMARY_NUMBERS = (
     "val_loss",
     "best_val_loss",
     "train_loss",
@@ -32,47 +32,47 @@ _NUMBERS = (
 
 
 def check_objective(name: str) -> None:
-    """Refuse what no run leaves.
+    """Check that a run can have this objective.
+
+    Args:
+        name: A number of `summary.json` or a column of `metrics.csv`.
 
     Raises:
-        ConfigError: It is no number of `summary.json`, and no column of `metrics.csv` is called so.
+        ConfigError: It is neither.
     """
-    if name not in _NUMBERS and "/" not in name and name != "lr":
+    if name not in _SUMMARY_NUMBERS and "/" not in name and name != "lr":
         raise ConfigError(
             f"sweep.objective={name}",
-            f"a run leaves no such number; its summary has {' '.join(_NUMBERS)}",
-            f"sweep.objective={(get_close_matches(name, _NUMBERS, 1) or ['val_loss'])[0]}",
+            f"no run has this number; a summary has {' '.join(_SUMMARY_NUMBERS)}",
+            f"sweep.objective={(get_close_matches(name, _SUMMARY_NUMBERS, 1) or ['val_loss'])[0]}",
         )
 
 
 def read_objective(folder: Path, name: str) -> float | None:
-    """What a job is judged by.
+    """Return the objective of a run; None if the run has not written it, or it is NaN or inf.
 
     Args:
-        folder: Of its run.
-        name: A number of `summary.json`, or a column of `metrics.csv`, of which the last value counts.
-
-    Returns:
-        None where the run has left no such number, or it is not finite.
+        folder: The run folder.
+        name: A number of `summary.json`, or a column of `metrics.csv`, whose last value is used.
     """
     summary = read_summary(folder)
     if summary is None:
         return None
     values = summary if name in summary else _last_values(folder / METRICS_FILE)
-    value: Any = values[name] if name in values else None
+    value: Any = values.get(name)
     return float(value) if value is not None and math.isfinite(value) else None
 
 
-def ranked(jobs: Sequence[Job], objective: str, direction: Direction) -> list[Job]:
-    """The best first; then those without the number, in their order."""
+def rank_jobs(jobs: Sequence[Job], objective: str, direction: Direction) -> list[Job]:
+    """Return the jobs, best first; those that are not finished or lack the objective come last."""
 
-    def key(job: Job) -> tuple[bool, float, int]:
+    def sort_key(job: Job) -> tuple[bool, float, int]:
         value = read_objective(job.folder, objective) if job.state is State.FINISHED else None
         if value is None:
             return (True, 0.0, job.number)
         return (False, -value if direction == "maximize" else value, job.number)
 
-    return sorted(jobs, key=key)
+    return sorted(jobs, key=sort_key)
 
 
 def write_leaderboard(
@@ -83,15 +83,26 @@ def write_leaderboard(
     objective: str,
     direction: Direction,
 ) -> None:
-    """Write `sweep.csv`: a row a job, a column a swept word, then the numbers that each has left."""
-    swept = swept_words(jobs, keys)
-    keys = list(dict.fromkeys(key for words in swept.values() for key in words))
-    numbers = [name for name in _NUMBERS if name != objective]
+    """Write `sweep.csv`: one row per job with its swept overrides and the numbers of its summary.
+
+    Args:
+        folder: The sweep's folder.
+        jobs: All jobs of the sweep.
+        keys: The keys that are swept over, if known.
+        objective: What the rows are sorted by; the first column of numbers.
+        direction: Whether the objective is minimized or maximized.
+
+    Raises:
+        OSError: The file cannot be written.
+    """
+    swept = swept_overrides(jobs, keys)
+    keys = list(dict.fromkeys(key for overrides in swept.values() for key in overrides))
+    numbers = [name for name in _SUMMARY_NUMBERS if name != objective]
     columns = ["job", "state", "exit_code", *keys, objective, *numbers, "folder", "cluster_job"]
     text = io.StringIO(newline="")
     writer = csv.DictWriter(text, columns, restval="")
     writer.writeheader()
-    for job in ranked(jobs, objective, direction):
+    for job in rank_jobs(jobs, objective, direction):
         summary = read_summary(job.folder) or {}
         row: dict[str, Any] = {"job": job.number, "state": job.state, "folder": job.folder.name}
         row |= {"exit_code": job.exit_code, "cluster_job": job.cluster_job} | swept[job.number]
@@ -101,19 +112,23 @@ def write_leaderboard(
     write_atomically(folder / SWEEP_FILE, text.getvalue())
 
 
-def swept_words(jobs: Sequence[Job], keys: Sequence[str] = ()) -> dict[int, dict[str, str]]:
-    """By job number, the words that are swept over, by the keys that are known for it, or by differing."""
-    typed = {job.number: dict(map(_split, job.overrides)) for job in jobs}
-    every = dict.fromkeys(key for words in typed.values() for key in words)
-    differs = [
+def swept_overrides(jobs: Sequence[Job], keys: Sequence[str] = ()) -> dict[int, dict[str, str]]:
+    """Return the overrides that set each job apart: job number -> key -> value.
+
+    Args:
+        jobs: All jobs of the sweep.
+        keys: Keys known to be swept over; every key whose value differs between jobs is added.
+    """
+    by_job = {job.number: dict(map(_split, job.overrides)) for job in jobs}
+    all_keys = dict.fromkeys(key for overrides in by_job.values() for key in overrides)
+    swept = [
         key
-        for key in every
-        if key in keys
-        or len({words[key] if key in words else None for words in typed.values()}) > 1
+        for key in all_keys
+        if key in keys or len({overrides.get(key) for overrides in by_job.values()}) > 1
     ]
     return {
-        number: {key: words[key] for key in differs if key in words}
-        for number, words in typed.items()
+        number: {key: overrides[key] for key in swept if key in overrides}
+        for number, overrides in by_job.items()
     }
 
 
@@ -123,7 +138,7 @@ def _split(override: str) -> tuple[str, str]:
 
 
 def _last_values(path: Path) -> dict[str, float]:
-    """Return the newest value of each column of a metrics.csv."""
+    """Return the last value of each column of a `metrics.csv`."""
     last: dict[str, float] = {}
     for row in read_rows(path):
         last |= row

@@ -1,8 +1,9 @@
-"""What a person sees while a sweep goes on: a live table in a terminal, else a line whenever a job begins or ends."""
+"""The live table of a running sweep; without a terminal only the log lines of each job are printed."""
 
 import logging
 import sys
 import time
+from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from types import TracebackType
 
@@ -29,20 +30,23 @@ _STYLES = {
 
 
 class LiveTable:
-    """The jobs of a sweep, those that matter now first.
+    """A table of the jobs of a sweep, updated in place.
 
     Args:
-        console: Where; no terminal: nothing is shown but what the log says.
-        jobs: All there are; the list may grow.
-        swept: By job number, what sets it apart.
+        console: Where to draw; nothing is drawn unless it is a terminal.
+        jobs: All jobs; the list may grow.
+        get_swept_values: Returns the values that set each job apart, by job number.
     """
 
     def __init__(
-        self, console: Console, jobs: Sequence[Job], swept: Callable[[], dict[int, dict[str, str]]]
+        self,
+        console: Console,
+        jobs: Sequence[Job],
+        get_swept_values: Callable[[], dict[int, dict[str, str]]],
     ) -> None:
-        self._swept = swept
         self._jobs = jobs
-        self._shown_at = 0.0
+        self._get_swept_values = get_swept_values
+        self._drawn_at = 0.0
         self._live = Live(console=console, auto_refresh=False) if console.is_terminal else None
 
     def __enter__(self) -> "LiveTable":
@@ -61,71 +65,73 @@ class LiveTable:
             self._live.__exit__(kind, error, trace)
             _log_to_stdout()
 
-    def show(self, progress: Mapping[int, Progress], *, now: bool = False) -> None:
-        """Draw it anew, twice a second at most.
+    def show(self, progress: Mapping[int, Progress]) -> None:
+        """Draw the table, at most twice a second.
 
         Args:
-            progress: By job number, of those that run.
-            now: Even if it has just been drawn.
+            progress: Progress of the jobs this command has started, by job number.
         """
-        if self._live is None or (not now and time.monotonic() - self._shown_at < _REFRESH_SECONDS):
+        if self._live is None or time.monotonic() - self._drawn_at < _REFRESH_SECONDS:
             return
-        self._shown_at = time.monotonic()
-        self._live.update(table_of(self._jobs, self._swept(), progress), refresh=True)
+        self._drawn_at = time.monotonic()
+        self._live.update(make_table(self._jobs, self._get_swept_values(), progress), refresh=True)
 
 
-def table_of(
-    jobs: Sequence[Job], words: Mapping[int, Mapping[str, str]], progress: Mapping[int, Progress]
+def make_table(
+    jobs: Sequence[Job],
+    swept_values: Mapping[int, Mapping[str, str]],
+    progress: Mapping[int, Progress],
 ) -> Table:
-    """The table as it is now; of many jobs those that run, then the newest that have ended, then the next."""
-    shown = sorted(jobs, key=lambda job: (_weight(job), -job.number if job.seconds else job.number))
-    shown = sorted(shown[:_MAX_ROWS], key=lambda job: job.number)
-    keys = list(dict.fromkeys(key for one in words.values() for key in one))
+    """Return the table: of many jobs the running ones, then the last that ended, then the next to start."""
+    shown = sorted(sorted(jobs, key=_priority)[:_MAX_ROWS], key=lambda job: job.number)
+    keys = list(dict.fromkeys(key for values in swept_values.values() for key in values))
     table = Table(box=None, pad_edge=False, header_style="bold", caption_justify="left")
     for name in ("job", *keys, "state"):
         table.add_column(name, overflow="fold")
     for name in ("step", "loss", "val", "left"):
         table.add_column(name, justify="right", no_wrap=True)
     for job in shown:
-        mine = words[job.number] if job.number in words else {}
-        cells = [mine[key] if key in mine else "" for key in keys]
-        numbers = _numbers(progress[job.number] if job.number in progress else None, job)
-        state = Text(job.state, style=_STYLES[job.state] if job.state in _STYLES else "red")
-        # as text: [a] is no markup
-        table.add_row(str(job.number), *map(Text, cells), state, *numbers)
-    counts = {state: sum(job.state is state for job in jobs) for state in State}
-    table.caption = ", ".join(f"{count} {state}" for state, count in counts.items() if count)
+        values = swept_values.get(job.number, {})
+        # Text, so that [a] is not read as markup
+        cells = [Text(values.get(key, "")) for key in keys]
+        state = Text(job.state, style=_STYLES.get(job.state, "red"))
+        table.add_row(str(job.number), *cells, state, *_metrics(job, progress.get(job.number)))
+    counts = Counter(job.state for job in jobs)
+    table.caption = ", ".join(f"{counts[state]} {state}" for state in State if counts[state])
     return table
 
 
-def time_text(seconds: float) -> str:
-    """`1:02:03` or `2:03`."""
-    minutes, rest = divmod(round(seconds), 60)
+def format_seconds(seconds: float) -> str:
+    """Return `1:02:03` or `2:03`."""
+    minutes, seconds = divmod(round(seconds), 60)
     hours, minutes = divmod(minutes, 60)
-    return f"{hours}:{minutes:02d}:{rest:02d}" if hours else f"{minutes}:{rest:02d}"
+    return f"{hours}:{minutes:02d}:{seconds:02d}" if hours else f"{minutes}:{seconds:02d}"
 
 
 def _log_to_stdout() -> None:
-    """What is standard output now: above the table while there is one."""
+    """Point log handlers at the current stdout, which Live replaces so that lines appear above the table."""
     for handler in LOGGER.handlers:
         if type(handler) is logging.StreamHandler:
             handler.setStream(sys.stdout)
 
 
-def _weight(job: Job) -> int:
-    if job.state is State.RUNNING:
-        return 0
-    return 2 if job.state in (State.WAITING, State.QUEUED) else 1
+def _priority(job: Job) -> tuple[int, int]:
+    """Return the sort key of the jobs to show: running, ended (newest first), waiting."""
+    groups = {State.RUNNING: 0, State.WAITING: 2, State.QUEUED: 2}
+    return groups.get(job.state, 1), -job.number if job.seconds else job.number
 
 
-def _numbers(progress: Progress | None, job: Job) -> list[str]:
-    """Step, training loss, validation loss, time left or taken."""
+def _metrics(job: Job, progress: Progress | None) -> list[str]:
+    """Return the cells for step, training loss, validation loss, and time left or, after the end, taken."""
+    seconds = (
+        job.seconds if progress is None or job.exit_code is not None else progress.seconds_left()
+    )
+    duration = "" if seconds is None else format_seconds(seconds)
     if progress is None:
-        return ["", "", "", "" if job.seconds is None else time_text(job.seconds)]
-    last = progress.last
-    of = "" if progress.max_steps is None else f"/{progress.max_steps}"
-    losses = [f"{last[name]:.4f}" if name in last else "" for name in ("train/loss", "val/loss")]
-    left = progress.seconds_left()
-    taken = "" if job.seconds is None else time_text(job.seconds)
-    when = taken if job.exit_code is not None else "" if left is None else time_text(left)
-    return [f"{progress.step}{of}", *losses, when]
+        return ["", "", "", duration]
+    total = "" if progress.max_steps is None else f"/{progress.max_steps}"
+    losses = [
+        f"{progress.last[name]:.4f}" if name in progress.last else ""
+        for name in ("train/loss", "val/loss")
+    ]
+    return [f"{progress.step}{total}", *losses, duration]

@@ -11,34 +11,36 @@ from recipes.runtime.world import global_rank, started_by
 
 
 def is_sweep(overrides: Sequence[str]) -> bool:
-    """Whether `sweep=` names a sweep, which then needs no `-m`."""
-    named = [word for word in overrides if word.startswith("sweep=") and word != "sweep=none"]
-    # mode=wandb_sweep writes the description of one, and each of its trials is a single run
-    return bool(named) and not {"mode=wandb_sweep", "hydra.mode=RUN"} & set(overrides)
+    """Return whether `sweep=` names a sweep, which then needs no `-m`."""
+    selects_sweep = any(
+        override.startswith("sweep=") and override != "sweep=none" for override in overrides
+    )
+    # mode=wandb_sweep only writes a sweep's YAML, and each trial of that sweep is a single run
+    return selects_sweep and not {"mode=wandb_sweep", "hydra.mode=RUN"} & set(overrides)
 
 
 def run_sweep(overrides: list[str], folder: Path, name: str, run: Callable[..., int]) -> int:
-    """Run the jobs of a sweep, several at a time, each in processes of its own.
+    """Run the jobs of a sweep, several at a time, each in its own processes.
 
     Args:
-        overrides: The command line.
-        folder: Config folder.
-        name: Config file that composition starts from.
-        run: Runs one job in this process, for launchers other than ours.
+        overrides: The overrides of the command line.
+        folder: The config folder.
+        name: The primary config.
+        run: Runs one job in this process; used by Hydra's own launchers (`hydra/launcher=basic`).
 
     Returns:
-        The exit code of the worst job.
+        The exit code of the worst job, or 2 when the command is invalid.
     """
     if started_by() is not None:
         if global_rank() == 0:
-            print(format_report([_started_by_a_launcher()]), file=sys.stderr)
+            print(format_report([_launcher_error()]), file=sys.stderr)
         return ExitCode.INVALID_CONFIG
     from recipes.sweep.command_line import check_command
     from recipes.sweep.plugins import PLUGIN_NAME, register
     from recipes.sweep.session import MULTIRUN
 
     command = check_command(overrides, config_folder=folder, config_name=name)
-    # with skip_invalid=true the first job may be one that is skipped
+    # only the first job is checked here, and with skip_invalid=true it may be one that is skipped
     if command.mistakes and "sweep.skip_invalid=true" not in overrides:
         print(format_report(command.mistakes), file=sys.stderr)
         return ExitCode.INVALID_CONFIG
@@ -50,9 +52,10 @@ def run_sweep(overrides: list[str], folder: Path, name: str, run: Callable[..., 
     return run_through_hydra(folder, name, run) or MULTIRUN.exit_code
 
 
-def _started_by_a_launcher() -> ConfigError:
+def _launcher_error() -> ConfigError:
+    """Return the error of a sweep that was itself started by torchrun, srun or the like."""
     return ConfigError(
         f"-m under {started_by()}",
-        "each of its ranks would run the whole sweep",
+        "every rank would run the whole sweep",
         "python train.py -m … launcher.devices_per_job=<ranks of each job>",
     )

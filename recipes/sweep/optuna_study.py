@@ -1,38 +1,42 @@
-"""The trials of an Optuna study as the jobs of a sweep; what a kill has left running goes on as the same trial."""
+"""The trials of an Optuna study as the jobs of a sweep; a trial interrupted by a kill resumes as the same trial."""
 
-import logging
 from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
 from recipes.errors import ConfigError
 from recipes.launcher.job import Job, State
+from recipes.runtime.console import LOGGER
 from recipes.sweep.leaderboard import read_objective
 from recipes.sweep.sweep import Sweep
 
 if TYPE_CHECKING:
     from optuna import Study, Trial
     from optuna.distributions import BaseDistribution
+    from optuna.trial import FrozenTrial, TrialState
 
-LOGGER = logging.getLogger("lightning_recipes")
-_FOLDER = "folder"  # of the sweep that a trial is of, where several share a storage
-_OF_WHAT = "of_what"  # it is a study: objective, direction, space
-_REPEATED = "repeated"  # of the study
+# attributes in Optuna's storage; the names are part of existing studies
+_FOLDER = "folder"  # of a trial: the sweep it belongs to, as several sweeps may share a storage
+_DEFINITION = "of_what"  # of the study: objective, direction, space
+_RETRIED = "repeated"  # of the study: failed trials that were queued again
 
 
 class StudySource:
-    """Asks the study for one job at a time, so that each proposal knows all results there are.
+    """Ask the study for one job at a time, so that each proposal uses all results so far.
 
     Args:
-        study: Optuna's.
-        sweep: Takes the jobs.
-        distributions: Of what is searched, by key.
-        words_of: What to type to have the parameters of a trial.
-        name_of: The name of a job's folder, from its words and number.
-        num_trials: Of the study, those of earlier starts included.
-        seed_sampler: The sampler for the trial of a number.
-        prune_on: The metric that the pruner looks at; None: there is no pruner.
-        prune_sign: -1 where less of it is better and the study maximizes, or the other way round.
+        study: Optuna's study.
+        sweep: The sweep that runs the trials.
+        distributions: The search space, by key.
+        make_overrides: Returns a trial's overrides from its parameters.
+        get_folder_name: Returns the name of a job's folder from its overrides and number.
+        num_trials: Trials of the study, including those of earlier commands.
+        make_sampler: Returns the sampler for the trial with this number.
+        prune_on: The metric that the pruner compares; None disables pruning.
+        prune_sign: -1 if a lower metric is better but the study maximizes, or the other way round.
+
+    Raises:
+        ConfigError: The folder has a study with another objective, direction or space.
     """
 
     def __init__(
@@ -41,62 +45,64 @@ class StudySource:
         study: "Study",
         sweep: Sweep,
         distributions: Mapping[str, "BaseDistribution"],
-        words_of: Callable[[Mapping[str, Any]], list[str]],
-        name_of: Callable[[Sequence[str], int], str],
+        make_overrides: Callable[[Mapping[str, Any]], list[str]],
+        get_folder_name: Callable[[Sequence[str], int], str],
         num_trials: int,
-        seed_sampler: Callable[[int], Any],
+        make_sampler: Callable[[int], Any],
         prune_on: str | None,
         prune_sign: int = 1,
     ) -> None:
         self._study = study
         self._sweep = sweep
         self._distributions = dict(distributions)
-        self._words_of = words_of
-        self._name_of = name_of
+        self._make_overrides = make_overrides
+        self._get_folder_name = get_folder_name
         self._num_trials = num_trials
-        self._seed_sampler = seed_sampler
+        self._make_sampler = make_sampler
         self._prune_on = prune_on
         self._prune_sign = prune_sign
+        self._folder = str(sweep.folder.resolve())
         self._is_stopped = False
-        # a sampler that has tried all there is says so; outside Optuna's own loop that is an error
+        # a sampler that has tried everything calls study.stop(), which raises outside of study.optimize
         study.stop = self._stop  # type: ignore[method-assign]
-        self._check_is_the_same()
-        self._trials: dict[int, Trial] = {}  # by job number, of those that run
-        self._reported: dict[int, set[int]] = {}
-        self._take_up()
+        self._check_definition()
+        self._trials: dict[int, Trial] = {}  # running, by job number
+        self._reported: dict[int, set[int]] = {}  # steps reported to Optuna, by job number
+        self._interrupted: list[Trial] = []
+        self._load_earlier_trials()
 
     def log_start(self) -> None:
-        """What there is from an earlier start."""
-        over = self._num_over()
-        if over or self._cut:
+        """Log what earlier commands have left."""
+        num_ended = self._num_ended()
+        if num_ended or self._interrupted:
             LOGGER.info(
-                f"{over} trials are over from an earlier start, {len(self._cut)} go on where they were cut"
+                f"{num_ended} trials have already ended, {len(self._interrupted)} are resumed"
             )
 
-    def more(self) -> Sequence[Job]:
-        """The next trial; none where all have been asked for."""
+    def next_jobs(self) -> Sequence[Job]:
+        """Return the next trial; none if all have been started."""
         while True:
-            if self._cut:
-                trial = self._cut.pop(0)
-            elif not self._is_stopped and self._num_asked_for() < self._num_trials:
+            if self._interrupted:
+                trial = self._interrupted.pop(0)
+            elif not self._is_stopped and self._num_started() < self._num_trials:
                 trial = self._ask()
             else:
                 return []
-            if (job := self._job_of(trial)) is not None:
+            if (job := self._prepare(trial)) is not None:
                 return [job]
 
-    def ended(self, job: Job) -> None:
-        """Tell the study; a trial that was cut stays open, for the next start."""
+    def job_ended(self, job: Job) -> None:
+        """Report the result to the study; an interrupted trial stays open, to be resumed later."""
         from optuna.trial import TrialState
 
         trial = self._trials.pop(job.number)
         if job.state is State.PRUNED:
             self._study.tell(trial, state=TrialState.PRUNED)
         elif job.state is State.FINISHED:
-            value = read_objective(job.folder, self._sweep.settings.objective)
+            objective = self._sweep.settings.objective
+            value = read_objective(job.folder, objective)
             if value is None:
-                objective = self._sweep.settings.objective
-                LOGGER.error(f"job {job.number} has left no {objective}: a failed trial")
+                LOGGER.error(f"job {job.number} has no {objective}; its trial counts as failed")
                 self._study.tell(trial, state=TrialState.FAIL)
             else:
                 self._study.tell(trial, value)
@@ -104,6 +110,7 @@ class StudySource:
             self._study.tell(trial, state=TrialState.FAIL)
 
     def should_prune(self, job: Job, rows: Sequence[Mapping[str, float]]) -> bool:
+        """Report new values of the metric to Optuna; return whether its pruner stops the trial."""
         if self._prune_on is None:
             return False
         trial, reported = self._trials[job.number], self._reported[job.number]
@@ -120,83 +127,85 @@ class StudySource:
                     return True
         return False
 
-    def _take_up(self) -> None:
-        """What earlier starts have left: trials that a kill cut open, and those to repeat."""
+    def _load_earlier_trials(self) -> None:
+        """Collect the trials to resume, and queue the failed ones to retry."""
         from optuna.trial import Trial, TrialState
 
-        folder, self._cut = str(self._sweep.folder.resolve()), []
-        for told in self._study.get_trials(deepcopy=False):
-            mine = _FOLDER not in told.user_attrs or told.user_attrs[_FOLDER] == folder
-            if told.state is TrialState.RUNNING and mine:
-                self._cut.append(Trial(self._study, told._trial_id))
-            elif told.state.is_finished() and mine:
-                self._sweep.claim(self._words_of(told.params))
-            repeats = told.state is TrialState.FAIL and self._sweep.settings.retry_failed
-            if repeats and mine and told.number not in self._repeated():
-                self._study.set_user_attr(_REPEATED, [*self._repeated(), told.number])
-                self._study.enqueue_trial(told.params, user_attrs={_FOLDER: folder})
+        for frozen in self._get_trials():
+            if frozen.user_attrs.get(_FOLDER, self._folder) != self._folder:
+                continue  # of another sweep in the same storage
+            if frozen.state is TrialState.RUNNING:
+                self._interrupted.append(Trial(self._study, frozen._trial_id))
+            elif frozen.state.is_finished():
+                # its job is taken: a new trial may propose the same parameters
+                self._sweep.claim(self._make_overrides(frozen.params))
+            is_failed = frozen.state is TrialState.FAIL and self._sweep.settings.retry_failed
+            if is_failed and frozen.number not in self._retried:
+                self._study.set_user_attr(_RETRIED, [*self._retried, frozen.number])
+                self._study.enqueue_trial(frozen.params, user_attrs={_FOLDER: self._folder})
 
-    def _check_is_the_same(self) -> None:
-        """A study goes on as what it was.
-
-        Raises:
-            ConfigError: It was of something else.
-        """
+    def _check_definition(self) -> None:
+        """Check that the study in the folder is the one that is asked for now."""
         now = {
             "objective": self._sweep.settings.objective,
             "direction": self._sweep.settings.direction,
-            "space": {key: str(one) for key, one in sorted(self._distributions.items())},
+            "space": {
+                key: str(distribution) for key, distribution in sorted(self._distributions.items())
+            },
         }
-        if _OF_WHAT not in self._study.user_attrs:
-            self._study.set_user_attr(_OF_WHAT, now)
-        was = self._study.user_attrs[_OF_WHAT]
+        if _DEFINITION not in self._study.user_attrs:
+            self._study.set_user_attr(_DEFINITION, now)
+        before = self._study.user_attrs[_DEFINITION]
         for name in now:
-            if was[name] != now[name]:
+            if before[name] != now[name]:
                 raise ConfigError(
                     f"hydra.sweep.dir={self._sweep.folder}",
-                    f"the {name} of the study in it is {was[name]}, not {now[name]}",
-                    "hydra.sweep.dir=<another folder>, or the same words as before",
+                    f"the {name} of the study in it is {before[name]}, not {now[name]}",
+                    "hydra.sweep.dir=<another folder>, or the same overrides as before",
                 )
 
     def _stop(self) -> None:
         self._is_stopped = True
 
-    def _num_asked_for(self) -> int:
-        """Trials that have ended or run, here or, where several share a storage, elsewhere."""
+    def _num_started(self) -> int:
+        """Count trials that have ended or run, here or in another sweep of the same storage."""
         from optuna.trial import TrialState
 
-        told = self._study.get_trials(deepcopy=False)
-        return self._num_over() + sum(one.state is TrialState.RUNNING for one in told)
+        return self._num_ended() + len(self._get_trials(TrialState.RUNNING))
 
-    def _num_over(self) -> int:
-        """Trials with an end; one that failed and is repeated counts once."""
-        told = self._study.get_trials(deepcopy=False)
-        return sum(map(int, (one.state.is_finished() for one in told))) - len(self._repeated())
+    def _num_ended(self) -> int:
+        """Count trials that have ended; a failed one and its retry count once."""
+        ended = [trial for trial in self._get_trials() if trial.state.is_finished()]
+        return len(ended) - len(self._retried)
 
-    def _repeated(self) -> list[int]:
-        """Trials that have failed and been asked for again: what has ended cannot be marked itself."""
-        attributes = self._study.user_attrs
-        return list(attributes[_REPEATED]) if _REPEATED in attributes else []
+    def _get_trials(self, *states: "TrialState") -> list["FrozenTrial"]:
+        trials: list[FrozenTrial] = self._study.get_trials(deepcopy=False, states=states or None)
+        return trials
+
+    @property
+    def _retried(self) -> list[int]:
+        """Numbers of failed trials queued again; kept on the study, as an ended trial is read-only."""
+        return list(self._study.user_attrs.get(_RETRIED, []))
 
     def _ask(self) -> "Trial":
-        number = len(self._study.get_trials(deepcopy=False))
-        self._study.sampler = self._seed_sampler(number)
+        # a new sampler for each trial: a restart then proposes the same parameters
+        self._study.sampler = self._make_sampler(len(self._get_trials()))
         trial = self._study.ask(self._distributions)
-        trial.set_user_attr(_FOLDER, str(self._sweep.folder.resolve()))
+        trial.set_user_attr(_FOLDER, self._folder)
         return trial
 
-    def _job_of(self, trial: "Trial") -> Job | None:
-        """The job of a trial; None where its end is known without running it."""
+    def _prepare(self, trial: "Trial") -> Job | None:
+        """Return the job of a trial; None if it has a result or an invalid config."""
         for key, distribution in self._distributions.items():
-            trial._suggest(key, distribution)  # what a kill has kept it from being told
-        words = self._words_of(trial.params)
-        job, mistakes = self._sweep.prepare(words, trial.number, partial(self._name_of, words))
+            trial._suggest(key, distribution)  # parameters that a kill kept from being stored
+        overrides = self._make_overrides(trial.params)
+        get_folder_name = partial(self._get_folder_name, overrides)
+        job, mistakes = self._sweep.prepare(overrides, trial.number, get_folder_name)
         self._trials[job.number] = trial
-        told = self._study.get_trials(deepcopy=False)[trial.number]
-        self._reported[job.number] = set(told.intermediate_values)
+        self._reported[job.number] = set(self._get_trials()[trial.number].intermediate_values)
         if mistakes:
-            self._sweep.refuse(job, mistakes)
-        if not self._sweep.is_to_start(job):
-            self.ended(job)
+            self._sweep.reject(job, mistakes)
+        if not self._sweep.should_start(job):
+            self.job_ended(job)
             return None
         return job

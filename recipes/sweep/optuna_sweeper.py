@@ -1,7 +1,6 @@
-"""Hydra's sweeper over an Optuna study: asks for the next trial when there is room, stops what is not worth it."""
+"""Hydra's sweeper over an Optuna study: starts the next trial when there is room and prunes bad ones."""
 
 import inspect
-import math
 from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -10,6 +9,7 @@ from hydra.core.plugins import Plugins
 from hydra.plugins.sweeper import Sweeper
 from hydra.types import HydraContext, TaskFunction
 from omegaconf import DictConfig, OmegaConf
+from typing_extensions import override
 
 from recipes.config.overrides import make_override, to_overrides
 from recipes.errors import ConfigError, ConfigErrors
@@ -25,21 +25,21 @@ if TYPE_CHECKING:
     from optuna.distributions import BaseDistribution
 
 STUDY_FILE = "study.db"
-_NAME = "sweep"
+_STUDY_NAME = "sweep"
 
 
 class OptunaSweeper(Sweeper):
-    """A study of `n_trials` runs, kept in the sweep's folder, so that one that was killed goes on.
+    """A study of `n_trials` runs, stored in the sweep's folder, so that the same command resumes it.
 
     Args:
-        params: What to search, as one types it: `optimizer.lr: tag(log,interval(1e-4,1e-2))`.
-        n_trials: Runs in all, those of earlier starts included.
-        sampler: Makes what proposes them; takes `seed`.
-        pruner: Says which are not worth going on with; None: none.
-        prune_on: The metric it looks at, whenever it is logged.
-        prune_direction: Whether less of that is better.
-        seed: The same seed and results propose the same trials, also after a kill; None: other ones each time.
-        storage: Another place than `study.db` in the sweep's folder, as Optuna's URL.
+        params: The search space in override syntax: `optimizer.lr: tag(log,interval(1e-4,1e-2))`.
+        n_trials: Runs of the study, including those of earlier commands.
+        sampler: Creates the Optuna sampler that proposes trials; called with `seed` if it accepts one.
+        pruner: The Optuna pruner that stops bad trials early; None disables pruning.
+        prune_on: The metric that the pruner compares whenever it is logged.
+        prune_direction: Whether that metric is minimized or maximized.
+        seed: The same seed and results propose the same trials, also after a kill; None: different ones each time.
+        storage: Optuna's storage URL; None: `study.db` in the sweep's folder.
     """
 
     def __init__(
@@ -56,7 +56,7 @@ class OptunaSweeper(Sweeper):
     ) -> None:
         self._params = params
         self._num_trials = n_trials
-        self._make_sampler = sampler
+        self._sampler_factory = sampler
         self._pruner = pruner
         self._prune_on = prune_on
         self._prune_direction = prune_direction
@@ -66,6 +66,7 @@ class OptunaSweeper(Sweeper):
         self._context: HydraContext | None = None
         self._config = DictConfig({})
 
+    @override
     def setup(
         self, *, hydra_context: HydraContext, task_function: TaskFunction, config: DictConfig
     ) -> None:
@@ -76,22 +77,24 @@ class OptunaSweeper(Sweeper):
         if not isinstance(launcher, SubprocessLauncher):
             raise ConfigError(
                 "hydra/launcher=…",
-                "a study watches its runs, which another launcher does not let it",
+                "a study follows its runs, which only the default launcher allows",
                 "no hydra/launcher=",
             )
         self._launcher = launcher
 
+    @override
     def sweep(self, arguments: list[str]) -> None:
-        """Carry out the study.
+        """Run the study.
 
         Raises:
-            ConfigErrors: The search space cannot be.
-            KeyboardInterrupt: Ctrl-C; all runs have ended.
+            ConfigErrors: The search space is invalid.
+            ConfigError: The study cannot run with this launcher, sampler or folder.
+            KeyboardInterrupt: On Ctrl-C, after all runs have ended.
         """
-        assert self._launcher is not None, "setup comes first"
-        assert self._context is not None, "setup comes first"
-        words = [*to_overrides(self._params), *arguments]
-        space, mistakes = read_space(words, config_loader=self._context.config_loader)
+        assert self._launcher is not None, "Hydra calls setup first"
+        assert self._context is not None, "Hydra calls setup first"
+        overrides = [*to_overrides(self._params), *arguments]
+        space, mistakes = read_space(overrides, config_loader=self._context.config_loader)
         if not mistakes and not space.parameters:
             mistakes = [
                 ConfigError(
@@ -101,98 +104,99 @@ class OptunaSweeper(Sweeper):
                 )
             ]
         if mistakes:
-            raise ConfigErrors(mistakes, "The search space is wrong; nothing was started.")
-        folder = self._launcher.folder(made=True)
+            raise ConfigErrors(mistakes, "The search space is invalid; nothing was started.")
+        folder = self._launcher.create_folder()
         with lock_run_folder(folder, word="hydra.sweep.dir"):
             OmegaConf.save(self._config, folder / "multirun.yaml")
-            sweep = self._launcher.open()
-            if not sweep.place.is_bounded:
+            sweep = self._launcher.open_sweep()
+            if not sweep.launcher.is_bounded:
                 raise ConfigError(
                     "hydra/sweeper=optuna on a cluster without launcher.max_jobs, or launcher.wait=false",
-                    "all trials would be submitted at once, before there is a result to learn from",
+                    "all trials would be submitted at once, before there is any result to learn from",
                     "launcher.max_jobs=4 launcher.wait=true",
                 )
             source = StudySource(
-                study=self._study(folder, sweep.settings.direction),
+                study=self._open_study(folder, sweep.settings.direction),
                 sweep=sweep,
                 distributions=make_distributions(space),
-                words_of=lambda params: trial_overrides(space, params),
-                name_of=self._launcher.name_of,
+                make_overrides=lambda params: trial_overrides(space, params),
+                get_folder_name=self._launcher.get_folder_name,
                 num_trials=self._num_trials,
-                seed_sampler=self._sampler_of,
+                make_sampler=self._make_sampler,
                 prune_on=self._prune_on if self._pruner is not None else None,
-                # what a pruner compares is better in the direction of the study
+                # Optuna's pruners assume that the metric has the direction of the study
                 prune_sign=1 if self._prune_direction == sweep.settings.direction else -1,
             )
             LOGGER.info(
                 f"Sweep: a study of {self._num_trials} trials over {', '.join(space.parameters)}"
-                f" {sweep.place.describe()}, in {folder}"
+                f" {sweep.launcher.describe()}, in {folder}"
             )
             source.log_start()
-            MULTIRUN.exit_code = sweep.carry_out(source)
+            MULTIRUN.exit_code = sweep.run(source)
 
-    def _study(self, folder: Path, direction: Direction) -> Any:
+    def _open_study(self, folder: Path, direction: Direction) -> Any:
         import optuna
 
         optuna.logging.set_verbosity(optuna.logging.WARNING)
         return optuna.create_study(
             storage=self._storage or f"sqlite:///{folder.resolve() / STUDY_FILE}",
-            study_name=_NAME if self._storage is None else f"{self._config.name}_{folder.name}",
+            study_name=_STUDY_NAME
+            if self._storage is None
+            else f"{self._config.name}_{folder.name}",
             direction=direction,
-            sampler=self._sampler_of(0),
+            sampler=self._make_sampler(0),
             pruner=self._pruner or optuna.pruners.NopPruner(),
             load_if_exists=True,
         )
 
-    def _sampler_of(self, trial: int) -> Any:
-        """A sampler that knows no more than the study does: what a restart would make of it as well."""
+    def _make_sampler(self, trial: int) -> Any:
+        """Return a sampler whose state depends only on the seed and the trial's number, as after a restart."""
         import numpy
 
-        words: dict[str, Any] = {}
-        if self._seed is not None and "seed" in inspect.signature(self._make_sampler).parameters:
-            own = numpy.random.SeedSequence([self._seed, trial]).generate_state(1)[0]
-            words["seed"] = int(own)
+        options: dict[str, Any] = {}
+        if self._seed is not None and "seed" in inspect.signature(self._sampler_factory).parameters:
+            seeds = numpy.random.SeedSequence([self._seed, trial])
+            options["seed"] = int(seeds.generate_state(1)[0])
         try:
-            return self._make_sampler(**words)
-        except TypeError as error:  # an argument of another sampler
+            return self._sampler_factory(**options)
+        except TypeError as error:  # an argument that this sampler does not have
             raise ConfigError(
                 "hydra.sweeper.sampler=…", str(error), "'~hydra.sweeper.sampler.<that argument>'"
             ) from error
 
 
 def make_distributions(space: SearchSpace) -> dict[str, "BaseDistribution"]:
-    """A search space in Optuna's words; a choice is one of words to type."""
+    """Return the search space as Optuna's distributions; the categories of a choice are its options as text."""
     from optuna.distributions import (
         CategoricalDistribution,
         FloatDistribution,
         IntDistribution,
     )
 
-    found: dict[str, BaseDistribution] = {}
-    for key, one in space.parameters.items():
-        if isinstance(one, Choice):
-            found[key] = CategoricalDistribution(one.options)
-        elif one.is_integer:
-            step = 1 if one.step is None else int(one.step)
-            found[key] = IntDistribution(int(one.low), int(one.high), log=one.log, step=step)
+    distributions: dict[str, BaseDistribution] = {}
+    for key, parameter in space.parameters.items():
+        if isinstance(parameter, Choice):
+            distributions[key] = CategoricalDistribution(parameter.options)
+            continue
+        low, high, log, step = parameter.low, parameter.high, parameter.log, parameter.step
+        if parameter.is_integer:
+            distributions[key] = IntDistribution(int(low), int(high), log=log, step=int(step or 1))
         else:
-            found[key] = FloatDistribution(one.low, one.high, log=one.log, step=one.step)
-    return found
+            distributions[key] = FloatDistribution(low, high, log=log, step=step)
+    return distributions
 
 
 def trial_overrides(space: SearchSpace, params: Mapping[str, Any]) -> list[str]:
-    """What to type to have a trial."""
+    """Return the overrides of a trial with these parameters."""
     sampled = [
         f"{key}={params[key]}"
-        if isinstance(one, Choice)
-        else make_override(key, _rounded(params[key]))
-        for key, one in space.parameters.items()
+        if isinstance(parameter, Choice)
+        else make_override(key, _round(params[key]))
+        for key, parameter in space.parameters.items()
     ]
     return [*space.fixed, *sampled]
 
 
-def _rounded(value: float) -> float:
-    """Six digits: more say nothing, and nobody can type them. Whole numbers as they are."""
-    if isinstance(value, int) or value == 0:
-        return value
-    return round(value, 5 - math.floor(math.log10(abs(value))))
+def _round(value: float) -> float:
+    """Round to six significant digits, which are short to type and precise enough; integers are exact."""
+    return value if isinstance(value, int) else float(f"{value:.6g}")

@@ -1,6 +1,5 @@
-"""Carries the jobs of a sweep out: starts, watches, records; one that fails does not stop the others."""
+"""Run the jobs of a sweep: start, watch and record them; a failed job does not stop the others."""
 
-import logging
 import signal
 import time
 from collections.abc import Callable, Mapping, Sequence
@@ -8,75 +7,81 @@ from typing import Protocol
 
 from recipes.launcher import Handle, Launcher
 from recipes.launcher.job import Job, State, state_from_exit_code
+from recipes.runtime.console import LOGGER
 from recipes.runtime.exit_codes import ExitCode
 from recipes.runtime.signals import SecondSignalError, forward_signals_to
 from recipes.sweep.progress import Progress
 
-LOGGER = logging.getLogger("lightning_recipes")
 _POLL_SECONDS = 0.05
 _READ_SECONDS = 0.5
-_INTERRUPTED_SECONDS = 15.0  # for a job to end by itself: longer than it gives its ranks
+_GRACE_SECONDS = 15.0  # for a job to stop after Ctrl-C: longer than the job gives its own ranks
 
 
 class Source(Protocol):
-    """Where jobs come from."""
+    """Supplies the jobs of a sweep: a grid, or a study that learns from their results."""
 
-    def more(self) -> Sequence[Job]:
-        """The next ones, asked for while there is room; none: there are none now."""
+    def next_jobs(self) -> Sequence[Job]:
+        """Return the next jobs; called while there is room. Empty: none until another job has ended."""
         ...
 
-    def ended(self, job: Job) -> None:
-        """Take in how a job has ended."""
+    def job_ended(self, job: Job) -> None:
+        """Handle the end of a job, whose state is final."""
         ...
 
     def should_prune(self, job: Job, rows: Sequence[Mapping[str, float]]) -> bool:
-        """Whether a job that has logged these rows, some of them told before, is not worth going on with."""
+        """Return whether to stop a running job early.
+
+        Args:
+            job: The job.
+            rows: The rows of `metrics.csv` since the last call; the newest one may come twice.
+        """
         ...
 
 
 class Pool:
-    """One sweep's jobs in one place.
+    """The running and waiting jobs of one sweep.
 
     Args:
-        place: Where they run.
-        source: Where they come from.
-        tell: Called whenever a job has begun or ended.
-        show: Called often, with how far those that run are.
+        launcher: Starts the jobs.
+        source: Supplies the jobs.
+        on_change: Called when a job has started, ended, or changed its place in a cluster's queue.
+        show: Called at every poll with the progress of the jobs started so far, by job number.
     """
 
     def __init__(
         self,
-        place: Launcher,
+        launcher: Launcher,
         source: Source,
         *,
-        tell: Callable[[Job], None],
+        on_change: Callable[[Job], None],
         show: Callable[[Mapping[int, Progress]], None],
     ) -> None:
-        self._place = place
+        self._launcher = launcher
         self._source = source
-        self._tell = tell
+        self._on_change = on_change
         self._show = show
         self._waiting: list[Job] = []
+        # by job number
         self._running: dict[int, Handle] = {}
         self._progress: dict[int, Progress] = {}
-        self._began: dict[int, float] = {}
-        self._hopeless: set[int] = set()
-        self._asked: list[int] = []  # signals that ask to stop
-        self._read_at = 0.0
-        self._is_dry = False  # nothing more to start until a job has ended
+        self._started_at: dict[int, float] = {}
+        self._pruned: set[int] = set()
+        self._signals: list[int] = []  # received requests to stop
+        self._last_read = 0.0
+        self._is_exhausted = False  # the source has no job until another one has ended
 
     def run(self) -> int | None:
-        """Until all jobs have ended, or a signal has stopped them.
+        """Run until all jobs have ended or a signal has stopped them.
 
         Returns:
-            The number of the signal that asked to save and stop; None: there was none.
+            The number of the signal that asked to save and stop; None if there was none.
 
         Raises:
-            KeyboardInterrupt: Ctrl-C; all jobs have ended.
+            KeyboardInterrupt: On Ctrl-C, after all jobs have ended.
         """
         try:
-            with forward_signals_to(self._ask_all):
-                self._run()
+            with forward_signals_to(self._forward):
+                self._loop()
         except KeyboardInterrupt:
             self._interrupt()
             raise
@@ -84,133 +89,142 @@ class Pool:
             LOGGER.error("Terminated by a second signal")
             return second.number
         except Exception:
-            self._stop(signal.SIGTERM)  # a fault of ours: the jobs save
+            self._stop(
+                signal.SIGTERM
+            )  # an error in this process must not cost the jobs their progress
             raise
         finally:
             for handle in self._running.values():
                 handle.kill()
-            self._take_ended(stopped=True)
-        return self._asked[0] if self._asked else None
+            self._collect_ended(stopped=True)
+        return self._signals[0] if self._signals else None
 
-    def _run(self) -> None:
+    def _loop(self) -> None:
         while True:
-            self._take_ended()
-            if not self._asked:
-                self._start()
-            self._read()
+            self._collect_ended()
+            if not self._signals:
+                self._start_jobs()
+            self._read_progress()
             self._show(self._progress)
-            if not self._running and (self._asked or (self._is_dry and not self._waiting)):
+            all_started = self._is_exhausted and not self._waiting
+            if not self._running and (self._signals or all_started):
                 return
             time.sleep(_POLL_SECONDS)
 
     def _refill(self) -> bool:
-        if self._is_dry:
+        """Fetch jobs from the source; return whether there were any."""
+        if self._is_exhausted:
             return False
-        more = self._source.more()
-        self._is_dry = not more
-        for job in more:
-            job.save()  # which is what its process starts from
-        self._waiting += more
-        return bool(more)
+        jobs = self._source.next_jobs()
+        self._is_exhausted = not jobs
+        for job in jobs:
+            job.save()  # the job's process reads its config from this file
+        self._waiting += jobs
+        return bool(jobs)
 
-    def _start(self) -> None:
-        while not self._place.is_full():
+    def _start_jobs(self) -> None:
+        while not self._launcher.is_full():
             if not self._waiting and not self._refill():
                 return
-            started = self._place.start(self._waiting)
-            for handle in started:
-                self._begin(handle)
-            if not started:
+            handles = self._launcher.start(self._waiting)
+            for handle in handles:
+                self._add_running(handle)
+            if not handles:  # a job that needs more devices than are free
                 return
 
-    def _begin(self, handle: Handle) -> None:
+    def _add_running(self, handle: Handle) -> None:
         job = handle.job
-        assert job.composed is not None
+        assert job.composed is not None, f"job {job.number} was started without a config"
         self._waiting.remove(job)
         self._running[job.number] = handle
         max_steps = job.composed.config["trainer"]["max_steps"]
         self._progress[job.number] = Progress(job.folder, max_steps)
-        self._began[job.number] = time.monotonic()
-        job.state, job.exit_code, job.seconds = _state_of(handle), None, None
-        _keep(job)
-        self._tell(job)
-        for number in self._asked:
+        self._started_at[job.number] = time.monotonic()
+        job.state, job.exit_code, job.seconds = _current_state(handle), None, None
+        _save(job)
+        self._on_change(job)
+        for number in self._signals:  # a signal may arrive while the launcher starts jobs
             handle.ask(number)
 
-    def _take_ended(self, *, stopped: bool = False) -> None:
+    def _collect_ended(self, *, stopped: bool = False) -> None:
+        """Record the jobs that have ended.
+
+        Args:
+            stopped: Whether this process has ended them: what a signal killed then counts as interrupted.
+        """
         for number, handle in list(self._running.items()):
             exit_code = handle.poll()
             if exit_code is None:
                 continue
             del self._running[number]
-            self._is_dry = False
+            self._is_exhausted = False  # a study may have a new proposal now
             job = handle.job
             self._progress[number].read()
             job.exit_code = exit_code
-            job.seconds = round(time.monotonic() - self._began[number], 3)
+            job.seconds = round(time.monotonic() - self._started_at[number], 3)
             job.state = state_from_exit_code(exit_code)
-            if number in self._hopeless and job.state is not State.FINISHED:
+            # a pruned job that finished before the signal arrived keeps its result
+            if number in self._pruned and job.state is not State.FINISHED:
                 job.state = State.PRUNED
             elif stopped and job.state not in (State.FINISHED, State.PREEMPTED):
                 job.state = State.INTERRUPTED
-            _keep(job)
-            self._source.ended(job)
-            self._tell(job)
+            _save(job)
+            self._source.job_ended(job)
+            self._on_change(job)
 
-    def _read(self) -> None:
-        if time.monotonic() - self._read_at < _READ_SECONDS:
+    def _read_progress(self) -> None:
+        if time.monotonic() - self._last_read < _READ_SECONDS:
             return
-        self._read_at = time.monotonic()
+        self._last_read = time.monotonic()
         for number, handle in self._running.items():
-            if (state := _state_of(handle)) is not handle.job.state:
-                handle.job.state = state  # of a cluster's: it has begun, or waits again
-                _keep(handle.job)
-                self._tell(handle.job)
+            job = handle.job
+            if (state := _current_state(handle)) is not job.state:
+                job.state = state  # a cluster has started the job, or queued it again
+                _save(job)
+                self._on_change(job)
             rows = self._progress[number].read()
-            if (
-                rows
-                and number not in self._hopeless
-                and self._source.should_prune(handle.job, rows)
-            ):
-                self._hopeless.add(number)
-                handle.ask(signal.SIGINT)  # without a checkpoint: it is not to go on
+            if rows and number not in self._pruned and self._source.should_prune(job, rows):
+                self._pruned.add(number)
+                handle.ask(signal.SIGINT)  # ends without a checkpoint: the job will not be resumed
 
-    def _ask_all(self, number: int) -> None:
-        self._asked.append(number)
+    def _forward(self, number: int) -> None:
+        """Pass a signal on to all running jobs; no further one starts."""
+        self._signals.append(number)
         for handle in self._running.values():
             handle.ask(number)
 
     def _interrupt(self) -> None:
-        """Hand Ctrl-C to all jobs and give them time; a second one kills them."""
+        """Pass Ctrl-C on to all jobs and wait for them; a second Ctrl-C kills them."""
         try:
             self._stop(signal.SIGINT)
         except KeyboardInterrupt:
-            LOGGER.error("Interrupted again; what still runs is killed")
+            LOGGER.error("Interrupted again; killing the jobs that are still running")
 
     def _stop(self, number: int) -> None:
+        """Send a signal to all jobs and wait for their end, at most `_GRACE_SECONDS`."""
         for handle in self._running.values():
             handle.ask(number)
-        until = time.monotonic() + _INTERRUPTED_SECONDS
-        while time.monotonic() < until:
-            self._take_ended(stopped=True)
+        deadline = time.monotonic() + _GRACE_SECONDS
+        while time.monotonic() < deadline:
+            self._collect_ended(stopped=True)
             if not self._running:
                 return
             time.sleep(_POLL_SECONDS)
 
 
-def _keep(job: Job) -> None:
-    """On the disk, if it takes it: the jobs themselves outlive a full one."""
+def worst_exit_code(jobs: Sequence[Job]) -> int:
+    """Return the exit code of a sweep stopped by a signal: 75 if no job lost progress, else 143."""
+    unsaved = (State.INTERRUPTED, State.KILLED, State.RUNNING)
+    return ExitCode.TERMINATED if any(job.state in unsaved for job in jobs) else ExitCode.PREEMPTED
+
+
+def _save(job: Job) -> None:
+    """Write `job.json`; a full disk is logged, since the running jobs need not fail with it."""
     try:
         job.save()
     except OSError as error:
-        LOGGER.error(f"{job.file} cannot be written now: {error.strerror}")
+        LOGGER.error(f"Cannot write {job.file}: {error.strerror}")
 
 
-def _state_of(handle: Handle) -> State:
+def _current_state(handle: Handle) -> State:
     return State.QUEUED if handle.is_waiting() else State.RUNNING
-
-
-def worst_exit_code(jobs: Sequence[Job]) -> int:
-    """Of a sweep that a signal has stopped: whether nothing is lost."""
-    lost = (State.INTERRUPTED, State.KILLED, State.RUNNING)
-    return ExitCode.TERMINATED if any(job.state in lost for job in jobs) else ExitCode.PREEMPTED

@@ -1,4 +1,4 @@
-"""How far a job has come, from the rows that its run writes. Reads what is new: microseconds a row."""
+"""Progress of a job, read from its `metrics.csv`. Reads only what is new: microseconds per row."""
 
 import csv
 import os
@@ -9,11 +9,11 @@ from recipes.run_folder import METRICS_FILE
 
 
 class Progress:
-    """Follows `metrics.csv` of a run that may be in another process, on another machine, or not there yet.
+    """Follow `metrics.csv` of a run in another process or on another machine; the file may not exist yet.
 
     Args:
-        folder: Of the run.
-        max_steps: Optimizer steps of the whole run; None: not known.
+        folder: The run folder.
+        max_steps: Optimizer steps of the whole run; None if unknown.
 
     Attributes:
         step: Optimizer steps completed.
@@ -22,19 +22,19 @@ class Progress:
 
     def __init__(self, folder: Path, max_steps: int | None) -> None:
         self.step = 0
+        self.max_steps = max_steps
         self.last: dict[str, float] = {}
         self._path = folder / METRICS_FILE
-        self._max_steps = max_steps
-        self._began: tuple[float, int] | None = None  # when the first step was seen, and which
-        self._file: tuple[int, bytes] | None = None  # what was read, by inode and columns
+        self._start: tuple[float, int] | None = None  # time and number of the first step seen
+        self._file: tuple[int, bytes] | None = None  # inode and header of the file read so far
         self._offset = 0
         self._columns: list[str] = []
 
     def read(self) -> list[dict[str, float]]:
-        """The rows since the last call; all where the file has been written anew, as for a new column."""
+        """Return the rows since the last call; all rows if the file was rewritten, as for a new column."""
         try:
             with self._path.open("rb") as file:
-                # of the file that is open: by now the path may name another one
+                # of the open file: the path may already name another one
                 status = os.fstat(file.fileno())
                 header, is_shorter = file.readline(), status.st_size < self._offset
                 if (status.st_ino, header) != self._file or is_shorter:
@@ -45,36 +45,32 @@ class Progress:
                 lines = file.readlines()
         except FileNotFoundError:
             return []
-        whole = [line for line in lines if line.endswith(b"\n")]  # the last one may be half written
+        complete = [line for line in lines if line.endswith(b"\n")]  # the last may be half written
         rows: list[dict[str, float]] = []
-        for line in whole:
-            if (row := self._row(line)) is None:
-                break  # being written: it is read again
+        for line in complete:
+            if (row := self._parse(line)) is None:
+                break  # being written; read again at the next call
             rows.append(row)
-        # the newest row is written again while its step lasts
-        self._offset += sum(map(len, whole[: max(0, len(rows) - 1)]))
+        # the offset stays before the newest row, which is rewritten until its step ends
+        self._offset += sum(map(len, complete[: max(0, len(rows) - 1)]))
         for row in rows:
             self.last |= row
         if rows:
-            self._move_to(int(rows[-1]["step"]))
+            self._update_step(int(rows[-1]["step"]))
         return rows
 
     def seconds_left(self) -> float | None:
-        """By the steps so far, as far as it has been watched; None: too early to say."""
-        if self._began is None or self._max_steps is None:
+        """Estimate the remaining time from the pace since the first row seen; None if it is too early."""
+        if self._start is None or self.max_steps is None:
             return None
-        at, step = self._began
-        if self.step <= step:
+        started_at, first_step = self._start
+        if self.step <= first_step:
             return None
-        each = (time.monotonic() - at) / (self.step - step)
-        return each * max(0, self._max_steps - self.step)
+        step_seconds = (time.monotonic() - started_at) / (self.step - first_step)
+        return step_seconds * max(0, self.max_steps - self.step)
 
-    @property
-    def max_steps(self) -> int | None:
-        return self._max_steps
-
-    def _row(self, line: bytes) -> dict[str, float] | None:
-        """None: it is a mixture of what it was and what it will be."""
+    def _parse(self, line: bytes) -> dict[str, float] | None:
+        """Return a row; None if it is a mixture of its old and new content."""
         try:
             cells = next(csv.reader([line.decode()]))
             pairs = zip(self._columns, cells, strict=False)
@@ -83,7 +79,7 @@ class Progress:
             return None
         return row if "step" in row else None
 
-    def _move_to(self, step: int) -> None:
-        if self._began is None or step < self.step:  # it has resumed, or gone back
-            self._began = (time.monotonic(), step)
+    def _update_step(self, step: int) -> None:
+        if self._start is None or step < self.step:  # the run has resumed or rolled back
+            self._start = (time.monotonic(), step)
         self.step = step

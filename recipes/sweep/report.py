@@ -1,37 +1,39 @@
-"""What is told of a sweep: lines, `sweep.csv`, the page. None of it may stop a job, so a full disk is one line more."""
+"""The records of a running sweep: log lines, `sweep.csv`, the comparison page. A full disk never stops a job."""
 
 import time
+from collections import Counter
 from collections.abc import Sequence
 from pathlib import Path
 
 from recipes.launcher.job import Job, State
+from recipes.run_folder import CONFIG_FILE
 from recipes.runtime.console import LOGGER
-from recipes.sweep.command_line import command_of, resume_command
+from recipes.sweep.command_line import resume_command, train_command
 from recipes.sweep.leaderboard import (
     SWEEP_FILE,
-    ranked,
+    rank_jobs,
     read_objective,
-    swept_words,
+    swept_overrides,
     write_leaderboard,
 )
-from recipes.sweep.live_table import time_text
+from recipes.sweep.live_table import format_seconds
 from recipes.sweep.settings import Settings
 
 PAGE = "report.html"
-_PAGE_SECONDS = 60.0  # between two: 3 s for 300 runs, in which no job is looked after
+_PAGE_SECONDS = 60.0  # at least, between two pages: one takes 3 s for 300 runs and blocks the pool
 _TAIL_LINES = 6
-_OF_SRUN = ("srun: ", "slurmstepd: ")  # which only say that the ranks have ended
+_SRUN_PREFIXES = ("srun: ", "slurmstepd: ")  # these lines only say that the ranks have ended
 
 
-class Records:
-    """Of one sweep.
+class Report:
+    """The records of one sweep.
 
     Args:
-        folder: Of the sweep.
-        jobs: All there are; the list may grow.
-        settings: What the best is best in, and who compares.
-        keys: What is swept over.
-        typed: The words of the command, to say how it goes on.
+        folder: The sweep's folder.
+        jobs: All jobs; the list may grow.
+        settings: The settings of `sweep.*`.
+        keys: The keys that are swept over.
+        typed: The command line, for the printed command that resumes the sweep.
     """
 
     def __init__(
@@ -48,97 +50,106 @@ class Records:
         self._settings = settings
         self._keys = [key.lstrip("+") for key in keys]
         self._typed = typed
-        self._page_at = float("-inf")
-        self._said: set[str] = set()
+        self._page_written_at = float("-inf")
+        self._logged_errors: set[str] = set()
 
-    def swept(self) -> dict[int, dict[str, str]]:
-        """By job number, the words that set it apart."""
-        return swept_words(self._jobs, self._keys)
+    def swept_values(self) -> dict[int, dict[str, str]]:
+        """Return the swept overrides of each job, by job number."""
+        return swept_overrides(self._jobs, self._keys)
 
-    def tell(self, job: Job, log: Path) -> None:
-        """A line on a job that has begun or ended, with its last words where it has failed; and the files."""
-        words = self.swept()[job.number]
-        said = " ".join(f"{key}={value}" for key, value in words.items())
+    def log_job(self, job: Job, log: Path) -> None:
+        """Log that a job has started or ended and update the files; quote the log of a failed job.
+
+        Args:
+            job: The job.
+            log: Its log file.
+        """
         if job.state in (State.QUEUED, State.RUNNING):
-            does = "started" if job.state is State.RUNNING else f"queued as {job.cluster_job}"
-            LOGGER.info(f"job {job.number} {does}: {said}".removesuffix(": "))
+            event = "started" if job.state is State.RUNNING else f"queued as {job.cluster_job}"
+            values = self.swept_values()[job.number]
+            shown = " ".join(f"{key}={value}" for key, value in values.items())
+            LOGGER.info(f"job {job.number} {event}: {shown}".removesuffix(": "))
         else:
-            taken = "" if job.seconds is None else f", {time_text(job.seconds)}"
-            told = (
-                f"job {job.number} {str(job.state).replace('_', ' ')}: {self._judged(job)}{taken}"
-            )
-            LOGGER.info(f"{told}, {job.folder}")
+            duration = "" if job.seconds is None else f", {format_seconds(job.seconds)}"
+            outcome = f"{_plain(job.state)}: {self._result(job)}{duration}"
+            LOGGER.info(f"job {job.number} {outcome}, {job.folder}")
             if not job.state.is_over:
                 LOGGER.error(_tail(log))
         self.write(with_page=job.exit_code is not None)
 
     def write(self, *, with_page: bool, now: bool = False) -> None:
-        """The leaderboard, and the page where there is something to compare, once a minute at most.
+        """Write `sweep.csv`, and the page if there is something to compare, at most once a minute.
 
         Args:
-            with_page: Whether there may be something new on it.
-            now: Whether the minute is not waited for.
+            with_page: Whether the page may have changed.
+            now: Write the page without waiting for the minute to pass.
         """
-        settings, folder = self._settings, self._folder
-        objective, direction = settings.objective, settings.direction
+        settings = self._settings
         try:
             write_leaderboard(
-                folder, self._jobs, keys=self._keys, objective=objective, direction=direction
+                self._folder,
+                self._jobs,
+                keys=self._keys,
+                objective=settings.objective,
+                direction=settings.direction,
             )
         except OSError as error:
-            self._say_once(f"{SWEEP_FILE} cannot be written now: {error.strerror}")
-        if with_page and (now or time.monotonic() - self._page_at > _PAGE_SECONDS):
-            self._page_at = time.monotonic()
-            self._compare()
+            self._log_error_once(f"Cannot write {SWEEP_FILE}: {error.strerror}")
+        if with_page and (now or time.monotonic() - self._page_written_at > _PAGE_SECONDS):
+            self._page_written_at = time.monotonic()
+            self._write_page()
 
-    def say_end(self) -> None:
-        """What has become of all jobs, the best one, and how to go on."""
+    def log_end(self) -> None:
+        """Log how many jobs ended in each state, the best job, and how to resume the sweep."""
         self.write(with_page=True, now=True)
-        counts = {state: sum(job.state is state for job in self._jobs) for state in State}
-        told = ", ".join(
-            f"{count} {str(state).replace('_', ' ')}" for state, count in counts.items() if count
-        )
-        LOGGER.info(f"Sweep: {told}; {self._folder / SWEEP_FILE}")
-        for job in ranked(self._jobs, self._settings.objective, self._settings.direction)[:1]:
-            if job.state is State.FINISHED and self._value(job) is not None:
+        counts = Counter(job.state for job in self._jobs)
+        summary = ", ".join(f"{counts[state]} {_plain(state)}" for state in State if counts[state])
+        LOGGER.info(f"Sweep: {summary}; {self._folder / SWEEP_FILE}")
+        for job in rank_jobs(self._jobs, self._settings.objective, self._settings.direction)[:1]:
+            if job.state is State.FINISHED and self._objective(job) is not None:
                 LOGGER.info(
-                    f"Best: job {job.number}, {self._judged(job)}: {command_of(job.overrides)}"
+                    f"Best: job {job.number}, {self._result(job)}: {train_command(job.overrides)}"
                 )
         if any(not job.state.is_over and not job.state.has_failed for job in self._jobs):
-            LOGGER.info(f"To go on: {resume_command(self._typed, self._folder)}")
+            LOGGER.info(f"To resume: {resume_command(self._typed, self._folder)}")
 
-    def _compare(self) -> None:
-        """A page without the number that it is sorted by cannot be."""
+    def _write_page(self) -> None:
         settings = self._settings
-        over = [job for job in self._jobs if job.exit_code is not None]
-        folders = [job.folder for job in over if (job.folder / "config.yaml").is_file()]
-        if settings.compare is None or all(self._value(job) is None for job in over):
+        ended = [job for job in self._jobs if job.exit_code is not None]
+        folders = [job.folder for job in ended if (job.folder / CONFIG_FILE).is_file()]
+        # the page is sorted by the objective, so at least one run must have it
+        if settings.compare is None or all(self._objective(job) is None for job in ended):
             return
         path = self._folder / PAGE
         try:
             settings.compare(folders, path, sort=settings.objective, dashboard=settings.dashboard)
-        except Exception as error:  # said, and no reason to stop a job
-            self._say_once(f"{PAGE} cannot be written now: {type(error).__name__}: {error}")
+        except Exception as error:  # logged: a page must not stop the jobs
+            self._log_error_once(f"Cannot write {PAGE}: {type(error).__name__}: {error}")
 
-    def _value(self, job: Job) -> float | None:
+    def _objective(self, job: Job) -> float | None:
         return read_objective(job.folder, self._settings.objective)
 
-    def _judged(self, job: Job) -> str:
-        value = self._value(job)
+    def _result(self, job: Job) -> str:
+        """Return the objective of a job as text, or why there is none."""
+        value = self._objective(job)
         if value is not None and not job.state.has_failed:
             return f"{self._settings.objective} {value:.6g}"
         if job.state is State.FINISHED:
             return f"no {self._settings.objective}"
         return f"exit code {job.exit_code}"
 
-    def _say_once(self, line: str) -> None:
-        if line not in self._said:
-            self._said.add(line)
+    def _log_error_once(self, line: str) -> None:
+        if line not in self._logged_errors:
+            self._logged_errors.add(line)
             LOGGER.error(line)
 
 
+def _plain(state: State) -> str:
+    return str(state).replace("_", " ")
+
+
 def _tail(log: Path) -> str:
-    """The last that a job has said."""
+    """Return the last lines of a job's log."""
     lines = log.read_text(errors="replace").splitlines() if log.is_file() else []
-    lines = [line for line in lines if line and not line.startswith(_OF_SRUN)]
-    return "\n".join(f"  {line}" for line in [*lines[-_TAIL_LINES:], f"all of it: {log}"])
+    lines = [line for line in lines if line and not line.startswith(_SRUN_PREFIXES)]
+    return "\n".join(f"  {line}" for line in [*lines[-_TAIL_LINES:], f"full log: {log}"])

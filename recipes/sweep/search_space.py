@@ -1,4 +1,4 @@
-"""The words of a sweep, `optimizer.lr=tag(log,interval(1e-4,1e-2))`, as parameters to sample. About 1 ms a word."""
+"""Parse sweep overrides, `optimizer.lr=tag(log,interval(1e-4,1e-2))`, into parameters to sample. About 1 ms each."""
 
 import math
 from collections.abc import Sequence
@@ -24,11 +24,11 @@ from recipes.errors import ConfigError
 
 @dataclass(frozen=True, kw_only=True)
 class Choice:
-    """One of several values, in the order they were typed: `shuffle` changes nothing that a sampler sees.
+    """One of several values, in the order they were typed: a sampler must see the same order after a restart.
 
     Attributes:
-        options: As words: `f"{key}={option}"` is an override.
-        values: The same as plain Python values.
+        options: The values as text: `f"{key}={option}"` is an override.
+        values: The values as plain Python objects.
     """
 
     options: tuple[str, ...]
@@ -37,14 +37,14 @@ class Choice:
 
 @dataclass(frozen=True, kw_only=True)
 class Interval:
-    """A number between two, both included.
+    """A number between two bounds, both included.
 
     Attributes:
-        low: The least.
-        high: The greatest; of a `range` the last that it reaches.
-        log: Whether equal ratios are equally likely.
-        is_integer: Whether it is a whole number.
-        step: Between neighbours, from `low` on; None: of an `interval`, which cannot be enumerated.
+        low: The lower bound.
+        high: The upper bound; of a `range` the last value that it reaches.
+        log: Whether to sample on a log scale.
+        is_integer: Whether the values are integers.
+        step: Distance between values, counted from `low`; None for an `interval`, which cannot be enumerated.
     """
 
     low: int | float
@@ -54,7 +54,7 @@ class Interval:
     step: int | float | None = None
 
     def values(self) -> list[int | float]:
-        """All that it can be; only where there is a step."""
+        """Return all values; only an interval with a step has a finite number of them."""
         assert self.step is not None, f"{self} cannot be enumerated"
         if self.is_integer:
             return list(range(int(self.low), int(self.high) + 1, int(self.step)))
@@ -65,11 +65,11 @@ class Interval:
 
 @dataclass(frozen=True, kw_only=True)
 class SearchSpace:
-    """What differs between the runs of a sweep, and what does not.
+    """What differs between the runs of a sweep, and what all of them share.
 
     Attributes:
-        parameters: By key, with the `+` that it was typed with.
-        fixed: Overrides that every run is given.
+        parameters: The swept parameters by key, with its `+` if one was typed.
+        fixed: The overrides of every run.
     """
 
     parameters: dict[str, Choice | Interval]
@@ -77,107 +77,102 @@ class SearchSpace:
 
 
 def read_space(
-    words: Sequence[str], *, config_loader: ConfigLoader | None = None
+    overrides: Sequence[str], *, config_loader: ConfigLoader | None = None
 ) -> tuple[SearchSpace, list[ConfigError]]:
-    """Read the words of a sweep: of the config first, then those that were typed, which replace them.
+    """Parse the overrides of a sweep.
 
     Args:
-        words: Hydra's overrides, sweeps among them.
-        config_loader: Knows the options of a group, which `glob` needs.
+        overrides: Hydra's overrides, swept or not; a later one replaces an earlier one of the same key.
+        config_loader: Lists the options of a config group; needed for `glob`.
 
     Returns:
-        The space without the words that cannot be, and a mistake for each of these.
+        The space of the valid overrides, and a mistake for each invalid one.
     """
     parser = OverridesParser.create()
     newest: dict[tuple[bool, str, str | None], tuple[str, Override]] = {}
     mistakes = []
-    for word in words:
+    for text in overrides:
         try:
-            typed = parser.parse_override(word)
+            parsed = parser.parse_override(text)
         except HydraException as error:
-            why = next(line for line in reversed(str(error).splitlines()) if line.strip())
-            mistakes.append(ConfigError(word, why.strip(), f"{word.partition('=')[0]}=<values>"))
+            reason = next(line for line in reversed(str(error).splitlines()) if line.strip())
+            fix = f"{text.partition('=')[0]}=<values>"
+            mistakes.append(ConfigError(text, reason.strip(), fix))
             continue
-        typed.config_loader = config_loader
-        # a key is added, changed or deleted, whatever an earlier word has done with it
-        identity = (typed.is_delete(), typed.key_or_group, typed.package)
-        newest.pop(identity, None)
-        newest[identity] = word, typed
+        parsed.config_loader = config_loader
+        # whether the key is added or changed does not matter: `+key=` and `key=` are one key
+        identity = (parsed.is_delete(), parsed.key_or_group, parsed.package)
+        newest.pop(identity, None)  # so that the order is that of the last occurrence
+        newest[identity] = text, parsed
     space = SearchSpace(parameters={}, fixed=[])
-    for word, typed in newest.values():
+    for text, parsed in newest.values():
         try:
-            if typed.is_sweep_override():
-                space.parameters[typed.get_key_element()] = _parameter(word, typed)
-            elif typed.is_delete():
-                space.fixed.append(word)
-            else:  # as it was read: `shuffle([1,2])` is one order for all runs
-                space.fixed.append(make_override(typed.get_key_element(), typed.value()))
+            if parsed.is_sweep_override():
+                space.parameters[parsed.get_key_element()] = _parameter(text, parsed)
+            elif parsed.is_delete():
+                space.fixed.append(text)
+            else:  # the parsed value: `shuffle([1,2])` must be one order for all runs
+                space.fixed.append(make_override(parsed.get_key_element(), parsed.value()))
         except ConfigError as mistake:
             mistakes.append(mistake)
     return space, mistakes
 
 
-def _parameter(word: str, typed: Override) -> Choice | Interval:
-    sweep, key = typed.value(), typed.get_key_element()
+def _parameter(text: str, parsed: Override) -> Choice | Interval:
+    sweep, key = parsed.value(), parsed.get_key_element()
     tags = sweep.tags if isinstance(sweep, Sweep) else set()
     if unknown := tags - {"log"}:
-        raise ConfigError(
-            word, f"the tag {min(unknown)!r} means nothing here", "tag(log,<a sweep>)"
-        )
+        raise ConfigError(text, f"unknown tag {min(unknown)!r}", "tag(log,<a sweep>)")
     if isinstance(sweep, ChoiceSweep | Glob):
-        return _choice(word, typed, is_log=bool(tags))
+        return _choice(text, parsed, is_log=bool(tags))
     if isinstance(sweep, IntervalSweep):
         assert sweep.start is not None, "Hydra's interval has a start"
         assert sweep.end is not None, "Hydra's interval has an end"
         is_integer = isinstance(sweep.start, int) and isinstance(sweep.end, int)
-        found = Interval(low=sweep.start, high=sweep.end, log=bool(tags), is_integer=is_integer)
+        interval = Interval(low=sweep.start, high=sweep.end, log=bool(tags), is_integer=is_integer)
     else:
-        assert isinstance(sweep, RangeSweep), f"a sweep of kind {typed.value_type}"
-        found = _range(word, key, sweep, is_log=bool(tags))
-    _check(word, key, found)
-    return found
+        assert isinstance(sweep, RangeSweep), f"a sweep of kind {parsed.value_type}"
+        interval = _range(text, key, sweep, is_log=bool(tags))
+    _check(text, key, interval)
+    return interval
 
 
-def _choice(word: str, typed: Override, *, is_log: bool) -> Choice:
-    key = typed.get_key_element()
-    listed = typed.value()
+def _choice(text: str, parsed: Override, *, is_log: bool) -> Choice:
+    key, sweep = parsed.get_key_element(), parsed.value()
     if is_log:
-        raise ConfigError(
-            word, "single values have no scale", f"{key}=tag(log,interval(<low>,<high>)), or no tag"
-        )
-    if isinstance(listed, ChoiceSweep):
-        # what sweep_iterator gives may be shuffled
-        values = [Override._convert_value(value) for value in listed.list]
-    elif typed.config_loader is None:
-        raise ConfigError(word, "there are no options to choose from", f"{key}=<options>")
+        fix = f"{key}=tag(log,interval(<low>,<high>)), or no tag"
+        raise ConfigError(text, "a list of values has no scale", fix)
+    if isinstance(sweep, ChoiceSweep):
+        # not sweep_iterator, which shuffles at every call
+        values = [Override._convert_value(value) for value in sweep.list]
+    elif parsed.config_loader is None:
+        raise ConfigError(text, "the options of the group are not known here", f"{key}=<options>")
     else:
-        values = list(typed.sweep_iterator())
+        values = list(parsed.sweep_iterator())
     values = [to_plain(key, value) for value in values]
     if not values:
-        raise ConfigError(word, "no option is of that name", f"{key}=<options>")
-    words = [make_override(key, value) for value in values]
-    options = [one.removeprefix(f"{key}=") for one in words]
-    if twice := [option for option in options if options.count(option) > 1]:
-        once = ",".join(dict.fromkeys(options))
-        raise ConfigError(word, f"{twice[0]} is named twice", f"{key}={once}")
+        raise ConfigError(text, "no option matches", f"{key}=<options>")
+    options = [make_override(key, value).removeprefix(f"{key}=") for value in values]
+    if repeated := [option for option in options if options.count(option) > 1]:
+        unique = ",".join(dict.fromkeys(options))
+        raise ConfigError(text, f"{repeated[0]} is listed twice", f"{key}={unique}")
     return Choice(options=tuple(options), values=tuple(values))
 
 
-def _range(word: str, key: str, sweep: RangeSweep, *, is_log: bool) -> Interval:
+def _range(text: str, key: str, sweep: RangeSweep, *, is_log: bool) -> Interval:
     start, stop, step = sweep.start, sweep.stop, sweep.step
     assert start is not None, "Hydra's range has a start"
     assert stop is not None, "Hydra's range has an end"
     if step == 0 or not all(map(math.isfinite, (start, stop, step))):
-        raise ConfigError(word, "it has no end", f"{key}=range(<low>,<high>,<step>)")
+        raise ConfigError(text, "the range never ends", f"{key}=range(<low>,<high>,<step>)")
     is_integer = all(isinstance(number, int) for number in (start, stop, step))
-    first, width = Decimal(start), Decimal(step)
+    first, width = Decimal(start), Decimal(step)  # exact: no rounding error over many steps
     count = math.ceil((Decimal(stop) - first) / width)
     if count < 1:
-        raise ConfigError(word, "it is empty", f"{key}=range(<low>,<high>)")
+        raise ConfigError(text, "the range is empty", f"{key}=range(<low>,<high>)")
     if is_log and (step != 1 or not is_integer):
-        raise ConfigError(
-            word, "its steps are no equal ratios", f"{key}=tag(log,interval(<low>,<high>))"
-        )
+        fix = f"{key}=tag(log,interval(<low>,<high>))"
+        raise ConfigError(text, "its steps are not equal ratios", fix)
     low, high = sorted((first, first + (count - 1) * width))
     number = int if is_integer else float
     return Interval(
@@ -185,16 +180,15 @@ def _range(word: str, key: str, sweep: RangeSweep, *, is_log: bool) -> Interval:
     )
 
 
-def _check(word: str, key: str, interval: Interval) -> None:
+def _check(text: str, key: str, interval: Interval) -> None:
     low, high = interval.low, interval.high
     fix = f"{key}=interval(<low>,<high>)"
     if not (math.isfinite(low) and math.isfinite(high)):
-        raise ConfigError(word, "its ends must be numbers", fix)
+        raise ConfigError(text, "both ends must be finite", fix)
     if low > high:
         other_way = f"interval({high},{low})"
         fix = f"{key}=tag(log,{other_way})" if interval.log else f"{key}={other_way}"
-        raise ConfigError(word, f"{low} is greater than {high}", fix)
+        raise ConfigError(text, f"{low} is greater than {high}", fix)
     if interval.log and low <= 0:
-        raise ConfigError(
-            word, f"{low} has no logarithm", f"{key}=tag(log,interval(<above 0>,{high}))"
-        )
+        fix = f"{key}=tag(log,interval(<above 0>,{high}))"
+        raise ConfigError(text, f"{low} has no logarithm", fix)

@@ -1,4 +1,4 @@
-"""The state of one `-m` command: what Hydra neither hands to a launcher nor takes back from one."""
+"""The state of one `-m` command that Hydra has no channel for."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -7,14 +7,14 @@ from pathlib import Path
 
 @dataclass(kw_only=True)
 class MultirunState:
-    """What Hydra does not hand to a launcher, and takes back from none.
+    """Inputs that Hydra does not pass to a launcher, and the exit code it does not pass back.
 
     Attributes:
-        config_folder: Where the jobs are composed from.
-        config_name: The file that composition begins with.
-        keys: What is swept over in the words that were typed.
-        command: All words of the command.
-        exit_code: Of the sweep.
+        config_folder: The folder from which jobs are composed.
+        config_name: The primary config.
+        keys: The keys swept over on the command line.
+        command: The full command line, without the program.
+        exit_code: The exit code of the sweep.
     """
 
     config_folder: Path = Path()

@@ -1,4 +1,4 @@
-"""What `sweep.*` says: what the jobs are judged by, and what is made of those that fail."""
+"""The settings of `sweep.*`: how jobs are ranked, and how failed or invalid jobs are handled."""
 
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -9,16 +9,16 @@ from recipes.sweep.leaderboard import Direction
 
 @dataclass(frozen=True, kw_only=True)
 class Settings:
-    """What `sweep.*` says.
+    """The settings of `sweep.*`.
 
     Args:
-        objective: What a job is judged by: a number of `summary.json` or a column of `metrics.csv`.
-        direction: Whether less of it is better.
-        retry_failed: Whether a sweep that goes on starts again what has failed by itself.
-        skip_invalid: Whether the others are carried out where the config of some jobs is wrong.
-        compare: Writes the page that compares the runs: `(folders, path, sort=, dashboard=)`; None: no page.
-        dashboard: Its sections of panels.
-        samples: Of each run, for `${steps_of:${sweep.samples},${global_batch_size}}` where the batch size is swept.
+        objective: What jobs are ranked by: a number of `summary.json` or a column of `metrics.csv`.
+        direction: Whether the objective is minimized or maximized.
+        retry_failed: Whether a resumed sweep restarts jobs that failed on their own.
+        skip_invalid: Whether the valid jobs run when the config of others is invalid.
+        compare: Writes the comparison page: `(folders, path, sort=, dashboard=)`; None disables the page.
+        dashboard: The sections of panels on that page.
+        samples: Samples per run, for `${steps_of:${sweep.samples},${global_batch_size}}` when the batch size is swept.
     """
 
     objective: str

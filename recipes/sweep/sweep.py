@@ -1,4 +1,4 @@
-"""One sweep: its folder, and its jobs, composed and checked before the first one starts."""
+"""One sweep: its folder and its jobs, which are all composed and checked before the first one starts."""
 
 from collections.abc import Callable, Sequence
 from pathlib import Path
@@ -12,32 +12,36 @@ from recipes.errors import ConfigError
 from recipes.launcher import Launcher
 from recipes.launcher.job import JOB_FILE, Job, State, read_job
 from recipes.runtime.console import LOGGER
+from recipes.runtime.exit_codes import ExitCode
 from recipes.sweep.command_line import job_overrides, resume_command
 from recipes.sweep.leaderboard import check_objective
 from recipes.sweep.live_table import LiveTable
 from recipes.sweep.pool import Pool, Source, worst_exit_code
-from recipes.sweep.report import Records
+from recipes.sweep.report import Report
 from recipes.sweep.settings import Settings
 
 
 class Sweep:
-    """The jobs of one folder.
+    """The jobs of one sweep folder.
 
     Args:
-        folder: Of the sweep.
-        place: Where its jobs run.
-        settings: What is made of them.
-        config_folder: Where they are composed from.
-        config_name: The file that composition begins with.
-        keys: What is swept over.
-        typed: The words of the command, to say how it goes on.
+        folder: The sweep's folder.
+        launcher: Starts the jobs.
+        settings: The settings of `sweep.*`.
+        config_folder: The folder from which jobs are composed.
+        config_name: The primary config.
+        keys: The keys that are swept over.
+        typed: The command line, for the printed command that resumes the sweep.
+
+    Raises:
+        ConfigError: No run writes a number with the objective's name.
     """
 
     def __init__(
         self,
         *,
         folder: Path,
-        place: Launcher,
+        launcher: Launcher,
         settings: Settings,
         config_folder: Path,
         config_name: str,
@@ -47,157 +51,167 @@ class Sweep:
         check_objective(settings.objective)
         self.folder = folder
         self.settings = settings
-        self.place = place
-        self._where: dict[str, Any] = {"config_folder": config_folder, "config_name": config_name}
+        self.launcher = launcher
+        self._source: dict[str, Any] = {"config_folder": config_folder, "config_name": config_name}
         self._typed = typed
         self._ledger = Ledger(folder)
-        self._asked_for: list[Job] = []  # by this command
-        self._records = Records(
-            folder, self._ledger.jobs, settings=settings, keys=keys, typed=typed
-        )
-        self._table = LiveTable(Console(), self._ledger.jobs, self._records.swept)
+        self._requested: list[Job] = []  # by this command; the ledger also has earlier ones
+        self._report = Report(folder, self._ledger.jobs, settings=settings, keys=keys, typed=typed)
+        self._table = LiveTable(Console(), self._ledger.jobs, self._report.swept_values)
 
     @property
     def jobs(self) -> list[Job]:
-        """All there are, those of earlier starts included."""
+        """All jobs of the folder, including those of earlier commands."""
         return self._ledger.jobs
 
     def prepare(
-        self, overrides: Sequence[str], number: int, name_of: Callable[[int], str]
+        self, overrides: Sequence[str], number: int, get_folder_name: Callable[[int], str]
     ) -> tuple[Job, list[ConfigError]]:
-        """The job that words ask for; one of an earlier start where the words are the same.
+        """Find or create the job with these overrides.
 
-        It is composed and checked where it is to start: one that is over may have lost its data since.
+        The config is composed and checked only if the job will start: the data of a finished one may be gone.
 
         Args:
-            overrides: As Hydra's sweeper makes them.
-            number: Its place in the sweep, where it is new and nothing else has it.
-            name_of: The name of a job's folder.
+            overrides: The job's overrides from Hydra's sweeper.
+            number: The job's index in the sweep, used if the job is new and the number is free.
+            get_folder_name: Returns the name of a job's folder from its number.
+
+        Returns:
+            The job, and all mistakes in its config.
         """
-        words = job_overrides(overrides)
-        job = self._ledger.claim(words)
+        overrides = job_overrides(overrides)
+        job = self._ledger.claim(overrides)
         if job is None:
             number = self._ledger.free_number(number)
-            job = Job(number=number, folder=self.folder / name_of(number), overrides=words)
-            if same := [other for other in self.jobs if other.folder == job.folder]:
-                refused = ConfigError(
+            job = Job(
+                number=number, folder=self.folder / get_folder_name(number), overrides=overrides
+            )
+            if owners := [other for other in self.jobs if other.folder == job.folder]:
+                shared_folder = ConfigError(
                     f"hydra.sweep.subdir={job.folder.name}",
-                    f"jobs {same[0].number} and {number} would share it",
+                    f"jobs {owners[0].number} and {number} would share this folder",
                     "no hydra.sweep.subdir, or one with ${hydra.job.num} in it",
                 )
-                return job, [refused]
+                return job, [shared_folder]
             self._ledger.add(job)
-        self._asked_for.append(job)
-        return job, self._compose(job) if self.is_to_start(job) else []
+        self._requested.append(job)
+        return job, self._compose(job) if self.should_start(job) else []
 
     def claim(self, overrides: Sequence[str]) -> None:
-        """Take an earlier start's job out of those that may be asked for again."""
+        """Mark the job of an earlier command as used, so that `prepare` does not return it."""
         self._ledger.claim(job_overrides(overrides))
 
-    def is_to_start(self, job: Job) -> bool:
-        """Whether it has not the result that was asked for, and may have it."""
+    def should_start(self, job: Job) -> bool:
+        """Return whether a job has no result yet and may still get one."""
         if job.state.has_failed and not self.settings.retry_failed:
             return False
         return not job.state.is_over
 
-    def carry_out(self, source: Source) -> int:
-        """Run what the source asks for; the exit code of the sweep.
+    def run(self, source: Source) -> int:
+        """Run the jobs of the source and return the exit code of the sweep.
 
         Raises:
-            KeyboardInterrupt: Ctrl-C; all jobs have ended.
+            KeyboardInterrupt: On Ctrl-C, after all jobs have ended.
         """
-        self._records.write(with_page=False)
-        if not self.place.waits:
+        self._report.write(with_page=False)
+        if not self.launcher.waits:
             return self._submit(source)
-        pool = Pool(self.place, source, tell=self._tell, show=self._table.show)
-        asked = None
+        pool = Pool(self.launcher, source, on_change=self._log_job, show=self._table.show)
+        stop_signal = None
         try:
             with self._table:
-                asked = pool.run()
+                stop_signal = pool.run()
         finally:
-            self._records.say_end()
-        if asked is not None:
-            return worst_exit_code(self._asked_for)
-        codes = [job.exit_code for job in self._asked_for if not job.state.is_over]
-        return max((1 if code is None or code < 0 else code for code in codes), default=0)
+            self._report.log_end()
+        if stop_signal is not None:
+            return worst_exit_code(self._requested)
+        codes = [job.exit_code for job in self._requested if not job.state.is_over]
+        return max(
+            (ExitCode.CRASHED if code is None or code < 0 else code for code in codes), default=0
+        )
 
-    def refuse(self, job: Job, mistakes: Sequence[ConfigError]) -> None:
-        """Record that a job's config is wrong."""
-        job.state, job.exit_code = State.REFUSED, 2
+    def reject(self, job: Job, mistakes: Sequence[ConfigError]) -> None:
+        """Record that a job's config is invalid."""
+        job.state, job.exit_code = State.REFUSED, ExitCode.INVALID_CONFIG
         job.save()
-        LOGGER.error(f"job {job.number} is refused: {mistakes[0]}")
-        self._records.write(with_page=False)
+        LOGGER.error(f"job {job.number} has an invalid config: {mistakes[0]}")
+        self._report.write(with_page=False)
 
     def _compose(self, job: Job) -> list[ConfigError]:
-        where = str(job.folder).replace("'", "\\'")
-        words = [*job.overrides, *_goes_on(job), f"hydra.run.dir='{where}'"]
-        job.composed, mistakes = compose_and_check(words, **self._where)
+        folder = str(job.folder).replace("'", "\\'")
+        overrides = [*job.overrides, *_resume_override(job), f"hydra.run.dir='{folder}'"]
+        job.composed, mistakes = compose_and_check(overrides, **self._source)
         if mistakes or job.composed is None:
             return mistakes
         try:
-            if more := self.place.words_of(job):
-                job.composed, mistakes = compose_and_check([*words, *more], **self._where)
+            # the launcher decides from the composed config, so what it adds needs a second composition
+            if extra := self.launcher.words_of(job):
+                job.composed, mistakes = compose_and_check([*overrides, *extra], **self._source)
             if not mistakes:
-                self.place.num_devices(job)
+                self.launcher.num_devices(job)
         except ConfigError as mistake:
             return [mistake]
         if job.composed is not None and newest_checkpoint(job.folder) is not None and _trains(job):
-            job.composed.config["resume"] = "auto"  # also one that began with another run's
+            # its own checkpoint, even if the job first started from that of another run
+            job.composed.config["resume"] = "auto"
         return mistakes
 
     def _submit(self, source: Source) -> int:
-        """Hand all jobs over and leave them: the same command tells later how they are."""
-        jobs = source.more()
+        """Submit all jobs and return; the same command later reports their states."""
+        jobs = source.next_jobs()
         for job in jobs:
             job.save()
-        for handle in self.place.start(jobs):
+        for handle in self.launcher.start(jobs):
             LOGGER.info(f"job {handle.job.number} is {handle.job.cluster_job} in the queue")
         LOGGER.info(
             f"To follow them: {resume_command(self._typed, self.folder)} launcher.wait=true"
         )
         return 0
 
-    def _tell(self, job: Job) -> None:
-        self._records.tell(job, self.place.log_of(job))
+    def _log_job(self, job: Job) -> None:
+        self._report.log_job(job, self.launcher.log_of(job))
 
 
-def _goes_on(job: Job) -> list[str]:
-    """The word by which a run that was cut goes on; one that is typed stays, as it brings a config of its own."""
-    typed = any(word.startswith("resume=") for word in job.overrides)
-    return ["resume=auto"] if _trains(job) and not typed else []
+def _resume_override(job: Job) -> list[str]:
+    """Return `resume=auto` for a training job; a typed `resume=` wins, as it selects a config too."""
+    is_typed = any(override.startswith("resume=") for override in job.overrides)
+    return ["resume=auto"] if _trains(job) and not is_typed else []
 
 
 def _trains(job: Job) -> bool:
-    return not any(word.startswith("mode=") and word != "mode=fit" for word in job.overrides)
+    return not any(
+        override.startswith("mode=") and override != "mode=fit" for override in job.overrides
+    )
 
 
 class Ledger:
-    """All jobs of a sweep's folder, those of earlier starts included.
+    """All jobs of a sweep's folder, including those of earlier commands.
 
     Args:
-        folder: Of the sweep.
+        folder: The sweep's folder.
     """
 
     def __init__(self, folder: Path) -> None:
+        # a folder name with a `/` in it (hydra.sweep.subdir) is one level deeper
         files = [*folder.glob(f"*/{JOB_FILE}"), *folder.glob(f"*/*/{JOB_FILE}")]
-        found = [read_job(file) for file in sorted(files)]
-        self.jobs = sorted(found, key=lambda job: job.number)
+        jobs = [read_job(file) for file in sorted(files)]
+        self.jobs = sorted(jobs, key=lambda job: job.number)
         self._unclaimed = list(self.jobs)
 
     def claim(self, overrides: list[str]) -> Job | None:
-        """The job of an earlier start that was asked for in the same words, each once; None: there is none."""
-        words = sorted(overrides)
+        """Return the earlier job with the same overrides in any order, each job once; None if there is none."""
+        wanted = sorted(overrides)
         for job in self._unclaimed:
-            if sorted(job.overrides) == words:
+            if sorted(job.overrides) == wanted:
                 self._unclaimed.remove(job)
                 return job
         return None
 
     def free_number(self, wanted: int) -> int:
-        """A number that no job has: the one wanted, else the next after all."""
-        taken = {job.number for job in self.jobs}
-        return wanted if wanted not in taken else max(taken) + 1
+        """Return the wanted number if no job has it, else the next one after all jobs."""
+        used = {job.number for job in self.jobs}
+        return wanted if wanted not in used else max(used) + 1
 
     def add(self, job: Job) -> None:
-        """Take in a new job."""
+        """Add a new job."""
         self.jobs.append(job)

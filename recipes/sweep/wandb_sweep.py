@@ -1,4 +1,4 @@
-"""A search space as the description of a W&B sweep, whose agent starts each trial as one plain command. No cost."""
+"""A search space as the config of a W&B sweep, whose agent starts each trial as one plain command. No cost."""
 
 import re
 from collections.abc import Sequence
@@ -11,14 +11,14 @@ from recipes.config.compose import MODE_OF_SWEEPS, parse_override
 from recipes.errors import ConfigError
 from recipes.sweep.search_space import Choice, Interval, SearchSpace
 
-# of the parameters' names, from W&B's schema of a sweep (pip install 'wandb[sweeps]': sweeps/config/schema.json)
+# names of parameters, from W&B's schema of a sweep (pip install 'wandb[sweeps]': sweeps/config/schema.json)
 _NAME = re.compile(r"[A-Za-z_][A-Za-z0-9_.-]*")
-_MAX_VALUES = 1000  # that are listed
-# what is logged on the way to a number of summary.json
-_SERIES = {"best_val_loss": "val/loss", "val_loss": "val/loss", "train_loss": "train/loss"}
-# words about this start or about `-m`, which no trial needs
-_OF_THIS_START = ("mode", "hydra/sweeper", "hydra/launcher")
-_SECTIONS_OF_THIS_START = ("mode.", "hydra.sweeper.", "hydra.sweep.", "hydra.launcher.")
+_MAX_VALUES = 1000  # in an enumerated list
+# the metric that is logged during the run for a number of summary.json
+_RUNNING_METRICS = {"best_val_loss": "val/loss", "val_loss": "val/loss", "train_loss": "train/loss"}
+# overrides of this command or of `-m`, which the trials must not get
+_COMMAND_KEYS = ("mode", "hydra/sweeper", "hydra/launcher")
+_COMMAND_SECTIONS = ("mode.", "hydra.sweeper.", "hydra.sweep.", "hydra.launcher.")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -26,11 +26,11 @@ class Search:
     """How W&B chooses the values of the next trial.
 
     Attributes:
-        objective: What a trial is judged by: a number of `summary.json` or a column of `metrics.csv`.
+        objective: What trials are ranked by: a number of `summary.json` or a column of `metrics.csv`.
         direction: `minimize` or `maximize`.
-        method: `grid`, `random` or `bayes`; None: `grid` where all values can be listed, else `bayes`.
-        early_terminate: Validations after which W&B's Hyperband first stops trials; None: it stops none.
-        num_trials: Of all agents; None: a grid's, or without end.
+        method: `grid`, `random` or `bayes`; None: `grid` if all values can be listed, else `bayes`.
+        early_terminate: Validations before W&B's Hyperband may stop a trial; None disables early stopping.
+        num_trials: Trials of all agents together; None: the whole grid, or no limit.
     """
 
     objective: str
@@ -40,16 +40,16 @@ class Search:
     num_trials: int | None = None
 
 
-def described(space: SearchSpace, search: Search, command: Sequence[str]) -> dict[str, Any]:
-    """What `wandb sweep` takes.
+def sweep_config(space: SearchSpace, search: Search, command: Sequence[str]) -> dict[str, Any]:
+    """Return the config that `wandb sweep` reads.
 
     Args:
-        space: What the trials differ in.
+        space: The search space.
         search: How W&B searches it.
-        command: As `command_of` makes it.
+        command: The command of a trial, from `trial_command`.
 
     Raises:
-        ConfigError: W&B cannot search this space so.
+        ConfigError: W&B cannot search this space in this way.
     """
     method = search.method or (
         "grid" if all(map(_is_listed, space.parameters.values())) else "bayes"
@@ -58,7 +58,7 @@ def described(space: SearchSpace, search: Search, command: Sequence[str]) -> dic
         "method": method,
         "metric": {"name": search.objective, "goal": search.direction},
         "parameters": {
-            name_of(key): _parameter(key, parameter, method)
+            parameter_name(key): _parameter(key, parameter, method)
             for key, parameter in space.parameters.items()
         },
         "command": list(command),
@@ -66,50 +66,54 @@ def described(space: SearchSpace, search: Search, command: Sequence[str]) -> dic
     if search.num_trials is not None:
         content["run_cap"] = search.num_trials
     if search.early_terminate is not None:
-        content["metric"]["name"] = _series(search.objective)
+        content["metric"]["name"] = _running_metric(search.objective)
         content["early_terminate"] = {"type": "hyperband", "min_iter": search.early_terminate}
     return content
 
 
-def command_of(fixed: Sequence[str], *, flags: Sequence[str]) -> list[str]:
-    """How an agent starts a trial: W&B fills in what stands in `${…}`.
+def trial_command(fixed: Sequence[str], *, flags: Sequence[str]) -> list[str]:
+    """Return the command with which an agent starts a trial; W&B replaces each `${…}`.
 
     Args:
-        fixed: Overrides that every trial is given.
-        flags: Hydra's own.
+        fixed: The overrides of every trial.
+        flags: Hydra's own command-line flags.
     """
     return ["${env}", "${interpreter}", "${program}", *flags, *fixed, "${args_no_hyphens}"]
 
 
-def fixed_words(words: Sequence[str]) -> list[str]:
-    """Of the overrides that are typed for the description, those that each trial is given.
+def fixed_overrides(overrides: Sequence[str]) -> list[str]:
+    """Return the overrides that every trial gets, out of those typed for `mode=wandb_sweep`.
 
     Raises:
-        ConfigError: A word would put all trials into one folder.
+        ConfigError: An override would put all trials into one folder.
     """
-    kept = []
-    for word in words:
-        key = parse_override(word).key_or_group
+    fixed = []
+    for override in overrides:
+        key = parse_override(override).key_or_group
         if key == "hydra.run.dir" or (
-            key == "resume" and word not in ("resume=null", "resume=auto")
+            key == "resume" and override not in ("resume=null", "resume=auto")
         ):
             raise ConfigError(
-                word,
+                override,
                 "all trials of the sweep would share that folder",
                 f"{MODE_OF_SWEEPS} without it",
             )
-        if key not in (*_OF_THIS_START, "resume") and not key.startswith(_SECTIONS_OF_THIS_START):
-            kept.append(word)
-    return kept
+        if key not in (*_COMMAND_KEYS, "resume") and not key.startswith(_COMMAND_SECTIONS):
+            fixed.append(override)
+    return fixed
 
 
-def name_of(key: str) -> str:
-    """A key as the name of a W&B parameter: without its `+`, which `train.py` adds by itself where it can."""
+def parameter_name(key: str) -> str:
+    """Return a key as the name of a W&B parameter: without its `+`, which `train.py` adds where it is needed.
+
+    Raises:
+        ConfigError: W&B does not allow a character of the key.
+    """
     name = key.lstrip("+")
     if not _NAME.fullmatch(name):
         raise ConfigError(
             f"{key}=<a sweep>",
-            "the names of W&B's parameters are letters, digits and _ . - only",
+            "the names of W&B's parameters have letters, digits and _ . - only",
             f"{key}=<one value>, or the same sweep with python train.py -m",
         )
     return name
@@ -122,14 +126,14 @@ def _is_listed(parameter: Choice | Interval) -> bool:
 def _parameter(key: str, parameter: Choice | Interval, method: str) -> dict[str, Any]:
     if isinstance(parameter, Choice):
         pairs = zip(parameter.options, parameter.values, strict=True)
-        return {"values": [_read_back(key, option, value) for option, value in pairs]}
+        return {"values": [_agent_value(key, option, value) for option, value in pairs]}
     low, high = parameter.low, parameter.high
     if low == high:
         return {"value": low}
     if parameter.step is not None and (
         method == "grid" or parameter.step != 1 or not parameter.is_integer
     ):
-        # W&B's own steps are multiples, whatever the lowest value is
+        # W&B's own quantized distributions round to multiples of the step, not to low + n * step
         return {"values": _listed(key, parameter)}
     if method == "grid":
         raise ConfigError(
@@ -144,36 +148,36 @@ def _parameter(key: str, parameter: Choice | Interval, method: str) -> dict[str,
     return {"distribution": kind, "min": low, "max": high} | quantum
 
 
-def _read_back(key: str, option: str, value: Any) -> Any:
-    """The value where Hydra reads what an agent makes of it, `key=<str of it>`, as the value; else the word."""
-    typed = parse_override(f"{key}={option}")
+def _agent_value(key: str, option: str, value: Any) -> Any:
+    """Return the value if Hydra reads the agent's `key=<str of it>` back as the same value, else its text."""
+    expected = repr(parse_override(f"{key}={option}").value())
     try:
-        same = repr(parse_override(f"{key}={value}").value()) == repr(typed.value())
+        is_equal = repr(parse_override(f"{key}={value}").value()) == expected
     except HydraException:
-        same = False
-    return value if same else option
+        is_equal = False
+    return value if is_equal else option
 
 
 def _listed(key: str, interval: Interval) -> list[int | float]:
-    assert interval.step is not None, "only ranges are listed"
+    assert interval.step is not None, f"{interval} cannot be enumerated"
     num_values = (interval.high - interval.low) / interval.step
     if num_values > _MAX_VALUES:
         raise ConfigError(
             f"{key}=range({interval.low},{interval.high},{interval.step})",
-            f"W&B would be told {num_values:.0f} values one by one",
+            f"W&B would get a list of {num_values:.0f} values",
             f"{key}=interval({interval.low},{interval.high})",
         )
     return interval.values()
 
 
-def _series(objective: str) -> str:
-    """What trials are compared by before their end."""
-    if objective in _SERIES:
-        return _SERIES[objective]
+def _running_metric(objective: str) -> str:
+    """Return the metric by which running trials are compared."""
+    if objective in _RUNNING_METRICS:
+        return _RUNNING_METRICS[objective]
     if "/" in objective:
         return objective
     raise ConfigError(
         f"mode.early_terminate=… sweep.objective={objective}",
         "it is known only at the end of a trial",
-        f"sweep.objective={_SERIES['val_loss']}",
+        f"sweep.objective={_RUNNING_METRICS['val_loss']}",
     )

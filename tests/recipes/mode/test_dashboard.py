@@ -1,4 +1,4 @@
-"""The one spec of panels as a W&B workspace: every panel in its place; what is sent, and when nothing is."""
+"""The panels of conf/dashboard/ as a W&B workspace: every panel in its section; what is sent, and when nothing is."""
 
 import gzip
 import json
@@ -19,7 +19,7 @@ from recipes.config import compose_and_check
 from recipes.config.compose import Composed
 from recipes.errors import ConfigError
 from recipes.mode.dashboard import dashboard
-from recipes.mode.wandb_workspace import KINDS, STEP, make_workspace, pattern_of
+from recipes.mode.wandb_workspace import KINDS, STEP, make_workspace, names_pattern
 
 SPEC = yaml.safe_load((ROOT / "conf" / "dashboard" / "default.yaml").read_text())["sections"]
 PANELS = [panel for section in SPEC for panel in section["panels"]]
@@ -42,30 +42,30 @@ def _no_account(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
 @pytest.fixture
 def _no_socket(monkeypatch: pytest.MonkeyPatch) -> None:
     class Local(socket.socket):
-        """wandb's event loop has a pair of them in this process, which lead nowhere."""
+        """Allow socket pairs inside this process, which wandb's event loop uses; fail on any other."""
 
         def __init__(self, family: int = -1, *args: Any, **kwargs: Any) -> None:
             assert family == socket.AF_UNIX, "a socket was opened"
             super().__init__(family, *args, **kwargs)
 
-    def refuse(*_: Any, **__: Any) -> None:
-        raise AssertionError("a name was looked up")
+    def fail(*_: Any, **__: Any) -> None:
+        raise AssertionError("a host name was looked up")
 
     monkeypatch.setattr(socket, "socket", Local)
-    monkeypatch.setattr(socket, "getaddrinfo", refuse)
+    monkeypatch.setattr(socket, "getaddrinfo", fail)
 
 
 def composed(run_folder: Path) -> Composed:
     return Composed(config={}, choices={}, run_folder=run_folder, overrides=[])
 
 
-def make(run_folder: Path, **words: Any) -> int:
+def run_dashboard(run_folder: Path, **settings: Any) -> int:
     default = {"entity": None, "project": "p", "title": None, "path": None}
-    return dashboard(composed(run_folder), **({"sections": SPEC} | default | words))
+    return dashboard(composed(run_folder), **({"sections": SPEC} | default | settings))
 
 
-def drawn(panel: dict[str, Any]) -> dict[str, Any]:
-    """A panel of the JSON in the words of the spec."""
+def parse_panel(panel: dict[str, Any]) -> dict[str, Any]:
+    """Return a panel of the JSON in the form of the spec."""
     config, kind = panel["config"], VIEW_TYPES[panel["viewType"]]
     found = {"title": config["chartTitle"], "kind": kind}
     if kind == "parallel":
@@ -87,12 +87,12 @@ def drawn(panel: dict[str, Any]) -> dict[str, Any]:
     return found
 
 
-def wanted(panel: dict[str, Any]) -> dict[str, Any]:
-    """The same of the spec itself, its defaults filled in."""
+def expected_panel(panel: dict[str, Any]) -> dict[str, Any]:
+    """Return a panel of the spec with its defaults filled in."""
     kind = panel["kind"] if "kind" in panel else "line"
     found = {"title": panel["title"], "kind": kind}
     if any("*" in name for name in panel["metrics"]):
-        found["pattern"] = pattern_of(panel["metrics"])
+        found["pattern"] = names_pattern(panel["metrics"])
     else:
         found["metrics"] = panel["metrics"]
     if kind == "parallel":
@@ -102,15 +102,20 @@ def wanted(panel: dict[str, Any]) -> dict[str, Any]:
     return found
 
 
-def as_in_spec(spec: dict[str, Any]) -> list[tuple[str, list[dict[str, Any]]]]:
+def parse_sections(spec: dict[str, Any]) -> list[tuple[str, list[dict[str, Any]]]]:
     bank = spec["section"]["panelBankConfig"]
     assert spec["section"]["settings"]["xAxis"] == STEP
     assert spec["section"]["settings"]["shouldAutoGeneratePanels"] is False
-    assert all(one["localPanelSettings"]["xAxis"] == STEP for one in bank["sections"])
-    return [(one["name"], [drawn(panel) for panel in one["panels"]]) for one in bank["sections"]]
+    assert all(section["localPanelSettings"]["xAxis"] == STEP for section in bank["sections"])
+    return [
+        (section["name"], [parse_panel(panel) for panel in section["panels"]])
+        for section in bank["sections"]
+    ]
 
 
-IN_ORDER = [(section["title"], [wanted(panel) for panel in section["panels"]]) for section in SPEC]
+IN_ORDER = [
+    (section["title"], [expected_panel(panel) for panel in section["panels"]]) for section in SPEC
+]
 
 
 @pytest.mark.usefixtures("_no_socket")
@@ -118,9 +123,9 @@ def test_without_a_key_every_panel_is_in_the_json_under_its_section_and_no_socke
     tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     caplog.set_level("INFO")
-    assert make(tmp_path) == 0
+    assert run_dashboard(tmp_path) == 0
     view = json.loads((tmp_path / "dashboard.json").read_text())
-    assert as_in_spec(view["spec"]) == IN_ORDER
+    assert parse_sections(view["spec"]) == IN_ORDER
     assert (view["project"], view["displayName"]) == ("p", "p")
     assert len(caplog.messages) == 1
     assert f"there is no W&B key; the workspace's JSON is in {tmp_path}" in caplog.messages[0]
@@ -128,37 +133,39 @@ def test_without_a_key_every_panel_is_in_the_json_under_its_section_and_no_socke
 
 
 @pytest.mark.usefixtures("_no_socket")
-def test_offline_nobody_asks_for_the_key_that_is_there(
+def test_offline_the_json_is_written_even_with_a_key(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     caplog.set_level("INFO")
     monkeypatch.setenv("WANDB_API_KEY", "a" * 40)
     monkeypatch.setenv("WANDB_MODE", "offline")
-    # no run was made: its JSON lies where the runs of that name do
-    assert make(tmp_path / "runs" / "new") == 0
+    # without a run folder the JSON is written to its parent
+    assert run_dashboard(tmp_path / "runs" / "new") == 0
     assert [path.name for path in (tmp_path / "runs").iterdir()] == ["dashboard.json"]
     assert caplog.messages[0].startswith("Nothing was sent: WANDB_MODE=offline")
 
 
 @pytest.mark.usefixtures("_no_socket")
-def test_a_path_takes_the_json_and_nothing_is_sent(
+def test_with_a_path_the_json_is_written_there_and_nothing_is_sent(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("WANDB_API_KEY", "a" * 40)
     file = tmp_path / "a" / "b.json"
-    assert make(tmp_path, path=str(file), entity="us", title="ours") == 0
+    assert run_dashboard(tmp_path, path=str(file), entity="us", title="ours") == 0
     view = json.loads(file.read_text())
     assert (view["entity"], view["displayName"]) == ("us", "ours")
-    assert as_in_spec(view["spec"]) == IN_ORDER
+    assert parse_sections(view["spec"]) == IN_ORDER
 
 
-def test_a_terminal_is_asked_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_user_is_never_prompted_for_a_key(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     class Terminal:
         def isatty(self) -> bool:
             return True
 
         def readline(self) -> str:
-            raise AssertionError("asked")
+            raise AssertionError("prompted")
 
         def write(self, text: str) -> int:
             return len(text)
@@ -168,14 +175,14 @@ def test_a_terminal_is_asked_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyP
     terminal = Terminal()
     monkeypatch.setattr(sys, "stdin", terminal)
     monkeypatch.setattr(sys, "stderr", Terminal())
-    assert make(tmp_path) == 0
+    assert run_dashboard(tmp_path) == 0
     assert sys.stdin is terminal
 
 
 class Server(BaseHTTPRequestHandler):
-    """Answers as W&B does to whom it knows; keeps what was asked."""
+    """Answer like W&B for a valid key; record the queries."""
 
-    asked: list[dict[str, Any]]
+    queries: list[dict[str, Any]]
     knows_project: bool
 
     def do_POST(self) -> None:
@@ -184,7 +191,7 @@ class Server(BaseHTTPRequestHandler):
         if self.path == "/graphql":
             zipped = self.headers["Content-Encoding"] == "gzip"
             query = json.loads(gzip.decompress(body) if zipped else body)
-            self.asked.append(query)
+            self.queries.append(query)
             answer = self._answer(query)
         encoded = json.dumps(answer).encode()
         self.send_response(200)
@@ -208,7 +215,7 @@ class Server(BaseHTTPRequestHandler):
 
 @pytest.fixture
 def server(monkeypatch: pytest.MonkeyPatch) -> Iterator[type[Server]]:
-    handler = type("Handler", (Server,), {"asked": [], "knows_project": True})
+    handler = type("Handler", (Server,), {"queries": [], "knows_project": True})
     listening = ThreadingHTTPServer(("127.0.0.1", 0), handler)
     thread = threading.Thread(target=listening.serve_forever)
     thread.start()
@@ -224,61 +231,61 @@ def test_with_a_key_the_workspace_is_saved_under_the_default_entity_and_its_addr
     server: type[Server], tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     caplog.set_level("INFO")
-    assert make(tmp_path) == 0
-    [saved] = [query["variables"] for query in server.asked if "upsertView" in query["query"]]
+    assert run_dashboard(tmp_path) == 0
+    [saved] = [query["variables"] for query in server.queries if "upsertView" in query["query"]]
     assert (saved["entityName"], saved["projectName"]) == ("us", "p")
-    assert as_in_spec(json.loads(saved["spec"])) == IN_ORDER
+    assert parse_sections(json.loads(saved["spec"])) == IN_ORDER
     assert re.search(r"The workspace is at http://127.0.0.1:\d+/us/p\?nw=\w+$", caplog.messages[-1])
     assert not (tmp_path / "dashboard.json").exists()
 
 
-def test_what_wandb_refuses_is_a_mistake_with_its_answer(
+def test_a_workspace_that_wandb_rejects_is_an_error_with_its_message(
     server: type[Server], tmp_path: Path
 ) -> None:
     server.knows_project = False
-    with pytest.raises(ConfigError, match="mode.project=p: W&B refuses .*project not found"):
-        make(tmp_path)
+    with pytest.raises(ConfigError, match="mode.project=p: W&B rejects .*project not found"):
+        run_dashboard(tmp_path)
 
 
 @pytest.mark.parametrize(
     ("panel", "message"),
     [
-        ("text", "dashboard.sections[0].panels[0]=text: it takes title, metrics, kind"),
+        ("text", "dashboard.sections[0].panels[0]=text: it needs title, metrics, kind"),
         (
             {"metrics": ["lr"]},
             "no dashboard.sections[0].panels[0].title: it needs title and metrics",
         ),
-        ({"title": "a", "metrics": []}, "panels[0].metrics=[]: it takes a list of names"),
-        ({"title": "a", "metrics": "lr"}, "panels[0].metrics=lr: it takes a list; type"),
-        ({"title": "a", "metrics": ["lr"], "colour": 1}, "colour=1: there is no word 'colour'"),
+        ({"title": "a", "metrics": []}, "panels[0].metrics=[]: it needs a list of names"),
+        ({"title": "a", "metrics": "lr"}, "panels[0].metrics=lr: it must be a list; type"),
+        ({"title": "a", "metrics": ["lr"], "colour": 1}, "colour=1: there is no key 'colour'"),
         ({"title": "a", "metrics": ["lr"], "kind": "pie"}, "kind=pie: the kinds are line, bar"),
         ({"title": "a", "metrics": ["lr"], "kind": "parallel"}, "needs parameters; type"),
         ({"title": "a", "metrics": ["lr"], "parameters": ["seed"]}, "has no parameters; type"),
-        ({"title": "a", "metrics": ["lr/*"], "kind": "bar"}, "names each of its metrics"),
+        ({"title": "a", "metrics": ["lr/*"], "kind": "bar"}, "a bar panel cannot use patterns"),
     ],
 )
-def test_a_panel_that_is_none_is_a_mistake_of_three_clauses(panel: Any, message: str) -> None:
+def test_an_invalid_panel_is_an_error_with_three_clauses(panel: Any, message: str) -> None:
     with pytest.raises(ConfigError) as caught:
         make_workspace([{"title": "s", "panels": [panel]}], entity="", project="p", title="t")
     assert message in str(caught.value)
 
 
-def test_a_package_that_is_missing_is_named_with_what_to_type(
+def test_a_missing_package_is_an_error_with_the_command_that_installs_it(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    for name in [one for one in sys.modules if one.startswith("wandb_workspaces")]:
+    for name in [name for name in sys.modules if name.startswith("wandb_workspaces")]:
         monkeypatch.delitem(sys.modules, name)
     monkeypatch.setitem(sys.modules, "wandb_workspaces", None)
     with pytest.raises(ConfigError) as caught:
-        make(tmp_path)
+        run_dashboard(tmp_path)
     assert str(caught.value) == (
         "mode=dashboard: it needs the package wandb_workspaces, which is not installed;"
         " type pip install -e '.[dashboard]'"
     )
 
 
-def test_a_star_stands_for_any_characters_and_a_dot_for_a_dot() -> None:
-    pattern = re.compile(pattern_of(["lr", "lr/*", "a.b"]))
+def test_a_star_matches_any_characters_and_a_dot_only_a_dot() -> None:
+    pattern = re.compile(names_pattern(["lr", "lr/*", "a.b"]))
     names = ["lr", "lr/no_decay", "lr_scale", "train/lr", "a.b", "a-b"]
     assert [name for name in names if pattern.match(name)] == ["lr", "lr/no_decay", "a.b"]
 
@@ -295,11 +302,11 @@ def test_the_mode_composes_with_the_sections_of_the_chosen_dashboard(
     assert (mode["entity"], mode["project"]) == (None, "ours")
 
 
-def test_the_sweep_section_compares_runs_by_words_that_every_run_has() -> None:
-    [compared] = [panel for panel in PANELS if "parameters" in panel]
+def test_the_parameters_of_the_sweep_panel_are_keys_of_every_config() -> None:
+    [parallel] = [panel for panel in PANELS if "parameters" in panel]
     composed, _ = compose_and_check([])
     assert composed is not None
-    for key in compared["parameters"]:
+    for key in parallel["parameters"]:
         value: Any = composed.config
         for part in key.split("."):
             value = value[part]

@@ -1,4 +1,4 @@
-"""The panels against the metrics: every one that our code writes is drawn, and none is drawn that nobody writes."""
+"""The panels against the metrics: every metric that the code writes has a panel, and no panel shows another one."""
 
 import ast
 import fnmatch
@@ -8,13 +8,13 @@ import yaml
 from support import ROOT
 
 SPEC = yaml.safe_load((ROOT / "conf" / "dashboard" / "default.yaml").read_text())["sections"]
-DRAWN = [name for section in SPEC for panel in section["panels"] for name in panel["metrics"]]
-# metrics that no panel draws, each with its reason
+ON_PANELS = [name for section in SPEC for panel in section["panels"] for name in panel["metrics"]]
+# metrics without a panel, each with the reason
 NO_PANEL: dict[str, str] = {}
 
 
 def written_names() -> set[str]:
-    """Metric names that our code writes into a row: keys of dicts and rows, what is yielded or logged by name."""
+    """Return the metric names that the code writes: keys of dicts and rows, names that are yielded or logged."""
     found: set[str] = set()
     for path in [*ROOT.glob("recipes/**/*.py"), *ROOT.glob("callbacks/**/*.py")]:
         for node in ast.walk(ast.parse(path.read_text())):
@@ -29,16 +29,16 @@ def written_names() -> set[str]:
                 written = node.value.elts[:1]
             elif isinstance(node, ast.Call) and isinstance(node.func, ast.Attribute):
                 written = node.args[:1] if node.func.attr == "log" else []
-            found |= {name for one in written if (name := _name(one)) is not None}
+            found |= {name for node in written if (name := _name(node)) is not None}
     return {name for name in found if re.fullmatch(rf"lr(/\*)?|({_prefixes()})/[\w/*]+", name)}
 
 
 def _name(node: ast.expr | None) -> str | None:
-    """A literal; what an f-string fills in is `*`."""
+    """Return the text of a literal; each value of an f-string becomes `*`."""
     if isinstance(node, ast.Constant) and isinstance(node.value, str):
         return node.value
     if isinstance(node, ast.JoinedStr):
-        parts = [one.value if isinstance(one, ast.Constant) else "*" for one in node.values]
+        parts = [part.value if isinstance(part, ast.Constant) else "*" for part in node.values]
         return "".join(str(part) for part in parts)
     return None
 
@@ -48,29 +48,29 @@ def _prefixes() -> str:
 
 
 def metrics_of_readme() -> set[str]:
-    """The first column of README's table of metrics; what stands for several names is `*`."""
+    """Return the first column of the metrics table in README; a placeholder becomes `*`."""
     lines = (ROOT / "README.md").read_text().partition("| metric | meaning |")[2].splitlines()[2:]
     rows = lines[: next(number for number, line in enumerate(lines) if not line.startswith("|"))]
     names = {name for row in rows for name in re.findall(r"`([^`]+)`", row.split("|")[1])}
     return {re.sub(r"<\w+>|…", "*", name) for name in names}
 
 
-def test_every_metric_on_a_panel_is_one_that_our_code_writes() -> None:
-    assert set(DRAWN) - written_names() == set()
+def test_every_metric_on_a_panel_is_written_by_the_code() -> None:
+    assert set(ON_PANELS) - written_names() == set()
 
 
-def test_every_metric_that_our_code_writes_is_on_a_panel() -> None:
-    left_out = {
+def test_every_metric_that_the_code_writes_is_on_a_panel() -> None:
+    missing = {
         name
         for name in written_names() - NO_PANEL.keys()
-        if not any(fnmatch.fnmatchcase(name, pattern) for pattern in DRAWN)
+        if not any(fnmatch.fnmatchcase(name, pattern) for pattern in ON_PANELS)
     }
-    assert left_out == set()
+    assert missing == set()
 
 
 def test_every_metric_of_the_readme_is_on_a_panel() -> None:
     for name in metrics_of_readme():
-        on_panels = [
-            one for one in DRAWN if fnmatch.fnmatchcase(one, name) or fnmatch.fnmatchcase(name, one)
-        ]
-        assert on_panels, name
+        assert any(
+            fnmatch.fnmatchcase(metric, name) or fnmatch.fnmatchcase(name, metric)
+            for metric in ON_PANELS
+        ), name

@@ -36,10 +36,10 @@ SPACE = (
 
 @pytest.fixture(autouse=True)
 def elsewhere(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """A folder to work in, a home without a key, and no word about W&B in the environment."""
+    """A working folder, a home without a W&B key, and no W&B variable in the environment."""
     for name in [name for name in os.environ if name.startswith("WANDB_")]:
         monkeypatch.delenv(name)
-    # what W&B's agent sets in this process, taken back at the end
+    # W&B's agent sets these in this process; monkeypatch removes them at the end
     for name in ("WANDB_DIR", "WANDB_RUN_ID", "WANDB_SWEEP_ID", "WANDB_SWEEP_PARAM_PATH"):
         monkeypatch.setenv(name, "")
         monkeypatch.delenv(name)
@@ -51,9 +51,9 @@ def elsewhere(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     return tmp_path
 
 
-def described(*words: str) -> dict[str, Any]:
-    """The content of the YAML."""
-    composed, mistakes = compose_and_check(["mode=wandb_sweep", *words])
+def write_sweep(*overrides: str) -> dict[str, Any]:
+    """Write the YAML and return its content."""
+    composed, mistakes = compose_and_check(["mode=wandb_sweep", *overrides])
     assert composed is not None
     assert not mistakes, [str(mistake) for mistake in mistakes]
     assert run_composed(composed) == 0
@@ -61,20 +61,20 @@ def described(*words: str) -> dict[str, Any]:
     return content
 
 
-def refused(capsys: pytest.CaptureFixture[str], *words: str) -> str:
-    """What is said where it cannot be; nothing is written."""
-    composed, mistakes = compose_and_check(["mode=wandb_sweep", *words])
+def error_report(capsys: pytest.CaptureFixture[str], *overrides: str) -> str:
+    """Return the report of an invalid sweep, for which no file is written."""
+    composed, mistakes = compose_and_check(["mode=wandb_sweep", *overrides])
     assert composed is not None
     assert not mistakes, [str(mistake) for mistake in mistakes]
     assert run_composed(composed) == 2
     assert not Path("wandb_sweep.yaml").exists()
-    said = capsys.readouterr()
-    return said.out + said.err
+    output = capsys.readouterr()
+    return output.out + output.err
 
 
 @pytest.fixture(scope="class")
 def sweeps(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Any]:
-    """W&B's schema and sampler: what `wandb[sweeps]` brings, less its demand for an old NumPy."""
+    """W&B's schema and sampler: the package of `wandb[sweeps]`, without its requirement of an old NumPy."""
     folder = str(tmp_path_factory.mktemp("wandb_sweeps"))
     pip = [sys.executable, "-m", "pip", "install", "--quiet", "--no-deps", "--target", folder]
     done = subprocess.run([*pip, "sweeps==0.3.0"], capture_output=True, text=True, check=False)
@@ -87,11 +87,11 @@ def sweeps(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Any]:
             patch.delitem(sys.modules, name)
 
 
-class TestAgainstWandbsOwn:
-    """`pip install 'wandb[sweeps]'` brings the schema that W&B checks a sweep by, and what it draws values with."""
+class TestAgainstWandbsSchemaAndSampler:
+    """`pip install 'wandb[sweeps]'` brings the schema that W&B checks a sweep with, and its sampler."""
 
     @pytest.mark.parametrize(
-        "words",
+        "overrides",
         [
             ("optimizer.lr=1e-4,3e-4",),
             (*SPACE, "mode.num_trials=7"),
@@ -99,23 +99,25 @@ class TestAgainstWandbsOwn:
             ("seed=1,2", "logger=wandb", "logger.wandb.entity=us", "logger.wandb.project=ours"),
             *[(f"sweep={path.stem}",) for path in sorted((ROOT / "conf/sweep").glob("[!n]*.yaml"))],
         ],
-        ids=lambda words: words[-1],
+        ids=lambda overrides: overrides[-1],
     )
-    def test_the_schema_finds_nothing(self, sweeps: Any, words: tuple[str]) -> None:
-        content = described(*words)
+    def test_the_yaml_has_no_violation_of_the_schema(
+        self, sweeps: Any, overrides: tuple[str]
+    ) -> None:
+        content = write_sweep(*overrides)
         assert sweeps.config.schema_violations_from_proposed_config(content) == []
 
-    def test_what_is_drawn_is_a_run_without_mistakes(
+    def test_every_sampled_trial_composes_without_mistakes(
         self, sweeps: Any, elsewhere: Path, monkeypatch: pytest.MonkeyPatch
     ) -> None:
         texts = write_texts(elsewhere / "texts")
-        content = described(*TINY, f"data.path={texts}", *SPACE)
+        content = write_sweep(*TINY, f"data.path={texts}", *SPACE)
         monkeypatch.setenv("WANDB_SWEEP_ID", "s")
         monkeypatch.setenv("WANDB_RUN_ID", "r")
         for _ in range(8):
             drawn = sweeps.next_run(content, []).config
             args = {name: as_json(value["value"]) for name, value in drawn.items()}
-            composed, mistakes = compose_and_check(command_of(content, args)[3:])
+            composed, mistakes = compose_and_check(agent_command(content, args)[3:])
             assert composed is not None
             wrong = [m.setting for m in mistakes if not m.setting.startswith("model.hidden_size=")]
             assert wrong == []  # a width that the heads do not divide is one
@@ -135,7 +137,7 @@ class TestAgainstWandbsOwn:
             assert config["trainer"]["benchmark"] in (True, False)
 
     def test_a_grid_is_every_combination_once(self, sweeps: Any) -> None:
-        content = described(
+        content = write_sweep(
             "optimizer.lr=1e-4,3e-4,1e-3", "seed=range(4)", "micro_batch_size=null,8"
         )
         runs: list[Any] = []
@@ -146,29 +148,29 @@ class TestAgainstWandbsOwn:
 
 
 def as_json(value: Any) -> Any:
-    """As an agent is told it by the server."""
+    """Return a value as the server sends it to an agent."""
     return json.loads(json.dumps(value, default=lambda number: number.item()))
 
 
-def command_of(content: dict[str, Any], args: dict[str, Any]) -> list[str]:
-    """The words that W&B's agent starts."""
+def agent_command(content: dict[str, Any], args: dict[str, Any]) -> list[str]:
+    """Return the command that W&B's agent starts."""
     from wandb.sdk.launch.sweeps.utils import create_sweep_command, create_sweep_command_args
 
     macros = create_sweep_command_args({"args": {k: {"value": v} for k, v in args.items()}})
     macros |= {"env": ["env"], "interpreter": ["python"], "program": [content["program"]]}
-    words = []
-    for word in create_sweep_command(list(content["command"])):
-        words += macros[word[2:-1]] if word.startswith("${") else [word]
-    return words
+    command = []
+    for part in create_sweep_command(list(content["command"])):
+        command += macros[part[2:-1]] if part.startswith("${") else [part]
+    return command
 
 
 class Trial:
-    """One that W&B's own agent starts, as at the word of the server.
+    """A trial started by W&B's own agent, as if the server had requested it.
 
     Args:
-        content: Of the YAML.
-        run_id: That W&B has made for the trial.
-        args: What it has drawn.
+        content: The content of the YAML.
+        run_id: The run's id at W&B.
+        args: The sampled values.
     """
 
     def __init__(self, content: dict[str, Any], *, run_id: str, args: dict[str, Any]) -> None:
@@ -177,29 +179,29 @@ class Trial:
         os.environ["WANDB_SWEEP_ID"] = "swp"
         agent = Agent(None, None, sweep_id="swp")
         agent._sweep_command = list(content["command"])
-        told = {"type": "run", "run_id": run_id, "program": content["program"]}
-        agent._process_command(told | {"args": {key: {"value": v} for key, v in args.items()}})
+        message = {"type": "run", "run_id": run_id, "program": content["program"]}
+        agent._process_command(message | {"args": {key: {"value": v} for key, v in args.items()}})
         self.process = agent._run_processes[run_id]._popen
 
     def end(self) -> int:
-        """Its exit code."""
+        """Wait for the trial and return its exit code."""
         code: int = self.process.wait(timeout=200)
         return code
 
 
-def words_in(folder: Path) -> list[str]:
-    """Four steps on two ranks, a validation after every second."""
+def run_overrides(folder: Path) -> list[str]:
+    """Return the overrides of a run of four steps on two ranks, with a validation after every second step."""
     texts = write_texts(folder / "texts")
-    words = [*TINY, f"data.path={texts}", "trainer.accelerator=cpu", "trainer.max_steps=4"]
-    words += ["name=ddp_test"]
-    return [*words, "strategy=ddp", "trainer.devices=2", "micro_batch_size=4", "eval_every=2"]
+    overrides = [*TINY, f"data.path={texts}", "trainer.accelerator=cpu", "trainer.max_steps=4"]
+    overrides += ["name=ddp_test"]
+    return [*overrides, "strategy=ddp", "trainer.devices=2", "micro_batch_size=4", "eval_every=2"]
 
 
-def test_trials_of_two_ranks_are_the_runs_that_the_agent_named(
+def test_trials_on_two_ranks_log_to_the_runs_named_by_the_agent(
     elsewhere: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
 ) -> None:
-    content = described(
-        *words_in(elsewhere), "optimizer.lr=1e-3,3e-3", "model=gpt2_nano,llama_nano"
+    content = write_sweep(
+        *run_overrides(elsewhere), "optimizer.lr=1e-3,3e-3", "model=gpt2_nano,llama_nano"
     )
     monkeypatch.setenv("WANDB_PROJECT", "theirs")  # as `wandb agent us/theirs/swp` does
     drawn = {"trial1": 0.001, "trial2": 0.003}
@@ -220,11 +222,11 @@ def test_trials_of_two_ranks_are_the_runs_that_the_agent_named(
         assert json.loads((folder / ID_FILE).read_text()) == {"id": run_id}
         config = run["config"]["update"] | one_of(records, "config")["update"]
         assert (config["optimizer.lr"], config["optimizer"]["lr"]) == (lr, lr)
-        assert config["model"] == "gpt2_nano"  # as W&B has drawn it
+        assert config["model"] == "gpt2_nano"  # as W&B has sampled it
         assert config["model_settings"] == frozen["model"]
         steps = [row[STEP] for row in find_rows(records)]
         assert steps == [1, 2, 3, 4]
-        # what the sweep is judged by is in the run's summary, under this name
+        # the sweep's metric is in the run's summary under the same name
         summary = summary_of(records)
         assert content["metric"] == {"name": "best_val_loss", "goal": "minimize"}
         assert summary[content["metric"]["name"]] == min(
@@ -232,12 +234,16 @@ def test_trials_of_two_ranks_are_the_runs_that_the_agent_named(
         )
 
 
-def test_a_trial_of_an_entry_that_was_cut_goes_on_in_its_folder_as_its_run(
+def test_a_preempted_trial_of_a_conf_sweep_option_resumes_in_its_folder_and_wandb_run(
     elsewhere: Path, capfd: pytest.CaptureFixture[str]
 ) -> None:
     stop = "+callbacks.signals={_target_: signalled.SignalAt, folder: .,"
-    words = [*words_in(elsewhere), f"{stop} signals: [step_3_SIGTERM_0]}}", "micro_batch_size=8"]
-    content = described(*words, "sweep=lr", "strategy=single", "trainer.devices=1")
+    overrides = [
+        *run_overrides(elsewhere),
+        f"{stop} signals: [step_3_SIGTERM_0]}}",
+        "micro_batch_size=8",
+    ]
+    content = write_sweep(*overrides, "sweep=lr", "strategy=single", "trainer.devices=1")
     os.environ["PYTHONPATH"] = str(ROOT / "tests")
     args = {"optimizer.lr": 0.003}
     codes = [Trial(content, run_id="cut", args=args).end() for _ in range(2)]
@@ -249,15 +255,17 @@ def test_a_trial_of_an_entry_that_was_cut_goes_on_in_its_folder_as_its_run(
     assert sorted(set(steps)) == [1, 2, 3, 4]
 
 
-def test_what_every_trial_is_given_stands_in_the_command() -> None:
-    content = described(
+def test_the_overrides_of_every_trial_are_in_the_command() -> None:
+    content = write_sweep(
         "optimizer.lr=1e-3,3e-3", "sweep=lr", "mode.path=wandb_sweep.yaml", "seed=7"
     )
     assert content["command"] == [
         *("${env}", "${interpreter}", "${program}", "sweep=lr", "seed=7"),
         *("resume=auto", "hydra.mode=RUN", "logger=wandb", "${args_no_hyphens}"),
     ]
-    assert content["parameters"] == {"optimizer.lr": {"values": [0.001, 0.003]}}  # what is typed
+    assert content["parameters"] == {
+        "optimizer.lr": {"values": [0.001, 0.003]}
+    }  # typed values replace those of sweep=lr
     assert (Path.cwd() / content["program"]).resolve() == ROOT / "train.py"
     head = {key: content[key] for key in ("name", "project", "method", "metric")}
     assert head == {
@@ -268,8 +276,8 @@ def test_what_every_trial_is_given_stands_in_the_command() -> None:
     }
 
 
-def test_numbers_of_every_kind_have_their_distribution() -> None:
-    content = described(
+def test_each_kind_of_interval_has_its_distribution() -> None:
+    content = write_sweep(
         "sweep.objective=tokens_per_second",
         "sweep.direction=maximize",
         "optimizer.lr=tag(log,interval(1e-5,1e-2))",
@@ -286,38 +294,36 @@ def test_numbers_of_every_kind_have_their_distribution() -> None:
         "seed": {"distribution": "int_uniform", "min": 0, "max": 2},
         "eval_every": {"value": 5.0},
         "log_every": {"distribution": "q_log_uniform_values", "min": 1, "max": 64, "q": 1},
-        "micro_batch_size": {"values": ["null", 8]},  # W&B's None would be typed as text
+        "micro_batch_size": {"values": ["null", 8]},  # the agent would pass None as the text `None`
     }
     assert (content["method"], content["run_cap"]) == ("bayes", 9)
     assert content["metric"] == {"name": "tokens_per_second", "goal": "maximize"}
 
 
-def test_a_search_that_optuna_would_make_has_its_space_and_its_number_of_trials() -> None:
-    content = described("sweep=optuna_lr", "hydra.sweeper.n_trials=12")
+def test_an_optuna_sweep_keeps_its_space_and_its_number_of_trials() -> None:
+    content = write_sweep("sweep=optuna_lr", "hydra.sweeper.n_trials=12")
     assert (content["method"], content["run_cap"]) == ("bayes", 12)
     lr = content["parameters"]["optimizer.lr"]
     assert lr == {"distribution": "log_uniform_values", "min": 1e-4, "max": 1e-2}
-    assert not [
-        word for word in content["command"] if word.startswith("hydra") and "RUN" not in word
-    ]
+    assert [part for part in content["command"] if part.startswith("hydra")] == ["hydra.mode=RUN"]
 
 
-def test_early_termination_compares_what_is_logged_on_the_way() -> None:
-    content = described("optimizer.lr=1e-3,3e-3", "mode.early_terminate=3")
+def test_early_termination_uses_a_metric_that_is_logged_during_the_run() -> None:
+    content = write_sweep("optimizer.lr=1e-3,3e-3", "mode.early_terminate=3")
     assert content["early_terminate"] == {"type": "hyperband", "min_iter": 3}
     assert content["metric"]["name"] == "val/loss"
 
 
 @pytest.mark.parametrize(
-    ("words", "said"),
+    ("overrides", "message"),
     [
         (["seed=1"], "there is nothing to search"),
         (["seed=1,2", "hydra.run.dir=x"], "all trials of the sweep would share that folder"),
-        (["seed=1,2", "logger=csv"], "W&B is not told of the trials"),
+        (["seed=1,2", "logger=csv"], "the trials would not log to W&B"),
         (["seed=1,2", "sweep.objective=los"], "type: sweep.objective="),
         (["optimizer.lr=interval(0.2,0.1)"], "0.2 is greater than 0.1"),
         (["optimizer.lr=interval(0,1)", "mode.method=grid"], "a grid needs single values"),
-        (["seed=range(100000)", "mode.method=grid"], "W&B would be told 99999 values one by one"),
+        (["seed=range(100000)", "mode.method=grid"], "W&B would get a list of 99999 values"),
         (["optimizer.rate=interval(0,1)"], "there is no 'optimizer.rate'"),
         (["model=gpt2_nano,gpt2_nan"], "type: model=gpt2_nano"),
         (["callbacks@x=default,default2"], "letters, digits and _ . - only"),
@@ -328,7 +334,7 @@ def test_early_termination_compares_what_is_logged_on_the_way() -> None:
     ],
     ids=lambda value: value[-1] if isinstance(value, list) else "",
 )
-def test_what_cannot_be_a_sweep_is_refused(
-    capsys: pytest.CaptureFixture[str], words: list[str], said: str
+def test_an_invalid_sweep_is_reported_and_not_written(
+    capsys: pytest.CaptureFixture[str], overrides: list[str], message: str
 ) -> None:
-    assert said in refused(capsys, *words)
+    assert message in error_report(capsys, *overrides)

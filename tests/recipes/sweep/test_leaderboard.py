@@ -1,4 +1,4 @@
-"""sweep.csv: the best first, by any number that a run leaves, with the words that set a job apart."""
+"""sweep.csv: best job first, by any number of a run, with the overrides that set each job apart; the ledger of jobs."""
 
 import csv
 import json
@@ -11,18 +11,21 @@ from recipes.errors import ConfigError
 from recipes.launcher.job import Job, State, read_job, state_from_exit_code
 from recipes.sweep.leaderboard import (
     check_objective,
-    ranked,
+    rank_jobs,
     read_objective,
-    swept_words,
+    swept_overrides,
     write_leaderboard,
 )
 from recipes.sweep.sweep import Ledger
 
 
-def job_in(
-    folder: Path, number: int, words: list[str], state: State = State.FINISHED, **summary: Any
+def save_job(
+    folder: Path, number: int, overrides: list[str], state: State = State.FINISHED, **summary: Any
 ) -> Job:
-    job = Job(number=number, folder=folder / str(number), overrides=words, state=state, exit_code=0)
+    """Write a job's folder, with a summary if there are values for it."""
+    job = Job(
+        number=number, folder=folder / str(number), overrides=overrides, state=state, exit_code=0
+    )
     job.save()
     if summary:
         (job.folder / "summary.json").write_text(json.dumps(summary))
@@ -31,21 +34,23 @@ def job_in(
 
 @pytest.fixture
 def jobs(tmp_path: Path) -> list[Job]:
-    words = [["model=gpt2", f"optimizer.lr={lr}"] for lr in ("1e-4", "3e-4", "1e-3", "3e-3")]
+    overrides = [["model=gpt2", f"optimizer.lr={lr}"] for lr in ("1e-4", "3e-4", "1e-3", "3e-3")]
     return [
-        job_in(tmp_path, 0, words[0], val_loss=3.5, tokens_per_second=100.0),
-        job_in(tmp_path, 1, words[1], State.FAILED, val_loss=1.0),
-        job_in(tmp_path, 2, words[2], val_loss=3.1, tokens_per_second=90.0),
-        job_in(tmp_path, 3, [*words[3], "+tags=[a]"], State.RUNNING),
+        save_job(tmp_path, 0, overrides[0], val_loss=3.5, tokens_per_second=100.0),
+        save_job(tmp_path, 1, overrides[1], State.FAILED, val_loss=1.0),
+        save_job(tmp_path, 2, overrides[2], val_loss=3.1, tokens_per_second=90.0),
+        save_job(tmp_path, 3, [*overrides[3], "+tags=[a]"], State.RUNNING),
     ]
 
 
-def test_the_best_is_first_and_what_has_no_number_last(jobs: list[Job]) -> None:
-    assert [job.number for job in ranked(jobs, "val_loss", "minimize")] == [2, 0, 1, 3]
-    assert [job.number for job in ranked(jobs, "tokens_per_second", "maximize")] == [0, 2, 1, 3]
+def test_the_best_job_is_first_and_jobs_without_a_result_are_last(jobs: list[Job]) -> None:
+    assert [job.number for job in rank_jobs(jobs, "val_loss", "minimize")] == [2, 0, 1, 3]
+    assert [job.number for job in rank_jobs(jobs, "tokens_per_second", "maximize")] == [0, 2, 1, 3]
 
 
-def test_a_row_has_the_words_that_differ_and_no_others(tmp_path: Path, jobs: list[Job]) -> None:
+def test_a_row_has_the_overrides_that_differ_between_jobs_and_no_others(
+    tmp_path: Path, jobs: list[Job]
+) -> None:
     write_leaderboard(tmp_path, jobs, objective="val_loss", direction="minimize")
     with (tmp_path / "sweep.csv").open(newline="") as file:
         rows = list(csv.DictReader(file))
@@ -56,36 +61,38 @@ def test_a_row_has_the_words_that_differ_and_no_others(tmp_path: Path, jobs: lis
     assert rows[0]["val_loss"] == "3.1"
 
 
-def test_one_job_alone_is_told_by_the_keys_that_are_swept(jobs: list[Job]) -> None:
-    assert swept_words(jobs[:1]) == {0: {}}
-    assert swept_words(jobs[:1], ["optimizer.lr"]) == {0: {"optimizer.lr": "1e-4"}}
+def test_a_single_job_shows_the_overrides_of_the_known_sweep_keys(jobs: list[Job]) -> None:
+    assert swept_overrides(jobs[:1]) == {0: {}}
+    assert swept_overrides(jobs[:1], ["optimizer.lr"]) == {0: {"optimizer.lr": "1e-4"}}
 
 
-def test_the_last_value_of_a_metric_may_be_the_objective(tmp_path: Path) -> None:
-    job = job_in(tmp_path, 0, [], val_loss=3.0)
+def test_the_objective_may_be_the_last_value_of_a_metric(tmp_path: Path) -> None:
+    job = save_job(tmp_path, 0, [], val_loss=3.0)
     (job.folder / "metrics.csv").write_text("step,grad/norm,val/loss\n1,2.5,\n2,1.5,3\n3,,\n")
     assert read_objective(job.folder, "grad/norm") == 1.5
     assert read_objective(job.folder, "memory/host_peak_gib") is None
     assert read_objective(tmp_path / "nowhere", "val_loss") is None
 
 
-def test_an_objective_that_no_run_leaves_is_refused_with_the_nearest_name() -> None:
+def test_an_unknown_objective_is_rejected_with_the_nearest_name() -> None:
     with pytest.raises(ConfigError, match=r"type sweep.objective=val_loss"):
         check_objective("valloss")
     check_objective("val/perplexity")
 
 
-def test_a_job_of_an_earlier_start_is_found_by_its_words_once(tmp_path: Path) -> None:
-    for number, words in enumerate([["a=1", "b=2"], ["a=2", "b=2"], ["b=2", "a=1"]]):
-        job_in(tmp_path, number, words)
+def test_a_job_of_an_earlier_command_is_found_by_its_overrides_in_any_order_but_only_once(
+    tmp_path: Path,
+) -> None:
+    for number, overrides in enumerate([["a=1", "b=2"], ["a=2", "b=2"], ["b=2", "a=1"]]):
+        save_job(tmp_path, number, overrides)
     ledger = Ledger(tmp_path)
     assert [getattr(ledger.claim(["a=1", "b=2"]), "number", None) for _ in range(3)] == [0, 2, None]
     assert ledger.free_number(1) == 3
     assert ledger.free_number(7) == 7
 
 
-def test_a_job_reads_back_as_it_was_written_from_a_folder_that_was_moved(tmp_path: Path) -> None:
-    job = job_in(tmp_path, 4, ["a=1"], State.PREEMPTED)
+def test_a_job_is_read_back_from_a_folder_that_was_moved(tmp_path: Path) -> None:
+    job = save_job(tmp_path, 4, ["a=1"], State.PREEMPTED)
     job.folder.rename(tmp_path / "moved")
     read = read_job(tmp_path / "moved" / "job.json")
     assert (read.number, read.overrides, read.state) == (4, ["a=1"], State.PREEMPTED)
@@ -109,6 +116,8 @@ def test_a_job_reads_back_as_it_was_written_from_a_folder_that_was_moved(tmp_pat
         (-15, State.KILLED),
     ],
 )
-def test_an_exit_code_is_a_state_that_is_over_cut_or_failed(exit_code: int, state: State) -> None:
+def test_each_exit_code_maps_to_a_state_that_is_either_final_resumable_or_failed(
+    exit_code: int, state: State
+) -> None:
     assert state_from_exit_code(exit_code) is state
     assert [state.is_over, state.is_cut, state.has_failed].count(True) == 1

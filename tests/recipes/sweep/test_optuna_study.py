@@ -1,4 +1,4 @@
-"""A study in a sweep's folder: the same trials whether it is killed or not, and what each end tells the study."""
+"""A study in a sweep's folder: the same trials whether it is killed or not, and the result of each way a job ends."""
 
 import json
 import math
@@ -28,13 +28,13 @@ SPACE = (
 )
 
 
-def space_of(words: tuple[str, ...] = SPACE) -> SearchSpace:
-    space, mistakes = read_space(words)
+def make_space(overrides: tuple[str, ...] = SPACE) -> SearchSpace:
+    space, mistakes = read_space(overrides)
     assert not mistakes
     return space
 
 
-def source_in(
+def open_source(
     folder: Path, *, num_trials: int = 12, retry_failed: bool = False, prune_on: str | None = None
 ) -> StudySource:
     folder.mkdir(exist_ok=True)
@@ -49,7 +49,7 @@ def source_in(
     )
     sweep = Sweep(
         folder=folder,
-        place=Local(devices_per_job=None, max_jobs=None),
+        launcher=Local(devices_per_job=None, max_jobs=None),
         settings=settings,
         config_folder=CONF,
         config_name="config",
@@ -62,23 +62,23 @@ def source_in(
         load_if_exists=True,
         pruner=optuna.pruners.MedianPruner(n_startup_trials=2),
     )
-    space = space_of()
+    space = make_space()
     return StudySource(
         study=study,
         sweep=sweep,
         distributions=make_distributions(space),
-        words_of=partial(trial_overrides, space),
-        name_of=lambda _, number: str(number),
+        make_overrides=partial(trial_overrides, space),
+        get_folder_name=lambda _, number: str(number),
         num_trials=num_trials,
-        seed_sampler=lambda trial: optuna.samplers.TPESampler(seed=trial, n_startup_trials=3),
+        make_sampler=lambda trial: optuna.samplers.TPESampler(seed=trial, n_startup_trials=3),
         prune_on=prune_on,
     )
 
 
-def loss_of(job: Job) -> float:
-    """The bottom of a bowl at lr=3e-3."""
-    typed = dict(word.split("=") for word in job.overrides)
-    return math.log(float(typed["optimizer.lr"]) / 3e-3) ** 2 + float(typed["warmup_steps"]) / 100
+def bowl_loss(job: Job) -> float:
+    """Return a loss with its minimum at lr=3e-3."""
+    values = dict(override.split("=") for override in job.overrides)
+    return math.log(float(values["optimizer.lr"]) / 3e-3) ** 2 + float(values["warmup_steps"]) / 100
 
 
 def end(source: StudySource, job: Job, state: State, **summary: Any) -> None:
@@ -86,85 +86,87 @@ def end(source: StudySource, job: Job, state: State, **summary: Any) -> None:
     (job.folder / "summary.json").write_text(json.dumps(summary))
     job.state, job.exit_code = state, 0 if state is State.FINISHED else 1
     job.save()
-    source.ended(job)
+    source.job_ended(job)
 
 
 def drive(source: StudySource, *, kill_at: int | None = None) -> list[Job]:
-    """Carry out the trials; `kill_at`: the job of this number is left as a kill leaves it."""
+    """Run the trials; `kill_at`: stop and leave the job with this number as a kill would."""
     jobs = []
-    while more := source.more():
-        [job] = more
+    while batch := source.next_jobs():
+        [job] = batch
         jobs.append(job)
         job.state = State.RUNNING
         job.save()
         if job.number == kill_at:
             return jobs
-        end(source, job, State.FINISHED, best_val_loss=loss_of(job))
+        end(source, job, State.FINISHED, best_val_loss=bowl_loss(job))
     return jobs
 
 
-def trials_of(folder: Path) -> list[optuna.trial.FrozenTrial]:
+def load_trials(folder: Path) -> list[optuna.trial.FrozenTrial]:
     return optuna.load_study(storage=f"sqlite:///{folder / 'study.db'}", study_name="sweep").trials
 
 
-def test_a_study_killed_in_its_sixth_trial_goes_on_to_the_twelve_of_an_undisturbed_one(
+def test_a_study_killed_in_its_sixth_trial_resumes_to_the_twelve_trials_of_an_uninterrupted_one(
     tmp_path: Path,
 ) -> None:
-    drive(source_in(tmp_path / "whole"))
-    cut = tmp_path / "cut"
-    before = drive(source_in(cut), kill_at=5)
-    after = drive(source_in(cut))
+    drive(open_source(tmp_path / "reference"))
+    killed = tmp_path / "killed"
+    before = drive(open_source(killed), kill_at=5)
+    after = drive(open_source(killed))
     assert [job.number for job in before] == [0, 1, 2, 3, 4, 5]
     assert [job.number for job in after] == [5, 6, 7, 8, 9, 10, 11], (
-        "the sixth goes on in its folder"
+        "the sixth trial resumes in its folder"
     )
-    whole, resumed = trials_of(tmp_path / "whole"), trials_of(cut)
+    reference, resumed = load_trials(tmp_path / "reference"), load_trials(killed)
     assert len(resumed) == 12
-    assert [trial.params for trial in resumed] == [trial.params for trial in whole]
-    assert [trial.value for trial in resumed] == [trial.value for trial in whole]
+    assert [trial.params for trial in resumed] == [trial.params for trial in reference]
+    assert [trial.value for trial in resumed] == [trial.value for trial in reference]
     assert {trial.state for trial in resumed} == {TrialState.COMPLETE}
 
 
-def test_a_trial_that_ended_while_nobody_listened_is_told_and_not_run_again(tmp_path: Path) -> None:
-    [*_, last] = drive(source_in(tmp_path), kill_at=1)
+def test_a_trial_that_finished_after_the_sweep_was_killed_is_recorded_and_not_run_again(
+    tmp_path: Path,
+) -> None:
+    [*_, last] = drive(open_source(tmp_path), kill_at=1)
     (last.folder / "summary.json").write_text(json.dumps({"best_val_loss": 0.5}))
     last.state, last.exit_code = State.FINISHED, 0
     last.save()
-    [job] = source_in(tmp_path).more()
+    [job] = open_source(tmp_path).next_jobs()
     assert job.number == 2
-    assert trials_of(tmp_path)[1].value == 0.5
+    assert load_trials(tmp_path)[1].value == 0.5
 
 
-def test_a_study_killed_before_a_trial_knew_its_parameters_gives_it_the_rest(
+def test_a_trial_whose_parameters_were_not_stored_before_a_kill_gets_them_on_resume(
     tmp_path: Path,
 ) -> None:
-    source = source_in(tmp_path)
-    source._study.ask()  # a trial without parameters: what a kill between two writes leaves
-    [job] = source_in(tmp_path).more()
+    source = open_source(tmp_path)
+    source._study.ask()  # without parameters, as after a kill between two writes
+    [job] = open_source(tmp_path).next_jobs()
     assert job.number == 0
-    assert set(trials_of(tmp_path)[0].params) == {
+    assert set(load_trials(tmp_path)[0].params) == {
         "optimizer.lr",
         "global_batch_size",
         "warmup_steps",
     }
 
 
-def test_what_has_failed_is_told_as_failed_and_repeated_with_the_same_words_when_asked(
+def test_a_failed_trial_is_retried_with_the_same_overrides_only_with_retry_failed(
     tmp_path: Path,
 ) -> None:
-    source = source_in(tmp_path, num_trials=2)
-    [first] = source.more()
+    source = open_source(tmp_path, num_trials=2)
+    [first] = source.next_jobs()
     end(source, first, State.FAILED)
-    [second] = source.more()
+    [second] = source.next_jobs()
     end(source, second, State.FINISHED, best_val_loss=1.0)
-    assert source.more() == []
-    assert source_in(tmp_path, num_trials=2).more() == [], "left alone"
-    again = source_in(tmp_path, num_trials=2, retry_failed=True)
-    [repeated] = again.more()
-    assert sorted(repeated.overrides) == sorted(first.overrides)
-    end(again, repeated, State.FINISHED, best_val_loss=2.0)
-    assert again.more() == []
-    states = [trial.state for trial in trials_of(tmp_path)]
+    assert source.next_jobs() == []
+    assert open_source(tmp_path, num_trials=2).next_jobs() == [], "not retried"
+    again = open_source(tmp_path, num_trials=2, retry_failed=True)
+    [retried] = again.next_jobs()
+    assert sorted(retried.overrides) == sorted(first.overrides)
+    end(again, retried, State.FINISHED, best_val_loss=2.0)
+    assert again.next_jobs() == []
+    states = [trial.state for trial in load_trials(tmp_path)]
     assert states == [TrialState.FAIL, TrialState.COMPLETE, TrialState.COMPLETE]
 
 
@@ -172,70 +174,70 @@ def test_what_has_failed_is_told_as_failed_and_repeated_with_the_same_words_when
 def test_a_run_without_a_finite_objective_is_a_failed_trial(
     tmp_path: Path, summary: Mapping[str, Any]
 ) -> None:
-    source = source_in(tmp_path)
-    [job] = source.more()
+    source = open_source(tmp_path)
+    [job] = source.next_jobs()
     end(source, job, State.FINISHED, **summary)
-    assert trials_of(tmp_path)[0].state is TrialState.FAIL
+    assert load_trials(tmp_path)[0].state is TrialState.FAIL
 
 
-def test_a_trial_worse_than_the_median_at_its_step_is_hopeless_and_one_that_is_better_is_not(
+def test_a_trial_worse_than_the_median_at_its_step_is_pruned_and_a_better_one_is_not(
     tmp_path: Path,
 ) -> None:
-    source = source_in(tmp_path, prune_on="val/loss")
+    source = open_source(tmp_path, prune_on="val/loss")
     for _ in range(3):
-        [job] = source.more()
+        [job] = source.next_jobs()
         rows = [{"step": step, "val/loss": 4.0 - step / 100} for step in (10.0, 20.0)]
         assert not source.should_prune(job, rows)
         end(source, job, State.FINISHED, best_val_loss=3.8)
-    [better] = source.more()
+    [better] = source.next_jobs()
     assert not source.should_prune(better, [{"step": 10.0, "val/loss": 3.0}])
     assert not source.should_prune(better, [{"step": 15.0, "train/loss": 9.0}]), "another metric"
     end(source, better, State.FINISHED, best_val_loss=2.8)
-    [worse] = source.more()
+    [worse] = source.next_jobs()
     assert source.should_prune(worse, [{"step": 10.0, "val/loss": 5.0}])
     end(source, worse, State.PRUNED)
-    assert trials_of(tmp_path)[4].state is TrialState.PRUNED
-    assert trials_of(tmp_path)[4].intermediate_values == {10: 5.0}
+    assert load_trials(tmp_path)[4].state is TrialState.PRUNED
+    assert load_trials(tmp_path)[4].intermediate_values == {10: 5.0}
 
 
-def test_a_trial_with_a_wrong_config_is_refused_and_the_next_one_asked_for(
+def test_a_trial_with_an_invalid_config_fails_and_the_next_one_is_started(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    source = source_in(tmp_path, num_trials=3)
-    space = space_of()
+    source = open_source(tmp_path, num_trials=3)
+    space = make_space()
+    invalid = iter([["trainer.max_steps=-5"]])  # only in the first trial
 
-    def words_of(params: Mapping[str, Any]) -> list[str]:
-        return [*trial_overrides(space, params), *(["trainer.max_steps=-5"] if not asked else [])]
+    def make_overrides(params: Mapping[str, Any]) -> list[str]:
+        return [*trial_overrides(space, params), *next(invalid, [])]
 
-    asked: list[int] = []
-    monkeypatch.setattr(source, "_words_of", lambda params: (words_of(params), asked.append(1))[0])
-    [job] = source.more()
+    monkeypatch.setattr(source, "_make_overrides", make_overrides)
+    [job] = source.next_jobs()
     assert job.number == 1
-    assert trials_of(tmp_path)[0].state is TrialState.FAIL
+    assert load_trials(tmp_path)[0].state is TrialState.FAIL
 
 
-def test_a_study_goes_on_as_what_it_was_or_not_at_all(
+def test_a_study_is_not_resumed_with_another_search_space(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    source_in(tmp_path)
-    monkeypatch.setitem(globals(), "space_of", lambda: read_space(SPACE[:2])[0])
+    open_source(tmp_path)
+    monkeypatch.setitem(globals(), "make_space", lambda: read_space(SPACE[:2])[0])
     with pytest.raises(ConfigError, match="the space of the study in it is"):
-        source_in(tmp_path)
+        open_source(tmp_path)
 
 
-def test_a_study_that_maximizes_stops_the_trial_with_the_larger_loss(tmp_path: Path) -> None:
-    source = source_in(tmp_path, prune_on="val/loss")
+def test_a_study_that_maximizes_prunes_the_trial_with_the_larger_loss(tmp_path: Path) -> None:
+    source = open_source(tmp_path, prune_on="val/loss")
     source._prune_sign = -1
-    pruner_of_a_maximum = optuna.create_study(
+    maximizing_study = optuna.create_study(
         direction="maximize", pruner=optuna.pruners.MedianPruner(n_startup_trials=2)
     )
-    source._study = pruner_of_a_maximum
+    source._study = maximizing_study
     for _ in range(3):
-        [job] = source.more()
+        [job] = source.next_jobs()
         assert not source.should_prune(job, [{"step": 10.0, "val/loss": 4.0}])
         end(source, job, State.FINISHED, best_val_loss=100.0)
-    [job] = source.more()
+    [job] = source.next_jobs()
     assert not source.should_prune(job, [{"step": 10.0, "val/loss": 3.0}])
     end(source, job, State.FINISHED, best_val_loss=100.0)
-    [job] = source.more()
+    [job] = source.next_jobs()
     assert source.should_prune(job, [{"step": 10.0, "val/loss": 5.0}])

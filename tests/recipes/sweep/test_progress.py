@@ -1,4 +1,4 @@
-"""Rows of a run as another process reads them: whole ones, each new one once, whatever happens to the file."""
+"""Rows of a run as another process reads them: only complete ones, also while the file is rewritten."""
 
 from pathlib import Path
 
@@ -8,7 +8,7 @@ from recipes.sweep import progress as module
 from recipes.sweep.progress import Progress
 
 
-def test_nothing_is_read_where_nothing_is(tmp_path: Path) -> None:
+def test_a_missing_or_empty_file_has_no_rows(tmp_path: Path) -> None:
     progress = Progress(tmp_path, 10)
     assert progress.read() == []
     (tmp_path / "metrics.csv").write_text("")
@@ -17,7 +17,7 @@ def test_nothing_is_read_where_nothing_is(tmp_path: Path) -> None:
     assert progress.seconds_left() is None
 
 
-def test_half_a_row_waits_for_its_end_and_the_newest_is_read_again(tmp_path: Path) -> None:
+def test_half_a_row_is_not_read_and_the_newest_row_is_read_again(tmp_path: Path) -> None:
     file = tmp_path / "metrics.csv"
     file.write_text("step,train/loss,val/loss\n1,5.5,\n2,5.2")
     progress = Progress(tmp_path, 10)
@@ -33,32 +33,32 @@ def test_half_a_row_waits_for_its_end_and_the_newest_is_read_again(tmp_path: Pat
     assert progress.last == {"step": 3, "train/loss": 5.0, "val/loss": 5.1}
 
 
-def test_a_file_written_anew_with_another_column_is_read_from_its_beginning(tmp_path: Path) -> None:
+def test_a_file_rewritten_with_another_column_is_read_from_its_beginning(tmp_path: Path) -> None:
     file = tmp_path / "metrics.csv"
     file.write_text("step,train/loss\n1,5.5\n2,5.2\n")
     progress = Progress(tmp_path, 10)
     progress.read()
-    other = tmp_path / "metrics.tmp"
-    other.write_text("step,train/loss,val/loss\n1,5.5,\n2,5.2,5.0\n3,4.9,\n")
-    other.replace(file)
+    rewritten = tmp_path / "metrics.tmp"
+    rewritten.write_text("step,train/loss,val/loss\n1,5.5,\n2,5.2,5.0\n3,4.9,\n")
+    rewritten.replace(file)
     assert [row["step"] for row in progress.read()] == [1, 2, 3]
     assert progress.last["val/loss"] == 5.0
 
 
-def test_a_run_that_goes_back_is_followed_back(tmp_path: Path) -> None:
+def test_the_step_decreases_when_a_run_rolls_back(tmp_path: Path) -> None:
     file = tmp_path / "metrics.csv"
     file.write_text("step,train/loss\n" + "".join(f"{step},5.0\n" for step in range(1, 9)))
     progress = Progress(tmp_path, 10)
     progress.read()
     assert progress.step == 8
-    other = tmp_path / "metrics.tmp"
-    other.write_text("step,train/loss\n1,5.0\n2,5.0\n")
-    other.replace(file)
+    rewritten = tmp_path / "metrics.tmp"
+    rewritten.write_text("step,train/loss\n1,5.0\n2,5.0\n")
+    rewritten.replace(file)
     progress.read()
     assert progress.step == 2
 
 
-def test_the_time_left_is_that_of_the_steps_left_at_the_pace_seen(
+def test_the_time_left_is_the_remaining_steps_at_the_observed_pace(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     clock = iter([100.0, 104.0])
@@ -72,10 +72,10 @@ def test_the_time_left_is_that_of_the_steps_left_at_the_pace_seen(
     assert progress.seconds_left() == pytest.approx(4.0 / 8 * 32)
 
 
-@pytest.mark.parametrize("odd", ["2,1e-,", "x,3,", "2,\0\0,", ",5.0,"])
-def test_a_row_that_is_half_of_what_it_will_be_is_read_again(tmp_path: Path, odd: str) -> None:
+@pytest.mark.parametrize("partial_row", ["2,1e-,", "x,3,", "2,\0\0,", ",5.0,"])
+def test_a_row_that_is_being_overwritten_is_read_again(tmp_path: Path, partial_row: str) -> None:
     file = tmp_path / "metrics.csv"
-    file.write_text(f"step,train/loss,val/loss\n1,5.5,\n{odd}\n")
+    file.write_text(f"step,train/loss,val/loss\n1,5.5,\n{partial_row}\n")
     progress = Progress(tmp_path, 10)
     assert [row["step"] for row in progress.read()] == [1]
     file.write_text("step,train/loss,val/loss\n1,5.5,\n2,5.2,\n3,5.0,\n")

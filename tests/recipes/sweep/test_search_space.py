@@ -1,4 +1,4 @@
-"""The words of a sweep against Hydra's own reading of them."""
+"""Sweep overrides as parameters, compared with how Hydra itself reads them."""
 
 import math
 
@@ -11,23 +11,23 @@ from hydra.core.override_parser.overrides_parser import OverridesParser
 from recipes.config.compose import CONF, parse_override
 from recipes.sweep.search_space import Choice, Interval, SearchSpace, read_space
 
-FREE_RANGES = ["range(5)", "range(1,10)", "range(1,10,3)", "range(10,1,-2)", "range(-3,3)"]
+INT_RANGES = ["range(5)", "range(1,10)", "range(1,10,3)", "range(10,1,-2)", "range(-3,3)"]
 FLOAT_RANGES = ["range(0,1,0.1)", "range(0.5,2.75,0.25)", "range(1,0,-0.3)", "float(range(1,4))"]
 
 
-def space_of(*words: str) -> SearchSpace:
-    space, mistakes = read_space(words)
+def parse_space(*overrides: str) -> SearchSpace:
+    space, mistakes = read_space(overrides)
     assert mistakes == []
     return space
 
 
-def only(word: str) -> Choice | Interval:
-    [found] = space_of(word).parameters.values()
-    return found
+def parse_parameter(override: str) -> Choice | Interval:
+    [parameter] = parse_space(override).parameters.values()
+    return parameter
 
 
 @pytest.mark.parametrize(
-    ("word", "interval"),
+    ("override", "interval"),
     [
         ("x=interval(0.001,0.1)", Interval(low=0.001, high=0.1)),
         ("x=interval(1,8)", Interval(low=1.0, high=8.0)),
@@ -44,25 +44,25 @@ def only(word: str) -> Choice | Interval:
         ("x=tag(log,range(8,65))", Interval(low=8, high=64, log=True, is_integer=True, step=1)),
     ],
 )
-def test_an_interval_has_the_ends_that_can_be_drawn(word: str, interval: Interval) -> None:
-    found = only(word)
+def test_an_interval_has_the_bounds_that_can_be_sampled(override: str, interval: Interval) -> None:
+    found = parse_parameter(override)
     assert found == interval
     assert isinstance(found, Interval)
     assert {type(found.low), type(found.high)} == {int if interval.is_integer else float}
 
 
-@pytest.mark.parametrize("word", FREE_RANGES + FLOAT_RANGES)
-def test_a_range_has_the_values_that_hydra_counts(word: str) -> None:
-    found = only(f"x={word}")
+@pytest.mark.parametrize("swept_range", INT_RANGES + FLOAT_RANGES)
+def test_a_range_has_the_values_that_hydra_enumerates(swept_range: str) -> None:
+    found = parse_parameter(f"x={swept_range}")
     assert isinstance(found, Interval)
-    counted = sorted(parse_override(f"x={word}").sweep_iterator())
-    assert found.values() == pytest.approx(counted, rel=1e-15, abs=1e-15)
-    assert {type(value) for value in found.values()} == {type(value) for value in counted}
-    assert (found.low, found.high) == pytest.approx((counted[0], counted[-1]), rel=1e-15)
+    expected = sorted(parse_override(f"x={swept_range}").sweep_iterator())
+    assert found.values() == pytest.approx(expected, rel=1e-15, abs=1e-15)
+    assert {type(value) for value in found.values()} == {type(value) for value in expected}
+    assert (found.low, found.high) == pytest.approx((expected[0], expected[-1]), rel=1e-15)
 
 
 @pytest.mark.parametrize(
-    ("word", "options"),
+    ("override", "options"),
     [
         ("model=gpt2_nano,llama_nano", ("gpt2_nano", "llama_nano")),
         ("precision=32-true,bf16-mixed,16-mixed", ("32-true", "bf16-mixed", "16-mixed")),
@@ -77,28 +77,28 @@ def test_a_range_has_the_values_that_hydra_counts(word: str) -> None:
         ("x=${seed},2", ("${seed}", "2")),
     ],
 )
-def test_a_choice_has_the_options_of_hydras_own_sweeper(word: str, options: tuple[str]) -> None:
-    found = only(word)
+def test_a_choice_has_the_options_of_hydras_own_sweeper(override: str, options: tuple[str]) -> None:
+    found = parse_parameter(override)
     assert isinstance(found, Choice)
     assert found.options == options
-    key = parse_override(word).get_key_element()
-    ours = [parse_override(f"{key}={option}").value() for option in options]
-    [jobs] = BasicSweeper.split_arguments([parse_override(word)], None)
-    hydras = [parse_override(one).value() for [one] in jobs]
-    if "shuffle" in word:
-        hydras.sort(key=ours.index)
-    assert repr(ours) == repr(hydras)
-    assert repr(list(found.values)) == repr(hydras)
+    key = parse_override(override).get_key_element()
+    values = [parse_override(f"{key}={option}").value() for option in options]
+    [jobs] = BasicSweeper.split_arguments([parse_override(override)], None)
+    expected = [parse_override(job).value() for [job] in jobs]
+    if "shuffle" in override:
+        expected.sort(key=values.index)
+    assert repr(values) == repr(expected)
+    assert repr(list(found.values)) == repr(expected)
 
 
-def test_text_in_quotes_stays_text_where_hydras_own_sweeper_makes_it_a_number() -> None:
-    found = only("x=choice('1',2)")
+def test_quoted_text_stays_text_where_hydras_own_sweeper_turns_it_into_a_number() -> None:
+    found = parse_parameter("x=choice('1',2)")
     assert found == Choice(options=("'1'", "2"), values=("1", 2))
-    [[[hydras], _]] = BasicSweeper.split_arguments([parse_override("x=choice('1',2)")], None)
-    assert hydras == "x=1"
+    [[[first], _]] = BasicSweeper.split_arguments([parse_override("x=choice('1',2)")], None)
+    assert first == "x=1"
 
 
-def test_a_glob_is_the_options_of_its_group() -> None:
+def test_a_glob_has_the_matching_options_of_its_group() -> None:
     GlobalHydra.instance().clear()
     with initialize_config_dir(str(CONF), version_base="1.3"):
         loader = GlobalHydra.instance().config_loader()
@@ -108,11 +108,11 @@ def test_a_glob_is_the_options_of_its_group() -> None:
     assert space.parameters["model"] == Choice(
         options=("gpt2", "gpt2_medium", "gpt2_nano"), values=("gpt2", "gpt2_medium", "gpt2_nano")
     )
-    assert [mistake.reason for mistake in none] == ["no option is of that name"]
+    assert [mistake.reason for mistake in none] == ["no option matches"]
 
 
-def test_later_words_replace_earlier_ones_whatever_they_did_with_the_key() -> None:
-    space = space_of(
+def test_a_later_override_replaces_an_earlier_one_of_the_same_key() -> None:
+    space = parse_space(
         *("optimizer.lr=1e-3,1e-2", "model=gpt2_nano,llama_nano", "+callbacks.x={a:1}"),
         *(
             "seed=1",
@@ -136,7 +136,7 @@ def test_later_words_replace_earlier_ones_whatever_they_did_with_the_key() -> No
 
 def test_fixed_words_are_read_by_hydra_as_they_were() -> None:
     words = ["a=1e-4", "b='1'", "c=[a,'b,c',{d:${e}}]", "+d=null", "~e", "f=", "g@h.i=j", "k=a b"]
-    space = space_of(*words)
+    space = parse_space(*words)
     parser = OverridesParser.create()
     before, after = parser.parse_overrides(words), parser.parse_overrides(space.fixed)
     assert [repr(o.value()) for o in after] == [repr(o.value()) for o in before]
@@ -144,13 +144,13 @@ def test_fixed_words_are_read_by_hydra_as_they_were() -> None:
 
 
 def test_a_shuffled_list_is_one_list_for_every_run() -> None:
-    [fixed] = space_of("x=shuffle([1,2,3,4,5,6,7,8])").fixed
+    [fixed] = parse_space("x=shuffle([1,2,3,4,5,6,7,8])").fixed
     assert len({repr(parse_override(fixed).value()) for _ in range(10)}) == 1
     assert sorted(parse_override(fixed).value()) == [1, 2, 3, 4, 5, 6, 7, 8]
 
 
 @pytest.mark.parametrize(
-    ("word", "why", "fix"),
+    ("override", "reason", "fix"),
     [
         ("x=interval(2,1)", "2.0 is greater than 1.0", "x=interval(1.0,2.0)"),
         (
@@ -168,44 +168,46 @@ def test_a_shuffled_list_is_one_list_for_every_run() -> None:
             "0 has no logarithm",
             "x=tag(log,interval(<above 0>,8))",
         ),
-        ("x=interval(0,inf)", "its ends must be numbers", "x=interval(<low>,<high>)"),
-        ("x=interval(nan,1)", "its ends must be numbers", "x=interval(<low>,<high>)"),
-        ("x=range(3,1)", "it is empty", "x=range(<low>,<high>)"),
-        ("x=range(1,3,0)", "it has no end", "x=range(<low>,<high>,<step>)"),
-        ("x=range(0,inf,0.5)", "it has no end", "x=range(<low>,<high>,<step>)"),
+        ("x=interval(0,inf)", "both ends must be finite", "x=interval(<low>,<high>)"),
+        ("x=interval(nan,1)", "both ends must be finite", "x=interval(<low>,<high>)"),
+        ("x=range(3,1)", "the range is empty", "x=range(<low>,<high>)"),
+        ("x=range(1,3,0)", "the range never ends", "x=range(<low>,<high>,<step>)"),
+        ("x=range(0,inf,0.5)", "the range never ends", "x=range(<low>,<high>,<step>)"),
         (
             "x=tag(log,range(2,9,2))",
-            "its steps are no equal ratios",
+            "its steps are not equal ratios",
             "x=tag(log,interval(<low>,<high>))",
         ),
         (
             "x=tag(log,choice(1,2))",
-            "single values have no scale",
+            "a list of values has no scale",
             "x=tag(log,interval(<low>,<high>)), or no tag",
         ),
-        ("x=tag(lg,interval(1,2))", "the tag 'lg' means nothing here", "tag(log,<a sweep>)"),
-        ("x=1e-3,0.001,2", "0.001 is named twice", "x=0.001,2"),
-        ("model=glob(*)", "there are no options to choose from", "model=<options>"),
+        ("x=tag(lg,interval(1,2))", "unknown tag 'lg'", "tag(log,<a sweep>)"),
+        ("x=1e-3,0.001,2", "0.001 is listed twice", "x=0.001,2"),
+        ("model=glob(*)", "the options of the group are not known here", "model=<options>"),
     ],
 )
-def test_what_cannot_be_searched_is_a_mistake(word: str, why: str, fix: str) -> None:
-    space, [mistake] = read_space([word, "y=1,2"])
-    assert (mistake.setting, mistake.reason, mistake.fix) == (word, why, fix)
+def test_a_parameter_that_cannot_be_sampled_is_reported(
+    override: str, reason: str, fix: str
+) -> None:
+    space, [mistake] = read_space([override, "y=1,2"])
+    assert (mistake.setting, mistake.reason, mistake.fix) == (override, reason, fix)
     assert list(space.parameters) == ["y"]
 
 
 @pytest.mark.parametrize(
-    "word",
+    "override",
     ["x=choice()", "x=interval(a,b)", "x=int(interval(0,inf))", "x=[1", "x=[1,choice(1,2)]", "=,"],
 )
-def test_what_hydra_cannot_read_is_a_mistake_with_its_reason(word: str) -> None:
-    space, [mistake] = read_space([word, "y=1,2"])
-    assert mistake.setting.startswith("x=") or word == "=,"
+def test_an_override_that_hydra_cannot_parse_is_reported_with_its_reason(override: str) -> None:
+    space, [mistake] = read_space([override, "y=1,2"])
+    assert mistake.setting.startswith("x=") or override == "=,"
     assert mistake.reason
     assert list(space.parameters) == ["y"]
 
 
-def test_a_range_of_a_trillion_costs_nothing() -> None:
-    found = only("x=range(0,1_000_000_000_000,0.5)")
+def test_a_range_of_a_trillion_values_is_not_enumerated() -> None:
+    found = parse_parameter("x=range(0,1_000_000_000_000,0.5)")
     assert found == Interval(low=0.0, high=1e12 - 0.5, step=0.5)
     assert math.isfinite(found.high)
