@@ -90,7 +90,7 @@ def _refuse_contradiction(trainer: Mapping[str, Any], found: Ranks) -> None:
 
 def _refuse_more_than_gpus(trainer: Mapping[str, Any], found: Ranks) -> None:
     """A GPU is one rank's."""
-    gpus = 0 if trainer["accelerator"] == "cpu" or found.started_by == "us" else num_gpus()
+    gpus = 0 if trainer["accelerator"] == "cpu" or found.started_by == "spawn" else num_gpus()
     if 0 < gpus < found.per_node:
         assert found.started_by is not None
         has = "1 GPU" if gpus == 1 else f"{gpus} GPUs"

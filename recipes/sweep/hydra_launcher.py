@@ -49,7 +49,7 @@ class SubprocessLauncher(Launcher):
             ConfigErrors: Some of them cannot be; none has been started.
             KeyboardInterrupt: Ctrl-C; all have ended.
         """
-        with lock_run_folder(self.folder(made=True), word="hydra.sweep.dir"):
+        with lock_run_folder(self.folder(made=True), setting="hydra.sweep.dir"):
             sweep = self.open()
             jobs = self._prepare(sweep, job_overrides, initial_job_idx)
             source = _FixedJobs([job for job in jobs if sweep.is_to_start(job)])
@@ -156,7 +156,7 @@ class _FixedJobs:
 def log_start(sweep: Sweep, jobs: Sequence[Job]) -> None:
     """How many jobs there are, and what a sweep that goes on makes of those that were."""
     many = "1 job" if len(jobs) == 1 else f"{len(jobs)} jobs"
-    LOGGER.info(f"Sweep: {many} {sweep.place.describe()}, in {sweep.folder}")
+    LOGGER.info(f"Sweep: {many} {sweep.launcher.describe()}, in {sweep.folder}")
     failed = sum(job.state.has_failed and not sweep.is_to_start(job) for job in jobs)
     counts = {
         "over from an earlier start": sum(job.state.is_over for job in jobs),

@@ -103,10 +103,10 @@ class OptunaSweeper(Sweeper):
         if mistakes:
             raise ConfigErrors(mistakes, "The search space is wrong; nothing was started.")
         folder = self._launcher.folder(made=True)
-        with lock_run_folder(folder, word="hydra.sweep.dir"):
+        with lock_run_folder(folder, setting="hydra.sweep.dir"):
             OmegaConf.save(self._config, folder / "multirun.yaml")
             sweep = self._launcher.open()
-            if not sweep.place.is_bounded:
+            if not sweep.launcher.is_bounded:
                 raise ConfigError(
                     "hydra/sweeper=optuna on a cluster without launcher.max_jobs, or launcher.wait=false",
                     "all trials would be submitted at once, before there is a result to learn from",
@@ -126,7 +126,7 @@ class OptunaSweeper(Sweeper):
             )
             LOGGER.info(
                 f"Sweep: a study of {self._num_trials} trials over {', '.join(space.parameters)}"
-                f" {sweep.place.describe()}, in {folder}"
+                f" {sweep.launcher.describe()}, in {folder}"
             )
             source.log_start()
             MULTIRUN.exit_code = sweep.carry_out(source)

@@ -52,7 +52,7 @@ class Pool:
         tell: Callable[[Job], None],
         show: Callable[[Mapping[int, Progress]], None],
     ) -> None:
-        self._place = place
+        self._launcher = place
         self._source = source
         self._tell = tell
         self._show = show
@@ -114,10 +114,10 @@ class Pool:
         return bool(more)
 
     def _start(self) -> None:
-        while not self._place.is_full():
+        while not self._launcher.is_full():
             if not self._waiting and not self._refill():
                 return
-            started = self._place.start(self._waiting)
+            started = self._launcher.start(self._waiting)
             for handle in started:
                 self._begin(handle)
             if not started:
@@ -135,7 +135,7 @@ class Pool:
         _keep(job)
         self._tell(job)
         for number in self._asked:
-            handle.ask(number)
+            handle.send_signal(number)
 
     def _take_ended(self, *, stopped: bool = False) -> None:
         for number, handle in list(self._running.items()):
@@ -173,12 +173,12 @@ class Pool:
                 and self._source.should_prune(handle.job, rows)
             ):
                 self._hopeless.add(number)
-                handle.ask(signal.SIGINT)  # without a checkpoint: it is not to go on
+                handle.send_signal(signal.SIGINT)  # without a checkpoint: it is not to go on
 
     def _ask_all(self, number: int) -> None:
         self._asked.append(number)
         for handle in self._running.values():
-            handle.ask(number)
+            handle.send_signal(number)
 
     def _interrupt(self) -> None:
         """Hand Ctrl-C to all jobs and give them time; a second one kills them."""
@@ -189,7 +189,7 @@ class Pool:
 
     def _stop(self, number: int) -> None:
         for handle in self._running.values():
-            handle.ask(number)
+            handle.send_signal(number)
         until = time.monotonic() + _INTERRUPTED_SECONDS
         while time.monotonic() < until:
             self._take_ended(stopped=True)

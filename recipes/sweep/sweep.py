@@ -47,7 +47,7 @@ class Sweep:
         check_objective(settings.objective)
         self.folder = folder
         self.settings = settings
-        self.place = place
+        self.launcher = place
         self._where: dict[str, Any] = {"config_folder": config_folder, "config_name": config_name}
         self._typed = typed
         self._ledger = Ledger(folder)
@@ -107,9 +107,9 @@ class Sweep:
             KeyboardInterrupt: Ctrl-C; all jobs have ended.
         """
         self._records.write(with_page=False)
-        if not self.place.waits:
+        if not self.launcher.waits:
             return self._submit(source)
-        pool = Pool(self.place, source, tell=self._tell, show=self._table.show)
+        pool = Pool(self.launcher, source, tell=self._tell, show=self._table.show)
         asked = None
         try:
             with self._table:
@@ -135,10 +135,10 @@ class Sweep:
         if mistakes or job.composed is None:
             return mistakes
         try:
-            if more := self.place.words_of(job):
+            if more := self.launcher.extra_overrides(job):
                 job.composed, mistakes = compose_and_check([*words, *more], **self._where)
             if not mistakes:
-                self.place.num_devices(job)
+                self.launcher.num_devices(job)
         except ConfigError as mistake:
             return [mistake]
         if job.composed is not None and newest_checkpoint(job.folder) is not None and _trains(job):
@@ -150,7 +150,7 @@ class Sweep:
         jobs = source.more()
         for job in jobs:
             job.save()
-        for handle in self.place.start(jobs):
+        for handle in self.launcher.start(jobs):
             LOGGER.info(f"job {handle.job.number} is {handle.job.cluster_job} in the queue")
         LOGGER.info(
             f"To follow them: {resume_command(self._typed, self.folder)} launcher.wait=true"
@@ -158,7 +158,7 @@ class Sweep:
         return 0
 
     def _tell(self, job: Job) -> None:
-        self._records.tell(job, self.place.log_of(job))
+        self._records.tell(job, self.launcher.log_path(job))
 
 
 def _goes_on(job: Job) -> list[str]:

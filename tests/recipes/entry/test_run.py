@@ -157,7 +157,7 @@ def test_a_killed_rank_ends_the_run_with_one_error_that_names_it(
     assert "Traceback" not in said
     assert said.splitlines()[-2:] == [
         "rank 1 of 2 was killed by SIGKILL",
-        "The run crashed; its folder is killed, its last whole checkpoint step_0000002.ckpt",
+        "The run crashed; its folder is killed, its last valid checkpoint step_0000002.ckpt",
     ]
     assert (workplace / "killed/train.log").read_text() == said
     assert run.left() == []
