@@ -41,7 +41,9 @@ def describe_out_of_memory(error: BaseException, composed: Composed, *, world_si
         lines.append("Add one of these overrides, the cheapest first:")
         lines += [f"  {override:<{width}}  {effect}" for override, effect in options]
     else:
-        lines.append("No override is left: use a smaller model, shorter samples, or a device with more memory.")
+        lines.append(
+            "No override is left: use a smaller model, shorter samples, or a device with more memory."
+        )
     if any((composed.run_folder / OOM_FOLDER).glob("rank_*")):
         lines.append(f"What filled the memory is in {composed.run_folder / OOM_FOLDER}")
     if has_checkpoint(composed.run_folder):

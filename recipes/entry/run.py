@@ -161,8 +161,8 @@ def _execute(composed: Composed, ranks: Ranks) -> int:
 def _report_failure(failure: Failure, last_line: str | None, ranks: Ranks) -> None:
     """Report a failure once for all ranks: in the error file for whatever started them, else on the console."""
     if failure.by_peer and ranks.started_by == "torchrun":
-        # torchrun blames the error file with the earliest timestamp, in whole seconds: too coarse to tell the cause from
-        # its consequence. Wait before writing: once torchrun sees the rank that failed first, it ends this one by SIGTERM.
+        # torchrun blames the error file with the earliest timestamp, in whole seconds: too coarse to tell a cause from
+        # its consequence. Wait before writing: once it sees the rank that failed first, it ends this one by SIGTERM.
         signal.signal(signal.SIGTERM, signal.SIG_DFL)
         if was_requested():  # the SIGTERM came before this rank noticed the lost peer
             os.kill(os.getpid(), signal.SIGTERM)

@@ -198,7 +198,9 @@ def _end_after_failure(
     _wait(processes, _FAILURE_GRACE_SECONDS)
     _kill(processes)
     # a rank that only died by the SIGTERM above is no candidate; one that wrote an error before it is
-    candidates = [process for process in processes if process in failed or process.error_file.exists()]
+    candidates = [
+        process for process in processes if process in failed or process.error_file.exists()
+    ]
     failures = [(process, process.failure()) for process in candidates]
     first, failure = min(failures, key=lambda pair: (pair[1].by_peer, pair[1].time))
     has_written = first.error_file.exists()

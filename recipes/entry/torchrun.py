@@ -1,6 +1,6 @@
-"""Ranks started by torchrun: rank 0 composes the run for all of them, on the first start and on every restart.
+"""Ranks started by torchrun: rank 0 composes the run for all of them, once for all restarts. A few messages.
 
-The ranks exchange a few messages through torchrun's TCP store, before torch is needed for anything else.
+The messages go through torchrun's TCP store, in which an earlier start may have left keys.
 """
 
 import json
@@ -15,7 +15,7 @@ from recipes.config.compose import Composed, from_json, to_json
 from recipes.errors import ConfigError
 from recipes.runtime.world import global_rank, started_by
 
-if TYPE_CHECKING:  # torch takes a second to import: only `_open_store` does
+if TYPE_CHECKING:  # torch takes a second to import; train.py imports this module always, and needs no torch for a mistake
     from torch.distributed import TCPStore  # type: ignore[attr-defined]
 
 _WAIT = timedelta(minutes=10)
@@ -50,10 +50,7 @@ def compose_on_rank_zero(
             return None, []
         rendezvous_at(message["port"])
         return from_json(message["composed"]), []
-    if store.check([_COMPOSED]):
-        composed, mistakes = _resume_composed(store.get(_COMPOSED).decode()), []
-    else:
-        composed, mistakes = compose()
+    composed, mistakes = _resume_composed(store) if store.check([_COMPOSED]) else compose()
     text = None if mistakes or composed is None else to_json(composed)
     port = open_start_store()
     message = json.dumps({"composed": text, "port": port})
@@ -72,13 +69,13 @@ def _may_be_restarted() -> bool:
     return os.environ.get("TORCHELASTIC_MAX_RESTARTS", "0") != "0"
 
 
-def _resume_composed(text: str) -> Composed:
+def _resume_composed(store: "TCPStore") -> tuple[Composed | None, Sequence[ConfigError]]:
     """Return the run of an earlier start; it resumes, where a second start from nothing would be rejected."""
-    composed = from_json(text)
+    composed = from_json(store.get(_COMPOSED).decode())
     if composed.config["resume"] is None:
         composed.config["resume"] = "auto"
     print("Restarted by torchrun: resuming from the newest valid checkpoint, if any", flush=True)
-    return composed
+    return composed, []
 
 
 def open_torchrun_store() -> "TCPStore":

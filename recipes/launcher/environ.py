@@ -24,7 +24,9 @@ _RANK_VARIABLES = (
     RANK_FILE,
 )
 _SLURM_PREFIX = "SLURM"
-_SLURM_KEPT = ("SLURM_CONF",)  # where the cluster's configuration is, not what this process is to it
+_SLURM_KEPT = (
+    "SLURM_CONF",
+)  # where the cluster's configuration is, not what this process is to it
 
 
 def clean_environ(environ: Mapping[str, str] = os.environ) -> dict[str, str]:

@@ -72,7 +72,8 @@ def state_from_exit_code(exit_code: int) -> State:
     """Return the state of a job that has ended; a negative exit code is the signal that killed it."""
     if exit_code < 0:
         return State.KILLED
-    return _STATE_BY_EXIT_CODE.get(exit_code, State.FAILED)
+    known = exit_code in _STATE_BY_EXIT_CODE
+    return _STATE_BY_EXIT_CODE[exit_code] if known else State.FAILED
 
 
 @dataclass(kw_only=True)

@@ -58,7 +58,7 @@ _REQUEST = _StopRequest()
 
 
 def listen(*, second_ends: bool) -> None:
-    """Handle the signals from now on. Until training sets a handler, the first signal ends the process: nothing is lost.
+    """Handle the signals from now on. Until training sets a handler, the first one ends the process: nothing is lost.
 
     Args:
         second_ends: Whether a second signal ends this process; False if its parent does that.

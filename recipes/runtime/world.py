@@ -1,4 +1,4 @@
-"""The processes of a run and who started them, read from the environment. Imports torch only if there is a GPU driver."""
+"""The processes of a run and what started them, read from the environment. No torch without a GPU driver."""
 
 import os
 import re
@@ -57,7 +57,11 @@ def started_by(environ: Mapping[str, str] = os.environ) -> Starter | None:
 
 def describe_starter(starter: Starter) -> str:
     """Return the beginning of an error text, as in `torchrun started 4 ranks`."""
-    descriptions = {"torchrun": "torchrun started", "slurm": "srun started", "spawn": "this run has"}
+    descriptions = {
+        "torchrun": "torchrun started",
+        "slurm": "srun started",
+        "spawn": "this run has",
+    }
     return descriptions[starter]
 
 

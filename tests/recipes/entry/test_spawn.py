@@ -186,7 +186,9 @@ def test_the_failure_that_came_first_is_reported(run: Spawn) -> None:
 
 
 def test_ranks_that_lost_a_peer_are_not_reported_even_if_they_failed_before_it(run: Spawn) -> None:
-    lost = "fail(1, 'connection closed by peer', seconds=1, by_peer=True); mark('lost'); sys.exit(1)"
+    lost = (
+        "fail(1, 'connection closed by peer', seconds=1, by_peer=True); mark('lost'); sys.exit(1)"
+    )
     result = run(
         lost,
         "wait_for('lost_0'); wait_for('lost_2'); time.sleep(0.2); fail(1, 'the cause', seconds=3); sys.exit(1)",
