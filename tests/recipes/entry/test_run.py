@@ -11,8 +11,6 @@ import pytest
 from started import Started
 from support import ROOT, TINY, read_metrics
 
-from recipes.runtime.failure import is_peer_failure
-
 TRAIN = str(ROOT / "train.py")
 TORCHRUN = [sys.executable, "-m", "torch.distributed.run"]
 FAULT = """
@@ -219,18 +217,3 @@ def test_a_request_to_end_at_once_reaches_the_ranks_and_none_is_left(
     assert said.count(says) == 1
     assert "Traceback" not in said
     assert at_step_3.left() == []
-
-
-@pytest.mark.parametrize(
-    ("error", "by_peer"),
-    [
-        (RuntimeError("[pair.cc:547] Connection closed by peer [127.0.0.1]:31"), True),
-        (RuntimeError("read: Connection reset by peer"), True),
-        (RuntimeError("CUDA out of memory"), False),
-        (OSError("broken pipe of the data"), False),
-    ],
-)
-def test_only_a_lost_connection_of_torch_is_the_fault_of_a_peer(
-    error: Exception, by_peer: bool
-) -> None:
-    assert is_peer_failure(error) == by_peer

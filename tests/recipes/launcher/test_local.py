@@ -33,7 +33,7 @@ def _processes(monkeypatch: pytest.MonkeyPatch) -> None:
 @pytest.fixture
 def four_gpus(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(local, "num_gpus", lambda: 4)
-    monkeypatch.setattr("recipes.runtime.world.num_gpus", lambda: 4)
+    monkeypatch.setattr("recipes.config.ranks.num_gpus", lambda: 4)
 
 
 @pytest.fixture
@@ -112,7 +112,7 @@ def test_visible_gpus_are_distributed_by_their_names_up_to_the_first_minus_one(
 ) -> None:
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "GPU-5b,GPU-7c,-1,GPU-9e")
     monkeypatch.setattr(local, "num_gpus", lambda: 2)
-    monkeypatch.setattr("recipes.runtime.world.num_gpus", lambda: 2)
+    monkeypatch.setattr("recipes.config.ranks.num_gpus", lambda: 2)
     launcher = make_launcher()
     assert gpus_of_each(launcher.start([make_job(0), make_job(1), make_job(2)])) == [
         ["GPU-5b"],
