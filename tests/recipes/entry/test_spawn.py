@@ -57,7 +57,7 @@ Spawn = Callable[..., ProcessExit]
 
 @pytest.fixture
 def no_process_is_left(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
-    """Fails if a process that a test started outlives it."""
+    """Fail if a process that a test started outlives it."""
     name = f"spawn_{time.time_ns()}"
     for variable, value in marked(name).items():
         monkeypatch.setenv(variable, value)
@@ -70,7 +70,7 @@ def no_process_is_left(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
 
 @pytest.fixture
 def default_signals() -> Iterator[None]:
-    """A signal that `spawn_ranks` does not handle must not end pytest."""
+    """Keep pytest alive if `spawn_ranks` does not handle a signal."""
     handlers = {number: signal.signal(number, lambda *_: None) for number in signals.SIGNALS}
     yield
     for number, handler in handlers.items():
@@ -84,7 +84,7 @@ def run(
     no_process_is_left: None,
     default_signals: None,
 ) -> Spawn:
-    """Spawns one fake rank per program, with waits short enough for a test."""
+    """Return a function that spawns one fake rank per program, with waits short enough for a test."""
     script = tmp_path / "fake_rank.py"
     script.write_text(FAKE_RANK)
     monkeypatch.setattr(spawn, "_RANK_COMMAND", (sys.executable, "-PS", str(script)))

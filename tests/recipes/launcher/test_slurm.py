@@ -29,7 +29,7 @@ def sweeps(tmp_path_factory: pytest.TempPathFactory, slurm: Cluster) -> Iterator
 
 @pytest.fixture(scope="module")
 def undisturbed(sweeps: Sweeps) -> Path:
-    """The same two jobs run on this machine, without SLURM."""
+    """Run the same two jobs on this machine, without SLURM."""
     exit_code, output = sweeps.run(
         "local", TWO, "strategy=ddp", "trainer.devices=2", told="told_local"
     )

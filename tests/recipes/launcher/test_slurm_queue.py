@@ -12,7 +12,7 @@ from recipes.launcher.slurm_queue import Queue
 
 @pytest.fixture
 def squeue(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """The file whose content the fake squeue prints; while there is none, squeue fails."""
+    """Return the file whose content a fake squeue prints; while there is none, squeue fails."""
     answer = tmp_path / "answer"
     script = tmp_path / "bin" / "squeue"
     script.parent.mkdir()
