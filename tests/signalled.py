@@ -110,7 +110,7 @@ def events(folder: Path, kind: str) -> list[dict[str, Any]]:
 
 
 def stopped_step(folder: Path, *, by: str, num_ranks: int = 1) -> int:
-    """Return the step at which a signal stopped a run; check that all ranks stopped there and saved a valid checkpoint."""
+    """Return the step at which a signal stopped a run; check that all ranks stopped there, with a valid checkpoint."""
     preempted = events(folder, "preempted")[-1]
     step: int = preempted["step"]
     assert (preempted["signal"], preempted["saved"]) == (by, True)

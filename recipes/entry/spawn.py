@@ -22,7 +22,7 @@ from recipes.runtime.world import RANK_FILE, Ranks
 
 # -P: a folder named `recipes` in the working directory must not be imported instead of this project
 _RANK_COMMAND = (sys.executable, "-P", "-m", "recipes.entry.rank_main")
-# codes by which a rank says what happened, after it has reported it itself
+# exit codes of ranks that have reported themselves what happened
 _REPORTED_CODES = frozenset(ExitCode) - {ExitCode.FINISHED, ExitCode.CRASHED}
 _FAILURE_GRACE_SECONDS = 5.0  # for the other ranks to end once one has failed
 _STOP_GRACE_SECONDS = 10.0  # for ranks to end by themselves after a Ctrl-C or with a reported code

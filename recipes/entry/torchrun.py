@@ -15,9 +15,8 @@ from recipes.config.compose import Composed, from_json, to_json
 from recipes.errors import ConfigError
 from recipes.runtime.world import global_rank, started_by
 
-if (
-    TYPE_CHECKING
-):  # torch takes a second to import, which a run that is not torchrun's must not wait for
+# torch takes a second to import, which runs without torchrun must not wait for: only `_open_store` imports it
+if TYPE_CHECKING:
     from torch.distributed import TCPStore  # type: ignore[attr-defined]
 
 _WAIT = timedelta(minutes=10)

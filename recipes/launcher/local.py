@@ -132,7 +132,7 @@ class _Resources:
     """Devices or cores of one job.
 
     Attributes:
-        slot: Its slot on a CPU, 0 to the number of parallel jobs less one; None if it has GPUs.
+        slot: Its slot on a CPU, counted from 0; None if it has GPUs.
         gpus: Its GPUs, as CUDA_VISIBLE_DEVICES names them.
         environ: Variables that restrict its process to them.
     """
