@@ -116,7 +116,7 @@ def spawn_ranks(composed: Composed, ranks: Ranks) -> ProcessExit:
             with signals_blocked():
                 for rank in range(ranks.world_size):
                     processes.append(_start(rank, ranks.world_size, port, folder))
-            for number in received[:1]:  # it came before the first rank was started
+            for number in received[:1]:  # it may have come before the first rank was started
                 forward(number)
             return _watch(processes)
         except KeyboardInterrupt:

@@ -111,9 +111,8 @@ class Local:
             cores = _cores_of_slot(self._cores, slot, self._max_parallel())
             return _Resources(slot=slot, environ={CORES: ",".join(map(str, cores))})
         free, devices = self._free_gpus(), job.composed.config["trainer"]["devices"]
-        if isinstance(
-            devices, list
-        ):  # the job selects them by index: all GPUs must stay visible to it
+        if isinstance(devices, list):
+            # the job selects GPUs by index: all of them must stay visible to it
             wanted = [self._gpus[index] for index in devices]
             return _Resources(gpus=wanted) if set(wanted) <= set(free) else None
         num_devices = self.num_devices(job)

@@ -38,9 +38,8 @@ def submit(composed: Composed) -> int:
     folder = composed.run_folder
     job = Job(number=0, folder=folder, overrides=composed.overrides, composed=composed)
     try:
-        if (
-            folder / JOB_FILE
-        ).is_file():  # of an earlier submission, which may still be in the queue
+        # of an earlier submission, which may still be in the queue
+        if (folder / JOB_FILE).is_file():
             job.cluster_job = read_job(folder / JOB_FILE).cluster_job
         launcher = instantiate(config["launcher"], _convert_="all")
         job.save()
