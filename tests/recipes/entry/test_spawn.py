@@ -24,7 +24,7 @@ from recipes.runtime.exit_codes import ExitCode
 from recipes.runtime.world import Ranks
 
 # Reads its own program from the composed run, as a rank reads its config. It has these names: rank, folder, fail,
-# mark (tell the test where it is), wait_for (another rank's mark) and wait_for_ever.
+# mark (creates a file that shows where it is), wait_for (another rank's mark) and wait_forever.
 FAKE_RANK = """
 import json, os, signal, sys, time
 from pathlib import Path
@@ -46,7 +46,7 @@ def wait_for(name):
     while not (folder / name).exists():
         time.sleep(0.005)
 
-def wait_for_ever():
+def wait_forever():
     while True:
         time.sleep(0.01)
 
@@ -213,7 +213,7 @@ def test_a_rank_killed_by_a_signal_is_named_with_the_last_lines_that_it_printed(
         print("line", line, flush=True)
     os.kill(os.getpid(), signal.SIGKILL)
     """
-    result = run("wait_for_ever()", killed)
+    result = run("wait_forever()", killed)
     assert (result.exit_code, result.crashed) == (ExitCode.CRASHED, True)
     assert result.report is not None
     assert result.report.splitlines() == [
@@ -223,7 +223,7 @@ def test_a_rank_killed_by_a_signal_is_named_with_the_last_lines_that_it_printed(
 
 
 def test_a_rank_that_exits_without_a_report_is_named_with_its_exit_code(run: Spawn) -> None:
-    assert run("sys.exit(9)", "wait_for_ever()").report == "rank 0 of 2 ended with exit code 9"
+    assert run("sys.exit(9)", "wait_forever()").report == "rank 0 of 2 ended with exit code 9"
 
 
 def test_the_stack_of_a_segmentation_fault_is_reported_without_the_list_of_modules(
@@ -234,7 +234,7 @@ def test_the_stack_of_a_segmentation_fault_is_reported_without_the_list_of_modul
     stack.write_text("Fatal Python error: Segmentation fault\\n  in step\\n\\nExtension modules: numpy")
     os.kill(os.getpid(), signal.SIGSEGV)
     """
-    assert run("wait_for_ever()", crash).report == (
+    assert run("wait_forever()", crash).report == (
         "rank 1 of 2 was killed by SIGSEGV:\nFatal Python error: Segmentation fault\n  in step\n"
     )
 
@@ -277,8 +277,8 @@ def test_a_mistake_that_every_rank_finds_is_reported_once(run: Spawn) -> None:
 @pytest.mark.parametrize(
     "other",
     [
-        "wait_for_ever()",
-        "signal.signal(signal.SIGTERM, signal.SIG_IGN); mark('ready'); wait_for_ever()",
+        "wait_forever()",
+        "signal.signal(signal.SIGTERM, signal.SIG_IGN); mark('ready'); wait_forever()",
     ],
     ids=["ends at SIGTERM", "ignores SIGTERM"],
 )
@@ -296,9 +296,9 @@ def test_a_rank_that_hangs_after_its_error_is_killed_with_what_it_has_started(ru
     signal.signal(signal.SIGTERM, signal.SIG_IGN)
     subprocess.Popen([sys.executable, "-c", "import time; time.sleep(60)"])
     fail(1, "the engine is dead")
-    wait_for_ever()
+    wait_forever()
     """
-    assert run("wait_for_ever()", hang).report == "rank 1 of 2 failed:\nthe engine is dead"
+    assert run("wait_forever()", hang).report == "rank 1 of 2 failed:\nthe engine is dead"
 
 
 # --- Ctrl-C and signals
@@ -306,7 +306,7 @@ def test_a_rank_that_hangs_after_its_error_is_killed_with_what_it_has_started(ru
 INTERRUPTIBLE = """
 mark("ready")
 try:
-    wait_for_ever()
+    wait_forever()
 except KeyboardInterrupt:
     mark("interrupted")
     sys.exit(130)
@@ -320,7 +320,7 @@ sys.exit(75)
 STUBBORN = """
 signal.signal(signal.SIGINT, signal.SIG_IGN)
 mark("ready")
-wait_for_ever()
+wait_forever()
 """
 
 
@@ -389,7 +389,9 @@ def test_a_rank_starts_with_the_signals_blocked_until_it_listens(
     run("(folder / 'mask').write_text(str(signal.pthread_sigmask(signal.SIG_BLOCK, [])))")
     mask = (tmp_path / "mask").read_text()
     assert all(number.name in mask for number in signals.SIGNALS)
-    assert not set(signals.SIGNALS) & signal.pthread_sigmask(signal.SIG_BLOCK, []), "ours are not"
+    assert not set(signals.SIGNALS) & signal.pthread_sigmask(signal.SIG_BLOCK, []), (
+        "this process has them unblocked again"
+    )
 
 
 def test_a_dead_parent_closes_the_standard_input_of_its_ranks(run: Spawn, tmp_path: Path) -> None:

@@ -103,7 +103,7 @@ def main() -> None:
         "random": random_requests(
             rank, cases["requests"], steps=cases["steps"], rested=cases["rested"]
         ),
-        "nobody": no_requests(rank),
+        "no_requests": no_requests(rank),
         "last": around_the_last_step(rank, cases["rounds"]),
     }
     gathered: list[Any] = [None] * dist.get_world_size()

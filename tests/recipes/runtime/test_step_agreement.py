@@ -51,7 +51,7 @@ def test_ranks_in_a_validation_agree_on_the_step_before_it(ranks: Any) -> None:
 def test_ten_thousand_steps_without_a_request_wait_for_no_rank_and_call_no_collective(
     ranks: Any,
 ) -> None:
-    calls = [rank["nobody"] for rank in ranks]
+    calls = [rank["no_requests"] for rank in ranks]
     assert [rank["collectives"] for rank in calls] == [0, 0, 0]
     for before, after in itertools.pairwise(calls):
         assert before["ended"] < after["began"]  # 10,000 steps within the second between two ranks
