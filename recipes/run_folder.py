@@ -1,4 +1,4 @@
-"""The files of a run folder: their names, one way to write a small file whole, one reader each."""
+"""The files of a run folder: their names, one function that writes small files atomically, one reader per file."""
 
 import csv
 import json
@@ -22,12 +22,12 @@ TOKENIZER_FOLDER = "tokenizer"
 
 
 def write_atomically(path: Path, text: str, *, fsync: bool = False) -> None:
-    """Write a small file so that a reader, or a kill, finds the old content or the new, never half of it.
+    """Write a small file so that a reader, or a kill, finds the old content or the new, never a part of it.
 
     Args:
         path: The file; its folder exists.
-        text: Its whole content.
-        fsync: Also wait until the disk has it, for what must survive a power cut.
+        text: The complete content.
+        fsync: Whether to wait until the disk has it, for files that must survive a power failure.
 
     Raises:
         OSError: The disk is full or the folder cannot be written to; the old content is still there.
@@ -42,7 +42,7 @@ def write_atomically(path: Path, text: str, *, fsync: bool = False) -> None:
 
 
 def find_run_folder(path: Path) -> Path | None:
-    """Return the run folder that `path` is, or holds as a checkpoint; None if neither has a config."""
+    """Return the run folder that `path` is, or that it is a checkpoint of; None if neither has a config."""
     for candidate in (path, path.parent.parent):
         if (candidate / CONFIG_FILE).is_file():
             return candidate
@@ -50,7 +50,7 @@ def find_run_folder(path: Path) -> Path | None:
 
 
 def has_checkpoint(run_folder: Path) -> bool:
-    """Whether any complete checkpoint lies in a run folder; it has not been verified."""
+    """Return whether a run folder has a complete checkpoint; its hashes are not verified."""
     return any((run_folder / CHECKPOINTS).glob("step_*.ckpt/manifest.json"))
 
 
@@ -88,17 +88,17 @@ def read_cells(path: Path) -> list[dict[str, str]]:
 
 
 def read_rows(path: Path) -> list[dict[str, float]]:
-    """Read the rows of a metrics.csv as numbers, empty cells left out; empty if there is no file."""
+    """Read the rows of a metrics.csv as numbers, without empty cells; empty if there is no file."""
     return [as_numbers(row) for row in read_cells(path)]
 
 
 def as_numbers(row: dict[str, str]) -> dict[str, float]:
-    """Turn a row of text cells into numbers; empty cells are left out."""
+    """Turn a row of text cells into numbers, without empty cells."""
     return {name: float(cell) for name, cell in row.items() if cell}
 
 
 def complete_lines(path: Path) -> Iterable[str]:
-    """Return the lines of a text file that end; a killed run may leave half a line behind them."""
+    """Return the complete lines of a text file; a killed run may leave an incomplete last line."""
     if not path.is_file():
         return []
     lines = path.read_text(encoding="utf-8").splitlines(keepends=True)

@@ -1,4 +1,4 @@
-"""A GPT-2 whose last norm makes a NaN in one forward pass of one rank, or in the backward pass that follows it."""
+"""A GPT-2 whose last norm produces NaN in one forward pass of one rank, or in the backward pass after it."""
 
 from typing import Any, Literal
 
@@ -10,12 +10,13 @@ from recipes.model.gpt2 import GPT2
 
 
 class NanGPT2(GPT2):
-    """Further arguments: see `GPT2`.
+    """A GPT-2 that produces a NaN once.
 
     Args:
-        born_in: Where the NaN is born.
-        at_pass: After so many forward passes of training.
-        on_rank: Whose NaN it is.
+        born_in: Pass in which the NaN appears first.
+        at_pass: Number of the forward pass in training, from 1.
+        on_rank: Rank on which it appears.
+        shape: Further arguments of `GPT2`.
     """
 
     def __init__(
@@ -40,5 +41,5 @@ class _Norm(nn.LayerNorm):
         gap = out - out
         if born_in == "forward":
             return out + gap / gap  # 0 / 0
-        # the gradient of a root is infinite at 0, and what `where` sends back is 0 times it
+        # the gradient of a square root is infinite at 0, and `where` multiplies it by 0
         return out + torch.where(gap == 0, gap, gap.sqrt())

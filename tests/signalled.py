@@ -1,4 +1,4 @@
-"""Real runs that real signals stop: who sends them and when, and what a stopped run has left."""
+"""Real runs stopped by real signals: a callback that sends them, and readers of what a stopped run has written."""
 
 import csv
 import json
@@ -14,20 +14,20 @@ from lightning.pytorch.callbacks import Callback
 
 from recipes.checkpoint.manifest import find_content_fault, find_fault, read_manifest
 
-# columns and words that differ from run to run
+# columns and fields that differ from run to run
 MEASURED = ("time/", "throughput/", "memory/")
 MEASURED_AT_THE_END = ("seconds", "tokens_per_second", "peak_memory_gib", "excluded_seconds")
 
 
 class SignalAt(Callback):
-    """Sends each of its signals once, whoever resumes the run; from then on every batch takes 0.3 s.
+    """Sends each of its signals once, however often the run resumes; from then on every batch takes 0.3 s.
 
     Args:
-        folder: Of the run: a file a signal says that it is sent.
-        signals: `<moment>_<step>_<signal>_<to>`: when so many steps are complete, at the moment `start` (before
-            training), `window` (the first micro-batch of two), `batch` (the second), `step` (its end) or
-            `validation` (its third batch), to a rank, `parent`, `all` of them, or to oneself `again` and again.
-        pause: Seconds that every batch takes before.
+        folder: Folder of the run; one file per signal records that it has been sent.
+        signals: `<moment>_<step>_<signal>_<to>`: after this many steps, at the moment `start` (before training),
+            `window` (the first micro-batch of two), `batch` (the second), `step` (its end) or `validation` (its third
+            batch), to a rank, to the `parent`, to `all` of these, or to this process `again` and again.
+        pause: Seconds that every batch takes until then.
     """
 
     def __init__(self, *, folder: str, signals: Sequence[str], pause: float = 0.0) -> None:
@@ -73,7 +73,7 @@ class SignalAt(Callback):
             if to in ("all", "again", str(rank)):
                 os.kill(os.getpid(), number)
             self._pause = 0.3
-            if moment == "window":  # so long that the ranks agree within this step
+            if moment == "window":  # long enough for the ranks to agree within this step
                 _work(2.0)
             if to == "again":  # at once: the same request; more than a second later: a second one
                 os.kill(os.getpid(), number)
@@ -83,13 +83,13 @@ class SignalAt(Callback):
 
 
 def _work(seconds: float) -> None:
-    """In pieces, as a program does: one long sleep of a thread lets no other thread's signal in."""
+    """Sleep in short pieces: a signal is handled between two of them, as between two operations of a program."""
     for _ in range(int(seconds * 50)):
         time.sleep(0.02)
 
 
 def computed(folder: Path) -> list[dict[str, str]]:
-    """The rows of metrics.csv as text; what a clock or the memory says left out."""
+    """Return the rows of metrics.csv as text, without measurements of time and memory."""
     with (folder / "metrics.csv").open(newline="") as file:
         return [
             {name: text for name, text in row.items() if not name.startswith(MEASURED)}
@@ -98,19 +98,19 @@ def computed(folder: Path) -> list[dict[str, str]]:
 
 
 def summed_up(folder: Path) -> dict[str, Any]:
-    """The summary; what a clock or the memory says left out."""
+    """Return the summary, without measurements of time and memory."""
     summary = json.loads((folder / "summary.json").read_text())
     return {name: value for name, value in summary.items() if name not in MEASURED_AT_THE_END}
 
 
 def events(folder: Path, kind: str) -> list[dict[str, Any]]:
-    """The events of one kind, oldest first."""
-    every = [json.loads(line) for line in (folder / "events.jsonl").read_text().splitlines()]
-    return [event for event in every if event["event"] == kind]
+    """Return the events of one kind, oldest first."""
+    all_events = [json.loads(line) for line in (folder / "events.jsonl").read_text().splitlines()]
+    return [event for event in all_events if event["event"] == kind]
 
 
 def stopped_step(folder: Path, *, by: str, num_ranks: int = 1) -> int:
-    """The step of a run that a signal stopped: saved whole, by all ranks after this step, and said so."""
+    """Return the step at which a signal stopped a run; check that all ranks stopped there, with a valid checkpoint."""
     preempted = events(folder, "preempted")[-1]
     step: int = preempted["step"]
     assert (preempted["signal"], preempted["saved"]) == (by, True)
@@ -131,6 +131,6 @@ def stopped_step(folder: Path, *, by: str, num_ranks: int = 1) -> int:
 
 
 def seconds_to_stop(folder: Path, mark: str) -> float:
-    """From a signal until the run says that it has stopped."""
+    """Return the seconds from a signal until the run logged that it has stopped."""
     stopped: float = events(folder, "preempted")[-1]["time"]
     return stopped - (folder / mark).stat().st_mtime

@@ -1,4 +1,4 @@
-"""A real SLURM on this machine: munged, slurmctld and slurmd as plain processes, all their files in one folder."""
+"""A real SLURM on this machine: munged, slurmctld and slurmd as plain processes with all files in one folder."""
 
 import os
 import pwd
@@ -15,9 +15,9 @@ from slurm_install import path_with_daemons
 _GRACE_SECONDS = 20
 _ENDED = {"COMPLETED", "FAILED", "CANCELLED", "TIMEOUT", "NODE_FAIL", "OUT_OF_MEMORY"}
 
-# Four processors, whatever the machine has (`config_overrides`), and two queues: a job in `high`
-# takes the place of one in `low`, which has its grace and goes back to the queue. `cred_expire` is
-# also how long a requeued job waits before it may start again, 120 s by default.
+# Four processors, whatever the machine has (`config_overrides`), and two partitions: a job in `high` preempts one in
+# `low`, which is requeued after its grace time. `cred_expire` is also how long a requeued job waits before it may start
+# again, 120 s by default.
 _CONFIG = """
 ClusterName=tests
 SlurmctldHost={host}(127.0.0.1)
@@ -57,14 +57,14 @@ PartitionName=high Nodes={host} PriorityTier=2 PreemptMode=OFF
 
 
 class Cluster:
-    """One node of four processors, partitions `low` (default) and `high`. It starts in a second.
+    """One node of four processors with the partitions `low` (default) and `high`. It starts in a second.
 
-    `environment` is what a command needs to speak with it. A preempted job of `low` gets SIGCONT and
-    SIGTERM at once, in its tasks but not in its batch script, and is killed after the grace.
+    `environment` is what a command needs to reach it. A preempted job of `low` gets SIGCONT and SIGTERM at once, in its
+    tasks but not in its batch script, and is killed after the grace time.
 
     Args:
-        folder: Where everything of it lives: configuration, state, logs.
-        grace_seconds: What a preempted job of `low` has between the signal and the kill.
+        folder: Folder for configuration, state and logs.
+        grace_seconds: Time of a preempted job of `low` between the signal and the kill.
         more_config: Further lines of `slurm.conf`.
     """
 
@@ -83,43 +83,43 @@ class Cluster:
             self.end()
             raise
 
-    def submit(self, *words: str, folder: Path | None = None) -> str:
-        """`sbatch` with these words.
+    def submit(self, *args: str, folder: Path | None = None) -> str:
+        """Run `sbatch`.
 
         Args:
-            words: Options, then the script and its words; or `--wrap=command`.
-            folder: Where the job runs, and its log goes; the folder of the cluster if none.
+            args: Options, then the script and its arguments; or `--wrap=command`.
+            folder: Working directory of the job, for its log too; None uses the folder of the cluster.
 
         Returns:
-            The id of the job (of the array, for an array).
+            The id of the job, or of the array.
         """
         chdir = f"--chdir={folder or self.folder}"
-        return self.ask("sbatch", "--parsable", chdir, *words).split(";")[0].strip()
+        return self.query("sbatch", "--parsable", chdir, *args).split(";")[0].strip()
 
-    def ask(self, *command: str) -> str:
-        """What a command of SLURM prints; an error holds the logs of the daemons."""
+    def query(self, *command: str) -> str:
+        """Return what a command of SLURM prints; an error contains the logs of the daemons."""
         done = subprocess.run(command, env=self.environment, capture_output=True, text=True)
         assert done.returncode == 0, f"{command}: {done.stderr or done.stdout}\n{self.logs()}"
         return done.stdout
 
     def job(self, job_id: str) -> dict[str, str]:
-        """What `scontrol show job` says of one job: `7`, or `7_1` of an array."""
-        line = self.ask("scontrol", "--oneliner", "show", "job", job_id).splitlines()[0]
-        return dict(word.split("=", 1) for word in line.split() if "=" in word)
+        """Return the fields of `scontrol show job` for one job: `7`, or `7_1` of an array."""
+        line = self.query("scontrol", "--oneliner", "show", "job", job_id).splitlines()[0]
+        return dict(field.split("=", 1) for field in line.split() if "=" in field)
 
     def wait(
         self, job_id: str, *states: str, timeout_seconds: float = 120.0, restarts: int = 0
     ) -> dict[str, str]:
-        """Until the job is in one of these states and was requeued at least so often.
+        """Wait until the job is in one of these states.
 
         Args:
             job_id: As for `job`.
-            states: SLURM's words: `RUNNING`, `PENDING`, `COMPLETED`, `FAILED`, `CANCELLED` …
+            states: SLURM's names: `RUNNING`, `PENDING`, `COMPLETED`, `FAILED`, `CANCELLED` …
             timeout_seconds: When to give up.
-            restarts: Times that it must have gone back to the queue.
+            restarts: How often it must have been requeued, at least.
 
         Returns:
-            What `job` says of it then.
+            The fields of `job` at that time.
 
         Raises:
             AssertionError: It has ended in another state.
@@ -128,9 +128,9 @@ class Cluster:
 
         def reached() -> bool:
             seen.update(self.job(job_id))
-            here = seen["JobState"] in states and int(seen["Restarts"]) >= restarts
-            assert here or seen["JobState"] not in _ENDED, f"{seen}\n{self.logs()}"
-            return here
+            is_reached = seen["JobState"] in states and int(seen["Restarts"]) >= restarts
+            assert is_reached or seen["JobState"] not in _ENDED, f"{seen}\n{self.logs()}"
+            return is_reached
 
         self.until(reached, f"job {job_id} in {states}", timeout_seconds, lambda: str(seen))
         return seen
@@ -140,35 +140,38 @@ class Cluster:
         reached: Callable[[], bool],
         what: str,
         timeout_seconds: float = 20.0,
-        told: Callable[[], str] = str,
+        describe: Callable[[], str] = str,
     ) -> None:
-        """Wait for anything, as long as the daemons live.
+        """Wait for a condition, as long as the daemons run.
 
         Args:
-            reached: Asked again and again.
+            reached: The condition.
             what: Its name, for the error.
             timeout_seconds: When to give up.
-            told: What to add to the error.
+            describe: Returns details for the error.
+
+        Raises:
+            TimeoutError: Time is up, or a daemon has ended.
         """
         end = time.monotonic() + timeout_seconds
         while not reached():
             dead = [daemon.args for daemon in self._daemons if daemon.poll() is not None]
             if dead or time.monotonic() > end:
-                said = f"daemons that ended: {dead}\n{told()}\n{self.logs()}"
-                raise TimeoutError(f"{what}: not within {timeout_seconds} s\n{said}")
+                details = f"daemons that ended: {dead}\n{describe()}\n{self.logs()}"
+                raise TimeoutError(f"{what}: not within {timeout_seconds} s\n{details}")
             time.sleep(0.05)
 
     def queue(self) -> str:
-        """All jobs that wait or run, a line each."""
-        return self.ask("squeue", "--noheader", "--array")
+        """Return all jobs that wait or run, one per line."""
+        return self.query("squeue", "--noheader", "--array")
 
     def logs(self) -> str:
-        """The end of what each daemon said."""
+        """Return the end of each daemon's log."""
         files = sorted(self.folder.glob("*.log"))
         return "\n".join(f"--- {f.name}\n{f.read_text(errors='replace')[-4000:]}" for f in files)
 
     def end(self) -> None:
-        """Kill every job and daemon, and whatever a job has left."""
+        """Kill every job, every daemon, and every process that a job has left."""
         while left := self.living():
             for pid in left:
                 _kill(pid)
@@ -177,14 +180,14 @@ class Cluster:
             daemon.wait()
 
     def living(self) -> list[int]:
-        """Processes of the cluster and of its jobs, known by its folder in their environment."""
-        word, found = f"{self.folder}/".encode(), []
+        """Return the processes of the cluster and of its jobs, found by its folder in their environment."""
+        mark, found = f"{self.folder}/".encode(), []
         for process in Path("/proc").glob("[0-9]*"):
             try:
                 environment = (process / "environ").read_bytes()
             except OSError:
                 continue
-            if word in environment and int(process.name) != os.getpid():
+            if mark in environment and int(process.name) != os.getpid():
                 found.append(int(process.name))
         return found
 
@@ -209,19 +212,19 @@ class Cluster:
     def _start(self) -> None:
         files = {"socket": "socket", "key-file": "key", "pid-file": "pid", "seed-file": "seed"}
         munge = [f"--{option}={self.folder}/munge.{name}" for option, name in files.items()]
-        # Forced, as the folder of a test is closed to other users: a warning to munged.
+        # --force: munged warns of a folder that other users cannot read, as a test's
         self._daemon("munged", "--force", "--foreground", *munge)
         self.until((self.folder / "munge.socket").exists, "the socket of munged")
         self._daemon("slurmctld", "-D")
         self._daemon("slurmd", "-D", "-N", _host())
         self.until(self._node_is_idle, "the node to be idle", 60.0)
 
-    def _daemon(self, name: str, *words: str) -> None:
+    def _daemon(self, name: str, *args: str) -> None:
         program = shutil.which(name, path=self.environment["PATH"])
         assert program is not None, name
-        with (self.folder / f"{name}.log").open("w") as said:
+        with (self.folder / f"{name}.log").open("w") as log:
             daemon = subprocess.Popen(
-                [program, *words], env=self.environment, stdout=said, stderr=said, cwd=self.folder
+                [program, *args], env=self.environment, stdout=log, stderr=log, cwd=self.folder
             )
         self._daemons.append(daemon)
 
@@ -236,10 +239,10 @@ def _host() -> str:
 
 
 def _free_ports() -> tuple[int, int]:
-    with socket.socket() as one, socket.socket() as other:
-        for each in (one, other):
-            each.bind(("127.0.0.1", 0))
-        return one.getsockname()[1], other.getsockname()[1]
+    with socket.socket() as first, socket.socket() as second:
+        for probe in (first, second):
+            probe.bind(("127.0.0.1", 0))
+        return first.getsockname()[1], second.getsockname()[1]
 
 
 def _kill(pid: int) -> None:

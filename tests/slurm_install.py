@@ -1,4 +1,4 @@
-"""SLURM's programs on this machine: where they are, and Debian's packages where they are not yet."""
+"""Find SLURM's programs on this machine, or install Debian's packages."""
 
 import os
 import shutil
@@ -10,23 +10,23 @@ _PACKAGES = ("slurm-wlm", "munge")
 
 
 def missing() -> str | None:
-    """Why there can be no SLURM here, or None. Installs Debian's where that is possible.
+    """Install Debian's packages if programs are missing and that is possible.
 
     Returns:
-        A reason to skip with, or None where every program is there.
+        Why there is no SLURM, as a reason to skip; None if every program is there.
     """
     absent = _absent()
     if not absent:
         return None
-    said = "only root can install it, with apt-get"
+    reason = "only root can install it, with apt-get"
     if os.geteuid() == 0 and shutil.which("apt-get"):
-        said = _install()
+        reason = _install()
         absent = _absent()
-    return f"no {', '.join(absent)} here: {said}" if absent else None
+    return f"no {', '.join(absent)} here: {reason}" if absent else None
 
 
 def path_with_daemons() -> str:
-    """Where daemons are too: /usr/sbin is not on the path of everyone."""
+    """Return PATH with the folders of daemons: not every user has /usr/sbin."""
     return os.pathsep.join((os.environ["PATH"], "/usr/sbin", "/sbin"))
 
 
@@ -37,16 +37,16 @@ def _absent() -> list[str]:
 
 
 def _install() -> str:
-    """What apt-get said where it could not: a list of packages that is old may still do."""
+    """Return the error of apt-get, if any; a failed update is no reason to stop, as an old package list may do."""
     quick = ("-o", "Acquire::Retries=0", "-o", "Acquire::http::Timeout=20")
     steps: Sequence[Sequence[str]] = (
         ("apt-get", *quick, "update"),
         ("apt-get", *quick, "install", "-y", "--no-install-recommends", *_PACKAGES),
     )
-    quiet = os.environ | {"DEBIAN_FRONTEND": "noninteractive"}
-    said = ""
+    environ = os.environ | {"DEBIAN_FRONTEND": "noninteractive"}
+    error = ""
     for step in steps:
-        done = subprocess.run(step, env=quiet, capture_output=True, text=True)
+        done = subprocess.run(step, env=environ, capture_output=True, text=True)
         if done.returncode:
-            said = f"apt-get cannot install it: {done.stderr.strip()[-300:]}"
-    return said
+            error = f"apt-get cannot install it: {done.stderr.strip()[-300:]}"
+    return error

@@ -1,4 +1,4 @@
-"""A command and every process that it becomes, known by a word in their environment."""
+"""A command and every process that it starts, found by a mark in their environment."""
 
 import os
 import signal
@@ -9,17 +9,17 @@ from pathlib import Path
 
 from warm_python import MARK_FOLDER
 
-_MARK = "STARTED_BY_A_TEST"
+_VARIABLE = "STARTED_BY_A_TEST"
 
 
 class Started:
     """A running command.
 
     Args:
-        command: Its words.
-        folder: Where it runs.
-        paths: Where it finds modules beside the installed ones.
-        environ: What it finds in its environment beside ours.
+        command: Program and arguments.
+        folder: Working directory.
+        paths: Folders for PYTHONPATH.
+        environ: Variables in addition to those of this process.
     """
 
     def __init__(
@@ -30,7 +30,7 @@ class Started:
         paths: Sequence[Path],
         environ: Mapping[str, str] | None = None,
     ) -> None:
-        self._word = f"{folder.name}_{time.time_ns()}"
+        self._mark = f"{folder.name}_{time.time_ns()}"
         path = os.pathsep.join(str(path) for path in paths)
         self.process = subprocess.Popen(
             command,
@@ -38,38 +38,40 @@ class Started:
             env=os.environ
             | dict(environ or {})
             | {"OMP_NUM_THREADS": "1", "PYTHONPATH": path}
-            | marked(self._word),
+            | marked(self._mark),
             stdout=subprocess.PIPE,
             stderr=subprocess.STDOUT,
             text=True,
         )
 
     def end(self, timeout: float = 120.0) -> str:
+        """Wait until the command has ended; return what it printed."""
         return self.process.communicate(timeout=timeout)[0]
 
     def left(self) -> list[int]:
-        """Processes that live, but the first one."""
-        return [pid for pid in living(self._word) if pid != self.process.pid]
+        """Return the running processes, without the first one."""
+        return [pid for pid in living(self._mark) if pid != self.process.pid]
 
     def kill(self) -> None:
+        """Kill all processes."""
         for pid in self.left():
             os.kill(pid, signal.SIGKILL)
         self.process.kill()
         self.process.communicate()
 
 
-def marked(word: str) -> dict[str, str]:
-    """What to add to the environment of a process that `living` shall find."""
-    return {_MARK: word}
+def marked(mark: str) -> dict[str, str]:
+    """Return the variables by which `living` finds a process and those that it starts."""
+    return {_VARIABLE: mark}
 
 
-def living(word: str) -> list[int]:
-    """Processes with the word that live, by their environment or, where they are forks, by an open file of its name."""
+def living(mark: str) -> list[int]:
+    """Return the running processes with a mark: in their environment or, of forks, the name of an open file."""
     found = []
     for process in Path("/proc").glob("[0-9]*"):
         try:
             environ = (process / "environ").read_bytes().split(b"\0")
-            is_marked = f"{_MARK}={word}".encode() in environ or _holds_file(process, word)
+            is_marked = f"{_VARIABLE}={mark}".encode() in environ or _holds_file(process, mark)
         except OSError:  # it has ended; a zombie has no environment
             continue
         if is_marked:
@@ -77,6 +79,6 @@ def living(word: str) -> list[int]:
     return found
 
 
-def _holds_file(process: Path, word: str) -> bool:
-    wanted = str(MARK_FOLDER / word.replace("/", "|"))
+def _holds_file(process: Path, mark: str) -> bool:
+    wanted = str(MARK_FOLDER / mark.replace("/", "|"))
     return any(os.readlink(fd) == wanted for fd in (process / "fd").iterdir())

@@ -1,4 +1,4 @@
-"""The SLURM that the tests start is a real one: it runs tasks, makes way, and leaves nothing behind."""
+"""The SLURM of the tests is a real one: it runs tasks, preempts and requeues jobs, and leaves no process behind."""
 
 import os
 from pathlib import Path
@@ -7,7 +7,7 @@ import pytest
 from slurm_cluster import Cluster
 from slurm_install import missing
 
-# Says where it is, then waits to be told to go. SIGTERM is heard by the tasks, not by the script.
+# Marks that it has begun, then waits for the file `go`. SIGTERM reaches the tasks, not the script.
 _WAITS = """#!/bin/bash
 srun sh -c 'trap "exit 75" TERM; touch begun.$SLURM_PROCID.$SLURM_RESTART_COUNT
 while [ ! -e go ]; do sleep 0.05; done'
@@ -18,20 +18,22 @@ exit $code
 """
 
 
-def test_two_tasks_of_an_array_of_two_are_four_processes_that_know_their_place(
+def test_two_tasks_in_each_job_of_an_array_of_two_are_four_processes_with_their_own_ranks(
     slurm: Cluster, tmp_path: Path
 ) -> None:
-    told = "echo $SLURM_PROCID of $SLURM_STEP_NUM_TASKS > task.$SLURM_ARRAY_TASK_ID.$SLURM_PROCID"
+    command = (
+        "echo $SLURM_PROCID of $SLURM_STEP_NUM_TASKS > task.$SLURM_ARRAY_TASK_ID.$SLURM_PROCID"
+    )
     array = slurm.submit(
-        "--array=0-1", "--ntasks=2", f"--wrap=srun sh -c '{told}'", folder=tmp_path
+        "--array=0-1", "--ntasks=2", f"--wrap=srun sh -c '{command}'", folder=tmp_path
     )
     for index in range(2):
         assert slurm.wait(f"{array}_{index}", "COMPLETED")["ExitCode"] == "0:0"
-    said = {path.name: path.read_text().strip() for path in tmp_path.glob("task.*")}
-    assert said == {f"task.{i}.{rank}": f"{rank} of 2" for i in range(2) for rank in range(2)}
+    written = {path.name: path.read_text().strip() for path in tmp_path.glob("task.*")}
+    assert written == {f"task.{i}.{rank}": f"{rank} of 2" for i in range(2) for rank in range(2)}
 
 
-def test_a_job_that_makes_way_and_asks_for_it_runs_again_under_its_id(
+def test_a_preempted_job_that_requeues_itself_runs_again_under_its_id(
     slurm: Cluster, tmp_path: Path
 ) -> None:
     script = tmp_path / "job.sh"
@@ -49,7 +51,7 @@ def test_a_job_that_makes_way_and_asks_for_it_runs_again_under_its_id(
     assert begun == {"begun.0.", "begun.1.", "begun.0.1", "begun.1.1"}
 
 
-def test_nothing_of_a_cluster_that_ends_with_a_job_running_lives_on(tmp_path: Path) -> None:
+def test_a_cluster_that_ends_with_a_running_job_leaves_no_process(tmp_path: Path) -> None:
     reason = missing()
     if reason is not None:
         pytest.skip(reason)
@@ -63,7 +65,7 @@ def test_nothing_of_a_cluster_that_ends_with_a_job_running_lives_on(tmp_path: Pa
     assert cluster.living() == []
 
 
-def test_a_job_that_ends_otherwise_is_told_at_once_with_the_logs(slurm: Cluster) -> None:
+def test_a_job_that_ends_in_another_state_is_an_error_with_the_logs(slurm: Cluster) -> None:
     job_id = slurm.submit("--wrap=exit 3")
     with pytest.raises(AssertionError, match=r"ExitCode': '3:0'(.|\n)*slurmctld"):
         slurm.wait(job_id, "COMPLETED")

@@ -121,7 +121,7 @@ def test_a_crash_names_the_folder_and_the_last_checkpoint_and_leaves_a_summary(
     )
     assert done.returncode == 1, done.stdout + done.stderr
     assert "the disk is gone" in done.stdout
-    last = "The run crashed; its folder is logs/crash, its last whole checkpoint step_0000004.ckpt"
+    last = "The run crashed; its folder is logs/crash, its last valid checkpoint step_0000004.ckpt"
     assert done.stdout.splitlines()[-1] == last
     assert '"status": "failed"' in (workplace / "logs/crash/summary.json").read_text()
     assert [row["step"] for row in read_metrics(workplace / "logs/crash")][-1] >= 4

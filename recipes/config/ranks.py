@@ -94,7 +94,7 @@ def _reject_contradiction(trainer: Mapping[str, Any], found: Ranks) -> None:
 
 def _reject_more_ranks_than_gpus(trainer: Mapping[str, Any], found: Ranks) -> None:
     """Reject more ranks on a node than it has GPUs: each rank needs one of its own."""
-    gpus = 0 if trainer["accelerator"] == "cpu" or found.started_by == "us" else num_gpus()
+    gpus = 0 if trainer["accelerator"] == "cpu" or found.started_by == "spawn" else num_gpus()
     if 0 < gpus < found.per_node:
         assert found.started_by is not None
         has = "1 GPU" if gpus == 1 else f"{gpus} GPUs"

@@ -1,4 +1,4 @@
-"""What Hydra does itself: `--help`, `--cfg`, and the sweepers and launchers behind `-m`."""
+"""Command lines that Hydra handles itself: `--help`, `--cfg`, and `-m` with its sweepers and launchers."""
 
 import os
 import sys
@@ -13,7 +13,7 @@ _FLAGS = ("help", "hydra_help", "cfg", "info", "shell_completion")
 
 
 def is_for_hydra(args: Namespace) -> bool:
-    """Whether the command line has one of Hydra's own flags, which start no run."""
+    """Return whether the command line has one of Hydra's own flags, which start no run."""
     return any(getattr(args, flag) for flag in _FLAGS)
 
 
@@ -22,11 +22,11 @@ def run_through_hydra(folder: Path, name: str, run: Callable[..., int]) -> int:
 
     Args:
         folder: Config folder.
-        name: Config file that composition starts from.
-        run: Runs one job, for a launcher that runs its jobs in this process, one after the other.
+        name: Name of the config file that composition starts from.
+        run: Runs one job and returns its exit code; for launchers that run their jobs in this process, one by one.
 
     Returns:
-        The worst exit code.
+        The worst exit code of all jobs.
     """
     import hydra
     from hydra.core.hydra_config import HydraConfig
@@ -36,17 +36,19 @@ def run_through_hydra(folder: Path, name: str, run: Callable[..., int]) -> int:
 
     exit_codes: list[int] = [ExitCode.FINISHED]
 
-    def job(_: object) -> None:
+    def run_job(_: object) -> None:
         overrides = list(HydraConfig.get().overrides.task)
         overrides.append(f"hydra.run.dir='{HydraConfig.get().runtime.output_dir}'")
         exit_codes.append(run(overrides, folder, name, in_sweep=True))
         if exit_codes[-1] == ExitCode.INTERRUPTED:
             raise KeyboardInterrupt  # ends the sweep, not only this job
 
-    os.environ["HYDRA_FULL_ERROR"] = "1"  # so that errors arrive here instead of being printed
+    os.environ["HYDRA_FULL_ERROR"] = "1"  # raises errors instead of printing them
     register_resolvers()
     try:
-        hydra.main(version_base="1.3", config_path=str(folder.resolve()), config_name=name)(job)()
+        hydra.main(version_base="1.3", config_path=str(folder.resolve()), config_name=name)(
+            run_job
+        )()
     except ConfigErrors as error:
         print(format_report(error.mistakes, error.head), file=sys.stderr)
         return ExitCode.INVALID_CONFIG

@@ -1,25 +1,26 @@
-"""One rank of a run: takes the composed run from the process or the rank that made it, ends with its starter."""
+"""Main program of one spawned rank: it reads the composed run from a file and dies with its parent."""
 
 import faulthandler
 import os
 from pathlib import Path
 
 from recipes.config.compose import from_json
-from recipes.runtime.failure import ERROR_FILE, STACK
+from recipes.runtime.failure import ERROR_FILE, STACK_SUFFIX
 from recipes.runtime.process import die_with_parent, exit_process
 from recipes.runtime.signals import listen
 from recipes.runtime.world import RANK_FILE
 
 
 def main() -> int:
-    """Carry out the run that the parent wrote down; the exit code."""
+    """Run the composed run that the parent has written; return the exit code."""
+    # before the slow imports: the parent has blocked the signals until now
     listen(second_ends=False)
     from recipes.entry.run import run_composed
     from recipes.runtime.exit_codes import ExitCode
 
     die_with_parent()
-    stack = Path(os.environ[ERROR_FILE]).with_suffix(STACK)
-    faulthandler.enable(stack.open("w"), all_threads=False)  # open until the end
+    stack_file = Path(os.environ[ERROR_FILE]).with_suffix(STACK_SUFFIX)
+    faulthandler.enable(stack_file.open("w"), all_threads=False)  # the file stays open
     try:
         return run_composed(from_json(Path(os.environ[RANK_FILE]).read_text()))
     except KeyboardInterrupt:  # before the run began or after it ended

@@ -1,4 +1,4 @@
-"""Start one run from its composed config: folder, log, ranks, build, mode; and how it ends."""
+"""Start one run from its composed config: folder, log, ranks, build, mode; turn how it ends into an exit code."""
 
 import contextlib
 import os
@@ -20,9 +20,9 @@ from recipes.runtime.console import LOGGER, open_console
 from recipes.runtime.exit_codes import ExitCode
 from recipes.runtime.failure import (
     Failure,
-    error_file,
+    failure_from_exception,
+    get_error_file,
     is_out_of_memory,
-    make_failure,
     write_failure,
 )
 from recipes.runtime.lock import lock_run_folder
@@ -33,18 +33,17 @@ _PEER_SECONDS = 2.0
 
 
 def run_composed(composed: Composed, *, in_sweep: bool = False) -> int:
-    """Carry out one checked run: here, or in as many processes as it asks for where nobody has started them.
+    """Execute one checked run: in this process, or in one process per rank if it needs several and none exist yet.
 
     Args:
         composed: The run.
-        in_sweep: Whether other runs follow in this process, which then carries out none of them itself.
+        in_sweep: Whether other runs follow in this process; each then gets a process of its own.
 
     Returns:
-        The exit code: 0 finished, 2 the config is wrong, 71 out of memory, 75 preempted, 130 interrupted,
-        143 terminated, 1 a crash (the traceback of the rank that failed first is printed and logged).
+        The exit code, see `ExitCode`; after a crash the traceback of the rank that failed first has been logged.
     """
     with contextlib.ExitStack() as signals:
-        if composed.trains and started_by() != "us":  # the ranks that we start listen already
+        if composed.trains and started_by() != "spawn":  # spawned ranks listen already
             signals.enter_context(listening())
         return _launch(composed, in_sweep=in_sweep)
 
@@ -52,33 +51,34 @@ def run_composed(composed: Composed, *, in_sweep: bool = False) -> int:
 def _launch(composed: Composed, *, in_sweep: bool) -> int:
     try:
         ranks = get_ranks(composed.config)
-        _open(composed)
+        _open_log(composed)
     except ConfigError as mistake:
-        return _refused(mistake)
-    alone = ranks.world_size == 1 and not in_sweep
-    if alone or ranks.started_by is not None:
-        return _here(composed, ranks)
+        return _report_mistake(mistake)
+    is_single = ranks.world_size == 1 and not in_sweep
+    if is_single or ranks.started_by is not None:
+        return _execute(composed, ranks)
     try:
-        with _held(composed):
-            pass  # every rank looks for its checkpoint: not before an earlier run has written its last
+        # every rank looks for the newest checkpoint: an earlier run must have written its last one by then
+        with _locked_folder(composed):
+            pass
     except ConfigError as mistake:
-        return _refused(mistake)
-    # train.log is rank 0's until all ranks have ended
-    ending = spawn_ranks(composed, ranks)
-    if ending.exit_code == ExitCode.OUT_OF_MEMORY:
+        return _report_mistake(mistake)
+    # until all ranks have ended, rank 0 alone writes train.log
+    result = spawn_ranks(composed, ranks)
+    if result.exit_code == ExitCode.OUT_OF_MEMORY:
         log_exit(composed.run_folder, composed.run_folder / EVENTS_FILE)
-    if ending.report is not None:
-        _open(composed)
-        LOGGER.error(ending.report)
-        if ending.crashed:
-            LOGGER.error(f"The run crashed; its folder is {_where(composed)}")
-        elif ending.exit_code != ExitCode.INVALID_CONFIG:
-            LOGGER.error(f"The run ended early; its folder is {_where(composed)}")
-    return ending.exit_code
+    if result.report is not None:
+        _open_log(composed)
+        LOGGER.error(result.report)
+        if result.crashed:
+            LOGGER.error(f"The run crashed; its folder is {_describe_folder(composed)}")
+        elif result.exit_code != ExitCode.INVALID_CONFIG:
+            LOGGER.error(f"The run ended early; its folder is {_describe_folder(composed)}")
+    return result.exit_code
 
 
-def _open(composed: Composed) -> None:
-    """The run's folder and log. Only rank 0 speaks, and keeps what it says.
+def _open_log(composed: Composed) -> None:
+    """Create the run's folder and open its log. Only rank 0 logs progress, and only rank 0 writes the file.
 
     Raises:
         ConfigError: The folder cannot be written to.
@@ -99,8 +99,12 @@ def _open(composed: Composed) -> None:
 
 
 @contextlib.contextmanager
-def _held(composed: Composed) -> Iterator[None]:
-    """The folder of a run that trains, by rank 0; what a kill has left there without a name has it again."""
+def _locked_folder(composed: Composed) -> Iterator[None]:
+    """Lock the folder of a run that trains, on rank 0, and repair what a kill may have left of a checkpoint's renames.
+
+    Raises:
+        ConfigError: Another process holds the lock.
+    """
     if not composed.trains or global_rank() != 0:
         yield
         return
@@ -109,62 +113,68 @@ def _held(composed: Composed) -> Iterator[None]:
         yield
 
 
-def _refused(mistake: ConfigError) -> int:
-    """A mistake before there is a log to write to; where several ranks make it, one says it."""
-    if (file := error_file()) is not None and started_by() is not None:
-        text = format_report([mistake])
-        write_failure(make_failure(mistake, exit_code=ExitCode.INVALID_CONFIG, report=text), file)
+def _report_mistake(mistake: ConfigError) -> int:
+    """Report a mistake found before there is a log; once, even if every rank finds it."""
+    if (file := get_error_file()) is not None and started_by() is not None:
+        write_failure(_failure_from_mistake(mistake), file)
     elif global_rank() == 0:
         print(format_report([mistake]), file=sys.stderr)
     return ExitCode.INVALID_CONFIG
 
 
-def _here(composed: Composed, ranks: Ranks) -> int:
-    """The run, or this rank of it, in this process."""
+def _failure_from_mistake(mistake: ConfigError) -> Failure:
+    return failure_from_exception(
+        mistake, exit_code=ExitCode.INVALID_CONFIG, report=format_report([mistake])
+    )
+
+
+def _execute(composed: Composed, ranks: Ranks) -> int:
+    """Execute the run, or this rank of it, in this process; return the exit code."""
     try:
-        with _held(composed):
+        with _locked_folder(composed):
             from recipes.build import execute
 
             return execute(composed)
     except KeyboardInterrupt:
         if global_rank() == 0:
-            LOGGER.error(f"Interrupted; the run's folder is {_where(composed)}")
+            LOGGER.error(f"Interrupted; the run's folder is {_describe_folder(composed)}")
             if has_checkpoint(composed.run_folder):
-                LOGGER.error(f"To go on: python train.py resume={composed.run_folder}")
+                LOGGER.error(f"To resume: python train.py resume={composed.run_folder}")
         return ExitCode.INTERRUPTED
     except Exception as error:
-        last_line: str | None = f"The run crashed; its folder is {_where(composed)}"
+        last_line: str | None = f"The run crashed; its folder is {_describe_folder(composed)}"
         if is_out_of_memory(error):
             text = describe_out_of_memory(error, composed, world_size=ranks.world_size)
-            failure = make_failure(error, exit_code=ExitCode.OUT_OF_MEMORY, report=text)
-            last_line = f"The run ended early; its folder is {_where(composed)}"
-        elif (wrapped := _mistake_behind(error)) is not None:
-            failure = make_failure(
-                wrapped, exit_code=ExitCode.INVALID_CONFIG, report=format_report([wrapped])
-            )
+            failure = failure_from_exception(error, exit_code=ExitCode.OUT_OF_MEMORY, report=text)
+            last_line = f"The run ended early; its folder is {_describe_folder(composed)}"
+        elif (mistake := _find_mistake(error)) is not None:
+            failure = _failure_from_mistake(mistake)
             last_line = None
         else:
-            failure = make_failure(error, exit_code=ExitCode.CRASHED, report=traceback.format_exc())
-        _tell(failure, last_line, ranks)
+            failure = failure_from_exception(
+                error, exit_code=ExitCode.CRASHED, report=traceback.format_exc()
+            )
+        _report_failure(failure, last_line, ranks)
         return failure.exit_code
 
 
-def _tell(failure: Failure, last_line: str | None, ranks: Ranks) -> None:
-    """Say it once for all ranks: in the file that their starter reads, else on the console."""
+def _report_failure(failure: Failure, last_line: str | None, ranks: Ranks) -> None:
+    """Report a failure once for all ranks: in the error file for whatever started them, else on the console."""
     if failure.by_peer and ranks.started_by == "torchrun":
-        # torchrun counts whole seconds, and ends us within this time once it sees the rank that failed first
+        # torchrun blames the error file with the earliest timestamp, in whole seconds: too coarse to tell a cause from
+        # its consequence. Wait before writing: once it sees the rank that failed first, it ends this one by SIGTERM.
         signal.signal(signal.SIGTERM, signal.SIG_DFL)
-        if was_requested():  # it has seen it before we lost the peer
+        if was_requested():  # the SIGTERM came before this rank noticed the lost peer
             os.kill(os.getpid(), signal.SIGTERM)
         time.sleep(_PEER_SECONDS)
-    file = error_file() if ranks.started_by is not None else None
-    whole = failure.report if last_line is None else f"{failure.report}\n{last_line}"
+    file = get_error_file() if ranks.started_by is not None else None
+    full_report = failure.report if last_line is None else f"{failure.report}\n{last_line}"
     if file is not None:
-        # the parent that we are adds the last line itself; torchrun shows what it is given
-        shown = failure.report if ranks.started_by == "us" else whole
-        write_failure(replace(failure, report=shown), file)
-        if ranks.started_by != "us" and global_rank() == 0:
-            LOGGER.error(whole, extra={"console": False})
+        # our own parent process adds the last line itself; torchrun prints the report as it is
+        is_spawned = ranks.started_by == "spawn"
+        write_failure(replace(failure, report=failure.report if is_spawned else full_report), file)
+        if not is_spawned and global_rank() == 0:
+            LOGGER.error(full_report, extra={"console": False})
     elif failure.by_peer and ranks.world_size > 1 and global_rank() > 0:
         LOGGER.error(f"rank {global_rank()} of {ranks.world_size} lost its peers")
     else:
@@ -173,16 +183,16 @@ def _tell(failure: Failure, last_line: str | None, ranks: Ranks) -> None:
             LOGGER.error(last_line)
 
 
-def _mistake_behind(error: BaseException | None) -> ConfigError | None:
-    """The mistake that an error is or wraps: Hydra wraps whatever a constructor raises."""
+def _find_mistake(error: BaseException | None) -> ConfigError | None:
+    """Return the mistake that an error is or wraps: Hydra wraps whatever a constructor raises."""
     while error is not None and not isinstance(error, ConfigError):
         error = error.__cause__
     return error
 
 
-def _where(composed: Composed) -> str:
+def _describe_folder(composed: Composed) -> str:
     from recipes.checkpoint.resume import newest_checkpoint
 
     checkpoint = newest_checkpoint(composed.run_folder)
-    last = f", its last whole checkpoint {checkpoint.name}" if checkpoint else ""
-    return f"{composed.run_folder}{last}"
+    suffix = f", its last valid checkpoint {checkpoint.name}" if checkpoint else ""
+    return f"{composed.run_folder}{suffix}"

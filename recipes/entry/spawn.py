@@ -1,4 +1,4 @@
-"""Starts one fresh process a rank on this machine, watches over them and says how they ended. Imports no torch."""
+"""Start one fresh process per rank on this machine, watch them, and report how they ended. Imports no torch."""
 
 import contextlib
 import os
@@ -15,26 +15,20 @@ from typing import BinaryIO
 
 from recipes.config.compose import Composed, to_json
 from recipes.runtime.exit_codes import ExitCode
-from recipes.runtime.failure import ERROR_FILE, STACK, Failure, read_failure
+from recipes.runtime.failure import ERROR_FILE, STACK_SUFFIX, Failure, read_failure
 from recipes.runtime.process import python_path
 from recipes.runtime.signals import SecondSignalError, forward_signals_to, signals_blocked
 from recipes.runtime.world import RANK_FILE, Ranks
 
-# exit codes that say what happened, and that the rank has said it
-_OURS = (
-    2,
-    3,
-    ExitCode.OUT_OF_MEMORY,
-    ExitCode.UNSAVED,
-    ExitCode.PREEMPTED,
-    ExitCode.TERMINATED,
-    ExitCode.INTERRUPTED,
-)
-_FAILED_SECONDS = 5.0  # for the others to end once one rank has failed
-_ASKED_SECONDS = 10.0  # to end by themselves when a person or the cluster asks
-_CAUSE_SECONDS = 2.0
+# -P: a folder named `recipes` in the working directory must not be imported instead of this project
+_RANK_COMMAND = (sys.executable, "-P", "-m", "recipes.entry.rank_main")
+# exit codes of ranks that have reported themselves what happened
+_REPORTED_CODES = frozenset(ExitCode) - {ExitCode.FINISHED, ExitCode.CRASHED}
+_FAILURE_GRACE_SECONDS = 5.0  # for the other ranks to end once one has failed
+_STOP_GRACE_SECONDS = 10.0  # for ranks to end by themselves after a Ctrl-C or with a reported code
+_CAUSE_SECONDS = 2.0  # for the rank that failed first to be seen, after its peers
 _POLL_SECONDS = 0.05
-_TAIL_LINES = 20
+_LOG_TAIL_LINES = 20
 _COMPOSED_FILE = "composed.json"
 
 
@@ -43,9 +37,9 @@ class ProcessExit:
     """How a run of several ranks ended.
 
     Attributes:
-        exit_code: Of the run.
-        report: What a rank has not said itself; None: everything is said.
-        crashed: Whether a rank failed by something other than the config.
+        exit_code: Exit code of the run.
+        report: What no rank has printed yet; None if nothing is left to print.
+        crashed: Whether a rank failed in another way than by a reported exit code.
     """
 
     exit_code: int
@@ -54,12 +48,12 @@ class ProcessExit:
 
 
 @dataclass(kw_only=True)
-class _Process:
+class _RankProcess:
     rank: int
     process: subprocess.Popen[bytes]
     error_file: Path
-    log_file: Path | None  # rank 0 speaks to the console
-    alive_at: float = field(default_factory=time.time)
+    log_file: Path | None  # None: rank 0 prints to the console
+    alive_at: float = field(default_factory=time.time)  # when it was last seen running
 
     def is_running(self) -> bool:
         if self.process.poll() is None:
@@ -68,11 +62,11 @@ class _Process:
         return False
 
     def has_failed(self) -> bool:
-        """By its exit code, or by its error before it comes to exit: a dead engine may hold it."""
+        """Return whether it exited with an error or has written one: a rank may hang in the exit after a failure."""
         return self.process.poll() not in (None, 0) or self.error_file.exists()
 
     def failure(self) -> Failure:
-        """What it wrote; else how it ended, at the time it was last alive."""
+        """Return the failure that it wrote; else how it exited, at the time it was last seen running."""
         if (written := read_failure(self.error_file)) is not None:
             return written
         code = self.process.returncode
@@ -82,58 +76,67 @@ class _Process:
         return Failure(exit_code=code, message=message, report=self._tail(), time=self.alive_at)
 
     def _tail(self) -> str:
-        """The stack of a segmentation fault; else the last that the rank said."""
-        stack = self.error_file.with_suffix(STACK)
-        if stack.is_file() and (text := stack.read_text(errors="replace")):
-            return text.partition("\nExtension modules:")[0]
+        """Return the stack of a segmentation fault; else the last lines that the rank printed."""
+        stack_file = self.error_file.with_suffix(STACK_SUFFIX)
+        if stack_file.is_file() and (stack := stack_file.read_text(errors="replace")):
+            return stack.partition("\nExtension modules:")[0]
         if self.log_file is None:
             return ""
         lines = self.log_file.read_text(errors="replace").splitlines()
-        return "\n".join(lines[-_TAIL_LINES:])
+        return "\n".join(lines[-_LOG_TAIL_LINES:])
+
+    def forward(self, number: int) -> None:
+        """Pass a signal's number on through the pipe that `die_with_parent` reads."""
+        assert self.process.stdin is not None, "opened as a pipe"
+        with contextlib.suppress(OSError):  # it has exited
+            self.process.stdin.write(bytes([number]))
+            self.process.stdin.flush()
 
 
 def spawn_ranks(composed: Composed, ranks: Ranks) -> ProcessExit:
-    """Carry out a run by one process a rank, all from this one composition; none is left when it returns."""
-    started: list[_Process] = []
+    """Execute a run with one process per rank, all from this one composed config; none is left on return.
 
-    asked: list[int] = []
+    The first SIGTERM or SIGUSR1 is forwarded to the ranks, which save and stop; a second one ends them at once, as does
+    a second Ctrl-C.
+    """
+    processes: list[_RankProcess] = []
+    received: list[int] = []
 
-    def tell(number: int) -> None:
-        asked.append(number)
-        for one in started:
-            _ask_to_stop(one, number)
+    def forward(number: int) -> None:
+        received.append(number)
+        for process in processes:
+            process.forward(number)
 
-    with tempfile.TemporaryDirectory(prefix="recipes_ranks_") as name, forward_signals_to(tell):
+    with tempfile.TemporaryDirectory(prefix="recipes_ranks_") as name, forward_signals_to(forward):
         folder = Path(name)
         (folder / _COMPOSED_FILE).write_text(to_json(composed))
         port = _free_port()
         try:
-            with (
-                signals_blocked()
-            ):  # for us: until all ranks can be told; for them: until they listen
+            # blocked here until every rank can be reached, and in each rank, which inherits the mask, until it listens
+            with signals_blocked():
                 for rank in range(ranks.world_size):
-                    started.append(_start(rank, ranks.world_size, port, folder))
-            for number in asked[:1]:  # before there was anybody to tell
-                tell(number)
-            return _watch(started)
+                    processes.append(_start(rank, ranks.world_size, port, folder))
+            for number in received[:1]:  # it may have come before the first rank was started
+                forward(number)
+            return _watch(processes)
         except KeyboardInterrupt:
-            return _interrupted(started)
+            return _interrupt(processes)
         except SecondSignalError as second:
             return ProcessExit(
                 exit_code=128 + second.number, report="Terminated by a second signal"
             )
         finally:
-            _kill(started)
+            _kill(processes)
 
 
 def rank_environ(rank: int, world_size: int, port: int, composed: Path) -> dict[str, str]:
-    """What makes a process one of the ranks of this machine.
+    """Return the variables that make a process one of the ranks of this machine.
 
     Args:
-        rank: Which.
-        world_size: Of how many.
-        port: Where rank 0 meets the others.
-        composed: The file that holds the composed run; each rank leaves its error beside it.
+        rank: Its rank.
+        world_size: Number of ranks.
+        port: Port on which rank 0 serves the rendezvous.
+        composed: File with the composed run; each rank writes its error file next to it.
     """
     return {
         RANK_FILE: str(composed),
@@ -148,106 +151,118 @@ def rank_environ(rank: int, world_size: int, port: int, composed: Path) -> dict[
     }
 
 
-def _start(rank: int, world_size: int, port: int, folder: Path) -> _Process:
-    """One rank in a process group of its own: a Ctrl-C in the terminal reaches it through us, once."""
+def _start(rank: int, world_size: int, port: int, folder: Path) -> _RankProcess:
+    """Start a rank in a process group of its own: a Ctrl-C in the terminal reaches it once, through this process."""
     environ = os.environ | rank_environ(rank, world_size, port, folder / _COMPOSED_FILE)
     environ |= {"PYTHONPATH": python_path()}
-    error_file = Path(environ[ERROR_FILE])
     environ.setdefault("OMP_NUM_THREADS", str(max(1, _num_cores() // world_size)))
     log_file = folder / f"rank_{rank}.log" if rank else None
     with contextlib.ExitStack() as files:
         log: BinaryIO | None = files.enter_context(log_file.open("wb")) if log_file else None
         process = subprocess.Popen(
-            # -P: a folder of the same name where the run is started is not taken for this project
-            [sys.executable, "-P", "-m", "recipes.entry.rank_main"],
+            _RANK_COMMAND,
             env=environ,
             stdin=subprocess.PIPE,
             stdout=log,
             stderr=log,
             process_group=0,
-            bufsize=0,  # nothing is left to write when the rank is gone
+            bufsize=0,  # nothing may be left to flush when the rank is gone
         )
-    return _Process(rank=rank, process=process, error_file=error_file, log_file=log_file)
+    return _RankProcess(
+        rank=rank, process=process, error_file=Path(environ[ERROR_FILE]), log_file=log_file
+    )
 
 
-def _watch(started: Sequence[_Process]) -> ProcessExit:
+def _watch(processes: Sequence[_RankProcess]) -> ProcessExit:
     while True:
-        running = [one for one in started if one.is_running()]
-        failed = [one for one in started if one.has_failed()]
+        # every process is polled, to note when it was last seen running
+        running = [process for process in processes if process.is_running()]
+        failed = [process for process in processes if process.has_failed()]
         if failed:
-            return _end_of_failed(started, failed)
+            return _end_after_failure(processes, failed)
         if not running:
-            return ProcessExit(exit_code=0)
+            return ProcessExit(exit_code=ExitCode.FINISHED)
         time.sleep(_POLL_SECONDS)
 
 
-def _end_of_failed(started: Sequence[_Process], failed: Sequence[_Process]) -> ProcessExit:
-    """Stop the others, and find what came first; what was torn down by that is no cause."""
-    failed = _with_cause(started, failed)
-    others = [one for one in started if one not in failed]
-    if all(one.process.returncode in _OURS for one in failed):
-        _wait(others, _ASKED_SECONDS)  # all ranks say the same: they end by themselves
+def _end_after_failure(
+    processes: Sequence[_RankProcess], failed: Sequence[_RankProcess]
+) -> ProcessExit:
+    """End the other ranks and report the failure that came first, not those that it has caused."""
+    failed = _wait_for_cause(processes, failed)
+    others = [process for process in processes if process not in failed]
+    if all(process.process.returncode in _REPORTED_CODES for process in failed):
+        # such an end (preempted, diverged, …) is common to all ranks: let the others complete theirs
+        _wait(others, _STOP_GRACE_SECONDS)
     _signal(others, signal.SIGTERM)
-    _wait(started, _FAILED_SECONDS)
-    _kill(started)
-    told = [one for one in started if one in failed or one.error_file.exists()]
-    failures = [(one.rank, one.failure()) for one in told]
-    rank, first = min(failures, key=lambda pair: (pair[1].by_peer, pair[1].time))
-    written = any(one.rank == rank and one.error_file.exists() for one in told)
-    if first.exit_code in _OURS:
-        return ProcessExit(exit_code=first.exit_code, report=first.report if written else None)
-    who = f"rank {rank} of {len(started)}"
-    head = f"{who} failed" if written else f"{who} {first.message}"
-    report = f"{head}:\n{first.report}" if first.report else head
+    _wait(processes, _FAILURE_GRACE_SECONDS)
+    _kill(processes)
+    # a rank that only died by the SIGTERM above is no candidate; one that wrote an error before it is
+    candidates = [
+        process for process in processes if process in failed or process.error_file.exists()
+    ]
+    failures = [(process, process.failure()) for process in candidates]
+    first, failure = min(failures, key=lambda pair: (pair[1].by_peer, pair[1].time))
+    has_written = first.error_file.exists()
+    if failure.exit_code in _REPORTED_CODES:
+        return ProcessExit(
+            exit_code=failure.exit_code, report=failure.report if has_written else None
+        )
+    name = f"rank {first.rank} of {len(processes)}"
+    head = f"{name} failed" if has_written else f"{name} {failure.message}"
+    report = f"{head}:\n{failure.report}" if failure.report else head
     return ProcessExit(exit_code=ExitCode.CRASHED, report=report, crashed=True)
 
 
-def _with_cause(started: Sequence[_Process], failed: Sequence[_Process]) -> Sequence[_Process]:
-    """Ranks that lost a peer are often seen before the peer itself: wait for it a moment."""
-    until = time.monotonic() + _CAUSE_SECONDS
-    while all(one.failure().by_peer for one in failed) and time.monotonic() < until:
+def _wait_for_cause(
+    processes: Sequence[_RankProcess], failed: Sequence[_RankProcess]
+) -> Sequence[_RankProcess]:
+    """Return the ranks that have failed, after a short wait if so far all of them have only lost a peer.
+
+    A rank that loses its connection is often seen before the rank that failed: that one may still be writing its error.
+    """
+    deadline = time.monotonic() + _CAUSE_SECONDS
+    while all(process.failure().by_peer for process in failed) and time.monotonic() < deadline:
         time.sleep(_POLL_SECONDS)
-        failed = [one for one in started if one.has_failed()]
+        failed = [process for process in processes if process.has_failed()]
     return failed
 
 
-def _interrupted(started: Sequence[_Process]) -> ProcessExit:
-    """Hand Ctrl-C to the ranks and give them time; a second one kills them."""
+def _interrupt(processes: Sequence[_RankProcess]) -> ProcessExit:
+    """Pass Ctrl-C on to the ranks and give them time; a second one ends the wait, and they are killed."""
     with contextlib.suppress(KeyboardInterrupt, SecondSignalError):
-        _signal(started, signal.SIGINT)
-        _wait(started, _ASKED_SECONDS)
-    said = any(one.rank == 0 and one.process.poll() == ExitCode.INTERRUPTED for one in started)
-    return ProcessExit(exit_code=ExitCode.INTERRUPTED, report=None if said else "Interrupted")
+        _signal(processes, signal.SIGINT)
+        _wait(processes, _STOP_GRACE_SECONDS)
+    has_reported = any(
+        process.rank == 0 and process.process.poll() == ExitCode.INTERRUPTED
+        for process in processes
+    )
+    return ProcessExit(
+        exit_code=ExitCode.INTERRUPTED, report=None if has_reported else "Interrupted"
+    )
 
 
-def _signal(processes: Sequence[_Process], number: signal.Signals) -> None:
-    for one in processes:
-        one.process.send_signal(number)  # does nothing where it has ended
+def _signal(processes: Sequence[_RankProcess], number: signal.Signals) -> None:
+    for process in processes:
+        process.process.send_signal(number)  # does nothing if it has exited
 
 
-def _wait(processes: Sequence[_Process], seconds: float) -> None:
-    until = time.monotonic() + seconds
-    while time.monotonic() < until and any(one.is_running() for one in processes):
+def _wait(processes: Sequence[_RankProcess], seconds: float) -> None:
+    deadline = time.monotonic() + seconds
+    while time.monotonic() < deadline and any(process.is_running() for process in processes):
         time.sleep(_POLL_SECONDS)
 
 
-def _kill(processes: Sequence[_Process]) -> None:
-    """With what they started: workers that load data are in their groups."""
-    for one in processes:
-        if one.process.poll() is None:
+def _kill(processes: Sequence[_RankProcess]) -> None:
+    """Kill the ranks that still run with their process groups: loader workers are in them."""
+    for process in processes:
+        if process.process.poll() is None:
             with contextlib.suppress(ProcessLookupError):
-                os.killpg(one.process.pid, signal.SIGKILL)
-    for one in processes:
-        one.process.wait()
-        if one.process.stdin is not None:
-            one.process.stdin.close()
-
-
-def _ask_to_stop(one: _Process, number: int) -> None:
-    assert one.process.stdin is not None, "opened as a pipe"
-    with contextlib.suppress(OSError):  # it has ended
-        one.process.stdin.write(bytes([number]))
-        one.process.stdin.flush()
+                os.killpg(process.process.pid, signal.SIGKILL)
+    for process in processes:
+        process.process.wait()
+        if process.process.stdin is not None:
+            process.process.stdin.close()
 
 
 def _num_cores() -> int:

@@ -1,4 +1,7 @@
-"""The ranks of one start of torchrun find each other, whatever earlier starts have left in its store; some messages."""
+"""Ranks started by torchrun: rank 0 composes the run for all of them, once for all restarts. A few messages.
+
+The messages go through torchrun's TCP store, in which an earlier start may have left keys.
+"""
 
 import json
 import os
@@ -6,146 +9,55 @@ import time
 import uuid
 from collections.abc import Callable, Sequence
 from datetime import timedelta
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from recipes.config.compose import Composed, from_json, to_json
 from recipes.errors import ConfigError
 from recipes.runtime.world import global_rank, started_by
 
+# torch takes a second to import, which runs without torchrun must not wait for: only `_open_store` imports it
 if TYPE_CHECKING:
     from torch.distributed import TCPStore  # type: ignore[attr-defined]
 
 _WAIT = timedelta(minutes=10)
 _POLL_SECONDS = 0.05
-_SERVED: list["TCPStore"] = []  # a store must outlive the function that opens it
-_ASKS = "recipes_rank_{rank}_asks"
-
-
-def torchrun_store() -> "TCPStore":
-    """The store that torchrun tells its ranks of: served by its agent through all starts, or by rank 0 for this one."""
-    serves = not _is_agents() and os.environ["RANK"] == "0"
-    return _store(int(os.environ["MASTER_PORT"]), serves=serves)
-
-
-def open_start_store() -> int | None:
-    """By rank 0: serve a store in which nothing is left from earlier starts.
-
-    torch meets in the agent's own, under the same keys at every start (pytorch #135712, torch 2.13): a rank then takes
-    the address of one that is dead.
-
-    Returns:
-        Its port; None where torchrun's is of this start as it is.
-    """
-    return _store(0, serves=True).port if _is_agents() else None
-
-
-def rendezvous_at(port: int | None) -> None:
-    """Let torch meet in the store that rank 0 serves for this start."""
-    if port is not None:
-        os.environ["MASTER_PORT"] = str(port)
-        os.environ["TORCHELASTIC_USE_AGENT_STORE"] = str(False)
-
-
-def send_to_ranks(store: "TCPStore", text: str, *, world_size: int) -> None:
-    """By rank 0: say it to every other rank of this start, and wait until each has heard it.
-
-    A rank asks by a word that nobody has used before: what a dead one has asked for is answered in vain. The number of
-    restarts that torchrun tells would not do: agents count their own.
-
-    Args:
-        store: In which they ask.
-        text: What to say.
-        world_size: Ranks of this start, with rank 0.
-
-    Raises:
-        TimeoutError: Some have not come.
-    """
-    start = uuid.uuid4().hex
-    store.set(start, text)
-    until = time.monotonic() + _WAIT.total_seconds()
-    missing = set(range(1, world_size))
-    answered: set[str] = set()
-    while missing:
-        for rank in missing:
-            if store.check([_ASKS.format(rank=rank)]):
-                word = store.get(_ASKS.format(rank=rank)).decode()
-                if word not in answered:
-                    store.set(word, start)
-                    answered.add(word)
-        missing = {rank for rank in missing if not store.check([_heard(start, rank)])}
-        if missing and time.monotonic() > until:
-            raise TimeoutError(f"ranks {sorted(missing)} have not come within {_WAIT}")
-        time.sleep(_POLL_SECONDS)
-    store.delete_key(start)
-
-
-def receive_from_rank_zero(store: "TCPStore", *, rank: int) -> str:
-    """By every other rank: what rank 0 of this start says."""
-    word = uuid.uuid4().hex
-    store.set(_ASKS.format(rank=rank), word)
-    start = store.get(word).decode()
-    text: str = store.get(start).decode()
-    store.set(_heard(start, rank), "yes")
-    return text
-
-
-def _heard(start: str, rank: int) -> str:
-    return f"{start}_heard_by_{rank}"
-
-
-def _is_agents() -> bool:
-    return os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == str(True)
-
-
-def _store(port: int, *, serves: bool) -> "TCPStore":
-    from torch.distributed import TCPStore  # type: ignore[attr-defined]
-
-    store = TCPStore(
-        os.environ["MASTER_ADDR"],
-        port,
-        is_master=serves,
-        timeout=_WAIT,
-        wait_for_workers=False,
-        multi_tenant=True,  # torch opens the same one again in this process
-    )
-    _SERVED.append(store)
-    return store
-
-
-_TELL_SECONDS = 1.0
-
-
-_BEGUN = "recipes_begun"  # in the store of torchrun's agent: the run as it was composed first
+_REPORT_SECONDS = 1.0  # for rank 0 to print the mistakes
+_COMPOSED = "recipes_composed"  # key in the agent's store: the run as first composed, for restarts
+_REQUEST = "recipes_rank_{rank}_request"
+_OPEN_STORES: list["TCPStore"] = []  # a store must outlive the function that opens it
 
 
 def compose_on_rank_zero(
     compose: Callable[[], tuple[Composed | None, Sequence[ConfigError]]],
 ) -> tuple[Composed | None, Sequence[ConfigError]]:
-    """Compose once for all ranks of torchrun, and for all times that it starts them.
+    """Compose once for all ranks of torchrun and for all of its restarts.
 
-    The folder named by the clock is then the same everywhere, and a restart goes on in it, from its newest whole
-    checkpoint. Everywhere else every process composes: SLURM's job names the folder.
+    A run folder named by the clock is then the same on every rank, and a restart resumes in it, from its newest valid
+    checkpoint. Without torchrun every process composes by itself: under SLURM the job id names the folder.
+
+    Args:
+        compose: Composes and checks the run; returns it with the mistakes found.
 
     Returns:
-        As `compose`; on other ranks than 0, None and no mistakes where rank 0 found some.
+        The result of `compose`; on ranks other than 0, None and no mistakes if rank 0 found some.
     """
     if started_by() != "torchrun" or not (_has_peers() or _may_be_restarted()):
         return compose()
-    store = torchrun_store()
+    store = open_torchrun_store()
     if (rank := global_rank()) > 0:
-        told = json.loads(receive_from_rank_zero(store, rank=rank))
-        if told["composed"] is None:
-            time.sleep(_TELL_SECONDS)  # torchrun ends rank 0 as soon as another rank has ended
+        message = json.loads(receive_from_rank_zero(store, rank=rank))
+        if message["composed"] is None:
+            time.sleep(_REPORT_SECONDS)  # torchrun ends rank 0 as soon as another rank has ended
             return None, []
-        rendezvous_at(told["port"])
-        return from_json(told["composed"]), []
-    composed, mistakes = (_begun(store), []) if store.check([_BEGUN]) else compose()
+        rendezvous_at(message["port"])
+        return from_json(message["composed"]), []
+    composed, mistakes = _resume_composed(store) if store.check([_COMPOSED]) else compose()
     text = None if mistakes or composed is None else to_json(composed)
     port = open_start_store()
-    word = json.dumps({"composed": text, "port": port})
-    send_to_ranks(store, word, world_size=int(os.environ["WORLD_SIZE"]))
+    message = json.dumps({"composed": text, "port": port})
+    send_to_ranks(store, message, world_size=int(os.environ["WORLD_SIZE"]))
     if text is not None and port is not None:  # the agent's store is still there at a restart
-        store.set(_BEGUN, text)
+        store.set(_COMPOSED, text)
     rendezvous_at(port)
     return composed, mistakes
 
@@ -158,12 +70,103 @@ def _may_be_restarted() -> bool:
     return os.environ.get("TORCHELASTIC_MAX_RESTARTS", "0") != "0"
 
 
-def _begun(store: Any) -> Composed:
-    """The run that torchrun has started before; it goes on, where a start from nothing would be refused."""
-    composed = from_json(store.get(_BEGUN).decode())
+def _resume_composed(store: "TCPStore") -> tuple[Composed | None, Sequence[ConfigError]]:
+    """Return the run of an earlier start; it resumes, where a second start from nothing would be rejected."""
+    composed = from_json(store.get(_COMPOSED).decode())
     if composed.config["resume"] is None:
         composed.config["resume"] = "auto"
-    print(
-        "Started again by torchrun: from the newest whole checkpoint, if there is one", flush=True
+    print("Restarted by torchrun: resuming from the newest valid checkpoint, if any", flush=True)
+    return composed, []
+
+
+def open_torchrun_store() -> "TCPStore":
+    """Open the store at torchrun's address: its agent's, which outlives restarts, or one that rank 0 serves."""
+    is_server = not _has_agent_store() and os.environ["RANK"] == "0"
+    return _open_store(int(os.environ["MASTER_PORT"]), is_server=is_server)
+
+
+def open_start_store() -> int | None:
+    """Serve, on rank 0, an empty store for this start.
+
+    torch's rendezvous uses the agent's store with the same keys at every start (pytorch #135712, torch 2.13): after a
+    restart a rank would read the address of a dead one. Delete this and `rendezvous_at` when that is fixed.
+
+    Returns:
+        Its port; None if torchrun's own store is new at every start.
+    """
+    return _open_store(0, is_server=True).port if _has_agent_store() else None
+
+
+def rendezvous_at(port: int | None) -> None:
+    """Make torch rendezvous in the store that rank 0 serves at this port; None leaves torchrun's."""
+    if port is not None:
+        os.environ["MASTER_PORT"] = str(port)
+        os.environ["TORCHELASTIC_USE_AGENT_STORE"] = str(False)
+
+
+def _has_agent_store() -> bool:
+    return os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == str(True)
+
+
+def _open_store(port: int, *, is_server: bool) -> "TCPStore":
+    from torch.distributed import TCPStore  # type: ignore[attr-defined]
+
+    store = TCPStore(
+        os.environ["MASTER_ADDR"],
+        port,
+        is_master=is_server,
+        timeout=_WAIT,
+        wait_for_workers=False,
+        multi_tenant=True,  # torch opens the same store again in this process
     )
-    return composed
+    _OPEN_STORES.append(store)
+    return store
+
+
+def send_to_ranks(store: "TCPStore", text: str, *, world_size: int) -> None:
+    """Send a text from rank 0 to every other rank of this start, and wait until each has received it.
+
+    The store may hold keys of ranks that have died since. Each rank therefore requests the text under a random id that
+    nobody has used before, and the answer to a dead rank's id is never read. The number of restarts that torchrun
+    passes on cannot serve as an id: every agent counts its own.
+
+    Args:
+        store: Store with the requests.
+        text: Text to send.
+        world_size: Ranks of this start, including rank 0.
+
+    Raises:
+        TimeoutError: Some ranks have not requested it.
+    """
+    start = uuid.uuid4().hex
+    store.set(start, text)
+    deadline = time.monotonic() + _WAIT.total_seconds()
+    missing = set(range(1, world_size))
+    answered: set[str] = set()
+    while missing:
+        for rank in missing:
+            if store.check([_REQUEST.format(rank=rank)]):
+                request = store.get(_REQUEST.format(rank=rank)).decode()
+                # a live rank may overwrite the request of a dead one: look again until it has received the text
+                if request not in answered:
+                    store.set(request, start)
+                    answered.add(request)
+        missing = {rank for rank in missing if not store.check([_receipt(start, rank)])}
+        if missing and time.monotonic() > deadline:
+            raise TimeoutError(f"ranks {sorted(missing)} have not connected within {_WAIT}")
+        time.sleep(_POLL_SECONDS)
+    store.delete_key(start)
+
+
+def receive_from_rank_zero(store: "TCPStore", *, rank: int) -> str:
+    """Receive, on any other rank, what rank 0 of this start sends."""
+    request = uuid.uuid4().hex
+    store.set(_REQUEST.format(rank=rank), request)
+    start = store.get(request).decode()
+    text: str = store.get(start).decode()
+    store.set(_receipt(start, rank), "received")
+    return text
+
+
+def _receipt(start: str, rank: int) -> str:
+    return f"{start}_received_by_{rank}"

@@ -1,4 +1,4 @@
-"""Where the jobs of a sweep run: on this machine, on a cluster. One file an option of conf/launcher/."""
+"""Where the jobs of a sweep run: on this machine or on a cluster. One file per option of conf/launcher/."""
 
 from collections.abc import Sequence
 from pathlib import Path
@@ -7,35 +7,13 @@ from typing import Protocol
 from recipes.launcher.job import Job
 
 
-class Handle(Protocol):
-    """A job that has been started."""
-
-    job: Job
-
-    def poll(self) -> int | None:
-        """The exit code; None: it has not ended."""
-        ...
-
-    def is_waiting(self) -> bool:
-        """Whether it stands in the queue of a cluster."""
-        ...
-
-    def ask(self, number: int) -> None:
-        """Send a signal."""
-        ...
-
-    def kill(self) -> None:
-        """End it, with all that it has started."""
-        ...
-
-
 class Launcher(Protocol):
     """Starts jobs.
 
     Attributes:
-        max_jobs: At a time; None: as many as fit.
-        waits: Whether its jobs are followed to their end.
-        is_bounded: Whether it is ever full, so that jobs are asked for when others have ended.
+        max_jobs: Jobs at a time; None runs as many as fit.
+        waits: Whether a sweep follows its jobs until they have ended.
+        is_bounded: Whether `is_full` is ever true, so that the next jobs are chosen only once others have ended.
     """
 
     max_jobs: int | None
@@ -43,29 +21,51 @@ class Launcher(Protocol):
     is_bounded: bool
 
     def num_devices(self, job: Job) -> int:
-        """The devices that a job takes here.
+        """Return the devices that a job needs here.
 
         Raises:
-            ConfigError: There are never so many.
+            ConfigError: This launcher can never provide that many, or the job does not say how many.
         """
         ...
 
-    def words_of(self, job: Job) -> list[str]:
-        """What a job's run must be told here, as one types it; its `composed` is there."""
+    def extra_overrides(self, job: Job) -> list[str]:
+        """Return the overrides that this launcher adds to those of a composed job."""
         ...
 
     def is_full(self) -> bool:
-        """Whether not even the smallest job can be started now."""
+        """Return whether not even the smallest job can be started now."""
         ...
 
-    def start(self, waiting: Sequence[Job]) -> list[Handle]:
-        """Start those for which there is room, the first ones first."""
+    def start(self, waiting: Sequence[Job]) -> list["Handle"]:
+        """Start the jobs for which there is room, in order."""
         ...
 
-    def log_of(self, job: Job) -> Path:
-        """What a job has said."""
+    def log_path(self, job: Job) -> Path:
+        """Return the file with the console output of a job."""
         ...
 
     def describe(self) -> str:
-        """In a few words, for the first line."""
+        """Return a short text for the first line of a sweep, such as `on 4 GPUs`."""
+        ...
+
+
+class Handle(Protocol):
+    """A job that has been started."""
+
+    job: Job
+
+    def poll(self) -> int | None:
+        """Return the exit code; None while the job has not ended."""
+        ...
+
+    def is_waiting(self) -> bool:
+        """Return whether the job is waiting in the queue of a cluster."""
+        ...
+
+    def send_signal(self, number: int) -> None:
+        """Send a signal to the job."""
+        ...
+
+    def kill(self) -> None:
+        """Kill the job and all processes that it has started."""
         ...

@@ -1,12 +1,12 @@
-"""What others have left in the environment of a process that starts a run of its own."""
+"""Remove from the environment what would make a new run a rank or a job of another one."""
 
 import os
 from collections.abc import Mapping, MutableMapping, Sequence
 
 from recipes.runtime.world import RANK_FILE
 
-# what would make a job one of the ranks of another run, or a part of it
-_OF_A_RANK = (
+# a process with these would join another run, as a rank or under its W&B id
+_RANK_VARIABLES = (
     "RANK",
     "LOCAL_RANK",
     "WORLD_SIZE",
@@ -23,25 +23,29 @@ _OF_A_RANK = (
     "WANDB_RESUME",
     RANK_FILE,
 )
-_SLURM = "SLURM"
-_OF_THE_CLUSTER = ("SLURM_CONF",)  # says where it is, not what we are to it
-
-
-def _is_slurms(name: str) -> bool:
-    return name.startswith(_SLURM) and name not in _OF_THE_CLUSTER
+_SLURM_PREFIX = "SLURM"
+_SLURM_KEPT = (
+    "SLURM_CONF",
+)  # where the cluster's configuration is, not what this process is to it
 
 
 def clean_environ(environ: Mapping[str, str] = os.environ) -> dict[str, str]:
-    """An environment in which a process is nobody's rank."""
+    """Return an environment without variables of torchrun, SLURM or a run's ranks."""
     return {
         name: value
         for name, value in environ.items()
-        if name not in _OF_A_RANK and not name.startswith("TORCHELASTIC_") and not _is_slurms(name)
+        if name not in _RANK_VARIABLES
+        and not name.startswith("TORCHELASTIC_")
+        and not _is_of_slurm(name)
     }
 
 
 def forget_slurm(overrides: Sequence[str], environ: MutableMapping[str, str] = os.environ) -> None:
-    """With `ignore_slurm=true`: a run typed in an allocation is no job of SLURM's, here and in what it starts."""
-    if any(word.lower() == "ignore_slurm=true" for word in overrides):
-        for name in [name for name in environ if _is_slurms(name)]:
+    """Remove SLURM's variables with `ignore_slurm=true`: a run in an allocation is then a plain process."""
+    if any(override.lower() == "ignore_slurm=true" for override in overrides):
+        for name in [name for name in environ if _is_of_slurm(name)]:
             del environ[name]
+
+
+def _is_of_slurm(name: str) -> bool:
+    return name.startswith(_SLURM_PREFIX) and name not in _SLURM_KEPT

@@ -1,6 +1,7 @@
-"""The jobs of a sweep's folder, each in a `job.json` of its own: what a sweep that goes on finds again."""
+"""The jobs of a sweep, each with a `job.json` in its run folder, from which a resumed sweep reads it again."""
 
 import json
+import signal
 from dataclasses import asdict, dataclass, field
 from enum import StrEnum
 from pathlib import Path
@@ -11,37 +12,39 @@ from recipes.errors import ConfigError
 from recipes.run_folder import write_atomically
 from recipes.runtime.exit_codes import ExitCode
 
+JOB_FILE = "job.json"
+
 
 class State(StrEnum):
-    """A job's, by the word that the table and `sweep.csv` show."""
+    """State of a job, as the table and `sweep.csv` show it."""
 
     WAITING = "waiting"
-    QUEUED = "queued"  # in that of a cluster
+    QUEUED = "queued"  # in the queue of a cluster
     RUNNING = "running"
     FINISHED = "finished"
-    PRUNED = "pruned"  # stopped by the sweeper: others were better at the same step
+    PRUNED = "pruned"  # stopped by the sweeper: other jobs were better at the same step
     REFUSED = "refused"  # the config is wrong
     DIVERGED = "diverged"
     OUT_OF_MEMORY = "out_of_memory"
     FAILED = "failed"
     INTERRUPTED = "interrupted"
-    PREEMPTED = "preempted"  # after saving
+    PREEMPTED = "preempted"  # after a save
     KILLED = "killed"
-    UNSAVED = "unsaved"  # finished, but for its last checkpoint: a full disk
+    UNSAVED = "unsaved"  # finished, but the last checkpoint could not be written
 
     @property
     def is_over(self) -> bool:
-        """It has the result that was asked for."""
+        """Whether the job has its result."""
         return self in (State.FINISHED, State.PRUNED)
 
     @property
     def has_failed(self) -> bool:
-        """By itself: it would again."""
+        """Whether the job failed by itself, and would fail again."""
         return self in (State.REFUSED, State.DIVERGED, State.OUT_OF_MEMORY, State.FAILED)
 
     @property
     def is_cut(self) -> bool:
-        """From outside: it can go on. One that was running when its sweep was killed is."""
+        """Whether the job was ended from outside and can resume; jobs that ran when their sweep was killed included."""
         return self in (
             State.QUEUED,
             State.RUNNING,
@@ -52,7 +55,25 @@ class State(StrEnum):
         )
 
 
-JOB_FILE = "job.json"
+_STATE_BY_EXIT_CODE: dict[int, State] = {
+    ExitCode.FINISHED: State.FINISHED,
+    ExitCode.INVALID_CONFIG: State.REFUSED,
+    ExitCode.DIVERGED: State.DIVERGED,
+    ExitCode.OUT_OF_MEMORY: State.OUT_OF_MEMORY,
+    ExitCode.UNSAVED: State.UNSAVED,
+    ExitCode.PREEMPTED: State.PREEMPTED,
+    ExitCode.INTERRUPTED: State.INTERRUPTED,
+    ExitCode.TERMINATED: State.INTERRUPTED,
+    128 + signal.SIGKILL: State.KILLED,  # as a shell reports it
+}
+
+
+def state_from_exit_code(exit_code: int) -> State:
+    """Return the state of a job that has ended; a negative exit code is the signal that killed it."""
+    if exit_code < 0:
+        return State.KILLED
+    known = exit_code in _STATE_BY_EXIT_CODE
+    return _STATE_BY_EXIT_CODE[exit_code] if known else State.FAILED
 
 
 @dataclass(kw_only=True)
@@ -60,14 +81,14 @@ class Job:
     """One run of a sweep.
 
     Attributes:
-        number: Its place in the sweep.
+        number: Its number in the sweep.
         folder: Its run folder.
-        overrides: What is typed to have it, less what says how the sweep is carried out.
-        state: The last that is known of it.
-        exit_code: Of its last start; None: it has not ended.
-        seconds: From its last start to its end.
-        cluster_job: What a cluster calls it; None: it is no cluster's.
-        composed: What it runs; None: an earlier start's, which nobody has asked for again.
+        overrides: Overrides that reproduce it, without those that say how the sweep itself is executed.
+        state: Its last known state.
+        exit_code: Exit code of its last start; None while it has not ended.
+        seconds: Duration of its last start; None while it has not ended.
+        cluster_job: Its id on a cluster; None if it is not a cluster's job.
+        composed: The run; None for a job of an earlier start that the sweep no longer contains.
     """
 
     number: int
@@ -81,52 +102,37 @@ class Job:
 
     @property
     def file(self) -> Path:
-        """What the job's process starts from."""
+        """The file from which the process of the job starts."""
         return self.folder / JOB_FILE
 
     def save(self) -> None:
-        """Leave it in its folder, in one piece."""
-        told: dict[str, Any] = asdict(self) | {"folder": str(self.folder), "composed": None}
+        """Write `job.json` atomically.
+
+        Raises:
+            OSError: The disk is full or the folder cannot be written to.
+        """
+        fields: dict[str, Any] = asdict(self) | {"folder": str(self.folder), "composed": None}
         if self.composed is not None:
-            told["composed"] = json.loads(to_json(self.composed))
+            fields["composed"] = json.loads(to_json(self.composed))
         self.folder.mkdir(parents=True, exist_ok=True)
-        write_atomically(self.file, json.dumps(told, indent=1) + "\n", fsync=True)
+        write_atomically(self.file, json.dumps(fields, indent=1) + "\n", fsync=True)
 
 
 def read_job(file: Path) -> Job:
-    """The job that a `job.json` tells of; its folder is the one that the file lies in.
+    """Read a `job.json`; the job's folder is the one that the file is in, so that a sweep may be moved.
 
     Raises:
-        ConfigError: It is damaged.
+        ConfigError: The file is damaged.
     """
     try:
-        told: dict[str, Any] = json.loads(file.read_text())
+        fields: dict[str, Any] = json.loads(file.read_text())
     except json.JSONDecodeError as error:
-        fix = f"rm {file}, and the job is a new one"
         raise ConfigError(
-            f"hydra.sweep.dir={file.parent.parent}", f"{file} is damaged", fix
+            f"hydra.sweep.dir={file.parent.parent}",
+            f"{file} is damaged",
+            f"rm {file}, and the job starts again as a new one",
         ) from error
-    composed = told.pop("composed")
-    job = Job(**told | {"folder": file.parent, "state": State(told["state"])})
+    composed = fields.pop("composed")
+    job = Job(**fields | {"folder": file.parent, "state": State(fields["state"])})
     job.composed = None if composed is None else from_json(json.dumps(composed))
     return job
-
-
-_OF_EXIT_CODES = {
-    0: State.FINISHED,
-    2: State.REFUSED,
-    3: State.DIVERGED,
-    ExitCode.OUT_OF_MEMORY: State.OUT_OF_MEMORY,
-    ExitCode.PREEMPTED: State.PREEMPTED,
-    ExitCode.INTERRUPTED: State.INTERRUPTED,
-    ExitCode.TERMINATED: State.INTERRUPTED,
-    ExitCode.UNSAVED: State.UNSAVED,
-    128 + 9: State.KILLED,  # as a shell tells it
-}
-
-
-def state_from_exit_code(exit_code: int) -> State:
-    """The state that a job has ended in; a negative exit code is the signal that killed it."""
-    if exit_code < 0:
-        return State.KILLED
-    return _OF_EXIT_CODES[exit_code] if exit_code in _OF_EXIT_CODES else State.FAILED

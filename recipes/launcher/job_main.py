@@ -1,4 +1,4 @@
-"""The main of one job of a sweep: the run that `job.json` holds, in a process of its own."""
+"""Main program of one job of a sweep: execute the run in a `job.json`."""
 
 import os
 import sys
@@ -10,20 +10,20 @@ from recipes.runtime.exit_codes import ExitCode
 from recipes.runtime.process import die_with_parent, exit_process
 from recipes.runtime.signals import listen
 
-WITH_PARENT = "--with-parent"  # whose end of our standard input says whether it lives
-CORES = "RECIPES_CORES"  # names the cores of this job, where several share a machine
+WITH_PARENT = "--with-parent"  # the parent holds the pipe that is our standard input: die with it
+CORES = "RECIPES_CORES"  # cores of this job, if several jobs share a machine: `0,1,2`
 
 
 def main() -> int:
-    """Carry out the job; its exit code."""
+    """Execute the job; return its exit code."""
     *flags, file = sys.argv[1:]
-    listen(second_ends=False)  # held back by our starter
+    listen(second_ends=False)  # the parent has blocked the signals until now
     if WITH_PARENT in flags:
         die_with_parent()
     if CORES in os.environ:
         os.sched_setaffinity(0, map(int, os.environ.pop(CORES).split(",")))
     composed = read_job(Path(file)).composed
-    assert composed is not None, "a job that is started has been composed"
+    assert composed is not None, "a job is composed before it is started"
     try:
         return run_composed(composed)
     except KeyboardInterrupt:  # before the run began or after it ended

@@ -1,4 +1,4 @@
-"""The jobs of a sweep as processes of this machine, each with devices or cores of its own."""
+"""Jobs of a sweep as processes of this machine, each with devices or cores of its own."""
 
 import contextlib
 import os
@@ -21,16 +21,16 @@ from recipes.runtime.process import python_path
 from recipes.runtime.signals import signals_blocked
 from recipes.runtime.world import num_gpus
 
-LOG_FILE = "job.log"  # all that the job's processes say
-VISIBLE = "CUDA_VISIBLE_DEVICES"
+LOG_FILE = "job.log"  # console output of the job's processes
+_VISIBLE = "CUDA_VISIBLE_DEVICES"
 
 
 class Local:
-    """Runs jobs side by side: on GPUs as many as there are devices, on a CPU `max_jobs`, each with its share of cores.
+    """Runs jobs in parallel: on GPUs as many as fit, on a CPU `max_jobs`, each with an equal share of the cores.
 
     Args:
-        devices_per_job: Devices that each job sees, for those that take all they see; None: as each job asks.
-        max_jobs: Jobs at a time; None: on GPUs as many as fit, on a CPU one with all cores.
+        devices_per_job: Devices for each job with `trainer.devices=auto`; None gives it all devices.
+        max_jobs: Jobs at a time; None runs as many as fit on GPUs, and one with all cores on a CPU.
     """
 
     def __init__(
@@ -43,16 +43,16 @@ class Local:
         self.waits = self.is_bounded = True
         self._devices_per_job = devices_per_job
         self._running: list[_Process] = []
-        self._gpus = _visible_gpus(os.environ)
+        self._gpus = _visible_gpus(os.environ)  # as CUDA names them
         self._cores = sorted(os.sched_getaffinity(0))
 
-    def words_of(self, job: Job) -> list[str]:
-        """A job that takes every device takes `devices_per_job` of them."""
+    def extra_overrides(self, job: Job) -> list[str]:
+        """Return `trainer.devices` for a job that would use all devices, if `devices_per_job` is set."""
         assert job.composed is not None
         config = job.composed.config
-        takes_all = config["trainer"]["devices"] in ("auto", -1)
-        single = not get_traits(config["strategy"]).needs_process_group
-        if self._devices_per_job is None or not takes_all or single:
+        uses_all = config["trainer"]["devices"] in ("auto", -1)
+        is_single = not get_traits(config["strategy"]).needs_process_group
+        if self._devices_per_job is None or not uses_all or is_single:
             return []
         return [f"trainer.devices={self._devices_per_job}"]
 
@@ -62,73 +62,78 @@ class Local:
         if self._devices_per_job is not None and num_devices > self._devices_per_job:
             raise ConfigError(
                 f"trainer.devices={num_devices} launcher.devices_per_job={self._devices_per_job}",
-                "the job asks for more devices than it gets",
+                "the job needs more devices than each job gets",
                 f"launcher.devices_per_job={num_devices}, or trainer.devices=auto",
             )
         return num_devices
 
     def is_full(self) -> bool:
-        self._running = [one for one in self._running if one.poll() is None]
+        self._running = [process for process in self._running if process.poll() is None]
         if self._gpus and not self._free_gpus():
             return True
-        return len(self._running) >= self._most()
+        return len(self._running) >= self._max_parallel()
 
     def start(self, waiting: Sequence[Job]) -> list[Handle]:
         started: list[Handle] = []
         for job in waiting:
             if self.is_full():
                 break
-            if (room := self._room_for(job)) is not None:
-                process = _Process(job, room)
+            if (resources := self._find_resources(job)) is not None:
+                process = _Process(job, resources)
                 self._running.append(process)
                 started.append(process)
         return started
 
-    def log_of(self, job: Job) -> Path:
+    def log_path(self, job: Job) -> Path:
         return job.folder / LOG_FILE
 
     def describe(self) -> str:
-        most = f"at most {self._most()} at a time" if self._most() > 1 else "one at a time"
+        parallel = (
+            f"at most {self._max_parallel()} at a time"
+            if self._max_parallel() > 1
+            else "one at a time"
+        )
         if self._gpus:
-            return f"on {len(self._gpus)} GPUs" + (f", {most}" if self.max_jobs else "")
-        return f"on {len(self._cores)} cores, {most}"
+            return f"on {len(self._gpus)} GPUs" + (f", {parallel}" if self.max_jobs else "")
+        return f"on {len(self._cores)} cores, {parallel}"
 
-    def _most(self) -> int:
+    def _max_parallel(self) -> int:
         if self.max_jobs is not None:
             return self.max_jobs
         return len(self._gpus) if self._gpus else 1
 
-    def _room_for(self, job: Job) -> "_Room | None":
-        """None: there are not so many devices now."""
+    def _find_resources(self, job: Job) -> "_Resources | None":
+        """Return free devices or cores for a job; None if too few devices are free now."""
         assert job.composed is not None
         if not self._gpus or job.composed.config["trainer"]["accelerator"] == "cpu":
-            slots = {one.room.slot for one in self._running}
-            slot = next(number for number in range(self._most()) if number not in slots)
-            cores = _share(self._cores, slot, self._most())
-            return _Room(slot=slot, environ={CORES: ",".join(map(str, cores))})
-        free, named = self._free_gpus(), job.composed.config["trainer"]["devices"]
-        if isinstance(named, list):  # by their numbers, which must stay what they are
-            wanted = [self._gpus[index] for index in named]
-            return _Room(gpus=wanted) if set(wanted) <= set(free) else None
+            slots = {process.resources.slot for process in self._running}
+            slot = next(number for number in range(self._max_parallel()) if number not in slots)
+            cores = _cores_of_slot(self._cores, slot, self._max_parallel())
+            return _Resources(slot=slot, environ={CORES: ",".join(map(str, cores))})
+        free, devices = self._free_gpus(), job.composed.config["trainer"]["devices"]
+        if isinstance(devices, list):
+            # the job selects GPUs by index: all of them must stay visible to it
+            wanted = [self._gpus[index] for index in devices]
+            return _Resources(gpus=wanted) if set(wanted) <= set(free) else None
         num_devices = self.num_devices(job)
         if num_devices > len(free):
             return None
-        taken = free[:num_devices]
-        return _Room(gpus=taken, environ={VISIBLE: ",".join(taken)})
+        gpus = free[:num_devices]
+        return _Resources(gpus=gpus, environ={_VISIBLE: ",".join(gpus)})
 
     def _free_gpus(self) -> list[str]:
-        taken = {gpu for one in self._running for gpu in one.room.gpus}
-        return [gpu for gpu in self._gpus if gpu not in taken]
+        used = {gpu for process in self._running for gpu in process.resources.gpus}
+        return [gpu for gpu in self._gpus if gpu not in used]
 
 
 @dataclass(frozen=True, kw_only=True)
-class _Room:
-    """What a job has to itself.
+class _Resources:
+    """Devices or cores of one job.
 
     Attributes:
-        slot: Of those on a CPU; None: it has GPUs.
-        gpus: By the words that CUDA takes.
-        environ: What tells its process.
+        slot: Its slot on a CPU, counted from 0; None if it has GPUs.
+        gpus: Its GPUs, as CUDA_VISIBLE_DEVICES names them.
+        environ: Variables that restrict its process to them.
     """
 
     slot: int | None = None
@@ -137,12 +142,13 @@ class _Room:
 
 
 class _Process:
-    """A job's process; its ranks end with it."""
+    """The process of a job; its ranks die with it."""
 
-    def __init__(self, job: Job, room: _Room) -> None:
+    def __init__(self, job: Job, resources: _Resources) -> None:
         self.job = job
-        self.room = room
-        with (job.folder / LOG_FILE).open("ab") as log, signals_blocked():  # until it listens
+        self.resources = resources
+        # the signals are blocked in the process, too, until it listens: none is lost while it starts
+        with (job.folder / LOG_FILE).open("ab") as log, signals_blocked():
             self._process = subprocess.Popen(
                 [
                     sys.executable,
@@ -152,11 +158,11 @@ class _Process:
                     WITH_PARENT,
                     str(job.file),
                 ],
-                env=clean_environ() | room.environ | {"PYTHONPATH": python_path()},
+                env=clean_environ() | resources.environ | {"PYTHONPATH": python_path()},
                 stdin=subprocess.PIPE,
                 stdout=log,
                 stderr=log,
-                process_group=0,
+                process_group=0,  # a Ctrl-C in the terminal reaches it once, through `send_signal`
                 bufsize=0,
             )
 
@@ -166,9 +172,10 @@ class _Process:
     def is_waiting(self) -> bool:
         return False
 
-    def ask(self, number: int) -> None:
+    def send_signal(self, number: int) -> None:
+        """Send a signal through the pipe that `die_with_parent` reads."""
         assert self._process.stdin is not None, "opened as a pipe"
-        with contextlib.suppress(OSError):  # it has ended
+        with contextlib.suppress(OSError):  # it has exited
             self._process.stdin.write(bytes([number]))
 
     def kill(self) -> None:
@@ -181,17 +188,17 @@ class _Process:
 
 
 def _visible_gpus(environ: Mapping[str, str]) -> list[str]:
-    """The GPUs of this machine by the words that CUDA takes."""
+    """Return the GPUs that this process may use, as CUDA_VISIBLE_DEVICES names them: index, UUID or MIG instance."""
     count = num_gpus()
-    if VISIBLE not in environ:
+    if _VISIBLE not in environ:
         return [str(number) for number in range(count)]
-    words = [word.strip() for word in environ[VISIBLE].split(",")]
-    named = words[: words.index("-1")] if "-1" in words else words  # where CUDA stops reading
-    return named[:count]
+    names = [name.strip() for name in environ[_VISIBLE].split(",")]
+    visible = names[: names.index("-1")] if "-1" in names else names  # CUDA ignores what follows
+    return visible[:count]
 
 
-def _share(cores: Sequence[int], slot: int, num_slots: int) -> list[int]:
-    """The cores of one of several jobs; each has one at least."""
+def _cores_of_slot(cores: Sequence[int], slot: int, num_slots: int) -> list[int]:
+    """Return the cores of one of several parallel jobs; each has one at least."""
     each = max(1, len(cores) // num_slots)
     first = slot * each % len(cores)
     return list(cores[first : first + each])

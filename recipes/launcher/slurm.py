@@ -1,4 +1,4 @@
-"""Runs and sweeps as jobs of SLURM, an array where there are several; preempted ones go on under their ids."""
+"""Runs and sweeps as SLURM jobs, several as one array; a preempted job is requeued and resumes under its id."""
 
 import os
 import shlex
@@ -17,7 +17,7 @@ from recipes.launcher.job import Job
 from recipes.launcher.slurm_queue import Queue
 from recipes.launcher.slurm_script import TASK, after_ranks, before_ranks, job_environ
 
-FOLDER = "slurm"  # beside the jobs: scripts, logs, exit codes
+FOLDER = "slurm"  # next to the jobs' folders: scripts, logs, exit codes
 _JOB_NAME = "lightning_recipes"
 
 
@@ -25,15 +25,15 @@ class Slurm:
     """Submits jobs through submitit and follows them in the queue.
 
     Args:
-        partition: Where; None: the cluster's default.
-        time: The limit, in minutes or as sbatch takes it; None: the partition's.
-        cpus_per_task: Cores of each rank; None: the cluster's default.
-        gpus_per_node: None: one a rank, and none with `trainer.accelerator=cpu`.
-        max_jobs: Of a sweep at a time; None: as many as the cluster takes.
-        signal_seconds: Before the limit, for a run to save and be queued again.
-        setup: Lines of shell before the ranks are started: modules, environments.
-        directives: Any others of sbatch's, by their long names: `{account: a, constraint: h100}`.
-        wait: Whether to follow a sweep's jobs to their end; False: submit and return.
+        partition: Partition to submit to; None uses the cluster's default.
+        time: Time limit in minutes, or in sbatch's own format; None uses the partition's.
+        cpus_per_task: Cores of each rank; None uses the cluster's default.
+        gpus_per_node: GPUs to request on each node; None requests one per rank, none with `trainer.accelerator=cpu`.
+        max_jobs: Jobs of a sweep at a time; None runs as many as the cluster admits.
+        signal_seconds: Time of the signal before the limit, in seconds: the run then saves and is requeued.
+        setup: Shell lines to run before the ranks start: modules, environments.
+        directives: Further options of sbatch by their long names: `{account: a, constraint: h100}`.
+        wait: Whether to follow a sweep's jobs until they have ended; False submits them and returns.
     """
 
     def __init__(
@@ -64,66 +64,66 @@ class Slurm:
         self._started: list[_Submitted] = []
         self._queues: dict[Path, Queue] = {}
 
-    def words_of(self, job: Job) -> list[str]:
+    def extra_overrides(self, job: Job) -> list[str]:
         return []
 
     def num_devices(self, job: Job) -> int:
-        nodes, per_node = _ranks_of(job)
+        nodes, per_node = _num_nodes_and_ranks(job)
         return nodes * per_node
 
     def is_full(self) -> bool:
         if self.max_jobs is None:
             return False
-        return sum(one.poll() is None for one in self._started) >= self.max_jobs
+        return sum(job.poll() is None for job in self._started) >= self.max_jobs
 
     def start(self, waiting: Sequence[Job]) -> list[Handle]:
-        """Submit them, those that ask for the same as one array; what is in the queue already is followed instead."""
+        """Submit jobs, one array for equal resources; follow those that are in the queue already."""
         if not waiting:
             return []
         folder = waiting[0].folder.parent / FOLDER
         queue = self._queues.setdefault(folder, Queue(folder))
-        # one of which the end has been taken in is over, whatever it has left
+        # a job whose exit code is recorded is over; its exit code file in the folder says nothing about this start
         open_jobs = {job.number: job.cluster_job for job in waiting if job.exit_code is None}
-        here = queue.those_of([name for name in open_jobs.values() if name is not None])
-        fresh = [
+        queued = queue.select_open([job_id for job_id in open_jobs.values() if job_id is not None])
+        new_jobs = [
             job
             for job in waiting
-            if job.number not in open_jobs or open_jobs[job.number] not in here
+            if job.number not in open_jobs or open_jobs[job.number] not in queued
         ]
-        for shape in dict.fromkeys(_shape_of(job) for job in fresh):
-            alike = [job for job in fresh if _shape_of(job) == shape]
-            for job, name in zip(alike, self._submit(alike, shape, folder), strict=True):
-                job.cluster_job = name
+        for request in dict.fromkeys(_get_request(job) for job in new_jobs):
+            array = [job for job in new_jobs if _get_request(job) == request]
+            for job, job_id in zip(array, self._submit(array, request, folder), strict=True):
+                job.cluster_job = job_id
                 job.save()
         started = [_Submitted(job, queue) for job in waiting]
         self._started += started
         return list(started)
 
-    def log_of(self, job: Job) -> Path:
-        """What rank 0 of a job has said."""
+    def log_path(self, job: Job) -> Path:
+        """Return the file with the console output of a job's rank 0."""
         return job.folder.parent / FOLDER / f"{job.cluster_job}_0_log.out"
 
     def describe(self) -> str:
         partition = self._options["partition"]
-        where = f" in partition {partition}" if partition else ""
-        return f"by SLURM{where}" + (f", {self.max_jobs} at a time" if self.max_jobs else "")
+        suffix = f" in partition {partition}" if partition else ""
+        return f"by SLURM{suffix}" + (f", {self.max_jobs} at a time" if self.max_jobs else "")
 
-    def _submit(self, jobs: Sequence[Job], shape: "_Shape", folder: Path) -> list[str]:
-        """The names that SLURM gives them."""
-        submitit = _submitit()
+    def _submit(self, jobs: Sequence[Job], request: "_Request", folder: Path) -> list[str]:
+        """Submit jobs as one array; return their SLURM ids."""
+        submitit = _import_submitit()
         folder.mkdir(parents=True, exist_ok=True)
         task = folder.resolve() / "task.sh"
         task.write_text(TASK)
         python = [sys.executable, "-P", "-m", "recipes.launcher.job_main"]
-        nodes, per_node, on_gpus = shape
+        nodes, per_node, on_gpus = request
         options = {name: value for name, value in self._options.items() if value is not None}
         gpus = per_node if on_gpus else 0
         if self._gpus_per_node is not None:
             gpus = self._gpus_per_node
         if gpus > 0:
             options = {"gpus-per-node": gpus} | options
-        srun_args = ["--kill-on-bad-exit=1"]
-        if "cpus-per-task" in options:  # which srun does not take over by itself
+        srun_args = ["--kill-on-bad-exit=1"]  # one failed rank ends the others
+        if "cpus-per-task" in options:  # srun does not inherit it from sbatch
             srun_args.append(f"--cpus-per-task={options['cpus-per-task']}")
         with job_environ():
             executor = submitit.SlurmExecutor(
@@ -151,12 +151,15 @@ class Slurm:
                     ]
             except submitit.core.utils.FailedJobError as error:
                 raise ConfigError(
-                    "launcher=slurm", f"sbatch refuses it: {error}", "launcher.<what it names>=…"
+                    "launcher=slurm",
+                    f"sbatch rejects it: {error}",
+                    "launcher.<the option it names>=…",
                 ) from error
-        return [str(one.job_id) for one in submitted]
+        return [str(job.job_id) for job in submitted]
 
 
-_Shape = tuple[int, int, bool]
+# what the jobs of one array have in common: nodes, ranks per node, whether they need GPUs
+_Request = tuple[int, int, bool]
 
 
 class _Submitted:
@@ -166,30 +169,30 @@ class _Submitted:
         assert job.cluster_job is not None, "it has been submitted"
         self.job = job
         self._queue = queue
-        self._name = job.cluster_job
+        self._job_id = job.cluster_job
         self._is_cancelled = False
 
     def poll(self) -> int | None:
-        return self._queue.worst_exit_code(self._name)
+        return self._queue.worst_exit_code(self._job_id)
 
     def is_waiting(self) -> bool:
-        return self._queue.is_waiting(self._name)
+        return self._queue.is_waiting(self._job_id)
 
-    def ask(self, number: int) -> None:
-        """By scancel, which tells the ranks to save and end, and not to be queued again."""
+    def send_signal(self, number: int) -> None:
+        """Cancel the job by scancel, whatever the signal: the ranks save and stop, and the job is not requeued."""
         if not self._is_cancelled:
-            subprocess.run(["scancel", self._name], check=False, capture_output=True)
+            subprocess.run(["scancel", self._job_id], check=False, capture_output=True)
             self._is_cancelled = True
 
     def kill(self) -> None:
-        self.ask(signal.SIGKILL)
+        self.send_signal(signal.SIGKILL)
 
 
-def _ranks_of(job: Job) -> tuple[int, int]:
-    """Nodes, and ranks on each: of a cluster, whose GPUs cannot be counted from here.
+def _num_nodes_and_ranks(job: Job) -> tuple[int, int]:
+    """Return nodes and ranks per node from the config: the GPUs of a cluster cannot be counted on the login node.
 
     Raises:
-        ConfigError: It does not say how many.
+        ConfigError: The config does not say how many devices.
     """
     assert job.composed is not None
     config = job.composed.config
@@ -201,23 +204,24 @@ def _ranks_of(job: Job) -> tuple[int, int]:
         raise ConfigError(
             f"launcher=slurm trainer.devices={devices}",
             "how many GPUs a node of the cluster has cannot be seen from here",
-            "trainer.devices=<GPUs a node>",
+            "trainer.devices=<GPUs per node>",
         )
     per_node = len(devices) if isinstance(devices, list) else int(devices)
     return int(trainer["num_nodes"]), per_node
 
 
-def _shape_of(job: Job) -> _Shape:
-    """What an array has in common: nodes, ranks on each, whether they want GPUs."""
+def _get_request(job: Job) -> _Request:
     assert job.composed is not None
-    nodes, per_node = _ranks_of(job)
+    nodes, per_node = _num_nodes_and_ranks(job)
     return nodes, per_node, job.composed.config["trainer"]["accelerator"] != "cpu"
 
 
-def _submitit() -> Any:
+def _import_submitit() -> Any:
     if shutil.which("sbatch") is None:
         raise ConfigError(
-            "launcher=slurm", "this machine has no sbatch", "launcher=local, or from a login node"
+            "launcher=slurm",
+            "this machine has no sbatch",
+            "launcher=local, or the same command on a login node",
         )
     try:
         import submitit

@@ -1,4 +1,4 @@
-"""What SLURM says of jobs: its queue, asked every few seconds for all of them, and the exit codes that they leave."""
+"""State of SLURM jobs: from squeue, queried every few seconds for all of them, and from their exit code files."""
 
 import re
 import subprocess
@@ -8,113 +8,117 @@ from pathlib import Path
 
 from recipes.errors import ConfigError
 
-_ASK_SECONDS = 2.0
+_QUERY_SECONDS = 2.0
 _WAITING = ("PENDING", "REQUEUED", "REQUEUE_FED", "REQUEUE_HOLD", "SPECIAL_EXIT", "CONFIGURING")
 _ENDED = ("COMPLETED", "FAILED")
-# ends that are no run's own, as negative exit codes: it can go on
-CUT = ("BOOT_FAIL", "CANCELLED", "DEADLINE", "NODE_FAIL", "OUT_OF_MEMORY", "PREEMPTED", "TIMEOUT")
+# ended from outside: reported as killed, so that the job can resume
+_CUT = ("BOOT_FAIL", "CANCELLED", "DEADLINE", "NODE_FAIL", "OUT_OF_MEMORY", "PREEMPTED", "TIMEOUT")
 _KILLED = -9
-_SILENT_SECONDS = 60.0
-_LOST_SECONDS = 10.0  # for a file system to show what another machine has written
+_NO_ANSWER_SECONDS = 60.0  # for squeue to answer
+_FILE_DELAY_SECONDS = (
+    10.0  # for a network file system to show an exit code written on another machine
+)
 
 
 class Queue:
-    """The jobs whose scripts and exit codes lie in a folder.
+    """SLURM jobs of one sweep.
 
     Args:
-        folder: Of these.
+        folder: Folder with their scripts and exit codes.
     """
 
     def __init__(self, folder: Path) -> None:
         self._folder = folder
         self._states: dict[str, str] = {}
-        self._asked_at = float("-inf")
-        self._lost_at: dict[str, float] = {}
-        self._names: set[str] = set()
-        self._has_answered = False  # when it was last asked
+        self._queried_at = float("-inf")
+        self._ended_at: dict[
+            str, float
+        ] = {}  # job id -> when its end was seen without an exit code
+        self._job_ids: set[str] = set()
+        self._has_answered = False  # whether the last query succeeded
 
-    def those_of(self, names: Sequence[str]) -> set[str]:
-        """The jobs that are waiting or running, or have come to an end of their own that nobody has taken in.
+    def select_open(self, job_ids: Sequence[str]) -> set[str]:
+        """Return the jobs that are waiting or running, or have ended by themselves with an exit code not read yet.
 
         Raises:
-            ConfigError: SLURM does not answer: nobody knows whether they run.
+            ConfigError: SLURM does not answer, so that the jobs may or may not be running.
         """
-        if not names:
+        if not job_ids:
             return set()
-        self._names |= set(names)
-        until = time.monotonic() + _SILENT_SECONDS
-        while not self._ask():
-            if time.monotonic() > until:
+        self._job_ids |= set(job_ids)
+        deadline = time.monotonic() + _NO_ANSWER_SECONDS
+        while not self._query():
+            if time.monotonic() > deadline:
                 raise ConfigError(
                     "launcher=slurm",
-                    f"squeue does not answer, and {', '.join(names)} may be running",
-                    "the same command again when SLURM answers",
+                    f"squeue does not answer, and {', '.join(job_ids)} may be running",
+                    "the same command again, when SLURM answers",
                 )
-            time.sleep(_ASK_SECONDS)
-        return {name for name in names if self._is_open(name)}
+            time.sleep(_QUERY_SECONDS)
+        return {job_id for job_id in job_ids if self._is_open(job_id)}
 
-    def _is_open(self, name: str) -> bool:
-        state = self._states[name] if name in self._states else None
+    def _is_open(self, job_id: str) -> bool:
+        state = self._states[job_id] if job_id in self._states else None
         if state is None or state in _ENDED:
-            return self._code_of(name) is not None
-        return state not in CUT
+            return self._read_exit_code(job_id) is not None
+        return state not in _CUT
 
-    def is_waiting(self, name: str) -> bool:
-        """Whether a job stands in the queue."""
-        return self._state_of(name) in _WAITING
+    def is_waiting(self, job_id: str) -> bool:
+        """Return whether a job is waiting in the queue."""
+        return self._get_state(job_id) in _WAITING
 
-    def worst_exit_code(self, name: str) -> int | None:
-        """Of a job that has ended; None: it has not, or will be started again."""
-        state = self._state_of(name)
+    def worst_exit_code(self, job_id: str) -> int | None:
+        """Return the worst exit code of a job's ranks; None if it has not ended, or will be started again."""
+        state = self._get_state(job_id)
         if not self._has_answered:
             return None
-        if state in CUT:
+        if state in _CUT:
             return _KILLED
         if state is not None and state not in _ENDED:
-            self._lost_at.pop(name, None)
+            self._ended_at.pop(job_id, None)
             return None
-        code = self._code_of(name)
+        code = self._read_exit_code(job_id)
         if code is not None:
             return code
-        # ended, or forgotten by SLURM, without a word of the script: not yet, or never
-        lost_at = self._lost_at.setdefault(name, time.monotonic())
-        if time.monotonic() - lost_at < _LOST_SECONDS:
+        # ended, or forgotten by SLURM, and no exit code file: it may not be visible yet, or never have been written
+        ended_at = self._ended_at.setdefault(job_id, time.monotonic())
+        if time.monotonic() - ended_at < _FILE_DELAY_SECONDS:
             return None
         return 0 if state == "COMPLETED" else _KILLED
 
-    def _state_of(self, name: str) -> str | None:
-        """SLURM's word; None: it does not know the job, or no more."""
-        is_new = name not in self._names
-        self._names.add(name)
-        if is_new or time.monotonic() - self._asked_at > _ASK_SECONDS:
-            self._ask()
-        return self._states[name] if name in self._states else None
+    def _get_state(self, job_id: str) -> str | None:
+        """Return SLURM's name for the job's state; None if SLURM does not know the job, or no longer."""
+        is_new = job_id not in self._job_ids
+        self._job_ids.add(job_id)
+        if is_new or time.monotonic() - self._queried_at > _QUERY_SECONDS:
+            self._query()
+        return self._states[job_id] if job_id in self._states else None
 
-    def _ask(self) -> bool:
-        """Whether SLURM has answered; else the states are those of its last answer."""
-        jobs = ",".join(sorted(self._names))
+    def _query(self) -> bool:
+        """Update the states by squeue; return whether it answered, else keep those of its last answer."""
+        job_ids = ",".join(sorted(self._job_ids))
         command = ["squeue", "--states=all", "--array", "--noheader", "--format=%i|%T"]
-        asked = subprocess.run(
-            [*command, f"--jobs={jobs}"], capture_output=True, text=True, check=False
+        result = subprocess.run(
+            [*command, f"--jobs={job_ids}"], capture_output=True, text=True, check=False
         )
-        self._asked_at = time.monotonic()
-        # a single job that it has forgotten is an error, one of several is left out
-        self._has_answered = not asked.returncode or "Invalid job id" in asked.stderr
+        self._queried_at = time.monotonic()
+        # squeue fails for a single job that it has forgotten, but omits a forgotten one of several
+        self._has_answered = not result.returncode or "Invalid job id" in result.stderr
         if not self._has_answered:
-            return False  # a controller that is busy or restarts
-        pairs = (line.strip().split("|") for line in asked.stdout.splitlines() if "|" in line)
-        self._states = {name: state.split()[0] for name, state in pairs}
+            return False  # the controller is busy or restarting
+        pairs = (line.strip().split("|") for line in result.stdout.splitlines() if "|" in line)
+        self._states = {job_id: state.split()[0] for job_id, state in pairs}
         return True
 
-    def _code_of(self, name: str) -> int | None:
-        """What the batch script has left, as the run's own exit code."""
+    def _read_exit_code(self, job_id: str) -> int | None:
+        """Read what the batch script has written (see slurm_script.py), as the run's own exit code."""
         try:
-            text = (self._folder / f"code_{name}").read_text().strip()
+            text = (self._folder / f"code_{job_id}").read_text().strip()
         except FileNotFoundError:
             return None
         if not re.fullmatch(r"\d+", text):
-            return None  # half written
+            return None  # not completely written
         code = int(text)
-        if 128 < code < 160:  # by a signal
+        if 128 < code < 160:  # killed by a signal, as a shell reports it
             return 128 - code
         return code - 100 if code >= 100 else code

@@ -1,4 +1,4 @@
-"""The lines of shell around a run in a job of SLURM, and what is handed on to it."""
+"""Shell lines around a run in a SLURM job, and the environment that sbatch exports to it."""
 
 import os
 import shlex
@@ -11,8 +11,8 @@ from recipes.launcher.environ import clean_environ
 from recipes.runtime.exit_codes import ExitCode
 from recipes.runtime.process import python_path
 
-# Runs a rank. srun answers with the largest code of its tasks: one that fails must not be hidden by the others, which
-# are told to stop and answer 75; and a signal before the run listens has lost nothing.
+# Runs a rank. srun returns the largest exit code of its tasks. A failed rank must not be hidden by the others, which
+# are then signalled to stop and return 75: failures get 100 added. A signal before the run listens loses nothing: 75.
 TASK = f"""\
 trap : TERM USR1
 "$@"
@@ -24,27 +24,33 @@ esac
 [ $code -lt 100 ] && code=$((code + 100))
 exit $code
 """
-# the element of an array, never the array: a requeue of that would queue all of them
-_NAME_OF_JOB = (
+# the id of an array's element, never of the array: requeueing that would requeue every job
+_SET_JOB = (
     "job=${SLURM_ARRAY_JOB_ID:+${SLURM_ARRAY_JOB_ID}_$SLURM_ARRAY_TASK_ID};"
     " job=${job:-$SLURM_JOB_ID}"
 )
 
 
 def before_ranks(folder: Path) -> str:
-    """Take away what an earlier start of the job has left.
+    """Return the line that deletes the exit code of an earlier start of the job.
 
     Args:
-        folder: Of the exit codes.
+        folder: Folder with the exit codes.
     """
-    return f"{_NAME_OF_JOB}; rm -f {shlex.quote(str(folder.resolve()))}/code_$job"
+    return f"{_SET_JOB}; rm -f {shlex.quote(str(folder.resolve()))}/code_$job"
 
 
 def after_ranks(folder: Path) -> list[str]:
-    """In the batch script: scancel ends it before it comes here, preemption does not."""
+    """Return the lines that write the exit code and requeue a preempted job.
+
+    scancel ends the batch script before it gets here; preemption does not.
+
+    Args:
+        folder: Folder with the exit codes.
+    """
     return [
         "code=$?",
-        _NAME_OF_JOB,
+        _SET_JOB,
         f"echo $code > {shlex.quote(str(folder.resolve()))}/code_$job",
         f"if [ $code = {ExitCode.PREEMPTED} ]; then scontrol requeue $job; fi",
         "exit $code",
@@ -53,12 +59,12 @@ def after_ranks(folder: Path) -> list[str]:
 
 @contextmanager
 def job_environ() -> Iterator[None]:
-    """sbatch hands our environment on: without what an allocation or a rank has left in it."""
+    """Remove variables of an allocation or a rank from the environment, which sbatch exports to the job."""
     before = dict(os.environ)
-    ours = clean_environ() | {"PYTHONPATH": python_path()}
+    cleaned = clean_environ() | {"PYTHONPATH": python_path()}
     try:
         os.environ.clear()
-        os.environ.update(ours)
+        os.environ.update(cleaned)
         yield
     finally:
         os.environ.clear()

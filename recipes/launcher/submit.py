@@ -1,4 +1,4 @@
-"""One run handed to a cluster: submitted, and left to it."""
+"""Submit one run to a cluster and return."""
 
 import sys
 
@@ -9,21 +9,21 @@ from recipes.runtime.world import started_by
 
 
 def is_for_cluster(composed: Composed) -> bool:
-    """Whether a run is to be submitted, and is not one of the cluster's already."""
+    """Return whether a run is to be submitted, and is not running in a job of the cluster already."""
     config = composed.config
     launcher = config["launcher"]["_target_"] if "launcher" in config else ""
     if not launcher.endswith(".Slurm") or started_by() is not None:
         return False
     if not composed.trains:
-        print("launcher=slurm submits what trains; this is carried out here", file=sys.stderr)
+        print("launcher=slurm submits training runs only; this one runs here", file=sys.stderr)
     return composed.trains
 
 
 def submit(composed: Composed) -> int:
-    """Submit it as a job that goes on in this run's folder whenever the cluster starts it again.
+    """Submit a run as a job that resumes in its run folder whenever the cluster starts it again.
 
     Returns:
-        The exit code: 0, or 2 where it cannot be.
+        The exit code: 0, or 2 if it cannot be submitted.
     """
     from hydra.utils import instantiate
 
@@ -38,18 +38,18 @@ def submit(composed: Composed) -> int:
     folder = composed.run_folder
     job = Job(number=0, folder=folder, overrides=composed.overrides, composed=composed)
     try:
-        if (folder / JOB_FILE).is_file():  # an earlier start's, which may be in the queue yet
-            before = read_job(folder / JOB_FILE)
-            job.cluster_job = before.cluster_job
-        place = instantiate(config["launcher"], _convert_="all")
+        # of an earlier submission, which may still be in the queue
+        if (folder / JOB_FILE).is_file():
+            job.cluster_job = read_job(folder / JOB_FILE).cluster_job
+        launcher = instantiate(config["launcher"], _convert_="all")
         job.save()
-        was = job.cluster_job
-        place.start([job])
+        earlier_id = job.cluster_job
+        launcher.start([job])
     except ConfigError as mistake:
         print(format_report([mistake]), file=sys.stderr)
         return ExitCode.INVALID_CONFIG
-    name = job.cluster_job
-    does = "Submitted as" if name != was else "In the queue already as"
-    LOGGER.info(f"{does} job {name}; the run's folder is {folder}")
-    LOGGER.info(f"squeue --jobs={name}; tail -F {place.log_of(job)}; scancel {name}")
-    return 0
+    job_id = job.cluster_job
+    status = "Submitted as" if job_id != earlier_id else "Already in the queue as"
+    LOGGER.info(f"{status} job {job_id}; the run's folder is {folder}")
+    LOGGER.info(f"squeue --jobs={job_id}; tail -F {launcher.log_path(job)}; scancel {job_id}")
+    return ExitCode.FINISHED

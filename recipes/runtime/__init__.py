@@ -1,1 +1,1 @@
-"""One process: its world, signals, lock, console, failure and exit code. Knows no recipe."""
+"""One process: world size and rank, signals, run-folder lock, console, failures, exit codes. Independent of recipes."""

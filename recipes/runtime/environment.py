@@ -1,4 +1,4 @@
-"""What a run ran on: versions, devices, git state, the command. A few milliseconds, two git calls."""
+"""The environment of a run: versions, devices, git state, command line. A few milliseconds, two git calls."""
 
 import os
 import platform
@@ -24,19 +24,19 @@ _PACKAGES = (
 
 
 def describe_environment(overrides: list[str]) -> dict[str, Any]:
-    """Everything that a later reader needs to know where the numbers of a run come from."""
+    """Return what is needed later to know how the results of a run came about, as plain values for JSON."""
     return {
         "command": shlex.join(["python", *sys.argv]),
         "overrides": overrides,
         "python": platform.python_version(),
         "platform": platform.platform(),
         "hostname": platform.node(),
-        "packages": {name: found for name in _PACKAGES if (found := _version(name))},
+        "packages": {name: installed for name in _PACKAGES if (installed := _version(name))},
         "cuda": torch.version.cuda,
-        "devices": _devices(),
+        "devices": _device_names(),
         "num_cpus": os.cpu_count(),
         "num_threads": torch.get_num_threads(),
-        "git": _git(Path(__file__).parent),
+        "git": _git_state(Path(__file__).parent),
     }
 
 
@@ -47,7 +47,7 @@ def _version(package: str) -> str | None:
         return None
 
 
-def _devices() -> list[str]:
+def _device_names() -> list[str]:
     if torch.cuda.is_available():
         return [torch.cuda.get_device_name(index) for index in range(torch.cuda.device_count())]
     return [_cpu_name()]
@@ -62,8 +62,8 @@ def _cpu_name() -> str:
     return platform.processor() or platform.machine()
 
 
-def _git(folder: Path) -> dict[str, Any] | None:
-    """Commit and whether the tree was dirty; None outside a repository or without git."""
+def _git_state(folder: Path) -> dict[str, Any] | None:
+    """Return the commit and whether the tree was dirty; None outside a repository or without git."""
     try:
         commit = _run(["git", "rev-parse", "HEAD"], folder)
         return {"commit": commit, "dirty": bool(_run(["git", "status", "--porcelain"], folder))}
@@ -72,5 +72,5 @@ def _git(folder: Path) -> dict[str, Any] | None:
 
 
 def _run(command: list[str], folder: Path) -> str:
-    done = subprocess.run(command, cwd=folder, check=True, capture_output=True, text=True)
-    return done.stdout.strip()
+    result = subprocess.run(command, cwd=folder, check=True, capture_output=True, text=True)
+    return result.stdout.strip()

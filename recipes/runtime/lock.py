@@ -1,4 +1,4 @@
-"""One run at a time in a folder: a lock that the kernel lets go of when its holder dies, however it dies."""
+"""A lock on a run folder: one run at a time. The kernel releases it when its holder dies, however it dies."""
 
 import contextlib
 import fcntl
@@ -13,31 +13,32 @@ from recipes.errors import ConfigError
 
 LOGGER = logging.getLogger("lightning_recipes")
 LOCK_FILE = ".lock"
-_WAIT_SECONDS = 10.0  # for the rest of a run that has just been killed
+_WAIT_SECONDS = 10.0  # for the last processes of a run that has just been killed
 _POLL_SECONDS = 0.1
 
 
 @contextlib.contextmanager
-def lock_run_folder(folder: Path, *, word: str = "hydra.run.dir") -> Iterator[None]:
-    """Hold the folder of a run or a sweep.
+def lock_run_folder(folder: Path, *, setting: str = "hydra.run.dir") -> Iterator[None]:
+    """Hold the lock of a run's or a sweep's folder.
 
     Args:
-        folder: Which.
-        word: What names it on the command line.
+        folder: Folder to lock; it exists.
+        setting: Config key of that folder, for the error.
 
     Raises:
-        ConfigError: Another process holds it.
+        ConfigError: Another process holds the lock.
     """
-    # a record lock: unlike flock, loader processes forked from this one do not hold it
+    # a POSIX record lock: unlike flock, it is not inherited by loader workers forked from this process,
+    # so a worker that outlives its run cannot hold on to the folder
     with (folder / LOCK_FILE).open("a+") as file:
-        until = time.monotonic() + _WAIT_SECONDS
-        while not _locked(file.fileno()):
-            if time.monotonic() > until:
+        deadline = time.monotonic() + _WAIT_SECONDS
+        while not _try_lock(file.fileno()):
+            if time.monotonic() > deadline:
                 file.seek(0)
                 raise ConfigError(
-                    f"{word}={folder}",
+                    f"{setting}={folder}",
                     f"another process is training in it: {file.read().strip()}",
-                    f"{word}=<another folder>, or end that process",
+                    f"{setting}=<another folder>, or end that process",
                 )
             time.sleep(_POLL_SECONDS)
         file.truncate(0)
@@ -46,11 +47,11 @@ def lock_run_folder(folder: Path, *, word: str = "hydra.run.dir") -> Iterator[No
         yield
 
 
-def _locked(descriptor: int) -> bool:
+def _try_lock(descriptor: int) -> bool:
     try:
         fcntl.lockf(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
     except (BlockingIOError, PermissionError):
         return False
-    except OSError as error:  # a file system without locks
+    except OSError as error:  # a file system without locks: better to train than to give up
         LOGGER.warning("The run's folder is not locked: %s", error.strerror)
     return True

@@ -1,4 +1,4 @@
-"""A process that ends with the one that started it, however that one dies; signals come through the same pipe."""
+"""How a child process of a run finds this project, dies with its parent, and exits."""
 
 import atexit
 import os
@@ -8,29 +8,38 @@ from pathlib import Path
 from typing import NoReturn
 
 
-def die_with_parent() -> None:
-    """End this process when the parent's end of our standard input closes.
+def python_path() -> str:
+    """Return PYTHONPATH for a child process: this project, then what the user has set."""
+    paths = (str(Path(__file__).parents[2]), os.environ.get("PYTHONPATH"))
+    return os.pathsep.join(path for path in paths if path)
 
-    What the parent writes there is the number of a signal: a cluster that signals both of us asks once.
+
+def die_with_parent() -> None:
+    """End this process when its parent dies, however the parent dies.
+
+    The parent holds the write end of this process's standard input, which the kernel closes with it. Through the same
+    pipe the parent forwards signals, one byte with the signal's number each: when a cluster signals both processes,
+    they count as one request.
     """
     pipe = os.dup(0)
-    nothing = os.open(os.devnull, os.O_RDONLY)
-    os.dup2(nothing, 0)
-    os.close(nothing)
+    # whatever reads standard input from here on must not swallow these bytes
+    devnull = os.open(os.devnull, os.O_RDONLY)
+    os.dup2(devnull, 0)
+    os.close(devnull)
 
-    def wait() -> None:
-        while told := os.read(pipe, 1):
-            os.kill(os.getpid(), told[0])  # wakes the main thread, where `raise_signal` would not
+    def read_signals() -> None:
+        while number := os.read(pipe, 1):
+            os.kill(os.getpid(), number[0])  # wakes the main thread; `raise_signal` would not
         os._exit(1)
 
-    threading.Thread(target=wait, name="die_with_parent", daemon=True).start()
+    threading.Thread(target=read_signals, name="die_with_parent", daemon=True).start()
 
 
 def exit_process(exit_code: int) -> NoReturn:
-    """End this process; a rank without taking the interpreter down.
+    """End this process; as a rank, without finalizing the interpreter.
 
-    Gloo's threads let go of tensors after a collective has ended, for which they need the interpreter: a rank that is
-    just being taken down aborts then (pytorch #190489 and #179291, torch 2.13). What is registered for the end is done.
+    Gloo's threads release tensors after a collective has ended and need the interpreter for it: a rank whose
+    interpreter is being finalized aborts then (pytorch #190489 and #179291, torch 2.13). `atexit` functions still run.
     """
     distributed = sys.modules.get("torch.distributed")
     if distributed is None or not distributed.is_available() or not distributed.is_initialized():
@@ -39,9 +48,3 @@ def exit_process(exit_code: int) -> NoReturn:
     sys.stdout.flush()
     sys.stderr.flush()
     os._exit(exit_code)
-
-
-def python_path() -> str:
-    """This project first, then what the person set."""
-    paths = (str(Path(__file__).parents[2]), os.environ.get("PYTHONPATH"))
-    return os.pathsep.join(path for path in paths if path)

@@ -1,4 +1,4 @@
-"""SIGTERM and SIGUSR1: a request to save and end after the step under way; a second one ends the process at once."""
+"""SIGTERM and SIGUSR1 request a save and a stop after the current step; a second signal ends the process at once."""
 
 import contextlib
 import logging
@@ -7,20 +7,20 @@ import signal
 import threading
 import time
 from collections.abc import Callable, Iterator
-from typing import Any
 
 from recipes.runtime.exit_codes import ExitCode
 
 LOGGER = logging.getLogger("lightning_recipes")
 SIGNALS = (signal.SIGTERM, signal.SIGUSR1)
-_SAME_REQUEST_SECONDS = 1.0  # a cluster may tell a process and, through its starter, tell it again
+# a cluster may signal a process directly and again through its parent: within this time it is one request
+_SAME_REQUEST_SECONDS = 1.0
 
 
 class Preempted(BaseException):
     """A signal has ended the run.
 
     Args:
-        by: The signal's name.
+        by: Name of the signal.
         step: Optimizer steps completed.
         saved: Whether all of them are in a checkpoint.
     """
@@ -36,7 +36,7 @@ class SecondSignalError(BaseException):
     """A second request to stop, as an exception in the main thread.
 
     Args:
-        number: Of the signal.
+        number: Number of the signal.
     """
 
     def __init__(self, number: int) -> None:
@@ -44,66 +44,71 @@ class SecondSignalError(BaseException):
         self.number = number
 
 
-class _Requests:
-    """Of this process: signals are the process's, so is what listens to them."""
+class _StopRequest:
+    """State of this process: signal handlers are global, so is the request they record."""
 
     def __init__(self) -> None:
-        self.by: str | None = None
-        self.at = 0.0
-        self.hand_to: Callable[[], None] | None = None
-        self.second_ends = True
+        self.by: str | None = None  # name of the signal; None if there was none yet
+        self.time = 0.0
+        self.handler: Callable[[], None] | None = None  # None before training
+        self.exits_on_second = True
 
 
-_REQUESTS = _Requests()
+_REQUEST = _StopRequest()
 
 
 def listen(*, second_ends: bool) -> None:
-    """Take the signals from now on. Until training takes over, the first one ends the process: nothing is lost.
+    """Handle the signals from now on. Until training sets a handler, the first one ends the process: nothing is lost.
 
     Args:
-        second_ends: Whether a second signal ends this process; False where whoever started it does that.
+        second_ends: Whether a second signal ends this process; False if its parent does that.
     """
-    _REQUESTS.by, _REQUESTS.hand_to, _REQUESTS.second_ends = None, None, second_ends
+    _REQUEST.by, _REQUEST.handler, _REQUEST.exits_on_second = None, None, second_ends
     for number in SIGNALS:
-        signal.signal(number, _take)
-    signal.pthread_sigmask(signal.SIG_UNBLOCK, SIGNALS)  # held back by whoever started this process
-
-
-def set_handler(to: Callable[[], None] | None) -> None:
-    """Let training answer a request, or, with None, nobody: the run is ending by itself."""
-    _REQUESTS.hand_to = to if to is not None else _nobody
-    if to is not None and _REQUESTS.by is not None:
-        to()
-
-
-def was_requested() -> bool:
-    """Whether a signal has asked this process to stop."""
-    return _REQUESTS.by is not None
-
-
-def requested_by() -> str:
-    """The name of the signal that asked."""
-    return _REQUESTS.by or "a signal to another rank"
+        signal.signal(number, _on_signal)
+    # the parent blocks them while it starts this process, which inherits the mask
+    signal.pthread_sigmask(signal.SIG_UNBLOCK, SIGNALS)
 
 
 @contextlib.contextmanager
 def listening() -> Iterator[None]:
-    """Listen while a run is started, carried out and ended in this process."""
+    """Listen while a run is built, executed and ended in this process; restore the handlers afterwards."""
     if threading.current_thread() is not threading.main_thread():
         yield  # only the main thread may handle signals
         return
-    before = {number: signal.getsignal(number) for number in SIGNALS}
+    handlers_before = {number: signal.getsignal(number) for number in SIGNALS}
     listen(second_ends=True)
     try:
         yield
     finally:
-        for number, handler in before.items():
+        for number, handler in handlers_before.items():
             signal.signal(number, handler)
+
+
+def set_handler(handler: Callable[[], None] | None) -> None:
+    """Set what a request calls; it is called at once if there has been a request already.
+
+    Args:
+        handler: Called in the main thread; None ignores requests, because the run is ending by itself.
+    """
+    _REQUEST.handler = handler if handler is not None else _ignore
+    if handler is not None and _REQUEST.by is not None:
+        handler()
+
+
+def was_requested() -> bool:
+    """Return whether a signal has requested this process to stop."""
+    return _REQUEST.by is not None
+
+
+def requested_by() -> str:
+    """Return the name of the signal that requested the stop."""
+    return _REQUEST.by or "a signal to another rank"
 
 
 @contextlib.contextmanager
 def signals_blocked() -> Iterator[None]:
-    """Signals wait, for this process until the end, for those it starts until they `listen`."""
+    """Block the signals: in this process until the end, in those started here until they `listen`."""
     signal.pthread_sigmask(signal.SIG_BLOCK, SIGNALS)
     try:
         yield
@@ -112,44 +117,45 @@ def signals_blocked() -> Iterator[None]:
 
 
 @contextlib.contextmanager
-def forward_signals_to(tell: Callable[[int], None]) -> Iterator[None]:
-    """Hand the first signal on to the processes that do the work, for which they have all the time they need.
+def forward_signals_to(forward: Callable[[int], None]) -> Iterator[None]:
+    """Pass the first signal's number to `forward`; the worker processes then have all the time they need.
 
     Raises:
-        SecondSignalError: There is a second one.
+        SecondSignalError: A second signal has arrived.
     """
     if threading.current_thread() is not threading.main_thread():
         yield  # only the main thread may handle signals
         return
-    asked_at: list[float] = []
+    requested_at: float | None = None
 
-    def hand_on(number: int, _: object) -> None:
-        if not asked_at:
-            asked_at.append(time.monotonic())
-            tell(number)
-        elif time.monotonic() - asked_at[0] > _SAME_REQUEST_SECONDS:
+    def on_signal(number: int, _: object) -> None:
+        nonlocal requested_at
+        if requested_at is None:
+            requested_at = time.monotonic()
+            forward(number)
+        elif time.monotonic() - requested_at > _SAME_REQUEST_SECONDS:
             raise SecondSignalError(number)
 
-    before = {number: signal.signal(number, hand_on) for number in SIGNALS}
+    handlers_before = {number: signal.signal(number, on_signal) for number in SIGNALS}
     try:
         yield
     finally:
-        for number, handler in before.items():
+        for number, handler in handlers_before.items():
             signal.signal(number, handler)
 
 
-def _nobody() -> None: ...
+def _ignore() -> None: ...
 
 
-def _take(number: int, frame: Any) -> None:
+def _on_signal(number: int, _: object) -> None:
     now = time.monotonic()
-    if _REQUESTS.by is not None:
-        if _REQUESTS.second_ends and now - _REQUESTS.at > _SAME_REQUEST_SECONDS:
+    if _REQUEST.by is not None:
+        if _REQUEST.exits_on_second and now - _REQUEST.time > _SAME_REQUEST_SECONDS:
             os._exit(128 + number)
         return
-    _REQUESTS.by, _REQUESTS.at = signal.Signals(number).name, now
-    if _REQUESTS.hand_to is None:
-        LOGGER.error("Stopped by %s before the first step", _REQUESTS.by)
-        # not by an exception: one that breaks into an import may leave a library half made
+    _REQUEST.by, _REQUEST.time = signal.Signals(number).name, now
+    if _REQUEST.handler is None:
+        LOGGER.error("Stopped by %s before the first step", _REQUEST.by)
+        # not by an exception: raised in the middle of an import, it may leave a library half initialized
         os._exit(ExitCode.PREEMPTED)
-    _REQUESTS.hand_to()
+    _REQUEST.handler()

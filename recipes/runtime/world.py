@@ -1,4 +1,4 @@
-"""How many processes carry a run, and who started them: read from config and environment. No torch without a GPU."""
+"""The processes of a run and what started them, read from the environment. No torch without a GPU driver."""
 
 import os
 import re
@@ -9,11 +9,10 @@ from typing import Literal
 
 from recipes.errors import ConfigError
 
-Starter = Literal["torchrun", "slurm", "us"]
+Starter = Literal["torchrun", "slurm", "spawn"]
 
-RANK_FILE = (
-    "RECIPES_RANK_FILE"  # names the composed run, in the environment of the ranks that we start
-)
+# path of the composed run, in the environment of the ranks that recipes/entry/spawn.py starts
+RANK_FILE = "RECIPES_RANK_FILE"
 TORCHRUN_VARIABLES = (
     "RANK",
     "WORLD_SIZE",
@@ -22,7 +21,7 @@ TORCHRUN_VARIABLES = (
     "MASTER_ADDR",
     "MASTER_PORT",
 )
-_SIGNS_OF_A_GPU = ("/dev/nvidiactl", "/proc/driver/nvidia", "/dev/kfd", "/dev/dxg")
+_GPU_DRIVER_PATHS = ("/dev/nvidiactl", "/proc/driver/nvidia", "/dev/kfd", "/dev/dxg")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -30,9 +29,9 @@ class Ranks:
     """The processes of a run.
 
     Attributes:
-        per_node: Processes on each machine, one a device.
-        num_nodes: Machines.
-        started_by: Who started them; None: nobody yet.
+        per_node: Processes on each node, one per device.
+        num_nodes: Nodes.
+        started_by: What started them; None if nothing has yet.
     """
 
     per_node: int
@@ -45,19 +44,29 @@ class Ranks:
 
 
 def started_by(environ: Mapping[str, str] = os.environ) -> Starter | None:
-    """Who started this process as one of the ranks of a run; None: it is no rank."""
+    """Return what started this process as a rank of a run; None if it is not a rank."""
     if environ.get(RANK_FILE):
-        return "us"
+        return "spawn"
     if all(name in environ for name in TORCHRUN_VARIABLES):
         return "torchrun"
-    # srun says it to each task; a plain command in a batch script, itself a step of one task, has no more than 1
+    # srun sets it in each task; a plain command in a batch script is a step of one task
     if int(environ.get("SLURM_STEP_NUM_TASKS", "1")) > 1 and "SLURM_PROCID" in environ:
         return "slurm"
     return None
 
 
+def describe_starter(starter: Starter) -> str:
+    """Return the beginning of an error text, as in `torchrun started 4 ranks`."""
+    descriptions = {
+        "torchrun": "torchrun started",
+        "slurm": "srun started",
+        "spawn": "this run has",
+    }
+    return descriptions[starter]
+
+
 def global_rank(environ: Mapping[str, str] = os.environ) -> int:
-    """The rank of this process, 0 where nobody started ranks."""
+    """Return the rank of this process; 0 if it is not a rank."""
     starter = started_by(environ)
     if starter is None:
         return 0
@@ -65,8 +74,8 @@ def global_rank(environ: Mapping[str, str] = os.environ) -> int:
 
 
 def num_gpus() -> int:
-    """GPUs that torch sees; torch is asked only where there is a sign of a driver."""
-    if not any(Path(sign).exists() for sign in _SIGNS_OF_A_GPU):
+    """Return the number of GPUs that torch sees; imports torch only if there is a driver."""
+    if not any(Path(path).exists() for path in _GPU_DRIVER_PATHS):
         return 0
     import torch
 
@@ -74,35 +83,38 @@ def num_gpus() -> int:
 
 
 def existing_ranks(environ: Mapping[str, str]) -> Ranks | None:
+    """Return the ranks that this process is one of; None if it is not a rank.
+
+    Raises:
+        ConfigError: Their number differs from node to node.
+    """
     starter = started_by(environ)
     if starter is None:
         return None
     if starter == "slurm":
-        on_nodes = _tasks_on_nodes(environ)
+        ranks_by_node = _slurm_tasks_by_node(environ)
     else:
         world_size, per_node = int(environ["WORLD_SIZE"]), int(environ["LOCAL_WORLD_SIZE"])
-        num_nodes = int(environ.get("GROUP_WORLD_SIZE", world_size // per_node))  # agents
+        # torchrun's agents, one per node
+        num_nodes = int(environ.get("GROUP_WORLD_SIZE", world_size // per_node))
+        # this node's number is known, and the total: any difference shows up in the last node
         rest = world_size - per_node * (num_nodes - 1)
-        on_nodes = [per_node] * (num_nodes - 1) + [rest]
-    if len(set(on_nodes)) > 1:
+        ranks_by_node = [per_node] * (num_nodes - 1) + [rest]
+    if len(set(ranks_by_node)) > 1:
         raise ConfigError(
-            f"{describe_starter(starter)} {' + '.join(map(str, on_nodes))} ranks",
+            f"{describe_starter(starter)} {' + '.join(map(str, ranks_by_node))} ranks",
             "every node must have the same number of them",
             "torchrun --nproc-per-node <the same number on each node>, or srun --ntasks-per-node",
         )
-    return Ranks(per_node=on_nodes[0], num_nodes=len(on_nodes), started_by=starter)
+    return Ranks(per_node=ranks_by_node[0], num_nodes=len(ranks_by_node), started_by=starter)
 
 
-def _tasks_on_nodes(environ: Mapping[str, str]) -> list[int]:
-    """SLURM's tasks of this step on each node: `2(x3),1` is 2, 2, 2 and 1."""
+def _slurm_tasks_by_node(environ: Mapping[str, str]) -> list[int]:
+    """Return SLURM's tasks of this step on each node: `2(x3),1` is 2, 2, 2 and 1."""
     num_tasks = int(environ["SLURM_STEP_NUM_TASKS"])
-    told = environ.get("SLURM_STEP_TASKS_PER_NODE")
-    if told is None:  # older than the step's own: the same number on each node
+    tasks_per_node = environ.get("SLURM_STEP_TASKS_PER_NODE")
+    if tasks_per_node is None:  # older SLURM: the same number on each node
         per_node = int(environ.get("SLURM_NTASKS_PER_NODE", num_tasks))
         return [per_node] * (num_tasks // per_node)
-    parts = re.findall(r"(\d+)(?:\(x(\d+)\))?", told)
-    return [int(tasks) for tasks, times in parts for _ in range(int(times or 1))]
-
-
-def describe_starter(starter: Starter) -> str:
-    return {"torchrun": "torchrun started", "slurm": "srun started", "us": "this run has"}[starter]
+    groups = re.findall(r"(\d+)(?:\(x(\d+)\))?", tasks_per_node)
+    return [int(tasks) for tasks, times in groups for _ in range(int(times or 1))]

@@ -51,7 +51,7 @@ class SubprocessLauncher(Launcher):
             KeyboardInterrupt: On Ctrl-C, after all jobs have ended.
             SystemExit: A signal has stopped the sweep, so Hydra must not launch another batch.
         """
-        with lock_run_folder(self.create_folder(), word="hydra.sweep.dir"):
+        with lock_run_folder(self.create_folder(), setting="hydra.sweep.dir"):
             sweep = self.open_sweep()
             jobs = self._prepare(sweep, job_overrides, initial_job_idx)
             source = _FixedJobs([job for job in jobs if sweep.should_start(job)])

@@ -106,7 +106,7 @@ class OptunaSweeper(Sweeper):
         if mistakes:
             raise ConfigErrors(mistakes, "The search space is invalid; nothing was started.")
         folder = self._launcher.create_folder()
-        with lock_run_folder(folder, word="hydra.sweep.dir"):
+        with lock_run_folder(folder, setting="hydra.sweep.dir"):
             OmegaConf.save(self._config, folder / "multirun.yaml")
             sweep = self._launcher.open_sweep()
             if not sweep.launcher.is_bounded:

@@ -144,7 +144,7 @@ class Pool:
         _save(job)
         self._on_change(job)
         for number in self._signals:  # a signal may arrive while the launcher starts jobs
-            handle.ask(number)
+            handle.send_signal(number)
 
     def _collect_ended(self, *, stopped: bool = False) -> None:
         """Record the jobs that have ended.
@@ -185,13 +185,15 @@ class Pool:
             rows = self._progress[number].read()
             if rows and number not in self._pruned and self._source.should_prune(job, rows):
                 self._pruned.add(number)
-                handle.ask(signal.SIGINT)  # ends without a checkpoint: the job will not be resumed
+                handle.send_signal(
+                    signal.SIGINT
+                )  # ends without a checkpoint: the job will not be resumed
 
     def _forward(self, number: int) -> None:
         """Pass a signal on to all running jobs; no further one starts."""
         self._signals.append(number)
         for handle in self._running.values():
-            handle.ask(number)
+            handle.send_signal(number)
 
     def _interrupt(self) -> None:
         """Pass Ctrl-C on to all jobs and wait for them; a second Ctrl-C kills them."""
@@ -203,7 +205,7 @@ class Pool:
     def _stop(self, number: int) -> None:
         """Send a signal to all jobs and wait for their end, at most `_GRACE_SECONDS`."""
         for handle in self._running.values():
-            handle.ask(number)
+            handle.send_signal(number)
         deadline = time.monotonic() + _GRACE_SECONDS
         while time.monotonic() < deadline:
             self._collect_ended(stopped=True)

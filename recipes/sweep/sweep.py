@@ -145,7 +145,7 @@ class Sweep:
             return mistakes
         try:
             # the launcher decides from the composed config, so what it adds needs a second composition
-            if extra := self.launcher.words_of(job):
+            if extra := self.launcher.extra_overrides(job):
                 job.composed, mistakes = compose_and_check([*overrides, *extra], **self._source)
             if not mistakes:
                 self.launcher.num_devices(job)
@@ -169,7 +169,7 @@ class Sweep:
         return 0
 
     def _log_job(self, job: Job) -> None:
-        self._report.log_job(job, self.launcher.log_of(job))
+        self._report.log_job(job, self.launcher.log_path(job))
 
 
 def _resume_override(job: Job) -> list[str]:

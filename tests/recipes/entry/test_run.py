@@ -1,4 +1,4 @@
-"""Several ranks as real processes: equal curves whoever starts them, one error when one fails, none left behind."""
+"""Several ranks as real processes: equal curves whatever starts them, one error when one fails, none left running."""
 
 import signal
 import socket
@@ -10,8 +10,6 @@ from pathlib import Path
 import pytest
 from started import Started
 from support import ROOT, TINY, read_metrics
-
-from recipes.runtime.failure import is_peer_failure
 
 TRAIN = str(ROOT / "train.py")
 TORCHRUN = [sys.executable, "-m", "torch.distributed.run"]
@@ -39,7 +37,7 @@ class Fault(Callback):
         while self.kind == "kill" and not os.path.exists(saved):
             time.sleep(0.05)
         if self.kind == "raise_while_busy" and trainer.global_rank == 0:
-            time.sleep(3)  # torchrun ends this rank before it comes to miss the other one
+            time.sleep(3)  # torchrun ends this rank before it notices the lost peer
         if trainer.global_rank == 1 and self.kind.startswith("raise"):
             raise OSError("the disk is gone")
         if trainer.global_rank == 1 and self.kind == "kill":
@@ -61,34 +59,34 @@ def workplace(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture
 def start(workplace: Path, text_folder: str) -> Iterator[Start]:
-    """Starts `train.py` by a launcher; whatever it leaves is killed in the end."""
+    """Return a function that starts `train.py` by a launcher; what is left of it is killed after the test."""
     started: list[Started] = []
 
-    def by(launcher: Sequence[str], *words: str, kind: str | None = None) -> Started:
+    def start_by(launcher: Sequence[str], *overrides: str, kind: str | None = None) -> Started:
         fault = ["+callbacks.fault._target_=fault.Fault", f"+callbacks.fault.kind={kind}"]
         run = [*TINY, f"data.path={text_folder}", "strategy=ddp", "trainer.max_steps=4"]
         run += ["trainer.accelerator=cpu", "warmup_steps=1", "save_every=2", "eval_every=4"]
-        command = [*launcher, TRAIN, *run, *(fault if kind else []), *words]
+        command = [*launcher, TRAIN, *run, *(fault if kind else []), *overrides]
         started.append(Started(command, folder=workplace, paths=[workplace, ROOT / "tests"]))
         return started[-1]
 
-    yield by
-    for one in started:
-        one.kill()
+    yield start_by
+    for process in started:
+        process.kill()
 
 
 def rows(folder: Path) -> list[dict[str, float]]:
-    """What a run computed, to the last bit."""
+    """Return the computed metrics of a run, to the last bit."""
     return [
         {name: value for name, value in row.items() if not name.startswith(MEASURED)}
         for row in read_metrics(folder)
     ]
 
 
-def wait_until(happens: Callable[[], bool], seconds: float) -> bool:
-    until = time.monotonic() + seconds
-    while time.monotonic() < until:
-        if happens():
+def wait_until(condition: Callable[[], bool], seconds: float) -> bool:
+    deadline = time.monotonic() + seconds
+    while time.monotonic() < deadline:
+        if condition():
             return True
         time.sleep(0.05)
     return False
@@ -96,7 +94,7 @@ def wait_until(happens: Callable[[], bool], seconds: float) -> bool:
 
 @pytest.fixture
 def at_step_3(workplace: Path, start: Start) -> Started:
-    """A run of which both ranks wait after their third step."""
+    """Start a run and return it when both ranks wait after their third step."""
     marks = [workplace / f"at_step_3_{rank}" for rank in range(2)]
     for mark in marks:
         mark.unlink(missing_ok=True)
@@ -108,42 +106,42 @@ def at_step_3(workplace: Path, start: Start) -> Started:
     return run
 
 
-def test_the_same_rows_whether_we_or_torchrun_or_two_agents_start_the_ranks(
+def test_the_rows_are_equal_whether_train_py_or_torchrun_or_two_agents_start_the_ranks(
     start: Start, workplace: Path
 ) -> None:
-    ours = start([sys.executable], "trainer.devices=2", "hydra.run.dir=ours")
-    said = ours.end()
-    assert ours.process.returncode == 0, said
-    lines = said.splitlines()
-    assert lines[0].endswith("the run's folder is ours")
+    spawned = start([sys.executable], "trainer.devices=2", "hydra.run.dir=spawned")
+    output = spawned.end()
+    assert spawned.process.returncode == 0, output
+    lines = output.splitlines()
+    assert lines[0].endswith("the run's folder is spawned")
     assert lines[-1].startswith("Finished: 4 steps")
-    assert (workplace / "ours/train.log").read_text() == said  # one voice, and no noise
-    expected = rows(workplace / "ours")
+    assert (workplace / "spawned/train.log").read_text() == output, "one rank logs, and no noise"
+    expected = rows(workplace / "spawned")
     assert [row["step"] for row in expected] == [1, 2, 3, 4]
 
-    one = [*TORCHRUN, "--nproc-per-node", "2"]
-    torchrun = start(one, "trainer.devices=auto", "hydra.run.dir=torchrun")
-    said = torchrun.end()
-    assert torchrun.process.returncode == 0, said
-    assert said.count("Finished: 4 steps") == 1
+    one_agent = [*TORCHRUN, "--nproc-per-node", "2"]
+    torchrun = start(one_agent, "trainer.devices=auto", "hydra.run.dir=torchrun")
+    output = torchrun.end()
+    assert torchrun.process.returncode == 0, output
+    assert output.count("Finished: 4 steps") == 1
     assert rows(workplace / "torchrun") == expected
 
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
         port = probe.getsockname()[1]
-    two = [*TORCHRUN, "--nnodes", "2", "--nproc-per-node", "1"]
-    two += ["--master-addr", "127.0.0.1", "--master-port", str(port)]
+    two_agents = [*TORCHRUN, "--nnodes", "2", "--nproc-per-node", "1"]
+    two_agents += ["--master-addr", "127.0.0.1", "--master-port", str(port)]
     agents = [
         start(
-            [*two, "--node-rank", str(node)],
+            [*two_agents, "--node-rank", str(node)],
             "trainer.devices=auto",
-            "name=agents",  # each would name its folder by its own clock
+            "name=agents",  # the folder is then named by the clock
         )
         for node in range(2)
     ]
-    said = "".join(agent.end() for agent in agents)
-    assert [agent.process.returncode for agent in agents] == [0, 0], said
-    assert said.count("Finished: 4 steps") == 1
+    output = "".join(agent.end() for agent in agents)
+    assert [agent.process.returncode for agent in agents] == [0, 0], output
+    assert output.count("Finished: 4 steps") == 1
     (folder,) = (workplace / "logs/agents").iterdir()
     assert rows(folder) == expected
 
@@ -152,85 +150,70 @@ def test_a_killed_rank_ends_the_run_with_one_error_that_names_it(
     start: Start, workplace: Path
 ) -> None:
     run = start([sys.executable], "trainer.devices=2", "hydra.run.dir=killed", kind="kill")
-    said = run.end()
-    assert run.process.returncode == 1, said
-    assert "Traceback" not in said
-    assert said.splitlines()[-2:] == [
+    output = run.end()
+    assert run.process.returncode == 1, output
+    assert "Traceback" not in output
+    assert output.splitlines()[-2:] == [
         "rank 1 of 2 was killed by SIGKILL",
-        "The run crashed; its folder is killed, its last whole checkpoint step_0000002.ckpt",
+        "The run crashed; its folder is killed, its last valid checkpoint step_0000002.ckpt",
     ]
-    assert (workplace / "killed/train.log").read_text() == said
+    assert (workplace / "killed/train.log").read_text() == output
     assert run.left() == []
 
 
-def test_an_exception_in_one_rank_shows_one_traceback(start: Start) -> None:
+def test_an_exception_in_one_rank_prints_one_traceback(start: Start) -> None:
     run = start([sys.executable], "trainer.devices=2", "hydra.run.dir=raised", kind="raise")
-    said = run.end()
-    assert run.process.returncode == 1, said
-    assert said.count("Traceback (most recent call last)") == 1
-    assert "rank 1 of 2 failed:\n" in said
-    assert "OSError: the disk is gone" in said
-    assert "checkpoint step_0000002.ckpt" in said.splitlines()[-1]
+    output = run.end()
+    assert run.process.returncode == 1, output
+    assert output.count("Traceback (most recent call last)") == 1
+    assert "rank 1 of 2 failed:\n" in output
+    assert "OSError: the disk is gone" in output
+    assert "checkpoint step_0000002.ckpt" in output.splitlines()[-1]
 
 
 @pytest.mark.parametrize("kind", ["raise", "raise_while_busy"])
-def test_torchrun_names_the_rank_that_failed_first_and_no_other(start: Start, kind: str) -> None:
-    one = [*TORCHRUN, "--nproc-per-node", "2"]
-    torchrun = start(one, "trainer.devices=auto", f"hydra.run.dir=torchrun_{kind}", kind=kind)
-    said = torchrun.end()
+def test_torchrun_names_the_rank_that_failed_first(start: Start, kind: str) -> None:
+    one_agent = [*TORCHRUN, "--nproc-per-node", "2"]
+    torchrun = start(one_agent, "trainer.devices=auto", f"hydra.run.dir=torchrun_{kind}", kind=kind)
+    output = torchrun.end()
     assert torchrun.process.returncode == 1
-    # torchrun's own, and that of the rank as the root cause
-    assert said.count("Traceback (most recent call last)") == 2, said
-    _, _, cause = said.partition("Root Cause")
+    # torchrun's own, and the one of the rank as the root cause
+    assert output.count("Traceback (most recent call last)") == 2, output
+    _, _, cause = output.partition("Root Cause")
     assert "rank      : 1" in cause
     assert "OSError: the disk is gone" in cause
 
 
-def test_a_mistake_that_every_rank_makes_is_reported_once(start: Start) -> None:
+def test_a_mistake_that_every_rank_finds_is_reported_once(start: Start) -> None:
     run = start([sys.executable], "trainer.devices=2", "hydra.run.dir=odd", kind="mistake")
-    said = run.end()
-    assert run.process.returncode == 2, said
-    assert said.count("it is odd") == 1
-    assert "Traceback" not in said
+    output = run.end()
+    assert run.process.returncode == 2, output
+    assert output.count("it is odd") == 1
+    assert "Traceback" not in output
 
 
-def test_a_killed_parent_leaves_no_rank(at_step_3: Started) -> None:
+def test_a_killed_parent_leaves_no_rank_running(at_step_3: Started) -> None:
     assert len(at_step_3.left()) >= 2
     at_step_3.process.kill()
     assert wait_until(lambda: not at_step_3.left(), 10), at_step_3.left()
 
 
 @pytest.mark.parametrize(
-    ("asked", "exit_code", "says"),
+    ("numbers", "exit_code", "message"),
     [
         ([signal.SIGINT], 130, "Interrupted; "),
-        # the first is for the end of the step, which never comes
+        # the first one waits for the end of the step, which never comes
         ([signal.SIGTERM, signal.SIGTERM], 143, "Terminated by a second signal"),
     ],
 )
-def test_a_request_to_end_at_once_reaches_the_ranks_and_none_is_left(
-    at_step_3: Started, asked: Sequence[signal.Signals], exit_code: int, says: str
+def test_ctrl_c_or_a_second_signal_ends_the_ranks_and_leaves_none_running(
+    at_step_3: Started, numbers: Sequence[signal.Signals], exit_code: int, message: str
 ) -> None:
-    for number in asked:
+    for number in numbers:
         at_step_3.process.send_signal(number)
-        time.sleep(1.1 * (len(asked) - 1))  # within a second they would be one request
-    said = at_step_3.end(timeout=30)
-    assert at_step_3.process.returncode == exit_code, said
-    assert said.count(says) == 1
-    assert "Traceback" not in said
+        time.sleep(1.1 * (len(numbers) - 1))  # within a second they would be one request
+    output = at_step_3.end(timeout=30)
+    assert at_step_3.process.returncode == exit_code, output
+    assert output.count(message) == 1
+    assert "Traceback" not in output
     assert at_step_3.left() == []
-
-
-@pytest.mark.parametrize(
-    ("error", "by_peer"),
-    [
-        (RuntimeError("[pair.cc:547] Connection closed by peer [127.0.0.1]:31"), True),
-        (RuntimeError("read: Connection reset by peer"), True),
-        (RuntimeError("CUDA out of memory"), False),
-        (OSError("broken pipe of the data"), False),
-    ],
-)
-def test_only_a_lost_connection_of_torch_is_the_fault_of_a_peer(
-    error: Exception, by_peer: bool
-) -> None:
-    assert is_peer_failure(error) == by_peer

@@ -1,4 +1,4 @@
-"""Workers that die under torchrun: it goes on from the last whole checkpoint, to the curve of a run left alone."""
+"""Ranks that die under torchrun: the restart resumes from the last valid checkpoint, to the undisturbed curve."""
 
 import signal
 import socket
@@ -17,26 +17,26 @@ import os, signal, time
 from lightning.pytorch import Callback
 
 class Fault(Callback):
-    # each `<step>_<rank>_<what>` once, whoever resumes the run
+    # each `<step>_<rank>_<kind>` happens once, however often the run resumes
     def __init__(self, folder, faults):
         self.folder = folder
         self.faults = [fault.split("_") for fault in faults]
 
     def on_train_batch_end(self, trainer, *_):
-        for step, rank, what in self.faults:
-            mine = rank in ("all", str(trainer.global_rank))
-            mark = f"{self.folder}/{step}_{trainer.global_rank}_{what}"
-            if not mine or trainer.global_step != int(step) or os.path.exists(mark):
+        for step, rank, kind in self.faults:
+            is_here = rank in ("all", str(trainer.global_rank))
+            mark = f"{self.folder}/{step}_{trainer.global_rank}_{kind}"
+            if not is_here or trainer.global_step != int(step) or os.path.exists(mark):
                 continue
             wait_for(f"{trainer.default_root_dir}/checkpoints/step_{(int(step) - 1) // 2 * 2:07d}.ckpt")
             open(mark, "w").close()
-            if what == "killed":
+            if kind == "killed":
                 kill()
-            if what == "killedsaving":  # the saver comes after this callback
+            if kind == "killedsaving":  # the saver runs after this callback
                 os.fsync = lambda _: kill()
-            if what == "told":
+            if kind == "signalled":
                 os.kill(os.getppid(), signal.SIGTERM)
-                time.sleep(1)  # the agent hands it on within this step
+                time.sleep(1)  # the agent forwards it within this step
 
 def wait_for(checkpoint):
     while not os.path.exists(checkpoint):
@@ -58,52 +58,54 @@ def workplace(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture
 def start(workplace: Path, text_folder: str) -> Iterator[Start]:
-    """Starts 12 steps saved every second one; whatever they leave is killed."""
+    """Return a function that starts runs of 12 steps, saved every second one; what is left of them is killed."""
     started: list[Started] = []
 
-    def by(launcher: Sequence[str], name: str, *words: str, faults: Sequence[str] = ()) -> Started:
+    def start_by(
+        launcher: Sequence[str], name: str, *overrides: str, faults: Sequence[str] = ()
+    ) -> Started:
         (workplace / name).mkdir(exist_ok=True)
         run = [*TINY, f"data.path={text_folder}", "trainer.accelerator=cpu", "trainer.max_steps=12"]
         run += ["strategy=ddp", "warmup_steps=1", "save_every=2", "eval_every=4", f"name={name}"]
         run += ["+callbacks.fault._target_=fault.Fault", f"+callbacks.fault.folder={name}"]
-        run += [f"+callbacks.fault.faults=[{','.join(faults)}]", *words]
+        run += [f"+callbacks.fault.faults=[{','.join(faults)}]", *overrides]
         command = [*launcher, str(ROOT / "train.py"), *run]
         started.append(Started(command, folder=workplace, paths=[workplace, ROOT / "tests"]))
         return started[-1]
 
-    yield by
-    for one in started:
-        one.kill()
+    yield start_by
+    for process in started:
+        process.kill()
 
 
 @pytest.fixture
 def undisturbed(start: Start, workplace: Path) -> Callable[[str], Path]:
-    """Two ranks of a strategy that nobody kills, made once."""
+    """Return a function that runs two undisturbed ranks of a strategy, once per strategy."""
 
-    def of(strategy: str) -> Path:
+    def run_strategy(strategy: str) -> Path:
         folder = workplace / f"undisturbed_{strategy}"
         if not (folder / "summary.json").exists():
-            words = (f"strategy={strategy}", "trainer.devices=2", f"hydra.run.dir={folder}")
-            run = start([sys.executable], folder.name, *words)
-            said = run.end()
-            assert run.process.returncode == 0, said
+            overrides = (f"strategy={strategy}", "trainer.devices=2", f"hydra.run.dir={folder}")
+            run = start([sys.executable], folder.name, *overrides)
+            output = run.end()
+            assert run.process.returncode == 0, output
         return folder
 
-    return of
+    return run_strategy
 
 
-def meets_by_c10d(name: str) -> list[list[str]]:
-    """Two agents, one rank each, that find each other by a name."""
-    words = ["--rdzv-backend", "c10d", "--rdzv-endpoint", f"127.0.0.1:{free_port()}"]
-    words += ["--rdzv-id", name]
-    return [[*TORCHRUN, "--nnodes", "2", "--max-restarts", "3", *words] for _ in range(2)]
+def agents_by_rendezvous_id(name: str) -> list[list[str]]:
+    """Return the commands of two agents, one rank each, that rendezvous under an id."""
+    options = ["--rdzv-backend", "c10d", "--rdzv-endpoint", f"127.0.0.1:{free_port()}"]
+    options += ["--rdzv-id", name]
+    return [[*TORCHRUN, "--nnodes", "2", "--max-restarts", "3", *options] for _ in range(2)]
 
 
-def meets_by_address() -> list[list[str]]:
-    """Two agents, one rank each, of which the first is where both are told."""
-    words = ["--master-addr", "127.0.0.1", "--master-port", str(free_port())]
-    words += ["--nnodes", "2", "--max-restarts", "3"]
-    return [[*TORCHRUN, *words, "--node-rank", str(node)] for node in range(2)]
+def agents_by_address() -> list[list[str]]:
+    """Return the commands of two agents, one rank each, that rendezvous at the address of the first."""
+    options = ["--master-addr", "127.0.0.1", "--master-port", str(free_port())]
+    options += ["--nnodes", "2", "--max-restarts", "3"]
+    return [[*TORCHRUN, *options, "--node-rank", str(node)] for node in range(2)]
 
 
 def free_port() -> int:
@@ -113,12 +115,12 @@ def free_port() -> int:
         return port
 
 
-def ended(agents: Sequence[Started], exit_code: int) -> str:
-    """What they said; none of them, and no rank, is left."""
-    said = "".join(agent.end(timeout=200.0) for agent in agents)
-    assert [agent.process.returncode for agent in agents] == [exit_code] * len(agents), said
+def wait_for_end(agents: Sequence[Started], exit_code: int) -> str:
+    """Wait for the agents' end and return their output; check that no agent and no rank is left."""
+    output = "".join(agent.end(timeout=200.0) for agent in agents)
+    assert [agent.process.returncode for agent in agents] == [exit_code] * len(agents), output
     assert [agent.left() for agent in agents] == [[]] * len(agents)
-    return said
+    return output
 
 
 def only_folder(workplace: Path, name: str) -> Path:
@@ -135,26 +137,26 @@ def assert_equals(folder: Path, undisturbed: Path, *, resumed_at: Sequence[int])
     assert summed_up(folder) == summed_up(undisturbed)
 
 
-def test_two_agents_lose_rank_1_then_rank_0_and_give_the_rows_of_a_run_left_alone(
+def test_two_agents_that_lose_rank_1_then_rank_0_give_the_rows_of_an_undisturbed_run(
     start: Start, workplace: Path, undisturbed: Callable[[str], Path]
 ) -> None:
     faults = ("3_1_killed", "7_0_killed")
-    agents = [start(agent, "lost", faults=faults) for agent in meets_by_c10d("lost")]
-    said = ended(agents, 0)
-    assert said.count("Started again by torchrun") == 2
-    assert said.count("Finished: 12 steps") == 1
+    agents = [start(agent, "lost", faults=faults) for agent in agents_by_rendezvous_id("lost")]
+    output = wait_for_end(agents, 0)
+    assert output.count("Restarted by torchrun") == 2
+    assert output.count("Finished: 12 steps") == 1
     folder = only_folder(workplace, "lost")
     assert folder.name == "torchelastic_lost"
     assert_equals(folder, undisturbed("ddp"), resumed_at=[2, 6])
 
 
-def test_two_agents_without_a_name_go_on_in_one_folder_when_sharded_rank_0_dies_in_a_save(
+def test_two_agents_without_an_id_resume_in_one_folder_when_sharded_rank_0_dies_in_a_save(
     start: Start, workplace: Path, undisturbed: Callable[[str], Path]
 ) -> None:
-    words, faults = ("strategy=fsdp",), ("6_0_killedsaving",)
-    agents = [start(agent, "saving", *words, faults=faults) for agent in meets_by_address()]
-    ended(agents, 0)
-    # each start would name it by its own clock
+    overrides, faults = ("strategy=fsdp",), ("6_0_killedsaving",)
+    agents = [start(agent, "saving", *overrides, faults=faults) for agent in agents_by_address()]
+    wait_for_end(agents, 0)
+    # one folder, although its name comes from the clock
     assert_equals(only_folder(workplace, "saving"), undisturbed("fsdp"), resumed_at=[4])
 
 
@@ -162,21 +164,27 @@ def test_one_agent_restarts_both_ranks_when_rank_1_dies_in_a_save(
     start: Start, workplace: Path, undisturbed: Callable[[str], Path]
 ) -> None:
     agent = (*TORCHRUN, "--standalone", "--nproc-per-node", "2", "--max-restarts", "1")
-    ended([start(agent, "alone", faults=["6_1_killedsaving"])], 0)
+    wait_for_end([start(agent, "alone", faults=["6_1_killedsaving"])], 0)
     assert_equals(only_folder(workplace, "alone"), undisturbed("ddp"), resumed_at=[4])
 
 
-def test_two_agents_that_are_told_to_stop_save_and_the_same_command_and_id_go_on(
+def test_two_signalled_agents_save_and_the_same_command_with_the_same_id_resumes(
     start: Start, workplace: Path, undisturbed: Callable[[str], Path]
 ) -> None:
-    words, faults = ("resume=auto",), ("5_all_told",)
-    agents = [start(agent, "told", *words, faults=faults) for agent in meets_by_c10d("told")]
-    said = ended(agents, 1)  # torchrun's own
-    assert "Started again" not in said  # told to stop is not restarted
-    folder = only_folder(workplace, "told")
+    overrides, faults = ("resume=auto",), ("5_all_signalled",)
+    agents = [
+        start(agent, "signalled", *overrides, faults=faults)
+        for agent in agents_by_rendezvous_id("signalled")
+    ]
+    output = wait_for_end(agents, 1)  # torchrun's own
+    assert "Restarted" not in output, "a run that stops at a signal is not restarted"
+    folder = only_folder(workplace, "signalled")
     [stopped] = events(folder, "preempted")
     assert (stopped["signal"], stopped["saved"]) == (signal.SIGTERM.name, True)
-    again = [start(agent, "told", *words, faults=faults) for agent in meets_by_c10d("told")]
-    ended(again, 0)
-    assert only_folder(workplace, "told") == folder
+    again = [
+        start(agent, "signalled", *overrides, faults=faults)
+        for agent in agents_by_rendezvous_id("signalled")
+    ]
+    wait_for_end(again, 0)
+    assert only_folder(workplace, "signalled") == folder
     assert_equals(folder, undisturbed("ddp"), resumed_at=[stopped["step"]])

@@ -1,4 +1,4 @@
-"""SLURM's queue by a squeue that answers as it is told: what is known, what has ended, and what nobody knows."""
+"""`Queue` with a fake squeue: states of SLURM and exit code files become exit codes; a squeue that fails."""
 
 import os
 from pathlib import Path
@@ -12,16 +12,16 @@ from recipes.launcher.slurm_queue import Queue
 
 @pytest.fixture
 def squeue(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """A file that holds what squeue says; without it, squeue fails."""
+    """Return the file whose content a fake squeue prints; while there is none, squeue fails."""
     answer = tmp_path / "answer"
     script = tmp_path / "bin" / "squeue"
     script.parent.mkdir()
-    script.write_text(f"#!/bin/sh\necho asked >> {tmp_path}/calls\ncat {answer}\n")
+    script.write_text(f"#!/bin/sh\necho called >> {tmp_path}/calls\ncat {answer}\n")
     script.chmod(0o755)
     monkeypatch.setenv("PATH", f"{script.parent}{os.pathsep}{os.environ['PATH']}")
-    monkeypatch.setattr(slurm_queue, "_ASK_SECONDS", 0.0)
-    monkeypatch.setattr(slurm_queue, "_LOST_SECONDS", 0.0)
-    monkeypatch.setattr(slurm_queue, "_SILENT_SECONDS", 0.0)
+    monkeypatch.setattr(slurm_queue, "_QUERY_SECONDS", 0.0)
+    monkeypatch.setattr(slurm_queue, "_FILE_DELAY_SECONDS", 0.0)
+    monkeypatch.setattr(slurm_queue, "_NO_ANSWER_SECONDS", 0.0)
     return answer
 
 
@@ -34,7 +34,7 @@ def squeue(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
         ("COMPLETED", None, 0), ("FAILED", None, -9), (None, "0", 0), (None, None, -9),
     ],
 )  # fmt: skip
-def test_a_state_and_what_the_script_has_left_are_an_exit_code(
+def test_a_state_and_an_exit_code_file_give_the_exit_code_of_the_run(
     squeue: Path, tmp_path: Path, state: str | None, code: str | None, exit_code: int | None
 ) -> None:
     squeue.write_text("" if state is None else f"7_0|{state}\n")
@@ -43,20 +43,22 @@ def test_a_state_and_what_the_script_has_left_are_an_exit_code(
     assert Queue(tmp_path).worst_exit_code("7_0") == exit_code
 
 
-def test_a_squeue_that_fails_says_nothing_of_a_job(squeue: Path, tmp_path: Path) -> None:
+def test_while_squeue_fails_a_job_has_no_exit_code(squeue: Path, tmp_path: Path) -> None:
     queue = Queue(tmp_path)
     assert queue.worst_exit_code("7") is None
     with pytest.raises(ConfigError, match="squeue does not answer, and 7 may be running"):
-        queue.those_of(["7"])
+        queue.select_open(["7"])
     squeue.write_text("7|RUNNING\n")
-    assert queue.those_of(["7"]) == {"7"}
+    assert queue.select_open(["7"]) == {"7"}
     squeue.unlink()
-    assert queue.worst_exit_code("7") is None, "that it ran is the last that is known"
+    assert queue.worst_exit_code("7") is None, "by the last answer it was running"
 
 
-def test_what_is_open_is_followed_and_what_was_cut_is_not(squeue: Path, tmp_path: Path) -> None:
+def test_jobs_that_run_or_left_an_exit_code_are_open_and_cancelled_ones_are_not(
+    squeue: Path, tmp_path: Path
+) -> None:
     squeue.write_text("1|PENDING\n2|RUNNING\n3|COMPLETED\n4|CANCELLED\n5|FAILED\n")
     (tmp_path / "code_3").write_text("0\n")
     names = ["1", "2", "3", "4", "5", "6"]
-    assert Queue(tmp_path).those_of(names) == {"1", "2", "3"}
-    assert (tmp_path / "calls").read_text().split() == ["asked"], "once for all"
+    assert Queue(tmp_path).select_open(names) == {"1", "2", "3"}
+    assert (tmp_path / "calls").read_text().split() == ["called"], "one query for all jobs"

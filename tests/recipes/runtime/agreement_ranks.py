@@ -1,4 +1,4 @@
-"""One rank of several that agree on steps, each at a speed of its own: what it did after which step, and when."""
+"""One of several ranks that agree on steps, each at its own speed: records what it did after which step, and when."""
 
 import json
 import os
@@ -16,55 +16,55 @@ import torch.distributed as dist  # noqa: E402
 from recipes.runtime.step_agreement import StepAgreement  # noqa: E402
 
 EVAL_EVERY = 40
-LONG_SECONDS = 5.0  # many meetings fit
+LONG_SECONDS = 5.0  # enough for many exchanges
 
 
 def random_requests(
     rank: int, requests: dict[str, list[int]], *, steps: int, rested: int
 ) -> dict[str, Any]:
-    """Train at a speed of one's own; a collective binds fast ranks to slow ones every other step, and the last.
+    """Train at a speed of this rank's own; a collective ties fast ranks to slow ones every other step, and the last.
 
-    Requests come from the side, as signals do.
+    Requests come from another thread, at any time, as signals do.
     """
     pace = random.Random(rank)
     agreement = StepAgreement(step=0)
-    asked = {step: what for what, (asks, step) in requests.items() if asks == rank}
+    own_requests = {step: what for what, (requester, step) in requests.items() if requester == rank}
     done: list[tuple[str, int]] = []
     for step in range(1, steps + 1):
         time.sleep(pace.random() * 0.008 * (rank + 1))
         if step % 2:
             dist.barrier()
-        if step in asked:
-            threading.Timer(pace.random() * 0.01, agreement.ask, [asked[step]]).start()
+        if step in own_requests:
+            threading.Timer(pace.random() * 0.01, agreement.ask, [own_requests[step]]).start()
         validates = step % EVAL_EVERY == 0
         due = agreement.due(step, resting=validates, wait=step < steps)
         if validates:
-            due |= _validate(agreement, step, rests=step == rested, asks=rank == 1)
+            due |= _validate(agreement, step, is_long=step == rested, requests=rank == 1)
         done += [(what, step) for what in sorted(due)]
     agreement.close()
-    dist.barrier()  # the loop's last: nobody may be left in a meeting
+    dist.barrier()  # like the last of training: no rank may be left in an exchange
     return {"done": done}
 
 
-def _validate(agreement: StepAgreement, step: int, *, rests: bool, asks: bool) -> set[str]:
-    """Batches without a collective, after each of which the ranks may agree on this very step."""
+def _validate(agreement: StepAgreement, step: int, *, is_long: bool, requests: bool) -> set[str]:
+    """Run batches without a collective; after each of them the ranks may agree on this very step."""
     due = set()
-    if rests and asks:
+    if is_long and requests:
         agreement.ask("rested")
-    until = time.monotonic() + (LONG_SECONDS if rests else 0.01)
-    while time.monotonic() < until and "rested" not in due:
+    deadline = time.monotonic() + (LONG_SECONDS if is_long else 0.01)
+    while time.monotonic() < deadline and "rested" not in due:
         time.sleep(0.02)
         due |= agreement.due(step, resting=True)
     return due | agreement.due(step, resting=False)
 
 
-def nobody_asks(rank: int) -> dict[str, Any]:
-    """A rank begins when the one before it is through with all its steps: nobody waits for anybody."""
+def no_requests(rank: int) -> dict[str, Any]:
+    """Begin when the rank before this one has completed all its steps: no rank waits for another."""
     calls = []
     gather = dist.all_gather_object
-    dist.all_gather_object = lambda *words, **more: calls.append(gather(*words, **more))
+    dist.all_gather_object = lambda *args, **kwargs: calls.append(gather(*args, **kwargs))
     agreement = StepAgreement(step=0)
-    time.sleep(rank * 1.0)  # four looks at the store
+    time.sleep(rank * 1.0)  # the thread polls the store four times in it
     began = time.time()
     for step in range(1, 10_001):
         assert agreement.due(step) == set()
@@ -76,7 +76,7 @@ def nobody_asks(rank: int) -> dict[str, Any]:
 
 
 def around_the_last_step(rank: int, rounds: int) -> dict[str, Any]:
-    """Each round a run of three steps, whose last ends about when a request comes; then the next round."""
+    """Run rounds of three steps, the last of which ends about when a request comes."""
     pace = random.Random(100 + rank)
     done = []
     for number in range(rounds):
@@ -95,21 +95,21 @@ def around_the_last_step(rank: int, rounds: int) -> dict[str, Any]:
 
 
 def main() -> None:
-    """Carry out every case; rank 0 writes what all ranks have to say."""
+    """Run every case; rank 0 writes the results of all ranks."""
     cases = json.loads(Path(sys.argv[1]).read_text())
     dist.init_process_group("gloo")
     rank = int(os.environ["RANK"])
-    mine = {
+    results = {
         "random": random_requests(
             rank, cases["requests"], steps=cases["steps"], rested=cases["rested"]
         ),
-        "nobody": nobody_asks(rank),
+        "no_requests": no_requests(rank),
         "last": around_the_last_step(rank, cases["rounds"]),
     }
-    every: list[Any] = [None] * dist.get_world_size()
-    dist.all_gather_object(every, mine)
+    gathered: list[Any] = [None] * dist.get_world_size()
+    dist.all_gather_object(gathered, results)
     if rank == 0:
-        Path(sys.argv[2]).write_text(json.dumps(every))
+        Path(sys.argv[2]).write_text(json.dumps(gathered))
     dist.destroy_process_group()
 
 

@@ -1,4 +1,4 @@
-"""How a rank ends: gloo's threads must not meet an interpreter that is being taken down."""
+"""How a rank exits: gloo's threads must not find an interpreter that is being finalized."""
 
 import signal
 import subprocess
@@ -20,7 +20,7 @@ for _ in range(200):
 
 
 def exit_codes(end: str, folder: Path, attempt: int) -> list[tuple[int, str]]:
-    """Of two ranks that end right after a collective, with what they print."""
+    """Return the exit codes and outputs of two ranks that end right after a collective."""
     ranks = [
         subprocess.Popen(
             [sys.executable, "-c", RANK.format(end=end), str(rank), str(folder / f"{attempt}")],
@@ -31,16 +31,16 @@ def exit_codes(end: str, folder: Path, attempt: int) -> list[tuple[int, str]]:
         )
         for rank in range(2)
     ]
-    said = [rank.communicate(timeout=60)[0] for rank in ranks]
-    return [(rank.returncode, text) for rank, text in zip(ranks, said, strict=True)]
+    outputs = [rank.communicate(timeout=60)[0] for rank in ranks]
+    return [(rank.returncode, text) for rank, text in zip(ranks, outputs, strict=True)]
 
 
-def test_a_rank_ends_with_its_code_after_what_is_registered_for_the_end(tmp_path: Path) -> None:
+def test_a_rank_exits_with_its_code_after_its_atexit_functions(tmp_path: Path) -> None:
     for attempt in range(4):
         assert exit_codes("exit_process(75)", tmp_path, attempt) == [(75, "done at the end\n")] * 2
 
 
-def test_torch_still_aborts_ranks_that_end_as_other_programs_do(tmp_path: Path) -> None:
+def test_torch_still_aborts_ranks_that_exit_by_sys_exit(tmp_path: Path) -> None:
     """pytorch #190489: one rank in four. When this fails, `exit_process` may be `sys.exit`."""
     ended = (exit_codes("sys.exit(75)", tmp_path, attempt) for attempt in range(20))
     assert any(code == -signal.SIGABRT for codes in ended for code, _ in codes)

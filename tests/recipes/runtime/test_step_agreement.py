@@ -1,4 +1,4 @@
-"""Three real processes at speeds of their own agree on steps, and cost each other nothing where nobody asks."""
+"""Three real processes at different speeds agree on steps, and do not slow each other down without a request."""
 
 import itertools
 import random
@@ -13,9 +13,9 @@ from recipes.runtime.step_agreement import StepAgreement
 WORKER = Path(__file__).parent / "agreement_ranks.py"
 ROUNDS = 12
 STEPS = 301
-RESTED_STEP = 80  # asked for in the validation after it
+RESTED_STEP = 80  # requested in the validation after it
 _CHOICE = random.Random(0)
-# what: (who asks, in which step)
+# what: (rank that requests it, in which step)
 REQUESTS = {
     f"request_{number}": (_CHOICE.randrange(3), step)
     for number, step in enumerate(sorted(_CHOICE.sample(range(1, STEPS + 1), 40)))
@@ -24,13 +24,13 @@ REQUESTS = {
 
 @pytest.fixture(scope="module")
 def ranks(tmp_path_factory: pytest.TempPathFactory) -> Any:
-    """What each rank did, in every case."""
+    """Run all cases on three ranks and return what each rank did."""
     cases = {"requests": REQUESTS, "rounds": ROUNDS, "steps": STEPS, "rested": RESTED_STEP}
     folder = tmp_path_factory.mktemp("agreement")
     return run_on_ranks(cases, world_size=3, folder=folder, worker=WORKER, timeout_seconds=120)
 
 
-def test_forty_requests_of_three_ranks_are_done_once_and_by_every_rank_after_the_same_step(
+def test_forty_requests_of_three_ranks_are_each_due_once_on_every_rank_after_the_same_step(
     ranks: Any,
 ) -> None:
     first, *others = (rank["random"]["done"] for rank in ranks)
@@ -43,28 +43,28 @@ def test_forty_requests_of_three_ranks_are_done_once_and_by_every_rank_after_the
     assert set(done) >= {what for what, (_, step) in REQUESTS.items() if step < STEPS - 100}
 
 
-def test_ranks_that_rest_agree_on_the_step_they_rest_at(ranks: Any) -> None:
+def test_ranks_in_a_validation_agree_on_the_step_before_it(ranks: Any) -> None:
     for rank in ranks:
         assert ["rested", RESTED_STEP] in rank["random"]["done"]
 
 
-def test_ten_thousand_steps_without_a_request_wait_for_nobody_and_call_no_collective(
+def test_ten_thousand_steps_without_a_request_wait_for_no_rank_and_call_no_collective(
     ranks: Any,
 ) -> None:
-    calls = [rank["nobody"] for rank in ranks]
-    assert [each["collectives"] for each in calls] == [0, 0, 0]
+    calls = [rank["no_requests"] for rank in ranks]
+    assert [rank["collectives"] for rank in calls] == [0, 0, 0]
     for before, after in itertools.pairwise(calls):
         assert before["ended"] < after["began"]  # 10,000 steps within the second between two ranks
 
 
-def test_a_request_around_the_last_step_is_done_by_all_ranks_or_by_none(ranks: Any) -> None:
+def test_a_request_around_the_last_step_is_due_on_all_ranks_or_on_none(ranks: Any) -> None:
     first, *others = (rank["last"]["done"] for rank in ranks)
     assert others == [first, first]
-    # the first rounds ask in time, the last when it is over
+    # the request comes in time in the first rounds, and too late in the last ones
     assert 0 < len(first) < ROUNDS
 
 
-def test_one_process_does_at_once_what_it_is_asked_for_and_does_it_once() -> None:
+def test_a_single_process_gets_a_request_at_once_and_only_once() -> None:
     agreement = StepAgreement(step=4)
     assert agreement.due(5) == set()
     agreement.ask("save")

@@ -1,12 +1,12 @@
-"""Who started how many ranks, from faked environments; the contradictions are mistakes."""
+"""What started how many ranks, from fake environments; contradictions to the config are mistakes."""
 
 from typing import Any
 
 import pytest
 
+from recipes.config import ranks
 from recipes.config.ranks import get_ranks
 from recipes.errors import ConfigError
-from recipes.runtime import world as ranks
 from recipes.runtime.world import RANK_FILE, Ranks, global_rank
 
 TORCHRUN = {
@@ -23,7 +23,7 @@ SLURM = {
     "SLURM_LOCALID": "1",
     "SLURM_STEP_TASKS_PER_NODE": "2(x3),1",
 }
-US = TORCHRUN | {"RANK": "1", "WORLD_SIZE": "2", RANK_FILE: "composed.json"}
+SPAWNED = TORCHRUN | {"RANK": "1", "WORLD_SIZE": "2", RANK_FILE: "composed.json"}
 
 
 def config(
@@ -56,7 +56,7 @@ def no_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.mark.usefixtures("two_gpus")
 @pytest.mark.parametrize(
-    ("asked", "per_node"),
+    ("settings", "per_node"),
     [
         ({"devices": "auto"}, 2),
         ({"devices": -1}, 2),
@@ -70,28 +70,28 @@ def no_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
         ({"devices": 2, "mode": "evaluate"}, 1),
     ],
 )
-def test_where_nobody_started_ranks_the_config_and_the_gpus_say_how_many(
-    asked: dict[str, Any], per_node: int
+def test_without_existing_ranks_the_config_and_the_gpus_set_their_number(
+    settings: dict[str, Any], per_node: int
 ) -> None:
-    found = get_ranks(config(**asked), {})
+    found = get_ranks(config(**settings), {})
     assert found == Ranks(per_node=per_node, num_nodes=1, started_by=None)
     assert global_rank({}) == 0
 
 
 @pytest.mark.usefixtures("no_gpu")
 @pytest.mark.parametrize(("devices", "per_node"), [("auto", 1), (-1, 1), (3, 3)])
-def test_a_machine_without_gpu_carries_one_rank_or_as_many_as_asked(
+def test_a_machine_without_gpus_has_one_rank_or_as_many_as_devices_are_set(
     devices: Any, per_node: int
 ) -> None:
     assert get_ranks(config(devices=devices), {}).world_size == per_node
 
 
-def test_the_ranks_that_exist_say_how_many_they_are() -> None:
+def test_the_number_of_existing_ranks_is_read_from_their_environment() -> None:
     found = get_ranks(config(), TORCHRUN)
     assert found == Ranks(per_node=2, num_nodes=2, started_by="torchrun")
     assert global_rank(TORCHRUN) == 3
-    assert get_ranks(config(devices=2), US | {"GROUP_WORLD_SIZE": "1"}).started_by == "us"
-    assert global_rank(US) == 1
+    assert get_ranks(config(devices=2), SPAWNED | {"GROUP_WORLD_SIZE": "1"}).started_by == "spawn"
+    assert global_rank(SPAWNED) == 1
     slurm = SLURM | {"SLURM_STEP_NUM_TASKS": "6", "SLURM_STEP_TASKS_PER_NODE": "2(x3)"}
     assert get_ranks(config(), slurm) == Ranks(per_node=2, num_nodes=3, started_by="slurm")
     assert global_rank(slurm) == 5
@@ -99,18 +99,18 @@ def test_the_ranks_that_exist_say_how_many_they_are() -> None:
     assert get_ranks(config(), older) == Ranks(per_node=4, num_nodes=1, started_by="slurm")
 
 
-def test_a_plain_command_in_a_batch_script_is_no_rank() -> None:
+def test_a_plain_command_in_a_batch_script_is_not_a_rank() -> None:
     batch = {"SLURM_JOB_ID": "7", "SLURM_NTASKS": "8", "SLURM_PROCID": "0", "SLURM_LOCALID": "0"}
     assert get_ranks(config(devices=1), batch) == Ranks(per_node=1, num_nodes=1, started_by=None)
 
 
-def test_torchrun_agents_that_srun_started_are_counted_as_torchrun_says() -> None:
+def test_torchrun_under_srun_counts_as_torchrun() -> None:
     assert get_ranks(config(), SLURM | TORCHRUN).started_by == "torchrun"
 
 
 @pytest.mark.usefixtures("two_gpus")
 @pytest.mark.parametrize(
-    ("asked", "environ", "mistake"),
+    ("settings", "environ", "mistake"),
     [
         (
             {"devices": 4},
@@ -167,9 +167,9 @@ def test_torchrun_agents_that_srun_started_are_counted_as_torchrun_says() -> Non
         ),
     ],
 )
-def test_what_contradicts_is_a_mistake_with_its_remedy(
-    asked: dict[str, Any], environ: dict[str, str], mistake: str
+def test_a_contradiction_is_a_mistake_with_its_fix(
+    settings: dict[str, Any], environ: dict[str, str], mistake: str
 ) -> None:
     with pytest.raises(ConfigError) as caught:
-        get_ranks(config(**asked), environ)
+        get_ranks(config(**settings), environ)
     assert str(caught.value) == mistake

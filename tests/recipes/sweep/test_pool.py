@@ -37,7 +37,7 @@ class FakeHandle:
     def is_waiting(self) -> bool:
         return False
 
-    def ask(self, number: int) -> None:
+    def send_signal(self, number: int) -> None:
         self.signals.append(number)
 
     def kill(self) -> None:
