@@ -111,7 +111,7 @@ class TensorBoardLogger(Logger):
 
     @rank_zero_only
     def log_event(self, event: str, step: int, **fields: Any) -> None:
-        """Write an event as text, the config with a start, the summary with an end; flush at a checkpoint and an end."""
+        """Write an event as text; with a start also the config, with an end the summary."""
         self._write_event({"time": time.time(), "step": step, "event": event} | fields)
         if event in ("start", "resume"):
             self._write_file("config", CONFIG_FILE, step)
