@@ -1,4 +1,4 @@
-"""Real W&B runs, offline, read back with W&B's own reader: every row once, and how each run ended."""
+"""Real offline W&B runs, read back with W&B's own reader: every row once, and how each run ended."""
 
 import contextlib
 import json
@@ -128,8 +128,8 @@ def test_a_run_without_a_key_is_logged_offline_one_row_per_step(tmp_path: Path) 
     process = train(folder, *get_overrides(folder), "tags=[mine]", sampling)
     assert process.returncode == 0, process.stdout + process.stderr
     assert process.stderr == ""
-    lines = [line for line in process.stdout.splitlines() if "W&B" in line]
-    assert lines == [
+    wandb_lines = [line for line in process.stdout.splitlines() if "W&B" in line]
+    assert wandb_lines == [
         "W&B: there is no API key, so this run is kept offline;"
         f" to upload it: wandb sync {folder}/wandb/offline-run-*"
     ]
@@ -431,9 +431,8 @@ def test_a_wandb_process_that_dies_or_hangs_costs_one_log_line_and_never_the_run
     assert time.monotonic() - began < 3.0  # a queue entry each
     logger.finalize("success")
     logger.log_event("end", 299, status="finished")
-    with contextlib.suppress(
-        ProcessLookupError
-    ):  # a stopped process would outlive this test
+    with contextlib.suppress(ProcessLookupError):
+        # a stopped process would outlive this test
         os.kill(process, signal.SIGKILL)
     # two seconds to finish and five for its process to end; W&B alone would wait forever
     assert time.monotonic() - began < 20.0
