@@ -86,12 +86,8 @@ class TensorBoardLogger(Logger):
 
     @property
     @rank_zero_experiment
-    def experiment(self) -> "SummaryWriter":
-        """Return the writer of rank 0, opened at the first use."""
-        if self._writer is None:
-            # TensorBoard does not purge at the first restart marker that it reads, so the first file has one too
-            self._open(purge_step=None if Path(self.log_dir).exists() else 0)
-        assert self._writer is not None
+    def experiment(self) -> "SummaryWriter | None":
+        """Return the writer; None before the first record, so that a resume that fails leaves no file."""
         return self._writer
 
     @override
@@ -149,7 +145,12 @@ class TensorBoardLogger(Logger):
         if self._writer is not None or self._row:
             self._flush()
 
-    def _open(self, *, purge_step: int | None) -> None:
+    def _get_writer(self) -> "SummaryWriter":
+        # TensorBoard does not purge at the first restart marker that it reads, so the first file has one too
+        return self._writer or self._open(purge_step=0)
+
+    def _open(self, *, purge_step: int) -> "SummaryWriter":
+        """Open a new file. TensorBoard drops what it has read of `purge_step` and later steps."""
         from torch.utils.tensorboard import SummaryWriter
 
         if self._writer is not None:
@@ -157,6 +158,7 @@ class TensorBoardLogger(Logger):
         self._writer = SummaryWriter(  # type: ignore[no-untyped-call]
             self.log_dir, purge_step=purge_step, max_queue=MAX_QUEUE, flush_secs=FLUSH_SECONDS
         )
+        return self._writer
 
     def _restart(self, step: int, *, purge_step: int) -> None:
         """Open a file that purges from `purge_step` on, and write again what is valid between it and `step`."""
@@ -182,7 +184,7 @@ class TensorBoardLogger(Logger):
     def _flush(self) -> None:
         self._write_row()
         self._write_samples()
-        self._try(lambda: self.experiment.flush())  # type: ignore[no-untyped-call]
+        self._try(lambda: self._get_writer().flush())  # type: ignore[no-untyped-call]
 
     def _write_row(self) -> None:
         """Write the pending row as one record: 0.15 ms for 20 metrics, where `add_scalar` per metric takes 2 ms."""
@@ -231,10 +233,10 @@ class TensorBoardLogger(Logger):
         self._write_text("sample", _verbatim(sample["prompt"] + sample["text"]), sample["step"])
 
     def _write_text(self, tag: str, text: str, step: int, at: float | None = None) -> None:
-        self._try(lambda: self.experiment.add_text(tag, text, step, at))  # type: ignore[no-untyped-call]
+        self._try(lambda: self._get_writer().add_text(tag, text, step, at))  # type: ignore[no-untyped-call]
 
     def _write(self, summary: Any, step: int) -> None:
-        self._try(lambda: self.experiment.file_writer.add_summary(summary, step))
+        self._try(lambda: self._get_writer().file_writer.add_summary(summary, step))
 
     def _try(self, call: Callable[[], object]) -> None:
         """Make a call on the writer; a write error (full disk) ends these files with one log line, not the run."""

@@ -25,9 +25,16 @@ from tensorboard.backend.event_processing.plugin_event_accumulator import (
     EventAccumulator as PageReader,
 )
 from tensorboard.plugins.hparams import metadata
+from tensorboard.summary.writer import event_file_writer
 from tensorboard.util import tensor_util
 
 Point = tuple[str, int, float]  # metric, step, value
+
+
+@pytest.fixture(autouse=True)
+def first_file(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Count event files from 0: readers sort them by name, where file 10 of a second comes before its file 9."""
+    monkeypatch.setattr(event_file_writer, "_global_uid", event_file_writer.AtomicCounter(0))
 
 
 class EventFiles:
@@ -268,6 +275,7 @@ def test_a_full_disk_ends_the_files_and_not_the_run(
     def full(*_: Any) -> None:
         raise OSError(28, os.strerror(28))
 
+    assert logger.experiment is not None
     logger.experiment.file_writer.add_event = full  # type: ignore[method-assign]
     for step in (1, 2, 3):
         logger.log_metrics({"train/loss": 2.0}, step=step)
