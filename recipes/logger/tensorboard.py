@@ -76,11 +76,6 @@ class TensorBoardLogger(Logger):
 
     @property
     @override
-    def save_dir(self) -> str:
-        return str(self._run_folder)
-
-    @property
-    @override
     def log_dir(self) -> str:
         return str(self._run_folder / FOLDER)
 

@@ -152,7 +152,8 @@ class WandbLogger(Logger):
         """Keep the rolled-back rows, which W&B cannot erase; the rows of the repeated steps follow them."""
         self._send_rows()
         if self._session is not None and (sent := self._sent) is not None:
-            self._session.put(lambda _: sent.roll_back(to_step))
+            sent.skip_nothing()
+            self._session.put(lambda _: sent.save(to_step))
 
     @rank_zero_only
     def log_event(self, event: str, step: int, **fields: Any) -> None:

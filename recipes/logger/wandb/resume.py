@@ -40,13 +40,14 @@ class SentRows:
         self._step = 0  # the newest step that W&B has
         self._columns: list[str] | None = None  # of its row, if a later row may add to them
         if self.run_id == record.get("id"):
-            self._step, self._columns = record["step"], record["columns"]
+            self._step = record.get("step", resumed_at or 0)
+            self._columns = record.get("columns")
         elif self.run_id == saved_id:
             self._step = resumed_at or 0
         self._is_past = resumed_at is None  # whether every further row is new
 
     def save(self, step: int | None = None, columns: Iterable[str] | None = None) -> None:
-        """Write wandb_run.json.
+        """Write wandb_run.json. On a full disk it keeps an older step, and a resume may repeat rows.
 
         Args:
             step: The newest step sent. None keeps the newest step of the processes before this one.
@@ -56,7 +57,8 @@ class SentRows:
             step, columns = self._step, self._columns
         columns = None if columns is None else sorted(columns)
         record = {"id": self.run_id, "step": step, "columns": columns}
-        write_atomically(self._folder / ID_FILE, json.dumps(record) + "\n")
+        with contextlib.suppress(OSError):
+            write_atomically(self._folder / ID_FILE, json.dumps(record) + "\n")
 
     def set_newest_at_server(self, step: int) -> None:
         """Correct the newest step to what has reached the server: part of what was sent may have been lost."""
@@ -69,8 +71,7 @@ class SentRows:
             step, columns = rows[-1][STEP], set(rows[-1])
             if step == self._step and self._columns is not None:
                 columns |= set(self._columns)
-            with contextlib.suppress(OSError):  # a full disk: a resume may then repeat these rows
-                self.save(step, columns)
+            self.save(step, columns)
             for row in rows:
                 run.log(row)
 
@@ -91,8 +92,6 @@ class SentRows:
         added = {name: value for name, value in row.items() if name not in self._columns}
         return {STEP: row[STEP]} | added if added else {}
 
-    def roll_back(self, step: int) -> None:
-        """Send every further row: the run has rolled back to a step. The rows after it stay in W&B."""
+    def skip_nothing(self) -> None:
+        """Take every further row as new: the run has rolled back, and its next rows follow those in W&B."""
         self._is_past = True
-        with contextlib.suppress(OSError):
-            self.save(step)

@@ -399,11 +399,20 @@ def test_a_resume_after_a_rollback_sends_the_steps_that_come_again(folder: Path)
     rows = SentRows(folder, None, resumed_at=None)
     run = SimpleNamespace(log=lambda row: None)
     rows.send(run, [{STEP: step, "train/loss": 0.0} for step in (1, 2, 3)])
-    rows.roll_back(1)
+    rows.skip_nothing()
+    rows.save(1)
     after = SentRows(folder, None, resumed_at=1)
     assert after.run_id == rows.run_id
     assert after.get_unsent({STEP: 1, "val/loss": 1.0}) == {}
     assert after.get_unsent({STEP: 2, "train/loss": 2.5}) == {STEP: 2, "train/loss": 2.5}
+
+
+def test_an_id_file_without_a_step_is_taken_as_complete_up_to_the_resume(folder: Path) -> None:
+    (folder / ID_FILE).write_text('{"id": "abcd1234"}')
+    rows = SentRows(folder, None, resumed_at=2)
+    assert rows.run_id == "abcd1234"
+    assert rows.get_unsent({STEP: 2, "train/loss": 0.0}) == {}
+    assert rows.get_unsent({STEP: 3, "train/loss": 0.0}) == {STEP: 3, "train/loss": 0.0}
 
 
 def core_process() -> int:
