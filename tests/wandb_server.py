@@ -1,4 +1,4 @@
-"""A W&B server as far as a run needs one: it says what it has of a run, and keeps the rows that it is sent."""
+"""The part of a W&B server that a run needs: it keeps the rows it is sent and reports what it has of a run."""
 
 import contextlib
 import gzip
@@ -9,11 +9,11 @@ from collections.abc import Iterator
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from typing import Any
 
-KEY = "0123456789" * 4  # of the length that W&B takes for one
+KEY = "0123456789" * 4  # W&B checks the length
 
 
 class Runs:
-    """What the server has: of each run its rows, its summary and how it ended, by its id."""
+    """What the server has of each run, by id: rows, summary and exit codes."""
 
     def __init__(self) -> None:
         self.rows: dict[str, list[str]] = {}
@@ -23,12 +23,12 @@ class Runs:
         self.base_url = ""
 
     def steps(self, run_id: str) -> list[tuple[int, int]]:
-        """W&B's own count and the optimizer steps of each row."""
+        """Return W&B's own step count and the optimizer step of each row."""
         rows = [json.loads(row) for row in self.rows[run_id]]
         return [(row["_step"], row["trainer/global_step"]) for row in rows]
 
     def stream(self, run_id: str, sent: dict[str, Any]) -> None:
-        """Rows lie where the sender says; the newest summary counts."""
+        """Store rows at the offset that the sender gives, and the newest summary."""
         for name, chunk in (sent.get("files") or {}).items():
             if name == "wandb-history.jsonl":
                 self.rows[run_id][chunk["offset"] :] = chunk["content"]
@@ -38,10 +38,10 @@ class Runs:
             self.exit_codes.setdefault(run_id, []).append(sent["exitcode"])
 
     def answer(self, query: str, variables: dict[str, Any]) -> dict[str, Any]:
-        """To the GraphQL that opens a run.
+        """Answer the GraphQL queries that open a run.
 
         Raises:
-            LookupError: Something else is asked.
+            LookupError: The query is another one.
         """
         name = str(variables.get("name"))
         if "mutation UpsertBucket" in query:
@@ -70,7 +70,7 @@ class Runs:
 
 @contextlib.contextmanager
 def serving() -> Iterator[Runs]:
-    """A server on a port of its own."""
+    """Serve on a free port."""
     runs = Runs()
 
     class Handler(BaseHTTPRequestHandler):
@@ -84,9 +84,9 @@ def serving() -> Iterator[Runs]:
                 runs.stream(streamed.group(1), json.loads(content))
                 self._send({})
             elif self.path == "/graphql":
-                asked = json.loads(content)
+                request = json.loads(content)
                 try:
-                    data = runs.answer(asked["query"], asked.get("variables") or {})
+                    data = runs.answer(request["query"], request.get("variables") or {})
                 except LookupError as error:
                     self._send({"errors": [{"message": f"no answer to {error}"}]})
                 else:

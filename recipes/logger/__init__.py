@@ -1,1 +1,1 @@
-"""Where a run's numbers go: one row per logged optimizer step, one line per event."""
+"""The loggers of a run: one row per logged optimizer step, one line per event."""

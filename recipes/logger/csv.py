@@ -1,230 +1,188 @@
-"""metrics.csv, one row per logged optimizer step, and events.jsonl, one line per event. One small write a row."""
+"""metrics.csv: one row per logged optimizer step, on disk as soon as it is logged. One small write per row."""
 
 import contextlib
 import csv
 import io
-import json
 import logging
-import time
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
 from lightning.fabric.loggers.logger import rank_zero_experiment
 from lightning.pytorch.loggers.logger import Logger
 from lightning.pytorch.utilities import rank_zero_only
+from typing_extensions import override
 
+from recipes.logger.events import EventFile, replace_end
 from recipes.run_folder import (
-    EVENTS_FILE,
     METRICS_FILE,
     ROLLED_BACK_FOLDER,
+    as_numbers,
     read_cells,
     write_atomically,
 )
 
 LOGGER = logging.getLogger("lightning_recipes")
-# events about a process or the disk, which no resume undoes
-OF_PROCESSES = (
-    "start",
-    "resume",
-    "checkpoint_rejected",
-    "checkpoint_failed",
-    "preempted",
-    "oom",
-    "stop",
-    "end",
-)
 
 
 class CsvLogger(Logger):
-    """Merges all that is logged for one optimizer step into one row, on disk as soon as it is logged.
+    """Writes metrics.csv, everything that is logged for an optimizer step in one row, and events.jsonl.
+
+    What a full disk rejects stays in memory and is written with the next row or event.
 
     Args:
-        run_folder: Where the two files lie.
+        run_folder: The run folder.
     """
 
     def __init__(self, *, run_folder: Path) -> None:
         super().__init__()
         self._folder = Path(run_folder)
-        self._columns: list[str] = []  # none: the file has not been opened
-        self._rows: list[dict[str, float]] = []  # the newest, after those that are not on the disk
-        self._offset: int | None = None  # bytes of the file before them; None: all it has
+        self._path = self._folder / METRICS_FILE
+        self._events = EventFile(run_folder=self._folder)
+        self._columns: list[str] = []  # of the file; empty until the first row
+        self._rows: list[dict[str, float]] = []  # unwritten rows, then the newest row
+        self._offset: int | None = None  # bytes of the file before `_rows`; None: the whole file
         self._is_written = True
-        self._events: list[str] = []  # lines that are not on the disk
-        self._events_offset: int | None = None
-        self._has_told = False
+        self._has_warned = False
 
     @property
+    @override
     def name(self) -> str:
         return "csv"
 
     @property
+    @override
     def version(self) -> str:
         return self._folder.name
 
     @property
+    @override
     def log_dir(self) -> str:
         return str(self._folder)
 
     @property
     @rank_zero_experiment
     def experiment(self) -> "CsvLogger":
+        """Return the logger itself."""
         return self
 
+    @override
     @rank_zero_only
     def log_hyperparams(self, *args: Any, **kwargs: Any) -> None:
-        """Nothing: config.yaml holds them."""
+        """Do nothing: config.yaml holds them."""
 
+    @override
     @rank_zero_only
     def log_metrics(self, metrics: Mapping[str, float], step: int | None = None) -> None:
         """Add to the row of a step. Lightning counts from 0; the file counts completed steps, so 1 is the first."""
-        assert step is not None, "Lightning always names the step"
-        if self._rows and self._rows[-1]["step"] != step + 1:
+        assert step is not None, "Lightning always passes the step"
+        if not self._rows or self._rows[-1]["step"] != step + 1:
             if self._is_written:
                 self._rows, self._offset = [], None
-            self._rows.append({"step": step + 1})
-        elif not self._rows:
             self._rows.append({"step": step + 1})
         self._rows[-1] |= {name: value for name, value in metrics.items() if name != "epoch"}
         self._write_rows()
 
     @rank_zero_only
+    def log_event(self, event: str, step: int, **fields: Any) -> None:
+        """Append one event to events.jsonl."""
+        with self._retried_later():
+            self._events.append(event, step, **fields)
+
+    @rank_zero_only
+    def has_event(self, event: str, step: int) -> bool:
+        """Return whether an event of a step is in events.jsonl."""
+        return self._events.has(event, step)
+
+    @override
+    @rank_zero_only
     def finalize(self, status: str) -> None:
-        """A last try for the rows that the disk has not taken."""
+        """Try once more to write the rows that a full disk rejected."""
         if not self._is_written:
             self._write_rows()
 
     @rank_zero_only
     def resume_at(self, step: int, *, num_rollbacks: int = 0) -> None:
-        """Drop the rows and events after a step: the run goes on from there and will write them again.
+        """Drop the rows and events after a step: the run continues from there and logs them again.
 
         Args:
-            step: Optimizer steps completed.
-            num_rollbacks: That the run has behind it there: what came before them is past, whatever its step.
+            step: Completed optimizer steps.
+            num_rollbacks: Rollbacks before that checkpoint; earlier events stay, whatever their step.
         """
         self._drop_rows_after(step)
-        self._drop_events_after(step, num_rollbacks)
-
-    def _drop_rows_after(self, step: int) -> None:
-        self._rows = []
-        rows = read_cells(self._folder / METRICS_FILE)
-        kept = [row for row in rows if int(row["step"]) <= step]
-        newest = kept.pop() if kept and int(kept[-1]["step"]) == step else None
-        if newest is not None:  # a validation at this step may still be to come
-            numbers = {name: float(value) for name, value in newest.items() if value}
-            self._rows = [numbers | {"step": step}]
-        self._replace_rows(kept, list(rows[0]) if rows else ["step"])
+        self._events.drop_after(step, num_rollbacks=num_rollbacks)
 
     @rank_zero_only
     def on_rollback(self, trainer: Any, pl_module: Any, from_step: int, to_step: int) -> None:
-        """The rows after the step gone back to leave metrics.csv, which has one row a step, for a file of their own."""
-        with self._or_later():
-            undone = [
-                row for row in read_cells(self._folder / METRICS_FILE) if int(row["step"]) > to_step
-            ]
-            if undone:
-                text = io.StringIO(newline="")
-                writer = csv.DictWriter(text, list(undone[0]))
-                writer.writeheader()
-                writer.writerows(undone)
+        """Move the rows after the step that was rolled back to into a file of their own."""
+        with self._retried_later():
+            dropped = [row for row in read_cells(self._path) if int(row["step"]) > to_step]
+            if dropped:
                 folder = self._folder / ROLLED_BACK_FOLDER
                 folder.mkdir(exist_ok=True)
-                write_atomically(
-                    folder / f"steps_{to_step + 1:07d}_to_{from_step:07d}.csv", text.getvalue()
-                )
+                name = f"steps_{to_step + 1:07d}_to_{from_step:07d}.csv"
+                write_atomically(folder / name, _csv_text(list(dropped[0]), dropped, header=True))
         self._drop_rows_after(to_step)
 
-    @rank_zero_only
-    def has_event(self, event: str, step: int) -> bool:
-        """Whether an event of a step has been told."""
-        path = self._folder / EVENTS_FILE
-        events = [json.loads(line) for line in path.read_text().splitlines()]
-        return any(one["event"] == event and one["step"] == step for one in events)
-
-    def _drop_events_after(self, step: int, num_rollbacks: int) -> None:
-        """Those that training will live through again; what happened to processes stays. Mends a torn last line."""
-        path = self._folder / EVENTS_FILE
-        if not path.is_file():
-            return
-        lines = [line for line in path.read_text().splitlines(keepends=True) if line.endswith("\n")]
-        events = [json.loads(line) for line in lines]
-        rollbacks = [n for n, event in enumerate(events) if event["event"] == "rollback"]
-        past = [-1, *rollbacks][min(num_rollbacks, len(rollbacks))]
-        kept = [
-            line
-            for number, (line, event) in enumerate(zip(lines, events, strict=True))
-            if number <= past or event["step"] <= step or event["event"] in OF_PROCESSES
-        ]
-        write_atomically(path, "".join(kept))
-        self._events_offset = None
-
-    @rank_zero_only
-    def log_event(self, event: str, step: int, **fields: Any) -> None:
-        """Append one event."""
-        line = {"time": round(time.time(), 3), "step": step, "event": event} | fields
-        self._events.append(json.dumps(line) + "\n")
-        with self._or_later():
-            path = self._folder / EVENTS_FILE
-            path.touch()
-            if self._events_offset is None:
-                self._events_offset = path.stat().st_size
-            self._events_offset = _put(path, "".join(self._events), self._events_offset)
-            self._events = []
+    def _drop_rows_after(self, step: int) -> None:
+        rows = read_cells(self._path)
+        columns = list(rows[0]) if rows else ["step"]
+        rows = [row for row in rows if int(row["step"]) <= step]
+        # the row of the step itself stays in memory: a validation at that step may still follow
+        is_newest = bool(rows) and int(rows[-1]["step"]) == step
+        self._rows = [as_numbers(rows.pop()) | {"step": step}] if is_newest else []
+        self._replace_file(rows, columns)
 
     def _write_rows(self) -> None:
-        """The newest row, in place of itself where it is on the disk already, after those that are not."""
-        path = self._folder / METRICS_FILE
+        """Write the newest row, over itself if it is on disk already, after the unwritten ones."""
         self._is_written = False
-        with self._or_later():
-            names = ["step", *self._columns, *(name for row in self._rows for name in row)]
-            columns = list(dict.fromkeys(names))
+        with self._retried_later():
+            columns = list(
+                dict.fromkeys(["step", *self._columns, *(n for r in self._rows for n in r)])
+            )
             if columns != self._columns:
                 steps = {str(row["step"]) for row in self._rows}
-                kept = [row for row in read_cells(path) if row["step"] not in steps]
-                self._replace_rows(kept, columns)
+                rows = [row for row in read_cells(self._path) if row["step"] not in steps]
+                self._replace_file(rows, columns)
             else:
                 if self._offset is None:
-                    self._offset = path.stat().st_size
-                _put(path, self._newest_rows(columns), self._offset)
+                    self._offset = self._path.stat().st_size
+                replace_end(self._path, self._newest_text(columns), self._offset)
             self._is_written = True
 
-    def _newest_rows(self, columns: list[str]) -> str:
-        text = io.StringIO(newline="")
-        for row in self._rows:
-            formatted = {name: _format(value) for name, value in row.items()}
-            csv.DictWriter(text, columns).writerow(formatted)
-        return text.getvalue()
+    def _replace_file(self, rows: list[dict[str, str]], columns: list[str]) -> None:
+        """Replace the whole file atomically by these rows and the newest."""
+        text = _csv_text(columns, rows, header=True)
+        write_atomically(self._path, text + self._newest_text(columns))
+        self._columns, self._offset = columns, len(text.encode())
+
+    def _newest_text(self, columns: list[str]) -> str:
+        cells = [{name: _format(value) for name, value in row.items()} for row in self._rows]
+        return _csv_text(columns, cells, header=False)
 
     @contextlib.contextmanager
-    def _or_later(self) -> Iterator[None]:
-        """What a full disk does not take is kept, and written with what comes next."""
+    def _retried_later(self) -> Iterator[None]:
+        """Log the first write error in one line; what was not written is kept and written with what follows."""
         try:
             yield
         except OSError as error:
-            if not self._has_told:
-                LOGGER.error(f"{self._folder} takes no rows now: {error.strerror}; they are kept")
-            self._has_told = True
+            if not self._has_warned:
+                LOGGER.error(
+                    f"{self._folder} cannot be written to: {error.strerror};"
+                    " rows and events are kept in memory and written later"
+                )
+            self._has_warned = True
 
-    def _replace_rows(self, rows: list[dict[str, str]], columns: list[str]) -> None:
-        """The whole file anew, by one rename: these rows, then the newest."""
-        text = io.StringIO(newline="")
-        writer = csv.DictWriter(text, columns)
+
+def _csv_text(columns: list[str], rows: Iterable[Mapping[str, str]], *, header: bool) -> str:
+    text = io.StringIO(newline="")
+    writer = csv.DictWriter(text, columns)
+    if header:
         writer.writeheader()
-        writer.writerows(rows)
-        before = text.getvalue()
-        write_atomically(self._folder / METRICS_FILE, before + self._newest_rows(columns))
-        self._columns, self._offset = columns, len(before.encode())
-
-
-def _put(path: Path, text: str, offset: int) -> int:
-    """Let a file end with a text that begins at a byte; the new end."""
-    with path.open("r+b") as file:
-        file.seek(offset)
-        file.write(text.encode())
-        file.truncate()
-        return file.tell()
+    writer.writerows(rows)
+    return text.getvalue()
 
 
 def _format(value: float) -> str:
-    """Whole numbers in full; others in 9 digits, which hold every float32 exactly."""
+    """Return integers in full; other numbers in 9 digits, which hold every float32 exactly."""
     return str(int(value)) if float(value).is_integer() else f"{value:.9g}"

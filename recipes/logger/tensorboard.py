@@ -1,25 +1,19 @@
-"""The rows of metrics.csv as TensorBoard's event files, events and samples as text. One record a row, 0.2 ms."""
+"""The rows of metrics.csv as TensorBoard event files; events, samples and the config as text. About 0.2 ms per row."""
 
 import logging
+import textwrap
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+import yaml
 from lightning.fabric.loggers.logger import rank_zero_experiment
 from lightning.pytorch.loggers.logger import Logger
 from lightning.pytorch.utilities import rank_zero_only
+from typing_extensions import override
 
 from recipes.errors import ConfigError
-from recipes.logger.tensorboard_records import (
-    event_text,
-    hyperparameter_records,
-    row_record,
-    sample_text,
-    start_record,
-    text_record,
-    verbatim,
-)
 from recipes.run_folder import (
     CONFIG_FILE,
     EVENTS_FILE,
@@ -31,25 +25,25 @@ from recipes.run_folder import (
 )
 
 if TYPE_CHECKING:
-    from torch.utils.tensorboard import FileWriter
+    from torch.utils.tensorboard import SummaryWriter
 
 LOGGER = logging.getLogger("lightning_recipes")
 FOLDER = "tensorboard"
-FLUSH_SECONDS = 30  # what is logged is on the disk within them
-MAX_QUEUE = 1000  # records that wait for the disk before training does
-_AT_START, _AT_RESUME, _AT_SAVE = "start", "resume", "checkpoint"
-_AT_END = ("end", "preempted")
+FLUSH_SECONDS = 30  # a killed process loses at most what it logged within them
+MAX_QUEUE = 1000  # records that may wait for the disk before training waits too
+_SHOWN_WITH_HYPERPARAMETERS = ("train/loss", "val/loss")
+_NO_HYPERPARAMETERS = ("mode", "dashboard", "callbacks", "logger", "hydra", "resume", "tags")
 
 
 class TensorBoardLogger(Logger):
-    """Writes to `tensorboard/` in the run folder, behind training; stands after the CsvLogger, whose files it reads.
+    """Writes to `tensorboard/` in the run folder, on a thread of its own.
 
-    All that is logged for one optimizer step is one record, written when the next step is logged, a checkpoint is
-    done or the run ends. A step that is gone back to, by a resume or a rollback, ends what came after it: no point
-    is there twice.
+    Comes after the CsvLogger, whose files it reads. All metrics of an optimizer step form one record, written when
+    the next step is logged, at a checkpoint or at the end of the run. A resume or a rollback opens a new file
+    with `purge_step`, which makes TensorBoard drop everything from that step on, and writes again what is still valid.
 
     Args:
-        run_folder: Of the run.
+        run_folder: The run folder.
 
     Raises:
         ConfigError: The package tensorboard is not installed.
@@ -64,49 +58,43 @@ class TensorBoardLogger(Logger):
                 "logger=tensorboard", str(error), "pip install -e '.[tensorboard]'"
             ) from error
         self._run_folder = Path(run_folder)
-        self._writer: FileWriter | None = None
-        self._step = 0  # of the row, completed
-        self._row: dict[str, float] = {}  # that is not written yet
-        self._num_samples = 0  # lines of samples.jsonl that are behind us
+        self._writer: SummaryWriter | None = None
+        self._step = 0  # completed optimizer steps at the pending row
+        self._row: dict[str, float] = {}  # pending, not written yet
+        self._num_samples = 0  # lines of samples.jsonl that are written
         self._has_failed = False
 
     @property
+    @override
     def name(self) -> str:
         return "tensorboard"
 
     @property
+    @override
     def version(self) -> str:
         return self._run_folder.name
 
     @property
-    def save_dir(self) -> str:
-        return str(self._run_folder)
-
-    @property
+    @override
     def log_dir(self) -> str:
         return str(self._run_folder / FOLDER)
 
     @property
     @rank_zero_experiment
-    def experiment(self) -> "FileWriter":
-        """Made when something is written first, on rank 0."""
-        if self._writer is None:
-            from torch.utils.tensorboard import FileWriter
-
-            is_first = not Path(self.log_dir).exists()
-            self._writer = FileWriter(self.log_dir, MAX_QUEUE, FLUSH_SECONDS)
-            if is_first:  # TensorBoard takes the first start that it reads for no restart
-                self._writer.add_event(start_record(), 0)
+    def experiment(self) -> "SummaryWriter | None":
+        """Return the writer; None before the first record, so that a resume that fails leaves no file."""
         return self._writer
 
+    @override
     @rank_zero_only
     def log_hyperparams(self, *args: Any, **kwargs: Any) -> None:
-        """Nothing: they are read from config.yaml when the run starts."""
+        """Do nothing: they are read from config.yaml when the run starts."""
 
+    @override
     @rank_zero_only
     def log_metrics(self, metrics: Mapping[str, float], step: int | None = None) -> None:
         """Add to the row of a step. Lightning counts from 0; here 1 is the first, as in metrics.csv."""
-        assert step is not None, "Lightning always names the step"
+        assert step is not None, "Lightning always passes the step"
         if step + 1 != self._step:
             self._write_row()
             self._step = step + 1
@@ -114,111 +102,160 @@ class TensorBoardLogger(Logger):
 
     @rank_zero_only
     def log_event(self, event: str, step: int, **fields: Any) -> None:
-        """One text; with it what there is to show at the beginning, at a checkpoint and at the end."""
+        """Write an event as text; with a start also the config, with an end the summary."""
         self._write_event({"time": time.time(), "step": step, "event": event} | fields)
-        if event in (_AT_START, _AT_RESUME):
-            self._write_config(step, with_hyperparameters=event == _AT_START)
-        if event == _AT_SAVE:
-            self._flush()
-        if event in _AT_END:
-            self._write_summary(step)
+        if event in ("start", "resume"):
+            self._write_file("config", CONFIG_FILE, step)
+        if event == "start":
+            self._write_hyperparameters()
+        if event in ("end", "preempted"):
+            self._write_file("summary", SUMMARY_FILE, step)
+        if event in ("checkpoint", "end", "preempted"):
             self._flush()
 
     @rank_zero_only
     def resume_at(self, step: int, *, num_rollbacks: int = 0) -> None:
-        """Go on in the same folder after a step, as metrics.csv does, which has been cut there."""
-        saved = [
-            one
-            for one in read_json_lines(self._run_folder / EVENTS_FILE)
-            if one["event"] == _AT_SAVE
-        ]
-        # what was logged since the checkpoint before may not have reached the disk
-        before = [one["step"] for one in saved if one["step"] < step]
+        """Continue after a step; rows that a kill kept from the disk are written again from metrics.csv.
+
+        Args:
+            step: Completed optimizer steps.
+            num_rollbacks: Not used: metrics.csv and events.jsonl have already dropped what was rolled back.
+        """
+        events = read_json_lines(self._run_folder / EVENTS_FILE)
+        # everything up to the checkpoint before this one was flushed; later rows may be missing
+        flushed = [e["step"] for e in events if e["event"] == "checkpoint" and e["step"] < step]
         has_files = Path(self.log_dir).exists()
-        self._go_on_after(step, since=max(before) if before and has_files else 1)
+        self._restart(step, purge_step=max(flushed, default=1) if has_files else 1)
 
     @rank_zero_only
     def on_rollback(self, trainer: Any, pl_module: Any, from_step: int, to_step: int) -> None:
-        """What came after the step gone back to is shown no more."""
+        """Drop what was logged after the step that was rolled back to."""
         self._write_samples()
-        self._go_on_after(to_step, since=to_step)
+        self._restart(to_step, purge_step=to_step)
 
+    @override
     @rank_zero_only
     def finalize(self, status: str) -> None:
-        """All that was logged is on the disk; an event may still come."""
+        """Flush everything that was logged; an event may still follow."""
         if self._writer is not None or self._row:
             self._flush()
 
-    def _go_on_after(self, step: int, *, since: int) -> None:
-        """TensorBoard drops all from a restart's step on: what stays of it is written again."""
-        since = max(since, 1)  # at 0 there are the config and the start
+    def _get_writer(self) -> Any:  # torch's types leave out `file_writer`
+        # TensorBoard does not purge at the first restart marker that it reads, so the first file has one too
+        return self._writer or self._open(purge_step=0)
+
+    def _open(self, *, purge_step: int) -> "SummaryWriter":
+        """Open a new file. TensorBoard drops what it has read of `purge_step` and later steps."""
+        from torch.utils.tensorboard import SummaryWriter
+
+        if self._writer is not None:
+            self._writer.close()  # type: ignore[no-untyped-call]
+        self._writer = SummaryWriter(  # type: ignore[no-untyped-call]
+            self.log_dir, purge_step=purge_step, max_queue=MAX_QUEUE, flush_secs=FLUSH_SECONDS
+        )
+        return self._writer
+
+    def _restart(self, step: int, *, purge_step: int) -> None:
+        """Open a file that purges from `purge_step` on, and write again what is valid between it and `step`."""
+        purge_step = max(purge_step, 1)  # the config and the start are at step 0
         self._row = {}
-        self._write(lambda writer: writer.add_event(start_record(), since))
-        rows = _rows_of_steps(self._run_folder / METRICS_FILE, range(since, step + 1))
-        for self._step, self._row in rows.items():
-            if self._step < step:  # at the step itself a validation may still be to come
+        self._try(lambda: self._open(purge_step=purge_step))
+        for row in read_rows(self._run_folder / METRICS_FILE):
+            row_step = int(row.pop("step"))
+            if purge_step <= row_step <= step:
                 self._write_row()
+                self._step, self._row = row_step, row
+        if self._step < step:
+            self._write_row()  # else it stays pending: a validation at that step may still follow
         for event in read_json_lines(self._run_folder / EVENTS_FILE):
-            if event["step"] >= since:
+            if event["step"] >= purge_step:
                 self._write_event(event)
         samples = read_json_lines(self._run_folder / SAMPLES_FILE)
         for sample in samples:
-            if since <= sample["step"] <= step:
-                self._write_text("sample", sample_text(sample), sample["step"])
+            if purge_step <= sample["step"] <= step:
+                self._write_sample(sample)
         self._num_samples = len(samples)
 
     def _flush(self) -> None:
         self._write_row()
         self._write_samples()
-        self._write(lambda writer: writer.flush())
+        self._try(lambda: self._get_writer().flush())
 
     def _write_row(self) -> None:
-        if self._row:
-            row, self._row = self._row, {}
-            self._write_record(row_record(row), self._step)
+        """Write the pending row as one record: 0.15 ms for 20 metrics, where `add_scalar` per metric takes 2 ms."""
+        row, self._row = self._row, {}
+        if row:
+            from tensorboard.compat.proto.summary_pb2 import Summary
+
+            values = [Summary.Value(tag=tag, simple_value=row[tag]) for tag in row]  # float32
+            self._write(Summary(value=values), self._step)
 
     def _write_event(self, event: Mapping[str, Any]) -> None:
-        self._write_text(*event_text(event), event["step"], event["time"])
+        """Write a line of events.jsonl under a tag per kind: TensorBoard sorts the texts of a tag by step."""
+        kind, step, wall_time = event["event"], event["step"], event["time"]
+        fields = [f"{k} {v}" for k, v in event.items() if k not in ("time", "step", "event")]
+        self._write_text(f"events/{kind}", ", ".join(fields) or kind, step, wall_time)
 
-    def _write_config(self, step: int, *, with_hyperparameters: bool) -> None:
+    def _write_file(self, tag: str, name: str, step: int) -> None:
+        path = self._run_folder / name
+        if path.is_file():
+            self._write_text(tag, _verbatim(path.read_text()), step)
+
+    def _write_hyperparameters(self) -> None:
+        """Write the values of config.yaml, so that TensorBoard can compare runs by them.
+
+        `add_hparams` would make a run of its own out of them.
+        """
+        from torch.utils.tensorboard.summary import hparams
+
         path = self._run_folder / CONFIG_FILE
         if not path.is_file():
             return
-        config = path.read_text()
-        self._write_text("config", verbatim(config), step)
-        for record in hyperparameter_records(config) if with_hyperparameters else ():
-            self._write_record(record, step)
-
-    def _write_summary(self, step: int) -> None:
-        path = self._run_folder / SUMMARY_FILE
-        if path.is_file():
-            self._write_text("summary", verbatim(path.read_text()), step)
+        config = yaml.safe_load(path.read_text())
+        values = {key: node for key, node in config.items() if key not in _NO_HYPERPARAMETERS}
+        metrics = dict.fromkeys(_SHOWN_WITH_HYPERPARAMETERS, 0.0)
+        experiment, session_start, _ = hparams(dict(_leaves(values)), metrics)  # type: ignore[no-untyped-call]
+        self._write(experiment, 0)
+        self._write(session_start, 0)
 
     def _write_samples(self) -> None:
         samples = read_json_lines(self._run_folder / SAMPLES_FILE)
         for sample in samples[self._num_samples :]:
-            self._write_text("sample", sample_text(sample), sample["step"])
+            self._write_sample(sample)
         self._num_samples = len(samples)
 
+    def _write_sample(self, sample: Mapping[str, Any]) -> None:
+        self._write_text("sample", _verbatim(sample["prompt"] + sample["text"]), sample["step"])
+
     def _write_text(self, tag: str, text: str, step: int, at: float | None = None) -> None:
-        self._write_record(text_record(tag, text), step, at)
+        self._try(lambda: self._get_writer().add_text(tag, text, step, at))
 
-    def _write_record(self, record: Any, step: int, at: float | None = None) -> None:
-        self._write(lambda writer: writer.add_summary(record, step, at))
+    def _write(self, summary: Any, step: int) -> None:
+        self._try(lambda: self._get_writer().file_writer.add_summary(summary, step))
 
-    def _write(self, put: Callable[["FileWriter"], None]) -> None:
-        """A disk that takes no more ends these files, not the run."""
+    def _try(self, call: Callable[[], object]) -> None:
+        """Make a call on the writer; a write error (full disk) ends these files with one log line, not the run."""
         if self._has_failed:
             return
         try:
-            put(self.experiment)
+            call()
         except OSError as error:
             self._has_failed = True
             LOGGER.error(
-                f"{self.log_dir} takes nothing more: {error.strerror}; {METRICS_FILE} has every row"
+                f"{self.log_dir} cannot be written to any more: {error.strerror};"
+                f" {METRICS_FILE} has every row"
             )
 
 
-def _rows_of_steps(path: Path, steps: range) -> dict[int, dict[str, float]]:
-    rows = (row for row in read_rows(path) if int(row["step"]) in steps)
-    return {int(row.pop("step")): row for row in rows}
+def _verbatim(text: str) -> str:
+    """Return Markdown that shows a text as it is."""
+    return textwrap.indent(text, "    ")
+
+
+def _leaves(node: Mapping[str, Any], path: str = "") -> Iterator[tuple[str, Any]]:
+    """Yield every value under its dotted key; lists as text, null values skipped."""
+    for key, value in node.items():
+        if isinstance(value, Mapping):
+            yield from _leaves(value, f"{path}{key}.")
+        elif value is not None and key != "_partial_":
+            yield f"{path}{key}", str(value) if isinstance(value, list) else value

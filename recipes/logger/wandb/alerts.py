@@ -1,17 +1,17 @@
-"""When a person is told at once: a spike, a rollback, divergence, memory that ran out. Never a flood."""
+"""How a W&B run reports trouble: alerts (spike, rollback, divergence, out of memory), and the status at its end."""
 
 import time
 from collections.abc import Mapping
 from typing import Any
-from typing import Any
-from collections.abc import Mapping
+
+from recipes.runtime.exit_codes import ExitCode
 
 
 class Alerts:
-    """One alert of a kind in so many minutes; those held back are counted in the next.
+    """Sends at most one alert of a kind per interval; those held back are counted in the next.
 
     Args:
-        every_minutes: That many; None: no alerts at all.
+        every_minutes: The interval. None disables alerts.
     """
 
     def __init__(self, *, every_minutes: float | None) -> None:
@@ -19,9 +19,9 @@ class Alerts:
         self._sent_at: dict[str, float] = {}
         self._num_held_back: dict[str, int] = {}
 
-    def due(self, event: str, step: int, fields: Mapping[str, Any]) -> dict[str, Any] | None:
-        """The arguments of W&B's `alert`; None: there is nothing to say, or not yet."""
-        kind = _kind(event, fields)
+    def get_due(self, event: str, step: int, fields: Mapping[str, Any]) -> dict[str, Any] | None:
+        """Return the arguments of W&B's `alert`; None if the event needs none, or one was sent just now."""
+        kind = _get_kind(event, fields)
         if kind is None or self._every_minutes is None:
             return None
         title, level = kind
@@ -30,17 +30,15 @@ class Alerts:
             self._num_held_back[title] = self._num_held_back.get(title, 0) + 1
             return None
         self._sent_at[title] = now
-        num_before = self._num_held_back.pop(title, 0)
         details = [f"{name} {value}" for name, value in fields.items() if value is not None]
-        where = [] if event == "end" else [f"step {step}"]
-        text = ", ".join([*where, *details])
-        if num_before:
+        text = ", ".join([*([] if event == "end" else [f"step {step}"]), *details])
+        if num_before := self._num_held_back.pop(title, 0):
             text += f"; {num_before} more since the last alert"
         return {"title": title, "text": text, "level": level}
 
 
-def _kind(event: str, fields: Mapping[str, Any]) -> tuple[str, str] | None:
-    """Title and level."""
+def _get_kind(event: str, fields: Mapping[str, Any]) -> tuple[str, str] | None:
+    """Return title and level of an event's alert; None if it needs none."""
     if event == "spike":
         return "Spike", "WARN"
     if event == "rollback":
@@ -53,48 +51,44 @@ def _kind(event: str, fields: Mapping[str, Any]) -> tuple[str, str] | None:
     return None
 
 
-# as in recipes.mode.fit, recipes.entry.run, recipes.entry.out_of_memory and recipes.entry.spawn
-_CODES = {"finished": 0, "failed": 1, "diverged": 3, "out_of_memory": 71, "interrupted": 130}
-
-
-_EXIT_CRASHED = 1
-
-
-_EXIT_PREEMPTED, _EXIT_TERMINATED, _EXIT_UNSAVED = 75, 143, 74
+_EXIT_CODES = {
+    "finished": ExitCode.FINISHED,
+    "diverged": ExitCode.DIVERGED,
+    "out_of_memory": ExitCode.OUT_OF_MEMORY,
+    "interrupted": ExitCode.INTERRUPTED,
+}
 
 
 class WandbExit:
-    """Follows the events of a run to its last."""
+    """Works out a run's final status and exit code, which W&B needs before the process has ended with it."""
 
     def __init__(self) -> None:
-        self._newest_save: str | None = None
+        self._last_save: str | None = None
 
     def note(self, event: str) -> None:
         """Remember how the newest save of this process went."""
         if event in ("start", "resume"):
-            self._newest_save = None  # what was refused before was refused to be loaded
+            self._last_save = None  # an earlier rejection was of a checkpoint to load
         elif event.startswith("checkpoint"):
-            self._newest_save = event
+            self._last_save = event
 
-    def of(
+    def get_status(
         self, event: str, fields: Mapping[str, Any], summary: Mapping[str, Any]
-    ) -> tuple[str, int]:
-        """Status and exit code of the event that ends the run.
+    ) -> tuple[str, ExitCode]:
+        """Return status and exit code for the event that ends the run.
 
         Args:
             event: `end` or `preempted`.
-            fields: Its fields.
-            summary: summary.json.
+            fields: The event's fields.
+            summary: The content of summary.json.
         """
         if event == "preempted":
-            return "preempted", _EXIT_PREEMPTED if fields["saved"] else _EXIT_TERMINATED
+            return "preempted", ExitCode.PREEMPTED if fields["saved"] else ExitCode.TERMINATED
         status = str(fields["status"])
-        if status != "finished":
-            return status, _CODES[status] if status in _CODES else _EXIT_CRASHED
-        if "train_loss" in summary and summary["train_loss"] is None:
-            return "diverged", _CODES["diverged"]
-        if self._newest_save == "checkpoint_rejected":
-            return "diverged", _CODES["diverged"]
-        if self._newest_save == "checkpoint_failed":
-            return "unsaved", _EXIT_UNSAVED
-        return status, _CODES[status]
+        if status == "finished":
+            loss_is_finite = summary.get("train_loss", 0.0) is not None
+            if not loss_is_finite or self._last_save == "checkpoint_rejected":
+                status = "diverged"
+            elif self._last_save == "checkpoint_failed":
+                return "unsaved", ExitCode.UNSAVED
+        return status, _EXIT_CODES.get(status, ExitCode.CRASHED)

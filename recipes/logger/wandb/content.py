@@ -1,85 +1,74 @@
-"""What a W&B run says beside its rows: names, config, code, tables, summary. Read from the run folder."""
+"""What a W&B run shows besides its rows: names, config, code, tables. Read from the run folder."""
 
-import csv
 import json
 import subprocess
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
-import yaml
-
-from recipes.run_folder import EVENTS_FILE, METRICS_FILE
-from recipes.run_folder import SUMMARY_FILE
 from recipes.logger.wandb.init import CODE
-from recipes.run_folder import SAMPLES_FILE
-from recipes.run_folder import read_config, read_environment, read_json_lines, read_cells
+from recipes.run_folder import (
+    EVENTS_FILE,
+    METRICS_FILE,
+    SAMPLES_FILE,
+    read_cells,
+    read_config,
+    read_environment,
+    read_json_lines,
+)
 
-FOLDER_OF_SWEEP = "wandb_"  # as recipes.config.compose names it
+SWEEP_FOLDER_PREFIX = "wandb_"  # as recipes.config.compose names it
 _MAX_TABLE_ROWS = 2000  # the newest
-_MAX_TAG_LETTERS = 64  # W&B refuses longer ones
+_MAX_TAG_LENGTH = 64  # W&B rejects longer ones
 
 
 def get_names(folder: Path, *, group: str | None) -> dict[str, Any]:
-    """The name, group and tags of a run: by its recipe, its model and, in a sweep, the sweep."""
+    """Return name, group and tags of a run, from its recipe, its model and, in a sweep, the sweep."""
     config, environment = read_config(folder), read_environment(folder)
-    typed = dict(word.split("=", 1) for word in environment["overrides"] if "=" in word)
-    recipe = str(typed["recipe"] if "recipe" in typed else config["name"])
-    model = str(typed["model"] if "model" in typed else _name_of(config["model"]))
+    overrides = dict(text.split("=", 1) for text in environment["overrides"] if "=" in text)
+    recipe = overrides.get("recipe", str(config["name"]))
+    model = overrides.get("model", _get_class_name(config["model"]))
     kind = f"{recipe}_{model}"
-    sweep = _sweep_of(folder)
+    sweep = _get_sweep(folder)
     where = f"{sweep}_{folder.name}" if sweep is not None else folder.name
-    tags = [recipe, model, _name_of(config["strategy"]), *map(str, config["tags"])]
+    tags = [recipe, model, _get_class_name(config["strategy"]), *map(str, config["tags"])]
     if sweep is not None:
         tags.append("sweep")
     return {
         "run_name": f"{kind}_{where}",
         "run_group": group or (f"sweep_{sweep}" if sweep is not None else kind),
         "run_job_type": "train",
-        "run_tags": tuple(tag[:_MAX_TAG_LETTERS] for tag in dict.fromkeys(tags) if tag),
+        "run_tags": tuple(tag[:_MAX_TAG_LENGTH] for tag in dict.fromkeys(tags) if tag),
     }
 
 
-def logged_config(folder: Path, known: Mapping[str, Any]) -> dict[str, Any]:
-    """The resolved config, and what the run runs on as `environment`.
-
-    As sections: W&B itself joins their names with dots, and asks for none in the names that it is told.
+def get_logged_config(folder: Path, known: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the resolved config, nested as it is, with the run's environment as `environment`.
 
     Args:
-        folder: Of the run.
-        known: What W&B has. Of a group that its sweep varies it is the option, `model: gpt2_nano`, by which it
-            knows the trial; the section stands beside it as `model_settings`.
+        folder: The run folder.
+        known: The config that W&B already has. In a W&B sweep it holds a varied group as the name of its option
+            (`model: gpt2_nano`); the settings of that group are then logged as `model_settings`.
     """
-    told = read_config(folder) | {"environment": read_environment(folder)}
+    config = read_config(folder) | {"environment": read_environment(folder)}
     options = {name for name, value in known.items() if isinstance(value, str)}
     return {
         f"{name}_settings" if name in options and isinstance(value, dict) else name: value
-        for name, value in told.items()
+        for name, value in config.items()
     }
 
 
-
-
-
-
-
-
-def code_diff() -> str:
-    """What the code has that its last commit has not; empty outside a repository or without git."""
+def get_code_diff() -> str:
+    """Return the uncommitted changes of the code; empty outside a repository or without git."""
     try:
-        done = subprocess.run(
-            ["git", "diff", "HEAD"],
-            cwd=CODE,
-            check=True,
-            capture_output=True,
-        )
+        done = subprocess.run(["git", "diff", "HEAD"], cwd=CODE, check=True, capture_output=True)
     except (OSError, subprocess.CalledProcessError):
         return ""
     return done.stdout.decode(errors="replace")
 
 
 def events_table(folder: Path) -> Any:
-    """Every event of the run, those of the processes before this one among them; None: there is none."""
+    """Return a table of all events of the run, earlier processes included; None if there are none."""
     return _table(
         folder / EVENTS_FILE,
         ["step", "event", "time", "details"],
@@ -93,7 +82,7 @@ def events_table(folder: Path) -> Any:
 
 
 def samples_table(folder: Path) -> Any:
-    """What the model has written; None: nothing."""
+    """Return a table of the texts that the model generated; None if there are none."""
     return _table(
         folder / SAMPLES_FILE,
         ["step", "prompt", "text"],
@@ -102,39 +91,39 @@ def samples_table(folder: Path) -> Any:
 
 
 def validation_table(folder: Path) -> Any:
-    """A row a validation, all its metrics side by side; None: there was none."""
+    """Return a table with one row per validation and one column per metric; None if there was none."""
     import wandb
 
     rows = read_cells(folder / METRICS_FILE)
     columns = [name for name in rows[0] if name.startswith("val/")] if rows else []
-    found = [row for row in rows if any(row[name] for name in columns)][-_MAX_TABLE_ROWS:]
-    if not found:
+    validations = [row for row in rows if any(row[name] for name in columns)][-_MAX_TABLE_ROWS:]
+    if not validations:
         return None
     data = [
         [int(row["step"]), *(float(row[name]) if row[name] else None for name in columns)]
-        for row in found
+        for row in validations
     ]
     return wandb.Table(columns=["step", *columns], data=data)
 
 
-def _table(path: Path, columns: list[str], row: Any) -> Any:
+def _table(path: Path, columns: list[str], get_row: Callable[[dict[str, Any]], list[Any]]) -> Any:
     import wandb
 
     if not path.is_file():
         return None
     lines = read_json_lines(path)[-_MAX_TABLE_ROWS:]
-    return wandb.Table(columns=columns, data=[row(line) for line in lines])
+    return wandb.Table(columns=columns, data=[get_row(line) for line in lines])
 
 
-def _sweep_of(folder: Path) -> str | None:
-    """The name of the sweep that a run is a job of, Hydra's or W&B's: its folder lies in the sweep's."""
+def _get_sweep(folder: Path) -> str | None:
+    """Return the name of the sweep that a run belongs to, Hydra's or W&B's: its folder lies in the sweep's."""
     parent = folder.resolve().parent
     if (parent / "multirun.yaml").is_file():
         return parent.name
-    is_wandbs = parent.name.startswith(FOLDER_OF_SWEEP)
-    return parent.name.removeprefix(FOLDER_OF_SWEEP) if is_wandbs else None
+    is_wandb_sweep = parent.name.startswith(SWEEP_FOLDER_PREFIX)
+    return parent.name.removeprefix(SWEEP_FOLDER_PREFIX) if is_wandb_sweep else None
 
 
-def _name_of(node: Mapping[str, Any]) -> str:
-    """The class that an option stands for."""
+def _get_class_name(node: Mapping[str, Any]) -> str:
+    """Return the name of the class that a config node builds."""
     return str(node["_target_"]).rpartition(".")[2]

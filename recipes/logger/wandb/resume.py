@@ -1,151 +1,97 @@
-"""What W&B knows of the steps before a resume: nothing is told twice, and what a kill has taken is told again."""
+"""Which rows W&B has: wandb_run.json keeps the run's id and the newest row sent, so that a resume repeats none."""
 
-import csv
-from collections.abc import Mapping
-from pathlib import Path
-from typing import Any
-
-from recipes.run_folder import METRICS_FILE
-from typing import Any
-from collections.abc import Iterator
-from pathlib import Path
+import contextlib
 import json
-import logging
-import struct
+import os
+import secrets
+from collections.abc import Iterable, Mapping
+from pathlib import Path
+from typing import Any
 
-_OF_CLOCKS = ("time/", "throughput/", "memory/")  # differ whenever a step is made again
+from recipes.run_folder import METRICS_FILE, read_rows, write_atomically
 
-Row = dict[str, Any]
-
-
-class Told:
-    """The rows that W&B has; it cannot erase any.
-
-    Args:
-        folder: Of the run.
-        run_id: In W&B.
-        resumed_at: Optimizer steps completed.
-    """
-
-    def __init__(self, folder: Path, run_id: str, *, resumed_at: int) -> None:
-        rows = rows_in_file(folder / "wandb", run_id)
-        self._folder = folder
-        self._resumed_at = resumed_at
-        self._newest: int | None = None if rows is None else max([0, *rows])
-        self._made_again = {step: row for step, row in (rows or {}).items() if step > resumed_at}
-
-    def at_the_server(self, newest: int) -> None:
-        """Of what lies on this disk, only so many steps have reached the server."""
-        self._newest = newest
-        self._made_again = {step: row for step, row in self._made_again.items() if step <= newest}
-
-    def log_missed_rows(self, run: Any) -> None:
-        """Rows of metrics.csv that never came to W&B."""
-        path = self._folder / METRICS_FILE
-        if self._newest is None or self._newest >= self._resumed_at or not path.is_file():
-            return
-        with path.open(newline="") as file:
-            for row in csv.DictReader(file):
-                step = int(row.pop("step"))
-                if self._newest < step <= self._resumed_at:
-                    run.log(
-                        {STEP: step} | {name: float(text) for name, text in row.items() if text}
-                    )
-
-    def new_in(self, row: Row) -> Row:
-        """What is to be told of a row: all, or nothing where its numbers are known, or the columns that are new."""
-        told = self._made_again.pop(row[STEP], None)
-        if told is None or any(told[name] != row[name] for name in _numbers(row, told)):
-            return row
-        new = {name: value for name, value in row.items() if name not in told}
-        return {STEP: row[STEP]} | new if new else {}
-
-
-def _numbers(row: Mapping[str, object], told: Mapping[str, object]) -> set[str]:
-    """Those of a step that are the same however often it is made."""
-    return {name for name in row if name in told and not name.startswith(_OF_CLOCKS)}
-
-
-LOGGER = logging.getLogger("lightning_recipes")
-
-
+ID_FILE = "wandb_run.json"
 STEP = "trainer/global_step"
 
 
+class SentRows:
+    """The rows of a run that were handed to W&B, by this process and those before it.
 
-# the file is a log in the format of LevelDB: blocks of records, each with a checksum, a length and a kind
-# (github.com/google/leveldb, doc/log_format.md), after a header of W&B's own
-_BLOCK_BYTES = 32_768
+    W&B only appends: a second row of a step would be drawn as a second point. So the newest step is written to
+    wandb_run.json *before* its rows are handed over, and after a resume rows up to that step are skipped, even where
+    they differ. A kill can cost W&B the rows of about its last second, which W&B had not written to its own file;
+    metrics.csv has them.
 
+    Args:
+        folder: The run folder.
+        saved_id: The run's id in the checkpoint that the run resumes from; used if wandb_run.json is lost. The rows
+            since that checkpoint are then sent again.
+        resumed_at: Completed optimizer steps at the resume. None for a new run.
+    """
 
-_HEADER_BYTES = 7
+    def __init__(self, folder: Path, saved_id: str | None, *, resumed_at: int | None) -> None:
+        self._folder = folder
+        self._resumed_at = resumed_at
+        path = folder / ID_FILE
+        record = json.loads(path.read_text()) if path.is_file() else {}
+        # an id in the environment (a W&B sweep sets one) wins over the folder's
+        kept_id = record.get("id") or saved_id
+        self.run_id: str = os.environ.get("WANDB_RUN_ID") or kept_id or secrets.token_hex(4)
+        self._step = 0  # the newest step that W&B has
+        self._columns: list[str] | None = None  # of its row, if a later row may add to them
+        if self.run_id == record.get("id"):
+            self._step = record.get("step", resumed_at or 0)
+            self._columns = record.get("columns")
+        elif self.run_id == saved_id:
+            self._step = resumed_at or 0
+        self._is_past = resumed_at is None  # whether every further row is new
 
+    def save(self, step: int | None = None, columns: Iterable[str] | None = None) -> None:
+        """Write wandb_run.json. On a full disk it keeps an older step, and a resume may repeat rows.
 
-_WHOLE, _FIRST, _MIDDLE, _LAST = 1, 2, 3, 4
+        Args:
+            step: The newest step sent. None keeps the newest step of the processes before this one.
+            columns: The metrics in its row; another metric of that step may still follow. None: none will.
+        """
+        if step is None:
+            step, columns = self._step, self._columns
+        columns = None if columns is None else sorted(columns)
+        record = {"id": self.run_id, "step": step, "columns": columns}
+        with contextlib.suppress(OSError):
+            write_atomically(self._folder / ID_FILE, json.dumps(record) + "\n")
 
+    def set_newest_at_server(self, step: int) -> None:
+        """Correct the newest step to what has reached the server: part of what was sent may have been lost."""
+        if step != self._step:
+            self._step, self._columns = step, None
 
-_TAIL_BLOCKS = 256  # 8 MiB, some 5,000 rows: more than lie between two checkpoints
-
-
-def rows_in_file(wandb_folder: Path, run_id: str) -> dict[int, Row] | None:
-    """The newest rows by step, of the branch that the run was on last; None where a file could not be read."""
-    for path in sorted(wandb_folder.glob(f"*run-*-{run_id}/run-{run_id}.wandb"), reverse=True):
-        try:
-            rows = list(_rows(path))
-        except Exception as error:  # another version's format: rows may then be told twice
-            LOGGER.warning(f"{path} could not be read: {error}; W&B may show steps twice")
-            return None
+    def send(self, run: Any, rows: list[dict[str, Any]]) -> None:
+        """Hand rows to W&B, in order, once wandb_run.json says so."""
         if rows:
-            return _branch(rows)
-    return {}
+            step, columns = rows[-1][STEP], set(rows[-1])
+            if step == self._step and self._columns is not None:
+                columns |= set(self._columns)
+            self.save(step, columns)
+            for row in rows:
+                run.log(row)
 
+    def send_missed(self, run: Any) -> None:
+        """Hand over the rows of metrics.csv that W&B does not have, up to the step of the resume."""
+        rows = [
+            {STEP: int(row.pop("step"))} | row for row in read_rows(self._folder / METRICS_FILE)
+        ]
+        self.send(run, [row for row in rows if self._step < row[STEP] <= (self._resumed_at or 0)])
 
-def _branch(rows: list[Row]) -> dict[int, Row]:
-    """What a rollback or a resume has undone is left out."""
-    branch: dict[int, Row] = {}
-    for row in rows:
-        step = int(row[STEP])
-        for undone in [told for told in branch if told > step]:
-            del branch[undone]
-        branch[step] = branch.get(step, {}) | row
-    return branch
+    def get_unsent(self, row: Mapping[str, Any]) -> dict[str, Any]:
+        """Return what W&B does not have of a row: everything, nothing, or the metrics added to its newest row."""
+        if self._is_past or row[STEP] > self._step:
+            self._is_past = True
+            return dict(row)
+        if row[STEP] < self._step or self._columns is None:
+            return {}
+        added = {name: value for name, value in row.items() if name not in self._columns}
+        return {STEP: row[STEP]} | added if added else {}
 
-
-def _rows(path: Path) -> Iterator[Row]:
-    from wandb.proto import wandb_internal_pb2
-
-    for content in _records(path):
-        record = wandb_internal_pb2.Record()
-        record.ParseFromString(content)
-        if record.WhichOneof("record_type") == "history":
-            items = record.history.item
-            row = {(one.key or ".".join(one.nested_key)): one.value_json for one in items}
-            if STEP in row:
-                yield {name: json.loads(value) for name, value in row.items()}
-
-
-def _records(path: Path) -> Iterator[bytes]:
-    """Whole records of the last blocks; a record that a kill has torn is left out."""
-    num_blocks = -(-path.stat().st_size // _BLOCK_BYTES)
-    start = max(0, num_blocks - _TAIL_BLOCKS) * _BLOCK_BYTES
-    with path.open("rb") as file:
-        file.seek(start)
-        data = file.read()
-    at = 0 if start else _HEADER_BYTES
-    parts: list[bytes] | None = None  # none: the record began before the tail
-    while at + _HEADER_BYTES <= len(data):
-        if (left := _BLOCK_BYTES - at % _BLOCK_BYTES) < _HEADER_BYTES:
-            at += left
-            continue
-        _, length, kind = struct.unpack_from("<IHB", data, at)
-        content = data[at + _HEADER_BYTES : at + _HEADER_BYTES + length]
-        at += _HEADER_BYTES + length
-        if kind not in (_WHOLE, _FIRST, _MIDDLE, _LAST) or len(content) < length:
-            return
-        if kind in (_WHOLE, _FIRST):
-            parts = []
-        if parts is not None:
-            parts.append(content)
-            if kind in (_WHOLE, _LAST):
-                yield b"".join(parts)
-                parts = None
+    def skip_nothing(self) -> None:
+        """Take every further row as new: the run has rolled back, and its next rows follow those in W&B."""
+        self._is_past = True

@@ -1,4 +1,4 @@
-"""One row per logged optimizer step, whatever is logged when; a resumed file has no row twice."""
+"""One row per logged optimizer step, however it is logged; a resumed file has no row twice."""
 
 import contextlib
 import json
@@ -6,12 +6,13 @@ import resource
 from collections.abc import Iterator
 from pathlib import Path
 
+import pytest
 from support import read_metrics
 
 from recipes.logger.csv import CsvLogger
 
 
-def test_all_that_is_logged_for_a_step_is_one_row_and_the_first_step_is_one(tmp_path: Path) -> None:
+def test_everything_logged_for_a_step_is_one_row_and_the_first_step_is_1(tmp_path: Path) -> None:
     logger = CsvLogger(run_folder=tmp_path)
     logger.log_metrics({"train/loss": 3.0, "epoch": 0}, step=0)
     logger.log_metrics({"train/loss": 2.0, "lr": 0.1, "epoch": 0}, step=1)
@@ -75,7 +76,7 @@ def test_an_event_is_one_line_of_json(tmp_path: Path) -> None:
 
 @contextlib.contextmanager
 def no_file_grows_beyond(num_bytes: int) -> Iterator[None]:
-    """The kernel refuses what is written after that byte, as a full disk would."""
+    """Make the kernel reject writes after that byte, as a full disk would."""
     soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
     resource.setrlimit(resource.RLIMIT_FSIZE, (num_bytes, hard))
     try:
@@ -84,7 +85,9 @@ def no_file_grows_beyond(num_bytes: int) -> Iterator[None]:
         resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
 
 
-def test_rows_that_a_full_disk_does_not_take_are_written_when_it_does(tmp_path: Path) -> None:
+def test_rows_that_a_full_disk_rejects_are_written_once_it_has_space(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
     logger = CsvLogger(run_folder=tmp_path)
     logger.log_metrics({"train/loss": 1.25}, step=0)
     size = (tmp_path / "metrics.csv").stat().st_size
@@ -93,7 +96,9 @@ def test_rows_that_a_full_disk_does_not_take_are_written_when_it_does(tmp_path: 
             logger.log_metrics({"train/loss": step + 1.25}, step=step)
             logger.log_metrics({"val/loss": step + 2.25} if step == 2 else {}, step=step)
         rows = [line for line in (tmp_path / "metrics.csv").open() if line.endswith("\n")]
-        assert len(rows) == 2  # the head and the first
+        assert len(rows) == 2  # the header and the first
+    [message] = caplog.messages
+    assert "cannot be written to: File too large; rows and events are kept in memory" in message
     logger.log_metrics({"train/loss": 5.25}, step=4)
     assert read_metrics(tmp_path) == [
         {"step": step, "train/loss": step + 0.25} | ({"val/loss": 4.25} if step == 3 else {})
@@ -101,7 +106,7 @@ def test_rows_that_a_full_disk_does_not_take_are_written_when_it_does(tmp_path: 
     ]
 
 
-def test_events_that_a_full_disk_does_not_take_are_written_when_it_does(tmp_path: Path) -> None:
+def test_events_that_a_full_disk_rejects_are_written_once_it_has_space(tmp_path: Path) -> None:
     logger = CsvLogger(run_folder=tmp_path)
     logger.log_event("start", 0)
     with no_file_grows_beyond((tmp_path / "events.jsonl").stat().st_size + 3):

@@ -1,4 +1,4 @@
-"""Event files read back with TensorBoard's own reader: the numbers of metrics.csv, each step once."""
+"""Event files read back with TensorBoard's own readers: the values of metrics.csv, each step once."""
 
 import ast
 import json
@@ -25,18 +25,25 @@ from tensorboard.backend.event_processing.plugin_event_accumulator import (
     EventAccumulator as PageReader,
 )
 from tensorboard.plugins.hparams import metadata
+from tensorboard.summary.writer import event_file_writer
 from tensorboard.util import tensor_util
 
 Point = tuple[str, int, float]  # metric, step, value
 
 
-class Read:
-    """What TensorBoard's page reads of a run folder, and what scripts do, which is as much.
+@pytest.fixture(autouse=True)
+def first_file(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Count event files from 0: readers sort them by name, where file 10 of a second comes before its file 9."""
+    monkeypatch.setattr(event_file_writer, "_global_uid", event_file_writer.AtomicCounter(0))
+
+
+class EventFiles:
+    """What TensorBoard's page and its reader for scripts find in a run folder, which must be the same.
 
     Attributes:
         rows: By step; a metric that is there twice is an error.
         texts: By tag, with their steps.
-        hyperparameters: What the page compares runs by.
+        hyperparameters: The values that the page compares runs by.
     """
 
     def __init__(self, run_folder: Path) -> None:
@@ -59,8 +66,8 @@ class Read:
             row = self.rows.setdefault(step, {})
             assert tag not in row, (tag, step)
             row[tag] = value
-        # where there is no NaN, which equals nothing
-        assert sorted(points) == sorted(_by_script(run_folder)) or "nan" in str(points)
+        # not comparable with a NaN among them, which equals nothing
+        assert sorted(points) == sorted(_read_points(run_folder)) or "nan" in str(points)
         self._files = files
 
     @property
@@ -70,33 +77,33 @@ class Read:
         return {name: getattr(values[name], values[name].WhichOneof("kind")) for name in values}
 
     def assert_as_in_csv(self, run_folder: Path) -> None:
-        """The same steps and metrics; the last bit of float32 may differ: csv rounds to 9 digits before."""
+        """Check for the same steps and metrics; the last bit of float32 may differ: csv rounds to 9 digits before."""
         in_csv = {row.pop("step"): row for row in read_metrics(run_folder)}
         assert self.rows.keys() == in_csv.keys()
         for step, row in self.rows.items():
             assert row == pytest.approx(in_csv[step], rel=2**-23, abs=0, nan_ok=True), step
 
-    def told(self) -> list[tuple[str, int]]:
-        """Kinds of events and their steps, sorted."""
+    def get_events(self) -> list[tuple[str, int]]:
+        """Return the kinds of events and their steps, sorted."""
         kinds = [tag for tag in self.texts if tag.startswith("events/")]
         return sorted(
             (tag.removeprefix("events/"), step) for tag in kinds for step, _ in self.texts[tag]
         )
 
 
-def _by_script(run_folder: Path) -> list[Point]:
+def _read_points(run_folder: Path) -> list[Point]:
     files = EventAccumulator(str(run_folder / "tensorboard"), size_guidance={"scalars": 0})
     files.Reload()
     tags = files.Tags()["scalars"]
     return [(tag, event.step, event.value) for tag in tags for event in files.Scalars(tag)]
 
 
-def events_of(run_folder: Path) -> list[tuple[str, int]]:
+def read_events(run_folder: Path) -> list[tuple[str, int]]:
     events = [json.loads(line) for line in (run_folder / "events.jsonl").open()]
     return sorted((event["event"], event["step"]) for event in events)
 
 
-def words(folder: Path, text_folder: str, *more: str) -> list[str]:
+def get_overrides(folder: Path, text_folder: str, *more: str) -> list[str]:
     return [
         *TINY,
         f"data.path={text_folder}",
@@ -108,21 +115,21 @@ def words(folder: Path, text_folder: str, *more: str) -> list[str]:
     ]
 
 
-def carry_out(*overrides: str) -> int:
-    composed, mistakes = compose_and_check(overrides)
+def train(*overrides: str) -> int:
+    composed, errors = compose_and_check(overrides)
     assert composed is not None
-    assert not mistakes, [str(mistake) for mistake in mistakes]
+    assert not errors, [str(error) for error in errors]
     return run_composed(composed)
 
 
-def test_all_that_is_logged_for_a_step_is_read_back_exactly(tmp_path: Path) -> None:
+def test_everything_logged_for_a_step_is_read_back_exactly(tmp_path: Path) -> None:
     logger = TensorBoardLogger(run_folder=tmp_path)
     loss = 0.10000000149011612  # a float32
     logger.log_metrics({"train/loss": loss, "train/tokens": 2.0**40, "epoch": 0}, step=0)
     logger.log_metrics({"val/loss": math.nan, "lr": math.inf}, step=0)
     logger.log_metrics({"train/loss": -0.5}, step=9)
     logger.finalize("success")
-    rows = Read(tmp_path).rows
+    rows = EventFiles(tmp_path).rows
     assert math.isnan(rows[1].pop("val/loss"))
     assert rows == {
         1: {"train/loss": loss, "train/tokens": 2.0**40, "lr": math.inf},
@@ -130,28 +137,28 @@ def test_all_that_is_logged_for_a_step_is_read_back_exactly(tmp_path: Path) -> N
     }
 
 
-def test_a_run_leaves_the_numbers_of_metrics_csv_and_its_config_events_summary_and_samples(
+def test_a_run_writes_the_values_of_metrics_csv_its_config_events_summary_and_samples(
     tmp_path: Path, text_folder: str
 ) -> None:
     folder = tmp_path / "run"
-    sampled = [word for word in words(folder, text_folder) if "sample_text" not in word]
-    assert carry_out(*sampled, "trainer.max_steps=6", "callbacks.sample_text.num_tokens=8") == 0
-    read = Read(folder)
-    read.assert_as_in_csv(folder)
-    assert len(read.rows) == 6
-    assert read.told() == events_of(folder)
-    [(step, config)] = read.texts["config"]
+    sampling = [text for text in get_overrides(folder, text_folder) if "sample_text" not in text]
+    assert train(*sampling, "trainer.max_steps=6", "callbacks.sample_text.num_tokens=8") == 0
+    files = EventFiles(folder)
+    files.assert_as_in_csv(folder)
+    assert len(files.rows) == 6
+    assert files.get_events() == read_events(folder)
+    [(step, config)] = files.texts["config"]
     assert step == 0
     assert "    micro_batch_size: null" in config
-    [(step, summary)] = read.texts["summary"]
+    [(step, summary)] = files.texts["summary"]
     assert step == 6
     assert json.loads(summary) == json.loads((folder / "summary.json").read_text())
     samples = [json.loads(line) for line in (folder / "samples.jsonl").open()]
-    assert len(read.texts["sample"]) == len(samples) > 0
-    assert read.hyperparameters["model.hidden_size"] == 32
+    assert len(files.texts["sample"]) == len(samples) > 0
+    assert files.hyperparameters["model.hidden_size"] == 32
 
 
-def test_hyperparameters_are_the_values_of_the_config_by_their_whole_keys(
+def test_hyperparameters_are_the_values_of_the_config_by_their_dotted_keys(
     tmp_path: Path,
 ) -> None:
     (tmp_path / "config.yaml").write_text(
@@ -160,7 +167,7 @@ def test_hyperparameters_are_the_values_of_the_config_by_their_whole_keys(
     logger = TensorBoardLogger(run_folder=tmp_path)
     logger.log_event("start", 0)
     logger.finalize("success")
-    assert Read(tmp_path).hyperparameters == {
+    assert EventFiles(tmp_path).hyperparameters == {
         "seed": 3,
         "optimizer.lr": 0.1,
         "optimizer.betas": "[0.9, 0.95]",
@@ -171,21 +178,21 @@ def test_a_run_that_crashed_and_was_resumed_has_each_step_once(
     tmp_path: Path, text_folder: str
 ) -> None:
     folder = tmp_path / "run"
-    typed = words(folder, text_folder, "trainer.max_steps=12", "resume=auto")
+    overrides = get_overrides(folder, text_folder, "trainer.max_steps=12", "resume=auto")
     crash = "+callbacks.crash={_target_: support.CrashAt, step: 7}"
-    assert carry_out(*typed, crash) == 1
-    assert sorted(Read(folder).rows) == [1, 2, 3, 4, 5, 6, 7]
-    assert carry_out(*typed) == 0
-    read = Read(folder)
-    read.assert_as_in_csv(folder)
-    assert len(read.rows) == 12
-    assert read.told() == events_of(folder)
-    assert ("end", 7) in read.told()
-    assert [step for step, _ in read.texts["config"]] == [0, 4]
+    assert train(*overrides, crash) == 1
+    assert sorted(EventFiles(folder).rows) == [1, 2, 3, 4, 5, 6, 7]
+    assert train(*overrides) == 0
+    files = EventFiles(folder)
+    files.assert_as_in_csv(folder)
+    assert len(files.rows) == 12
+    assert files.get_events() == read_events(folder)
+    assert ("end", 7) in files.get_events()
+    assert [step for step, _ in files.texts["config"]] == [0, 4]
     assert len(list((folder / "tensorboard").iterdir())) == 2
 
 
-def test_a_validation_that_a_resume_makes_again_is_there_once(tmp_path: Path) -> None:
+def test_a_validation_that_a_resume_repeats_is_there_once(tmp_path: Path) -> None:
     (tmp_path / "metrics.csv").write_text("step,train/loss,val/loss\n3,2,\n4,1.25,2.5\n")
     before = TensorBoardLogger(run_folder=tmp_path)
     for step in range(6):
@@ -196,7 +203,7 @@ def test_a_validation_that_a_resume_makes_again_is_there_once(tmp_path: Path) ->
     after.log_metrics({"val/loss": 2.75}, step=3)
     after.log_metrics({"train/loss": 7.0}, step=4)
     after.finalize("success")
-    rows = Read(tmp_path).rows
+    rows = EventFiles(tmp_path).rows
     assert rows == {
         3: {"train/loss": 2.0},
         4: {"train/loss": 1.25, "val/loss": 2.75},
@@ -205,13 +212,13 @@ def test_a_validation_that_a_resume_makes_again_is_there_once(tmp_path: Path) ->
 
 
 @pytest.mark.parametrize("num_on_disk", [0, 2, 3])
-def test_rows_that_a_kill_kept_from_the_disk_are_there_after_the_resume(
+def test_rows_that_a_kill_kept_from_the_disk_are_written_at_the_resume(
     num_on_disk: int, tmp_path: Path
 ) -> None:
     rows = "".join(f"{step},{step}.5\n" for step in range(1, 5))
     (tmp_path / "metrics.csv").write_text(f"step,train/loss\n{rows}")
     saved = [{"time": 0, "step": step, "event": "checkpoint"} for step in (2, 4)]
-    (tmp_path / "events.jsonl").write_text("".join(f"{json.dumps(one)}\n" for one in saved))
+    (tmp_path / "events.jsonl").write_text("".join(f"{json.dumps(event)}\n" for event in saved))
     if num_on_disk:
         killed = TensorBoardLogger(run_folder=tmp_path)
         for step in range(num_on_disk):
@@ -221,42 +228,44 @@ def test_rows_that_a_kill_kept_from_the_disk_are_there_after_the_resume(
     after.resume_at(4)
     after.log_metrics({"train/loss": 5.5}, step=4)
     after.finalize("success")
-    read = Read(tmp_path)
-    assert read.rows == {step: {"train/loss": step + 0.5} for step in range(1, 6)}
-    assert ("checkpoint", 4) in read.told()
+    files = EventFiles(tmp_path)
+    assert files.rows == {step: {"train/loss": step + 0.5} for step in range(1, 6)}
+    assert ("checkpoint", 4) in files.get_events()
 
 
-def test_a_run_that_went_back_has_each_step_once_and_every_event(
+def test_a_run_that_rolled_back_has_each_step_once_and_every_event(
     tmp_path: Path, text_folder: str
 ) -> None:
     spikes = [
         "callbacks=[grad_norm,loss_scale,loss_spike]",
-        *(f"callbacks.loss_spike.{word}" for word in ("window=32", "warmup_steps=16")),
-        *(f"callbacks.loss_spike.{word}" for word in ("snapshot_every=10", "quarantine_steps=10")),
+        *(f"callbacks.loss_spike.{text}" for text in ("window=32", "warmup_steps=16")),
+        *(f"callbacks.loss_spike.{text}" for text in ("snapshot_every=10", "quarantine_steps=10")),
     ]
-    typed = [word for word in words(tmp_path, text_folder, *spikes) if not word.startswith("~")]
+    overrides = [
+        text for text in get_overrides(tmp_path, text_folder, *spikes) if not text.startswith("~")
+    ]
     rates = ["scheduler=constant", "optimizer.lr=1e-3", "seed=3", "save_every=10", "eval_every=20"]
-    config = composed_config(*typed, *rates, "trainer.max_steps=50")
+    config = composed_config(*overrides, *rates, "trainer.max_steps=50")
     run = build(config, tmp_path, [])
     run.trainer.callbacks.insert(0, FaultAt(kind="weight", step=36))  # type: ignore[attr-defined]
     run.trainer.fit(run.task, datamodule=run.data)
-    read = Read(tmp_path)
-    assert [step for step, _ in read.texts["events/rollback"]] == [30]
-    read.assert_as_in_csv(tmp_path)
-    assert len(read.rows) == 50
-    assert read.told() == events_of(tmp_path)
+    files = EventFiles(tmp_path)
+    assert [step for step, _ in files.texts["events/rollback"]] == [30]
+    files.assert_as_in_csv(tmp_path)
+    assert len(files.rows) == 50
+    assert files.get_events() == read_events(tmp_path)
 
 
 def test_two_ranks_have_one_writer(tmp_path: Path, text_folder: str) -> None:
     folder = tmp_path / "run"
     ranks = ["strategy=ddp", "trainer.accelerator=cpu", "trainer.devices=2", "trainer.max_steps=4"]
-    ended = run_train(words(folder, text_folder, *ranks))
-    assert ended.returncode == 0, ended.stdout + ended.stderr
+    process = run_train(get_overrides(folder, text_folder, *ranks))
+    assert process.returncode == 0, process.stdout + process.stderr
     assert len(list((folder / "tensorboard").iterdir())) == 1
-    Read(folder).assert_as_in_csv(folder)
+    EventFiles(folder).assert_as_in_csv(folder)
 
 
-def test_a_disk_that_takes_no_more_ends_the_files_and_not_the_run(
+def test_a_full_disk_ends_the_files_and_not_the_run(
     tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     logger = TensorBoardLogger(run_folder=tmp_path)
@@ -266,28 +275,27 @@ def test_a_disk_that_takes_no_more_ends_the_files_and_not_the_run(
     def full(*_: Any) -> None:
         raise OSError(28, os.strerror(28))
 
-    logger.experiment.add_event = full  # type: ignore[method-assign]
+    assert logger.experiment is not None
+    logger.experiment.file_writer.add_event = full  # type: ignore[method-assign]
     for step in (1, 2, 3):
         logger.log_metrics({"train/loss": 2.0}, step=step)
     logger.log_event("checkpoint", 3)
     assert len(caplog.messages) == 1
-    assert "takes nothing more: No space left on device" in caplog.messages[0]
-    assert sorted(Read(tmp_path).rows) == [1]
+    assert "cannot be written to any more: No space left on device" in caplog.messages[0]
+    assert sorted(EventFiles(tmp_path).rows) == [1]
 
 
-def test_nothing_of_it_is_imported_unless_it_is_chosen() -> None:
+def test_tensorboard_is_imported_only_if_chosen() -> None:
     for path in (ROOT / "recipes").glob("**/*.py"):
         for node in ast.parse(path.read_text()).body:
             if isinstance(node, ast.Import | ast.ImportFrom):
-                assert "tensorboard" not in ast.unparse(node).partition("tensorboard_records")[0], (
-                    path
-                )
+                assert "tensorboard" not in ast.unparse(node), path
 
 
-def test_a_package_that_is_missing_is_a_mistake_with_what_to_type(
+def test_a_missing_package_is_an_error_that_says_how_to_install_it(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    for name in [one for one in sys.modules if one.startswith("torch.utils.tensorboard")]:
+    for name in [name for name in sys.modules if name.startswith("torch.utils.tensorboard")]:
         monkeypatch.delitem(sys.modules, name)
     monkeypatch.setitem(sys.modules, "tensorboard", None)
     with pytest.raises(
@@ -296,6 +304,6 @@ def test_a_package_that_is_missing_is_a_mistake_with_what_to_type(
         TensorBoardLogger(run_folder=tmp_path)
 
 
-def test_it_stands_beside_any_other_logger_and_after_metrics_csv() -> None:
+def test_it_combines_with_any_logger_and_comes_after_metrics_csv() -> None:
     for chosen in ("tensorboard", "[csv,tensorboard]", "[none,tensorboard]"):
         assert list(composed_config(f"logger={chosen}")["logger"]) == ["csv", "tensorboard"]

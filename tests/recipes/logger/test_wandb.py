@@ -1,5 +1,6 @@
-"""Real W&B runs, offline, read back with W&B's own reader: every row once, and how each run ended."""
+"""Real offline W&B runs, read back with W&B's own reader: every row once, and how each run ended."""
 
+import contextlib
 import json
 import logging
 import os
@@ -19,17 +20,16 @@ from wandb_server import KEY, serving
 from recipes.config import compose_and_check
 from recipes.entry.run import run_composed
 from recipes.logger.wandb.alerts import Alerts, WandbExit
-from recipes.logger.wandb.init import ID_FILE
-from recipes.logger.wandb.logger import STEP, WandbLogger
-from recipes.logger.wandb.resume import rows_in_file
+from recipes.logger.wandb.logger import WandbLogger
+from recipes.logger.wandb.resume import ID_FILE, STEP, SentRows
 
 Record = dict[str, Any]
-OF_WANDB = ("_step", "_runtime", "_timestamp")
+WANDB_COLUMNS = ("_step", "_runtime", "_timestamp")
 
 
 @pytest.fixture(autouse=True, scope="module")
-def nobody(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
-    """A home without a key, and no word about W&B in the environment."""
+def no_wandb_account(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
+    """Provide a home without an API key and an environment without W&B variables."""
     home = tmp_path_factory.mktemp("home")
     with pytest.MonkeyPatch.context() as patch:
         for name in [name for name in os.environ if name.startswith("WANDB_")]:
@@ -40,23 +40,23 @@ def nobody(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
 
 
 def records_of(wandb_folder: Path) -> list[list[Record]]:
-    """The records of each process that has told this run, the oldest first."""
-    found = []
+    """Read the records of each process of a run with W&B's own reader, the oldest process first."""
+    processes = []
     for path in sorted(wandb_folder.glob("*run-*/run-*.wandb")):
         command = [sys.executable, "-m", "wandb", "leet", "inspect", "--json", str(path)]
         done = subprocess.run(command, capture_output=True, text=True, check=True, cwd=wandb_folder)
-        found.append([json.loads(line) for line in done.stdout.splitlines()])
-    return found
+        processes.append([json.loads(line) for line in done.stdout.splitlines()])
+    return processes
 
 
 def find_rows(records: list[Record]) -> list[Record]:
-    """The history rows, without the numbers that W&B adds."""
+    """Return the history rows without the columns that W&B adds."""
     rows = [record["history"]["item"] for record in records if record["type"] == "history"]
-    return [{k: v for k, v in row.items() if k not in OF_WANDB} for row in rows]
+    return [{k: v for k, v in row.items() if k not in WANDB_COLUMNS} for row in rows]
 
 
 def summary_of(records: list[Record]) -> Record:
-    """The newest value of everything in the summary."""
+    """Return the newest value of everything in the summary."""
     summary: Record = {}
     for record in records:
         if record["type"] == "summary":
@@ -64,38 +64,38 @@ def summary_of(records: list[Record]) -> Record:
     return summary
 
 
-def worst_exit_code(records: list[Record]) -> int | None:
-    """None: the process has told of no end."""
+def get_exit_code(records: list[Record]) -> int | None:
+    """Return the exit code that a process reported; None if it reported none."""
     exits = [record["exit"] for record in records if record["type"] == "exit"]
     return exits[-1].get("exit_code", 0) if exits else None
 
 
 def one_of(records: list[Record], kind: str) -> Record:
-    """The only record of a kind."""
+    """Return the only record of a kind."""
     [record] = [record for record in records if record["type"] == kind]
     content: Record = record[kind]
     return content
 
 
-def words_of(folder: Path) -> list[str]:
-    """Eight steps in two micro-batches each, with W&B."""
+def get_overrides(folder: Path) -> list[str]:
+    """Return the overrides of a run with W&B: eight steps of two micro-batches."""
     texts = write_texts(folder.parent / "texts")
-    words = [*TINY, f"data.path={texts}", "trainer.accelerator=cpu", "logger=wandb"]
-    words += ["trainer.max_steps=8", "warmup_steps=1", "save_every=2", "eval_every=4"]
-    return [*words, f"hydra.run.dir={folder}", "micro_batch_size=4"]
+    overrides = [*TINY, f"data.path={texts}", "trainer.accelerator=cpu", "logger=wandb"]
+    overrides += ["trainer.max_steps=8", "warmup_steps=1", "save_every=2", "eval_every=4"]
+    return [*overrides, f"hydra.run.dir={folder}", "micro_batch_size=4"]
 
 
-def train_here(*words: str) -> int:
-    """A run in this process; its exit code."""
-    composed, mistakes = compose_and_check(words)
-    assert composed is not None, [str(mistake) for mistake in mistakes]
+def train_in_process(*overrides: str) -> int:
+    """Train in this process and return the exit code."""
+    composed, errors = compose_and_check(overrides)
+    assert composed is not None, [str(error) for error in errors]
     return run_composed(composed)
 
 
-def train(folder: Path, *words: str) -> subprocess.CompletedProcess[str]:
-    """A run whose standard input is closed."""
+def train(folder: Path, *overrides: str) -> subprocess.CompletedProcess[str]:
+    """Train in a process whose standard input is closed."""
     return subprocess.run(
-        [sys.executable, str(ROOT / "train.py"), *words],
+        [sys.executable, str(ROOT / "train.py"), *overrides],
         cwd=folder.parent,
         env=os.environ | {"PYTHONPATH": str(ROOT / "tests"), "OMP_NUM_THREADS": "1"},
         stdin=subprocess.DEVNULL,
@@ -106,29 +106,30 @@ def train(folder: Path, *words: str) -> subprocess.CompletedProcess[str]:
     )
 
 
-def without_zeros(rows: list[dict[str, float]]) -> list[dict[str, float]]:
-    """metrics.csv keeps nine digits."""
+def round_as_csv(rows: list[dict[str, float]]) -> list[dict[str, float]]:
+    """Round to the nine digits of metrics.csv."""
     return [{name: float(f"{value:.9g}") for name, value in row.items()} for row in rows]
 
 
 def assert_same_rows(rows: list[Record], folder: Path) -> None:
-    """Each row of metrics.csv is one row of W&B: the same columns and, in nine digits, the same values."""
+    """Check that each row of metrics.csv is one row of W&B: same columns, same values in nine digits."""
     expected = [
         {STEP if name == "step" else name: value for name, value in row.items()}
         for row in read_metrics(folder)
     ]
-    assert without_zeros(rows) == expected
+    assert round_as_csv(rows) == expected
 
 
-def test_a_run_without_a_key_is_kept_whole_on_disk_one_row_a_step(tmp_path: Path) -> None:
+def test_a_run_without_a_key_is_logged_offline_one_row_per_step(tmp_path: Path) -> None:
     folder = tmp_path / "plain"
-    words = ["top_k: 8", "top_p: null", "temperature: 1.0", "every_n_steps: 4", "num_tokens: 8"]
-    text = f"_target_: callbacks.sample_text.SampleText, prompts: [abc], {', '.join(words)}"
-    said = train(folder, *words_of(folder), "tags=[mine]", f"+callbacks.sample_text={{{text}}}")
-    assert said.returncode == 0, said.stdout + said.stderr
-    assert said.stderr == ""
-    told = [line for line in said.stdout.splitlines() if "W&B" in line]
-    assert told == [
+    settings = ["top_k: 8", "top_p: null", "temperature: 1.0", "every_n_steps: 4", "num_tokens: 8"]
+    text = f"_target_: callbacks.sample_text.SampleText, prompts: [abc], {', '.join(settings)}"
+    sampling = f"+callbacks.sample_text={{{text}}}"
+    process = train(folder, *get_overrides(folder), "tags=[mine]", sampling)
+    assert process.returncode == 0, process.stdout + process.stderr
+    assert process.stderr == ""
+    wandb_lines = [line for line in process.stdout.splitlines() if "W&B" in line]
+    assert wandb_lines == [
         "W&B: there is no API key, so this run is kept offline;"
         f" to upload it: wandb sync {folder}/wandb/offline-run-*"
     ]
@@ -156,8 +157,8 @@ def test_a_run_without_a_key_is_kept_whole_on_disk_one_row_a_step(tmp_path: Path
     assert config["environment"] == environment
 
     summary = summary_of(records)
-    ours = json.loads((folder / "summary.json").read_text())
-    assert {name: summary[name] for name in ours} == ours
+    in_folder = json.loads((folder / "summary.json").read_text())
+    assert {name: summary[name] for name in in_folder} == in_folder
     assert summary["checkpoint"] == str(folder / "checkpoints" / "step_0000008.ckpt")
     files = next((folder / "wandb").glob("offline-run-*/files"))
     samples = json.loads((files / summary["table/samples"]["path"]).read_text())
@@ -172,64 +173,65 @@ def test_a_run_without_a_key_is_kept_whole_on_disk_one_row_a_step(tmp_path: Path
         for row in read_metrics(folder)
         if "val/loss" in row
     ]
-    assert (summary["status"], worst_exit_code(records)) == ("finished", 0)
+    assert (summary["status"], get_exit_code(records)) == ("finished", 0)
 
 
-def test_two_ranks_stopped_and_started_again_are_one_run_with_every_row_once(
+def test_a_preempted_and_resumed_run_on_two_ranks_is_one_wandb_run_with_every_row_once(
     tmp_path: Path,
 ) -> None:
     folder = tmp_path / "ranks"
     folder.mkdir()
     signals = "+callbacks.signals={_target_: signalled.SignalAt, folder: ranks,"
-    words = [*words_of(folder), f"{signals} signals: [step_3_SIGTERM_0]}}", "resume=auto"]
-    words += ["strategy=ddp", "trainer.devices=2", "micro_batch_size=2"]
-    stopped, finished = train(folder, *words), train(folder, *words)
+    overrides = [*get_overrides(folder), f"{signals} signals: [step_3_SIGTERM_0]}}", "resume=auto"]
+    overrides += ["strategy=ddp", "trainer.devices=2", "micro_batch_size=2"]
+    stopped, finished = train(folder, *overrides), train(folder, *overrides)
     assert (stopped.returncode, finished.returncode) == (75, 0), stopped.stdout + finished.stdout
     first, second = records_of(folder / "wandb")
     assert one_of(first, "run")["run_id"] == one_of(second, "run")["run_id"]
     assert one_of(second, "run")["resume"] is True
-    assert (worst_exit_code(first), worst_exit_code(second)) == (75, 0)
+    assert (get_exit_code(first), get_exit_code(second)) == (75, 0)
     assert [record["type"] for record in first].count("preempting") == 1
     assert [summary_of(records)["status"] for records in (first, second)] == [
         "preempted",
         "finished",
     ]
-    rows, made_up = find_rows(first), find_rows(second)
-    if made_up[0][STEP] == rows[-1][STEP]:  # the validation that the signal did not wait for
-        assert not set(made_up[0]) & set(rows[-1]) - {STEP}
-        rows[-1] |= made_up.pop(0)
-    assert_same_rows(rows + made_up, folder)
+    rows, rows_after = find_rows(first), find_rows(second)
+    if rows_after[0][STEP] == rows[-1][STEP]:  # the validation that the signal did not wait for
+        assert not set(rows_after[0]) & set(rows[-1]) - {STEP}
+        rows[-1] |= rows_after.pop(0)
+    assert_same_rows(rows + rows_after, folder)
 
 
-def test_a_crash_a_lost_id_and_a_kill_leave_one_run_with_every_step_once(tmp_path: Path) -> None:
+def test_a_crashed_then_killed_then_finished_run_is_one_wandb_run_with_every_step_once(
+    tmp_path: Path,
+) -> None:
     folder = tmp_path / "killed"
     folder.mkdir()
     crash = "+callbacks.crash={_target_: support.CrashAt, step: 3}"
     kill = "+callbacks.kill={_target_: signalled.SignalAt, folder: killed,"
-    assert train_here(*words_of(folder), crash) == 1
-    (folder / ID_FILE).unlink()
-    words = [f"resume={folder}", "~callbacks.crash"]
-    # 3.6 s, so that W&B has had its second to write the first of them down
-    killed = train(folder, *words, f"{kill} signals: [batch_7_SIGKILL_0], pause: 0.3}}")
+    assert train_in_process(*get_overrides(folder), crash) == 1
+    overrides = [f"resume={folder}", "~callbacks.crash"]
+    # 3.2 s per step: every row that is handed over is older than the second in which W&B writes it down
+    killed = train(folder, *overrides, f"{kill} signals: [batch_6_SIGKILL_0], pause: 1.6}}")
     assert killed.returncode in (-signal.SIGKILL, 128 + signal.SIGKILL)
-    assert train_here(f"resume={folder}", "~callbacks.kill") == 0
+    assert train_in_process(f"resume={folder}", "~callbacks.kill") == 0
 
     crashed, killed_at, last = records_of(folder / "wandb")
     [run_id] = {one_of(records, "run")["run_id"] for records in (crashed, killed_at, last)}
     assert run_id == json.loads((folder / ID_FILE).read_text())["id"]
-    assert (worst_exit_code(crashed), summary_of(crashed)["status"]) == (1, "failed")
-    assert (worst_exit_code(killed_at), summary_of(killed_at)["status"]) == (None, "running")
-    assert (worst_exit_code(last), summary_of(last)["status"]) == (0, "finished")
+    assert (get_exit_code(crashed), summary_of(crashed)["status"]) == (1, "failed")
+    assert (get_exit_code(killed_at), summary_of(killed_at)["status"]) == (None, "running")
+    assert (get_exit_code(last), summary_of(last)["status"]) == (0, "finished")
     every = [find_rows(records) for records in (crashed, killed_at, last)]
-    steps = [row[STEP] for rows in every for row in rows]  # those that the kill took come after it
+    steps = [row[STEP] for rows in every for row in rows]
     assert steps == [1, 2, 3, 4, 5, 6, 7, 8]
     assert [row[STEP] for row in every[0]] == [1, 2, 3]
     assert every[1]
     losses = [row["train/loss"] for rows in every for row in rows]
-    assert without_zeros([{"": loss} for loss in losses]) == [
+    assert round_as_csv([{"": loss} for loss in losses]) == [
         {"": row["train/loss"]} for row in read_metrics(folder)
     ]
-    # and uploaded as the line says, they are one run whose own count never goes back
+    # uploaded as the log line says, they are one run whose own step count only rises
     with serving() as server:
         files = [str(path) for path in sorted((folder / "wandb").glob("offline-run-*"))]
         subprocess.run(
@@ -245,7 +247,7 @@ def test_a_crash_a_lost_id_and_a_kill_leave_one_run_with_every_step_once(tmp_pat
 
 @pytest.fixture
 def folder(tmp_path: Path) -> Path:
-    """A run folder as it is when training begins."""
+    """Provide a run folder as it is when training starts."""
     node = {"_target_": "somewhere.Something"}
     config = {"name": "run", "tags": [], "model": node, "strategy": node, "optimizer": {"lr": 0.1}}
     (tmp_path / "config.yaml").write_text(json.dumps(config))
@@ -253,8 +255,8 @@ def folder(tmp_path: Path) -> Path:
     return tmp_path
 
 
-def logger_in(folder: Path, **words: Any) -> WandbLogger:
-    given: dict[str, Any] = {
+def make_logger(folder: Path, **settings: Any) -> WandbLogger:
+    defaults: dict[str, Any] = {
         "project": None,
         "entity": None,
         "group": None,
@@ -263,11 +265,11 @@ def logger_in(folder: Path, **words: Any) -> WandbLogger:
         "init_timeout_seconds": 15,
         "finish_timeout_seconds": 60,
     }
-    return WandbLogger(run_folder=folder, **given | words)
+    return WandbLogger(run_folder=folder, **defaults | settings)
 
 
 @pytest.fixture
-def said(caplog: pytest.LogCaptureFixture) -> Iterator[list[str]]:
+def log_lines(caplog: pytest.LogCaptureFixture) -> Iterator[list[str]]:
     lines: list[str] = []
     handler = logging.Handler()
     handler.emit = lambda record: lines.append(record.getMessage())  # type: ignore[method-assign]
@@ -283,10 +285,10 @@ def log_steps(logger: WandbLogger, *steps: int, loss: float = 0.0) -> None:
         logger.log_metrics({"train/loss": step + loss}, step=step - 1)
 
 
-def test_undone_steps_stay_and_those_made_anew_follow_them_with_marks_and_one_alert_a_kind(
+def test_rolled_back_steps_stay_and_the_repeated_ones_follow_with_marks_and_one_alert_per_kind(
     folder: Path,
 ) -> None:
-    logger = logger_in(folder)
+    logger = make_logger(folder)
     logger.log_event("start", 0)
     log_steps(logger, 1, 2, 3)
     for series in ("loss", "norm"):
@@ -309,17 +311,13 @@ def test_undone_steps_stay_and_those_made_anew_follow_them_with_marks_and_one_al
     assert counts == [0, 1, 2, 3, 4]
     alerts = [record["alert"]["title"] for record in records if record["type"] == "alert"]
     assert alerts == ["Spike", "Rollback", "Diverged"]
-    assert (summary_of(records)["status"], worst_exit_code(records)) == ("diverged", 3)
-
-    told = rows_in_file(folder / "wandb", one_of(records, "run")["run_id"])
-    assert told is not None
-    assert {step: row["train/loss"] for step, row in told.items()} == {1: 1, 2: 2.5, 3: 3.5}
+    assert (summary_of(records)["status"], get_exit_code(records)) == ("diverged", 3)
 
 
 def test_a_run_that_began_without_wandb_brings_its_rows_along(folder: Path) -> None:
     lines = ["step,train/loss,val/loss", "1,1,", "2,2,2.5", "3,3,"]
     (folder / "metrics.csv").write_text("\n".join(lines) + "\n")
-    logger = logger_in(folder)
+    logger = make_logger(folder)
     logger.resume_at(2)
     logger.log_event("resume", 2)
     log_steps(logger, 3)
@@ -332,8 +330,10 @@ def test_a_run_that_began_without_wandb_brings_its_rows_along(folder: Path) -> N
     ]
 
 
-def test_rows_told_before_are_told_again_only_where_they_differ(folder: Path) -> None:
-    before = logger_in(folder)
+def test_rows_sent_before_a_crash_are_not_sent_again_but_a_late_validation_of_the_last_is(
+    folder: Path,
+) -> None:
+    before = make_logger(folder)
     before.log_event("start", 0)
     log_steps(before, 1, 2, 3, 4)
     before.finalize("failed")
@@ -342,26 +342,81 @@ def test_rows_told_before_are_told_again_only_where_they_differ(folder: Path) ->
     saved.mkdir(parents=True)
     (saved / "manifest.json").write_text("{}")
     (folder / "checkpoints" / "last").symlink_to(saved.name)
-    after = logger_in(folder, upload_checkpoint=True)
+    after = make_logger(folder, upload_checkpoint=True)
     after.resume_at(1)
     after.log_event("resume", 1)
-    log_steps(after, 2)
-    after.log_metrics({"val/loss": 7.0}, step=1)  # the crash came before the validation
-    log_steps(after, 3, 4, loss=0.5)
+    log_steps(after, 2, 3, 4)
+    after.log_metrics({"val/loss": 7.0}, step=3)  # the crash came before the validation
+    log_steps(after, 5)
     after.finalize("success")
-    after.log_event("end", 4, status="finished")
+    after.log_event("end", 5, status="finished")
     _, records = records_of(folder / "wandb")
-    assert find_rows(records) == [
-        {STEP: 2, "val/loss": 7},
-        {STEP: 3, "train/loss": 3.5},
-        {STEP: 4, "train/loss": 4.5},
-    ]
+    assert find_rows(records) == [{STEP: 4, "val/loss": 7}, {STEP: 5, "train/loss": 5}]
+    record = json.loads((folder / ID_FILE).read_text())
+    assert (record["step"], record["columns"]) == (5, ["train/loss", STEP])
     artifacts = [record["artifact"] for record in records if record["type"] == "artifact"]
-    assert [one["name"] for one in artifacts] == [f"checkpoint-{one_of(records, 'run')['run_id']}"]
+    run_id = one_of(records, "run")["run_id"]
+    assert [artifact["name"] for artifact in artifacts] == [f"checkpoint-{run_id}"]
+
+
+def test_a_resume_without_the_id_file_continues_the_run_of_its_checkpoint(folder: Path) -> None:
+    (folder / "metrics.csv").write_text("step,train/loss\n1,1\n2,2\n")
+    after = make_logger(folder)
+    saved = {"loggers": {"WandbLogger": "abcd1234"}}
+    checkpoint = folder / "checkpoints" / "step_0000002.ckpt"
+    after.on_load_checkpoint(SimpleNamespace(ckpt_path=str(checkpoint)), None, saved)
+    after.resume_at(2)
+    after.log_event("resume", 2)
+    log_steps(after, 3)
+    after.log_event("end", 3, status="finished")
+    [records] = records_of(folder / "wandb")
+    assert one_of(records, "run")["run_id"] == "abcd1234"
+    assert find_rows(records) == [{STEP: 3, "train/loss": 3}]
+
+
+def test_wandb_run_json_names_a_row_before_wandb_has_it_and_is_written_once_a_second(
+    folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    now = [100.0]
+    monkeypatch.setattr("recipes.logger.wandb.logger.time.monotonic", lambda: now[0])
+    sent: list[tuple[int, int]] = []  # a row's step, and the step in the file at that time
+    run = SimpleNamespace(
+        log=lambda row: sent.append((row[STEP], json.loads((folder / ID_FILE).read_text())["step"]))
+    )
+    logger = make_logger(folder)
+    logger._open = lambda: None  # type: ignore[method-assign]
+    logger._sent = SentRows(folder, None, resumed_at=None)
+    logger._session = SimpleNamespace(put=lambda call: call(run))  # type: ignore[assignment]
+    for step in range(1, 7):
+        logger.log_metrics({"train/loss": 0.0}, step=step - 1)
+        now[0] += 0.4
+    assert sent == [(1, 1), (2, 4), (3, 4), (4, 4)]  # 5 waits for its second, 6 may still grow
+    logger.finalize("success")
+    assert sent[4:] == [(5, 6), (6, 6)]
+
+
+def test_a_resume_after_a_rollback_sends_the_steps_that_come_again(folder: Path) -> None:
+    rows = SentRows(folder, None, resumed_at=None)
+    run = SimpleNamespace(log=lambda row: None)
+    rows.send(run, [{STEP: step, "train/loss": 0.0} for step in (1, 2, 3)])
+    rows.skip_nothing()
+    rows.save(1)
+    after = SentRows(folder, None, resumed_at=1)
+    assert after.run_id == rows.run_id
+    assert after.get_unsent({STEP: 1, "val/loss": 1.0}) == {}
+    assert after.get_unsent({STEP: 2, "train/loss": 2.5}) == {STEP: 2, "train/loss": 2.5}
+
+
+def test_an_id_file_without_a_step_is_taken_as_complete_up_to_the_resume(folder: Path) -> None:
+    (folder / ID_FILE).write_text('{"id": "abcd1234"}')
+    rows = SentRows(folder, None, resumed_at=2)
+    assert rows.run_id == "abcd1234"
+    assert rows.get_unsent({STEP: 2, "train/loss": 0.0}) == {}
+    assert rows.get_unsent({STEP: 3, "train/loss": 0.0}) == {STEP: 3, "train/loss": 0.0}
 
 
 def core_process() -> int:
-    """W&B's own process: a child of this one."""
+    """Return the process id of W&B's own process, a child of this one."""
     for status in Path("/proc").glob("[0-9]*/stat"):
         name, _, rest = status.read_text().partition("(")[2].rpartition(")")
         state, parent = rest.split()[:2]
@@ -371,63 +426,67 @@ def core_process() -> int:
 
 
 @pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGSTOP])
-def test_a_process_of_wandb_that_dies_or_hangs_costs_one_line_and_never_the_run(
-    folder: Path, said: list[str], monkeypatch: pytest.MonkeyPatch, number: int
+def test_a_wandb_process_that_dies_or_hangs_costs_one_log_line_and_never_the_run(
+    folder: Path, log_lines: list[str], monkeypatch: pytest.MonkeyPatch, number: int
 ) -> None:
     monkeypatch.setattr("recipes.logger.wandb.logger._START_SECONDS", 10.0)
-    logger = logger_in(folder, finish_timeout_seconds=-8.0)  # two seconds in all
+    logger = make_logger(folder, finish_timeout_seconds=-8.0)  # two seconds in all
     logger.log_event("start", 0)
     log_steps(logger, 1, 2)
-    os.kill(core_process(), number)
+    process = core_process()
+    os.kill(process, number)
     began = time.monotonic()
     log_steps(logger, *range(3, 300))
     assert time.monotonic() - began < 3.0  # a queue entry each
     logger.finalize("success")
     logger.log_event("end", 299, status="finished")
-    # two seconds of patience and five for its process to end; W&B alone would wait for ever
+    with contextlib.suppress(ProcessLookupError):
+        # a stopped process would outlive this test
+        os.kill(process, signal.SIGKILL)
+    # two seconds to finish and five for its process to end; W&B alone would wait forever
     assert time.monotonic() - began < 20.0
-    assert len(said) == 2, said
-    assert said[1].startswith("W&B is left out from here on: ")
-    logger.log_event("start", 0)  # and nothing comes of it
+    assert len(log_lines) == 2, log_lines
+    assert log_lines[1].startswith("W&B is switched off from here on: ")
+    logger.log_event("start", 0)  # does nothing
     log_steps(logger, 300)
 
 
-def test_a_server_out_of_reach_is_waited_for_a_moment_and_the_run_kept_offline(
-    folder: Path, said: list[str], monkeypatch: pytest.MonkeyPatch
+def test_an_unreachable_server_is_waited_for_briefly_and_the_run_kept_offline(
+    folder: Path, log_lines: list[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("WANDB_API_KEY", KEY)
     monkeypatch.setenv("WANDB_BASE_URL", "http://127.0.0.1:9")  # the port that discards: closed
     began = time.monotonic()
-    logger = logger_in(folder, init_timeout_seconds=2)
+    logger = make_logger(folder, init_timeout_seconds=2)
     logger.log_event("start", 0)
     assert time.monotonic() - began < 20.0
     log_steps(logger, 1, 2)
     logger.finalize("success")
     logger.log_event("end", 2, status="finished")
-    assert len(said) == 1
-    assert "wandb sync" in said[0]
-    [told] = [rows for records in records_of(folder / "wandb") if (rows := find_rows(records))]
-    assert [row[STEP] for row in told] == [1, 2]
+    assert len(log_lines) == 1
+    assert "wandb sync" in log_lines[0]
+    [rows] = [rows for records in records_of(folder / "wandb") if (rows := find_rows(records))]
+    assert [row[STEP] for row in rows] == [1, 2]
 
 
-def test_online_a_resume_tells_the_server_what_it_has_not(
-    folder: Path, said: list[str], monkeypatch: pytest.MonkeyPatch
+def test_an_online_resume_sends_the_rows_that_the_server_does_not_have(
+    folder: Path, log_lines: list[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     with serving() as server:
         monkeypatch.setenv("WANDB_API_KEY", KEY)
         monkeypatch.setenv("WANDB_BASE_URL", server.base_url)
-        before = logger_in(folder)
+        before = make_logger(folder)
         before.log_event("start", 0)
         run_id = str(before.version)
         log_steps(before, 1, 2, 3, 4, 5)
         before.log_event("preempted", 5, signal="SIGTERM", saved=True)
         assert server.steps(run_id) == [(step - 1, step) for step in range(1, 6)]
-        # a kill would have taken the last two on their way
+        # as if a kill had lost the last two on their way
         del server.rows[run_id][3:]
         server.summary[run_id] = '{"trainer/global_step": 3}'
         lines = ["step,train/loss", *(f"{step},{step}" for step in range(1, 5))]
         (folder / "metrics.csv").write_text("\n".join(lines) + "\n")
-        after = logger_in(folder)
+        after = make_logger(folder)
         after.resume_at(4)
         after.log_event("resume", 4)
         log_steps(after, 5, 6)
@@ -436,22 +495,22 @@ def test_online_a_resume_tells_the_server_what_it_has_not(
         assert server.exit_codes[run_id] == [75, 0]
         assert json.loads(server.summary[run_id])["status"] == "finished"
     url = f"W&B: {server.base_url}/us/lightning-recipes/runs/{run_id}"
-    assert said == [url, url]
+    assert log_lines == [url, url]
 
 
-def test_a_disabled_wandb_leaves_nothing(
-    folder: Path, said: list[str], monkeypatch: pytest.MonkeyPatch
+def test_wandb_mode_disabled_leaves_nothing_behind(
+    folder: Path, log_lines: list[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("WANDB_MODE", "disabled")
-    logger = logger_in(folder)
+    logger = make_logger(folder)
     logger.log_event("start", 0)
     log_steps(logger, 1, 2)
     logger.log_event("end", 2, status="finished")
-    assert (said, logger.version, (folder / "wandb").exists()) == ([], None, False)
+    assert (log_lines, logger.version, (folder / "wandb").exists()) == ([], None, False)
 
 
-def test_a_run_that_never_began_opens_nothing(folder: Path) -> None:
-    logger = logger_in(folder)
+def test_a_run_that_never_started_opens_no_wandb_run(folder: Path) -> None:
+    logger = make_logger(folder)
     logger.log_hyperparams({})
     assert logger.experiment is None
     (folder / "config.yaml").unlink()
@@ -462,20 +521,20 @@ def test_a_run_that_never_began_opens_nothing(folder: Path) -> None:
     assert not (folder / ID_FILE).exists()
 
 
-def test_a_checkpoint_of_another_folder_does_not_lend_its_id(folder: Path, tmp_path: Path) -> None:
+def test_the_id_in_a_checkpoint_of_another_folder_is_not_used(folder: Path, tmp_path: Path) -> None:
     saved = {"loggers": {"CsvLogger": "x", "WandbLogger": "abcd1234"}}
     ids = []
     for run in ("here", "elsewhere"):
         here = tmp_path / "here"
         here.mkdir(exist_ok=True)
-        logger = logger_in(here)
+        logger = make_logger(here)
         checkpoint = tmp_path / run / "checkpoints" / "step_0000002.ckpt"
         logger.on_load_checkpoint(SimpleNamespace(ckpt_path=str(checkpoint)), None, saved)
         ids.append(logger._saved_id)
     assert ids == ["abcd1234", None]
 
 
-def test_alerts_of_a_kind_wait_and_the_next_says_how_many_were_held_back(
+def test_alerts_of_a_kind_are_rate_limited_and_the_next_counts_those_held_back(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     now = [0.0]
@@ -484,35 +543,37 @@ def test_alerts_of_a_kind_wait_and_the_next_says_how_many_were_held_back(
     sent = []
     for minute in range(65):
         now[0] = 60.0 * minute
-        sent.append(alerts.due("spike", minute, {}))
+        sent.append(alerts.get_due("spike", minute, {}))
     texts = {minute: alert["text"] for minute, alert in enumerate(sent) if alert is not None}
     assert texts == {
         0: "step 0",
         30: "step 30; 29 more since the last alert",
         60: "step 60; 29 more since the last alert",
     }
-    assert alerts.due("checkpoint", 70, {}) is None
+    assert alerts.get_due("checkpoint", 70, {}) is None
     error = {"status": "failed", "error": "OutOfMemoryError: 2 GiB"}
-    oom = alerts.due("end", 70, error)
+    oom = alerts.get_due("end", 70, error)
     assert oom is not None
     assert oom["title"] == "Out of memory"
-    assert Alerts(every_minutes=None).due("spike", 1, {}) is None
+    assert Alerts(every_minutes=None).get_due("spike", 1, {}) is None
 
 
-def test_the_exit_code_is_the_one_of_the_process() -> None:
-    def of(*noted: str, event: str = "end", **fields: Any) -> tuple[str, int]:
-        ending = WandbExit()
-        for one in noted:
-            ending.note(one)
+def test_the_exit_code_in_wandb_is_that_of_the_process() -> None:
+    def get_status(*events: str, event: str = "end", **fields: Any) -> tuple[str, int]:
+        wandb_exit = WandbExit()
+        for name in events:
+            wandb_exit.note(name)
         summary = {"train_loss": fields.pop("train_loss", 1.0)}
-        return ending.of(event, fields, summary)
+        return wandb_exit.get_status(event, fields, summary)
 
-    assert of(status="finished") == ("finished", 0)
-    assert of("checkpoint_rejected", "resume", status="finished") == ("finished", 0)
-    assert of("checkpoint_failed", status="finished") == ("unsaved", 74)
-    assert of("checkpoint_failed", "checkpoint", status="finished") == ("finished", 0)
-    assert of(status="finished", train_loss=None) == ("diverged", 3)
-    assert of(status="out_of_memory") == ("out_of_memory", 71)
-    assert of(status="interrupted") == ("interrupted", 130)
-    assert of(event="preempted", saved=True) == ("preempted", 75)
-    assert of(event="preempted", saved=False) == ("preempted", 143)
+    assert get_status(status="finished") == ("finished", 0)
+    assert get_status(status="failed") == ("failed", 1)
+    assert get_status("checkpoint_rejected", "resume", status="finished") == ("finished", 0)
+    assert get_status("resume", "checkpoint_rejected", status="finished") == ("diverged", 3)
+    assert get_status("checkpoint_failed", status="finished") == ("unsaved", 74)
+    assert get_status("checkpoint_failed", "checkpoint", status="finished") == ("finished", 0)
+    assert get_status(status="finished", train_loss=None) == ("diverged", 3)
+    assert get_status(status="out_of_memory") == ("out_of_memory", 71)
+    assert get_status(status="interrupted") == ("interrupted", 130)
+    assert get_status(event="preempted", saved=True) == ("preempted", 75)
+    assert get_status(event="preempted", saved=False) == ("preempted", 143)
