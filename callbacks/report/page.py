@@ -8,11 +8,11 @@ from typing import Any
 from .charts.json_data import chart_data
 from .charts.png import write_png
 from .charts.series import (
-    MARKED_EVENTS,
     Group,
     Mark,
     get_groups,
     get_marks,
+    is_marked,
     not_drawn,
 )
 from .charts.svg import STILL_BUCKETS, STILL_POINTS, chart_html, padded, spans
@@ -98,12 +98,12 @@ def charts_html(groups: Sequence[Group], marks: Sequence[Mark]) -> str:
 
 def mark_legend(run: RunRecord) -> str:
     """Each kind of event with its color and count; a click hides it."""
-    events = [event.get("event") for event in run.events]
-    kinds = [event for event in MARKED_EVENTS if event in events]
+    events = [str(event["event"]) for event in run.events if is_marked(event)]
+    kinds = list(dict.fromkeys(events))  # in the order of their first event
     keys = "".join(
-        f'<button type="button" class="event e-{kind}" data-event="{kind}" aria-pressed="true">'
+        f'<button type="button" class="event e-{escape(kind)}" data-event="{escape(kind)}" aria-pressed="true">'
         f"{events.count(kind)}"
-        f" {_EVENT_WORDS[kind] if kind in _EVENT_WORDS else kind}</button>"
+        f" {escape(_EVENT_WORDS[kind] if kind in _EVENT_WORDS else kind)}</button>"
         for kind in kinds
     )
     dotted = '<span class="dotted">steps that a rollback undid</span>' if run.undone else ""

@@ -23,7 +23,8 @@ from recipes.run_folder import (
 )
 
 LOGGER = logging.getLogger("lightning_recipes")
-# events about a process or the disk, which no resume undoes
+# events of the run itself about a process or the disk, which no resume undoes; a callback declares its own with
+# `kept_on_resume`, see `callbacks.events.EventKind` ("stop" has no such field in the files of earlier versions)
 OF_PROCESSES = (
     "start",
     "resume",
@@ -153,7 +154,10 @@ class CsvLogger(Logger):
         kept = [
             line
             for number, (line, event) in enumerate(zip(lines, events, strict=True))
-            if number <= past or event["step"] <= step or event["event"] in OF_PROCESSES
+            if number <= past
+            or event["step"] <= step
+            or event["event"] in OF_PROCESSES
+            or event.get("kept_on_resume", False)
         ]
         write_atomically(path, "".join(kept))
         self._events_offset = None
