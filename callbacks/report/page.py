@@ -106,8 +106,12 @@ def mark_legend(run: RunRecord) -> str:
         f" {escape(_EVENT_WORDS[kind] if kind in _EVENT_WORDS else kind)}</button>"
         for kind in kinds
     )
+    # a click on a key sets the class `without-<kind>` on the body
+    hide = "".join(
+        f".without-{escape(kind)} .plot .e-{escape(kind)} {{ display: none; }}" for kind in kinds
+    )
     dotted = '<span class="dotted">steps that a rollback undid</span>' if run.undone else ""
-    return f'<p class="legend">{keys}{dotted}</p>' if keys else ""
+    return f'<style>{hide}</style><p class="legend">{keys}{dotted}</p>' if keys else ""
 
 
 def _left_out(run: RunRecord, groups: Sequence[Group]) -> str:

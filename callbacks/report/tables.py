@@ -105,7 +105,11 @@ def events(run: RunRecord) -> str:
 
 
 def _rest_of(event: dict[str, Any]) -> str:
-    rest = {k: v for k, v in event.items() if k not in ("time", "step", "event", "mark", "kept_on_resume")}
+    rest = {
+        k: v
+        for k, v in event.items()
+        if k not in ("time", "step", "event", "mark", "kept_on_resume")
+    }
     return ", ".join(f"{name} {words(value)}" for name, value in flat(rest))
 
 

@@ -163,11 +163,11 @@ def _marks(marks: Sequence[Mark], scale: _Scale) -> str:
         bands = {(scale.x(m.step), scale.x(m.undone_to)) for m in of_kind if m.undone_to}
         path = "".join(f"M{a:g} 0H{b:g}V{UNITS}H{a:g}Z" for a, b in sorted(bands))
         if path:
-            drawn.append(f'<path class="band e-{event}" d="{path}"/>')
+            drawn.append(f'<path class="band e-{escape(event)}" d="{path}"/>')
         places = sorted({scale.x(mark.step) for mark in of_kind})
         path = "".join(f"M{x:g} 0V{UNITS}" for x in places if 0 <= x <= UNITS)
         if path:
-            drawn.append(f'<path class="mark e-{event}" d="{path}"/>')
+            drawn.append(f'<path class="mark e-{escape(event)}" d="{path}"/>')
     return "".join(drawn)
 
 
