@@ -52,7 +52,7 @@ warm_room:
 
 @pytest.fixture
 def node(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[dict[str, Any]]:
-    """The config node of a new callback, whose module is importable."""
+    """Write the module of a new callback; return its config node."""
     (tmp_path / "code").mkdir()
     (tmp_path / "code/warm_room.py").write_text(MODULE)
     monkeypatch.syspath_prepend(str(tmp_path / "code"))

@@ -54,7 +54,7 @@ class Damage(Callback):
 
 @pytest.fixture
 def noisy(stranger: Any) -> Any:
-    """A plain module with Adam on 60 batches of noise."""
+    """Make a plain module with Adam on 60 batches of noise."""
 
     class Noisy(stranger):  # type: ignore[misc, valid-type]
         def training_step(self, batch: list[Tensor], batch_idx: int) -> Tensor:

@@ -77,7 +77,7 @@ def test_a_gpu_is_known_by_its_name_and_the_precision_of_the_run(
 def meter_on(
     monkeypatch: Any, device: str, *, precision: str, caplog: Any, module: Any = None
 ) -> FlopMeter:
-    """A meter that has begun on one rank of two, on a GPU with this name."""
+    """Make a meter that has started on a GPU of this name."""
     monkeypatch.setattr(torch.cuda, "get_device_name", lambda *_: device)
     trainer: Any = SimpleNamespace(
         strategy=SimpleNamespace(root_device=torch.device("cuda", 0)),
