@@ -24,7 +24,7 @@ def ours(losses: Series, norms: Series) -> list[int]:
     )
     flagged = []
     for step, (loss, norm) in enumerate(zip(losses, norms, strict=True), start=1):
-        reading = StepMeasurement(step=step, loss=loss, norm=norm, refused=False)
+        reading = StepMeasurement(step=step, loss=loss, norm=norm, skipped=False)
         if watch.judge(reading, overflowed=False).alarms:
             flagged.append(step)
     return flagged

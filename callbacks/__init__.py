@@ -1,82 +1,61 @@
-"""Callbacks that watch a run, in anybody's Lightning project; this import itself costs nothing.
+"""Callbacks that monitor a run, for any Lightning project. Importing this package is cheap.
 
-A metric's prefix is the name of the callback that owns it, and nobody else writes under it:
+Each callback owns the prefix of its metrics (`grad/`, `throughput/`, `memory/`, …), which its docstring names; no
+other callback logs under it. They use what a module provides (`num_tokens`, `num_samples`, `flops_of`, `grad_norm`,
+`generate_text`) and do without what it does not.
 
-| prefix                 | callback          | module         |
-|------------------------|-------------------|----------------|
-| `grad/`                | `GradNormMonitor` | `grad_norm`    |
-| `throughput/` `time/`  | `SpeedMonitor`    | `throughput`   |
-| none, a line           | `BottleneckMonitor`| `bottleneck`  |
-| `memory/`              | `MemoryMonitor`   | `memory`       |
-| none, `profile/`       | `StepProfiler`    | `step_profiler`|
-| `precision/`           | `LossScaleMonitor`| `loss_scale`   |
-| `spike/`               | `LossSpikeRollback`| `loss_spike`  |
-| none, ends the run     | `EarlyStop`       | `early_stop`   |
-| none, ends the run     | `StopAtNan`       | `stop_at_nan`  |
-| none, writes log lines | `ProgressLine`    | `progress`     |
-| none, `samples.jsonl`  | `SampleText`      | `sample_text`  |
-| none, `report.html`    | `RunReport`       | `report`       |
+A callback declares its own facts on its class, so that loggers and the report need no list of callbacks:
 
-They read what a module offers (`num_tokens`, `num_samples`, `flops_of`, `grad_norm`, `generate_text`) and do
-with less where it offers nothing. A name is imported when it is first asked for, so that
-`from callbacks.report.page import write_report` does not pay for Lightning.
+* `summary_fields`: fields it adds to summary.json, with the value each has before anything is known. A `summary()`
+  method returns the values. Fields in `summed_fields` add up over the callbacks that report them.
+* `events`: kinds of events it logs, with how readers treat them, see `events.EventKind`.
+* `Annotated[int, ">= 1"]` on an argument of `__init__`: its valid range, which the config check reads from source.
 """
 
+from functools import cache
 from importlib import import_module
 from typing import TYPE_CHECKING
 
+# The public names, listed here only: at run time a name is imported from its module on first use, so that
+# `from callbacks import write_report` does not pay for importing torch and Lightning.
 if TYPE_CHECKING:
-    from .bottleneck.callback import BottleneckMonitor
-    from .early_stop import EarlyStop
-    from .grad_norm.callback import GradNormMonitor
-    from .loss_scale import LossScaleMonitor
-    from .loss_spike.callback import LossSpikeRollback
-    from .memory.callback import MemoryMonitor
-    from .progress.callback import ProgressLine
-    from .report.callback import RunReport
-    from .report.compare.page import write_comparison
-    from .report.page import write_report
-    from .sample_text import SampleText
-    from .step_profiler import StepProfiler
-    from .stop_at_nan import StopAtNan
-    from .throughput.callback import SpeedMonitor
+    from .bottleneck.callback import BottleneckMonitor as BottleneckMonitor
+    from .early_stop import EarlyStop as EarlyStop
+    from .grad_norm.callback import GradNormMonitor as GradNormMonitor
+    from .loss_scale import LossScaleMonitor as LossScaleMonitor
+    from .loss_spike.callback import LossSpikeRollback as LossSpikeRollback
+    from .memory.callback import MemoryMonitor as MemoryMonitor
+    from .progress.callback import ProgressLine as ProgressLine
+    from .report.callback import RunReport as RunReport
+    from .report.compare.page import write_comparison as write_comparison
+    from .report.page import write_report as write_report
+    from .sample_text import SampleText as SampleText
+    from .step_profiler import StepProfiler as StepProfiler
+    from .stop_at_nan import StopAtNan as StopAtNan
+    from .throughput.callback import SpeedMonitor as SpeedMonitor
 
-_HOME = {
-    "BottleneckMonitor": "bottleneck.callback",
-    "EarlyStop": "early_stop",
-    "GradNormMonitor": "grad_norm.callback",
-    "LossScaleMonitor": "loss_scale",
-    "LossSpikeRollback": "loss_spike.callback",
-    "MemoryMonitor": "memory.callback",
-    "ProgressLine": "progress.callback",
-    "RunReport": "report.callback",
-    "SampleText": "sample_text",
-    "SpeedMonitor": "throughput.callback",
-    "StepProfiler": "step_profiler",
-    "StopAtNan": "stop_at_nan",
-    "write_comparison": "report.compare.page",
-    "write_report": "report.page",
-}
 
-__all__ = [
-    "BottleneckMonitor",
-    "EarlyStop",
-    "GradNormMonitor",
-    "LossScaleMonitor",
-    "LossSpikeRollback",
-    "MemoryMonitor",
-    "ProgressLine",
-    "RunReport",
-    "SampleText",
-    "SpeedMonitor",
-    "StepProfiler",
-    "StopAtNan",
-    "write_comparison",
-    "write_report",
-]
+@cache
+def _modules() -> dict[str, str]:
+    """Return the module of each public name, read from the imports above."""
+    import ast
+    from pathlib import Path
+
+    imports = [
+        node
+        for node in ast.walk(ast.parse(Path(__file__).read_text(encoding="utf-8")))
+        if isinstance(node, ast.ImportFrom) and node.level == 1
+    ]
+    return {alias.name: f".{node.module}" for node in imports for alias in node.names}
 
 
 def __getattr__(name: str) -> object:
-    if name not in _HOME:
+    if name == "__all__":
+        return sorted(_modules())
+    if name not in _modules():
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-    return getattr(import_module(f"{__name__}.{_HOME[name]}"), name)
+    return getattr(import_module(_modules()[name], __name__), name)
+
+
+def __dir__() -> list[str]:
+    return sorted({*globals(), *_modules()})

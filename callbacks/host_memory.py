@@ -1,16 +1,20 @@
-"""How much memory of the host is left to this process: two small files of the kernel."""
+"""Host memory still available to this process: reads two small files of the kernel."""
 
 from pathlib import Path
 
 MEMINFO = Path("/proc/meminfo")
 CGROUP = Path("/sys/fs/cgroup")
-_UNLIMITED = 2**60
+_UNLIMITED = 2**60  # cgroup v1 writes a number near 2**63 for "no limit"
 
 
 def available_bytes(meminfo: Path = MEMINFO, cgroup: Path = CGROUP) -> int | None:
-    """What can still be allocated, by the machine and by the container's limit; None where neither is known."""
-    known = [one for one in (_of_machine(meminfo), _of_container(cgroup)) if one is not None]
-    return min(known) if known else None
+    """Return how many bytes can still be allocated on the machine and within the container's limit.
+
+    Returns:
+        The smaller of both limits; None where neither is known.
+    """
+    limits = [_of_machine(meminfo), _of_container(cgroup)]
+    return min((limit for limit in limits if limit is not None), default=None)
 
 
 def _of_machine(meminfo: Path) -> int | None:
@@ -23,7 +27,7 @@ def _of_machine(meminfo: Path) -> int | None:
 
 
 def _of_container(cgroup: Path) -> int | None:
-    """Version 2, then version 1. Pages of files can be given back at any time and count as free."""
+    """Read cgroup version 2, then version 1. The page cache is reclaimable and counts as free."""
     for limit_file, used_file, cache in (
         ("memory.max", "memory.current", "inactive_file"),
         ("memory/memory.limit_in_bytes", "memory/memory.usage_in_bytes", "total_inactive_file"),
@@ -34,8 +38,8 @@ def _of_container(cgroup: Path) -> int | None:
         if limit == "max" or int(limit) >= _UNLIMITED:
             return None
         used = int((cgroup / used_file).read_text())
-        statistics = (cgroup / used_file).with_name("memory.stat")
-        words = statistics.read_text().split() if statistics.is_file() else []
-        reclaimable = int(words[words.index(cache) + 1]) if cache in words else 0
+        stat_file = (cgroup / used_file).with_name("memory.stat")
+        fields = stat_file.read_text().split() if stat_file.is_file() else []  # name, value, …
+        reclaimable = int(fields[fields.index(cache) + 1]) if cache in fields else 0
         return int(limit) - used + reclaimable
     return None

@@ -1,8 +1,9 @@
-"""The loss scale of float16 and the steps it has cost: one read of the device per logged step."""
+"""The loss scale of float16 and the steps it has skipped: one read from the device per logged step."""
 
-from typing import Any
+from typing import Any, ClassVar
 
 from lightning.pytorch import Callback, LightningModule, Trainer
+from typing_extensions import override
 
 from .logged_step import StepCounter, is_logged_step, log_row
 
@@ -10,41 +11,53 @@ from .logged_step import StepCounter, is_logged_step, log_row
 class LossScaleMonitor(Callback):
     """Logs `precision/loss_scale` and `precision/overflow_steps` at logged steps; nothing without a loss scaler.
 
-    A strategy that answers `current_loss_scale` (None: the loss is not scaled) and `num_overflows` (steps this
-    process has skipped) is asked. Of any other, Lightning's mixed precision is watched: a scale that has fallen
-    is a step that was skipped, which reads the scale at every step; and DeepSpeed's engine counts by itself.
+    Useful when training in float16: many overflow steps mean a loss scale that does not settle, or a run that
+    diverges.
 
-    `precision/overflow_steps` is the number of skipped steps since the run began, resumes included.
+    `precision/overflow_steps` counts the steps skipped since the run began, resumes included. The counts come from
+    a strategy that provides `current_loss_scale` (None: the loss is not scaled) and `num_overflows` (steps skipped
+    by this process). Under any other strategy Lightning's mixed precision is watched: a scale that has fallen means
+    a skipped step, which reads the scale at every step. DeepSpeed's engine counts for itself.
+
+    Example:
+        >>> trainer = Trainer(callbacks=[LossScaleMonitor()], accelerator="cpu", logger=False)
+        >>> trainer.callbacks[0].summary()
+        {'skipped_steps': 0}
     """
+
+    summary_fields: ClassVar[dict[str, Any]] = {"skipped_steps": 0}
+    summed_fields: ClassVar[frozenset[str]] = frozenset({"skipped_steps"})
 
     def __init__(self) -> None:
         self._steps = StepCounter()
-        self._earlier = 0  # before this process
+        self._earlier = 0  # overflow steps before this process
         self._in_process = 0
         self._last_scale: float | None = None
 
+    @override
     def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
         self._steps.start(trainer)
         self._earlier, self._in_process = self._earlier + self._in_process, 0
-        self._last_scale = _scale(trainer)
-        self._counted_before = _counted(trainer) or 0
+        self._last_scale = _get_scale(trainer)
+        self._counted_before = _count_overflows(trainer) or 0
 
+    @override
     def on_train_batch_end(
         self, trainer: Trainer, pl_module: LightningModule, outputs: Any, batch: Any, batch_idx: int
     ) -> None:
         if not self._steps.stepped(trainer):
             return
-        counted = _counted(trainer)
+        counted = _count_overflows(trainer)
         if counted is not None:
             self._in_process = counted - self._counted_before
         else:
-            self._watch(trainer)
-        if is_logged_step(trainer) and (scale := _scale(trainer)) is not None:
+            self._watch_scale(trainer)
+        if is_logged_step(trainer) and (scale := _get_scale(trainer)) is not None:
             row = {"precision/loss_scale": scale, "precision/overflow_steps": self._total()}
             log_row(pl_module, row)
 
-    def _watch(self, trainer: Trainer) -> None:
-        before, self._last_scale = self._last_scale, _scale(trainer)
+    def _watch_scale(self, trainer: Trainer) -> None:
+        before, self._last_scale = self._last_scale, _get_scale(trainer)
         if None not in (before, self._last_scale):
             self._in_process += self._last_scale < before  # type: ignore[operator]
 
@@ -52,18 +65,20 @@ class LossScaleMonitor(Callback):
         return self._earlier + self._in_process
 
     def summary(self) -> dict[str, int]:
-        """Steps skipped because a gradient was not finite."""
+        """Return the number of steps skipped because a gradient was not finite."""
         return {"skipped_steps": self._total()}
 
+    @override
     def state_dict(self) -> dict[str, int]:
         return {"overflow_steps": self._total()}
 
+    @override
     def load_state_dict(self, state_dict: dict[str, int]) -> None:
         self._earlier, self._in_process = state_dict["overflow_steps"], 0
 
 
-def _counted(trainer: Trainer) -> int | None:
-    """Steps skipped in this process, where somebody counts them."""
+def _count_overflows(trainer: Trainer) -> int | None:
+    """Return the steps skipped in this process; None where neither strategy nor engine counts them."""
     strategy: Any = trainer.strategy
     if hasattr(strategy, "num_overflows"):
         return int(strategy.num_overflows)
@@ -71,8 +86,8 @@ def _counted(trainer: Trainer) -> int | None:
     return None if engine is None else int(engine.skipped_steps)
 
 
-def _scale(trainer: Trainer) -> float | None:
-    """What the loss is multiplied by at present; None where it is not scaled."""
+def _get_scale(trainer: Trainer) -> float | None:
+    """Return what the loss is multiplied by at present; None where it is not scaled."""
     strategy: Any = trainer.strategy
     if hasattr(strategy, "current_loss_scale"):
         scale = strategy.current_loss_scale

@@ -1,7 +1,7 @@
-"""Hears when a named action of the Trainer begins and ends: a dictionary look-up per action.
+"""Listen to when a named action of the Trainer starts and stops: one dictionary look-up per action.
 
-Lightning has no hook around a fetch of data or the writing of a checkpoint, but it tells its
-profiler, whichever one is set, about both. The tap listens in on it and passes everything on.
+Lightning has no hook around fetching data or writing a checkpoint, but it reports both to its profiler, whichever is
+set. The tap intercepts these calls and passes them on.
 """
 
 from collections.abc import Callable, Mapping
@@ -12,17 +12,24 @@ from lightning.pytorch.profilers import Profiler
 
 
 def get_profiler(trainer: Trainer) -> Profiler:
-    """The trainer's profiler, which Lightning sets from outside the class."""
+    """Return the trainer's profiler, an attribute that Lightning sets from outside the class."""
     return trainer.profiler  # type: ignore[attr-defined, no-any-return]
 
 
 class Listener(NamedTuple):
+    """What to call when an action starts and when it stops."""
+
     on_start: Callable[[], None]
     on_stop: Callable[[], None]
 
 
 class ProfilerTap:
-    """Calls the listener of an action around it, from its making to `detach`."""
+    """Calls the listener of an action around it, from construction until `detach`.
+
+    Args:
+        listeners: By name of the action, as `profiler.profile(name)` has it.
+        profiler: The trainer's; its `start` and `stop` are replaced on the instance.
+    """
 
     def __init__(self, listeners: Mapping[str, Listener], profiler: Profiler) -> None:
         start, stop = profiler.start, profiler.stop
@@ -37,12 +44,12 @@ class ProfilerTap:
                 listeners[action_name].on_stop()
             stop(action_name)
 
-        # On the instance, where they shadow the class: its type and other methods stay as they are.
+        # Set on the instance, where they shadow the class: its type and its other methods stay as they are.
         vars(profiler).update(start=tapped_start, stop=tapped_stop)
         self._profiler: Profiler | None = profiler
 
     def detach(self) -> None:
-        """Give the profiler its own methods back; harmless the second time."""
+        """Restore the profiler's own methods; calling it twice is harmless."""
         if self._profiler is not None:
             for name in ("start", "stop"):
                 vars(self._profiler).pop(name)

@@ -1,4 +1,4 @@
-"""Traces a few steady steps with torch.profiler: nothing before and after them, and they count as no training time."""
+"""Trace a few steady steps with torch.profiler: no cost before and after; not counted as training time."""
 
 import json
 import logging
@@ -8,6 +8,7 @@ from typing import Any
 from lightning.pytorch import Callback, LightningModule, Trainer
 from lightning.pytorch.profilers import PyTorchProfiler
 from torch.profiler import ProfilerActivity, profile
+from typing_extensions import override
 
 from .logged_step import StepCounter, run_folder
 from .profiler_hooks import get_profiler
@@ -18,29 +19,44 @@ _NUM_OPERATORS = 20
 
 
 class StepProfiler(Callback):
-    """Leaves `profile/` in the run folder: a trace for chrome://tracing or https://ui.perfetto.dev of each rank, and
-    of rank 0 the operators that took most of it, in `operators.json`, with the top ones in the log.
+    """Writes a trace of a few optimizer steps to `profile/` in the run folder.
+
+    Useful to see which operators take the time of a step, and where the device waits for the host.
+
+    Each rank writes a trace for https://ui.perfetto.dev or chrome://tracing; rank 0 also writes the operators that
+    took the most time to `operators.json` and logs the top three.
 
     Args:
-        steps: Optimizer steps to trace; None: none.
-        after: Optimizer steps of this process before them: compilation and warm-up are over by then.
+        steps: Optimizer steps to trace. None disables tracing.
+        after: Optimizer steps of this process before the first traced one: compilation and warm-up are over then.
+
+    Raises:
+        ValueError: `steps` is below 1.
+
+    Example:
+        >>> profiler = StepProfiler(steps=3, after=10)
+        >>> trainer = Trainer(callbacks=[profiler], accelerator="cpu", logger=False)
+        >>> profiler in trainer.callbacks
+        True
     """
 
     def __init__(self, *, steps: int | None = None, after: int = 10) -> None:
         if steps is not None and steps < 1:
             raise ValueError(
-                f"profile={steps}: a trace is of 1 or more optimizer steps; type profile=null for none"
+                f"profile={steps}: a trace needs 1 or more optimizer steps; type profile=null to trace none"
             )
         self._num_steps = steps
         self._after = after
         self._steps = StepCounter()
         self._done = 0  # optimizer steps of this process
-        self._trace: Any = None  # torch's profiler, while it traces
+        self._trace: Any = None  # torch's profiler, while it runs
 
+    @override
     def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
         self._steps.start(trainer)
         self._done = 0
 
+    @override
     def on_train_batch_start(
         self, trainer: Trainer, pl_module: LightningModule, batch: Any, batch_idx: int
     ) -> None:
@@ -49,18 +65,20 @@ class StepProfiler(Callback):
         if isinstance(get_profiler(trainer), PyTorchProfiler):
             self._num_steps = None
             log.warning(
-                "nothing is traced: trainer.profiler=pytorch traces already, and torch has one trace"
+                "nothing is traced: trainer.profiler=pytorch traces already, and torch supports one trace"
+                " at a time"
             )
             return
         activities = [ProfilerActivity.CPU]
         if trainer.strategy.root_device.type == "cuda":
             activities.append(ProfilerActivity.CUDA)
-        # torch's tracer writes two lines to stderr whenever it traces (2.13); what goes wrong it raises
+        # torch's tracer writes two lines to stderr each time (2.13); real errors are raised as exceptions
         os.environ.setdefault("KINETO_LOG_LEVEL", "99")
-        get_profiler(trainer).start(FOLDER)  # SpeedMonitor hears it
+        get_profiler(trainer).start(FOLDER)  # SpeedMonitor listens and excludes this time
         self._trace = profile(activities=activities, record_shapes=True)
         self._trace.start()
 
+    @override
     def on_train_batch_end(
         self, trainer: Trainer, pl_module: LightningModule, outputs: Any, batch: Any, batch_idx: int
     ) -> None:
@@ -70,6 +88,7 @@ class StepProfiler(Callback):
         if self._num_steps is not None and self._done == self._after + self._num_steps:
             self._end(trainer)
 
+    @override
     def on_train_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
         if self._num_steps is not None and self._done <= self._after:
             log.warning(
@@ -77,15 +96,17 @@ class StepProfiler(Callback):
             )
         self._end(trainer)
 
+    @override
     def on_exception(
         self, trainer: Trainer, pl_module: LightningModule, exception: BaseException
     ) -> None:
         if trainer.strategy.root_device.type == "cuda":
-            self._trace = None  # to stop it is to wait for a device that may be what failed
+            # stopping the trace waits for the device, which may be what failed
+            self._trace = None
         self._end(trainer)
 
     def _end(self, trainer: Trainer) -> None:
-        """Stop tracing, and write down what there is: a trace is no reason for a run to fail."""
+        """Stop tracing and write the trace; an error in doing so must not end the run."""
         if self._trace is None:
             return
         trace, self._trace = self._trace, None
@@ -100,7 +121,7 @@ class StepProfiler(Callback):
     def _write(self, trainer: Trainer, trace: Any) -> None:
         parent = run_folder(trainer)
         if parent is None:
-            log.warning("the trace has no folder to go to: no logger has one")
+            log.warning("the trace is not written: no logger has a folder")
             return
         folder = parent / FOLDER
         folder.mkdir(parents=True, exist_ok=True)
@@ -109,29 +130,37 @@ class StepProfiler(Callback):
             return
         operators = top_operators(trace)
         (folder / "operators.json").write_text(json.dumps(operators, indent=2) + "\n")
-        words = ", ".join(f"{one['name']} {one['share']:.0%}" for one in operators[:3])
+        top = ", ".join(f"{operator['name']} {operator['share']:.0%}" for operator in operators[:3])
         num_steps = self._done - self._after
         steps = "1 step" if num_steps == 1 else f"{num_steps} steps"
-        log.info(f"profile: {steps} in {folder}; {words}")
+        log.info(f"profile: {steps} in {folder}; {top}")
 
 
 def top_operators(trace: Any) -> list[dict[str, Any]]:
-    """Where the time went, most first: of the device's kernels where there are any, else of the host's operators."""
+    """Return the operators with the most time of their own, largest first.
+
+    Args:
+        trace: A stopped `torch.profiler.profile`.
+
+    Returns:
+        `name`, `calls`, `self_seconds` and `share` (fraction of the total time) of the device's kernels where there
+        are any, else of the host's operators.
+    """
     averages = trace.key_averages()
-    on_device = any(one.self_device_time_total > 0 for one in averages)
-    taken = [
-        (one.self_device_time_total if on_device else one.self_cpu_time_total, one)
-        for one in averages
+    on_device = any(average.self_device_time_total > 0 for average in averages)
+    timed = [
+        (average.self_device_time_total if on_device else average.self_cpu_time_total, average)
+        for average in averages
     ]
-    total = sum(microseconds for microseconds, _ in taken)
-    taken.sort(key=lambda pair: -pair[0])
+    total = sum(microseconds for microseconds, _ in timed)
+    timed.sort(key=lambda pair: -pair[0])
     return [
         {
-            "name": one.key,
-            "calls": one.count,
+            "name": average.key,
+            "calls": average.count,
             "self_seconds": microseconds / 1e6,
             "share": microseconds / total,
         }
-        for microseconds, one in taken[:_NUM_OPERATORS]
+        for microseconds, average in timed[:_NUM_OPERATORS]
         if microseconds > 0
     ]

@@ -1,6 +1,6 @@
-"""Ends a run at its first NaN and names the line of the forward pass that made it: a look at every operation's result.
+"""End a run at its first NaN and name the line of the forward pass that produced it: checks every operation's result.
 
-For finding one, not for training: the look waits for the device, operation by operation.
+For debugging, not for training: each check waits for the device, operation by operation.
 """
 
 import re
@@ -14,85 +14,99 @@ import torch
 from lightning.pytorch import Callback, LightningModule, Trainer
 from torch import Tensor
 from torch.overrides import TorchFunctionMode, resolve_name
+from typing_extensions import override
 
 Stack = list[traceback.FrameSummary]
 _TORCH = str(Path(torch.__file__).parent)
 _STEP = "training_step"
-# how torch's anomaly detection tells where in the forward pass an operation was that failed in the backward pass
+# torch's anomaly detection warns with the forward traceback of an operation that failed in the backward pass
 _ANOMALY = re.compile(r"Error detected in (\w+)\..*Traceback of forward call", re.DOTALL)
 _FRAME = re.compile(r'  File "(.+)", line (\d+), in (.+)\n(?:    (.+)\n)?')
 
 
 class StopAtNan(Callback):
-    """Raises where the loss is NaN, with the operation that made the first one, its inputs and its line.
+    """Raises where the loss is NaN, with the operation that produced the first one, its inputs and its line.
 
-    A NaN that is born in the backward pass is found by `Trainer(detect_anomaly=True)`, which this callback wants
-    beside it; its forward line is added to the exception, on whichever rank. Whatever skips a step that is no number
-    must be off. Compiled code is looked into by neither.
+    Useful when a run turns NaN and nobody knows where.
+
+    A NaN that begins in the backward pass is found by `Trainer(detect_anomaly=True)`, which should be set together
+    with this callback; the line of its forward operation is added to the exception, on whichever rank it occurs.
+    Disable any callback that skips steps with a NaN loss. Neither check looks into compiled code.
 
     Raises:
         FloatingPointError: At the first loss that is NaN.
+
+    Example:
+        >>> trainer = Trainer(callbacks=[StopAtNan()], detect_anomaly=True, accelerator="cpu", logger=False)
+        >>> type(trainer.callbacks[0]).__name__
+        'StopAtNan'
     """
 
     def __init__(self) -> None:
-        self._look: _FirstNan | None = None  # during a forward pass
+        self._search: _FirstNan | None = None  # during a forward pass
         self._anomaly: str | None = None
-        self._show_warning: Any = None  # what our own stands before
+        self._show_warning: Any = None  # the `warnings.showwarning` that ours replaces
 
+    @override
     def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
         self._show_warning = warnings.showwarning
-        warnings.showwarning = self._hear
+        warnings.showwarning = self._catch_anomaly
 
+    @override
     def on_train_batch_start(
         self, trainer: Trainer, pl_module: LightningModule, batch: Any, batch_idx: int
     ) -> None:
-        self._look = _FirstNan()
-        self._look.__enter__()  # type: ignore[no-untyped-call]
+        self._search = _FirstNan()
+        self._search.__enter__()  # type: ignore[no-untyped-call]
 
+    @override
     def on_before_backward(
         self, trainer: Trainer, pl_module: LightningModule, loss: Tensor
     ) -> None:
-        first = self._stop_looking()
+        first = self._stop_search()
         if first is None or not bool(loss.isnan().any()):
-            return  # a NaN that does not reach the loss is the model's own affair
+            return  # a NaN that does not reach the loss may be intended by the model
         where = f"step {trainer.global_step + 1}, rank {trainer.global_rank}"
-        if first.found is None:
+        if first.description is None:
             raise FloatingPointError(
-                f"{where}: the loss is NaN, and no operation on the weights made it: look at the batch"
+                f"{where}: the loss is NaN, and no operation on the weights produced it: look at the batch"
             )
-        error = FloatingPointError(f"{where}: the loss is NaN; {first.found}")
-        error.add_note(first.way)
+        error = FloatingPointError(f"{where}: the loss is NaN; {first.description}")
+        error.add_note(first.path)
         raise error
 
+    @override
     def on_train_batch_end(
         self, trainer: Trainer, pl_module: LightningModule, outputs: Any, batch: Any, batch_idx: int
     ) -> None:
-        self._stop_looking()
+        self._stop_search()
 
+    @override
     def on_train_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        self._stop_listening()
+        self._restore_warnings()
 
+    @override
     def on_exception(
         self, trainer: Trainer, pl_module: LightningModule, exception: BaseException
     ) -> None:
-        self._stop_looking()
-        self._stop_listening()
+        self._stop_search()
+        self._restore_warnings()
         if self._anomaly is not None:
             where = f"step {trainer.global_step + 1}, rank {trainer.global_rank}"
             exception.add_note(f"{where}: {self._anomaly}")
 
-    def _stop_looking(self) -> "_FirstNan | None":
-        look, self._look = self._look, None
-        if look is not None:
-            look.__exit__(None, None, None)  # type: ignore[no-untyped-call]
-        return look
+    def _stop_search(self) -> "_FirstNan | None":
+        search, self._search = self._search, None
+        if search is not None:
+            search.__exit__(None, None, None)  # type: ignore[no-untyped-call]
+        return search
 
-    def _stop_listening(self) -> None:
+    def _restore_warnings(self) -> None:
         if self._show_warning is not None:
             warnings.showwarning, self._show_warning = self._show_warning, None
 
-    def _hear(self, message: Warning | str, *args: Any, **kwargs: Any) -> None:
-        """torch tells the forward line in a warning, which a rank without a console says to nobody."""
+    def _catch_anomaly(self, message: Warning | str, *args: Any, **kwargs: Any) -> None:
+        """Keep torch's warning with the forward line: a rank without a console would never show it."""
         if (anomaly := _ANOMALY.match(str(message))) is None:
             self._show_warning(message, *args, **kwargs)
             return
@@ -100,76 +114,83 @@ class StopAtNan(Callback):
             traceback.FrameSummary(file, int(line), function, line=code or "")
             for file, line, function, code in _FRAME.findall(str(message))
         ]
-        place, way = _told(frames)
-        self._anomaly = f"the backward pass made the NaN, in {anomaly[1]}; its forward operation is {place}\n{way}"
+        place, path = _locate(frames)
+        self._anomaly = f"the backward pass produced the NaN, in {anomaly[1]}; its forward operation is {place}\n{path}"
 
 
 class _FirstNan(TorchFunctionMode):
-    """Notes the first operation whose result depends on the weights and holds a NaN.
+    """Finds the first operation whose result depends on the weights and contains a NaN.
 
     Attributes:
-        found: What it was, in a line.
-        way: From the training step to that line.
+        description: The operation, its inputs and its line; None before one is found.
+        path: The stack from the training step to that line.
     """
 
     def __init__(self) -> None:
         super().__init__()
-        self.found: str | None = None
-        self.way = ""
+        self.description: str | None = None
+        self.path = ""
 
+    @override
     def __torch_function__(
         self, func: Any, types: Any, args: Any = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
         result = func(*args, **(kwargs or {}))
-        # what no gradient goes through may be memory that nobody has written to yet: engines have such
-        if self.found is None and torch.is_grad_enabled() and any(map(_has_nan, _tensors(result))):
+        # a tensor without a gradient may be uninitialized memory, such as the buffers of some engines
+        if (
+            self.description is None
+            and torch.is_grad_enabled()
+            and any(map(_has_nan, _tensors(result)))
+        ):
             stack = traceback.extract_stack()
-            if any(frame.name == _STEP for frame in stack):  # not what is done with its loss
-                self._note(func, [*_tensors((args, kwargs or {}))], stack)
+            if any(
+                frame.name == _STEP for frame in stack
+            ):  # not what is done with its loss afterwards
+                self._describe(func, [*_tensors((args, kwargs or {}))], stack)
         return result
 
-    def _note(self, func: Any, given: list[Tensor], stack: Stack) -> None:
+    def _describe(self, func: Any, inputs: list[Tensor], stack: Stack) -> None:
         name = resolve_name(func) or getattr(func, "__name__", str(func))
-        place, self.way = _told(stack)
-        operation = f"{name}({', '.join(map(_described, given))})"
-        self.found = f"the first NaN of the forward pass is from {operation}, {place}"
+        place, self.path = _locate(stack)
+        operation = f"{name}({', '.join(map(_describe_tensor, inputs))})"
+        self.description = f"the first NaN of the forward pass is from {operation}, {place}"
 
 
 def _tensors(value: Any) -> Iterator[Tensor]:
-    """Those in an operation's result or arguments."""
+    """Yield the tensors in an operation's result or arguments."""
     if isinstance(value, Tensor):
         yield value
     elif isinstance(value, dict):
         yield from _tensors(list(value.values()))
     elif isinstance(value, list | tuple):
-        for one in value:
-            yield from _tensors(one)
+        for item in value:
+            yield from _tensors(item)
 
 
 def _has_nan(tensor: Tensor) -> bool:
     return tensor.grad_fn is not None and bool(tensor.isnan().any())
 
 
-def _described(tensor: Tensor) -> str:
-    kind = str(tensor.dtype).removeprefix("torch.")
+def _describe_tensor(tensor: Tensor) -> str:
+    dtype = str(tensor.dtype).removeprefix("torch.")
     if not tensor.is_floating_point() or tensor.numel() == 0:
-        return f"{kind} {list(tensor.shape)}"
+        return f"{dtype} {list(tensor.shape)}"
     num_nan = int(tensor.isnan().sum())
-    numbers = tensor.detach()[tensor.isfinite()]
-    span = f"{float(numbers.min()):.3g} to {float(numbers.max()):.3g}" if len(numbers) else "none"
-    not_finite = tensor.numel() - len(numbers)
+    finite = tensor.detach()[tensor.isfinite()]  # [number of finite values]
+    values = f"{float(finite.min()):.3g} to {float(finite.max()):.3g}" if len(finite) else "none"
+    num_not_finite = tensor.numel() - len(finite)
     if num_nan:
-        span += f", {num_nan} NaN"
-    if not_finite > num_nan:
-        span += f", {not_finite - num_nan} inf"
-    return f"{kind} {list(tensor.shape)}: {span}"
+        values += f", {num_nan} NaN"
+    if num_not_finite > num_nan:
+        values += f", {num_not_finite - num_nan} inf"
+    return f"{dtype} {list(tensor.shape)}: {values}"
 
 
-def _told(stack: Stack) -> tuple[str, str]:
-    """The innermost line that is neither torch's nor ours, and the way to it from the training step."""
-    begins = [number for number, frame in enumerate(stack) if frame.name == _STEP]
-    way = stack[begins[-1] :] if begins else stack
-    way = [frame for frame in way if not frame.filename.startswith((_TORCH, __file__))] or way
-    last = way[-1]
+def _locate(stack: Stack) -> tuple[str, str]:
+    """Return the innermost line outside torch and this file, and the stack from the training step to it."""
+    starts = [number for number, frame in enumerate(stack) if frame.name == _STEP]
+    path = stack[starts[-1] :] if starts else stack
+    path = [frame for frame in path if not frame.filename.startswith((_TORCH, __file__))] or path
+    last = path[-1]
     place = f"{last.filename}, line {last.lineno}, in {last.name}: {last.line}"
-    return place, "".join(traceback.format_list(way)).rstrip()
+    return place, "".join(traceback.format_list(path)).rstrip()

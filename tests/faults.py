@@ -1,4 +1,4 @@
-"""Faults put into a run at a step, by what every engine goes through: batch, forward pass, learning rate."""
+"""Inject a fault into a run at a given step, through batch, forward pass, learning rate or weights; any engine."""
 
 from typing import Any, Literal
 
@@ -20,17 +20,20 @@ FAULTS: tuple[Fault, ...] = (
 
 
 class FaultAt(Callback):
-    """One fault, once: a step that is made again after a rollback is made without it.
+    """Injects one fault, once: a step repeated after a rollback is repeated without it.
 
     Args:
         kind: `labels`: the targets of a batch are random. `inputs`: its activations are 1000 times too large.
-            `nan_batch`: its loss is no number. `inf_gradient`: one rank's gradient is infinite, its loss is not.
-            `rate_jump`: the learning rate is `size` times too large for 20 steps. `weight`: a value of a weight
-            is lost, as by a flipped bit of its exponent. `slow`: the learning rate grows by 3 % a step until it is
-            `size` times too large, and stays so until the run goes back.
-        step: After this many steps.
-        rank: Of `inf_gradient`.
-        size: Of the learning rate.
+            `nan_batch`: its loss is NaN. `inf_gradient`: one rank's gradient is infinite, its loss is not.
+            `rate_jump`: the learning rate is `size` times too large for 20 steps. `weight`: values of a weight are
+            corrupted, as by a flipped bit of the exponent. `slow`: the learning rate grows by 3 % a step until it is
+            `size` times too large, and stays there until the run rolls back.
+        step: Optimizer steps completed before the fault.
+        rank: For `inf_gradient`.
+        size: Factor for the learning rate.
+
+    Attributes:
+        num_damaged: Steps with the fault so far.
     """
 
     def __init__(self, *, kind: Fault, step: int, rank: int = 0, size: float = 100.0) -> None:
@@ -38,7 +41,7 @@ class FaultAt(Callback):
         self.step = step
         self.rank = rank
         self.size = size
-        self.num_made = 0  # steps with it
+        self.num_damaged = 0
         self._last_step = -1
         self._handle: Any = None
 
@@ -50,12 +53,13 @@ class FaultAt(Callback):
         if step == self._last_step:
             return  # another micro-batch of the same step
         lasts = {"rate_jump": 20, "slow": 10**9}.get(self.kind, 1)
-        goes_on = self.num_made and step == self._last_step + 1
+        continues = self.num_damaged and step == self._last_step + 1
         self._last_step = step
-        if not (goes_on or (step == self.step and not self.num_made)) or self.num_made == lasts:
-            self._last_step = -1  # over: the fault has ended or the run has gone back
+        begins = step == self.step and not self.num_damaged
+        if not (continues or begins) or self.num_damaged == lasts:
+            self._last_step = -1  # the fault is over, or the run has rolled back
             return
-        self.num_made += 1
+        self.num_damaged += 1
         getattr(self, f"_{self.kind}")(trainer, pl_module, batch)
 
     def _end(self) -> None:
@@ -83,7 +87,7 @@ class FaultAt(Callback):
             return gradient * torch.inf
 
         def hook(module: Any, args: Any, output: Tensor) -> None:
-            if output.requires_grad:  # evidence asks for losses too
+            if output.requires_grad:  # not the forward pass of a debug dump
                 output.register_hook(blow_up)
 
         if trainer.global_rank == self.rank:
@@ -93,18 +97,19 @@ class FaultAt(Callback):
         _scale_rates(trainer, self.size)
 
     def _slow(self, trainer: lightning.Trainer, pl_module: Any, batch: Any) -> None:
-        _scale_rates(trainer, min(1.03**self.num_made, self.size))
+        _scale_rates(trainer, min(1.03**self.num_damaged, self.size))
 
     def _weight(self, trainer: lightning.Trainer, pl_module: Any, batch: Any) -> None:
-        """Where the optimizer keeps it: ZeRO makes the weights that compute anew from its master copy."""
+        """Damage the optimizer's own copy: ZeRO overwrites the computing weights from its master copy."""
         if hasattr(trainer.strategy, "live_tensors"):
             for name, tensor in trainer.strategy.live_tensors(writes_back=True):
                 if name == "master/0":
                     _damage(tensor)
             return
-        blocks = [one for name, one in pl_module.named_parameters() if "blocks" in name]
-        damaged: Any = [one for one in blocks if one.ndim > 1][-1].detach()
-        _damage(damaged.to_local() if hasattr(damaged, "to_local") else damaged)
+        named = pl_module.named_parameters()
+        matrices = [weight for name, weight in named if "blocks" in name and weight.ndim > 1]
+        weight: Any = matrices[-1].detach()
+        _damage(weight.to_local() if hasattr(weight, "to_local") else weight)
 
 
 def _damage(tensor: Tensor) -> None:
@@ -112,6 +117,6 @@ def _damage(tensor: Tensor) -> None:
 
 
 def _scale_rates(trainer: lightning.Trainer, factor: float) -> None:
-    """For one step: the schedule sets them anew."""
+    """Scale the learning rates for one step: the schedule sets them again after it."""
     for group in trainer.optimizers[0].param_groups:
         group["lr"] *= factor

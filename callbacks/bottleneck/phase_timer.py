@@ -1,56 +1,60 @@
-"""Seconds of forward and backward passes: clock readings on a CPU, events on a GPU, read when a row is due."""
+"""Seconds of forward and backward passes: clock readings on a CPU; events on a GPU, read when a row is due."""
 
 from collections.abc import Callable
 
 import torch
 
-Moment = float | torch.cuda.Event
-_MAX_PASSES = 256  # the newest of a step, or of a run whose steps nobody tells
+Instant = float | torch.cuda.Event
+_MAX_PASSES = (
+    256  # newest micro-batches kept: an optimizer stepped by hand may never end a step here
+)
 
 
 class Phases:
-    """The moments of one optimizer step: for each micro-batch its start, the end of its forward pass, and of its
-    backward pass."""
+    """The instants of one optimizer step: start, end of forward and end of backward of each micro-batch."""
 
-    def __init__(self, moments: list[list[Moment]]) -> None:
-        self._moments = moments
+    def __init__(self, instants: list[list[Instant]]) -> None:
+        self._instants = instants
 
     def read(self) -> list[tuple[float, float]]:
-        """Seconds forward and backward of each micro-batch; on a GPU of work that is done."""
-        whole = [moments for moments in self._moments if len(moments) == 3]
-        return [(_between(a, b), _between(b, c)) for a, b, c in whole]
+        """Return (forward, backward) seconds of each micro-batch; on a GPU its work must have finished."""
+        complete = [instants for instants in self._instants if len(instants) == 3]
+        return [(_seconds_between(a, b), _seconds_between(b, c)) for a, b, c in complete]
 
 
 class PhaseTimes:
-    """Marks the moments of the step under way.
+    """Records the instants of the current step.
 
     Args:
         device: Where the model is.
-        clock: Seconds, for a CPU.
+        clock: Returns seconds; used on a CPU.
     """
 
     def __init__(self, device: torch.device, clock: Callable[[], float]) -> None:
         self._is_cuda = device.type == "cuda"
         self._clock = clock
-        self._moments: list[list[Moment]] = []
+        self._instants: list[list[Instant]] = []
 
     def begin(self) -> None:
-        self._moments = [*self._moments[-_MAX_PASSES:], [self._now()]]
+        """Record the start of a micro-batch."""
+        self._instants = [*self._instants[-_MAX_PASSES:], [self._now()]]
 
     def end_forward(self) -> None:
-        if self._moments:
-            self._moments[-1].append(self._now())
+        """Record the end of its forward pass."""
+        if self._instants:
+            self._instants[-1].append(self._now())
 
     def end_backward(self) -> None:
-        if self._moments:
-            self._moments[-1].append(self._now())
+        """Record the end of its backward pass."""
+        if self._instants:
+            self._instants[-1].append(self._now())
 
     def end_step(self) -> Phases:
-        """What was marked since the last one."""
-        phases, self._moments = Phases(self._moments), []
+        """Return what was recorded since the last call."""
+        phases, self._instants = Phases(self._instants), []
         return phases
 
-    def _now(self) -> Moment:
+    def _now(self) -> Instant:
         if not self._is_cuda:
             return self._clock()
         event = torch.cuda.Event(enable_timing=True)  # type: ignore[no-untyped-call]
@@ -58,9 +62,9 @@ class PhaseTimes:
         return event
 
 
-def _between(start: Moment, end: Moment) -> float:
+def _seconds_between(start: Instant, end: Instant) -> float:
     if isinstance(start, torch.cuda.Event):
-        assert isinstance(end, torch.cuda.Event), "one device gives one kind of moment"
+        assert isinstance(end, torch.cuda.Event), "one device gives one kind of instant"
         return float(start.elapsed_time(end)) / 1e3
-    assert isinstance(end, float), "one device gives one kind of moment"
+    assert isinstance(end, float), "one device gives one kind of instant"
     return end - start

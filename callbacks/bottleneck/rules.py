@@ -1,33 +1,34 @@
-"""What slows a run down, where the numbers leave no doubt: plain arithmetic on the newest rows."""
+"""Rules for what slows a run down, reported only where the newest rows leave no doubt. Plain arithmetic."""
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from statistics import median
 
-NUM_ROWS = 5  # that must agree
-MIN_SECONDS = 10.0  # of training in them: a shorter stretch may be a hiccup
-DATA_WAIT = 0.10  # of a step
-SLOW_RANK = 1.25  # times the others' forward pass
-SYNC = 0.25  # of a step
-SLOWER = 1.5  # times the best that the run has reached
-_FREE = 0.6  # of a device's memory
+NUM_ROWS = 5  # rows that must agree
+MIN_SECONDS = 10.0  # of training in these rows: anything shorter may be a hiccup
+DATA_WAIT = 0.10  # fraction of a step
+SLOW_RANK = 1.25  # times the other ranks' forward pass
+SYNC = 0.25  # fraction of a step
+SLOWER = 1.5  # times the best step time of the run
+_FREE = 0.6  # fraction of the device's memory
 
 
 @dataclass(frozen=True, kw_only=True)
 class BottleneckSample:
-    """What one row says; of all ranks, where there is a list.
+    """The values of one row; those of all ranks are tuples.
 
     Attributes:
         step: Optimizer steps completed.
-        seconds: Of training since the row before.
-        step_seconds: Of one optimizer step.
-        data_wait: Share of it spent waiting for data, by rank.
-        forward_seconds: Of one micro-batch's forward pass, by rank; empty where it waits for other ranks itself.
-        sync_seconds: By which the backward pass that reduces gradients is longer than one that does not; None: there
-            is none that does not.
-        free_memory: Share of the device's memory that was never taken; None: not known.
-        num_micro_batches: Passes of an optimizer step.
-        mfu: None: not known.
+        seconds: Training time since the previous row.
+        step_seconds: Time of one optimizer step.
+        data_wait: Fraction of it spent waiting for data, by rank.
+        forward_seconds: Time of one micro-batch's forward pass, by rank; empty where that pass itself waits for
+            other ranks.
+        sync_seconds: By how much the backward pass that reduces gradients is longer than one that does not; None
+            where every pass reduces.
+        free_memory: Fraction of the device's memory that was never reserved; None where unknown.
+        num_micro_batches: Micro-batches per optimizer step.
+        mfu: Model FLOPs utilization; None where unknown.
     """
 
     step: int
@@ -43,7 +44,7 @@ class BottleneckSample:
 
 @dataclass(frozen=True)
 class Finding:
-    """One cause and what it looks like, in one sentence."""
+    """One cause, and its symptom in one sentence."""
 
     kind: str
     text: str
@@ -52,11 +53,11 @@ class Finding:
 def findings(
     rows: Sequence[BottleneckSample], *, best: BottleneckSample | None
 ) -> Iterator[Finding]:
-    """What all of the newest rows agree on; nothing before there are enough of them.
+    """Yield the causes that all of the newest rows agree on; none while there are too few rows.
 
     Args:
         rows: The newest last.
-        best: The fastest that this run has been, over as many rows.
+        best: The fastest typical row of this run so far; None before there is one.
     """
     newest = rows[-NUM_ROWS:]
     if len(newest) < NUM_ROWS or sum(row.seconds for row in newest) < MIN_SECONDS:
@@ -69,7 +70,7 @@ def findings(
 
 
 def typical(rows: Sequence[BottleneckSample]) -> BottleneckSample | None:
-    """The row of the median step time among the newest; None before there are enough."""
+    """Return the row with the median step time among the newest; None while there are too few."""
     newest = rows[-NUM_ROWS:]
     if len(newest) < NUM_ROWS:
         return None
@@ -79,8 +80,8 @@ def typical(rows: Sequence[BottleneckSample]) -> BottleneckSample | None:
 def _data(rows: Sequence[BottleneckSample]) -> Iterator[Finding]:
     if min(max(row.data_wait) for row in rows) <= DATA_WAIT:
         return
-    share = median(max(row.data_wait) for row in rows)
-    yield Finding("data", f"{share:.0%} of each step is spent waiting for data")
+    fraction = median(max(row.data_wait) for row in rows)
+    yield Finding("data", f"{fraction:.0%} of each step is spent waiting for data")
 
 
 def _slow_rank(rows: Sequence[BottleneckSample]) -> Iterator[Finding]:
@@ -88,9 +89,9 @@ def _slow_rank(rows: Sequence[BottleneckSample]) -> Iterator[Finding]:
         return
     slowest = {row.forward_seconds.index(max(row.forward_seconds)) for row in rows}
     rank = slowest.pop()
-    if slowest:
+    if slowest:  # another rank in another row
         return
-    ratios = [row.forward_seconds[rank] / _of_others(row, rank) for row in rows]
+    ratios = [row.forward_seconds[rank] / _median_of_others(row, rank) for row in rows]
     if min(ratios) > SLOW_RANK:
         text = (
             f"rank {rank} takes {median(ratios):.2g} times as long for a forward pass as the others"
@@ -98,23 +99,27 @@ def _slow_rank(rows: Sequence[BottleneckSample]) -> Iterator[Finding]:
         yield Finding("slow_rank", text)
 
 
-def _of_others(row: BottleneckSample, rank: int) -> float:
+def _median_of_others(row: BottleneckSample, rank: int) -> float:
     return median(value for r, value in enumerate(row.forward_seconds) if r != rank)
 
 
 def _sync(rows: Sequence[BottleneckSample]) -> Iterator[Finding]:
-    shares = [row.sync_seconds / row.step_seconds for row in rows if row.sync_seconds is not None]
-    if len(shares) == NUM_ROWS and min(shares) > SYNC:
-        text = f"{median(shares):.0%} of each step is spent on gradients between ranks"
+    fractions = [
+        row.sync_seconds / row.step_seconds for row in rows if row.sync_seconds is not None
+    ]
+    if len(fractions) == NUM_ROWS and min(fractions) > SYNC:
+        text = f"{median(fractions):.0%} of each step is spent reducing gradients between ranks"
         yield Finding("sync", text)
 
 
 def _small_batch(rows: Sequence[BottleneckSample]) -> Iterator[Finding]:
-    """Passes that could be one: the same global batch, larger products."""
+    """Find micro-batches that could be fewer and larger: the same global batch, larger matrix products."""
     free = [row.free_memory for row in rows if row.free_memory is not None]
     if len(free) == NUM_ROWS and min(free) > _FREE and rows[-1].num_micro_batches > 1:
-        passes = rows[-1].num_micro_batches
-        text = f"a step takes {passes} passes and {min(free):.0%} of the device's memory is free"
+        count = rows[-1].num_micro_batches
+        text = (
+            f"a step takes {count} micro-batches and {min(free):.0%} of the device's memory is free"
+        )
         yield Finding("small_batch", text)
 
 

@@ -1,4 +1,4 @@
-"""Gradient norm before clipping: free where the module keeps it, else one pass per logged step; also by block."""
+"""Gradient norm before clipping: free where the engine keeps it, else one pass per logged step; also by block."""
 
 import logging
 import math
@@ -9,35 +9,45 @@ from lightning.pytorch import Callback, LightningModule, Trainer
 from lightning.pytorch.strategies import DeepSpeedStrategy, FSDPStrategy
 from torch import Tensor
 from torch.optim import Optimizer
+from typing_extensions import override
 
 from ..logged_step import StepCounter, is_logged_step, log_row
 from .by_block import sum_by_block
 from .trend import NormTrend
 
 log = logging.getLogger("lightning_recipes")
-_NO_LIMIT = 1e6  # in a row: a curve cannot show infinity
+_NO_LIMIT = 1e6  # logged for an infinite threshold: a curve cannot show infinity
 
 
 class GradNormMonitor(Callback):
     """Logs `grad/norm` and `grad/clipped_fraction` at logged steps.
 
-    A module that sets `grad_norm` (0-dim tensor, the global L2 norm before clipping of the last
-    optimizer step) is read. For any other module the norm of the optimizer's gradients is computed
-    in `on_before_optimizer_step`, at logged steps only; engines that keep their gradients sharded
-    out of sight (FSDP1, DeepSpeed) then get no `grad/norm`: a rank's own share is not the norm.
+    Useful always: a norm that rises is the earliest sign of divergence, and a run that clips most of its steps
+    trains with a smaller learning rate than the one set.
 
-    `grad/clipped_fraction` is the share of the optimizer steps since the last row whose norm was
-    above `trainer.gradient_clip_val`. It needs the norm of every step, so it is logged only for
-    modules that set `grad_norm`, and only where clipping by norm is on. Counted on the device. A module whose limit
-    is another at every step sets `clip_threshold` too, logged as `grad/clip_threshold`.
+    A strategy or, failing that, a module that sets `grad_norm` (0-dim tensor, the global L2 norm before clipping of
+    the last optimizer step) is read. Otherwise the norm of the optimizer's gradients is computed in
+    `on_before_optimizer_step`, at logged steps only. FSDP1 and DeepSpeed do not expose their sharded gradients and
+    then get no `grad/norm`: the norm of one rank's shard is not the global norm.
 
-    A norm that vanishes, or that has risen for long, is told once, at a logged step, until it is well again.
+    `grad/clipped_fraction` is the fraction of the optimizer steps since the last row whose norm was above
+    `trainer.gradient_clip_val`, counted on the device. It needs the norm of every step, so it is logged only where
+    `grad_norm` is kept and clipping by norm is on. Where the threshold changes from step to step, the strategy or
+    module sets `clip_threshold` too, logged as `grad/clip_threshold`.
+
+    Warns once, at a logged step, when the norm vanishes or keeps rising; warns again only after it has recovered.
 
     Args:
-        per_block: Whether `grad/norm/<block>` is logged too, before clipping, with a pass and a sum over ranks a
-            block. Not under DeepSpeed, which keeps its gradients to itself.
-        vanishing: A norm below it, and
-        rising: the median of the last norms above the lowest it has been by this factor, are told.
+        per_block: Also log `grad/norm/<block>`, before clipping: one pass and one sum over ranks per block. Not
+            under FSDP1 or DeepSpeed, which do not expose their gradients.
+        vanishing: Warn below this norm.
+        rising: Warn when the median of recent norms exceeds the lowest median so far by this factor.
+
+    Example:
+        >>> monitor = GradNormMonitor(per_block=True)
+        >>> trainer = Trainer(callbacks=[monitor], gradient_clip_val=1.0, accelerator="cpu", logger=False)
+        >>> monitor.state_dict()["num_clipped"]
+        0
     """
 
     def __init__(
@@ -47,68 +57,69 @@ class GradNormMonitor(Callback):
         self._trend = NormTrend(vanishing=vanishing, rising=rising)
         self._by_block: dict[str, float | None] = {}
         self._steps = StepCounter()
-        self._num_steps = 0
-        self._num_clipped: Tensor | int = 0  # 0-dim, on the device of the norm
+        self._num_steps = 0  # since the last row
+        self._num_clipped: Tensor | int = 0  # of these; 0-dim, on the device of the norm
         self._computed_norm: Tensor | None = None
 
+    @override
     def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
         self._steps.start(trainer)
 
+    @override
     def on_before_optimizer_step(
         self, trainer: Trainer, pl_module: LightningModule, optimizer: Optimizer
     ) -> None:
         if not is_logged_step(trainer):
             return
-        if self._per_block and not isinstance(trainer.strategy, (DeepSpeedStrategy, FSDPStrategy)):
+        if isinstance(trainer.strategy, (DeepSpeedStrategy, FSDPStrategy)):
+            return
+        if self._per_block:
             named = pl_module.named_parameters()
             self._by_block = sum_by_block(
-                (name, one.grad) for name, one in named if one.grad is not None
+                (name, parameter.grad) for name, parameter in named if parameter.grad is not None
             )
-        if _module_keeps_norm(pl_module):
-            return
-        if not isinstance(trainer.strategy, (DeepSpeedStrategy, FSDPStrategy)):
+        if _find_norm_keeper(trainer, pl_module) is None:
             self._computed_norm = global_norm(optimizer)
 
+    @override
     def on_train_batch_end(
         self, trainer: Trainer, pl_module: LightningModule, outputs: Any, batch: Any, batch_idx: int
     ) -> None:
         if not self._steps.stepped(trainer):
             return
-        norm = self._norm_of_this_step(pl_module)
-        max_norm = _limit(trainer, pl_module)
-        if norm is not None and max_norm is not None and _module_keeps_norm(pl_module):
+        keeper = _find_norm_keeper(trainer, pl_module)
+        if keeper is None:
+            norm, self._computed_norm = self._computed_norm, None
+        else:
+            norm = keeper.grad_norm.detach() if isinstance(keeper.grad_norm, Tensor) else None
+        threshold = _get_threshold(trainer, keeper)
+        if norm is not None and threshold is not None and keeper is not None:
             self._num_steps += 1
-            self._num_clipped = self._num_clipped + (norm > max_norm).long()
+            self._num_clipped = self._num_clipped + (norm > threshold).long()
         if norm is not None and is_logged_step(trainer):
             row = {"grad/norm": norm, **self._take_clipped_fraction()}
-            if isinstance(max_norm, Tensor):
-                row["grad/clip_threshold"] = max_norm.clamp(max=_NO_LIMIT)
-            blocks = self._by_block.items()
-            row |= {f"grad/norm/{block}": math.nan if one is None else one for block, one in blocks}
+            if isinstance(threshold, Tensor):
+                row["grad/clip_threshold"] = threshold.clamp(max=_NO_LIMIT)
+            for block, block_norm in self._by_block.items():
+                row[f"grad/norm/{block}"] = math.nan if block_norm is None else block_norm
             log_row(pl_module, row)
-            self._watch(trainer, norm)
+            self._check_trend(trainer, norm)
 
-    def _watch(self, trainer: Trainer, norm: Tensor) -> None:
-        """The row has been read from the device with the norm in it."""
-        told = self._trend.observe(float(norm))
-        if told is not None and trainer.is_global_zero:
-            log.warning(f"Step {trainer.global_step}: {told}")
-
-    def _norm_of_this_step(self, pl_module: LightningModule) -> Tensor | None:
-        if _module_keeps_norm(pl_module):
-            kept = pl_module.grad_norm
-            return kept.detach() if isinstance(kept, Tensor) else None
-        computed, self._computed_norm = self._computed_norm, None
-        return computed
+    def _check_trend(self, trainer: Trainer, norm: Tensor) -> None:
+        """Warn about the norm of a logged step: its row reads the same value from the device anyway."""
+        warning = self._trend.observe(float(norm))
+        if warning is not None and trainer.is_global_zero:
+            log.warning(f"Step {trainer.global_step}: {warning}")
 
     def _take_clipped_fraction(self) -> dict[str, Tensor | float]:
-        """The fraction since the last row, if steps were counted; counting starts again."""
+        """Return the fraction since the last row, if steps were counted, and restart counting."""
         if self._num_steps == 0:
             return {}
         fraction = self._num_clipped / self._num_steps
         self._num_steps, self._num_clipped = 0, 0
         return {"grad/clipped_fraction": fraction}
 
+    @override
     def state_dict(self) -> dict[str, Any]:
         return {
             "num_steps": self._num_steps,
@@ -116,6 +127,7 @@ class GradNormMonitor(Callback):
             "trend": self._trend.state_dict(),
         }
 
+    @override
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         self._num_steps = state_dict["num_steps"]
         self._num_clipped = state_dict["num_clipped"]
@@ -123,28 +135,38 @@ class GradNormMonitor(Callback):
             self._trend.load_state_dict(state_dict["trend"])
 
 
-def _module_keeps_norm(pl_module: LightningModule) -> bool:
-    """Has the module a `grad_norm` value (None before the first step), and not a method?"""
-    return hasattr(pl_module, "grad_norm") and not callable(pl_module.grad_norm)
+def _find_norm_keeper(trainer: Trainer, pl_module: LightningModule) -> Any:
+    """Return the object whose `grad_norm` is to be read: the strategy, else the module; None if neither keeps it.
+
+    A strategy counts once it has a value: it keeps none for a module that clips without it. A module counts from
+    the start, when its value is still None; a method of that name is no value.
+    """
+    if isinstance(getattr(trainer.strategy, "grad_norm", None), Tensor):
+        return trainer.strategy
+    if hasattr(pl_module, "grad_norm") and not callable(pl_module.grad_norm):
+        return pl_module
+    return None
 
 
-def _limit(trainer: Trainer, pl_module: LightningModule) -> Tensor | float | None:
-    """The norm that a step was limited to: by the module's own word, where it differs from step to step."""
-    own = getattr(pl_module, "clip_threshold", None)
-    adapts = getattr(trainer.strategy, "clipping", None) is not None
-    return own if isinstance(own, Tensor) and adapts else _max_norm(trainer)
+def _get_threshold(trainer: Trainer, keeper: Any) -> Tensor | float | None:
+    """Return the norm above which the last step was clipped; None without clipping by norm.
+
+    The keeper's own `clip_threshold` counts where an adaptive clipping changes it from step to step.
+    """
+    own = getattr(keeper, "clip_threshold", None)
+    is_adaptive = getattr(trainer.strategy, "clipping", None) is not None
+    return own if isinstance(own, Tensor) and is_adaptive else _get_max_norm(trainer)
 
 
-def _max_norm(trainer: Trainer) -> float | None:
-    """The norm above which gradients are scaled down; None where they are not clipped by norm."""
-    limit = trainer.gradient_clip_val
-    if not limit or str(trainer.gradient_clip_algorithm or "norm") != "norm":
+def _get_max_norm(trainer: Trainer) -> float | None:
+    max_norm = trainer.gradient_clip_val
+    if not max_norm or str(trainer.gradient_clip_algorithm or "norm") != "norm":
         return None
-    return float(limit)
+    return float(max_norm)
 
 
 def global_norm(optimizer: Optimizer) -> Tensor | None:
-    """L2 norm over every gradient the optimizer is about to use; None if there is none yet."""
+    """Return the L2 norm over every gradient the optimizer is about to use, 0-dim; None if there is none yet."""
     grads = [p.grad for group in optimizer.param_groups for p in group["params"]]
     present = [grad for grad in grads if grad is not None]
     if not present:

@@ -1,56 +1,54 @@
-"""Whether a gradient norm has vanished, or has risen for long. Arithmetic on host numbers, a sort of 50 a look."""
+"""Detect a gradient norm that vanishes or keeps rising: a sort of 50 Python floats per call, no torch."""
 
 import math
 import statistics
 from collections import deque
 from typing import Any
 
-_WINDOW = 50  # norms that the median is of
+_WINDOW = 50  # norms per median
 
 
 class NormTrend:
-    """Tells a state once, and again after it has been well in between.
+    """Warns once about each state, and again only after the norm has recovered.
 
     Args:
-        vanishing: A norm below it updates nothing.
-        rising: Factor between the median of the last norms and the lowest it has been.
+        vanishing: A norm below this updates nothing.
+        rising: Largest allowed factor between the median of the last 50 norms and the lowest such median so far.
     """
 
     def __init__(self, *, vanishing: float, rising: float) -> None:
         self._vanishing = vanishing
         self._rising = rising
         self._norms: deque[float] = deque(maxlen=_WINDOW)
-        self._lowest: float | None = None
-        self._told: str | None = None
+        self._lowest: float | None = None  # median so far
+        self._state: str | None = None  # warned about: "vanishing" or "rising"
 
     def observe(self, norm: float) -> str | None:
-        """A line to tell, or None."""
+        """Add a norm; return a warning if it has just begun to vanish or to rise, else None."""
         if not math.isfinite(norm):
             return None
         self._norms.append(norm)
-        kind, line = None, ""
+        state, warning = None, ""
         if norm < self._vanishing:
-            kind, line = (
-                "vanishing",
-                f"the gradient norm has vanished, {norm:.3g}: nothing is learnt",
-            )
+            state = "vanishing"
+            warning = f"the gradient norm has vanished, {norm:.3g}: nothing is learned"
         elif len(self._norms) == _WINDOW:
             median = statistics.median(self._norms)
             self._lowest = median if self._lowest is None else min(self._lowest, median)
             if median > self._rising * self._lowest:
-                kind = "rising"
-                line = (
+                state = "rising"
+                warning = (
                     f"the gradient norm has risen to {median:.3g} from {self._lowest:.3g}:"
-                    " a smaller optimizer.lr or a longer warm-up may be due"
+                    " try a smaller optimizer.lr or a longer warm-up"
                 )
-        is_new, self._told = kind not in (None, self._told), kind
-        return line if is_new else None
+        is_new, self._state = state not in (None, self._state), state
+        return warning if is_new else None
 
     def state_dict(self) -> dict[str, Any]:
-        """Plain data."""
-        return {"norms": list(self._norms), "lowest": self._lowest, "told": self._told}
+        """Return plain data for a checkpoint."""
+        return {"norms": list(self._norms), "lowest": self._lowest, "told": self._state}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Go on from there."""
+        """Continue from a `state_dict`."""
         self._norms = deque(state["norms"], maxlen=_WINDOW)
-        self._lowest, self._told = state["lowest"], state["told"]
+        self._lowest, self._state = state["lowest"], state["told"]

@@ -1,50 +1,78 @@
-"""A step out of line is skipped, a run that has gone wrong goes back to a good state: loss and norm of every step.
+"""Skip the update of a spike and roll a damaged run back to a good state: checks loss and norm of every step.
 
-Costs a sum over the ranks and 50 us a step, and a copy of the state in host memory every so many steps.
+Costs a sum over the ranks and 50 us per step, and a copy of the train state in host memory every `snapshot_every`.
 """
 
 import logging
-from typing import Annotated, Any, Literal
+import math
+from typing import Annotated, Any, ClassVar, Literal
 
 from lightning.fabric.utilities.exceptions import MisconfigurationException
 from lightning.pytorch import Callback, LightningModule, Trainer
 from torch import Tensor
 from torch.optim import Optimizer
+from typing_extensions import override
 
+from ..events import EventKind, finite, log_event
 from ..logged_step import StepCounter, is_logged_step, log_row
 from ..profiler_hooks import get_profiler
 from .dump import SpikeDump
 from .escalation import Response
 from .monitor import SpikeMonitor, Verdict
 from .reader import StepReader
-from .recovery import Recovery, data_of
+from .recovery import Recovery, get_datamodule
 from .train_state import is_reachable
-from .verdict_log import log_verdict
 
 log = logging.getLogger("lightning_recipes")
-_LARGEST_SCORE = 1e6  # in a row: a curve cannot show infinity
+_LARGEST_SCORE = 1e6  # logged for an infinite score: a curve cannot show infinity
+_SERIES_NAMES = {"loss": "loss", "norm": "gradient norm"}
 
 
 class LossSpikeRollback(Callback):
-    """Skip the step, go back and past the bad data, halve the learning rate, stop: in this order, and counted.
+    """Skips spikes; if they continue, rolls back, then also lowers the learning rate, then stops.
 
-    Before a step is made its loss over all ranks and its gradient norm are compared with the recent ones; one that
-    is out of line, or no finite number, is refused, and the moments stay clean. Too many of these in a row, or a
-    loss that has risen for long, and the run goes back to a snapshot that has been followed by quiet steps. The data
-    goes on where it was, and `skip_batches` further. A second time soon after, the learning rate is cut for a while;
-    when that does not help either, the run stops with `TrainingDivergedError`.
+    Useful in long runs, which a single bad batch or a flipped bit can ruin unattended.
 
-    Works in any Lightning project on one device, DDP and FSDP2. For other engines the strategy answers
-    `live_tensors`. Whoever has `on_rollback(trainer, pl_module, from_step, to_step)`, a callback, a logger, the module
-    or the data module, hears of one.
+    Before each optimizer step its loss over all ranks and its gradient norm are compared with the recent ones. An
+    outlier, NaN or inf is skipped: weights and optimizer state stay as they were. Too many skips within a window, or
+    a loss that drifts upward, roll the run back to a snapshot that was followed by a quiet quarantine; the data
+    continues from where it is, after skipping `skip_batches`. A second rollback within the cooldown also lowers the
+    learning rate for a while, and after `max_rollbacks` in a row the run stops. Logs `spike/score`,
+    `spike/skipped_steps` and `spike/rollbacks`.
+
+    Works on one device, DDP and FSDP2 in any Lightning project; another engine's strategy must provide
+    `live_tensors`. A callback, logger, module or data module that has
+    `on_rollback(trainer, pl_module, from_step, to_step)` is called at every rollback.
 
     Args:
         window, warmup_steps, loss_threshold, norm_threshold, drift_threshold: See `SpikeMonitor`.
         max_skips, snapshot_every, num_snapshots, quarantine_steps, snapshot_storage: See `Recovery`.
         skip_batches, lr_factor, lr_backoff_steps, cooldown_steps, max_rollbacks: See `Recovery`.
-        max_dumps: So many spikes leave a folder `spikes/step_N`; later ones a line and an event.
-        rewind_data: Whether the data goes back too, as tests want it; the run then meets the same samples again.
+        max_dumps: Spikes per run that write a debug dump `spikes/step_N`; later ones are logged only.
+        rewind_data: Also rewind the data on a rollback, so that the run repeats the same samples; for tests.
+
+    Raises:
+        ValueError: The settings contradict each other, see `SpikeDetector`, `SpikeEscalation` and `Recovery`.
+        MisconfigurationException: At setup: the strategy does not expose its optimizer state, or the data cannot
+            skip batches; at the first snapshot: it does not fit into memory.
+        TrainingDivergedError: While training: recovery has failed.
+
+    Example:
+        >>> spikes = LossSpikeRollback(snapshot_every=100, quarantine_steps=100)
+        >>> trainer = Trainer(callbacks=[spikes], accelerator="cpu", logger=False)
+        >>> spikes.summary()
+        {'rollbacks': 0, 'skipped_steps': 0}
     """
+
+    summary_fields: ClassVar[dict[str, Any]] = {"rollbacks": 0, "skipped_steps": 0}
+    summed_fields: ClassVar[frozenset[str]] = frozenset({"skipped_steps"})
+    events: ClassVar[dict[str, EventKind]] = {
+        "spike": {},
+        "skip": {},
+        "rollback": {"mark": "span"},
+        "lr_backoff": {},
+        "stop": {"kept_on_resume": True},
+    }
 
     def __init__(
         self,
@@ -67,7 +95,7 @@ class LossSpikeRollback(Callback):
         max_dumps: Annotated[int, ">= 0"] = 3,
         rewind_data: bool = False,
     ) -> None:
-        self._watch = SpikeMonitor(
+        self._monitor = SpikeMonitor(
             window=window,
             warmup_steps=warmup_steps,
             loss_threshold=loss_threshold,
@@ -75,7 +103,7 @@ class LossSpikeRollback(Callback):
             drift_threshold=drift_threshold,
         )
         self._recovery = Recovery(
-            watch=self._watch,
+            monitor=self._monitor,
             max_skips=max_skips,
             snapshot_every=snapshot_every,
             num_snapshots=num_snapshots,
@@ -88,59 +116,64 @@ class LossSpikeRollback(Callback):
             max_rollbacks=max_rollbacks,
             rewind_data=rewind_data,
         )
-        self._evidence = SpikeDump(max_folders=max_dumps)
+        self._dump = SpikeDump(max_folders=max_dumps)
         self._snapshot_every = snapshot_every
         self._skip_batches = skip_batches
         self._steps = StepCounter()
-        self._reader: StepReader | None = None  # while training, where there is something to guard
-        self._verdict: Verdict | None = None  # of the newest step that has been read
+        self._reader: StepReader | None = None  # while training with automatic optimization
+        self._verdict: Verdict | None = None  # on the newest step that has been read
         self._response: Response = "none"
         self._has_begun = False
 
+    @override
     def setup(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
         if stage != "fit":
             return
         if not is_reachable(trainer):
             raise MisconfigurationException(
                 f"LossSpikeRollback cannot reach the optimizer state of {type(trainer.strategy).__name__}: use one"
-                " device, DDP or FSDP2, or a strategy that answers live_tensors()"
+                " device, DDP or FSDP2, or a strategy that provides live_tensors()"
             )
-        if self._skip_batches and not hasattr(data_of(trainer), "skip_batches"):
+        if self._skip_batches and not hasattr(get_datamodule(trainer), "skip_batches"):
             raise MisconfigurationException(
-                f"LossSpikeRollback(skip_batches={self._skip_batches}): the data has no position to move, which would"
-                " be a LightningDataModule with skip_batches(n); type skip_batches=0: the run then goes on behind"
-                " what it has read"
+                f"LossSpikeRollback(skip_batches={self._skip_batches}): the data cannot skip, which takes a"
+                " LightningDataModule with skip_batches(n); type skip_batches=0: after a rollback the run then"
+                " continues with the next batch"
             )
 
+    @override
     def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
         self._steps.start(trainer)
         self._verdict, self._response, self._has_begun = None, "none", False
         self._reader = None
         if pl_module.automatic_optimization:
-            self._reader = StepReader(self._watch, trainer, pl_module)
+            self._reader = StepReader(self._monitor, trainer, pl_module)
         elif trainer.is_global_zero:
-            log.warning("LossSpikeRollback is off: the module steps its optimizers by hand")
+            log.warning("LossSpikeRollback is off: the module uses manual optimization")
 
+    @override
     def on_train_batch_start(
         self, trainer: Trainer, pl_module: LightningModule, batch: Any, batch_idx: int
     ) -> None:
         if self._reader is None:
             return
-        self._evidence.note(trainer, batch)
+        self._dump.record(trainer, batch)
         self._reader.begin_batch(pl_module)
         if self._has_begun:
             return
         self._has_begun = True
-        self._recovery.cut.apply(trainer)  # modules set up their schedules after `on_train_start`
-        if trainer.global_step:  # a checkpoint is a state that has been proven
+        self._recovery.lr_backoff.apply(trainer)  # modules set up schedules after `on_train_start`
+        if trainer.global_step:  # a checkpoint that was resumed from needs no quarantine
             self._recovery.take_snapshot(trainer, is_good=True)
 
+    @override
     def on_before_backward(
         self, trainer: Trainer, pl_module: LightningModule, loss: Tensor
     ) -> None:
         if self._reader is not None:
             self._reader.add_loss(trainer, loss)
 
+    @override
     def on_before_optimizer_step(
         self, trainer: Trainer, pl_module: LightningModule, optimizer: Optimizer
     ) -> None:
@@ -148,6 +181,7 @@ class LossSpikeRollback(Callback):
             self._recovery.rollback.wait_until_copied()
             self._reader.guard_step(trainer, optimizer)
 
+    @override
     def on_train_batch_end(
         self, trainer: Trainer, pl_module: LightningModule, outputs: Any, batch: Any, batch_idx: int
     ) -> None:
@@ -156,60 +190,59 @@ class LossSpikeRollback(Callback):
         self._verdict = self._reader.read(trainer)
         self._response = "none"
         if self._verdict is not None:
-            self._response = self._recovery.ladder.step(
-                refused=self._verdict.refused, drifts=self._verdict.drifts
+            self._response = self._recovery.escalation.step(
+                skipped=self._verdict.skipped, drifts=self._verdict.drifts
             )
             self._reader.set_limits()
         if is_logged_step(trainer):
-            log_row(pl_module, self._row())
-        if not getattr(
-            pl_module, "writes_rows", False
-        ):  # else whoever writes the row calls, when it is written
+            log_row(pl_module, self._get_row())
+        if not getattr(pl_module, "writes_rows", False):  # else the writer of the row calls it
             self.after_row(trainer, pl_module)
 
     def after_row(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        """The step is told; now do about it what there is to do."""
+        """Respond to the newest verdict, once the row of its step is written: a rollback moves that row away."""
         verdict, self._verdict = self._verdict, None
-        clock = self._recovery.ladder.counts.clock
         if verdict is None or self._reader is None:
             return
         log_verdict(trainer, verdict, self._response)
-        is_first = len(self._recovery.ladder.counts.recent_skips) == 1
-        if verdict.alarms and (is_first or self._response not in ("none", "skip")):
-            with get_profiler(trainer).profile(
-                "spike"
-            ):  # heard by SpeedMonitor, which leaves it out
-                self._evidence.write(trainer, pl_module, verdict, self._watch)
+        counts = self._recovery.escalation.counts
+        is_first_skip = len(counts.recent_skips) == 1
+        if verdict.alarms and (is_first_skip or self._response not in ("none", "skip")):
+            with get_profiler(trainer).profile("spike"):  # SpeedMonitor excludes this time
+                self._dump.write(trainer, pl_module, verdict, self._monitor)
         if self._response == "stop":
             self._recovery.stop(trainer)
-        if self._response in ("rollback", "rollback_and_cut"):
-            cuts = self._response == "rollback_and_cut"
+        if self._response in ("rollback", "rollback_and_backoff"):
+            backs_off = self._response == "rollback_and_backoff"
             with get_profiler(trainer).profile("spike"):
-                self._recovery.go_back(trainer, pl_module, verdict, cuts=cuts)
-            self._reader.go_back()
-            self._evidence.forget()
+                self._recovery.roll_back(trainer, pl_module, verdict, backs_off=backs_off)
+            self._reader.roll_back()
+            self._dump.clear()
             self._steps.start(trainer)
             return
-        self._recovery.end_cut_if_due(trainer)
-        is_first = clock == 1  # nothing has had the time to go wrong
-        due = is_first or trainer.global_step % self._snapshot_every == 0
-        if due and self._recovery.ladder.is_quiet:
-            self._recovery.take_snapshot(trainer, is_good=is_first)
+        self._recovery.end_backoff_if_due(trainer)
+        # nothing can have gone wrong yet after the first step: its snapshot needs no quarantine
+        is_first_step = counts.clock == 1
+        is_due = is_first_step or trainer.global_step % self._snapshot_every == 0
+        if is_due and self._recovery.escalation.is_quiet:
+            self._recovery.take_snapshot(trainer, is_good=is_first_step)
 
+    @override
     def on_train_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
         last = None if self._reader is None else self._reader.read_last(trainer)
         if last is not None:
-            self._recovery.ladder.step(refused=last.refused, drifts=False)
+            self._recovery.escalation.step(skipped=last.skipped, drifts=False)
             log_verdict(trainer, last, "skip")
         self._recovery.rollback.drop()
 
+    @override
     def on_exception(
         self, trainer: Trainer, pl_module: LightningModule, exception: BaseException
     ) -> None:
         self._recovery.rollback.drop()
 
-    def _row(self) -> dict[str, float]:
-        counts = self._recovery.ladder.counts
+    def _get_row(self) -> dict[str, float]:
+        counts = self._recovery.escalation.counts
         score = 0.0 if self._verdict is None else self._verdict.score
         return {
             "spike/score": min(score, _LARGEST_SCORE),
@@ -218,20 +251,41 @@ class LossSpikeRollback(Callback):
         }
 
     def summary(self) -> dict[str, int]:
-        """What was done about spikes."""
-        counts = self._recovery.ladder.counts
+        """Return how many steps were skipped and how often the run rolled back."""
+        counts = self._recovery.escalation.counts
         return {"rollbacks": counts.rollbacks, "skipped_steps": counts.skipped_steps}
 
+    @override
     def state_dict(self) -> dict[str, Any]:
         return {
-            "watch": self._watch.state_dict(),
-            "ladder": self._recovery.ladder.state_dict(),
-            "cut": self._recovery.cut.state_dict(),
-            "num_evidence": self._evidence.num_folders,
+            "watch": self._monitor.state_dict(),
+            "ladder": self._recovery.escalation.state_dict(),
+            "cut": self._recovery.lr_backoff.state_dict(),
+            "num_evidence": self._dump.num_folders,
         }
 
+    @override
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        self._watch.load_state_dict(state_dict["watch"])
-        self._recovery.ladder.load_state_dict(state_dict["ladder"])
-        self._recovery.cut.load_state_dict(state_dict["cut"])
-        self._evidence.num_folders = state_dict["num_evidence"]
+        self._monitor.load_state_dict(state_dict["watch"])
+        self._recovery.escalation.load_state_dict(state_dict["ladder"])
+        self._recovery.lr_backoff.load_state_dict(state_dict["cut"])
+        self._dump.num_folders = state_dict["num_evidence"]
+
+
+def log_verdict(trainer: Trainer, verdict: Verdict, response: Response) -> None:
+    """Log the alarms and the skip of a step: console lines and events."""
+    step = verdict.measurement.step
+    for series, alarm in verdict.alarms.items():
+        line = f"Step {step}: {_SERIES_NAMES[series]} {alarm.value:.4g}"
+        if alarm.kind == "drift":
+            line = f"Step {step}: the {_SERIES_NAMES[series]} has risen to {alarm.value:.4g}"
+        if not math.isnan(alarm.expected):
+            line += f", expected {alarm.expected:.4g}"
+        if math.isfinite(alarm.score):
+            line += f", {alarm.score:.0f} standard deviations above"
+        fields = {"value": alarm.value, "expected": alarm.expected, "score": alarm.score}
+        values = {name: finite(value) for name, value in fields.items()}
+        log_event(trainer, line, "spike", step, series=series, kind=alarm.kind, **values)
+    if verdict.skipped:
+        line = f"Step {step}: skipped; weights and optimizer state are unchanged"
+        log_event(trainer, line if response == "skip" else None, "skip", step)

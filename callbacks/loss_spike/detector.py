@@ -1,7 +1,8 @@
-"""Which value of a loss or a gradient norm is out of line: at once, or slowly. Arithmetic on host numbers, no torch.
+"""Detect outliers and slow drifts in a series of losses or gradient norms: arithmetic on Python floats, no torch.
 
-The fast rule compares with median and MAD of recent values that were in line: one bad value can neither raise the bar
-for the next nor hide it. The slow rule compares the median of recent values with the lowest it has been.
+The fast rule compares a value with median and MAD (median absolute deviation) of recent normal values: an outlier can
+neither raise the threshold for the next value nor hide it. The slow rule compares the median of recent values with
+the lowest such median so far.
 """
 
 import math
@@ -12,7 +13,7 @@ from typing import Any, Literal
 
 # 1.4826 MAD is the standard deviation of a normal distribution
 _MAD_TO_SD = 1.4826
-# values that are all equal have no spread: then this share of the median is one
+# least standard deviation, as a fraction of the median: equal values have no spread of their own
 _SMALLEST_SD = 1e-3
 _SMALLEST = 5e-324  # the smallest float above zero
 _LARGEST_LOG = 709.0  # its exponential is still a float
@@ -20,13 +21,13 @@ _LARGEST_LOG = 709.0  # its exponential is still a float
 
 @dataclass(frozen=True, kw_only=True)
 class Alarm:
-    """A value out of line.
+    """An outlier, or a drift.
 
     Attributes:
         kind: `non_finite`, `spike` (this value) or `drift` (the recent ones together).
         value: The value; for a drift, the median of the newest ones.
         expected: What it is compared with; NaN where nothing is known yet.
-        score: By how many robust standard deviations it is above that; inf for a value that is not finite.
+        score: Robust standard deviations above that; inf for a value that is not finite.
     """
 
     kind: Literal["non_finite", "spike", "drift"]
@@ -39,16 +40,17 @@ class SpikeDetector:
     """Finds spikes and drifts in one series.
 
     Args:
-        window: So many recent values in line are what a value is compared with.
-        warmup_steps: Values before there can be a spike; at most `window`.
+        window: Recent normal values that each new value is compared with.
+        warmup_steps: Values before the first possible spike; at most `window`. NaN and inf raise an alarm at once.
         spike_score: Robust standard deviations above the median from which a value is a spike.
-        drift_threshold: The same for the median of the newer half of a full window, above its lowest so far. None: no
-            drift is looked for. Norms of a healthy run rise for thousands of steps, losses do not.
-        drift_patience: Values in a row for which that must hold.
-        logarithmic: Whether the series is one of ratios, such as gradient norms: its logarithm is looked at.
+        drift_threshold: Robust standard deviations by which the median of the newer half of a full window may exceed
+            its lowest so far. None disables drift detection: norms of a healthy run rise for thousands of steps,
+            losses do not.
+        drift_patience: Consecutive values above `drift_threshold` before a drift is reported.
+        logarithmic: Compare logarithms, for a series in which ratios matter, such as gradient norms.
 
     Raises:
-        ValueError: The warm-up does not fit into the window.
+        ValueError: `warmup_steps` exceeds `window`.
     """
 
     def __init__(
@@ -70,54 +72,54 @@ class SpikeDetector:
         self._drift_threshold = drift_threshold
         self._drift_patience = drift_patience
         self._logarithmic = logarithmic
-        self._values: deque[float] = deque(maxlen=window)
+        self._values: deque[float] = deque(maxlen=window)  # logarithms, if `logarithmic`
         self._lowest: tuple[float, float] | None = None  # median of half a window, and its spread
         self._num_above = 0
 
     @property
     def window(self) -> list[float]:
         """The values that a new one is compared with, oldest first."""
-        return [self._shown(value) for value in self._values]
+        return [self._unscale(value) for value in self._values]
 
     def score(self, value: float) -> float:
-        """Robust standard deviations above the median; 0 during the warm-up, inf where it is not finite."""
+        """Return robust standard deviations above the median; 0 during the warm-up, inf for NaN or inf."""
         if not math.isfinite(value):
             return math.inf
         if len(self._values) < self._warmup_steps:
             return 0.0
         center, spread = _center_and_spread(self._values)
-        return (self._scaled(value) - center) / spread
+        return (self._scale(value) - center) / spread
 
     def limit(self) -> float:
-        """From which value on a finite one is a spike; inf during the warm-up."""
+        """Return the value from which a finite one is a spike; inf during the warm-up."""
         if len(self._values) < self._warmup_steps:
             return math.inf
         center, spread = _center_and_spread(self._values)
         scaled = center + self._spike_score * spread
         if self._logarithmic and scaled > _LARGEST_LOG:
             return math.inf
-        return self._shown(scaled)
+        return self._unscale(scaled)
 
     def observe(self, value: float) -> Alarm | None:
-        """Judge the next value; one that is in line joins the window.
+        """Judge the next value; a normal one joins the window.
 
         Args:
-            value: A mean over all ranks: all then see the same.
+            value: A mean over all ranks, so that all ranks judge alike.
         """
         score = self.score(value)
         if score > self._spike_score:
             kind: Literal["non_finite", "spike"] = "spike" if math.isfinite(value) else "non_finite"
             return Alarm(kind=kind, value=value, expected=self._expected(), score=score)
-        self._values.append(self._scaled(value))
-        return self._drift()
+        self._values.append(self._scale(value))
+        return self._find_drift()
 
     def forget(self) -> None:
-        """Learn anew what is in line: after a change that is meant, such as another learning rate."""
+        """Learn from scratch what is normal: after an intended change, such as another learning rate."""
         self._values.clear()
         self._lowest, self._num_above = None, 0
 
     def state_dict(self) -> dict[str, Any]:
-        """Plain data."""
+        """Return plain data for a checkpoint."""
         return {
             "values": list(self._values),
             "lowest": None if self._lowest is None else list(self._lowest),
@@ -125,14 +127,14 @@ class SpikeDetector:
         }
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Go on from a `state_dict`; a window that was longer keeps its newest values."""
+        """Continue from a `state_dict`; of a longer window the newest values are kept."""
         self._values.clear()
         self._values.extend(state["values"])
         lowest = state["lowest"]
         self._lowest = None if lowest is None else (lowest[0], lowest[1])
         self._num_above = state["num_above"]
 
-    def _drift(self) -> Alarm | None:
+    def _find_drift(self) -> Alarm | None:
         if self._drift_threshold is None or len(self._values) < (self._values.maxlen or 0):
             return None
         newest = list(self._values)[len(self._values) // 2 :]
@@ -146,25 +148,25 @@ class SpikeDetector:
         if self._num_above < self._drift_patience:
             return None
         return Alarm(
-            kind="drift", value=self._shown(center), expected=self._shown(lowest), score=score
+            kind="drift", value=self._unscale(center), expected=self._unscale(lowest), score=score
         )
 
     def _expected(self) -> float:
         if len(self._values) < self._warmup_steps:
             return math.nan
-        return self._shown(_center_and_spread(self._values)[0])
+        return self._unscale(_center_and_spread(self._values)[0])
 
-    def _scaled(self, value: float) -> float:
+    def _scale(self, value: float) -> float:
         if not self._logarithmic:
             return value
         return math.log(max(value, _SMALLEST))
 
-    def _shown(self, scaled: float) -> float:
+    def _unscale(self, scaled: float) -> float:
         return math.exp(scaled) if self._logarithmic else scaled
 
 
 def _center_and_spread(values: Iterable[float]) -> tuple[float, float]:
-    """Median, and standard deviation by the median absolute deviation."""
+    """Return the median, and the standard deviation estimated from the median absolute deviation."""
     ordered = sorted(values)
     center = _median(ordered)
     deviation = _median(sorted(abs(value - center) for value in ordered))

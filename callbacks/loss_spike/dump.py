@@ -1,22 +1,23 @@
-"""What a step out of line was made of, in a folder a person can open. A forward pass where there is something."""
+"""Write a debug dump of a spike to a folder: its batch, losses, weights and context. One extra forward pass."""
 
 import contextlib
 import json
 import logging
 import math
 import shutil
+from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
 import torch
-import torch.distributed as dist
 from lightning.pytorch import LightningModule, Trainer
 from torch import Tensor
 
 from ..events import finite
 from ..grad_norm.by_block import norms_by_block
 from ..logged_step import run_folder
+from ..ranks import gather_objects
 from .monitor import SpikeMonitor, Verdict
 from .train_state import rng_state
 
@@ -26,20 +27,27 @@ FOLDER = "spikes"
 
 @dataclass(frozen=True)
 class _MicroBatch:
-    step: int  # that it is part of
+    step: int  # it is part of
     batch: Any
-    random: dict[str, Any]  # before the forward pass
-    position: int | None  # of the data, when it was handed out
+    rng_state: dict[str, Any]  # before the forward pass
+    position: int | None  # of the data, when the batch was fetched
 
 
 class SpikeDump:
-    """Remembers the micro-batches of the newest two steps, and writes them down.
+    """Holds the micro-batches of the newest two steps, and writes those of a spike to `spikes/step_N`.
 
-    A module may offer `sample_losses(batch) -> [B]` and `save_weights(folder)`, a data module
-    `samples_of_step(position) -> list of dicts`, each with `rank`, `micro_batch` and `row` beside what it is.
+    Two steps, because on a GPU a step is judged one step late. The folder holds `spike.json` (values, alarms,
+    windows), `samples.jsonl` (largest losses first), a `rank_N.pt` per rank (batches, losses, random states) and,
+    where they still are those of the step, `weights/`.
+
+    A module may provide `sample_losses(batch) -> [B]` and `save_weights(folder)`, and a data module
+    `samples_of_step(position) -> list of dicts`, each with `rank`, `micro_batch` and `row` plus a description.
 
     Args:
-        max_folders: So many spikes leave a folder, later ones a line and an event.
+        max_folders: Dumps per run; later spikes are logged only. 0 writes none.
+
+    Attributes:
+        num_folders: Dumps written so far, resumes included.
     """
 
     def __init__(self, *, max_folders: int) -> None:
@@ -47,52 +55,63 @@ class SpikeDump:
         self._max_folders = max_folders
         self._newest: list[_MicroBatch] = []
 
-    def note(self, trainer: Trainer, batch: Any) -> None:
-        """At the start of every micro-batch. Keeps references and copies of random states."""
+    def record(self, trainer: Trainer, batch: Any) -> None:
+        """Hold a micro-batch by reference, with a copy of the random states; call it before its forward pass."""
         if self._max_folders <= self.num_folders:
             return
         step = trainer.global_step + 1
-        self._newest = [one for one in self._newest if one.step in (step, step - 1)]
+        self._newest = [part for part in self._newest if part.step in (step, step - 1)]
         position = getattr(getattr(trainer, "datamodule", None), "position", None)
-        random = rng_state()
-        draws = {
-            device: random[device] for device in ("torch", "cuda")
-        }  # tensors: they load as plain data
-        self._newest.append(_MicroBatch(step, batch, draws, position))
+        states = rng_state()
+        # only the states that are tensors: `torch.load(weights_only=True)` reads them
+        tensor_states = {device: states[device] for device in ("torch", "cuda")}
+        self._newest.append(_MicroBatch(step, batch, tensor_states, position))
 
-    def forget(self) -> None:
-        """After a rollback: the next steps have the numbers of these."""
+    def clear(self) -> None:
+        """Forget the micro-batches after a rollback: the next steps have the same numbers."""
         self._newest = []
 
     def write(
-        self, trainer: Trainer, pl_module: LightningModule, verdict: Verdict, watch: SpikeMonitor
+        self, trainer: Trainer, pl_module: LightningModule, verdict: Verdict, monitor: SpikeMonitor
     ) -> None:
-        """A folder for a step, on every rank; none where there are enough of them."""
+        """Write the dump of a step unless there are enough of them; a collective, so call it on every rank.
+
+        A full disk is logged and does not end the run.
+
+        Args:
+            trainer: Of the run.
+            pl_module: The module.
+            verdict: On the step.
+            monitor: Whose windows are written.
+        """
         parent = run_folder(trainer)
         if parent is None or self.num_folders >= self._max_folders:
             return
         self.num_folders += 1
-        folder = parent / FOLDER / f"step_{verdict.reading.step:07d}"
+        step = verdict.measurement.step
+        folder = parent / FOLDER / f"step_{step:07d}"
         if trainer.is_global_zero:
-            shutil.rmtree(folder, ignore_errors=True)  # of a step of that number which was undone
+            shutil.rmtree(
+                folder, ignore_errors=True
+            )  # of a step of this number that was rolled back
         folder = Path(trainer.strategy.broadcast(str(folder)))
-        parts = [one for one in self._newest if one.step == verdict.reading.step]
-        losses = [_sample_losses(trainer, pl_module, one.batch) for one in parts]
+        parts = [part for part in self._newest if part.step == step]
+        losses = [_get_sample_losses(trainer, pl_module, part.batch) for part in parts]
         try:
             self._write_rank(trainer, pl_module, folder, parts, losses, verdict)
-        except (
-            OSError
-        ) as error:  # it is no reason to end a run, nor to leave the other ranks waiting
+        except OSError as error:  # must not leave the other ranks waiting in the collectives below
             log.warning(f"{folder} could not be written: {error.strerror}")
-        of_ranks = _gather([None if loss is None else loss.tolist() for loss in losses])
-        block_norms = norms_by_block(pl_module)
+        losses_by_rank = gather_objects(
+            [None if loss is None else loss.tolist() for loss in losses]
+        )
+        weight_norms = norms_by_block(pl_module)
         if trainer.is_global_zero:
-            told = _describe(trainer, verdict, watch) | {"weight_norms": block_norms}
-            with contextlib.suppress(OSError):  # told above
+            content = _describe(trainer, verdict, monitor) | {"weight_norms": weight_norms}
+            with contextlib.suppress(OSError):  # logged above
                 folder.mkdir(parents=True, exist_ok=True)
-                (folder / "spike.json").write_text(json.dumps(told, indent=2) + "\n")
-                _write_samples(folder / "samples.jsonl", trainer, parts, of_ranks)
-                log.warning(f"Step {verdict.reading.step}: what it was made of is in {folder}")
+                (folder / "spike.json").write_text(json.dumps(content, indent=2) + "\n")
+                _write_samples(folder / "samples.jsonl", trainer, parts, losses_by_rank)
+                log.warning(f"Step {step}: its batch and losses are in {folder}")
 
     @staticmethod
     def _write_rank(
@@ -106,27 +125,26 @@ class SpikeDump:
         folder.mkdir(parents=True, exist_ok=True)
         torch.save(
             {
-                "batches": [_on_host(one.batch) for one in parts],
+                "batches": [_to_host(part.batch) for part in parts],
                 "losses": losses,
-                "random": [one.random for one in parts],
+                "random": [part.rng_state for part in parts],
             },
             folder / f"rank_{trainer.global_rank:05d}.pt",
         )
         save_weights = getattr(pl_module, "save_weights", None)
-        # on a GPU the step after has been made by now, and these are not the weights of that step any more
-        are_those = verdict.refused and verdict.reading.step == trainer.global_step
-        if callable(save_weights) and are_those:
+        # on a GPU the next step has run by now, and if it was applied the weights are no longer those of this step
+        is_unchanged = verdict.skipped and verdict.measurement.step == trainer.global_step
+        if callable(save_weights) and is_unchanged:
             save_weights(folder / "weights")
 
 
-def _describe(trainer: Trainer, verdict: Verdict, watch: SpikeMonitor) -> dict[str, Any]:
-    reading = verdict.reading
-    scale = getattr(trainer.strategy, "current_loss_scale", None)
+def _describe(trainer: Trainer, verdict: Verdict, monitor: SpikeMonitor) -> dict[str, Any]:
+    measurement = verdict.measurement
     return {
-        "step": reading.step,
-        "loss": finite(reading.loss),
-        "grad_norm": None if reading.norm is None else finite(reading.norm),
-        "skipped": verdict.refused,
+        "step": measurement.step,
+        "loss": finite(measurement.loss),
+        "grad_norm": None if measurement.norm is None else finite(measurement.norm),
+        "skipped": verdict.skipped,
         "alarms": {
             name: {
                 key: value if isinstance(value, str) else finite(value)
@@ -134,22 +152,32 @@ def _describe(trainer: Trainer, verdict: Verdict, watch: SpikeMonitor) -> dict[s
             }
             for name, alarm in verdict.alarms.items()
         },
-        "windows": {name: detector.window for name, detector in watch.detectors.items()},
+        "windows": {name: detector.window for name, detector in monitor.detectors.items()},
         "learning_rates": [
             float(group["lr"])
             for optimizer in trainer.optimizers
             for group in optimizer.param_groups
         ],
-        "loss_scale": scale,
+        "loss_scale": getattr(trainer.strategy, "current_loss_scale", None),
         "world_size": trainer.world_size,
         "accumulate_grad_batches": trainer.accumulate_grad_batches,
     }
 
 
 def _write_samples(
-    path: Path, trainer: Trainer, parts: list[_MicroBatch], losses: list[list[Any]]
+    path: Path,
+    trainer: Trainer,
+    parts: Sequence[_MicroBatch],
+    losses_by_rank: Sequence[Sequence[list[float] | None]],
 ) -> None:
-    """A line a sample: the largest losses first."""
+    """Write one line per sample, the largest losses first.
+
+    Args:
+        path: File to write.
+        trainer: Of the run.
+        parts: This rank's micro-batches of the step.
+        losses_by_rank: Losses of the samples of each micro-batch of each rank; None where unknown.
+    """
     describe = getattr(getattr(trainer, "datamodule", None), "samples_of_step", None)
     position = parts[-1].position if parts else None
     if callable(describe) and position is not None:
@@ -157,47 +185,42 @@ def _write_samples(
     else:
         samples = [
             {"rank": rank, "micro_batch": number, "row": row}
-            for rank, of_rank in enumerate(losses)
-            for number, of_part in enumerate(of_rank)
-            for row in range(len(of_part or []))
+            for rank, of_rank in enumerate(losses_by_rank)
+            for number, losses in enumerate(of_rank)
+            for row in range(len(losses or []))
         ]
-    for one in samples:
-        of_part = losses[one["rank"]][one["micro_batch"]] if one["rank"] < len(losses) else None
-        one["loss"] = None if of_part is None else finite(of_part[one["row"]])
-    samples.sort(key=lambda one: -math.inf if one["loss"] is None else -one["loss"])
-    path.write_text("".join(json.dumps(one, ensure_ascii=False) + "\n" for one in samples))
+    for sample in samples:
+        rank, number = sample["rank"], sample["micro_batch"]
+        losses = losses_by_rank[rank][number] if rank < len(losses_by_rank) else None
+        sample["loss"] = None if losses is None else finite(losses[sample["row"]])
+    # NaN and inf are None by now, and the worst
+    samples.sort(key=lambda sample: -math.inf if sample["loss"] is None else -sample["loss"])
+    path.write_text("".join(json.dumps(sample, ensure_ascii=False) + "\n" for sample in samples))
 
 
 @torch.no_grad()
-def _sample_losses(trainer: Trainer, pl_module: LightningModule, batch: Any) -> Tensor | None:
-    """Of one micro-batch, [B] on the host, without dropout; None where the module does not tell."""
-    ask = getattr(pl_module, "sample_losses", None)
-    if not callable(ask):
+def _get_sample_losses(trainer: Trainer, pl_module: LightningModule, batch: Any) -> Tensor | None:
+    """Return the losses of one micro-batch, [B] float32 on the host, without dropout; None if the module has none."""
+    sample_losses = getattr(pl_module, "sample_losses", None)
+    if not callable(sample_losses):
         return None
     modes = [(module, module.training) for module in pl_module.modules()]
     pl_module.eval()
     try:
-        with trainer.precision_plugin.forward_context():  # shards may be gathered in its type alone
-            losses: Tensor = ask(batch)
+        # FSDP gathers shards in the compute dtype: outside this context their dtypes would not match
+        with trainer.precision_plugin.forward_context():
+            losses: Tensor = sample_losses(batch)
         return losses.detach().float().cpu()
     finally:
         for module, training in modes:
             module.training = training
 
 
-def _on_host(batch: Any) -> Any:
+def _to_host(batch: Any) -> Any:
     if isinstance(batch, Tensor):
         return batch.detach().cpu()
     if isinstance(batch, dict):
-        return {key: _on_host(value) for key, value in batch.items()}
+        return {key: _to_host(value) for key, value in batch.items()}
     if isinstance(batch, (list, tuple)):
-        return [_on_host(value) for value in batch]
+        return [_to_host(value) for value in batch]
     return batch
-
-
-def _gather(mine: list[Any]) -> list[list[Any]]:
-    if not (dist.is_available() and dist.is_initialized()) or dist.get_world_size() == 1:
-        return [mine]
-    every: list[Any] = [None] * dist.get_world_size()
-    dist.all_gather_object(every, mine)
-    return every

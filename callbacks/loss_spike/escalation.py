@@ -1,22 +1,22 @@
-"""What is done about a step out of line, and when more must be done: skip, roll back, halve the rate, stop. Counts."""
+"""Decide what to do after each step: skip, roll back, also back off the learning rate, stop. Counts, no torch."""
 
 from dataclasses import asdict, dataclass, field
 from typing import Any, Literal
 
-Response = Literal["none", "skip", "rollback", "rollback_and_cut", "stop"]
+Response = Literal["none", "skip", "rollback", "rollback_and_backoff", "stop"]
 
 
 @dataclass(kw_only=True)
 class Counts:
-    """Of a run, resumes included.
+    """What has happened in a run, resumes included.
 
     Attributes:
-        clock: Optimizer steps made, those that were rolled back included: it never goes back.
-        skipped_steps: Refused before they were made.
-        recent_skips: When, on the clock, those of the window were refused.
+        clock: Optimizer steps executed, later rolled back or not: it never decreases.
+        skipped_steps: Steps whose update was skipped.
+        recent_skips: Clock values of the skips within the window.
         rollbacks: In the whole run.
-        recent_rollbacks: Each within the cool-down of the one before.
-        last_rollback_at: On the clock; None: there was none.
+        recent_rollbacks: Rollbacks in a row, each within the cooldown of the previous one.
+        last_rollback_at: Clock value; None before the first.
     """
 
     clock: int = 0
@@ -28,16 +28,16 @@ class Counts:
 
 
 class SpikeEscalation:
-    """Decides from host numbers alone, so that every rank decides the same.
+    """Decides from host values alone, so that every rank decides the same.
 
     Args:
-        max_skips: One more within the window, and the run goes back.
-        skip_window: In steps.
-        cooldown_steps: A rollback within so many steps of the one before is a step up the ladder.
-        max_rollbacks: So many, each within the cool-down of the one before, and the run stops.
+        max_skips: Skips within the window before the run rolls back at the next one.
+        skip_window: In optimizer steps.
+        cooldown_steps: A rollback within this many optimizer steps of the previous one escalates to the next level.
+        max_rollbacks: Rollbacks in a row, each within the cooldown of the previous one, before the run stops.
 
     Raises:
-        ValueError: With no rollback allowed the first spike ends the run.
+        ValueError: `max_rollbacks` is below 1: the first spike would end the run.
     """
 
     def __init__(
@@ -53,43 +53,43 @@ class SpikeEscalation:
         self._max_rollbacks = max_rollbacks
         self.counts = Counts()
 
-    def step(self, *, refused: bool, drifts: bool) -> Response:
-        """What to do after a step.
+    def step(self, *, skipped: bool, drifts: bool) -> Response:
+        """Count a step and return what to do about it.
 
         Args:
-            refused: Whether it was refused before it was made.
+            skipped: Whether its update was skipped.
             drifts: Whether the loss has been too high for long.
         """
         counts = self.counts
         counts.clock += 1
-        counts.skipped_steps += refused
+        counts.skipped_steps += skipped
         since = counts.clock - self._skip_window
         counts.recent_skips = [at for at in counts.recent_skips if at > since]
-        counts.recent_skips += [counts.clock] if refused else []
+        counts.recent_skips += [counts.clock] if skipped else []
         if drifts or len(counts.recent_skips) > self._max_skips:
-            return self._climb()
-        return "skip" if refused else "none"
+            return self._escalate()
+        return "skip" if skipped else "none"
 
-    def _climb(self) -> Response:
+    def _escalate(self) -> Response:
         counts = self.counts
         counts.recent_skips = []
         last, counts.last_rollback_at = counts.last_rollback_at, counts.clock
-        again = last is not None and counts.clock - last <= self._cooldown_steps
-        counts.recent_rollbacks = counts.recent_rollbacks + 1 if again else 1
+        in_cooldown = last is not None and counts.clock - last <= self._cooldown_steps
+        counts.recent_rollbacks = counts.recent_rollbacks + 1 if in_cooldown else 1
         if counts.recent_rollbacks > self._max_rollbacks:
             return "stop"
         counts.rollbacks += 1
-        return "rollback_and_cut" if again else "rollback"
+        return "rollback_and_backoff" if in_cooldown else "rollback"
 
     @property
     def is_quiet(self) -> bool:
-        """Whether no step of the window was refused: a snapshot taken now is of a healthy run."""
+        """Whether no step of the window was skipped: a snapshot taken now is of a healthy run."""
         return not self.counts.recent_skips
 
     def state_dict(self) -> dict[str, Any]:
-        """Plain data."""
+        """Return plain data for a checkpoint."""
         return asdict(self.counts)
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Count on."""
+        """Continue from a `state_dict`."""
         self.counts = Counts(**state)

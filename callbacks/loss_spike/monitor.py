@@ -1,4 +1,4 @@
-"""Loss and gradient norm of every step, judged together. Arithmetic on host numbers, no torch."""
+"""Judge loss and gradient norm of every step together: arithmetic on Python floats, no torch."""
 
 import math
 from dataclasses import dataclass
@@ -9,36 +9,36 @@ from .detector import Alarm, SpikeDetector
 
 @dataclass(frozen=True, kw_only=True)
 class StepMeasurement:
-    """Of one optimizer step, the same on every rank.
+    """The values of one optimizer step, equal on every rank.
 
     Attributes:
-        step: Optimizer steps completed with it.
+        step: Optimizer steps completed, this one included.
         loss: Mean over all ranks.
-        norm: Global, before clipping; None where it is not known.
-        refused: Whether the step was refused before it was made.
+        norm: Global gradient norm before clipping; None where unknown.
+        skipped: Whether its update was skipped.
     """
 
     step: int
     loss: float
     norm: float | None
-    refused: bool
+    skipped: bool
 
 
 @dataclass(frozen=True, kw_only=True)
 class Verdict:
-    """What is out of line about a step.
+    """What is abnormal about a step.
 
     Attributes:
-        reading: Of that step.
+        measurement: The step's values.
         alarms: By series: `loss`, `norm`.
-        score: The larger of both, in robust standard deviations; inf where one is not finite.
-        refused: Whether the step was refused, other than by a loss scaler, which looks for its scale that way.
+        score: The larger of both scores, in robust standard deviations; inf where a value is not finite.
+        skipped: Whether the update was skipped, other than by a loss scaler, which skips to find its scale.
     """
 
-    reading: StepMeasurement
+    measurement: StepMeasurement
     alarms: dict[str, Alarm]
     score: float
-    refused: bool
+    skipped: bool
 
     @property
     def drifts(self) -> bool:
@@ -50,10 +50,15 @@ class SpikeMonitor:
     """Two detectors, and the limits they set for the next step.
 
     Args:
-        window, warmup_steps: Of both, see `SpikeDetector`.
-        loss_threshold: Deviations from which a loss is a spike.
-        norm_threshold: The same for the log of a norm, which has heavy tails in healthy runs.
-        drift_threshold: Of the loss alone: norms of a healthy run rise for thousands of steps.
+        window: Recent normal steps that each step is compared with.
+        warmup_steps: Steps before the first possible spike; at most `window`.
+        loss_threshold: Robust standard deviations above the median from which a loss is a spike.
+        norm_threshold: The same for the logarithm of the norm, which has heavy tails in healthy runs.
+        drift_threshold: For the slow rule, on the loss alone: norms of a healthy run rise for thousands of steps.
+            None disables it.
+
+    Raises:
+        ValueError: `warmup_steps` exceeds `window`.
     """
 
     def __init__(
@@ -81,15 +86,15 @@ class SpikeMonitor:
             ),
         }
 
-    def judge(self, reading: StepMeasurement, *, overflowed: bool) -> Verdict:
+    def judge(self, measurement: StepMeasurement, *, overflowed: bool) -> Verdict:
         """Compare a step with those before it.
 
         Args:
-            reading: Of the step.
-            overflowed: Whether a loss scaler has skipped it.
+            measurement: The step's values.
+            overflowed: Whether a loss scaler skipped it. An infinite norm is then expected, and no alarm.
         """
-        values = {"loss": reading.loss, "norm": reading.norm}
-        by_scaler = overflowed and math.isfinite(reading.loss)
+        values = {"loss": measurement.loss, "norm": measurement.norm}
+        by_scaler = overflowed and math.isfinite(measurement.loss)
         if by_scaler:
             values["norm"] = None
         scores, alarms = [0.0], {}
@@ -101,18 +106,18 @@ class SpikeMonitor:
             alarm = detector.observe(value)
             if alarm is not None:
                 alarms[name] = alarm
-        refused = reading.refused and not by_scaler
-        return Verdict(reading=reading, alarms=alarms, score=max(scores), refused=refused)
+        skipped = measurement.skipped and not by_scaler
+        return Verdict(measurement=measurement, alarms=alarms, score=max(scores), skipped=skipped)
 
     def limits(self) -> tuple[float, float]:
-        """Loss and norm from which on the next step is refused."""
+        """Return the loss and the norm from which the next step is skipped."""
         return self.detectors["loss"].limit(), self.detectors["norm"].limit()
 
     def state_dict(self) -> dict[str, Any]:
-        """Plain data."""
+        """Return plain data for a checkpoint."""
         return {name: detector.state_dict() for name, detector in self.detectors.items()}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Go on from a `state_dict`."""
+        """Continue from a `state_dict`."""
         for name, detector in self.detectors.items():
             detector.load_state_dict(state[name])

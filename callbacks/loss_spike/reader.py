@@ -1,4 +1,4 @@
-"""A step's loss and norm from the guard to the host: at once on a CPU, one step late on a GPU, nobody waits."""
+"""Bring a step's loss and norm from the guard to the host: at once on a CPU, one step late on a GPU, no waiting."""
 
 import math
 
@@ -8,127 +8,134 @@ from torch import Tensor
 from torch.optim import Optimizer
 
 from .monitor import SpikeMonitor, StepMeasurement, Verdict
-from .step_guard import OwnGuard, StepGuard, guards_itself, keep_buffers
+from .step_guard import FallbackGuard, StepGuard, accepts_guard, restore_buffers
 
 
 class StepReader:
-    """For one call of `fit`: guards every step and has it judged.
+    """Guards every step of one call of `fit` and has it judged.
 
     Args:
-        watch: Judges, and sets the guard's limits.
+        monitor: Judges steps and sets the guard's limits.
         trainer: Of the run.
-        pl_module: Takes the guard, or is guarded from outside.
+        pl_module: Takes the guard if it has `guard_steps(guard)`; otherwise its steps are guarded from outside.
     """
 
-    def __init__(self, watch: SpikeMonitor, trainer: Trainer, pl_module: LightningModule) -> None:
-        self._watch = watch
+    def __init__(self, monitor: SpikeMonitor, trainer: Trainer, pl_module: LightningModule) -> None:
+        self._monitor = monitor
         self._guard = StepGuard()
-        self._own_guard = None if guards_itself(pl_module) else OwnGuard(self._guard)
-        if self._own_guard is None:
+        self._fallback = None if accepts_guard(pl_module) else FallbackGuard(self._guard)
+        if self._fallback is None:
             pl_module.guard_steps(self._guard)  # type: ignore[operator]
-        self._late = DelayedReadback()
-        self._num_overflows = _num_overflows(trainer)
-        self._buffers: list[tuple[Tensor, Tensor]] = []  # with copies of before the step
+        self._readback = DelayedReadback()
+        self._num_overflows = _count_overflows(trainer)
+        self._buffers: list[tuple[Tensor, Tensor]] = []  # with copies from before the step
         self.set_limits()
 
     @property
     def loss(self) -> Tensor | None:
-        """Of the step about to be made, over all ranks."""
+        """Loss of the current step over all ranks, a 0-dim tensor."""
         return self._guard.loss
 
     def set_limits(self) -> None:
-        """For the next step, from all that has been seen."""
-        self._guard.largest_loss, self._guard.largest_norm = self._watch.limits()
+        """Set the guard's limits for the next step, from all steps judged so far."""
+        self._guard.max_loss, self._guard.max_norm = self._monitor.limits()
 
     def begin_batch(self, pl_module: LightningModule) -> None:
-        """At the start of every micro-batch; the first of a step changes buffers, refused or not."""
+        """Copy the buffers before the first micro-batch of a step changes them; call it at every micro-batch."""
         if not self._buffers:
-            self._buffers = [(one, one.clone()) for one in pl_module.buffers()]
+            self._buffers = [(buffer, buffer.clone()) for buffer in pl_module.buffers()]
 
     def add_loss(self, trainer: Trainer, loss: Tensor) -> None:
-        """Before every backward pass."""
-        if self._own_guard is not None:
-            self._own_guard.add_loss(trainer, loss)
+        """Add the loss of a micro-batch; call it before every backward pass."""
+        if self._fallback is not None:
+            self._fallback.add_loss(trainer, loss)
 
     def guard_step(self, trainer: Trainer, optimizer: Optimizer) -> None:
-        """Before every step."""
-        if self._own_guard is not None:
-            self._own_guard.guard_step(trainer, optimizer)
+        """Judge the current step; call it before every optimizer step."""
+        if self._fallback is not None:
+            self._fallback.guard_step(trainer, optimizer)
 
     def read(self, trainer: Trainer) -> Verdict | None:
-        """After a step: what is known by now, on a GPU about the step before; None: nothing."""
+        """Return the newest verdict, after a step: on a GPU that of the step before; None if there is none yet."""
         guard = self._guard
-        keep_buffers(self._buffers, guard.refused)
+        restore_buffers(self._buffers, guard.skipped)
         self._buffers = []
-        if guard.loss is None or guard.refused is None:
+        if guard.loss is None or guard.skipped is None:
             return None
         norm = guard.norm if guard.norm is not None else torch.tensor(math.nan)
-        before, self._num_overflows = self._num_overflows, _num_overflows(trainer)
-        by_scaler = torch.full_like(norm, self._num_overflows - before)  # goes with its own step
-        values = [guard.loss.to(norm.device), norm, guard.refused, by_scaler]
-        return self._judged(trainer, self._late.exchange(trainer.global_step, values))
+        before, self._num_overflows = self._num_overflows, _count_overflows(trainer)
+        # the overflow count travels with its own step, which may be read a step later
+        by_scaler = torch.full_like(norm, self._num_overflows - before)
+        values = [guard.loss.to(norm.device), norm, guard.skipped, by_scaler]
+        return self._judge(trainer, self._readback.exchange(trainer.global_step, values))
 
     def read_last(self, trainer: Trainer) -> Verdict | None:
-        """When training ends: what is still under way."""
-        return self._judged(trainer, self._late.take())
+        """Return the verdict on the pending step when training ends; None if no step is pending."""
+        return self._judge(trainer, self._readback.take())
 
-    def go_back(self) -> None:
-        """After a rollback: what is under way is undone."""
-        self._late.forget()
+    def roll_back(self) -> None:
+        """Drop the pending step after a rollback: it was rolled back too."""
+        self._readback.drop()
         self.set_limits()
 
-    def _judged(self, trainer: Trainer, ready: tuple[int, list[float]] | None) -> Verdict | None:
+    def _judge(self, trainer: Trainer, ready: tuple[int, list[float]] | None) -> Verdict | None:
         if ready is None:
             return None
-        step, (loss, norm, refused, by_scaler) = ready
-        reading = StepMeasurement(step=step, loss=loss, norm=norm, refused=bool(refused))
+        step, (loss, norm, skipped, by_scaler) = ready
+        measurement = StepMeasurement(step=step, loss=loss, norm=norm, skipped=bool(skipped))
         overflowed = by_scaler > 0
-        if self._own_guard is not None and not math.isfinite(norm):  # nobody counts for us
+        if self._fallback is not None and not math.isfinite(norm):
+            # Lightning's own strategies count no overflows
             overflowed = getattr(trainer.precision_plugin, "scaler", None) is not None
-        return self._watch.judge(reading, overflowed=overflowed)
+        return self._monitor.judge(measurement, overflowed=overflowed)
 
 
-def _num_overflows(trainer: Trainer) -> int:
-    """Steps that a loss scaler has skipped, where somebody counts them; no device is asked."""
+def _count_overflows(trainer: Trainer) -> int:
+    """Return the steps that a loss scaler has skipped, where the strategy counts them; reads no device."""
     return int(getattr(trainer.strategy, "num_overflows", 0))
 
 
 class DelayedReadback:
-    """A queue of one. Every rank runs on the same kind of device, so all are as late."""
+    """A queue of length one from device to host. All ranks run on the same kind of device, so all are equally late."""
 
     def __init__(self) -> None:
-        self._under_way: tuple[int, Tensor, torch.cuda.Event] | None = None
+        self._pending: tuple[int, Tensor, torch.cuda.Event] | None = None
 
     def exchange(self, step: int, values: list[Tensor]) -> tuple[int, list[float]] | None:
-        """Hand in the numbers of a step; those that are ready, with their step; None: none are.
+        """Start copying the scalars of a step; return the scalars that have arrived, with their step.
 
         Args:
-            step: Whose numbers they are.
+            step: The step they belong to.
             values: 0-dim tensors.
+
+        Returns:
+            (step, values); None if none have arrived.
         """
         packed = torch.stack([value.detach().double() for value in values])  # [number of values]
         if not packed.is_cuda:
             return step, packed.tolist()
         ready = self.take()
-        self._under_way = self._send(step, packed)
+        self._pending = self._send(step, packed)
         return ready
 
     def take(self) -> tuple[int, list[float]] | None:
-        """What is under way, waited for."""
-        if self._under_way is None:
+        """Wait for the pending scalars and return them; None if none are pending."""
+        if self._pending is None:
             return None
-        (step, numbers, copied), self._under_way = self._under_way, None
+        (step, scalars, copied), self._pending = self._pending, None
         copied.synchronize()
-        return step, numbers.tolist()
+        return step, scalars.tolist()
 
-    def forget(self) -> None:
-        """After a rollback: what is under way belongs to a past that is undone."""
-        self._under_way = None
+    def drop(self) -> None:
+        """Forget the pending scalars."""
+        self._pending = None
 
     @staticmethod
     def _send(step: int, packed: Tensor) -> tuple[int, Tensor, torch.cuda.Event]:
-        numbers = torch.empty(packed.shape, dtype=packed.dtype, pin_memory=True)
-        numbers.copy_(packed, non_blocking=True)
+        scalars = torch.empty(
+            packed.shape, dtype=packed.dtype, pin_memory=True
+        )  # [number of values]
+        scalars.copy_(packed, non_blocking=True)
         copied = torch.cuda.Event()  # type: ignore[no-untyped-call]
         copied.record()
-        return step, numbers, copied
+        return step, scalars, copied

@@ -1,4 +1,4 @@
-"""What is done about a run that has gone wrong: back to a good state, past the data, with a smaller rate, or an end."""
+"""Recover a run that has gone wrong: restore a good state, skip data, lower the learning rate, or stop."""
 
 import logging
 from collections.abc import Iterator
@@ -17,40 +17,40 @@ log = logging.getLogger("lightning_recipes")
 
 
 class TrainingDivergedError(RuntimeError):
-    """Recovery is exhausted.
+    """Training diverged and recovery has failed.
 
     Attributes:
-        exit_code: What the process should end with.
+        exit_code: What the process should exit with.
     """
 
     exit_code = 3
 
 
 class Recovery:
-    """Carries out what the ladder decides.
+    """Carries the state of recovery and performs what `SpikeEscalation` decides.
 
     Args:
-        watch: Goes back with the run: it forgets what is undone.
-        max_skips: One more skipped step within `quarantine_steps`, and the run goes back.
+        monitor: Its state is restored with the run.
+        max_skips: Skipped steps within `quarantine_steps` before the run rolls back at the next one.
         snapshot_every: Optimizer steps between snapshots.
-        num_snapshots: How many are kept, each of the size of weights and optimizer state.
-        quarantine_steps: A snapshot is good when so many steps have followed it.
-        snapshot_storage: `memory`, `disk` or `auto`: memory where they fit.
-        skip_batches: Optimizer steps' worth of data passed over after a rollback.
-        cooldown_steps: A rollback within so many steps of another is one more in a row.
-        lr_factor: Of the learning rates, from the second rollback in a row on.
-        lr_backoff_steps: For so many steps.
-        max_rollbacks: So many in a row, and the run stops.
-        rewind_data: Whether the data goes back too: it has a `position` and `move_to(position)`.
+        num_snapshots: Snapshots held, each of the size of weights and optimizer state.
+        quarantine_steps: Optimizer steps after which a snapshot is good, if the run has not rolled back since.
+        snapshot_storage: `memory` (host), `disk` (the run folder) or `auto`: memory if they fit.
+        skip_batches: Optimizer steps' worth of data to skip after a rollback; 0 skips none.
+        cooldown_steps: A rollback within this many optimizer steps of the previous one is one more in a row.
+        lr_factor: Factor for the learning rates, from the second rollback in a row on.
+        lr_backoff_steps: Optimizer steps for which it applies.
+        max_rollbacks: Rollbacks in a row before the run stops.
+        rewind_data: Also rewind the data, which then has a `position` and `move_to(position)`.
 
     Raises:
-        ValueError: Every snapshot is overwritten before it is good.
+        ValueError: Every snapshot would be overwritten before its quarantine is over.
     """
 
     def __init__(
         self,
         *,
-        watch: SpikeMonitor,
+        monitor: SpikeMonitor,
         max_skips: int,
         snapshot_every: int,
         num_snapshots: int,
@@ -69,8 +69,8 @@ class Recovery:
                 f"num_snapshots={num_snapshots} every {snapshot_every} steps: each is overwritten before its"
                 f" quarantine of {quarantine_steps} steps is over; type quarantine_steps={longest}"
             )
-        self.cut = LearningRateBackoff()
-        self.ladder = SpikeEscalation(
+        self.lr_backoff = LearningRateBackoff()
+        self.escalation = SpikeEscalation(
             max_skips=max_skips,
             skip_window=quarantine_steps,
             cooldown_steps=cooldown_steps,
@@ -81,14 +81,14 @@ class Recovery:
             quarantine_steps=quarantine_steps,
             snapshot_storage=snapshot_storage,
         )
-        self._watch = watch
+        self._monitor = monitor
         self._skip_batches = skip_batches
         self._lr_factor = lr_factor
         self._lr_backoff_steps = lr_backoff_steps
         self._rewind_data = rewind_data
 
     def take_snapshot(self, trainer: Trainer, *, is_good: bool = False) -> None:
-        """Of now.
+        """Take a snapshot of the present state.
 
         Args:
             trainer: At the end of a batch in which the optimizer has stepped.
@@ -96,54 +96,54 @@ class Recovery:
         """
         self.rollback.take(
             trainer,
-            clock=self.ladder.counts.clock,
+            clock=self.escalation.counts.clock,
             is_good=is_good,
-            watch=self._watch.state_dict(),
-            factor=self.cut.factor,
-            position=data_of(trainer).position if self._rewind_data else None,
+            monitor=self._monitor.state_dict(),
+            factor=self.lr_backoff.factor,
+            position=get_datamodule(trainer).position if self._rewind_data else None,
         )
 
-    def end_cut_if_due(self, trainer: Trainer) -> None:
-        """Give the learning rate back when its time is over."""
-        if self.cut.end_if_due(trainer, self.ladder.counts.clock):
-            log.info(f"Step {trainer.global_step}: the learning rate is that of the schedule again")
+    def end_backoff_if_due(self, trainer: Trainer) -> None:
+        """Restore the learning rate when the backoff is over."""
+        if self.lr_backoff.end_if_due(trainer, self.escalation.counts.clock):
+            log.info(f"Step {trainer.global_step}: the learning rate follows the schedule again")
 
-    def go_back(
-        self, trainer: Trainer, pl_module: LightningModule, verdict: Verdict, *, cuts: bool
+    def roll_back(
+        self, trainer: Trainer, pl_module: LightningModule, verdict: Verdict, *, backs_off: bool
     ) -> None:
-        """To a good state; the data goes on.
+        """Restore a good snapshot; the data continues from where it is.
 
         Args:
             trainer: At the end of a batch in which the optimizer has stepped.
             pl_module: The module.
-            verdict: Of the step that led to it.
-            cuts: Whether the learning rate is cut too.
+            verdict: On the step that led to the rollback.
+            backs_off: Whether to lower the learning rate too.
 
         Raises:
-            TrainingDivergedError: There is no good state.
+            TrainingDivergedError: There is no good snapshot.
         """
-        clock, from_step = self.ladder.counts.clock, trainer.global_step
-        snapshot = self.rollback.find(clock=clock, furthest=cuts or verdict.drifts)
+        clock, from_step = self.escalation.counts.clock, trainer.global_step
+        # a drift, or a second rollback: the newest good snapshot may already contain the damage
+        snapshot = self.rollback.find(clock=clock, oldest=backs_off or verdict.drifts)
         if snapshot is None:
             self.stop(trainer)
-        beside = self.rollback.go_back(trainer, snapshot)
-        self._watch.load_state_dict(beside["watch"])
-        self.cut.put_back(trainer, beside["factor"])
-        if cuts:
-            self.cut.cut(trainer, self._lr_factor, until=clock + self._lr_backoff_steps)
+        extras = self.rollback.restore(trainer, snapshot)
+        self._monitor.load_state_dict(extras["monitor"])
+        self.lr_backoff.restore(trainer, extras["factor"])
+        if backs_off:
+            self.lr_backoff.start(trainer, self._lr_factor, until=clock + self._lr_backoff_steps)
         to_step = trainer.global_step
         for callback in trainer.callbacks:  # type: ignore[attr-defined]
-            if isinstance(
-                callback, ModelCheckpoint
-            ):  # else it takes the step made again for one it has saved
+            # Lightning skips saving a step number it has saved before, and now repeats some
+            if isinstance(callback, ModelCheckpoint):
                 callback._last_global_step_saved = min(callback._last_global_step_saved, to_step)
-        for listener in _listeners(trainer, pl_module):
+        for listener in _find_listeners(trainer, pl_module):
             listener.on_rollback(trainer, pl_module, from_step, to_step)
         if self._rewind_data:
-            data_of(trainer).move_to(beside["position"])
+            get_datamodule(trainer).move_to(extras["position"])
         if self._skip_batches:
-            data_of(trainer).skip_batches(self._skip_batches)
-        self._tell(trainer, from_step, to_step, cuts=cuts)
+            get_datamodule(trainer).skip_batches(self._skip_batches)
+        self._log_rollback(trainer, from_step, to_step, backs_off=backs_off)
 
     def stop(self, trainer: Trainer) -> NoReturn:
         """End the run.
@@ -151,30 +151,32 @@ class Recovery:
         Raises:
             TrainingDivergedError: Always.
         """
-        counts = self.ladder.counts
-        why = "the loss goes wrong and there is no good state to go back to yet"
+        counts = self.escalation.counts
+        why = "the loss has gone wrong and there is no good state to roll back to yet"
         if counts.recent_rollbacks > 1:
-            why = f"{counts.recent_rollbacks - 1} rollbacks one after the other did not help"
+            why = f"{counts.recent_rollbacks - 1} rollbacks in a row did not help"
         step = trainer.global_step
         log_event(trainer, None, "stop", step, why=why)
         raise TrainingDivergedError(f"Diverged at step {step}: {why}")
 
-    def _tell(self, trainer: Trainer, from_step: int, to_step: int, *, cuts: bool) -> None:
-        past = f", {self._skip_batches} batches passed over" if self._skip_batches else ""
-        line = f"Step {from_step}: went back to step {to_step}{past}"
+    def _log_rollback(
+        self, trainer: Trainer, from_step: int, to_step: int, *, backs_off: bool
+    ) -> None:
+        skipped = f", {self._skip_batches} batches skipped" if self._skip_batches else ""
+        line = f"Step {from_step}: rolled back to step {to_step}{skipped}"
         fields: dict[str, Any] = {"from": from_step, "skipped_batches": self._skip_batches}
         log_event(trainer, line, "rollback", to_step, **fields)
-        if cuts:
-            factor, steps = self.cut.factor, self._lr_backoff_steps
-            line = f"Step {to_step}: the learning rate times {factor:g} for {steps} steps"
+        if backs_off:
+            factor, steps = self.lr_backoff.factor, self._lr_backoff_steps
+            line = f"Step {to_step}: learning rate multiplied by {factor:g} for {steps} steps"
             log_event(trainer, line, "lr_backoff", to_step, factor=factor, steps=steps)
 
 
-def data_of(trainer: Trainer) -> Any:
-    """The LightningDataModule; None where there is none."""
+def get_datamodule(trainer: Trainer) -> Any:
+    """Return the LightningDataModule; None if the run has none."""
     return getattr(trainer, "datamodule", None)
 
 
-def _listeners(trainer: Trainer, pl_module: LightningModule) -> Iterator[Any]:
-    everyone = [*trainer.callbacks, *trainer.loggers, pl_module, data_of(trainer)]  # type: ignore[attr-defined]
-    return (one for one in everyone if hasattr(one, "on_rollback"))
+def _find_listeners(trainer: Trainer, pl_module: LightningModule) -> Iterator[Any]:
+    candidates = [*trainer.callbacks, *trainer.loggers, pl_module, get_datamodule(trainer)]  # type: ignore[attr-defined]
+    return (candidate for candidate in candidates if hasattr(candidate, "on_rollback"))

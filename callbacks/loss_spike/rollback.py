@@ -1,18 +1,17 @@
-"""A run that goes back to an earlier state of its own, without ending: one copy to take it, one to put it back."""
+"""Roll a run back to an earlier state within the process: one copy to take a snapshot, one to restore it."""
 
 import logging
 import time
 from pathlib import Path
 from typing import Any, Literal
 
-import torch
-import torch.distributed as dist
 from lightning.fabric.utilities.exceptions import MisconfigurationException
 from lightning.pytorch import Trainer
 from torch import Tensor
 
 from ..host_memory import available_bytes
 from ..logged_step import run_folder
+from ..ranks import all_ranks
 from .snapshot import Snapshot, SnapshotRing
 from .train_state import (
     forget_tensors,
@@ -27,12 +26,16 @@ FOLDER = "snapshots"
 
 
 class Rollback:
-    """Takes snapshots of a Trainer and goes back to one of them.
+    """Takes snapshots of a Trainer and restores one of them.
 
     Args:
-        num_snapshots: How many are kept.
-        quarantine_steps: Steps without a rollback after which one is good.
-        snapshot_storage: `memory`, `disk` or `auto`: memory where they fit.
+        num_snapshots: Snapshots held.
+        quarantine_steps: Optimizer steps without a rollback after which a snapshot is good.
+        snapshot_storage: `memory` (host), `disk` (the run folder) or `auto`: memory if they fit.
+
+    Attributes:
+        seconds: Time that training waited for the newest snapshot.
+        num_bytes: Its size on this rank.
     """
 
     def __init__(
@@ -47,63 +50,69 @@ class Rollback:
         self._snapshot_storage = snapshot_storage
         self._ring: SnapshotRing | None = None
         self._folder: Path | None = None
-        self.seconds = 0.0  # of the newest snapshot
-        self.num_bytes = 0  # of it, on this rank
+        self.seconds = 0.0
+        self.num_bytes = 0
 
-    def take(self, trainer: Trainer, *, clock: int, is_good: bool = False, **beside: Any) -> None:
-        """A snapshot of now.
+    def take(self, trainer: Trainer, *, clock: int, is_good: bool = False, **extras: Any) -> None:
+        """Take a snapshot of the present state, in place of the oldest one.
 
         Args:
             trainer: At the end of a batch in which the optimizer has stepped.
-            clock: Optimizer steps made, never going back.
+            clock: Optimizer steps executed, rolled back ones included.
             is_good: Whether it needs no quarantine.
-            beside: Plain values to be kept with it.
+            extras: Plain values to store with it.
+
+        Raises:
+            MisconfigurationException: `snapshot_storage` is `memory` and the snapshots do not fit.
         """
         began = time.perf_counter()
         if self._ring is None:
             self._ring = self._make_ring(trainer)
         snapshot = self._ring.oldest()
         snapshot.take(live_tensors(trainer, writes_back=False))
-        snapshot.numbers = live_scalars(trainer) | {"beside": beside}
+        snapshot.scalars = live_scalars(trainer) | {"extras": extras}
         snapshot.step = trainer.global_step
         snapshot.taken_at = clock - self._quarantine_steps if is_good else clock
         self.num_bytes = snapshot.num_bytes
         self.seconds = time.perf_counter() - began
 
     def wait_until_copied(self) -> None:
-        """Before tensors change; the GPU waits, the host does not."""
+        """Call before the tensors change: the GPU waits for the copy, the host does not."""
         if self._ring is not None:
             self._ring.wait()
 
-    def find(self, *, clock: int, furthest: bool) -> Snapshot | None:
-        """Where to go back to; None: there is nothing good.
+    def find(self, *, clock: int, oldest: bool) -> Snapshot | None:
+        """Return the snapshot to roll back to; None if none is good.
 
         Args:
             clock: As for `take`.
-            furthest: The oldest; else the newest that is good.
+            oldest: Whether to return the oldest one, else the newest that is good.
         """
         if self._ring is None:
             return None
         good = self._ring.good(clock)
-        return self._ring.held[0] if good is not None and furthest else good
+        return self._ring.held[0] if good is not None and oldest else good
 
-    def go_back(self, trainer: Trainer, snapshot: Snapshot) -> dict[str, Any]:
-        """Put everything back as it was; what was kept beside it.
+    def restore(self, trainer: Trainer, snapshot: Snapshot) -> dict[str, Any]:
+        """Restore the train state of a snapshot and drop the newer ones.
 
         Args:
             trainer: At the end of a batch in which the optimizer has stepped.
-            snapshot: From `find`; it can be gone back to again.
+            snapshot: From `find`; it can be restored again later.
+
+        Returns:
+            The `extras` stored with it.
         """
-        assert self._ring is not None, "a snapshot comes out of it"
-        self._ring.forget_after(snapshot)
-        new = snapshot.put_back(live_tensors(trainer, writes_back=True))
+        assert self._ring is not None, "the snapshot is from this ring"
+        self._ring.drop_after(snapshot)
+        new = snapshot.restore(live_tensors(trainer, writes_back=True))
         forget_tensors(trainer, new)
-        restore_scalars(trainer, snapshot.numbers)
-        beside: dict[str, Any] = snapshot.numbers["beside"]
-        return beside
+        restore_scalars(trainer, snapshot.scalars)
+        extras: dict[str, Any] = snapshot.scalars["extras"]
+        return extras
 
     def drop(self) -> None:
-        """Give memory and disk back."""
+        """Free the memory and the disk space of all snapshots."""
         if self._ring is not None:
             self._ring.drop()
             self._ring = None
@@ -111,8 +120,8 @@ class Rollback:
             self._folder.rmdir()
 
     def _make_ring(self, trainer: Trainer) -> SnapshotRing:
-        """All ranks decide alike: those of a node need its memory together."""
-        folder = _folder(trainer)
+        """Choose memory or disk; all ranks choose the same, since those of a node share its memory."""
+        folder = _get_folder(trainer)
         in_memory = self._snapshot_storage != "disk" and self._fits(trainer, folder)
         self._folder = None if in_memory else folder
         return SnapshotRing(
@@ -123,46 +132,39 @@ class Rollback:
 
     def _fits(self, trainer: Trainer, folder: Path) -> bool:
         tensors = live_tensors(trainer, writes_back=False)
-        needed = sum(_bytes_of_copy(tensor) for _, tensor in tensors)
+        needed = sum(_get_copy_bytes(tensor) for _, tensor in tensors)
         available = available_bytes()
-        of_node = needed * self._num_snapshots * _ranks_of_node(trainer)
-        # by itself only half of what is left: data, checkpoints and other processes need some too
-        share = 1.0 if self._snapshot_storage == "memory" else 0.5
-        fits = _all_ranks(available is None or of_node <= available * share, trainer)
+        of_node = needed * self._num_snapshots * _count_node_ranks(trainer)
+        # "auto" uses at most half of what is left: data, checkpoints and other processes need memory too
+        fraction = 1.0 if self._snapshot_storage == "memory" else 0.5
+        fits_here = available is None or of_node <= available * fraction
+        fits = all_ranks(fits_here, trainer.strategy.root_device)
         if not fits and self._snapshot_storage == "memory":
             raise MisconfigurationException(
-                f"callbacks.loss_spike.snapshot_storage=memory: {self._num_snapshots} snapshots take"
-                f" {of_node / GIB:.1f} GiB of a node, {(available or 0) / GIB:.1f} are left;"
+                f"callbacks.loss_spike.snapshot_storage=memory: {self._num_snapshots} snapshots need"
+                f" {of_node / GIB:.1f} GiB per node, {(available or 0) / GIB:.1f} GiB are left;"
                 " type callbacks.loss_spike.snapshot_storage=disk"
             )
         if not fits and trainer.is_global_zero:
             left = "" if available is None else f" of {available / GIB:.1f} GiB left"
             log.warning(
-                f"Snapshots for a rollback would take {of_node / GIB:.1f} GiB{left} in host memory:"
+                f"Snapshots for a rollback would need {of_node / GIB:.1f} GiB{left} in host memory:"
                 f" they are kept on disk, in {folder.parent}"
             )
         return fits
 
 
-def _bytes_of_copy(tensor: Tensor) -> int:
-    """Pinned memory, which a GPU is copied to, comes in powers of two."""
+def _get_copy_bytes(tensor: Tensor) -> int:
+    """Return the host memory of a copy: the pinned memory of a GPU tensor's copy comes in powers of two."""
     return (
         1 << (tensor.nbytes - 1).bit_length() if tensor.is_cuda and tensor.nbytes else tensor.nbytes
     )
 
 
-def _folder(trainer: Trainer) -> Path:
+def _get_folder(trainer: Trainer) -> Path:
     parent = run_folder(trainer) or Path(trainer.default_root_dir)
     return Path(trainer.strategy.broadcast(str(parent))) / FOLDER / f"rank_{trainer.global_rank}"
 
 
-def _ranks_of_node(trainer: Trainer) -> int:
+def _count_node_ranks(trainer: Trainer) -> int:
     return max(1, trainer.world_size // max(1, trainer.num_nodes))
-
-
-def _all_ranks(mine: bool, trainer: Trainer) -> bool:
-    if not (dist.is_available() and dist.is_initialized()) or dist.get_world_size() == 1:
-        return mine
-    flag = torch.tensor(float(mine), device=trainer.strategy.root_device)
-    dist.all_reduce(flag, op=dist.ReduceOp.MIN)
-    return bool(flag)

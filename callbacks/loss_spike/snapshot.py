@@ -1,6 +1,6 @@
-"""Copies of a run's tensors in host memory, to go back to. Costs their size in memory and one copy each time.
+"""Copies of a run's tensors in host memory, to roll back to. Costs their size in memory and one copy each time.
 
-On a GPU the copy runs on a stream of its own, beside the next forward and backward pass, into pinned memory.
+On a GPU the copy into pinned memory runs on its own stream, overlapping the next forward and backward pass.
 """
 
 import shutil
@@ -11,44 +11,45 @@ from typing import Any
 import torch
 from torch import Tensor
 
-EARLY = "buffer/"  # names of what the next forward pass changes: set aside at once
+EARLY = (
+    "buffer/"  # prefix of tensors that the next forward pass changes: cloned on the device at once
+)
 Named = Iterable[tuple[str, Tensor]]
 
 
 class Snapshot:
-    """One copy. Its buffers are kept and filled again by the next one.
+    """One copy of the train state. Its buffers are reused when it is taken again.
 
     Args:
-        folder: Where the buffers are files, mapped into memory; None: in memory.
+        folder: Where the buffers are files, mapped into memory; None keeps them in memory.
 
     Attributes:
-        step: Optimizer steps completed in it; None: it is empty.
-        taken_at: The same on a clock that a rollback does not turn back.
-        numbers: What is not a tensor.
-        seconds: That training waited for it.
+        step: Optimizer steps completed in it; None while it is empty.
+        taken_at: When it was taken, on a clock that a rollback does not turn back.
+        scalars: The state that is not in tensors.
     """
 
     def __init__(self, folder: Path | None = None) -> None:
         self.step: int | None = None
         self.taken_at = 0
-        self.numbers: dict[str, Any] = {}
+        self.scalars: dict[str, Any] = {}
         self._folder = folder
         self._buffers: dict[str, Tensor] = {}
         self._copied: torch.cuda.Event | None = None
 
     @property
     def num_bytes(self) -> int:
-        """Of all buffers."""
+        """Size of all buffers."""
         return sum(buffer.nbytes for buffer in self._buffers.values())
 
     @torch.no_grad()
     def take(self, tensors: Named) -> None:
-        """Copy tensors. Those on a GPU may be read until `wait`: call it before they change.
+        """Copy tensors into the buffers. On a GPU the copy goes on in the background: call `wait` before they change.
 
         Args:
-            tensors: By name, each once; valid until the next one is asked for where they are not on a GPU.
+            tensors: Name and tensor, each name once. A CPU tensor need be valid only until the next one is yielded.
         """
-        self.step = None  # until it is whole
+        self.step = None  # incomplete until the caller sets it
         stream: Any = None
         for name, tensor in tensors:
             tensor = tensor.detach()
@@ -56,7 +57,7 @@ class Snapshot:
                 stream = torch.cuda.Stream(tensor.device)  # type: ignore[no-untyped-call]
                 stream.wait_stream(torch.cuda.current_stream(tensor.device))
             if tensor.is_cuda and name.startswith(EARLY):
-                tensor = tensor.clone()
+                tensor = tensor.clone()  # same shape
                 stream.wait_stream(torch.cuda.current_stream(tensor.device))
             buffer = self._buffer(name, tensor)
             if tensor.is_cuda:
@@ -70,16 +71,16 @@ class Snapshot:
             self._copied.record(stream)
 
     def wait(self) -> None:
-        """Let nothing change the tensors before they are copied; the GPU waits, the host does not."""
+        """Keep the tensors from changing before they are copied: the GPU waits, the host does not."""
         if self._copied is not None:
             torch.cuda.current_stream().wait_event(self._copied)
 
     @torch.no_grad()
-    def put_back(self, tensors: Named) -> list[str]:
+    def restore(self, tensors: Named) -> list[str]:
         """Copy the buffers into tensors of the same names.
 
         Returns:
-            Names of tensors that were not there when the snapshot was taken; they are left as they are.
+            Names of tensors that did not exist when the snapshot was taken; they are not changed.
         """
         if self._copied is not None:
             self._copied.synchronize()
@@ -92,23 +93,24 @@ class Snapshot:
         return new
 
     def drop(self) -> None:
-        """Give the memory back."""
-        self.step, self.numbers, self._buffers, self._copied = None, {}, {}, None
+        """Free the memory, and the files if there are any."""
+        self.step, self.scalars, self._buffers, self._copied = None, {}, {}, None
         if self._folder is not None:
             shutil.rmtree(self._folder, ignore_errors=True)
 
     def _buffer(self, name: str, tensor: Tensor) -> Tensor:
-        have = self._buffers.get(name)
-        if have is None or have.shape != tensor.shape or have.dtype != tensor.dtype:
-            have = self._new_buffer(len(self._buffers), tensor)
-            self._buffers[name] = have
-        return have
+        buffer = self._buffers.get(name)
+        if buffer is None or buffer.shape != tensor.shape or buffer.dtype != tensor.dtype:
+            buffer = self._new_buffer(len(self._buffers), tensor)
+            self._buffers[name] = buffer
+        return buffer
 
     def _new_buffer(self, number: int, tensor: Tensor) -> Tensor:
         if self._folder is None or tensor.numel() == 0:
+            # the shape of `tensor`; only pinned memory is copied to without blocking the host
             return torch.empty(tensor.shape, dtype=tensor.dtype, pin_memory=tensor.is_cuda)
         self._folder.mkdir(parents=True, exist_ok=True)
-        flat = torch.from_file(
+        flat = torch.from_file(  # [number of elements]
             str(self._folder / f"{number}.bin"),
             shared=True,
             size=tensor.numel(),
@@ -118,15 +120,15 @@ class Snapshot:
 
 
 class SnapshotRing:
-    """The newest few snapshots; one is good after so many steps without an alarm.
+    """The newest snapshots, of which one is good when its quarantine is over.
 
     Args:
-        size: How many are kept.
-        quarantine_steps: Steps after which a snapshot may be gone back to.
-        folder: Where they are files; None: in memory.
+        size: Snapshots held, at least two.
+        quarantine_steps: Optimizer steps after which a snapshot may be restored.
+        folder: Where they are files; None keeps them in memory.
 
     Raises:
-        ValueError: With less than two, the one that is good is overwritten by one that is not yet.
+        ValueError: `size` is below two: a new snapshot would overwrite the good one.
     """
 
     def __init__(self, *, size: int, quarantine_steps: int, folder: Path | None = None) -> None:
@@ -141,36 +143,38 @@ class SnapshotRing:
 
     @property
     def held(self) -> list[Snapshot]:
-        """Oldest first."""
-        held = [one for one in self._slots if one.step is not None]
-        return sorted(held, key=lambda one: one.taken_at)
+        """Snapshots that are not empty, oldest first."""
+        held = [snapshot for snapshot in self._slots if snapshot.step is not None]
+        return sorted(held, key=lambda snapshot: snapshot.taken_at)
 
     def oldest(self) -> Snapshot:
-        """The one to overwrite: an empty one, or the oldest."""
-        empty = [one for one in self._slots if one.step is None]
+        """Return the snapshot to overwrite next: an empty one, else the oldest."""
+        empty = [snapshot for snapshot in self._slots if snapshot.step is None]
         return empty[0] if empty else self.held[0]
 
     def good(self, now: int) -> Snapshot | None:
-        """The newest that is out of quarantine.
+        """Return the newest snapshot out of quarantine; None if there is none.
 
         Args:
             now: On the clock of `Snapshot.taken_at`.
         """
-        good = [one for one in self.held if now - one.taken_at >= self.quarantine_steps]
+        good = [
+            snapshot for snapshot in self.held if now - snapshot.taken_at >= self.quarantine_steps
+        ]
         return good[-1] if good else None
 
-    def forget_after(self, snapshot: Snapshot) -> None:
-        """Drop those that are newer: they hold what a rollback undoes. Their memory is kept for the next ones."""
-        for one in self.held:
-            if one.taken_at > snapshot.taken_at:
-                one.step = None
+    def drop_after(self, snapshot: Snapshot) -> None:
+        """Mark newer snapshots as empty: a rollback undoes their steps. Their memory is reused for the next ones."""
+        for newer in self.held:
+            if newer.taken_at > snapshot.taken_at:
+                newer.step = None
 
     def wait(self) -> None:
-        """Before tensors change."""
-        for one in self._slots:
-            one.wait()
+        """Call before the tensors change, see `Snapshot.wait`."""
+        for snapshot in self._slots:
+            snapshot.wait()
 
     def drop(self) -> None:
-        """Give the memory back."""
-        for one in self._slots:
-            one.drop()
+        """Free the memory."""
+        for snapshot in self._slots:
+            snapshot.drop()

@@ -1,4 +1,4 @@
-"""What an optimizer step changes: the tensors themselves, and the numbers beside them. References, no copies."""
+"""The train state that optimizer steps change: tensors by reference, and scalars by copy."""
 
 import copy
 import random
@@ -22,20 +22,21 @@ _RATES = ("lr", "initial_lr")
 
 
 def is_reachable(trainer: Trainer) -> bool:
-    """Whether `live_tensors` finds the run's state: torch's own tensors, or a strategy that answers for its engine."""
+    """Return whether `live_tensors` finds the train state: in torch's own tensors, or through the strategy."""
     strategy = trainer.strategy
     is_torch = isinstance(strategy, _REACHABLE) and not isinstance(strategy, DeepSpeedStrategy)
     return hasattr(strategy, "live_tensors") or is_torch
 
 
 def live_tensors(trainer: Trainer, *, writes_back: bool) -> Iterator[tuple[str, Tensor]]:
-    """Weights, persistent buffers, what the optimizers keep for each parameter, and this rank's random states.
+    """Yield name and tensor of weights, persistent buffers and optimizer state, not copied.
 
-    Of a sharded tensor this rank's shard. A strategy whose engine keeps its state out of sight answers
+    Of a sharded tensor this rank's shard. A strategy whose engine does not expose its state provides
     `live_tensors(writes_back=)` itself.
 
     Args:
-        writes_back: Whether the caller overwrites what it is given.
+        trainer: Of the run.
+        writes_back: Whether the caller overwrites the tensors.
     """
     own = getattr(trainer.strategy, "live_tensors", None)
     if own is not None:
@@ -55,11 +56,11 @@ def live_tensors(trainer: Trainer, *, writes_back: bool) -> Iterator[tuple[str, 
 
 
 def forget_tensors(trainer: Trainer, names: list[str]) -> None:
-    """Take away what an optimizer has come to keep since: it begins with it anew, as it did then.
+    """Delete optimizer state that is newer than a snapshot: the optimizer creates it again, as it did then.
 
     Args:
         trainer: Whose optimizers.
-        names: From `live_tensors`.
+        names: As `live_tensors` yields them.
     """
     own = getattr(trainer.strategy, "forget_tensors", None)
     if own is not None:
@@ -77,9 +78,9 @@ def forget_tensors(trainer: Trainer, names: list[str]) -> None:
 
 
 def live_scalars(trainer: Trainer) -> dict[str, Any]:
-    """A copy of everything else that goes back: schedules, learning rates, loss scale, step counters, random states.
+    """Return a copy of the rest of the train state: schedules, learning rates, loss scale, step counts, random states.
 
-    A strategy or a module that has more answers `live_scalars()`, and takes it in `restore_scalars(numbers)`.
+    A strategy or a module that has more provides `live_scalars()` and `restore_scalars(scalars)`.
     """
     loop = trainer.fit_loop.epoch_loop
     own = getattr(trainer.strategy, "live_scalars", None)
@@ -99,28 +100,35 @@ def live_scalars(trainer: Trainer) -> dict[str, Any]:
     }
 
 
-def restore_scalars(trainer: Trainer, numbers: dict[str, Any]) -> None:
-    """As they were when `live_scalars` was called, however often."""
-    numbers = copy.deepcopy(numbers)  # what is handed out may be changed by the one who takes it
+def restore_scalars(trainer: Trainer, scalars: dict[str, Any]) -> None:
+    """Restore what `live_scalars` returned; it can be restored any number of times.
+
+    Args:
+        trainer: Of the run.
+        scalars: From `live_scalars`.
+    """
+    scalars = copy.deepcopy(scalars)  # whoever loads a state may keep and change it
     loop = trainer.fit_loop.epoch_loop
     configs = trainer.lr_scheduler_configs
-    for config, state in zip(configs, numbers["schedulers"], strict=True):
-        if config.interval == "step":  # epochs go on, and with them their schedules
+    for config, state in zip(configs, scalars["schedulers"], strict=True):
+        if config.interval == "step":  # a rollback does not turn back epochs, nor their schedules
             config.scheduler.load_state_dict(state)
     by_epoch = any(config.interval == "epoch" for config in configs)
-    for optimizer, groups in zip(trainer.optimizers, numbers["groups"], strict=True):
+    for optimizer, groups in zip(trainer.optimizers, scalars["groups"], strict=True):
         for group, saved in zip(optimizer.param_groups, groups, strict=False):
-            kept = {key: value for key, value in saved.items() if not by_epoch or key not in _RATES}
-            group.update(kept)
-    if numbers["precision"]:
-        trainer.precision_plugin.load_state_dict(numbers["precision"])
-    if numbers["strategy"] is not None:
-        trainer.strategy.restore_scalars(numbers["strategy"])  # type: ignore[attr-defined]
-    if numbers["module"] is not None:
-        trainer.lightning_module.restore_scalars(numbers["module"])  # type: ignore[operator]
-    loop.automatic_optimization.optim_progress.load_state_dict(numbers["optim_progress"])
-    loop.scheduler_progress.load_state_dict(numbers["scheduler_progress"])
-    _put_random_state_back(numbers["random"])
+            values = {
+                key: value for key, value in saved.items() if not by_epoch or key not in _RATES
+            }
+            group.update(values)
+    if scalars["precision"]:
+        trainer.precision_plugin.load_state_dict(scalars["precision"])
+    if scalars["strategy"] is not None:
+        trainer.strategy.restore_scalars(scalars["strategy"])  # type: ignore[attr-defined]
+    if scalars["module"] is not None:
+        trainer.lightning_module.restore_scalars(scalars["module"])  # type: ignore[operator]
+    loop.automatic_optimization.optim_progress.load_state_dict(scalars["optim_progress"])
+    loop.scheduler_progress.load_state_dict(scalars["scheduler_progress"])
+    _restore_rng_state(scalars["random"])
 
 
 def _hyperparameters(optimizer: Any) -> list[dict[str, Any]]:
@@ -135,13 +143,13 @@ def _parameters(optimizer: Any) -> list[Tensor]:
 
 
 def _local(tensor: Tensor) -> Tensor:
-    """This rank's shard of a DTensor, which shares its memory; any other tensor as it is."""
+    """Return this rank's shard of a DTensor, which shares its memory; any other tensor as it is."""
     to_local = getattr(tensor.detach(), "to_local", None)
     return tensor.detach() if to_local is None else to_local()
 
 
 def rng_state() -> dict[str, Any]:
-    """Of this process: torch's, the GPU's, Python's and numpy's."""
+    """Return the random states of this process: torch's, the GPU's, Python's and numpy's."""
     numpy = sys.modules.get("numpy")
     return {
         "torch": torch.get_rng_state(),
@@ -151,7 +159,7 @@ def rng_state() -> dict[str, Any]:
     }
 
 
-def _put_random_state_back(state: dict[str, Any]) -> None:
+def _restore_rng_state(state: dict[str, Any]) -> None:
     torch.set_rng_state(state["torch"])
     if state["cuda"] is not None:
         torch.cuda.set_rng_state(state["cuda"])

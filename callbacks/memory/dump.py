@@ -1,4 +1,4 @@
-"""What filled the memory, written down when it is full: a second, once."""
+"""Dump what filled the memory when it has run out: about a second, once."""
 
 import errno
 import gc
@@ -12,12 +12,12 @@ from ..host_memory import available_bytes
 
 _MIB = 2**20
 _NUM_TENSORS = 30
-# what allocators, CUDA's libraries, NCCL, Triton and the kernel say
+# messages of allocators, CUDA's libraries, NCCL, Triton and the kernel
 _FULL = re.compile(r"out of memory|_ALLOC_FAILED|can(no|')t allocate memory", re.IGNORECASE)
 
 
 def is_out_of_memory(error: BaseException | None) -> bool:
-    """Whether an exception, or one behind it, says that memory is full: of a device or of the host."""
+    """Return whether an exception, or one that caused it, means that device or host memory is full."""
     while error is not None:
         if isinstance(error, (torch.OutOfMemoryError, MemoryError)):
             return True
@@ -29,14 +29,17 @@ def is_out_of_memory(error: BaseException | None) -> bool:
     return False
 
 
-def write_picture(folder: Path, *, rank: int, error: BaseException) -> None:
-    """`rank_00000.txt`: what was asked for, what there is, the largest tensors. On CUDA also `rank_00000.pickle`.
+def write_dump(folder: Path, *, rank: int, error: BaseException) -> None:
+    """Write `rank_00000.txt`: the failed allocation, the free memory and the largest tensors.
 
-    The latter is the allocator's own snapshot, for https://docs.pytorch.org/memory_viz.
+    On CUDA also `rank_00000.pickle`, the allocator's own snapshot, for https://docs.pytorch.org/memory_viz.
+
+    Raises:
+        OSError: The folder cannot be written to.
     """
     folder.mkdir(parents=True, exist_ok=True)
     name = f"rank_{rank:05d}"
-    parts = [str(error), _host(), "The largest tensors that live:", *_largest_tensors()]
+    parts = [str(error), _describe_host(), "The largest live tensors:", *_largest_tensors()]
     if torch.cuda.is_available():
         snapshot = str(folder / f"{name}.pickle")
         torch.cuda.memory._dump_snapshot(snapshot)  # type: ignore[no-untyped-call]
@@ -44,25 +47,23 @@ def write_picture(folder: Path, *, rank: int, error: BaseException) -> None:
     (folder / f"{name}.txt").write_text("\n".join(parts) + "\n")
 
 
-def _host() -> str:
+def _describe_host() -> str:
     free = available_bytes()
-    return "" if free is None else f"Free memory of the host: {free / 2**30:.2f} GiB"
+    return "" if free is None else f"Free host memory: {free / 2**30:.2f} GiB"
 
 
 def _largest_tensors() -> list[str]:
-    """One line each, of those that Python knows and that have memory of their own."""
+    """Return one line per tensor that Python can reach and that has memory of its own."""
     found: dict[tuple[str, int], tuple[int, str]] = {}
-    for one in gc.get_objects():
-        if not _is_tensor(one) or one.layout != torch.strided:
+    for candidate in gc.get_objects():
+        # subclasses (DTensors, fake tensors) are skipped: the plain tensors inside them are found too
+        if type(candidate) not in (Tensor, torch.nn.Parameter):
             continue
-        storage = one.untyped_storage()
+        if candidate.layout != torch.strided:
+            continue
+        storage = candidate.untyped_storage()
         size = storage.nbytes()
-        what = f"{size / _MIB:10.1f} MiB  {one.device}  {one.dtype}  {list(one.shape)}"
-        found[str(one.device), storage.data_ptr()] = (size, what)
+        line = f"{size / _MIB:10.1f} MiB  {candidate.device}  {candidate.dtype}  {list(candidate.shape)}"
+        found[str(candidate.device), storage.data_ptr()] = (size, line)  # views share a storage
     largest = sorted(found.values(), reverse=True)[:_NUM_TENSORS]
-    return [what for size, what in largest if size]
-
-
-def _is_tensor(one: object) -> bool:
-    """A plain one: shards and fakes of other classes hold plain ones."""
-    return type(one) in (Tensor, torch.nn.Parameter)
+    return [line for size, line in largest if size]

@@ -19,9 +19,12 @@ MAX_BAR_CELLS = 40
 class LiveBar:
     """A bar between `start` and `stop`.
 
-    While it is alive, `sys.stdout` and `sys.stderr` lead through its console, and so does every
-    logging handler that was writing to one of them: a handler keeps the stream it was born with, so
-    it has to be told. A stream that goes to a file or a pipe is left alone.
+    While it is live, `sys.stdout` and `sys.stderr` write through its console, and so does every logging handler that
+    was writing to one of them: a handler keeps the stream object it was created with, so replacing `sys.stderr` does
+    not reach it. A stream that goes to a file or a pipe is left alone.
+
+    Args:
+        console: Where to draw; None: stderr.
     """
 
     def __init__(self, console: Console | None = None) -> None:
@@ -29,33 +32,42 @@ class LiveBar:
         self._live = Live(
             console=self._console, auto_refresh=False, redirect_stdout=sys.stdout.isatty()
         )
-        self._moved: list[tuple[logging.StreamHandler[TextIO], TextIO]] = []
+        self._redirected: list[tuple[logging.StreamHandler[TextIO], TextIO]] = []
 
     def start(self) -> None:
+        """Take over the terminal's streams."""
         originals = (sys.stdout, sys.stderr)
         self._live.start()
         for handler in _stream_handlers():
             if handler.stream in originals and handler.stream.isatty():
                 stream = handler.stream
                 handler.setStream(cast(TextIO, FileProxy(self._console, stream)))
-                self._moved.append((handler, stream))
+                self._redirected.append((handler, stream))
 
     def draw(self, *, fraction: float | None, before: str, after: str) -> None:
+        """Redraw the line, see `bar_line`."""
         line = bar_line(self._console.width, fraction=fraction, before=before, after=after)
         self._live.update(line, refresh=True)
 
     def stop(self) -> None:
-        """Leave the last line standing and give every stream back; harmless when repeated."""
-        for handler, stream in self._moved:
+        """Leave the last line on the screen and restore every stream; calling it twice is harmless."""
+        for handler, stream in self._redirected:
             handler.setStream(stream)
-        self._moved.clear()
+        self._redirected.clear()
         self._live.stop()
 
 
 def bar_line(width: int, *, fraction: float | None, before: str, after: str) -> Text:
-    """`before ━━━━━─── after` in at most `width` cells; the bar goes first where room is short."""
+    """Return `before ━━━━━─── after` in at most `width` cells; the bar is dropped first where space is short.
+
+    Args:
+        width: Of the terminal, in cells.
+        fraction: Completed part of the run, 0 to 1; None draws no bar.
+        before: Text left of the bar.
+        after: Text right of the bar.
+    """
     line = Text(before, no_wrap=True, overflow="ellipsis")
-    width -= 1  # a line as wide as the terminal would wrap on some
+    width -= 1  # some terminals wrap a line as wide as they are
     cells = min(MAX_BAR_CELLS, width - len(before) - len(after) - 4)
     if fraction is not None and cells >= MIN_BAR_CELLS:
         done = round(min(1.0, max(0.0, fraction)) * cells)
@@ -67,7 +79,7 @@ def bar_line(width: int, *, fraction: float | None, before: str, after: str) -> 
 
 
 def _stream_handlers() -> list[logging.StreamHandler[TextIO]]:
-    """Every handler of every logger that writes to a stream which is not a file of its own."""
+    """Return every logger's handlers that write to a stream which is not a file."""
     named = logging.root.manager.loggerDict.values()  # placeholders among them
     loggers = [logging.root, *(logger for logger in named if isinstance(logger, logging.Logger))]
     return [

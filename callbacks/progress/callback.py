@@ -1,4 +1,4 @@
-"""One line that tells how a run goes: microseconds a step, at most four redraws a second."""
+"""One line of progress: microseconds per step, at most four redraws per second."""
 
 import logging
 import math
@@ -8,16 +8,10 @@ from collections.abc import Callable
 from typing import TYPE_CHECKING, Annotated, Any
 
 from lightning.pytorch import Callback, LightningModule, Trainer
+from typing_extensions import override
 
 from ..logged_step import StepCounter, is_logged_step
-from .text import (
-    VAL_LOSS,
-    clock_text,
-    first_of,
-    step_text,
-    train_text,
-    val_text,
-)
+from .text import VAL_LOSS, clock_text, find_first, step_text, train_text, val_text
 
 if TYPE_CHECKING:
     from .bar import LiveBar
@@ -26,13 +20,25 @@ log = logging.getLogger("lightning_recipes")
 
 
 class ProgressLine(Callback):
-    """On a terminal a bar, redrawn in place; elsewhere a plain line per logged step. Rank 0 only.
+    """Shows progress on rank 0: on a terminal a bar redrawn in place, elsewhere a plain line per logged step.
 
-    Every line goes to the logger "lightning_recipes" at INFO in both cases. While there is a bar,
-    its records carry `console=False`, for a console handler to leave them out and a file handler to
-    keep. A process whose logging nobody has set up gets a handler to stderr while it fits. Metrics
-    are read at logged steps only, once the module's own `on_train_batch_end` has had its say: when
-    the next batch, a validation or the end of training begins.
+    Useful always; it replaces Lightning's progress bar.
+
+    Every line goes to the logger "lightning_recipes" at INFO in both cases. While there is a bar, its records carry
+    `console=False`, so that a console handler can filter them out and a file handler keep them. A process whose
+    logging is not configured gets a handler to stderr for the duration of `fit`. Metrics are read at logged steps
+    only, after the module's own `on_train_batch_end` has run: when the next batch, a validation or the end of
+    training begins.
+
+    Args:
+        refresh_per_second: Most redraws of the bar per second.
+
+    Example:
+        >>> trainer = Trainer(
+        ...     callbacks=[ProgressLine()], enable_progress_bar=False, accelerator="cpu", logger=False
+        ... )
+        >>> trainer.callbacks[0].state_dict()
+        {}
     """
 
     def __init__(self, *, refresh_per_second: Annotated[float, "> 0"] = 4.0) -> None:
@@ -46,11 +52,14 @@ class ProgressLine(Callback):
     def _begin(self, *, total: int | None) -> None:
         self._total = total
         self._pending_step: int | None = None  # logged, not yet written
-        self._timed_from: tuple[int, float] | None = None  # step and time at the first step's end
+        self._timed_from: tuple[int, float] | None = (
+            None  # step and time at the end of the first step
+        )
         self._redrawn_at = -math.inf
-        self._train_words = ""
+        self._train_text = ""
         self._val_loss: float | None = None
 
+    @override
     def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
         if not trainer.is_global_zero:
             return
@@ -67,6 +76,7 @@ class ProgressLine(Callback):
             log.addHandler(self._handler)
             log.setLevel(logging.INFO)
 
+    @override
     def on_train_batch_start(
         self, trainer: Trainer, pl_module: LightningModule, batch: Any, batch_idx: int
     ) -> None:
@@ -75,6 +85,7 @@ class ProgressLine(Callback):
         if self._bar is not None and self.clock() - self._redrawn_at >= self._min_redraw_seconds:
             self._redraw(trainer.global_step)
 
+    @override
     def on_train_batch_end(
         self, trainer: Trainer, pl_module: LightningModule, outputs: Any, batch: Any, batch_idx: int
     ) -> None:
@@ -86,25 +97,29 @@ class ProgressLine(Callback):
         if is_logged_step(trainer):
             self._pending_step = step
 
+    @override
     def on_validation_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
         self._write_row(trainer)
 
+    @override
     def on_validation_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
         if not trainer.is_global_zero or trainer.sanity_checking:
             return
-        metrics = _numbers(trainer)
-        self._val_loss = first_of(metrics, VAL_LOSS)
-        words = val_text(metrics)
-        if words:
-            self._log(f"{step_text(trainer.global_step, self._total)}  {words}")
+        metrics = _read_metrics(trainer)
+        self._val_loss = find_first(metrics, VAL_LOSS)
+        text = val_text(metrics)
+        if text:
+            self._log(f"{step_text(trainer.global_step, self._total)}  {text}")
 
+    @override
     def on_train_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
         self._write_row(trainer)
         if self._bar is not None:
-            self._train_words = train_text(_numbers(trainer), val_loss=self._val_loss)
+            self._train_text = train_text(_read_metrics(trainer), val_loss=self._val_loss)
             self._redraw(trainer.global_step)
         self._close()
 
+    @override
     def on_exception(
         self, trainer: Trainer, pl_module: LightningModule, exception: BaseException
     ) -> None:
@@ -120,14 +135,14 @@ class ProgressLine(Callback):
             self._handler = None
 
     def _write_row(self, trainer: Trainer) -> None:
-        """Write the row that waits, if one does."""
+        """Log the pending row, if there is one."""
         if self._pending_step is None:
             return
         step, self._pending_step = self._pending_step, None
-        metrics = _numbers(trainer)
-        words = [step_text(step, self._total), train_text(metrics), self._time_left(step)]
-        self._log("  ".join(word for word in words if word))
-        self._train_words = train_text(metrics, val_loss=self._val_loss)
+        metrics = _read_metrics(trainer)
+        parts = [step_text(step, self._total), train_text(metrics), self._time_left(step)]
+        self._log("  ".join(part for part in parts if part))
+        self._train_text = train_text(metrics, val_loss=self._val_loss)
 
     def _log(self, line: str) -> None:
         log.info("%s", line, extra={"console": self._bar is None})
@@ -135,16 +150,16 @@ class ProgressLine(Callback):
     def _redraw(self, step: int) -> None:
         assert self._bar is not None
         fraction = step / self._total if self._total is not None else None
-        words = [self._train_words, self._time_left(step)]
+        parts = [self._train_text, self._time_left(step)]
         self._bar.draw(
             fraction=fraction,
             before=step_text(step, self._total),
-            after="  ".join(word for word in words if word),
+            after="  ".join(part for part in parts if part),
         )
         self._redrawn_at = self.clock()
 
     def _time_left(self, step: int) -> str:
-        """By the pace since the first step's end, evaluation and saving included; else no word."""
+        """Estimate from the pace since the end of the first step, evaluation and saving included; "" if unknown."""
         if self._total is None or self._timed_from is None or step <= self._timed_from[0]:
             return ""
         first_step, first_time = self._timed_from
@@ -153,11 +168,11 @@ class ProgressLine(Callback):
 
 
 def _total_steps(trainer: Trainer) -> int | None:
-    """Optimizer steps of the whole fit, or None if only a person or the data will end it."""
+    """Return the optimizer steps of the whole fit; None if only the user or the data will end it."""
     total = trainer.estimated_stepping_batches
     return int(total) if math.isfinite(total) and total > 0 else None
 
 
-def _numbers(trainer: Trainer) -> dict[str, float]:
-    """Every metric that was logged so far, as it stands."""
+def _read_metrics(trainer: Trainer) -> dict[str, float]:
+    """Return the present value of every metric logged so far."""
     return {name: float(value) for name, value in trainer.callback_metrics.items()}

@@ -1,4 +1,4 @@
-"""The words of a progress line: metrics in, one line of text out. No Lightning."""
+"""Text of a progress line: metrics in, one line out. No Lightning."""
 
 from collections.abc import Mapping
 
@@ -6,22 +6,22 @@ TRAIN_LOSS = ("train/loss", "train/loss_step", "train_loss", "train_loss_step", 
 VAL_LOSS = ("val/loss", "val_loss", "val/loss_epoch", "val_loss_epoch")
 
 
-def first_of(metrics: Mapping[str, float], names: tuple[str, ...]) -> float | None:
-    """The value of the first of `names` that is there."""
+def find_first(metrics: Mapping[str, float], names: tuple[str, ...]) -> float | None:
+    """Return the value of the first of `names` that was logged; None if none was."""
     return next((metrics[name] for name in names if name in metrics), None)
 
 
 def step_text(step: int, total: int | None) -> str:
-    """`step 120/600`, as wide at the start of a run as at its end; `step    120` without end."""
+    """Return `step 120/600`, equally wide all through a run; `step    120` for a run without an end."""
     if total is None:
         return f"step {step:>6}"
     return f"step {step:>{len(str(total))}}/{total}"
 
 
 def train_text(metrics: Mapping[str, float], *, val_loss: float | None = None) -> str:
-    """`loss 3.4512  grad 0.81  lr 9.8e-04  12,345 tok/s`: what there is of it, in this order."""
+    """Return `loss 3.4512  grad 0.81  lr 9.8e-04  12,345 tok/s`: the available metrics, in this order."""
     parts = []
-    loss = first_of(metrics, TRAIN_LOSS)
+    loss = find_first(metrics, TRAIN_LOSS)
     if loss is not None:
         parts.append(f"loss {loss:.4f}")
     if val_loss is not None:
@@ -44,7 +44,7 @@ def _speed(metrics: Mapping[str, float]) -> list[str]:
 
 
 def val_text(metrics: Mapping[str, float]) -> str:
-    """`val loss 3.2100  perplexity 24.7791`: every metric of validation, by its short name."""
+    """Return `val loss 3.2100  perplexity 24.7791`: every validation metric, by its short name."""
     parts = []
     for name, value in metrics.items():
         for prefix in ("val/", "val_"):
@@ -55,7 +55,7 @@ def val_text(metrics: Mapping[str, float]) -> str:
 
 
 def clock_text(seconds: float) -> str:
-    """`0:32`, `12:05`, `3:04:05`, `2d 03:04`."""
+    """Format seconds as `0:32`, `12:05`, `3:04:05` or `2d 03:04`."""
     minutes, second = divmod(round(seconds), 60)
     hours, minute = divmod(minutes, 60)
     days, hour = divmod(hours, 24)

@@ -8,11 +8,11 @@ from typing import Any
 from .charts.json_data import chart_data
 from .charts.png import write_png
 from .charts.series import (
-    MARKED_EVENTS,
     Group,
     Mark,
     get_groups,
     get_marks,
+    is_marked,
     metrics_not_drawn,
 )
 from .charts.svg import (
@@ -110,15 +110,19 @@ def charts_html(groups: Sequence[Group], marks: Sequence[Mark]) -> str:
 
 def mark_legend(run: RunRecord) -> str:
     """Return the kinds of events with their colors and counts; a click hides the marks of a kind."""
-    events = [event.get("event") for event in run.events]
+    events = [str(event["event"]) for event in run.events if is_marked(event)]
+    kinds = list(dict.fromkeys(events))  # in the order of their first event
     buttons = "".join(
-        f'<button type="button" class="event e-{kind}" data-event="{kind}" aria-pressed="true"'
-        f' title="show or hide">{kind.replace("_", " ")} &times; {events.count(kind)}</button>'
-        for kind in MARKED_EVENTS
-        if kind in events
+        f'<button type="button" class="event e-{escape(kind)}" data-event="{escape(kind)}" aria-pressed="true"'
+        f' title="show or hide">{escape(kind.replace("_", " "))} &times; {events.count(kind)}</button>'
+        for kind in kinds
+    )
+    # a click on a button sets the class `without-<kind>` on the body
+    hide = "".join(
+        f".without-{escape(kind)} .plot .e-{escape(kind)} {{ display: none; }}" for kind in kinds
     )
     dotted = '<span class="dotted">rolled-back steps</span>' if run.rolled_back else ""
-    return f'<p class="legend">{buttons}{dotted}</p>' if buttons else ""
+    return f'<style>{hide}</style><p class="legend">{buttons}{dotted}</p>' if buttons else ""
 
 
 def _not_drawn_note(run: RunRecord, groups: Sequence[Group]) -> str:

@@ -11,6 +11,8 @@ from .run_record import RunRecord
 
 MAX_EVENT_ROWS = 200
 MAX_OPERATORS = 20
+# fields of an event that its row does not repeat
+_COMMON_FIELDS = ("time", "step", "event", "mark", "kept_on_resume")
 
 _PLAN_TITLES = {
     "steps": "optimizer steps",
@@ -188,5 +190,5 @@ def events_table(run: RunRecord) -> str:
 
 
 def _event_details(event: dict[str, Any]) -> str:
-    rest = {k: v for k, v in event.items() if k not in ("time", "step", "event")}
+    rest = {k: v for k, v in event.items() if k not in _COMMON_FIELDS}
     return ", ".join(f"{name} {value_text(value)}" for name, value in flatten(rest))

@@ -1,4 +1,7 @@
-"""Model FLOPs utilization: how much of a device's peak a model's own arithmetic takes. One count of FLOPs a shape."""
+"""Model FLOPs utilization (MFU): the fraction of a device's peak that the model's own arithmetic uses.
+
+The FLOPs are computed once per shape of a micro-batch.
+"""
 
 import logging
 import time
@@ -23,70 +26,71 @@ _DTYPES = {
     "tf32": torch.float32,
     "fp32": torch.float32,
 }
-_MAX_SHAPES = 256  # of which the FLOPs are remembered
-_MAX_COUNTED = 32  # that are counted: each takes as long as a step
+_MAX_SHAPES = 256  # whose FLOPs are remembered
+_MAX_COUNTED = 32  # shapes to count on the meta device: each takes as long as a step
 
 
 class FlopMeter:
     """Knows the FLOPs of a micro-batch and the peak of the device.
 
     Args:
-        peak_tflops: The device's dense peak, where no table knows it.
-        measure_peak: Measure a matrix product and give the share of that.
+        peak_tflops: The device's dense peak in TFLOP/s; None takes it from the table of published peaks.
+        measure_peak: Time a matrix product and log the fraction of its rate instead.
     """
 
     def __init__(self, *, peak_tflops: float | None, measure_peak: bool) -> None:
         self._peak_tflops = peak_tflops
         self._measure_peak = measure_peak
-        self._flops: dict[Any, tuple[float, float | None]] = {}  # by shape of a micro-batch
-        self._num_counted = 0  # by hand
+        self._flops: dict[Any, tuple[float, float | None]] = {}  # by shapes of a micro-batch
+        self._num_counted = 0  # on the meta device
         self._cannot_count = False
         self._peak: Peak | None = None
         self._measured: float | None = None  # TFLOP/s
 
     def start(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        """Find the peak, and say in one line which it is, or why there is none."""
+        """Find the peak, and log which it is or why there is none."""
         device, kind = trainer.strategy.root_device, get_kind(trainer, pl_module)
         if self._measure_peak:
             if kind is None or kind == "fp8" or (kind == "fp16" and device.type == "cpu"):
-                told = f"no MFU: products of {kind or 'this precision'} are not measured"
+                message = f"no MFU: products of {kind or 'this precision'} are not measured"
             else:
                 self._measured = measure_peak_tflops(device, _DTYPES[kind])
-                told = f"a matrix product in {kind} reaches {self._measured:.4g} TFLOP/s here"
+                message = f"a matrix product in {kind} reaches {self._measured:.4g} TFLOP/s here"
         elif self._peak_tflops is not None:
             self._peak = Peak(self._peak_tflops, "peak_tflops, as set")
-            told = f"MFU: of {self._peak_tflops:g} TFLOP/s, as peak_tflops says"
+            message = f"MFU is relative to {self._peak_tflops:g} TFLOP/s, as set by peak_tflops"
         elif kind is None:
-            told = "no MFU: the precision of this run has no published peak"
+            message = "no MFU: the precision of this run has no published peak"
         elif device.type != "cuda":
-            told = (
+            message = (
                 f"no MFU: a {device.type} has no published peak;"
-                " callbacks.throughput.measure_peak=true gives the share of a measured matrix product"
+                " callbacks.throughput.measure_peak=true logs the fraction of a measured matrix product"
             )
         else:
             self._peak = get_peak(torch.cuda.get_device_name(device), kind)
-            told = self._peak.told
+            message = self._peak.description
         if trainer.is_global_zero:
-            log.info(told)
+            log.info(message)
 
     def known(self, batch: Any) -> tuple[float, float | None] | None:
-        """FLOPs of a micro-batch of shapes that have been looked at; None: they have not."""
+        """Return the remembered FLOPs of a micro-batch of these shapes; None if they are new."""
         if self._cannot_count:
             return 0.0, None
         return self._flops.get(get_shapes(batch))
 
-    def look(
+    def compute(
         self, trainer: Trainer, pl_module: LightningModule, batch: Any
     ) -> tuple[float, float | None]:
-        """FLOPs of a micro-batch on this rank, attention in full and at half; 0 where nobody can tell.
+        """Return the FLOPs of a micro-batch on this rank: with attention in full, and with causal attention at half.
 
-        From the module's `flops_of(batch)`, which has `palm` and `causal`; else counted, in full only.
+        They come from the module's `flops_of(batch)`, whose result has `palm` and `causal`. Otherwise they are
+        counted, in full only (None for the second); 0 where they cannot be.
         """
         own = getattr(pl_module, "flops_of", None)
-        if callable(own) and (told := own(batch)) is not None:
-            flops: tuple[float, float | None] = (float(told.palm), float(told.causal))
+        if callable(own) and (figures := own(batch)) is not None:
+            flops: tuple[float, float | None] = (float(figures.palm), float(figures.causal))
         else:
-            flops = (self._counted(trainer, pl_module, batch), None)
+            flops = (self._count(trainer, pl_module, batch), None)
         if self._cannot_count:
             return 0.0, None
         if len(self._flops) >= _MAX_SHAPES:
@@ -95,21 +99,21 @@ class FlopMeter:
             self._flops[shapes] = flops
         return flops
 
-    def _counted(self, trainer: Trainer, pl_module: LightningModule, batch: Any) -> float:
+    def _count(self, trainer: Trainer, pl_module: LightningModule, batch: Any) -> float:
         self._num_counted += 1
         why = ""
         if not hasattr(pl_module, "forward_on_meta"):
             if trainer.world_size > 1:
-                why = "its step may wait for other ranks"
+                why = "its training_step may wait for other ranks"
             if not pl_module.automatic_optimization:
-                why = "its step steps its optimizers"
+                why = "its training_step steps its optimizers"
         if self._num_counted > _MAX_COUNTED:
             why = f"its batches have more than {_MAX_COUNTED} shapes"
         if not why:
             try:
                 return count_flops(pl_module, batch)
             except Exception as error:
-                # whatever a stranger's module does on a device without values
+                # a module may do anything with a tensor that has no values
                 why = f"{type(error).__name__} on the meta device"
         self._cannot_count = True
         if trainer.is_global_zero:
@@ -120,7 +124,7 @@ class FlopMeter:
         return 0.0
 
     def row(self, window: Snapshot) -> dict[str, float]:
-        """The metrics of a window, over all ranks, in which time has passed."""
+        """Return the metrics of a window over all ranks; its seconds must be above 0."""
         if window.flops <= 0 or self._cannot_count:
             return {}
         row = {
@@ -139,21 +143,21 @@ class FlopMeter:
 
 
 def get_kind(trainer: Trainer, pl_module: LightningModule) -> Kind | None:
-    """In what the matrix products of a run are made; None: in nothing that has a peak of its own here.
+    """Return the arithmetic of a run's matrix products; None if no peak is known for it.
 
-    A precision plugin may say it as `compute_dtype`; Lightning's do so in their name.
+    A precision plugin may give it as `compute_dtype`; Lightning's plugins give it in their name.
     """
     if any(_is_fp8(module) for module in pl_module.modules()):
         return "fp8"
     dtype = getattr(trainer.precision_plugin, "compute_dtype", None)
     if not isinstance(dtype, torch.dtype):
-        words = {"bf16": torch.bfloat16, "16": torch.float16, "32": torch.float32}
-        word = str(trainer.precision).partition("-")[0]
-        if word == "transformer":
+        dtypes = {"bf16": torch.bfloat16, "16": torch.float16, "32": torch.float32}
+        precision = str(trainer.precision).partition("-")[0]
+        if precision == "transformer":  # transformer-engine
             return "fp8"
-        if word not in words:
+        if precision not in dtypes:
             return None
-        dtype = words[word]
+        dtype = dtypes[precision]
     if dtype not in _KINDS:
         return None
     kind = _KINDS[dtype]
@@ -163,36 +167,38 @@ def get_kind(trainer: Trainer, pl_module: LightningModule) -> Kind | None:
 
 
 def _is_fp8(module: torch.nn.Module) -> bool:
-    """A layer of torchao's or TransformerEngine's that multiplies in eight bits."""
+    """Return whether this is a layer of torchao or TransformerEngine that multiplies in eight bits."""
     kind = type(module)
     return kind.__name__.startswith("Float8") or kind.__module__.startswith("transformer_engine")
 
 
 _SIZES = {"cuda": (4096, 8192), "cpu": (1024, 2048)}
-
-
 _REPEATS = 8
 
 
 def measure_peak_tflops(device: torch.device, dtype: torch.dtype) -> float:
-    """The best rate over a few square sizes, with random operands: zeros draw less power and run faster."""
+    """Return the best TFLOP/s of a matrix product over a few square sizes.
+
+    The operands are random: zeros draw less power and run faster.
+    """
     sizes = _SIZES["cuda" if device.type == "cuda" else "cpu"]
-    best = max(_tflops(size, device, dtype) for size in sizes)
+    best = max(_measure_tflops(size, device, dtype) for size in sizes)
     if device.type == "cuda":
         torch.cuda.empty_cache()
     return best
 
 
-def _tflops(size: int, device: torch.device, dtype: torch.dtype) -> float:
-    generator = torch.Generator(device).manual_seed(0)  # of its own: the run's stays where it is
+def _measure_tflops(size: int, device: torch.device, dtype: torch.dtype) -> float:
+    generator = torch.Generator(device).manual_seed(0)  # the run's own generator is not advanced
+    # [size, size] each
     a, b = (torch.randn(size, size, generator=generator, device=device).to(dtype) for _ in "ab")
     c = torch.empty_like(a)  # [size, size]
     torch.mm(a, b, out=c)
-    seconds = min(_seconds(a, b, c) for _ in range(_REPEATS))
+    seconds = min(_time_product(a, b, c) for _ in range(_REPEATS))
     return 2.0 * size**3 / seconds / 1e12
 
 
-def _seconds(a: torch.Tensor, b: torch.Tensor, c: torch.Tensor) -> float:
+def _time_product(a: torch.Tensor, b: torch.Tensor, c: torch.Tensor) -> float:
     if a.is_cuda:
         torch.cuda.synchronize(a.device)
     began = time.perf_counter()

@@ -1,7 +1,7 @@
-"""The published dense peak of a device by its name and a kind of arithmetic; unknown devices have none.
+"""Published dense peak FLOP/s by device name and kind of arithmetic; unknown devices have none.
 
-A device that clocks above the boost its vendor states can exceed its row. What the name does not
-tell, the row cannot know: power limits, and an MI300X split into partitions.
+A device that clocks above its vendor's stated boost can exceed its row. A row knows no more than the name says:
+neither power limits nor an MI300X split into partitions.
 """
 
 import re
@@ -13,15 +13,15 @@ Kind = Literal["bf16", "fp16", "tf32", "fp32", "fp8"]
 
 @dataclass(frozen=True)
 class Peak:
-    """TFLOP/s without sparsity, None where unknown, and one line that says whose figure it is."""
+    """TFLOP/s without sparsity, None where unknown, and one line that names the source."""
 
     tflops: float | None
-    told: str
+    description: str
 
 
 @dataclass(frozen=True)
 class PeakFlops:
-    """One device. A name is its name if it holds all of `words` and no other word than `also`."""
+    """One device. A name matches if it contains all of `words` and no others except `also` and vendor names."""
 
     device: str
     words: frozenset[str]
@@ -41,23 +41,23 @@ def _row(
     fp8: float | None = None,
     also: str = "",
 ) -> PeakFlops:
-    """float16 is as fast as bfloat16 on every device here when both accumulate in float32."""
+    """Build a row; float16 is as fast as bfloat16 on every device here when both accumulate in float32."""
     tflops: dict[Kind, float] = {"bf16": bf16, "fp16": bf16, "tf32": tf32, "fp32": fp32}
     if fp8 is not None:
         tflops["fp8"] = fp8
     return PeakFlops(device, frozenset(words.split()), source, tflops, frozenset(also.split()))
 
 
-# Say nothing about speed. Any other word that a row does not know (Ti, D, Laptop, Max-Q, a custom
-# memory size, a slice of a virtual GPU) makes another device of it.
+# Words that say nothing about speed. Any other word that a row does not list (Ti, D, Laptop, Max-Q, a custom
+# memory size, a slice of a virtual GPU) means another device.
 _NEUTRAL = frozenset({"nvidia", "geforce", "amd", "instinct"})
 
 # bf16, fp16, tf32, fp8: matrix units, float32 accumulation, no sparsity; fp32: vector units.
-# "Halved": the document prints the figure with 2:4 sparsity only. Rows of the longest name come first.
+# "Halved": the document prints only the figure with 2:4 sparsity.
 ROWS: tuple[PeakFlops, ...] = (
     # Drivers print "NVIDIA H100 80GB HBM3" for SXM. "H100 80GB HBM2e" is reported from PCIe cards and
-    # from SXM hosts alike, and the 64, 94 and 96 GB modules of some customers have no public data
-    # sheet: none of them is a row.
+    # from SXM hosts, and the 64, 94 and 96 GB modules of some customers have no public data sheet: these
+    # have no row.
     _row(
         "H100 SXM",
         "h100 80gb hbm3",
@@ -77,7 +77,7 @@ ROWS: tuple[PeakFlops, ...] = (
         fp8=1513.0,
         also="80gb hbm2e",
     ),
-    # The dense figure of a kind is the sparse one of the kind twice as wide: 835 is printed for TF32.
+    # The dense figure of a kind equals the sparse one of the kind twice as wide: 835 is printed for TF32.
     _row(
         "H100 NVL",
         "h100 nvl",
@@ -106,9 +106,9 @@ ROWS: tuple[PeakFlops, ...] = (
         tf32=77.4,
         fp32=38.7,
     ),
-    # GeForce: half rate when accumulating in float32: the 142, 330 and 419 often quoted are not that.
-    # fp8 of the 4090 is the newer document's, which measurements bear out: older ones print twice that.
-    # fp8 of the 5090 is left out: 419 is printed, and block-scaled fp8 runs at twice that.
+    # GeForce runs at half rate when accumulating in float32: the often quoted 142, 330 and 419 are for float16.
+    # fp8 of the 4090 is from the newer document, which measurements confirm: older ones print twice that.
+    # The 5090 has no fp8 figure: 419 is printed, and block-scaled fp8 runs at twice that.
     _row(
         "RTX 3090",
         "rtx 3090",
@@ -223,19 +223,24 @@ ROWS: tuple[PeakFlops, ...] = (
 
 
 def get_peak(device_name: str, kind: Kind) -> Peak:
-    """The dense peak of the device that `torch.cuda.get_device_name` calls `device_name`.
+    """Return the dense peak of a device.
 
-    Raises ValueError for a kind that is none of `Kind`.
+    Args:
+        device_name: As `torch.cuda.get_device_name` returns it.
+        kind: Arithmetic of the matrix products.
+
+    Raises:
+        ValueError: `kind` is not one of `Kind`.
     """
     if kind not in get_args(Kind):
         known = ", ".join(get_args(Kind))
-        raise ValueError(f"kind is {kind!r}: peaks are known for {known}: take one of these")
+        raise ValueError(f"kind is {kind!r}: peaks are known for {known}: use one of these")
     words = name_words(device_name)
     if "mig" in words:
-        return _unknown(f"{device_name!r} is a MIG slice, whose peak nobody publishes", kind)
+        return _unknown(f"{device_name!r} is a MIG slice, for which no peak is published", kind)
     rows = find_rows(words)
     if not rows:
-        return _unknown(f"{device_name!r} is no device of the table of peaks", kind)
+        return _unknown(f"{device_name!r} is not in the table of peaks", kind)
     row = rows[0]
     if kind not in row.tflops:
         return _unknown(f"the row of {row.device} ({row.source}) has no {kind} figure", kind)
@@ -244,12 +249,12 @@ def get_peak(device_name: str, kind: Kind) -> Peak:
 
 
 def name_words(device_name: str) -> frozenset[str]:
-    """Lower-case runs of letters and digits; 'MIG3g.90gb' and 'Max-Q' fall into two."""
+    """Split a name into lower-case runs of letters and digits; 'MIG3g.90gb' and 'Max-Q' split further."""
     return frozenset(re.findall(r"mig(?=\d)|[a-z0-9]+", device_name.lower()))
 
 
 def find_rows(words: frozenset[str]) -> list[PeakFlops]:
-    """Rows that a name of these words may mean, those with the most words first."""
+    """Return the rows that a name of these words matches, those with the most words first."""
     rows = [row for row in ROWS if row.words <= words <= row.words | row.also | _NEUTRAL]
     return sorted(rows, key=lambda row: -len(row.words))
 

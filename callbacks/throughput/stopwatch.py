@@ -1,4 +1,4 @@
-"""A stopwatch that pauses for named reasons, and what it reads: plain arithmetic, no Lightning."""
+"""A stopwatch that pauses for named reasons, and the totals of a run: plain arithmetic, no Lightning."""
 
 import operator
 from collections.abc import Callable
@@ -10,7 +10,7 @@ from torch._dynamo.callback import callback_handler
 
 @dataclass(frozen=True)
 class Snapshot:
-    """What a run did, up to or between readings. Zero samples, tokens or FLOPs: nobody counts them."""
+    """Totals of a run, up to a reading or between two. Zero samples, tokens or FLOPs: the module counts none."""
 
     seconds: float = 0.0
     device_seconds: float = 0.0  # of all ranks together
@@ -29,16 +29,22 @@ class Snapshot:
         return _combined(self, other, operator.sub)
 
 
-def _combined(one: Snapshot, other: Snapshot, combine: Callable[[Any, Any], Any]) -> Snapshot:
+def _combined(first: Snapshot, second: Snapshot, combine: Callable[[Any, Any], Any]) -> Snapshot:
     names = [field.name for field in fields(Snapshot)]
-    return Snapshot(**{name: combine(getattr(one, name), getattr(other, name)) for name in names})
+    return Snapshot(
+        **{name: combine(getattr(first, name), getattr(second, name)) for name in names}
+    )
 
 
 class Stopwatch:
-    """Seconds since `start`, without the stretches in which anyone had asked for a pause.
+    """Seconds since `start`, without the intervals in which there was a reason to pause.
+
+    Args:
+        clock: Returns seconds.
 
     Attributes:
-        excluded_seconds: By the reason that began a stretch, or came last in it; without the one that is open.
+        excluded_seconds: Paused seconds by reason; while several reasons overlap, the last to begin counts. Without
+            the pause that is still open.
     """
 
     def __init__(self, clock: Callable[[], float]) -> None:
@@ -46,20 +52,25 @@ class Stopwatch:
         self._seconds = 0.0
         self._running_since: float | None = None
         self._reasons: list[str] = []
-        self._paused_since = 0.0  # for the last of them
+        self._paused_since = 0.0  # start of the interval not yet booked
         self.excluded_seconds: dict[str, float] = {}
 
     @property
     def is_paused(self) -> bool:
+        """Whether there is a reason to pause."""
         return bool(self._reasons)
 
     def start(self) -> None:
+        """Begin counting."""
         self._running_since = self._clock()
 
     def pause(self, reason: str, *, at: float | None = None) -> None:
-        """Stop counting from `at` (now, if not given) until every reason has been resumed.
+        """Stop counting until every reason has been resumed.
 
-        A moment `at` before the last resume counts as that resume: no stretch is left out twice.
+        Args:
+            reason: Name under which the pause is booked.
+            at: When it began; None: now. An instant before the last resume counts as that resume, so that no
+                interval is excluded twice.
         """
         if self._running_since is not None:
             until = self._clock() if at is None else max(at, self._running_since)
@@ -67,34 +78,38 @@ class Stopwatch:
             self._running_since = None
             self._paused_since = until
         else:
-            self._leave_out()
+            self._book_pause()
         if reason not in self._reasons:
             self._reasons.append(reason)
 
     def resume(self, reason: str) -> None:
-        """Go on counting, unless there is another reason to pause or this was never one."""
+        """Continue counting unless another reason to pause remains; ignored for a reason that is not active."""
         if reason not in self._reasons:
             return
-        self._leave_out()
+        self._book_pause()
         self._reasons.remove(reason)
         if not self._reasons:
             self._running_since = self._paused_since
 
-    def _leave_out(self) -> None:
-        """Book what has passed of the open stretch, if anything has."""
+    def _book_pause(self) -> None:
+        """Book the open pause up to now under the last reason."""
         since, self._paused_since = self._paused_since, self._clock()
         if self._reasons and self._paused_since > since:
             before = self.excluded_seconds.setdefault(self._reasons[-1], 0.0)
             self.excluded_seconds[self._reasons[-1]] = before + self._paused_since - since
 
     def seconds(self) -> float:
+        """Return the seconds counted so far."""
         if self._running_since is None:
             return self._seconds
         return self._seconds + self._clock() - self._running_since
 
 
 class CompileTap:
-    """Attached from its making to `detach`. torch tells of one compilation inside another only once."""
+    """Pauses a stopwatch during torch.compile's compilations, from construction until `detach`.
+
+    torch reports a nested compilation once, with the outer one.
+    """
 
     def __init__(self, watch: Stopwatch) -> None:
         self._watch = watch
@@ -102,14 +117,14 @@ class CompileTap:
         callback_handler.register_start_callback(self._on_start)
         callback_handler.register_end_callback(self._on_end)
 
-    def _on_start(self, told: Any) -> None:
+    def _on_start(self, arguments: Any) -> None:
         self._watch.pause("compile")
 
-    def _on_end(self, told: Any) -> None:
+    def _on_end(self, arguments: Any) -> None:
         self._watch.resume("compile")
 
     def detach(self) -> None:
-        """Hear nothing more; harmless the second time."""
+        """Remove the listeners; calling it twice is harmless."""
         if self._is_attached:
             callback_handler.remove_start_callback(self._on_start)
             callback_handler.remove_end_callback(self._on_end)

@@ -7,7 +7,8 @@ from typing import Any
 
 from recipes.run_folder import EVENTS_FILE, complete_lines, read_json_lines, write_atomically
 
-# events about a process or the disk: a resume does not drop them
+# Events of the run itself about a process or the disk: a resume does not drop them. A callback declares its own with
+# `kept_on_resume`, see `callbacks.events.EventKind`.
 PROCESS_EVENTS = (
     "start",
     "resume",
@@ -66,7 +67,10 @@ class EventFile:
         valid = [
             line
             for n, (line, event) in enumerate(zip(lines, events, strict=True))
-            if n <= last_rollback or event["step"] <= step or event["event"] in PROCESS_EVENTS
+            if n <= last_rollback
+            or event["step"] <= step
+            or event["event"] in PROCESS_EVENTS
+            or event.get("kept_on_resume", False)
         ]
         write_atomically(self._path, "".join(valid))
         self._num_bytes = None

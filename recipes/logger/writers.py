@@ -1,4 +1,7 @@
-"""One call a logger for each logged step: about 0.2 ms, where Lightning's `log` takes that for every metric."""
+"""Write the row of each logged step and the final summary: one call per logger and row.
+
+A row costs about 0.2 ms; Lightning's `log` takes that for every metric.
+"""
 
 import json
 import logging
@@ -10,20 +13,24 @@ from typing import Any
 import lightning.pytorch as lightning
 import torch
 from lightning.pytorch.callbacks import Callback
+from typing_extensions import override
 
 from recipes.model.init import unsharded_shape
 from recipes.run_folder import SUMMARY_FILE, write_atomically
 from recipes.runtime.failure import is_out_of_memory, is_peer_failure, read_peer_error
 from recipes.runtime.signals import Preempted
 
+LOGGER = logging.getLogger("lightning_recipes")
+
 
 class RowWriter(Callback):
-    """Hands the row that the task and the callbacks before this one have gathered to every logger.
+    """Hands the row that the task and the earlier callbacks have gathered to every logger.
 
-    Stands before the checkpoint saver, so that no checkpoint is ahead of its own row. Who acts on a step once its
-    row is written, and before it is saved, has an `after_row(trainer, pl_module)`.
+    It comes before the checkpoint saver, so that no checkpoint is ahead of its own row. A callback with an
+    `after_row(trainer, pl_module)` method is called once the row of a step is written and before the step is saved.
     """
 
+    @override
     def on_train_batch_end(
         self, trainer: lightning.Trainer, pl_module: Any, outputs: Any, batch: Any, batch_idx: int
     ) -> None:
@@ -36,56 +43,54 @@ class RowWriter(Callback):
 
     @staticmethod
     def _write(trainer: lightning.Trainer, row: dict[str, Any]) -> None:
-        numbers = {name: float(value) for name, value in row.items()}  # waits for the device
+        scalars = {name: float(value) for name, value in row.items()}  # waits for the device
         for logger in trainer.loggers:
-            logger.log_metrics(numbers, step=trainer.global_step - 1)  # Lightning counts from 0
+            logger.log_metrics(scalars, step=trainer.global_step - 1)  # Lightning counts from 0
         tensors = {
-            name: torch.tensor(value, dtype=torch.float64) for name, value in numbers.items()
+            name: torch.tensor(value, dtype=torch.float64) for name, value in scalars.items()
         }
         trainer.callback_metrics.update(tensors)  # for callbacks that monitor a metric
 
 
-LOGGER = logging.getLogger("lightning_recipes")
-
-
-# what other callbacks may answer in their `summary()`; each has one owner
-_FROM_CALLBACKS = (
-    "tokens_per_second",
-    "mfu",
-    "excluded_seconds",
-    "peak_memory_gib",
-    "rollbacks",
-)
-
-
 class SummaryWriter(Callback):
-    """Collects the final numbers. Other callbacks add theirs through a `summary()` that returns a dict.
+    """Writes summary.json when the run ends: its own fields, then those that other callbacks declare.
+
+    A callback declares `summary_fields`, a dict from field to its value before anything is known, and returns values
+    from a method `summary()`. Fields in its `summed_fields` add up over all callbacks that report them, such as the
+    steps skipped by a loss scaler and as loss spikes; any other field has one owner.
 
     Args:
-        run_folder: Where the file lies.
+        run_folder: Where to write summary.json.
+
+    Attributes:
+        newest: What was written last, on rank 0; None before.
     """
 
     def __init__(self, *, run_folder: Path) -> None:
         self._folder = run_folder
         self._began = time.perf_counter()
         self._has_begun = False
-        self.newest: dict[str, Any] | None = None  # on rank 0
-        self._seconds_before = 0.0  # of the processes that this run resumes
+        self.newest: dict[str, Any] | None = None
+        self._earlier_seconds = 0.0  # of the processes that this run resumes
         self._best_val_loss: float | None = None
 
+    @override
     def on_train_start(self, trainer: lightning.Trainer, pl_module: Any) -> None:
         self._began = time.perf_counter()
         self._has_begun = True
 
+    @override
     def on_validation_end(self, trainer: lightning.Trainer, pl_module: Any) -> None:
-        val_loss = _metric(trainer, "val/loss")
+        val_loss = _get_metric(trainer, "val/loss")
         if val_loss is not None:
             best = self._best_val_loss
             self._best_val_loss = val_loss if best is None else min(best, val_loss)
 
+    @override
     def on_fit_end(self, trainer: lightning.Trainer, pl_module: Any) -> None:
         self._write(trainer, pl_module, "finished")
 
+    @override
     def on_exception(
         self, trainer: lightning.Trainer, pl_module: Any, exception: BaseException
     ) -> None:
@@ -94,58 +99,63 @@ class SummaryWriter(Callback):
             status = "diverged"
         if isinstance(exception, Preempted):
             status = "preempted"
-        by_other = is_peer_failure(exception) and read_peer_error(self._folder) is not None
-        if is_out_of_memory(exception) or by_other:
+        by_peer = is_peer_failure(exception) and read_peer_error(self._folder) is not None
+        if is_out_of_memory(exception) or by_peer:
             status = "out_of_memory"
         self._write(trainer, pl_module, status)
 
+    @override
     def state_dict(self) -> dict[str, Any]:
-        return {"best_val_loss": self._best_val_loss, "seconds": self._seconds()}
+        return {"best_val_loss": self._best_val_loss, "seconds": self._get_seconds()}
 
+    @override
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         self._best_val_loss = state_dict["best_val_loss"]
-        self._seconds_before = state_dict["seconds"]
+        self._earlier_seconds = state_dict["seconds"]
 
-    def _seconds(self) -> float:
-        return self._seconds_before + time.perf_counter() - self._began
+    def _get_seconds(self) -> float:
+        return self._earlier_seconds + time.perf_counter() - self._began
 
     def _write(self, trainer: lightning.Trainer, pl_module: Any, status: str) -> None:
-        leaves_it = not self._has_begun and (self._folder / SUMMARY_FILE).exists()
-        if leaves_it or not trainer.is_global_zero:
-            return  # a resume that fails leaves the run it meant as it was
-        summary: dict[str, Any] = {
+        # a resume that fails before it trains leaves the summary of the run it would have continued
+        is_failed_resume = not self._has_begun and (self._folder / SUMMARY_FILE).exists()
+        if is_failed_resume or not trainer.is_global_zero:
+            return
+        self.newest = {
             "status": status,
             "steps": trainer.global_step,
             "samples": pl_module.num_samples,
             "tokens": pl_module.num_tokens,
-            "train_loss": _metric(trainer, "train/loss"),
-            "val_loss": _metric(trainer, "val/loss"),
+            "train_loss": _get_metric(trainer, "train/loss"),
+            "val_loss": _get_metric(trainer, "val/loss"),
             "best_val_loss": self._best_val_loss,
-            "seconds": round(self._seconds(), 3),
-            "tokens_per_second": None,
-            "mfu": None,
-            "excluded_seconds": None,
-            "peak_memory_gib": None,
-            "rollbacks": 0,
-            "skipped_steps": 0,
+            "seconds": round(self._get_seconds(), 3),
+            **collect_summary_fields(trainer.callbacks),  # type: ignore[attr-defined]
             "num_parameters": sum(unsharded_shape(p).numel() for p in pl_module.parameters()),
         }
-        num_skipped = 0
-        for callback in trainer.callbacks:  # type: ignore[attr-defined]
-            if callback is not self and hasattr(callback, "summary"):
-                theirs = callback.summary()
-                summary |= {key: theirs[key] for key in _FROM_CALLBACKS if key in theirs}
-                num_skipped += theirs.get("skipped_steps", 0)  # by a loss scaler, and as a spike
-        summary["skipped_steps"] = num_skipped
-        self.newest = summary
         try:
-            write_atomically(self._folder / SUMMARY_FILE, json.dumps(summary, indent=2) + "\n")
+            write_atomically(self._folder / SUMMARY_FILE, json.dumps(self.newest, indent=2) + "\n")
         except OSError as error:
             LOGGER.error(f"{SUMMARY_FILE} could not be written: {error.strerror}")
 
 
-def _metric(trainer: lightning.Trainer, name: str) -> float | None:
-    """A logged number; None where there is none, or where it is not finite (JSON has no NaN)."""
+def collect_summary_fields(callbacks: list[Callback]) -> dict[str, Any]:
+    """Return the summary fields that callbacks declare, with their present values."""
+    fields: dict[str, Any] = {}
+    for callback in callbacks:
+        declared: dict[str, Any] = getattr(callback, "summary_fields", {})
+        if not declared:
+            continue
+        summed: frozenset[str] = getattr(callback, "summed_fields", frozenset())
+        values = callback.summary()  # type: ignore[attr-defined]
+        for name, default in declared.items():
+            value = values.get(name, default)
+            fields[name] = fields[name] + value if name in summed and name in fields else value
+    return fields
+
+
+def _get_metric(trainer: lightning.Trainer, name: str) -> float | None:
+    """Return a logged metric; None if it was not logged, or is NaN or inf, which JSON cannot hold."""
     if name not in trainer.callback_metrics:
         return None
     value = float(trainer.callback_metrics[name])

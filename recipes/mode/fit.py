@@ -160,6 +160,6 @@ def _last_line(summary: dict[str, Any], folder: Path) -> str:
         for name in ("train_loss", "val_loss")
         if summary[name] is not None
     ]
-    if summary["tokens_per_second"] is not None:
+    if summary.get("tokens_per_second") is not None:
         parts.append(f"{summary['tokens_per_second']:,.0f} tokens/s")
     return f"Finished: {', '.join(parts)}, in {folder}"

@@ -1,4 +1,4 @@
-"""A stranger's project: a plain module that knows nothing of ours, and a quiet Trainer to fit it."""
+"""Someone else's project: a plain module that imports nothing from here, and a quiet Trainer to fit it."""
 
 from collections.abc import Callable
 from pathlib import Path
@@ -15,7 +15,7 @@ torch.set_num_threads(1)
 
 
 class FakeClock:
-    """A clock that stands still until a test moves it."""
+    """A clock that only a test moves."""
 
     def __init__(self) -> None:
         self.now = 100.0
@@ -61,7 +61,7 @@ def stranger() -> type[Stranger]:
 
 @pytest.fixture
 def make_trainer(tmp_path: Path) -> Callable[..., Trainer]:
-    """Trainer arguments as they are named; one row per step into tmp_path/run/metrics.csv."""
+    """Return a function that makes a Trainer; by default it logs one row per step to tmp_path/run/metrics.csv."""
 
     def make(**arguments: Any) -> Trainer:
         defaults: dict[str, Any] = {
@@ -84,7 +84,7 @@ def make_trainer(tmp_path: Path) -> Callable[..., Trainer]:
 
 @pytest.fixture
 def read_column(tmp_path: Path) -> Callable[[str], list[float]]:
-    """The filled cells of one column of the run's metrics.csv, read as a person would."""
+    """Return a function that reads the non-empty cells of one column of the run's metrics.csv."""
     import csv
 
     def read(name: str) -> list[float]:
@@ -96,7 +96,7 @@ def read_column(tmp_path: Path) -> Callable[[str], list[float]]:
 
 @pytest.fixture(autouse=True)
 def _quiet(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Lightning's advice is about nobody here."""
+    """Silence Lightning's advice."""
     import logging
     import warnings
 

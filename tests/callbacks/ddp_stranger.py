@@ -1,4 +1,4 @@
-"""One of two ranks of a stranger's project under Lightning's own DDP: python ddp_stranger.py <cases> <results>."""
+"""Run one of two ranks of a plain Lightning project under DDP: python ddp_stranger.py - <results.json>."""
 
 import json
 import os
@@ -34,12 +34,12 @@ class Module(LightningModule):
         return torch.optim.AdamW(self.parameters(), lr=0.003)
 
     def train_dataloader(self) -> DataLoader[Any]:
-        draws = torch.randn(2 * 60 * 8, 4, generator=torch.Generator().manual_seed(0))
-        return DataLoader(TensorDataset(draws), batch_size=8)
+        noise = torch.randn(2 * 60 * 8, 4, generator=torch.Generator().manual_seed(0))
+        return DataLoader(TensorDataset(noise), batch_size=8)
 
 
-class Poison(Callback):
-    """A gradient of one rank alone, and later a weight of every rank."""
+class Damage(Callback):
+    """Damages the gradient of one rank, and later a weight of every rank."""
 
     def __init__(self) -> None:
         self.is_done = False
@@ -64,7 +64,7 @@ def main() -> None:
         devices=2,
         strategy=DDPStrategy(process_group_backend="gloo"),
         max_epochs=1,
-        callbacks=[Poison(), spikes],
+        callbacks=[Damage(), spikes],
         logger=False,
         enable_checkpointing=False,
         enable_progress_bar=False,
@@ -72,7 +72,7 @@ def main() -> None:
         default_root_dir=Path(sys.argv[2]).parent,
     )
     trainer.fit(module)
-    weights = [one.detach().flatten().tolist() for one in module.parameters()]
+    weights = [parameter.detach().flatten().tolist() for parameter in module.parameters()]
     gathered: list[Any] = [None, None]
     torch.distributed.all_gather_object(gathered, (weights, spikes.summary(), trainer.global_step))
     if trainer.is_global_zero:

@@ -1,4 +1,4 @@
-"""Every default callback at once, as conf/ names them, in a project that knows none of them."""
+"""All default callbacks together, as conf/ configures them, in someone else's Lightning project."""
 
 import ast
 import subprocess
@@ -14,8 +14,8 @@ from torch import Tensor
 import callbacks
 
 CONF = Path(__file__).parents[2] / "conf" / "callbacks"
-# what conf/ takes from elsewhere
-ELSEWHERE: dict[str, Any] = {
+# values of interpolations in conf/callbacks
+INTERPOLATED: dict[str, Any] = {
     "${profile}": 2,
     "${dashboard.sections}": yaml.safe_load((CONF.parent / "dashboard/default.yaml").read_text())[
         "sections"
@@ -25,20 +25,20 @@ DEFAULT: list[str] = yaml.safe_load((CONF / "default.yaml").read_text())["defaul
 
 
 def build(name: str) -> Any:
-    """What Hydra would make of one file: a single node, named like its file, by keyword."""
+    """Build what Hydra would build from one file: its single node, which has the name of the file."""
     (key, node) = next(iter(yaml.safe_load((CONF / f"{name}.yaml").read_text()).items()))
     assert key == name
     module, _, cls = node.pop("_target_").rpartition(".")
-    assert module == f"callbacks.{name}"
+    assert module in (f"callbacks.{name}", f"callbacks.{name}.callback")
     arguments = {
-        name: ELSEWHERE[value] if str(value).startswith("${") else value
+        name: INTERPOLATED[value] if str(value).startswith("${") else value
         for name, value in node.items()
     }
     return getattr(import_module(module), cls)(**arguments)
 
 
 @pytest.mark.parametrize("accumulate", [1, 2])
-def test_a_stranger_trains_with_all_of_them(
+def test_a_plain_module_trains_with_all_of_them(
     stranger, make_trainer, tmp_path, read_column, accumulate
 ) -> None:
     make_trainer(
@@ -54,7 +54,7 @@ def test_a_stranger_trains_with_all_of_them(
     assert (tmp_path / "run" / "report.html").exists()
 
 
-def test_they_change_no_weight(stranger, make_trainer) -> None:
+def test_they_do_not_change_the_weights(stranger, make_trainer) -> None:
     import torch
 
     weights: list[Tensor] = []
@@ -88,20 +88,25 @@ def test_two_optimizers_stepped_by_hand_get_their_rows(stranger, make_trainer, r
     assert len(read_column("time/step_seconds")) == 2
 
 
-def test_default_is_every_callback_that_has_a_file_but_the_one_that_looks_at_every_operation() -> (
-    None
-):
+def test_default_holds_every_callback_that_has_a_file_except_stop_at_nan() -> None:
     files = {path.stem for path in CONF.glob("*.yaml")} - {"default", "stop_at_nan"}
     assert sorted(DEFAULT) == sorted(files)
 
 
 def test_no_callback_imports_recipes_or_hydra() -> None:
-    allowed = {"callbacks", "lightning", "matplotlib", "rich", "torch", "yaml"} | set(
-        sys.stdlib_module_names
-    )
-    for path in Path(callbacks.__file__).parent.glob("*.py"):
+    allowed = {
+        "callbacks",
+        "lightning",
+        "matplotlib",
+        "rich",
+        "torch",
+        "typing_extensions",
+        "yaml",
+    } | set(sys.stdlib_module_names)
+    for path in Path(callbacks.__file__).parent.rglob("*.py"):
         for node in ast.walk(ast.parse(path.read_text())):
-            names = [node.module or ""] if isinstance(node, ast.ImportFrom) else []
+            absolute = isinstance(node, ast.ImportFrom) and not node.level
+            names = [node.module] if absolute else []
             names += [alias.name for alias in node.names] if isinstance(node, ast.Import) else []
             assert {name.partition(".")[0] for name in names} <= allowed, path.name
 
@@ -118,7 +123,7 @@ def test_the_report_can_be_written_without_lightning_and_imports_matplotlib_late
     assert done.stdout == "[]\n"
 
 
-def test_every_public_name_is_there_and_no_other() -> None:
+def test_every_public_name_can_be_imported_and_no_other() -> None:
     for name in callbacks.__all__:
         assert getattr(callbacks, name).__name__ == name
     with pytest.raises(AttributeError, match="no attribute 'Nothing'"):

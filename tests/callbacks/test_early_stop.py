@@ -1,4 +1,4 @@
-"""A run ends when its validation no longer improves, and only where that was asked for."""
+"""A run ends when its validation no longer improves, and only where `patience` is set."""
 
 import logging
 from typing import Any
@@ -9,12 +9,12 @@ import torch
 from callbacks import EarlyStop
 
 
-def losses(stranger: Any, values: list[float]) -> Any:
-    class Told(stranger):  # type: ignore[misc, valid-type]
+def module_with_val_losses(stranger: Any, values: list[float]) -> Any:
+    class Scripted(stranger):  # type: ignore[misc, valid-type]
         def on_validation_epoch_end(self) -> None:
             self.log("val/loss", torch.tensor(values.pop(0)))
 
-    return Told()
+    return Scripted()
 
 
 @pytest.mark.parametrize(("patience", "steps"), [(2, 4), (None, 8)])
@@ -22,7 +22,7 @@ def test_it_stops_after_patience_validations_without_an_improvement(
     stranger: Any, make_trainer: Any, patience: int | None, steps: int, caplog: Any
 ) -> None:
     callback = EarlyStop(patience=patience, monitor="val/loss", mode="min", min_delta=0.0)
-    module = losses(stranger, [3.0, 2.0, 2.5, 2.0, 1.0, 0.9, 0.8, 0.7])
+    module = module_with_val_losses(stranger, [3.0, 2.0, 2.5, 2.0, 1.0, 0.9, 0.8, 0.7])
     with caplog.at_level(logging.WARNING, logger="lightning_recipes"):
         trainer = make_trainer(callbacks=[callback], limit_val_batches=1, val_check_interval=1)
         trainer.fit(module)

@@ -1,4 +1,6 @@
-"""The loss scale in a stranger's project, on a CPU in float16."""
+"""LossScaleMonitor with Lightning's own mixed precision, on a CPU in float16."""
+
+from typing import Any
 
 import torch
 from lightning.pytorch import Callback, LightningModule, Trainer
@@ -9,19 +11,25 @@ from torch.utils.data import DataLoader
 from callbacks import LossScaleMonitor
 
 
-class Stranger(LightningModule):
+class RowModule(LightningModule):
+    """Gathers its rows in `row`, as a module with `writes_rows = True` does."""
+
+    writes_rows = True
+
     def __init__(self, overflow_at: int | None) -> None:
         super().__init__()
         self.layer = torch.nn.Linear(4, 1)
         self.overflow_at = overflow_at
+        self.row: dict[str, float] = {}
         self.rows: list[dict[str, float]] = []
 
     def training_step(self, batch: Tensor, batch_idx: int) -> Tensor:
         loss = self.layer(batch).square().mean()
         return loss * 1e38 if batch_idx == self.overflow_at else loss
 
-    def log_row(self, metrics: dict[str, float]) -> None:
-        self.rows.append(dict(metrics))
+    def on_train_batch_end(self, *args: Any) -> None:
+        self.rows += [self.row] if self.row else []
+        self.row = {}
 
     def configure_optimizers(self) -> torch.optim.Optimizer:
         return torch.optim.SGD(self.parameters(), lr=0.01)
@@ -30,7 +38,7 @@ class Stranger(LightningModule):
         return DataLoader(torch.ones(10, 4), batch_size=2)  # type: ignore[arg-type]
 
 
-def _fit(module: Stranger, monitor: Callback, *, scaled: bool) -> Trainer:
+def _fit(module: RowModule, monitor: Callback, *, scaled: bool) -> Trainer:
     scaler = torch.amp.GradScaler("cpu", init_scale=2.0**8)
     plugins = [MixedPrecision("16-mixed", "cpu", scaler)] if scaled else []
     trainer = Trainer(
@@ -49,23 +57,30 @@ def _fit(module: Stranger, monitor: Callback, *, scaled: bool) -> Trainer:
 
 
 def test_a_step_that_overflows_is_counted_and_halves_the_scale() -> None:
-    module, monitor = Stranger(overflow_at=2), LossScaleMonitor()
+    module, monitor = RowModule(overflow_at=2), LossScaleMonitor()
     _fit(module, monitor, scaled=True)
     assert [row["precision/overflow_steps"] for row in module.rows] == [0, 0, 1, 1, 1]
     assert [row["precision/loss_scale"] for row in module.rows] == [256, 256, 128, 128, 128]
     assert monitor.summary() == {"skipped_steps": 1}
 
 
-def test_without_a_scaler_there_is_no_row_and_nothing_is_skipped() -> None:
-    module, monitor = Stranger(overflow_at=None), LossScaleMonitor()
+def test_without_a_scaler_nothing_is_logged_and_nothing_counts_as_skipped() -> None:
+    module, monitor = RowModule(overflow_at=None), LossScaleMonitor()
     _fit(module, monitor, scaled=False)
     assert module.rows == []
     assert monitor.summary() == {"skipped_steps": 0}
 
 
-def test_a_resumed_run_counts_on() -> None:
+def test_a_resumed_run_continues_the_count() -> None:
     first, again = LossScaleMonitor(), LossScaleMonitor()
-    _fit(Stranger(overflow_at=1), first, scaled=True)
+    _fit(RowModule(overflow_at=1), first, scaled=True)
     again.load_state_dict(first.state_dict())
-    _fit(Stranger(overflow_at=3), again, scaled=True)
+    _fit(RowModule(overflow_at=3), again, scaled=True)
     assert again.summary() == {"skipped_steps": 2}
+
+
+def test_the_state_survives_a_round_trip() -> None:
+    first, second = LossScaleMonitor(), LossScaleMonitor()
+    _fit(RowModule(overflow_at=1), first, scaled=True)
+    second.load_state_dict(first.state_dict())
+    assert second.state_dict() == first.state_dict() == {"overflow_steps": 1}

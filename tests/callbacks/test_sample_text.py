@@ -1,4 +1,4 @@
-"""SampleText: what it asks for, what it writes, and what it leaves as it was."""
+"""SampleText: its calls of `generate_text`, its file, and that training is not affected."""
 
 import json
 import random
@@ -10,7 +10,7 @@ import torch
 from callbacks.sample_text import SampleText, framed
 
 
-def sampler(**changes: Any) -> SampleText:
+def make_sampler(**changes: Any) -> SampleText:
     arguments: dict[str, Any] = {
         "prompts": ["a", "b"],
         "num_tokens": 3,
@@ -22,53 +22,53 @@ def sampler(**changes: Any) -> SampleText:
     return SampleText(**{**arguments, **changes})
 
 
-def writing(base: type, text: str | None = "<{prompt}>") -> Any:
-    """A module that writes, and that draws random numbers in order to."""
+def make_writer(base: type, text: str | None = "<{prompt}>") -> Any:
+    """Make a module that generates text, and uses random numbers to do so."""
 
-    class Writing(base):  # type: ignore[misc]
+    class Writer(base):  # type: ignore[misc]
         calls: list[Any]
 
-        def generate_text(self, prompt: str, num_tokens: int, **how: Any) -> str | None:
-            self.calls.append((prompt, num_tokens, how, self.training, torch.is_grad_enabled()))
-            torch.manual_seed(how["seed"])
+        def generate_text(self, prompt: str, num_tokens: int, **options: Any) -> str | None:
+            self.calls.append((prompt, num_tokens, options, self.training, torch.is_grad_enabled()))
+            torch.manual_seed(options["seed"])
             torch.rand(5)
             random.random()
             return None if text is None else text.format(prompt=prompt)
 
-    module = Writing()
+    module = Writer()
     module.calls = []
     return module
 
 
-def lines_of(folder: Any) -> list[Any]:
+def read_samples(folder: Any) -> list[Any]:
     return [json.loads(line) for line in (folder / "run" / "samples.jsonl").open()]
 
 
 def test_the_end_of_training_is_sampled_once(stranger, make_trainer, tmp_path) -> None:
-    module = writing(stranger)
-    make_trainer(callbacks=[sampler()]).fit(module)
-    how = {"temperature": 0.5, "top_k": 4, "top_p": None, "seed": 0}
-    assert module.calls == [("a", 3, how, False, False), ("b", 3, how, False, False)]
-    assert lines_of(tmp_path) == [
+    module = make_writer(stranger)
+    make_trainer(callbacks=[make_sampler()]).fit(module)
+    options = {"temperature": 0.5, "top_k": 4, "top_p": None, "seed": 0}
+    assert module.calls == [("a", 3, options, False, False), ("b", 3, options, False, False)]
+    assert read_samples(tmp_path) == [
         {"step": 8, "prompt": "a", "text": "<a>"},
         {"step": 8, "prompt": "b", "text": "<b>"},
     ]
 
 
 @pytest.mark.parametrize(("every", "steps"), [(3, [3, 6, 8]), (4, [4, 8]), (100, [8])])
-def test_every_n_steps_and_the_end_but_no_step_twice(
+def test_samples_come_every_n_steps_and_at_the_end_but_no_step_twice(
     stranger, make_trainer, tmp_path, every, steps
 ) -> None:
-    module = writing(stranger)
-    trainer = make_trainer(callbacks=[sampler(prompts=["a"], every_n_steps=every)])
+    module = make_writer(stranger)
+    trainer = make_trainer(callbacks=[make_sampler(prompts=["a"], every_n_steps=every)])
     trainer.fit(module)
-    assert [line["step"] for line in lines_of(tmp_path)] == steps
+    assert [line["step"] for line in read_samples(tmp_path)] == steps
 
 
-def test_training_goes_on_as_if_nothing_had_been_sampled(stranger, make_trainer) -> None:
-    module = writing(stranger)
+def test_sampling_restores_random_states_and_modes(stranger, make_trainer) -> None:
+    module = make_writer(stranger)
     module.frozen = torch.nn.Dropout().eval()  # a part that its owner keeps in eval mode
-    trainer = make_trainer(callbacks=[sampler()], max_steps=1)
+    trainer = make_trainer(callbacks=[make_sampler()], max_steps=1)
     states = []
     random.seed(1)
     torch.manual_seed(1)
@@ -83,9 +83,9 @@ def test_training_goes_on_as_if_nothing_had_been_sampled(stranger, make_trainer)
 
 
 @pytest.mark.parametrize("silent", ["no method", "None"])
-def test_a_model_without_text_is_left_alone(stranger, make_trainer, tmp_path, silent) -> None:
-    module = stranger() if silent == "no method" else writing(stranger, text=None)
-    make_trainer(callbacks=[sampler(every_n_steps=2)]).fit(module)
+def test_a_model_without_text_writes_no_samples(stranger, make_trainer, tmp_path, silent) -> None:
+    module = stranger() if silent == "no method" else make_writer(stranger, text=None)
+    make_trainer(callbacks=[make_sampler(every_n_steps=2)]).fit(module)
     assert not (tmp_path / "run" / "samples.jsonl").exists()
 
 
@@ -93,22 +93,22 @@ def test_a_run_without_a_folder_still_logs_its_sample(
     stranger, make_trainer, caplog: pytest.LogCaptureFixture
 ) -> None:
     caplog.set_level("INFO", logger="lightning_recipes")
-    make_trainer(callbacks=[sampler(prompts=["a"])], logger=False).fit(writing(stranger))
+    make_trainer(callbacks=[make_sampler(prompts=["a"])], logger=False).fit(make_writer(stranger))
     assert [
         record.getMessage() for record in caplog.records if "sample" in record.msg % record.args
     ]
     assert "<a>" in caplog.text
 
 
-def test_a_frame_is_as_wide_above_as_below() -> None:
+def test_both_rules_of_a_frame_are_equally_wide() -> None:
     top, text, bottom = framed("one line\n\n", title="sample at step 8").split("\n")
     assert (len(top), text, len(bottom)) == (78, "one line", 78)
 
 
-def test_an_interval_of_zero_says_what_to_type() -> None:
+def test_an_interval_of_zero_is_an_error_that_says_what_to_type() -> None:
     with pytest.raises(ValueError, match=r"type callbacks\.sample_text\.every_n_steps=null"):
-        sampler(every_n_steps=0)
+        make_sampler(every_n_steps=0)
 
 
-def test_there_is_no_state_to_carry_over() -> None:
-    assert sampler().state_dict() == {}
+def test_there_is_no_state_to_save() -> None:
+    assert make_sampler().state_dict() == {}

@@ -1,4 +1,4 @@
-"""A trace of a few steps: as many as were asked for, and none of them in the throughput."""
+"""StepProfiler traces exactly the requested steps, and none of them counts in the throughput."""
 
 import gzip
 import json
@@ -11,7 +11,7 @@ from timed import FETCH, monitor_at, timed
 from callbacks.step_profiler import StepProfiler
 
 
-def test_three_steps_in_two_passes_are_traced_and_left_out(
+def test_two_steps_of_two_micro_batches_are_traced_and_excluded_from_the_throughput(
     stranger, make_trainer, read_column, clock, tmp_path
 ) -> None:
     module = timed(stranger, clock)
@@ -19,22 +19,22 @@ def test_three_steps_in_two_passes_are_traced_and_left_out(
     make_trainer(callbacks=callbacks, accumulate_grad_batches=2).fit(module)
     folder = tmp_path / "run/profile"
     operators = json.loads((folder / "operators.json").read_text())
-    calls = {one["name"]: one["calls"] for one in operators}
-    assert calls["aten::addmm"] == 2 * 2  # one linear layer, two steps of two passes
-    shares = [one["share"] for one in operators]
+    calls = {operator["name"]: operator["calls"] for operator in operators}
+    assert calls["aten::addmm"] == 2 * 2  # one linear layer, two steps of two micro-batches
+    shares = [operator["share"] for operator in operators]
     assert shares == sorted(shares, reverse=True)
     assert 0.3 < sum(shares) <= 1 + 1e-9
-    packed = (folder / "rank_00000.trace.json.gz").read_bytes()
-    trace = json.loads(gzip.decompress(packed))
+    compressed = (folder / "rank_00000.trace.json.gz").read_bytes()
+    trace = json.loads(gzip.decompress(compressed))
     assert sum(e.get("name") == "aten::addmm" for e in trace["traceEvents"]) == 4
-    # steps 2 and 3 of four are in no row; the last one is as fast as ever
+    # steps 2 and 3 of four are in no row; the last one is as fast as usual
     assert read_column("time/step_seconds") == [2.0]
     assert read_column("throughput/tokens_per_second") == [16.0]
     # three steps of 2 s, less the fetch before the first that is traced
     assert sum(read_column("time/excluded_seconds")) == 3 * 2.0 - FETCH
 
 
-def test_a_run_that_fails_while_it_is_traced_leaves_the_trace(
+def test_a_run_that_fails_while_it_is_traced_still_writes_the_trace(
     stranger, make_trainer, tmp_path
 ) -> None:
     class Failing(stranger):  # type: ignore[misc]
@@ -50,9 +50,9 @@ def test_a_run_that_fails_while_it_is_traced_leaves_the_trace(
 
 
 def test_tracing_writes_nothing_of_its_own_to_the_terminal(tmp_path) -> None:
-    words = ["trainer.max_steps=3", "profile=1", "callbacks.step_profiler.after=1"]
+    overrides = ["trainer.max_steps=3", "profile=1", "callbacks.step_profiler.after=1"]
     done = run_train(
-        [*TINY, *words, f"data.path={write_texts(tmp_path / 'texts')}", "hydra.run.dir=run"],
+        [*TINY, *overrides, f"data.path={write_texts(tmp_path / 'texts')}", "hydra.run.dir=run"],
         folder=tmp_path,
     )
     assert done.returncode == 0, done.stderr
@@ -60,24 +60,24 @@ def test_tracing_writes_nothing_of_its_own_to_the_terminal(tmp_path) -> None:
     assert "profile: 1 step in run/profile" in done.stdout + done.stderr
 
 
-def test_a_run_that_is_too_short_says_so(stranger, make_trainer, tmp_path, caplog) -> None:
+def test_a_run_that_is_too_short_logs_a_warning(stranger, make_trainer, tmp_path, caplog) -> None:
     make_trainer(callbacks=[StepProfiler(steps=5, after=20)]).fit(stranger())
     assert "the run ended before step 21" in caplog.text
     assert not (tmp_path / "run/profile").exists()
 
 
-def test_lightnings_profilers_go_on_beside_it(stranger, make_trainer, tmp_path) -> None:
+def test_lightnings_own_profiler_keeps_working(stranger, make_trainer, tmp_path) -> None:
     profiler = SimpleProfiler(dirpath=tmp_path, filename="times")
     make_trainer(callbacks=[StepProfiler(steps=1, after=1)], profiler=profiler).fit(stranger())
     assert "run_training_batch" in (tmp_path / "fit-times.txt").read_text()
 
 
-def test_a_trace_of_no_step_is_refused() -> None:
+def test_tracing_zero_steps_is_an_error() -> None:
     with pytest.raises(ValueError, match="profile=0"):
         StepProfiler(steps=0)
 
 
-def test_beside_a_trace_of_lightnings_there_is_none_of_ours(
+def test_nothing_is_traced_while_lightnings_profiler_traces(
     stranger, make_trainer, tmp_path, caplog
 ) -> None:
     profiler = PyTorchProfiler(dirpath=tmp_path, filename="trace")

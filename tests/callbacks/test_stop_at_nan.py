@@ -1,4 +1,4 @@
-"""The first NaN ends the run, and the line of the forward pass that made it is named."""
+"""The first NaN ends the run, and the line of the forward pass that produced it is named."""
 
 import traceback
 import warnings
@@ -14,41 +14,41 @@ def fit(make_trainer, module, **arguments) -> None:
     make_trainer(callbacks=[StopAtNan()], **arguments).fit(module)
 
 
-def told(error: BaseException) -> str:
+def format_error(error: BaseException) -> str:
     return "".join(traceback.format_exception(error))
 
 
 @pytest.fixture
 def forward_of(stranger):
-    """A stranger whose forward pass is a function of its layer's output and the number of the batch."""
+    """Make a module whose forward pass is a function of its layer's output and the batch index."""
 
     def make(function):
-        class Own(stranger):  # type: ignore[misc, valid-type]
+        class WithForward(stranger):  # type: ignore[misc, valid-type]
             def training_step(self, batch: list[Tensor], batch_idx: int) -> Tensor:
                 return function(self.layer(batch[0]), batch_idx).square().mean()
 
-        return Own()
+        return WithForward()
 
     return make
 
 
-def test_a_nan_born_in_the_forward_pass_is_named_by_step_operation_inputs_and_line(
+def test_a_nan_from_the_forward_pass_is_named_by_step_operation_inputs_and_line(
     make_trainer, forward_of
 ) -> None:
     def divide(x: Tensor, index: int) -> Tensor:
         zero = x - x
-        return x + zero / zero if index == 2 else x  # nought by nought
+        return x + zero / zero if index == 2 else x  # 0 / 0
 
     with pytest.raises(FloatingPointError) as caught:
         fit(make_trainer, forward_of(divide))
-    text = told(caught.value)
+    text = format_error(caught.value)
     assert "step 3, rank 0: the loss is NaN" in text
     assert "torch.Tensor.div(float32 [2, 1]: 0 to 0, float32 [2, 1]: 0 to 0)" in text
-    assert "in divide: return x + zero / zero if index == 2 else x  # nought by nought" in text
+    assert "in divide: return x + zero / zero if index == 2 else x  # 0 / 0" in text
     assert "in training_step" in text
 
 
-def test_a_nan_born_in_the_backward_pass_is_named_by_its_forward_line(
+def test_a_nan_from_the_backward_pass_is_named_by_its_forward_line(
     make_trainer, forward_of
 ) -> None:
     def root(x: Tensor, index: int) -> Tensor:
@@ -57,13 +57,13 @@ def test_a_nan_born_in_the_backward_pass_is_named_by_its_forward_line(
 
     with pytest.raises(RuntimeError, match="SqrtBackward0") as caught:
         fit(make_trainer, forward_of(root), detect_anomaly=True)
-    text = told(caught.value)
-    assert "step 3, rank 0: the backward pass made the NaN, in SqrtBackward0" in text
+    text = format_error(caught.value)
+    assert "step 3, rank 0: the backward pass produced the NaN, in SqrtBackward0" in text
     assert "in root: return x + torch.where(zero == 0, zero, zero.sqrt()) if index == 2" in text
     assert "__torch_function__" not in text.partition("step 3, rank 0")[2]
 
 
-def test_a_nan_that_does_not_reach_the_loss_is_left_alone(make_trainer, forward_of) -> None:
+def test_a_nan_that_does_not_reach_the_loss_does_not_end_the_run(make_trainer, forward_of) -> None:
     def mask(x: Tensor, index: int) -> Tensor:
         nothing = (x - x) / (x - x)
         assert bool(nothing.isnan().all())
@@ -74,7 +74,7 @@ def test_a_nan_that_does_not_reach_the_loss_is_left_alone(make_trainer, forward_
     assert trainer.global_step == 8
 
 
-def test_a_nan_in_the_data_is_seen_in_the_inputs_of_the_first_operation(
+def test_a_nan_in_the_data_is_reported_in_the_inputs_of_the_first_operation(
     make_trainer, stranger
 ) -> None:
     class BadBatch(stranger):  # type: ignore[misc, valid-type]
@@ -87,9 +87,7 @@ def test_a_nan_in_the_data_is_seen_in_the_inputs_of_the_first_operation(
         fit(make_trainer, BadBatch())
 
 
-def test_a_loss_that_no_operation_on_the_weights_made_nan_points_at_the_batch(
-    make_trainer, stranger
-) -> None:
+def test_a_nan_loss_that_depends_on_no_weight_points_to_the_batch(make_trainer, stranger) -> None:
     class Constant(stranger):  # type: ignore[misc, valid-type]
         def training_step(self, batch: list[Tensor], batch_idx: int) -> Tensor:
             return torch.full((), torch.nan, requires_grad=True)
@@ -98,7 +96,7 @@ def test_a_loss_that_no_operation_on_the_weights_made_nan_points_at_the_batch(
         fit(make_trainer, Constant())
 
 
-def test_warnings_and_operations_are_as_before_when_the_run_is_over(
+def test_warnings_and_torch_functions_are_restored_after_the_run(
     make_trainer, stranger, forward_of
 ) -> None:
     shown = warnings.showwarning

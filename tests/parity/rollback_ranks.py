@@ -32,12 +32,13 @@ class DriftsOnce(StepReader):
     def read(self, trainer: Any) -> Verdict | None:
         verdict = super().read(trainer)
         assert verdict is not None
-        assert not verdict.refused, verdict
-        if self.spikes._recovery.ladder.counts.clock + 1 != self.at:
+        assert not verdict.skipped, verdict
+        if self.spikes._recovery.escalation.counts.clock + 1 != self.at:
             return verdict
-        reading = StepMeasurement(step=self.at, loss=verdict.reading.loss, norm=None, refused=False)
-        alarm = Alarm(kind="drift", value=reading.loss, expected=0.0, score=9.0)
-        return Verdict(reading=reading, alarms={"loss": alarm}, score=9.0, refused=False)
+        loss = verdict.measurement.loss
+        measurement = StepMeasurement(step=self.at, loss=loss, norm=None, skipped=False)
+        alarm = Alarm(kind="drift", value=loss, expected=0.0, score=9.0)
+        return Verdict(measurement=measurement, alarms={"loss": alarm}, score=9.0, skipped=False)
 
 
 class Losses(Callback):

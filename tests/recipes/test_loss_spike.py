@@ -1,4 +1,4 @@
-"""Faults in real runs: what is skipped, what is gone back from, what the run looks like afterwards."""
+"""Faults injected into real runs: what is skipped, what is rolled back, and what the run looks like afterwards."""
 
 import json
 from pathlib import Path
@@ -12,9 +12,9 @@ from support import TINY, CrashAt, composed_config, read_metrics, run_train
 from recipes.build import build
 from recipes.checkpoint import writer
 
-# numbers that are computed, not measured
+# metrics that are computed, not measured
 COMPUTED = ("step", "train/", "val/", "lr", "grad/", "precision/", "spike/")
-WORDS = (
+BASE = (
     *TINY,
     "scheduler=constant",
     "optimizer.lr=1e-3",
@@ -28,7 +28,7 @@ WORDS = (
     "save_every=10",
     "seed=3",
 )
-TINY_WORDS = tuple(word for word in WORDS if not word.startswith("~"))
+OVERRIDES = tuple(word for word in BASE if not word.startswith("~"))
 
 
 @pytest.fixture(scope="module", autouse=True)
@@ -37,66 +37,68 @@ def _one_thread() -> None:
 
 
 def train(
-    folder: Path, text_folder: str, *words: str, callbacks: tuple[Any, ...] = ()
+    folder: Path, text_folder: str, *overrides: str, callbacks: tuple[Any, ...] = ()
 ) -> tuple[list[dict[str, float]], list[dict[str, Any]]]:
-    """Rows and events of a run."""
-    config = composed_config(*TINY_WORDS, f"data.path={text_folder}", *words)
+    """Run the training; return its rows and events."""
+    config = composed_config(*OVERRIDES, f"data.path={text_folder}", *overrides)
     folder.mkdir(exist_ok=True)
     run = build(config, folder, [])
     run.trainer.callbacks[:0] = list(callbacks)  # type: ignore[attr-defined]
     run.trainer.fit(run.task, datamodule=run.data, ckpt_path=run.checkpoint, weights_only=True)
-    return read_metrics(folder), events_of(folder)
+    return read_metrics(folder), read_events(folder)
 
 
-def events_of(folder: Path) -> list[dict[str, Any]]:
+def read_events(folder: Path) -> list[dict[str, Any]]:
     lines = (folder / "events.jsonl").read_text().splitlines()
     return [json.loads(line) for line in lines]
 
 
-def named(events: list[dict[str, Any]], *names: str) -> list[tuple[str, int]]:
-    return [(one["event"], one["step"]) for one in events if one["event"] in names]
+def select(events: list[dict[str, Any]], *names: str) -> list[tuple[str, int]]:
+    return [(event["event"], event["step"]) for event in events if event["event"] in names]
 
 
 @pytest.mark.parametrize("kind", ["inputs", "nan_batch", "inf_gradient"])
 @pytest.mark.parametrize(
-    "words",
+    "overrides",
     [[], ["precision=bf16-mixed", "micro_batch_size=4"], ["optimizer=sgd", "optimizer.lr=1e-3"]],
-    ids=["fused AdamW", "bf16, two passes", "SGD"],
+    ids=["fused AdamW", "bf16, two micro-batches", "SGD"],
 )
-def test_a_bad_step_leaves_weights_and_moments_as_they_were(
-    kind: Any, words: list[str], tmp_path: Path, text_folder: str
+def test_a_skipped_step_changes_neither_weights_nor_optimizer_state(
+    kind: Any, overrides: list[str], tmp_path: Path, text_folder: str
 ) -> None:
-    class Held(FaultAt):
-        """Copies of everything before the step with the fault and after it."""
+    class Recorded(FaultAt):
+        """Copies the weights and optimizer state before and after the step with the fault."""
 
         before: list[torch.Tensor]
         after: list[torch.Tensor]
 
-        def _now(self, trainer: Any) -> list[torch.Tensor]:
+        def _copy_state(self, trainer: Any) -> list[torch.Tensor]:
             state = trainer.optimizers[0].state.values()
-            moments = [value for one in state for value in one.values() if torch.is_tensor(value)]
+            tensors = [
+                value for values in state for value in values.values() if torch.is_tensor(value)
+            ]
             weights = list(trainer.lightning_module.parameters())
-            return [one.detach().clone() for one in [*weights, *moments]]
+            return [tensor.detach().clone() for tensor in [*weights, *tensors]]
 
         def on_train_batch_start(self, trainer: Any, *args: Any) -> None:
-            if trainer.global_step == self.step and not self.num_made:
-                self.before = self._now(trainer)
+            if trainer.global_step == self.step and not self.num_damaged:
+                self.before = self._copy_state(trainer)
             if trainer.global_step == self.step + 1:
-                self.after = self._now(trainer)
+                self.after = self._copy_state(trainer)
             super().on_train_batch_start(trainer, *args)
 
-    fault = Held(kind=kind, step=24)
-    _, events = train(tmp_path, text_folder, *words, "trainer.max_steps=27", callbacks=(fault,))
-    assert named(events, "skip") == [("skip", 25)]
-    assert fault.num_made == 1
+    fault = Recorded(kind=kind, step=24)
+    _, events = train(tmp_path, text_folder, *overrides, "trainer.max_steps=27", callbacks=(fault,))
+    assert select(events, "skip") == [("skip", 25)]
+    assert fault.num_damaged == 1
     assert all(torch.equal(*pair) for pair in zip(fault.before, fault.after, strict=True))
 
 
 def test_float16_leaves_an_overflow_to_its_loss_scaler(tmp_path: Path, text_folder: str) -> None:
-    words = ["precision=16-mixed", "trainer.max_steps=27"]
+    overrides = ["precision=16-mixed", "trainer.max_steps=27"]
     fault = FaultAt(kind="inf_gradient", step=24)
-    rows, events = train(tmp_path, text_folder, *words, callbacks=(fault,))
-    assert named(events, "skip", "spike") == []
+    rows, events = train(tmp_path, text_folder, *overrides, callbacks=(fault,))
+    assert select(events, "skip", "spike") == []
     assert [row["precision/overflow_steps"] for row in rows[23:26]] == [0, 1, 1]
     assert rows[25]["precision/loss_scale"] == rows[23]["precision/loss_scale"] / 2
 
@@ -108,88 +110,88 @@ def test_float16_skips_an_outlier_without_touching_its_loss_scale(
         def _inputs(self, trainer: Any, pl_module: Any, batch: Any) -> None:
             batch["num_targets"] = batch["num_targets"] / torch.tensor(1.5)
 
-    words = [
+    overrides = [
         "precision=16-mixed",
         "trainer.max_steps=27",
         "callbacks.loss_spike.loss_threshold=6",
     ]
     fault = Large(kind="inputs", step=24)
-    rows, events = train(tmp_path, text_folder, *words, callbacks=(fault,))
-    assert named(events, "skip") == [("skip", 25)]
+    rows, events = train(tmp_path, text_folder, *overrides, callbacks=(fault,))
+    assert select(events, "skip") == [("skip", 25)]
     assert {row["precision/loss_scale"] for row in rows} == {2.0**16}
     assert rows[-1]["precision/overflow_steps"] == 0
 
 
-def test_a_corrupted_weight_is_gone_back_from_and_the_run_ends_as_long_as_ever(
+def test_a_corrupted_weight_is_rolled_back_and_the_run_keeps_its_number_of_steps(
     tmp_path: Path, text_folder: str
 ) -> None:
     fault = FaultAt(kind="weight", step=36)
     rows, events = train(tmp_path, text_folder, "trainer.max_steps=60", callbacks=(fault,))
-    assert named(events, "rollback") == [("rollback", 30)]
+    assert select(events, "rollback") == [("rollback", 30)]
     assert [row["step"] for row in rows] == list(range(1, 61))
     assert all(row["train/loss"] < 6 for row in rows)
-    # the data went on: 16 steps' worth of samples are not trained on, and are counted as read
+    # the data continued: 16 steps' worth of samples count as read, but their steps were rolled back or skipped
     assert rows[-1]["train/samples"] == 8 * (60 + 16)
     assert [row["step"] for row in rows if "val/loss" in row] == [40, 60]
-    saved = [step for _, step in named(events, "checkpoint")]
+    saved = [step for _, step in select(events, "checkpoint")]
     assert sorted(saved) == [10, 20, 30, 30, 40, 40, 50, 60], (
-        "30 again, with what has happened since"
+        "30 again, with the counts of the rollback"
     )
     assert [path.name for path in (tmp_path / "checkpoints").glob("rolled_back*")] == [
         "rolled_back_0000040"
     ]
 
 
-@pytest.mark.parametrize("crash_at", [31, 41, 52], ids=["after", "later", "much later"])
+@pytest.mark.parametrize("crash_at", [31, 41, 52], ids=["right after", "later", "much later"])
 def test_a_resume_after_a_rollback_equals_no_resume_at_all(
     crash_at: int, tmp_path: Path, text_folder: str
 ) -> None:
-    words = ["trainer.max_steps=60", "model.dropout=0.1"]
+    overrides = ["trainer.max_steps=60", "model.dropout=0.1"]
 
     def fault() -> FaultAt:
         return FaultAt(kind="weight", step=36)
 
     class CrashLater(CrashAt):
-        """At the second pass, where there are two."""
+        """Crash at that step only after the rollback."""
 
-        has_gone_back = False
+        has_rolled_back = False
 
         def on_rollback(self, *_: Any) -> None:
-            self.has_gone_back = True
+            self.has_rolled_back = True
 
         def on_train_batch_start(self, *args: Any) -> None:
-            if self.has_gone_back:
+            if self.has_rolled_back:
                 super().on_train_batch_start(*args)
 
-    expected = train(tmp_path / "whole", text_folder, *words, callbacks=(fault(),))
+    expected = train(tmp_path / "uninterrupted", text_folder, *overrides, callbacks=(fault(),))
     folder = tmp_path / "stopped"
     with pytest.raises(OSError, match="crash"):
-        train(folder, text_folder, *words, callbacks=(fault(), CrashLater(step=crash_at)))
-    found = train_again(folder, text_folder, *words)
+        train(folder, text_folder, *overrides, callbacks=(fault(), CrashLater(step=crash_at)))
+    found = resume(folder, text_folder, *overrides)
     for row, other in zip(found[0], expected[0], strict=True):
         computed = {key: value for key, value in row.items() if key.startswith(COMPUTED)}
         assert computed == {k: v for k, v in other.items() if k.startswith(COMPUTED)}
-    told = ("spike", "skip", "rollback", "checkpoint", "lr_backoff")
-    # sorted: when a save behind training ends is nobody's to say
-    assert sorted(named(found[1], *told)) == sorted(named(expected[1], *told))
-    mine, theirs = (
-        torch.load(one / "checkpoints/last/run.pt", weights_only=True)
-        for one in (folder, tmp_path / "whole")
+    kinds = ("spike", "skip", "rollback", "checkpoint", "lr_backoff")
+    # sorted: a background save may end at any time
+    assert sorted(select(found[1], *kinds)) == sorted(select(expected[1], *kinds))
+    resumed, uninterrupted = (
+        torch.load(run / "checkpoints/last/run.pt", weights_only=True)
+        for run in (folder, tmp_path / "uninterrupted")
     )
-    assert mine["callbacks"].keys() == theirs["callbacks"].keys()
-    key = next(key for key in mine["callbacks"] if "LossSpike" in key)
-    assert mine["callbacks"][key] == theirs["callbacks"][key]
+    assert resumed["callbacks"].keys() == uninterrupted["callbacks"].keys()
+    key = next(key for key in resumed["callbacks"] if "LossSpike" in key)
+    assert resumed["callbacks"][key] == uninterrupted["callbacks"][key]
 
 
-def train_again(folder: Path, text_folder: str, *words: str) -> Any:
-    """As `resume=auto` does."""
+def resume(folder: Path, text_folder: str, *overrides: str) -> Any:
+    """Resume as `resume=auto` does."""
     from recipes.mode.fit import fit
 
     run = build(
         composed_config(
-            *TINY_WORDS,
+            *OVERRIDES,
             f"data.path={text_folder}",
-            *words,
+            *overrides,
             "resume=auto",
             f"hydra.run.dir={folder}",
         ),
@@ -197,10 +199,10 @@ def train_again(folder: Path, text_folder: str, *words: str) -> Any:
         [],
     )
     assert fit(run) == 0
-    return read_metrics(folder), events_of(folder)
+    return read_metrics(folder), read_events(folder)
 
 
-def test_a_rollback_waits_for_a_save_under_way(
+def test_a_rollback_waits_for_a_save_in_progress(
     tmp_path: Path, text_folder: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     import time
@@ -212,11 +214,11 @@ def test_a_rollback_waits_for_a_save_under_way(
         return write(path, parts)
 
     monkeypatch.setattr(writer, "write_shard", slowly)
-    fault = FaultAt(kind="weight", step=37)  # goes back after 41, while 40 is being written
+    fault = FaultAt(kind="weight", step=37)  # rolled back after 41, while 40 is being written
     rows, events = train(
         tmp_path, text_folder, "trainer.max_steps=45", "save_every=40", callbacks=(fault,)
     )
-    assert named(events, "rollback", "checkpoint") == [
+    assert select(events, "rollback", "checkpoint") == [
         ("checkpoint", 40),
         ("rollback", 30),
         ("checkpoint", 30),
@@ -227,13 +229,13 @@ def test_a_rollback_waits_for_a_save_under_way(
     assert (tmp_path / "checkpoints/last").resolve().name == "step_0000045.ckpt"
 
 
-def test_a_run_that_nothing_helps_ends_with_3_and_names_its_last_good_checkpoint(
+def test_a_run_that_keeps_diverging_exits_with_3_and_names_its_last_good_checkpoint(
     tmp_path: Path, text_folder: str
 ) -> None:
     folder = tmp_path / "run"
     ended = run_train(
         [
-            *TINY_WORDS,
+            *OVERRIDES,
             "~callbacks.grad_norm",
             f"data.path={text_folder}",
             f"hydra.run.dir={folder}",
@@ -250,34 +252,34 @@ def test_a_run_that_nothing_helps_ends_with_3_and_names_its_last_good_checkpoint
         ]
     )
     assert ended.returncode == 3, ended.stdout[-2000:] + ended.stderr[-2000:]
-    assert "2 rollbacks one after the other did not help" in ended.stderr + ended.stdout
+    assert "2 rollbacks in a row did not help" in ended.stderr + ended.stdout
     assert "the last good checkpoint is" in ended.stderr + ended.stdout
-    events = events_of(folder)
-    assert named(events, "stop", "end")[-1][0] == "end"
-    assert len(named(events, "stop")) == 1
-    assert len(named(events, "rollback")) == 2
+    events = read_events(folder)
+    assert select(events, "stop", "end")[-1][0] == "end"
+    assert len(select(events, "stop")) == 1
+    assert len(select(events, "rollback")) == 2
     assert json.loads((folder / "summary.json").read_text())["status"] == "diverged"
 
 
-def test_the_rows_after_a_rollback_are_those_of_whole_steps(
-    tmp_path: Path, text_folder: str
-) -> None:
+def test_rows_after_a_rollback_are_of_complete_steps(tmp_path: Path, text_folder: str) -> None:
     fault = FaultAt(kind="weight", step=36)
-    words = ["trainer.max_steps=60", "micro_batch_size=4"]
-    rows, events = train(tmp_path, text_folder, *words, callbacks=(fault,))
-    [(_, to_step)] = named(events, "rollback")
+    overrides = ["trainer.max_steps=60", "micro_batch_size=4"]
+    rows, events = train(tmp_path, text_folder, *overrides, callbacks=(fault,))
+    [(_, to_step)] = select(events, "rollback")
     assert [row["step"] for row in rows] == list(range(1, 61))
     norms = [row["grad/norm"] for row in rows]
-    assert norms[to_step - 1] < 3 * norms[to_step - 2], "of its own step, not of one that is undone"
+    assert norms[to_step - 1] < 3 * norms[to_step - 2], (
+        "of its own step, not of one that was rolled back"
+    )
 
 
-def test_an_average_that_begins_after_a_resume_is_forgotten_by_a_rollback(
+def test_a_weight_average_newer_than_the_snapshot_is_dropped_by_a_rollback(
     tmp_path: Path, text_folder: str
 ) -> None:
-    """The snapshot at the resume knows no average; the run goes back to it all the same."""
+    """The snapshot taken at the resume holds no average; the run can still roll back to it."""
     train(tmp_path / "first", text_folder, "trainer.max_steps=30", "save_every=30")
     fault = FaultAt(kind="weight", step=33)
     checkpoint = tmp_path / "first/checkpoints/step_0000030.ckpt"
-    words = ["trainer.max_steps=80", f"resume={checkpoint}", "ema_decay=0.9"]
-    _, events = train(tmp_path / "second", text_folder, *words, callbacks=(fault,))
-    assert named(events, "rollback")[0] == ("rollback", 30)
+    overrides = ["trainer.max_steps=80", f"resume={checkpoint}", "ema_decay=0.9"]
+    _, events = train(tmp_path / "second", text_folder, *overrides, callbacks=(fault,))
+    assert select(events, "rollback")[0] == ("rollback", 30)

@@ -9,18 +9,9 @@ from ..dashboard import Panel, Section
 from ..run_record import Point, RunRecord
 from .downsample import MAX_BUCKETS, segments, thin, trend
 
-# events that get a mark on the step axis; all others are only in the page's table
-MARKED_EVENTS = (
-    "spike",
-    "skip",
-    "rollback",
-    "lr_backoff",
-    "checkpoint_rejected",
-    "oom",
-    "resume",
-    "preempted",
-    "stop",
-)
+# Events of the run itself that charts do not mark. Any other kind is marked unless its record says otherwise in a
+# field `mark`, which the callback that logs it declares, see `callbacks.events.EventKind`.
+UNMARKED_EVENTS = ("start", "end", "checkpoint", "checkpoint_failed")
 LOG_SCALE_RATIO = 100.0
 MAX_POINTS = 180_000  # of all curves of a page together: about two megabytes
 MAX_ROLLED_BACK_BUCKETS = 50
@@ -168,12 +159,23 @@ def get_marks(events: list[dict[str, Any]]) -> list[Mark]:
     marks = {
         Mark(event["step"], event["event"], _from_step(event))
         for event in events
-        if event.get("event") in MARKED_EVENTS and isinstance(event.get("step"), int)
+        if is_marked(event) and isinstance(event.get("step"), int)
     }
     return sorted(marks, key=lambda mark: (mark.step, mark.event, mark.from_step or 0))
 
 
+def is_marked(event: dict[str, Any]) -> bool:
+    """Return whether charts mark an event; by default, if its kind is not one of `UNMARKED_EVENTS`."""
+    kind = event.get("event")
+    return isinstance(kind, str) and _get_mark(event) != "none"
+
+
+def _get_mark(event: dict[str, Any]) -> Any:
+    defaults = dict.fromkeys((*UNMARKED_EVENTS, "diagnosis"), "none") | {"rollback": "span"}
+    return event.get("mark", defaults.get(event["event"], "line"))
+
+
 def _from_step(event: dict[str, Any]) -> int | None:
-    """Return the step that a rollback came from; None for any other event."""
-    is_rollback = event["event"] == "rollback" and isinstance(event.get("from"), int)
-    return event["from"] if is_rollback else None
+    """Return the step that a rollback came from; None for an event that is not marked as a span."""
+    end = event.get("from")
+    return end if _get_mark(event) == "span" and isinstance(end, int) else None

@@ -190,11 +190,11 @@ def _draw_marks(marks: Sequence[Mark], scale: _Scale) -> str:
         bands = {(scale.x(m.step), scale.x(m.from_step)) for m in same_kind if m.from_step}
         path = "".join(f"M{a:g} 0H{b:g}V{UNITS}H{a:g}Z" for a, b in sorted(bands))
         if path:
-            drawn.append(f'<path class="band e-{event}" d="{path}"/>')
+            drawn.append(f'<path class="band e-{escape(event)}" d="{path}"/>')
         positions = sorted({scale.x(mark.step) for mark in same_kind})
         path = "".join(f"M{x:g} 0V{UNITS}" for x in positions if 0 <= x <= UNITS)
         if path:
-            drawn.append(f'<path class="mark e-{event}" d="{path}"/>')
+            drawn.append(f'<path class="mark e-{escape(event)}" d="{path}"/>')
     return "".join(drawn)
 
 

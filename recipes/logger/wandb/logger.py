@@ -27,16 +27,9 @@ from recipes.logger.wandb.resume import STEP, SentRows
 from recipes.logger.wandb.session import WandbSession
 from recipes.run_folder import CHECKPOINTS, CONFIG_FILE, SAMPLES_FILE, read_summary
 
-# events drawn as marks on the curves: `event/<name>` is 1 in the row where they happened
-MARKS = (
-    "spike",
-    "skip",
-    "rollback",
-    "lr_backoff",
-    "oom",
-    "checkpoint_failed",
-    "checkpoint_rejected",
-)
+# Events that are no marks on the curves. Of any other, `event/<name>` is 1 in the row where it happened, unless the
+# callback that logs it declares `"mark": "none"`, see `callbacks.events.EventKind`.
+UNMARKED_EVENTS = ("start", "resume", "checkpoint", "stop", "preempted", "end")
 _START_SECONDS = 60.0  # to import W&B and start its process, in addition to the wait for the server
 _SEND_SECONDS = 1.0  # rows are handed over together, with one write of wandb_run.json
 
@@ -162,7 +155,7 @@ class WandbLogger(Logger):
             self._close(event, fields)
             return
         self._open()
-        if event in MARKS:
+        if event not in UNMARKED_EVENTS and fields.get("mark") != "none":
             marks = self._row if self._row and self._row[STEP] == step else self._marks
             marks[f"event/{event}"] = 1
         self._exit.note(event)

@@ -1,4 +1,4 @@
-"""What slows a run down: said once, and only when five rows in a row leave no doubt."""
+"""BottleneckMonitor reports a cause once, and only when five rows in a row agree."""
 
 from dataclasses import replace
 
@@ -16,7 +16,7 @@ def kinds(rows: list[BottleneckSample], best: BottleneckSample | None = None) ->
     return [finding.kind for finding in findings(rows, best=best)]
 
 
-def test_a_run_in_which_nothing_is_wrong_hears_nothing() -> None:
+def test_a_healthy_run_has_no_finding() -> None:
     assert kinds([FINE] * NUM_ROWS, best=FINE) == []
 
 
@@ -29,11 +29,13 @@ def test_five_rows_must_agree_and_be_ten_seconds_long() -> None:
 
 
 @pytest.mark.parametrize(("wait", "found"), [(0.10, []), (0.11, ["data"])])
-def test_waiting_for_data_is_told_above_a_tenth_of_a_step(wait: float, found: list[str]) -> None:
+def test_waiting_for_data_is_reported_above_a_tenth_of_a_step(
+    wait: float, found: list[str]
+) -> None:
     assert kinds([replace(FINE, data_wait=(0.0, wait))] * NUM_ROWS) == found
 
 
-def test_the_slow_rank_is_named_where_it_is_the_same_one_each_time() -> None:
+def test_a_slow_rank_is_named_if_it_is_the_same_in_every_row() -> None:
     slow = replace(FINE, forward_seconds=(0.1, 0.1, 0.15, 0.1))
     other = replace(FINE, forward_seconds=(0.1, 0.15, 0.1, 0.1))
     [finding] = findings([slow] * NUM_ROWS, best=None)
@@ -42,19 +44,19 @@ def test_the_slow_rank_is_named_where_it_is_the_same_one_each_time() -> None:
     assert kinds([replace(FINE, forward_seconds=(0.1, 0.12))] * NUM_ROWS) == []
 
 
-def test_gradients_between_ranks_are_told_above_a_quarter_of_a_step() -> None:
+def test_gradient_sync_is_reported_above_a_quarter_of_a_step() -> None:
     assert kinds([replace(FINE, sync_seconds=0.11)] * NUM_ROWS) == ["sync"]
     assert kinds([replace(FINE, sync_seconds=0.09)] * NUM_ROWS) == []
 
 
-def test_room_for_larger_micro_batches_is_told_where_there_are_several() -> None:
+def test_free_memory_is_reported_if_there_are_several_micro_batches() -> None:
     roomy = replace(FINE, free_memory=0.7, num_micro_batches=8)
     assert kinds([roomy] * NUM_ROWS) == ["small_batch"]
     assert kinds([replace(roomy, num_micro_batches=1)] * NUM_ROWS) == []
     assert kinds([replace(roomy, free_memory=0.5)] * NUM_ROWS) == []
 
 
-def test_steps_half_as_long_again_as_the_best_are_told_with_the_mfu() -> None:
+def test_steps_1_5_times_the_best_are_reported_with_the_mfu() -> None:
     best = replace(FINE, mfu=0.42)
     now = replace(FINE, step=900, step_seconds=0.8, mfu=0.21)
     [finding] = findings([now] * NUM_ROWS, best=best)
@@ -64,13 +66,13 @@ def test_steps_half_as_long_again_as_the_best_are_told_with_the_mfu() -> None:
     assert kinds([replace(now, step_seconds=0.55)] * NUM_ROWS, best=best) == []
 
 
-def test_one_slow_row_does_not_make_a_typical_one() -> None:
+def test_the_typical_row_is_the_median_not_an_outlier() -> None:
     rows = [replace(FINE, step_seconds=s) for s in (0.1, 9.0, 0.3, 0.2, 0.25)]
     assert typical(rows).step_seconds == 0.25
     assert typical(rows[:-1]) is None
 
 
-def test_a_run_that_waits_for_data_says_so_once_with_what_to_type(
+def test_a_run_that_waits_for_data_logs_it_once_with_advice(
     stranger, make_trainer, clock, caplog
 ) -> None:
     monitor = BottleneckMonitor(advice={"data": "loader.num_workers=8"})
@@ -83,15 +85,17 @@ def test_a_run_that_waits_for_data_says_so_once_with_what_to_type(
     assert lines == ["Step 10: 25% of each step is spent waiting for data; loader.num_workers=8"]
 
 
-def test_without_a_speed_monitor_nothing_is_said(stranger, make_trainer, clock, caplog) -> None:
+def test_without_a_speed_monitor_nothing_is_logged(stranger, make_trainer, clock, caplog) -> None:
     make_trainer(callbacks=[BottleneckMonitor()], max_epochs=4).fit(timed(stranger, clock))
     assert "data" not in caplog.text
 
 
-def test_the_best_that_a_run_has_reached_outlives_it(stranger, make_trainer, clock, caplog) -> None:
+def test_the_best_speed_survives_a_resume_on_the_same_device(
+    stranger, make_trainer, clock, caplog
+) -> None:
     first, second, third = BottleneckMonitor(), BottleneckMonitor(), BottleneckMonitor()
-    words = {"max_epochs": 3, "log_every_n_steps": 2}
-    make_trainer(callbacks=[monitor_at(clock), first], **words).fit(timed(stranger, clock))
+    options = {"max_epochs": 3, "log_every_n_steps": 2}
+    make_trainer(callbacks=[monitor_at(clock), first], **options).fit(timed(stranger, clock))
     second.load_state_dict(first.state_dict())
     assert second.state_dict() == first.state_dict()
 
@@ -104,7 +108,7 @@ def test_the_best_that_a_run_has_reached_outlives_it(stranger, make_trainer, clo
         caplog.clear()
         module = Slower()
         module.num_samples = module.num_tokens = 0
-        trainer = make_trainer(callbacks=[monitor_at(clock), monitor], **words)
+        trainer = make_trainer(callbacks=[monitor_at(clock), monitor], **options)
         trainer.fit(module)
         return caplog.text
 
@@ -113,7 +117,7 @@ def test_the_best_that_a_run_has_reached_outlives_it(stranger, make_trainer, clo
     assert "they took" not in fit(third)
 
 
-def test_two_backward_passes_a_batch_are_no_phases(stranger, make_trainer, clock) -> None:
+def test_a_batch_with_two_backward_passes_has_no_phases(stranger, make_trainer, clock) -> None:
     import torch
 
     class Gan(stranger):  # type: ignore[misc]
@@ -132,7 +136,7 @@ def test_two_backward_passes_a_batch_are_no_phases(stranger, make_trainer, clock
     assert monitor.state_dict()["told"] == []
 
 
-def test_one_that_stands_before_its_speed_monitor_says_so(
+def test_a_speed_monitor_that_comes_later_is_a_warning(
     stranger, make_trainer, clock, caplog
 ) -> None:
     make_trainer(callbacks=[BottleneckMonitor(), monitor_at(clock)]).fit(timed(stranger, clock))

@@ -1,26 +1,27 @@
-"""GradNormMonitor: the norm before clipping, and how often clipping acted."""
+"""GradNormMonitor: the norm before clipping, and the fraction of clipped steps."""
 
 from typing import Any
 
 import pytest
 import torch
 from lightning.pytorch import Trainer
+from lightning.pytorch.strategies import SingleDeviceStrategy
 from torch import Tensor
 
 from callbacks.grad_norm.callback import GradNormMonitor
 
 
-def keeping_norms(base: type, norms: list[float]) -> Any:
-    """A module that sets `grad_norm` at each step, as the code that clips would."""
+def make_norm_keeper(base: type, norms: list[float]) -> Any:
+    """Make a module that sets `grad_norm` at each step, as code that clips does."""
 
-    class Keeping(base):  # type: ignore[misc]
+    class Keeper(base):  # type: ignore[misc]
         grad_norm: Tensor | None = None
 
         def optimizer_step(self, *args: Any, **kwargs: Any) -> None:
             super().optimizer_step(*args, **kwargs)
             self.grad_norm = torch.tensor(norms[self.trainer.global_step])
 
-    return Keeping()
+    return Keeper()
 
 
 def test_the_computed_norm_is_the_one_before_clipping(stranger, make_trainer, read_column) -> None:
@@ -38,12 +39,14 @@ def test_a_module_without_norms_gets_no_clipped_fraction(stranger, make_trainer,
     assert "grad/clipped_fraction" not in (tmp_path / "run" / "metrics.csv").read_text()
 
 
-def test_two_of_four_steps_above_the_limit_are_a_half(stranger, make_trainer, read_column) -> None:
+def test_two_of_four_steps_above_the_limit_are_a_fraction_of_one_half(
+    stranger, make_trainer, read_column
+) -> None:
     norms = [2.0, 0.5, 3.0, 1.0, 0.1, 0.2, 9.0, 0.3]
     trainer = make_trainer(
         callbacks=[GradNormMonitor()], gradient_clip_val=1.0, log_every_n_steps=4
     )
-    trainer.fit(keeping_norms(stranger, norms))
+    trainer.fit(make_norm_keeper(stranger, norms))
     assert read_column("grad/norm") == [1.0, pytest.approx(0.3)]
     assert read_column("grad/clipped_fraction") == [0.5, 0.25]
 
@@ -54,13 +57,15 @@ def test_two_of_four_steps_above_the_limit_are_a_half(stranger, make_trainer, re
 def test_there_is_no_clipped_fraction_without_clipping_by_norm(
     stranger, make_trainer, tmp_path, clipping
 ) -> None:
-    make_trainer(callbacks=[GradNormMonitor()], **clipping).fit(keeping_norms(stranger, [2.0] * 8))
+    make_trainer(callbacks=[GradNormMonitor()], **clipping).fit(
+        make_norm_keeper(stranger, [2.0] * 8)
+    )
     text = (tmp_path / "run" / "metrics.csv").read_text()
     assert "grad/norm" in text
     assert "grad/clipped_fraction" not in text
 
 
-def test_nothing_is_computed_off_a_logged_step(stranger, make_trainer, monkeypatch) -> None:
+def test_the_norm_is_computed_at_logged_steps_only(stranger, make_trainer, monkeypatch) -> None:
     calls = []
     compute = torch.nn.utils.get_total_norm
     monkeypatch.setattr(
@@ -70,7 +75,9 @@ def test_nothing_is_computed_off_a_logged_step(stranger, make_trainer, monkeypat
     assert len(calls) == 2  # steps 4 and 8
 
 
-def test_a_method_called_grad_norm_is_no_norm(stranger, make_trainer, read_column) -> None:
+def test_a_method_called_grad_norm_is_not_read_as_a_norm(
+    stranger, make_trainer, read_column
+) -> None:
     class Old(stranger):  # type: ignore[misc, valid-type]
         def grad_norm(self) -> dict[str, float]:
             return {}
@@ -84,8 +91,45 @@ def test_counts_survive_a_checkpoint_between_two_rows(stranger, make_trainer, tm
     trainer: Trainer = make_trainer(
         callbacks=[first], gradient_clip_val=1.0, log_every_n_steps=4, max_steps=7
     )
-    trainer.fit(keeping_norms(stranger, [2.0] * 5 + [0.5] * 2))
+    trainer.fit(make_norm_keeper(stranger, [2.0] * 5 + [0.5] * 2))
     assert first.state_dict() | {"trend": None} == {"num_steps": 3, "num_clipped": 1, "trend": None}
     second = GradNormMonitor()
     second.load_state_dict(first.state_dict())
     assert second.state_dict() == first.state_dict()
+
+
+class _KeepingStrategy(SingleDeviceStrategy):
+    """Keeps the norm and the threshold of each step, as an engine that clips does."""
+
+    grad_norm: Tensor | None = None
+    clip_threshold: Tensor | None = None
+    clipping = "adaptive"
+
+    def optimizer_step(self, *args: Any, **kwargs: Any) -> Any:
+        result = super().optimizer_step(*args, **kwargs)
+        step = self.lightning_module.trainer.global_step
+        self.grad_norm, self.clip_threshold = torch.tensor(float(step + 1)), torch.tensor(2.5)
+        return result
+
+
+def test_norm_and_threshold_of_the_strategy_come_before_those_of_the_module(
+    stranger, make_trainer, read_column, monkeypatch
+) -> None:
+    monkeypatch.setattr(torch.nn.utils, "get_total_norm", lambda grads: torch.tensor(99.0))
+    trainer = make_trainer(
+        callbacks=[GradNormMonitor()], strategy=_KeepingStrategy("cpu"), max_steps=4
+    )
+    trainer.fit(make_norm_keeper(stranger, [50.0] * 4))
+    assert read_column("grad/norm") == [1.0, 2.0, 3.0, 4.0]
+    assert read_column("grad/clip_threshold") == [2.5] * 4
+    assert read_column("grad/clipped_fraction") == [0.0, 0.0, 1.0, 1.0]
+
+
+def test_a_strategy_that_never_sets_its_norm_leaves_it_to_be_computed(
+    stranger, make_trainer, read_column
+) -> None:
+    class Idle(SingleDeviceStrategy):
+        grad_norm: Tensor | None = None
+
+    make_trainer(callbacks=[GradNormMonitor()], strategy=Idle("cpu"), max_steps=2).fit(stranger())
+    assert len(read_column("grad/norm")) == 2

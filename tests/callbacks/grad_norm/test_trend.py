@@ -1,22 +1,22 @@
-"""A norm that vanishes and one that has risen are told once each."""
+"""A norm that vanishes and one that keeps rising cause one warning each."""
 
 from callbacks.grad_norm.trend import NormTrend
 
 
-def told(norms: list[float]) -> list[tuple[int, str]]:
+def get_warnings(norms: list[float]) -> list[tuple[int, str]]:
     trend = NormTrend(vanishing=1e-7, rising=30.0)
     found = [(step, trend.observe(norm)) for step, norm in enumerate(norms)]
     return [(step, line) for step, line in found if line is not None]
 
 
-def test_a_norm_that_vanishes_is_told_once_and_again_after_it_was_well() -> None:
-    lines = told([1.0] * 3 + [1e-9] * 5 + [1.0] + [1e-9] * 2)
+def test_a_vanishing_norm_warns_once_and_again_after_it_has_recovered() -> None:
+    lines = get_warnings([1.0] * 3 + [1e-9] * 5 + [1.0] + [1e-9] * 2)
     assert [step for step, _ in lines] == [3, 9]
     assert "vanished" in lines[0][1]
 
 
-def test_a_rise_is_seen_in_the_median_of_fifty() -> None:
-    lines = told([0.5] * 60 + [20.0] * 60)
+def test_a_rise_shows_in_the_median_of_fifty() -> None:
+    lines = get_warnings([0.5] * 60 + [20.0] * 60)
     assert len(lines) == 1
     step, line = lines[0]
     assert 60 + 24 <= step <= 60 + 26
@@ -24,14 +24,14 @@ def test_a_rise_is_seen_in_the_median_of_fifty() -> None:
     assert "from 0.5" in line
 
 
-def test_outliers_and_infinities_are_no_rise() -> None:
+def test_outliers_and_infinities_do_not_count_as_a_rise() -> None:
     norms = [1.0 + 0.1 * (step % 5) for step in range(300)]
     norms[100:300:7] = [1000.0] * len(norms[100:300:7])
     norms[150] = float("inf")
-    assert told(norms) == []
+    assert get_warnings(norms) == []
 
 
-def test_it_goes_on_from_its_state() -> None:
+def test_the_state_survives_a_round_trip() -> None:
     first, second = (NormTrend(vanishing=1e-7, rising=30.0) for _ in range(2))
     for _ in range(60):
         first.observe(1.0)

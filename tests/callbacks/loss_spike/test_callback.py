@@ -1,4 +1,4 @@
-"""LossSpikeRollback in a stranger's project: no config, no recipes, Lightning's own strategies and checkpoints."""
+"""LossSpikeRollback in a plain Lightning project: no config, no recipes, Lightning's strategies and checkpoints."""
 
 import inspect
 import json
@@ -33,8 +33,8 @@ SMALL: dict[str, Any] = {
 }
 
 
-class Poison(Callback):
-    """Batches of huge numbers, or weights that are lost, once."""
+class Damage(Callback):
+    """Damages one batch (huge values, NaN) or the weights, once."""
 
     def __init__(self, *, at: int, what: str) -> None:
         self.at, self.what, self.is_done = at, what, False
@@ -54,7 +54,7 @@ class Poison(Callback):
 
 @pytest.fixture
 def noisy(stranger: Any) -> Any:
-    """A stranger with Adam on 60 batches of noise."""
+    """Make a plain module with Adam on 60 batches of noise."""
 
     class Noisy(stranger):  # type: ignore[misc, valid-type]
         def training_step(self, batch: list[Tensor], batch_idx: int) -> Tensor:
@@ -71,18 +71,20 @@ def noisy(stranger: Any) -> Any:
             }
 
         def train_dataloader(self) -> DataLoader[Any]:
-            draws = torch.randn(60 * 8, 4, generator=torch.Generator().manual_seed(0))
-            return DataLoader(TensorDataset(draws), batch_size=8)
+            noise = torch.randn(60 * 8, 4, generator=torch.Generator().manual_seed(0))
+            return DataLoader(TensorDataset(noise), batch_size=8)
 
     return Noisy
 
 
-def test_its_defaults_are_those_of_the_config() -> None:
-    """They are in both: a stranger constructs it without a config."""
+def test_the_defaults_are_those_of_the_config() -> None:
+    """They are in both, because it can be constructed without a config."""
     node = yaml.safe_load(CONF.read_text())["loss_spike"]
     node.pop("_target_")
     signature = inspect.signature(LossSpikeRollback).parameters
-    assert node == {name: one.default for name, one in signature.items() if name != "rewind_data"}
+    assert node == {
+        name: parameter.default for name, parameter in signature.items() if name != "rewind_data"
+    }
 
 
 @pytest.mark.parametrize("what", ["huge", "nan"])
@@ -94,10 +96,10 @@ def test_a_bad_batch_is_skipped(
     module = noisy()
     spikes = LossSpikeRollback(**SMALL)
     make_trainer(
-        callbacks=[Poison(at=30, what=what), spikes], precision=precision, gradient_clip_val=1.0
+        callbacks=[Damage(at=30, what=what), spikes], precision=precision, gradient_clip_val=1.0
     ).fit(module)
     assert spikes.summary() == {"rollbacks": 0, "skipped_steps": 1}
-    assert all(bool(one.isfinite().all()) for one in module.parameters())
+    assert all(bool(parameter.isfinite().all()) for parameter in module.parameters())
     assert read_column("spike/skipped_steps")[-1] == 1
 
 
@@ -108,7 +110,7 @@ def test_an_overflow_of_float16_is_left_to_its_scaler(noisy: Any, make_trainer: 
                 pl_module.layer.weight.grad.fill_(torch.inf)
 
     spikes = LossSpikeRollback(**SMALL)
-    # Lightning takes a scaler on a CPU only by hand
+    # Lightning creates no scaler on a CPU by itself
     plugin = MixedPrecision("16-mixed", "cpu", torch.amp.GradScaler("cpu", init_scale=1024))
     trainer = make_trainer(callbacks=[Overflow(), spikes], plugins=[plugin])
     trainer.fit(noisy())
@@ -117,38 +119,38 @@ def test_an_overflow_of_float16_is_left_to_its_scaler(noisy: Any, make_trainer: 
     assert trainer.global_step == 60
 
 
-def test_a_lost_weight_is_gone_back_from(noisy: Any, make_trainer: Any, caplog: Any) -> None:
+def test_a_damaged_weight_is_rolled_back(noisy: Any, make_trainer: Any, caplog: Any) -> None:
     torch.manual_seed(0)
     module = noisy()
     spikes = LossSpikeRollback(**SMALL)
     with caplog.at_level(logging.WARNING, logger="lightning_recipes"):
-        trainer = make_trainer(callbacks=[Poison(at=35, what="weight"), spikes])
+        trainer = make_trainer(callbacks=[Damage(at=35, what="weight"), spikes])
         trainer.fit(module)
     assert spikes.summary()["rollbacks"] == 1
     assert float(module.layer.weight.detach().abs().max()) < 5
-    # steps 36 to 39 were skipped or undone: the run went back 9 steps and has that many fewer
+    # rolled back from step 39 to step 20, while the data went on: that many fewer steps in the epoch
     assert trainer.global_step == 60 - (39 - 20)
-    assert "Step 39: went back to step 20" in caplog.text
+    assert "Step 39: rolled back to step 20" in caplog.text
     schedule = trainer.lr_scheduler_configs[0].scheduler
     assert schedule.last_epoch == trainer.global_step
 
 
-def test_a_run_resumed_in_the_cool_down_has_the_cut_rate(
+def test_a_run_resumed_during_a_backoff_has_the_lower_learning_rate(
     noisy: Any, make_trainer: Any, tmp_path: Path
 ) -> None:
     from callbacks.loss_spike.lr_backoff import LearningRateBackoff
 
-    class Cuts(Callback):
+    class StartsBackoff(Callback):
         def __init__(self, spikes: LossSpikeRollback) -> None:
-            self.cut: LearningRateBackoff = spikes._recovery.cut
+            self.backoff: LearningRateBackoff = spikes._recovery.lr_backoff
 
         def on_train_batch_end(self, trainer: Any, *args: Any) -> None:
             if trainer.global_step == 10:
-                self.cut.cut(trainer, 0.5, until=10**6)
+                self.backoff.start(trainer, 0.5, until=10**6)
             if trainer.global_step == 20:
                 trainer.save_checkpoint(tmp_path / "half.ckpt")
 
-    class Rates(Callback):
+    class RecordsRates(Callback):
         def __init__(self) -> None:
             self.seen: list[float] = []
 
@@ -156,17 +158,19 @@ def test_a_run_resumed_in_the_cool_down_has_the_cut_rate(
             self.seen.append(optimizer.param_groups[0]["lr"])
 
     torch.manual_seed(0)
-    spikes, whole = LossSpikeRollback(**SMALL), Rates()
-    make_trainer(callbacks=[spikes, Cuts(spikes), whole], max_steps=30).fit(noisy())
-    again = Rates()
-    make_trainer(callbacks=[LossSpikeRollback(**SMALL), again], max_steps=30).fit(
+    spikes, uninterrupted = LossSpikeRollback(**SMALL), RecordsRates()
+    make_trainer(callbacks=[spikes, StartsBackoff(spikes), uninterrupted], max_steps=30).fit(
+        noisy()
+    )
+    resumed = RecordsRates()
+    make_trainer(callbacks=[LossSpikeRollback(**SMALL), resumed], max_steps=30).fit(
         noisy(), ckpt_path=tmp_path / "half.ckpt"
     )
-    assert again.seen == whole.seen[20:]
-    assert whole.seen[10] < 0.6 * whole.seen[9]
+    assert resumed.seen == uninterrupted.seen[20:]
+    assert uninterrupted.seen[10] < 0.6 * uninterrupted.seen[9]
 
 
-def test_lightnings_checkpoints_hold_plain_data_of_it(
+def test_the_state_survives_a_round_trip_through_a_checkpoint_of_plain_data(
     noisy: Any, make_trainer: Any, tmp_path: Path
 ) -> None:
     trainer = make_trainer(callbacks=[LossSpikeRollback(**SMALL)], max_steps=20)
@@ -178,44 +182,44 @@ def test_lightnings_checkpoints_hold_plain_data_of_it(
     assert second.state_dict() == state["LossSpikeRollback"]
 
 
-def test_evidence_is_left_without_anything_of_ours(
+def test_a_debug_dump_is_written_for_a_plain_module(
     noisy: Any, make_trainer: Any, tmp_path: Path
 ) -> None:
     torch.manual_seed(0)
-    make_trainer(callbacks=[Poison(at=30, what="huge"), LossSpikeRollback(**SMALL)]).fit(noisy())
+    make_trainer(callbacks=[Damage(at=30, what="huge"), LossSpikeRollback(**SMALL)]).fit(noisy())
     folder = tmp_path / "run/spikes/step_0000031"
-    told = json.loads((folder / "spike.json").read_text())
-    assert told["skipped"] is True
-    assert told["alarms"]["loss"]["kind"] == "spike"
-    assert len(told["windows"]["loss"]) == 16
+    content = json.loads((folder / "spike.json").read_text())
+    assert content["skipped"] is True
+    assert content["alarms"]["loss"]["kind"] == "spike"
+    assert len(content["windows"]["loss"]) == 16
     [batch] = torch.load(folder / "rank_00000.pt", weights_only=True)["batches"]
     assert batch[0].shape == (8, 4)
     assert float(batch[0].abs().max()) > 500
 
 
-def test_no_data_position_no_batches_to_pass_over(noisy: Any, make_trainer: Any) -> None:
+def test_skip_batches_needs_a_datamodule_that_can_skip(noisy: Any, make_trainer: Any) -> None:
     with pytest.raises(MisconfigurationException, match="skip_batches=0"):
         make_trainer(callbacks=[LossSpikeRollback(skip_batches=10)]).fit(noisy())
 
 
-def test_without_a_good_state_it_stops_with_3(noisy: Any, make_trainer: Any) -> None:
+def test_without_a_good_snapshot_it_stops_with_exit_code_3(noisy: Any, make_trainer: Any) -> None:
     torch.manual_seed(0)
     with pytest.raises(TrainingDivergedError, match="no good state") as raised:
         make_trainer(
-            callbacks=[Poison(at=3, what="weight"), _Nan(), LossSpikeRollback(**SMALL)]
+            callbacks=[Damage(at=3, what="weight"), _NanBatches(), LossSpikeRollback(**SMALL)]
         ).fit(noisy())
     assert raised.value.exit_code == 3
 
 
-class _Nan(Callback):
+class _NanBatches(Callback):
     def on_train_batch_start(
         self, trainer: Any, pl_module: Any, batch: Any, batch_idx: int
     ) -> None:
         batch[0].fill_(torch.nan)
 
 
-def test_under_lightnings_own_ddp_both_ranks_skip_and_go_back_together(tmp_path: Path) -> None:
-    worker = Path(__file__).parent / "ddp_stranger.py"
+def test_under_lightnings_ddp_both_ranks_skip_and_roll_back_together(tmp_path: Path) -> None:
+    worker = Path(__file__).parents[1] / "ddp_stranger.py"
     results = tmp_path / "results.json"
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
@@ -236,17 +240,17 @@ def test_under_lightnings_own_ddp_both_ranks_skip_and_go_back_together(tmp_path:
         )
         for rank in range(2)
     ]
-    told = [rank.communicate(timeout=120)[1] for rank in ranks]
-    assert [rank.returncode for rank in ranks] == [0, 0], told
+    errors = [rank.communicate(timeout=120)[1] for rank in ranks]
+    assert [rank.returncode for rank in ranks] == [0, 0], errors
     first, second = json.loads(results.read_text())
     assert first == second, "weights to the last bit, counts and steps"
     _, summary, steps = first
-    # one skip for the gradient of one rank, four for the lost weight
+    # one skip for the gradient of one rank, four for the damaged weight
     assert summary == {"rollbacks": 1, "skipped_steps": 5}
     assert steps < 60
 
 
-def test_running_statistics_come_back_with_a_step_that_is_refused(
+def test_running_statistics_are_restored_after_a_skipped_step(
     noisy: Any, make_trainer: Any
 ) -> None:
     class Normed(noisy):  # type: ignore[misc, valid-type]
@@ -257,24 +261,26 @@ def test_running_statistics_come_back_with_a_step_that_is_refused(
     torch.manual_seed(0)
     module = Normed()
     spikes = LossSpikeRollback(**SMALL)
-    make_trainer(callbacks=[Poison(at=30, what="nan"), spikes]).fit(module)
+    make_trainer(callbacks=[Damage(at=30, what="nan"), spikes]).fit(module)
     assert spikes.summary()["skipped_steps"] == 1
-    assert all(bool(one.isfinite().all()) for one in module.buffers())
+    assert all(bool(buffer.isfinite().all()) for buffer in module.buffers())
     assert int(module.layer[0].num_batches_tracked) == 59
 
 
-def test_a_batch_that_the_module_passes_over_is_no_spike(noisy: Any, make_trainer: Any) -> None:
-    class PassesOver(noisy):  # type: ignore[misc, valid-type]
+def test_a_batch_for_which_training_step_returns_none_is_no_spike(
+    noisy: Any, make_trainer: Any
+) -> None:
+    class SkipsBatches(noisy):  # type: ignore[misc, valid-type]
         def training_step(self, batch: list[Tensor], batch_idx: int) -> Any:
             return None if batch_idx in (7, 30) else super().training_step(batch, batch_idx)
 
     torch.manual_seed(0)
     spikes = LossSpikeRollback(**SMALL)
-    make_trainer(callbacks=[spikes]).fit(PassesOver())
+    make_trainer(callbacks=[spikes]).fit(SkipsBatches())
     assert spikes.summary() == {"rollbacks": 0, "skipped_steps": 0}
 
 
-def test_lightnings_checkpoint_of_a_step_made_again_is_that_of_the_second_time(
+def test_lightnings_checkpoint_of_a_repeated_step_is_that_of_the_repetition(
     noisy: Any, make_trainer: Any, tmp_path: Path
 ) -> None:
     torch.manual_seed(0)
@@ -282,13 +288,18 @@ def test_lightnings_checkpoint_of_a_step_made_again_is_that_of_the_second_time(
     saver = ModelCheckpoint(tmp_path, "{step}", every_n_train_steps=30, save_top_k=-1)
     seen: list[Tensor] = []
 
-    class Keeps(Callback):
+    class RecordsWeights(Callback):
         def on_train_batch_end(self, trainer: Any, pl_module: Any, *_: Any) -> None:
             if trainer.global_step == 30:
                 seen.append(pl_module.layer.weight.detach().clone())
 
     trainer = make_trainer(
-        callbacks=[Poison(at=35, what="weight"), LossSpikeRollback(**SMALL), Keeps(), saver],
+        callbacks=[
+            Damage(at=35, what="weight"),
+            LossSpikeRollback(**SMALL),
+            RecordsWeights(),
+            saver,
+        ],
         enable_checkpointing=True,
     )
     trainer.fit(module)
@@ -299,7 +310,7 @@ def test_lightnings_checkpoint_of_a_step_made_again_is_that_of_the_second_time(
 
 
 @pytest.mark.parametrize("kind", ["sequential", "one cycle", "lambda"])
-def test_a_cut_holds_under_the_schedules_of_torch(kind: str) -> None:
+def test_a_backoff_applies_under_the_schedules_of_torch(kind: str) -> None:
     from types import SimpleNamespace
 
     from callbacks.loss_spike.lr_backoff import LearningRateBackoff
@@ -315,24 +326,26 @@ def test_a_cut_holds_under_the_schedules_of_torch(kind: str) -> None:
         second = schedules.LambdaLR(optimizer, lambda step: 1 - step / 40)
         return optimizer, schedules.SequentialLR(optimizer, [first, second], [15])
 
-    (plain, schedule), (cut, cut_schedule) = make(), make()
+    (plain, schedule), (lowered, lowered_schedule) = make(), make()
     trainer: Any = SimpleNamespace(
-        optimizers=[cut], lr_scheduler_configs=[SimpleNamespace(scheduler=cut_schedule)]
+        optimizers=[lowered],
+        lr_scheduler_configs=[SimpleNamespace(scheduler=lowered_schedule)],
     )
-    one = LearningRateBackoff()
+    backoff = LearningRateBackoff()
     for step in range(30):
         if step == 10:
-            one.cut(trainer, 0.5, until=20)
-        one.end_if_due(trainer, step)
-        share = 0.5 if 10 <= step < 20 else 1.0
-        assert cut.param_groups[0]["lr"] == pytest.approx(share * plain.param_groups[0]["lr"]), step
-        for optimizer, its in ((plain, schedule), (cut, cut_schedule)):
+            backoff.start(trainer, 0.5, until=20)
+        backoff.end_if_due(trainer, step)
+        factor = 0.5 if 10 <= step < 20 else 1.0
+        expected = factor * plain.param_groups[0]["lr"]
+        assert lowered.param_groups[0]["lr"] == pytest.approx(expected), step
+        for optimizer, scheduler in ((plain, schedule), (lowered, lowered_schedule)):
             optimizer.step()
-            its.step()
+            scheduler.step()
 
 
 @pytest.mark.parametrize("snapshot_storage", ["auto", "memory"])
-def test_snapshots_that_do_not_fit_go_to_disk_by_a_line_or_are_refused(
+def test_snapshots_that_do_not_fit_go_to_disk_with_a_warning_or_are_an_error(
     noisy: Any,
     make_trainer: Any,
     tmp_path: Path,
@@ -343,14 +356,14 @@ def test_snapshots_that_do_not_fit_go_to_disk_by_a_line_or_are_refused(
     monkeypatch.setattr(rollback, "available_bytes", lambda: 100)
     on_disk: list[int] = []
 
-    class Looks(Callback):
+    class CountsFiles(Callback):
         def on_train_batch_end(self, trainer: Any, *_: Any) -> None:
             on_disk.append(len(list((tmp_path / "run/snapshots").rglob("*.bin"))))
 
     torch.manual_seed(0)
     module = noisy()
     spikes = LossSpikeRollback(**SMALL, snapshot_storage=snapshot_storage)
-    trainer = make_trainer(callbacks=[Poison(at=35, what="weight"), spikes, Looks()])
+    trainer = make_trainer(callbacks=[Damage(at=35, what="weight"), spikes, CountsFiles()])
     if snapshot_storage == "memory":
         with pytest.raises(MisconfigurationException, match="snapshot_storage=disk"):
             trainer.fit(module)
@@ -359,6 +372,6 @@ def test_snapshots_that_do_not_fit_go_to_disk_by_a_line_or_are_refused(
         trainer.fit(module)
     assert "they are kept on disk" in caplog.text
     assert spikes.summary()["rollbacks"] == 1
-    # weight and bias, each with two moments and a step, in two snapshots
+    # weight and bias, each with Adam's two moments and its step, in two snapshots
     assert max(on_disk) == 2 * 8
     assert not (tmp_path / "run/snapshots/rank_0").exists()

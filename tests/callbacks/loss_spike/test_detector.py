@@ -1,4 +1,4 @@
-"""Spikes, drifts and false alarms on series whose truth is known. Real curves: benchmarks/."""
+"""Spikes, drifts and false alarms on synthetic series with known faults. Real curves are in benchmarks/."""
 
 import math
 import random
@@ -13,13 +13,13 @@ ONSET = 3000
 NOISE = 0.05
 
 
-def curve(seed: int, *, heavy_share: float = 0.0, num_steps: int = STEPS) -> list[float]:
-    """A loss that falls from 7.7 to 2.2; a share of the noise is four times as wide."""
-    draws = random.Random(seed)
+def curve(seed: int, *, heavy_fraction: float = 0.0, num_steps: int = STEPS) -> list[float]:
+    """Return a loss that falls from 7.7 to 2.2; a fraction of its noise is four times as wide."""
+    rng = random.Random(seed)
     values = []
     for step in range(num_steps):
-        width = 4 * NOISE if draws.random() < heavy_share else NOISE
-        values.append(2.2 + 5.5 * math.exp(-step / 250) + width * draws.gauss(0, 1))
+        width = 4 * NOISE if rng.random() < heavy_fraction else NOISE
+        values.append(2.2 + 5.5 * math.exp(-step / 250) + width * rng.gauss(0, 1))
     return values
 
 
@@ -30,7 +30,7 @@ def alarms(values: list[float], detector: SpikeDetector | None = None) -> dict[i
 
 
 def faulty(seed: int, fault: Callable[[int], float]) -> list[float]:
-    """A curve to which something is added from `ONSET` on, by steps since."""
+    """Return a curve to which a fault is added from `ONSET` on, as a function of the steps since."""
     return [
         value + (fault(step - ONSET) if step >= ONSET else 0.0)
         for step, value in enumerate(curve(seed))
@@ -42,11 +42,11 @@ def test_a_clean_curve_raises_no_alarm(seed: int) -> None:
     assert alarms(curve(seed)) == {}
 
 
-def test_of_sixty_thousand_values_with_wide_tails_few_are_alarms() -> None:
+def test_at_most_a_thousandth_of_values_with_wide_tails_are_alarms() -> None:
     """Two per cent of the noise is four times as wide: 8 standard deviations are 2 of its own, rarely reached."""
-    found = [alarms(curve(seed, heavy_share=0.02)) for seed in range(10)]
-    assert sum(len(one) for one in found) <= 0.001 * 10 * STEPS
-    assert {alarm.kind for one in found for alarm in one.values()} <= {"spike"}
+    found = [alarms(curve(seed, heavy_fraction=0.02)) for seed in range(10)]
+    assert sum(len(by_step) for by_step in found) <= 0.001 * 10 * STEPS
+    assert {alarm.kind for by_step in found for alarm in by_step.values()} <= {"spike"}
 
 
 @pytest.mark.parametrize(
@@ -57,7 +57,7 @@ def test_of_sixty_thousand_values_with_wide_tails_few_are_alarms() -> None:
         (lambda since: 7.5, 0),
         (lambda since: 2.0 * min(since, 400) / 400, 250),
     ],
-    ids=["one step", "twenty steps", "for good", "slow divergence"],
+    ids=["one step", "twenty steps", "permanent", "slow divergence"],
 )
 def test_a_fault_is_found_in_time(fault: Callable[[int], float], most_steps_late: int) -> None:
     for seed in range(10):
@@ -65,7 +65,7 @@ def test_a_fault_is_found_in_time(fault: Callable[[int], float], most_steps_late
         assert ONSET <= min(found) <= ONSET + most_steps_late
 
 
-def test_a_bad_value_neither_raises_the_bar_for_the_next_nor_hides_it() -> None:
+def test_an_outlier_neither_raises_the_threshold_for_the_next_nor_hides_it() -> None:
     values = faulty(0, lambda since: 4.0 if since == 0 else 0.6 if since < 21 else 0.0)
     found = alarms(values)
     assert list(found) == list(range(ONSET, ONSET + 21))
@@ -73,7 +73,7 @@ def test_a_bad_value_neither_raises_the_bar_for_the_next_nor_hides_it() -> None:
 
 
 @pytest.mark.parametrize("value", [math.nan, math.inf, -math.inf])
-def test_what_is_not_finite_is_an_alarm_at_once_and_leaves_no_trace(value: float) -> None:
+def test_nan_and_inf_raise_an_alarm_at_once_and_do_not_enter_the_window(value: float) -> None:
     detector = SpikeDetector()
     first = detector.observe(value)
     assert first is not None
@@ -86,7 +86,7 @@ def test_what_is_not_finite_is_an_alarm_at_once_and_leaves_no_trace(value: float
     assert detector.window == before
 
 
-def test_nothing_is_a_spike_before_the_warm_up_is_over() -> None:
+def test_there_is_no_spike_during_the_warm_up() -> None:
     detector = SpikeDetector(window=16, warmup_steps=8)
     assert [detector.observe(value) for value in [2.0] * 7 + [50.0]] == [None] * 8
     alarm = detector.observe(50.0)
@@ -103,8 +103,8 @@ def test_equal_values_have_a_spread_of_a_thousandth() -> None:
 
 
 def test_norms_are_compared_by_their_ratio() -> None:
-    draws = random.Random(0)
-    norms = [math.exp(draws.gauss(0, 0.3)) for _ in range(1000)]
+    rng = random.Random(0)
+    norms = [math.exp(rng.gauss(0, 0.3)) for _ in range(1000)]
     detector = SpikeDetector(logarithmic=True)
     assert alarms(norms, detector) == {}
     assert detector.observe(0.0) is None  # less is never a spike
@@ -113,27 +113,27 @@ def test_norms_are_compared_by_their_ratio() -> None:
     assert alarm.expected == pytest.approx(1.0, rel=0.2)
 
 
-def test_norms_that_rise_slowly_are_no_drift_where_none_is_looked_for() -> None:
-    draws = random.Random(0)
-    norms = [math.exp(step / 4000 + draws.gauss(0, 0.1)) for step in range(4000)]
+def test_slowly_rising_norms_are_a_drift_unless_drift_detection_is_off() -> None:
+    rng = random.Random(0)
+    norms = [math.exp(step / 4000 + rng.gauss(0, 0.1)) for step in range(4000)]
     assert {alarm.kind for alarm in alarms(norms, SpikeDetector(logarithmic=True)).values()} == {
         "drift"
     }
     assert alarms(norms, SpikeDetector(logarithmic=True, drift_threshold=None)) == {}
 
 
-def test_a_detector_that_goes_on_from_its_state_says_the_same() -> None:
+def test_the_state_survives_a_round_trip() -> None:
     values = faulty(1, lambda since: 2.0 * min(since, 400) / 400)
-    whole = alarms(values)
+    uninterrupted = alarms(values)
     half = ONSET + 150  # while the slow rule counts
     first, second = SpikeDetector(), SpikeDetector()
     before = alarms(values[:half], first)
     second.load_state_dict(first.state_dict())
     after = alarms(values[half:], second)
-    assert before | {half + step: alarm for step, alarm in after.items()} == whole
+    assert before | {half + step: alarm for step, alarm in after.items()} == uninterrupted
 
 
-def test_a_level_that_is_meant_is_learnt_anew() -> None:
+def test_a_detector_that_forgets_learns_the_new_level() -> None:
     detector = SpikeDetector(window=32, warmup_steps=16)
     for step in range(64):
         detector.observe(2.0 + 0.01 * (step % 5))
@@ -142,6 +142,6 @@ def test_a_level_that_is_meant_is_learnt_anew() -> None:
     assert all(detector.observe(3.0 + 0.01 * (step % 5)) is None for step in range(64))
 
 
-def test_a_warm_up_longer_than_the_window_is_refused() -> None:
+def test_a_warm_up_longer_than_the_window_is_an_error() -> None:
     with pytest.raises(ValueError, match="a warm-up of 64 values needs a window"):
         SpikeDetector(window=32)

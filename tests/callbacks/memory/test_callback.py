@@ -1,4 +1,4 @@
-"""MemoryMonitor: peaks in GiB, the largest of all ranks."""
+"""MemoryMonitor: peaks in GiB, the maximum over ranks; what is dumped when memory runs out."""
 
 import multiprocessing
 import os
@@ -7,12 +7,8 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from callbacks.memory.callback import (
-    MemoryMonitor,
-    host_peak_bytes,
-    max_over_ranks,
-    read_peaks,
-)
+from callbacks.memory.callback import MemoryMonitor, host_peak_bytes, read_peaks
+from callbacks.ranks import max_over_ranks
 
 
 def test_linux_counts_in_kib_and_macos_in_bytes() -> None:
@@ -31,7 +27,7 @@ def test_the_host_peak_rises_by_what_is_touched() -> None:
     assert block.numel() > 0
 
 
-def test_every_row_has_the_host_peak(stranger, make_trainer, read_column) -> None:
+def test_every_row_and_the_summary_have_the_host_peak(stranger, make_trainer, read_column) -> None:
     monitor = MemoryMonitor()
     assert monitor.summary() == {"peak_memory_gib": None}
     make_trainer(callbacks=[monitor], log_every_n_steps=4).fit(stranger())
@@ -60,7 +56,7 @@ def test_two_ranks_agree_on_the_maximum(tmp_path) -> None:
     assert found == [{"a": 2.0, "b": 5.0}] * 2
 
 
-def test_there_is_no_state_to_carry_over() -> None:
+def test_there_is_no_state_to_save() -> None:
     assert MemoryMonitor().state_dict() == {}
 
 

@@ -1,4 +1,4 @@
-"""ProgressLine: one line per logged step, one per validation, and a bar that no record tears."""
+"""ProgressLine: one line per logged step, one per validation, and a bar that log records do not break."""
 
 import io
 import logging
@@ -17,10 +17,10 @@ from callbacks.progress.text import clock_text, step_text, train_text, val_text
 LOGGER = "lightning_recipes"
 
 
-def naming_its_metrics(base: type, clock: Any) -> Any:
-    """A module that logs by our names, in its own `on_train_batch_end`; a step takes two seconds."""
+def make_module(base: type, clock: Any) -> Any:
+    """Make a module that logs this project's metric names in its own `on_train_batch_end`; a step takes 2 s."""
 
-    class Naming(base):  # type: ignore[misc]
+    class Named(base):  # type: ignore[misc]
         def training_step(self, *args: Any) -> Any:
             clock.now += 2.0
             return super().training_step(*args)
@@ -33,7 +33,7 @@ def naming_its_metrics(base: type, clock: Any) -> Any:
         def validation_step(self, batch: Any, batch_idx: int) -> None:
             self.log("val/loss", 3.25)
 
-    return Naming()
+    return Named()
 
 
 def progress_at(clock: Any) -> ProgressLine:
@@ -42,7 +42,7 @@ def progress_at(clock: Any) -> ProgressLine:
     return progress
 
 
-def test_a_line_holds_what_the_row_of_its_step_holds(
+def test_a_line_has_the_values_of_the_row_of_its_step(
     stranger, make_trainer, clock, caplog: pytest.LogCaptureFixture
 ) -> None:
     caplog.set_level(logging.INFO, logger=LOGGER)
@@ -52,7 +52,7 @@ def test_a_line_holds_what_the_row_of_its_step_holds(
         limit_val_batches=1,
         num_sanity_val_steps=1,
     )
-    trainer.fit(naming_its_metrics(stranger, clock))
+    trainer.fit(make_module(stranger, clock))
     assert [r.getMessage() for r in caplog.records if r.name == LOGGER] == [
         "step 4/8  loss 4.5000  grad 0.25  lr 1.0e-03  0:08 left",
         "step 8/8  loss 8.5000  grad 0.25  lr 1.0e-03  0:00 left",
@@ -66,7 +66,7 @@ def test_without_an_end_there_is_no_total_and_no_time_left(
 ) -> None:
     caplog.set_level(logging.INFO, logger=LOGGER)
 
-    class Stopping(type(naming_its_metrics(stranger, clock))):  # type: ignore[misc]
+    class Stopping(type(make_module(stranger, clock))):  # type: ignore[misc]
         def on_train_batch_start(self, batch: Any, batch_idx: int) -> int | None:
             self.trainer.should_stop = self.trainer.global_step >= 3
             return None
@@ -76,7 +76,7 @@ def test_without_an_end_there_is_no_total_and_no_time_left(
     assert lines[0] == "step      1  loss 1.5000  grad 0.25  lr 1.0e-03"
 
 
-def test_a_strangers_names_are_understood(
+def test_lightnings_usual_metric_names_are_understood(
     stranger, make_trainer, clock, caplog: pytest.LogCaptureFixture
 ) -> None:
     caplog.set_level(logging.INFO, logger=LOGGER)
@@ -103,7 +103,7 @@ class FakeTerminal(io.StringIO):
         return True
 
 
-def test_on_a_terminal_the_rows_go_past_the_console_and_the_handlers_come_back(
+def test_on_a_terminal_rows_skip_the_console_and_handlers_are_restored(
     stranger, make_trainer, clock, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     terminal, file = FakeTerminal(), io.StringIO()
@@ -118,7 +118,7 @@ def test_on_a_terminal_the_rows_go_past_the_console_and_the_handlers_come_back(
     monkeypatch.setattr(log, "level", logging.INFO)
     log.manager._clear_cache()  # type: ignore[attr-defined]
 
-    module = naming_its_metrics(stranger, clock)
+    module = make_module(stranger, clock)
     module.on_train_start = lambda: log.info("a record in mid-run")
     make_trainer(callbacks=[progress_at(clock)], log_every_n_steps=4).fit(module)
     log.manager._clear_cache()  # type: ignore[attr-defined]
@@ -139,7 +139,7 @@ def test_the_bar_is_redrawn_at_most_four_times_a_second(
     monkeypatch.setattr(sys, "stderr", FakeTerminal())
     monkeypatch.setattr(sys.stdout, "isatty", lambda: True)
     monkeypatch.setattr(LiveBar, "start", lambda self: None)
-    monkeypatch.setattr(LiveBar, "draw", lambda self, **words: draws.append(words["before"]))
+    monkeypatch.setattr(LiveBar, "draw", lambda self, **parts: draws.append(parts["before"]))
 
     class Quick(stranger):  # type: ignore[misc, valid-type]
         def training_step(self, *args: Any) -> Any:
@@ -165,7 +165,7 @@ def test_a_quarter_of_forty_cells_is_ten() -> None:
     assert [span.end - span.start for span in line.spans] == [10, 30]
 
 
-def test_words_and_numbers() -> None:
+def test_text_formats() -> None:
     assert step_text(7, 600) == "step   7/600"
     assert step_text(7, None) == "step      7"
     metrics = {"train/loss": 3.45118, "lr": 9.8e-4, "throughput/tokens_per_second": 12345.4}
@@ -180,5 +180,5 @@ def test_words_and_numbers() -> None:
     assert [clock_text(s) for s in seconds] == ["0:00", "0:32", "12:05", "3:04:05", "2d 03:04"]
 
 
-def test_there_is_no_state_to_carry_over() -> None:
+def test_there_is_no_state_to_save() -> None:
     assert ProgressLine().state_dict() == {}

@@ -1,4 +1,4 @@
-"""SpeedMonitor against a clock that only the data, the steps, the validations and the saves move."""
+"""SpeedMonitor on a clock that only data, steps, validations and saves move."""
 
 from types import SimpleNamespace
 from typing import Any
@@ -15,7 +15,7 @@ SAVE = 128.0
 
 
 class SlowCheckpoint(ModelCheckpoint):
-    """Saving takes SAVE seconds, whoever asks for it."""
+    """Saving takes SAVE seconds, whatever triggers it."""
 
     def __init__(self, clock: Any, **arguments: Any) -> None:
         super().__init__(**arguments)
@@ -45,7 +45,7 @@ def test_four_micro_batches_are_one_step(stranger, make_trainer, read_column, cl
 
 
 @pytest.mark.parametrize("log_every", [1, 8])
-def test_evaluation_is_left_out(stranger, make_trainer, read_column, clock, log_every) -> None:
+def test_evaluation_is_excluded(stranger, make_trainer, read_column, clock, log_every) -> None:
     trainer = make_trainer(
         callbacks=[monitor_at(clock)],
         log_every_n_steps=log_every,
@@ -59,7 +59,7 @@ def test_evaluation_is_left_out(stranger, make_trainer, read_column, clock, log_
 
 
 @pytest.mark.parametrize("save_after_validation", [False, True])
-def test_saving_is_left_out(
+def test_saving_is_excluded(
     stranger, make_trainer, read_column, clock, tmp_path, save_after_validation
 ) -> None:
     when: dict[str, Any] = {"every_n_train_steps": 3}
@@ -77,7 +77,7 @@ def test_saving_is_left_out(
     assert read_column("time/step_seconds") == [1.0] * 7
 
 
-def test_time_that_says_it_is_sampling_is_left_out(
+def test_time_under_the_name_sample_text_is_excluded(
     stranger, make_trainer, read_column, clock
 ) -> None:
     class Sampler(Callback):
@@ -89,16 +89,18 @@ def test_time_that_says_it_is_sampling_is_left_out(
     assert read_column("time/step_seconds") == [1.0] * 7
 
 
-def test_other_callbacks_are_not_left_out(stranger, make_trainer, read_column, clock) -> None:
-    class Dawdler(Callback):
+def test_time_of_other_callbacks_is_not_excluded(
+    stranger, make_trainer, read_column, clock
+) -> None:
+    class SlowCallback(Callback):
         def on_train_batch_end(self, *args: Any) -> None:
             clock.now += 2.0
 
-    make_trainer(callbacks=[monitor_at(clock), Dawdler()]).fit(timed(stranger, clock))
+    make_trainer(callbacks=[monitor_at(clock), SlowCallback()]).fit(timed(stranger, clock))
     assert read_column("time/step_seconds") == [3.0] * 7
 
 
-def test_the_summary_leaves_the_first_step_out(stranger, make_trainer, clock) -> None:
+def test_the_summary_excludes_the_first_step(stranger, make_trainer, clock) -> None:
     monitor = monitor_at(clock)
     trainer = make_trainer(callbacks=[monitor], log_every_n_steps=50, limit_val_batches=2)
     trainer.fit(timed(stranger, clock, first_step=1000.0))
@@ -138,7 +140,7 @@ def test_a_resumed_run_averages_over_both_parts(stranger, make_trainer, clock, t
     assert second.summary()["excluded_seconds"] == {"first_step": 2.0}
 
 
-def test_state_makes_the_round_trip(stranger, make_trainer, clock) -> None:
+def test_the_state_survives_a_round_trip(stranger, make_trainer, clock) -> None:
     first, second = monitor_at(clock), SpeedMonitor()
     make_trainer(callbacks=[first]).fit(timed(stranger, clock))
     second.load_state_dict(first.state_dict())
@@ -146,7 +148,9 @@ def test_state_makes_the_round_trip(stranger, make_trainer, clock) -> None:
     assert second.summary() == first.summary()
 
 
-def test_the_profiler_gets_its_own_methods_back(stranger, make_trainer, clock) -> None:
+def test_the_profiler_gets_its_own_methods_back_after_the_run(
+    stranger, make_trainer, clock
+) -> None:
     class Failing(Callback):
         def on_train_batch_end(self, *args: Any) -> None:
             raise ZeroDivisionError
@@ -160,7 +164,7 @@ def test_the_profiler_gets_its_own_methods_back(stranger, make_trainer, clock) -
         assert not {"start", "stop"} & set(vars(trainer.profiler))
 
 
-def test_a_recompilation_is_left_out(stranger, make_trainer, read_column, clock) -> None:
+def test_a_recompilation_is_excluded(stranger, make_trainer, read_column, clock) -> None:
     import torch
 
     def slow_compiler(graph: Any, example_inputs: Any) -> Any:
@@ -188,9 +192,9 @@ def test_a_recompilation_is_left_out(stranger, make_trainer, read_column, clock)
     assert monitor.summary()["excluded_seconds"] == {"compile": 64.0, "first_step": 1.0}
 
 
-def test_the_last_validation_is_told_among_what_was_left_out(stranger, make_trainer, clock) -> None:
+def test_the_last_validation_is_part_of_the_excluded_seconds(stranger, make_trainer, clock) -> None:
     monitor = monitor_at(clock)
     arguments = {"limit_val_batches": 2, "val_check_interval": 4}
     make_trainer(callbacks=[monitor], **arguments).fit(timed(stranger, clock))
-    left_out = {"first_step": STEP + FETCH, "validation": 2 * 2 * VALIDATION}
-    assert monitor.summary()["excluded_seconds"] == left_out
+    excluded = {"first_step": STEP + FETCH, "validation": 2 * 2 * VALIDATION}
+    assert monitor.summary()["excluded_seconds"] == excluded

@@ -1,4 +1,4 @@
-"""MFU against a clock that stands still between steps, and devices by the names that they give themselves."""
+"""MFU on a clock that only the steps move, and devices by the names their drivers print."""
 
 import subprocess
 import sys
@@ -20,15 +20,15 @@ from callbacks.throughput.stopwatch import Snapshot
 TERA = 1e12
 
 
-class Told:
-    """A module's own figures for a micro-batch."""
+class Figures:
+    """A module's own FLOPs of a micro-batch."""
 
     palm, causal = 8 * TERA, 6 * TERA
 
 
-def telling(base: type, clock: Any) -> Any:
+def timed_with_flops(base: type, clock: Any) -> Any:
     module = timed(base, clock)
-    module.flops_of = lambda batch: Told()
+    module.flops_of = lambda batch: Figures()
     return module
 
 
@@ -37,8 +37,10 @@ def test_mfu_is_flops_over_seconds_over_the_peak_in_both_conventions(
 ) -> None:
     monitor = SpeedMonitor(peak_tflops=40.0)
     monitor.clock = clock
-    make_trainer(callbacks=[monitor], accumulate_grad_batches=2).fit(telling(stranger, clock))
-    # steps of 2 seconds in two passes of 8 TFLOP each
+    make_trainer(callbacks=[monitor], accumulate_grad_batches=2).fit(
+        timed_with_flops(stranger, clock)
+    )
+    # steps of 2 seconds of two micro-batches of 8 TFLOP each
     assert read_column("throughput/tflops") == [8.0] * 3
     assert read_column("throughput/total_tflops") == [8.0] * 3
     assert read_column("throughput/mfu") == [0.2] * 3
@@ -47,7 +49,7 @@ def test_mfu_is_flops_over_seconds_over_the_peak_in_both_conventions(
 
 
 @pytest.mark.parametrize(
-    ("device", "precision", "peak", "words"),
+    ("device", "precision", "peak", "text"),
     [
         ("NVIDIA H100 80GB HBM3", "bf16-true", 989.4, "H100 SXM"),
         ("NVIDIA H200", "bf16-true", 989.5, "H200"),
@@ -59,7 +61,7 @@ def test_mfu_is_flops_over_seconds_over_the_peak_in_both_conventions(
     ],
 )
 def test_a_gpu_is_known_by_its_name_and_the_precision_of_the_run(
-    monkeypatch, caplog, device, precision, peak, words
+    monkeypatch, caplog, device, precision, peak, text
 ) -> None:
     meter = meter_on(monkeypatch, device, precision=precision, caplog=caplog)
     window = Snapshot(flops=8 * TERA, causal_flops=6 * TERA, seconds=1.0, device_seconds=2.0)
@@ -69,13 +71,13 @@ def test_a_gpu_is_known_by_its_name_and_the_precision_of_the_run(
     mfu = row["throughput/mfu"] if "throughput/mfu" in row else None
     assert mfu == (None if peak is None else 4.0 / peak)
     [line] = [record.getMessage() for record in caplog.records]
-    assert words in line
+    assert text in line
 
 
 def meter_on(
     monkeypatch: Any, device: str, *, precision: str, caplog: Any, module: Any = None
 ) -> FlopMeter:
-    """A meter that has begun on one rank of two, on a GPU with this name."""
+    """Make a meter that has started on a GPU of this name."""
     monkeypatch.setattr(torch.cuda, "get_device_name", lambda *_: device)
     trainer: Any = SimpleNamespace(
         strategy=SimpleNamespace(root_device=torch.device("cuda", 0)),
@@ -114,15 +116,15 @@ def test_the_kind_of_product_follows_from_the_precision(
 
 
 TF32 = {
-    "by the old word": "torch.set_float32_matmul_precision('high')",
-    "by the new one": "torch.backends.cuda.matmul.fp32_precision = 'tf32'",
+    "by the old setting": "torch.set_float32_matmul_precision('high')",
+    "by the new setting": "torch.backends.cuda.matmul.fp32_precision = 'tf32'",
     "by neither": "",
 }
 
 
 @pytest.mark.parametrize("how", TF32)
 def test_float32_products_in_tf32_are_shown_against_its_peak(how: str) -> None:
-    # in a process of its own: torch refuses to hear of both words in one
+    # in a process of its own: torch allows only one of the two settings per process
     code = f"""
 import torch
 from lightning.pytorch import LightningModule, Trainer
@@ -136,20 +138,20 @@ print(get_kind(Trainer(accelerator="cpu", logger=False), LightningModule()))
 
 def test_a_cpu_has_no_mfu_and_one_line(stranger, make_trainer, tmp_path, clock, caplog) -> None:
     with caplog.at_level("INFO", logger="lightning_recipes"):
-        make_trainer(callbacks=[monitor_at(clock)]).fit(telling(stranger, clock))
+        make_trainer(callbacks=[monitor_at(clock)]).fit(timed_with_flops(stranger, clock))
     lines = [r.getMessage() for r in caplog.records if "MFU" in r.getMessage()]
     assert len(lines) == 1
     assert "measure_peak=true" in lines[0]
     assert "throughput/mfu" not in (tmp_path / "run" / "metrics.csv").read_text()
 
 
-def test_the_share_of_a_measured_product_is_logged_instead(
+def test_the_fraction_of_a_measured_product_is_logged_instead(
     stranger, make_trainer, read_column, tmp_path, clock, monkeypatch
 ) -> None:
     monkeypatch.setattr("callbacks.throughput.mfu.measure_peak_tflops", lambda device, dtype: 32.0)
     monitor = SpeedMonitor(measure_peak=True)
     monitor.clock = clock
-    make_trainer(callbacks=[monitor]).fit(telling(stranger, clock))
+    make_trainer(callbacks=[monitor]).fit(timed_with_flops(stranger, clock))
     assert read_column("throughput/matmul_fraction") == [0.25] * 7
     assert "throughput/mfu" not in (tmp_path / "run" / "metrics.csv").read_text()
 
@@ -173,13 +175,13 @@ class Vision(nn.Module):
         return nn.functional.cross_entropy(self.head(self.conv(images).flatten(1)), labels)
 
 
-def test_a_strangers_step_is_counted_on_a_copy_and_the_module_stays_as_it_is() -> None:
+def test_flops_are_counted_on_a_copy_and_the_module_is_not_changed() -> None:
     module = Vision()
     before = {name: value.clone() for name, value in module.state_dict().items()}
     batch = [torch.randn(4, 3, 8, 8), torch.zeros(4, dtype=torch.long)]
     random = torch.get_rng_state()
     conv, head = 2 * 4 * 8 * 3 * 9 * 64, 2 * 4 * 512 * 10
-    # nobody asks for the gradient of the images
+    # the images need no gradient
     assert count_flops(module, batch) == 2 * conv + 3 * head
     after = module.state_dict()
     assert all(torch.equal(value, after[name]) for name, value in before.items())
@@ -206,33 +208,33 @@ def test_attention_counts_in_full() -> None:
     assert count_flops(Attention(), heads) == 3 * forward
 
 
-def test_a_strangers_run_has_flops_and_a_module_that_asks_for_values_has_one_line(
+def test_a_plain_module_has_flops_and_one_that_reads_values_logs_one_line(
     stranger, make_trainer, read_column, clock, caplog
 ) -> None:
     make_trainer(callbacks=[monitor_at(clock)]).fit(timed(stranger, clock))
     # a batch of one sample: four weights, twice two FLOPs each, in a second
     assert read_column("throughput/tflops") == pytest.approx([16 / TERA] * 7)
 
-    class Asking(stranger):  # type: ignore[misc]
+    class ReadsValue(stranger):  # type: ignore[misc]
         def training_step(self, batch: list[Tensor], batch_idx: int) -> Tensor:
             loss = super().training_step(batch, batch_idx)
             return loss if loss.item() > -1 else -loss
 
     caplog.clear()
     with caplog.at_level("INFO", logger="lightning_recipes"):
-        make_trainer(callbacks=[monitor_at(clock)]).fit(Asking())
+        make_trainer(callbacks=[monitor_at(clock)]).fit(ReadsValue())
     lines = [r.getMessage() for r in caplog.records if "cannot be counted" in r.getMessage()]
     assert len(lines) == 1
     assert "flops_of(batch)" in lines[0]
 
 
-def test_shapes_tell_batches_apart() -> None:
+def test_batches_are_distinguished_by_their_shapes() -> None:
     batch = {"inputs": torch.zeros(2, 3), "targets": [torch.zeros(2), "word"]}
     assert get_shapes(batch) == ((2, 3), ((2,), ()))
 
 
 @pytest.mark.parametrize("which", ["one of two ranks", "steps by hand", "many shapes"])
-def test_what_cannot_be_counted_without_harm_is_not(
+def test_flops_are_not_counted_where_counting_could_do_harm(
     which: str, stranger, make_trainer, caplog
 ) -> None:
     module, trainer = stranger(), make_trainer()
@@ -247,21 +249,21 @@ def test_what_cannot_be_counted_without_harm_is_not(
     with caplog.at_level("INFO", logger="lightning_recipes"):
         for batch in batches:
             if meter.known(batch) is None:
-                meter.look(trainer, module, batch)
+                meter.compute(trainer, module, batch)
     assert meter.row(Snapshot(flops=1.0, seconds=1.0, device_seconds=1.0)) == {}
     assert sum("cannot be counted" in record.getMessage() for record in caplog.records) == 1
 
 
-def test_mfu_is_of_the_devices_that_did_the_work_however_many_came_after(
+def test_a_resume_on_fewer_devices_keeps_the_mfu_of_the_earlier_ones(
     stranger, make_trainer, clock
 ) -> None:
     first = SpeedMonitor(peak_tflops=40.0)
     first.clock = clock
-    make_trainer(callbacks=[first]).fit(telling(stranger, clock))
+    make_trainer(callbacks=[first]).fit(timed_with_flops(stranger, clock))
     on_eight = first.state_dict()  # as if eight ranks had done it
     on_eight = on_eight | {name: 8 * on_eight[name] for name in ("flops", "device_seconds")}
     second = SpeedMonitor(peak_tflops=40.0)
     second.clock = clock
     second.load_state_dict(on_eight)
-    make_trainer(callbacks=[second]).fit(telling(stranger, clock))
+    make_trainer(callbacks=[second]).fit(timed_with_flops(stranger, clock))
     assert first.summary()["mfu"] == second.summary()["mfu"] == 0.2

@@ -1,4 +1,4 @@
-"""Names as drivers print them and their published dense peaks; what is not known is not guessed."""
+"""Device names as drivers print them, and their published dense peaks; an unknown device has none."""
 
 from collections import Counter
 from typing import get_args
@@ -76,17 +76,17 @@ def by_device(row: PeakFlops) -> str:
 
 
 @pytest.mark.parametrize(("name", "tflops"), BF16.items())
-def test_a_name_the_driver_prints_has_the_published_dense_figure(name: str, tflops: float) -> None:
+def test_a_driver_name_has_the_published_dense_figure(name: str, tflops: float) -> None:
     peak = get_peak(name, "bf16")
     assert peak.tflops == tflops
-    assert f"{tflops:g} TFLOP/s dense bf16" in peak.told
+    assert f"{tflops:g} TFLOP/s dense bf16" in peak.description
 
 
 @pytest.mark.parametrize("name", UNKNOWN)
 def test_an_unknown_device_never_gets_its_neighbours_figure(name: str) -> None:
     for kind in get_args(Kind):
         assert get_peak(name, kind).tflops is None
-    assert name in get_peak(name, "bf16").told
+    assert name in get_peak(name, "bf16").description
 
 
 @pytest.mark.parametrize("name", ["", "cpu", "AMD EPYC 9654 96-Core Processor", "Intel(R) Xeon(R)"])
@@ -106,11 +106,11 @@ def test_a_processor_has_no_peak_and_not_the_312_of_an_a100(name: str) -> None:
 def test_a_slice_does_not_get_the_peak_of_the_whole_device(name: str) -> None:
     peak = get_peak(name, "bf16")
     assert peak.tflops is None
-    assert "MIG" in peak.told
+    assert "MIG" in peak.description
 
 
-def test_an_h100_whose_form_the_name_does_not_tell_has_no_figure() -> None:
-    """PCIe cards and SXM hosts are both reported to print it: 756 and 989 are 31 % apart."""
+def test_an_h100_name_that_may_be_pcie_or_sxm_has_no_figure() -> None:
+    """Both PCIe cards and SXM hosts are reported to print this name: 756 and 989 are 31 % apart."""
     assert get_peak("NVIDIA H100 80GB HBM2e", "bf16").tflops is None
 
 
@@ -135,11 +135,11 @@ def test_an_h100_whose_form_the_name_does_not_tell_has_no_figure() -> None:
         ("AMD Instinct MI300X", 2614.9),  # with sparsity, or fp8
     ],
 )
-def test_what_other_tables_say_is_not_repeated(name: str, wrong: float | None) -> None:
+def test_wrong_figures_of_other_tables_are_not_repeated(name: str, wrong: float | None) -> None:
     assert get_peak(name, "bf16").tflops != wrong
 
 
-def test_letters_in_other_cases_are_the_same_name() -> None:
+def test_names_match_in_any_case() -> None:
     """A test for "l40s" against "NVIDIA L40S" that forgets this is never true."""
     assert get_peak("nvidia l40s", "bf16") == get_peak("NVIDIA L40S", "bf16")
 
@@ -206,32 +206,32 @@ def test_vector_units_are_no_faster_than_matrix_units(row: PeakFlops) -> None:
 def test_a_kind_the_device_lacks_has_no_peak() -> None:
     peak = get_peak("NVIDIA A100-SXM4-80GB", "fp8")
     assert peak.tflops is None
-    assert "the row of A100 (NVIDIA A100 data sheet, 2021) has no fp8 figure" in peak.told
+    assert "the row of A100 (NVIDIA A100 data sheet, 2021) has no fp8 figure" in peak.description
 
 
-def test_fp8_of_an_rtx_5090_depends_on_the_kernel_and_is_left_out() -> None:
+def test_fp8_of_an_rtx_5090_depends_on_the_kernel_and_has_no_figure() -> None:
     """419 plain and twice that block-scaled, both with float32 accumulation."""
     assert get_peak("NVIDIA GeForce RTX 5090", "fp8").tflops is None
 
 
 @pytest.mark.parametrize("kind", get_args(Kind))
 @pytest.mark.parametrize("name", ["NVIDIA H20", "NVIDIA H200 MIG 1g.18gb", "cpu"])
-def test_an_unknown_peak_says_in_one_line_what_to_type(name: str, kind: Kind) -> None:
-    told = get_peak(name, kind).told
-    assert "\n" not in told
-    assert told.endswith(
+def test_the_line_of_an_unknown_peak_says_what_to_type(name: str, kind: Kind) -> None:
+    line = get_peak(name, kind).description
+    assert "\n" not in line
+    assert line.endswith(
         f"callbacks.throughput.peak_tflops=<dense TFLOP/s of your device in {kind}>"
     )
 
 
-def test_a_known_peak_says_whose_it_is() -> None:
-    told = get_peak("NVIDIA H200", "bf16").told
+def test_the_line_of_a_known_peak_names_its_source() -> None:
+    line = get_peak("NVIDIA H200", "bf16").description
     assert (
-        told
+        line
         == "H200 SXM: 989.5 TFLOP/s dense bf16 (NVIDIA H200 data sheet, 2024, H200 SXM, halved)"
     )
 
 
-def test_a_kind_nobody_knows_is_an_error() -> None:
+def test_an_unknown_kind_of_arithmetic_is_an_error() -> None:
     with pytest.raises(ValueError, match="'int8'.*bf16, fp16, tf32, fp32, fp8"):
         get_peak("NVIDIA H200", "int8")  # type: ignore[arg-type]

@@ -1,4 +1,4 @@
-"""A stopwatch that pauses: every stretch is counted once or left out once."""
+"""A stopwatch that pauses: every interval is counted once or excluded once."""
 
 from callbacks.throughput.stopwatch import Stopwatch
 
@@ -11,11 +11,11 @@ class FakeClock:
         return self.now
 
 
-def test_a_save_and_a_validation_after_one_step_are_each_left_out_once() -> None:
+def test_a_save_and_a_validation_after_one_step_are_each_excluded_once() -> None:
     clock = FakeClock()
     watch = Stopwatch(clock)
     watch.start()
-    clock.now = 10.0  # the step ends here, and both pauses are told so
+    clock.now = 10.0  # the step ends here, which both pauses are given
     clock.now = 10.5
     watch.pause("save", at=10.0)
     clock.now = 13.0
@@ -28,7 +28,7 @@ def test_a_save_and_a_validation_after_one_step_are_each_left_out_once() -> None
     assert watch.seconds() == 11.0
 
 
-def test_two_reasons_that_overlap_are_left_out_once() -> None:
+def test_overlapping_reasons_are_excluded_once() -> None:
     clock = FakeClock()
     watch = Stopwatch(clock)
     watch.start()

@@ -1,0 +1,75 @@
+"""Small collectives over the ranks of a run; without a process group each returns the caller's own value.
+
+Every rank must call them, in the same order. Those that return host values wait for the device once.
+"""
+
+from collections.abc import Mapping, Sequence
+from typing import TypeVar
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+T = TypeVar("T")
+
+
+def num_ranks() -> int:
+    """Return the number of ranks in the default process group; 1 without one."""
+    return dist.get_world_size() if dist.is_available() and dist.is_initialized() else 1
+
+
+def max_over_ranks(values: Mapping[str, float], device: torch.device) -> dict[str, float]:
+    """Return each value's maximum over all ranks: one all-reduce.
+
+    Args:
+        values: The same names in the same order on every rank.
+        device: Where the backend reduces, the rank's own device.
+    """
+    if num_ranks() == 1:
+        return dict(values)
+    packed = torch.tensor(list(values.values()), device=device)  # [number of values], float32
+    dist.all_reduce(packed, op=dist.ReduceOp.MAX)
+    return dict(zip(values, packed.tolist(), strict=True))
+
+
+def all_ranks(flag: bool, device: torch.device) -> bool:
+    """Return whether the flag is true on every rank: one all-reduce."""
+    if num_ranks() == 1:
+        return flag
+    lowest = torch.tensor(float(flag), device=device)  # [], float32
+    dist.all_reduce(lowest, op=dist.ReduceOp.MIN)
+    return bool(lowest)
+
+
+def mean_over_ranks(value: Tensor) -> Tensor:
+    """Return the mean of a 0-dim tensor over all ranks in float32, without waiting for the device."""
+    if num_ranks() == 1:
+        return value
+    mean = value.clone().float()  # [], the caller's tensor stays as it is
+    dist.all_reduce(mean)
+    return torch.div(mean, dist.get_world_size())
+
+
+def gather_values(values: Sequence[float], device: torch.device) -> list[list[float]]:
+    """Return the values of every rank, by rank: one all-gather.
+
+    Args:
+        values: Equally many on every rank.
+        device: Where the backend gathers, the rank's own device.
+    """
+    if num_ranks() == 1:
+        return [list(values)]
+    packed = torch.tensor(values, device=device)  # [number of values], float32
+    gathered = packed.new_empty(dist.get_world_size() * len(values))  # [ranks * number of values]
+    dist.all_gather_into_tensor(gathered, packed)
+    by_rank: list[list[float]] = gathered.view(-1, len(values)).tolist()
+    return by_rank
+
+
+def gather_objects(value: T) -> list[T]:
+    """Return a picklable value of every rank, by rank."""
+    if num_ranks() == 1:
+        return [value]
+    gathered: list[T] = [value] * dist.get_world_size()
+    dist.all_gather_object(gathered, value)
+    return gathered
