@@ -25,7 +25,6 @@ BANNED = {
     r"in vain": "needlessly",
     r"for ever": "permanently",
     r"gone back to": "rolled back to",
-    r"in one pass|passes over": "micro-batch, skips",
 }
 
 

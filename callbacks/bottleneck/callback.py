@@ -36,7 +36,7 @@ class BottleneckMonitor(Callback):
     Example:
         >>> monitors = [SpeedMonitor(), BottleneckMonitor(advice={"data": "raise num_workers"})]
         >>> trainer = Trainer(callbacks=monitors, accelerator="cpu", logger=False)
-        >>> monitors[1].state_dict()["told"]
+        >>> monitors[1].state_dict()["reported"]
         []
     """
 
@@ -146,11 +146,11 @@ class BottleneckMonitor(Callback):
     @override
     def state_dict(self) -> dict[str, Any]:
         best = None if self._best is None else asdict(self._best)
-        return {"where": self._where, "best": best, "told": sorted(self._reported)}
+        return {"where": self._where, "best": best, "reported": sorted(self._reported)}
 
     @override
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        self._where, self._reported = state_dict["where"], set(state_dict["told"])
+        self._where, self._reported = state_dict["where"], set(state_dict["reported"])
         best: dict[str, Any] | None = state_dict["best"]
         self._best = None
         if best is not None:

@@ -46,9 +46,9 @@ class NormTrend:
 
     def state_dict(self) -> dict[str, Any]:
         """Return plain data for a checkpoint."""
-        return {"norms": list(self._norms), "lowest": self._lowest, "told": self._state}
+        return {"norms": list(self._norms), "lowest": self._lowest, "state": self._state}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Continue from a `state_dict`."""
         self._norms = deque(state["norms"], maxlen=_WINDOW)
-        self._lowest, self._state = state["lowest"], state["told"]
+        self._lowest, self._state = state["lowest"], state["state"]

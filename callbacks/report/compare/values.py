@@ -114,7 +114,7 @@ def differing_parameters(
     seen: set[tuple[str, ...]] = set()
     for name in names:
         values = [config.get(name) for config in configs]
-        # repr tells 1 from True and from "1"
+        # repr distinguishes 1 from True and from "1"
         written = tuple(map(repr, values))
         differs = len({repr(config[name]) if name in config else "" for config in readable}) > 1
         if differs and (name in typed or written not in seen):

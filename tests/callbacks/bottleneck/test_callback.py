@@ -133,7 +133,7 @@ def test_a_batch_with_two_backward_passes_has_no_phases(stranger, make_trainer, 
 
     monitor = BottleneckMonitor()
     make_trainer(callbacks=[monitor_at(clock), monitor]).fit(Gan())
-    assert monitor.state_dict()["told"] == []
+    assert monitor.state_dict()["reported"] == []
 
 
 def test_a_speed_monitor_that_comes_later_is_a_warning(

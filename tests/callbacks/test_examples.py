@@ -1,0 +1,30 @@
+"""The example of every public callback's docstring runs as it stands."""
+
+import doctest
+import inspect
+import sys
+from pathlib import Path
+
+import pytest
+
+import callbacks
+
+CALLBACKS = [name for name in callbacks.__all__ if inspect.isclass(getattr(callbacks, name))]
+
+
+@pytest.mark.parametrize("name", CALLBACKS)
+def test_an_example_runs(name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    callback = getattr(callbacks, name)
+    monkeypatch.chdir(tmp_path)
+    finder = doctest.DocTestFinder(recurse=False)
+    examples = [
+        test
+        for test in finder.find(callback, name, sys.modules[callback.__module__])
+        if test.examples
+    ]
+    assert examples, f"{name} has no example in its docstring"
+    runner = doctest.DocTestRunner(optionflags=doctest.ELLIPSIS)
+    for example in examples:
+        runner.run(example)
+    assert runner.failures == 0
+    assert list(tmp_path.iterdir()) == [], "an example leaves nothing behind"
