@@ -87,9 +87,12 @@ def test_a_submitted_run_that_makes_way_goes_on_in_its_folder_under_its_wandb_id
     starts = records_of(folder / "wandb")
     assert len(starts) == 2
     assert len({one_of(records, "run")["run_id"] for records in starts}) == 1
-    # SLURM signals W&B's own process too, which ends at once: what it missed is told at the next start
+    # SLURM signals W&B's own process too, which ends at once and loses up to a second of rows (0.5 s a step); what it
+    # did not accept after that is sent at the next start
     told = [row for records in starts for row in find_rows(records)]
-    assert {row[STEP] for row in told} == set(range(1, 9))
+    missing = set(range(1, 9)) - {row[STEP] for row in told}
+    assert missing <= {1, 2, 3, 4}  # before the preemption
+    assert len(missing) <= 2
     numbers = Counter((row[STEP], name) for row in told for name in row if name != STEP)
     assert set(numbers.values()) == {1}, "nothing twice"
 
