@@ -44,6 +44,8 @@ class SentRows:
             self._columns = record.get("columns")
         elif self.run_id == saved_id:
             self._step = resumed_at or 0
+        # of the last row that W&B accepted; None: what wandb_run.json had at the start
+        self._accepted: tuple[int | None, None] = (None, None)
         self._is_past = resumed_at is None  # whether every further row is new
 
     def save(self, step: int | None = None, columns: Iterable[str] | None = None) -> None:
@@ -66,14 +68,24 @@ class SentRows:
             self._step, self._columns = step, None
 
     def send(self, run: Any, rows: list[dict[str, Any]]) -> None:
-        """Hand rows to W&B, in order, once wandb_run.json says so."""
-        if rows:
-            step, columns = rows[-1][STEP], set(rows[-1])
-            if step == self._step and self._columns is not None:
-                columns |= set(self._columns)
-            self.save(step, columns)
-            for row in rows:
+        """Hand rows to W&B, in order, once wandb_run.json says so.
+
+        Raises:
+            Exception: W&B accepted no more (its process was killed, say); wandb_run.json has the last row that it did.
+        """
+        if not rows:
+            return
+        step, columns = rows[-1][STEP], set(rows[-1])
+        if step == self._step and self._columns is not None:
+            columns |= set(self._columns)
+        self.save(step, columns)
+        for row in rows:
+            try:
                 run.log(row)
+            except Exception:
+                self.save(*self._accepted)
+                raise
+            self._accepted = (row[STEP], None)
 
     def send_missed(self, run: Any) -> None:
         """Hand over the rows of metrics.csv that W&B does not have, up to the step of the resume."""

@@ -87,9 +87,12 @@ def test_a_preempted_run_is_requeued_and_resumes_in_its_folder_under_its_wandb_i
     starts = records_of(folder / "wandb")
     assert len(starts) == 2
     assert len({one_of(records, "run")["run_id"] for records in starts}) == 1
-    # SLURM signals W&B's own process too, which ends at once: rows that it missed are logged at the next start
+    # SLURM signals W&B's own process too, which ends at once and loses up to a second of rows (0.5 s a step); what it
+    # did not accept after that is sent at the next start
     logged = [row for records in starts for row in find_rows(records)]
-    assert {row[STEP] for row in logged} == set(range(1, 9))
+    missing = set(range(1, 9)) - {row[STEP] for row in logged}
+    assert missing <= {1, 2, 3, 4}  # before the preemption
+    assert len(missing) <= 2
     counts = Counter((row[STEP], name) for row in logged for name in row if name != STEP)
     assert set(counts.values()) == {1}, "no value is logged twice"
 

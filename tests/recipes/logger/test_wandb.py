@@ -407,6 +407,23 @@ def test_a_resume_after_a_rollback_sends_the_steps_that_come_again(folder: Path)
     assert after.get_unsent({STEP: 2, "train/loss": 2.5}) == {STEP: 2, "train/loss": 2.5}
 
 
+def test_rows_that_a_dead_wandb_process_did_not_accept_are_sent_by_the_resume(folder: Path) -> None:
+    (folder / "metrics.csv").write_text("step,train/loss\n1,1\n2,2\n3,3\n")
+    accepted: list[int] = []
+
+    def log(row: dict[str, Any]) -> None:
+        if row[STEP] == 2:
+            raise ConnectionResetError
+        accepted.append(row[STEP])
+
+    rows = SentRows(folder, None, resumed_at=None)
+    with pytest.raises(ConnectionResetError):
+        rows.send(SimpleNamespace(log=log), [{STEP: step} for step in (1, 2, 3)])
+    after = SentRows(folder, None, resumed_at=3)
+    after.send_missed(SimpleNamespace(log=lambda row: accepted.append(row[STEP])))
+    assert accepted == [1, 2, 3]
+
+
 def test_an_id_file_without_a_step_is_taken_as_complete_up_to_the_resume(folder: Path) -> None:
     (folder / ID_FILE).write_text('{"id": "abcd1234"}')
     rows = SentRows(folder, None, resumed_at=2)

@@ -218,7 +218,8 @@ def test_trials_on_two_ranks_log_to_the_runs_named_by_the_agent(
         assert (run["run_id"], run["sweep_id"], run["project"]) == (run_id, "swp", "theirs")
         assert run["run_group"] == "sweep_swp"
         assert run["display_name"] == f"ddp_test_gpt2_nano_swp_{run_id}"
-        assert json.loads((folder / ID_FILE).read_text()) == {"id": run_id}
+        record = json.loads((folder / ID_FILE).read_text())
+        assert (record["id"], record["step"]) == (run_id, 4)
         config = run["config"]["update"] | one_of(records, "config")["update"]
         assert (config["optimizer.lr"], config["optimizer"]["lr"]) == (lr, lr)
         assert config["model"] == "gpt2_nano"  # as W&B has sampled it
