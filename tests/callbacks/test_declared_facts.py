@@ -78,7 +78,7 @@ def test_its_summary_field_event_and_marks_reach_the_run_folder_and_the_report(
     events = [json.loads(line) for line in (folder / "events.jsonl").read_text().splitlines()]
     assert [event["degrees"] for event in events if event["event"] == "too_warm"] == [20]
     marks = get_marks(read_run(folder).events)
-    assert marks == [Mark(1, "aired", undone_to=2), Mark(2, "too_warm")]
+    assert marks == [Mark(1, "aired", from_step=2), Mark(2, "too_warm")]
 
 
 def test_a_value_outside_its_range_is_a_config_error(node: dict[str, Any]) -> None:
