@@ -16,7 +16,7 @@ def run_on_ranks(
     *,
     world_size: int,
     folder: Path,
-    timeout_seconds: float = 280.0,
+    timeout_seconds: float = 580.0,
     worker: Path = WORKER,
 ) -> dict[str, Any]:
     """Run every case in one process group of `world_size` real processes; return rank 0's results by name."""

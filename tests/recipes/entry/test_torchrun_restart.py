@@ -150,6 +150,7 @@ def test_two_agents_that_lose_rank_1_then_rank_0_give_the_rows_of_an_undisturbed
     assert_equals(folder, undisturbed("ddp"), resumed_at=[2, 6])
 
 
+@pytest.mark.slow
 def test_two_agents_without_an_id_resume_in_one_folder_when_sharded_rank_0_dies_in_a_save(
     start: Start, workplace: Path, undisturbed: Callable[[str], Path]
 ) -> None:

@@ -97,6 +97,7 @@ def test_a_preempted_run_is_requeued_and_resumes_in_its_folder_under_its_wandb_i
     assert set(counts.values()) == {1}, "no value is logged twice"
 
 
+@pytest.mark.slow
 @pytest.mark.timeout(600)
 def test_ctrl_c_cancels_the_jobs_and_the_same_command_resumes(
     sweeps: Sweeps, slurm: Cluster, undisturbed: Path
@@ -132,6 +133,7 @@ def test_jobs_of_a_killed_sweep_keep_running_and_the_same_command_follows_them(
         assert "resume" not in (sweeps.folder / "lost" / job / "events.jsonl").read_text()
 
 
+@pytest.mark.slow
 @pytest.mark.timeout(300)
 def test_a_job_that_crashes_has_failed_and_is_not_requeued(sweeps: Sweeps) -> None:
     exit_code, output = sweeps.run(
