@@ -39,11 +39,23 @@ def pytest_unconfigure() -> None:
     warm_python.stop()
 
 
-@pytest.fixture(autouse=True)
-def _fresh_python(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
-    """With the mark `fresh_python`, what a test starts is an interpreter of its own, as a person starts it."""
-    if request.node.get_closest_marker("fresh_python"):
-        monkeypatch.setattr(warm_python.State, "is_on", False)
+# tests that start their processes as forks of one that holds torch; in all others, as of now, a Python is a new one
+_WARM = (
+    "callbacks",
+    "parity",
+    "recipes/checkpoint",
+    "recipes/config",
+    "recipes/data",
+    "recipes/launcher",
+)
+
+
+@pytest.hookimpl(tryfirst=True)
+def pytest_runtest_setup(item: pytest.Item) -> None:
+    """Decide before any fixture of the test starts a process."""
+    folder = item.path.relative_to(Path(__file__).parent).as_posix()
+    is_fresh = item.get_closest_marker("fresh_python") is not None
+    warm_python.State.is_on = folder.startswith(_WARM) and not is_fresh
 
 
 @pytest.fixture(autouse=True, scope="session")
