@@ -42,7 +42,6 @@ def pytest_unconfigure() -> None:
 # tests that start their processes as forks of one that holds torch; in all others, as of now, a Python is a new one
 _WARM = (
     "callbacks",
-    "parity",
     "recipes/checkpoint",
     "recipes/config",
     "recipes/data",
