@@ -190,7 +190,7 @@ class StudySource:
     def _ask(self) -> "Trial":
         # a new sampler for each trial: a restart then proposes the same parameters
         self._study.sampler = self._make_sampler(len(self._get_trials()))
-        trial = self._study.send_signal(self._distributions)
+        trial = self._study.ask(self._distributions)
         trial.set_user_attr(_FOLDER, self._folder)
         return trial
 
