@@ -40,9 +40,7 @@ class AlternateSaves(Callback):
         self.began: list[float] = []
         self.resident_gib: list[float] = []
 
-    def on_train_batch_start(
-        self, trainer: lightning.Trainer, pl_module: Any, batch: Any, batch_idx: int
-    ) -> None:
+    def on_train_batch_start(self, trainer: lightning.Trainer, pl_module: Any, batch: Any, batch_idx: int) -> None:
         self.began.append(time.perf_counter())
         self.resident_gib.append(_resident_gib())
         self.writer._asynchronous = _is_asynchronous(trainer.global_step + 1)
@@ -54,9 +52,7 @@ def _is_asynchronous(step: int) -> bool:
 
 def _resident_gib() -> float:
     """Return the resident set size of this process, from /proc."""
-    line = next(
-        line for line in Path("/proc/self/status").read_text().splitlines() if "VmRSS" in line
-    )
+    line = next(line for line in Path("/proc/self/status").read_text().splitlines() if "VmRSS" in line)
     return int(line.split()[1]) / 2**20
 
 
@@ -88,9 +84,7 @@ def main() -> None:
     report("checkpoint", [row | shared for row in rows])
 
 
-def _row(
-    name: str, saves: list[dict[str, Any]], seconds: list[float], quiet: float, *, behind: bool
-) -> dict[str, Any]:
+def _row(name: str, saves: list[dict[str, Any]], seconds: list[float], quiet: float, *, behind: bool) -> dict[str, Any]:
     chosen = [event for event in saves if _is_asynchronous(event["step"]) == behind]
     # steps that run while the files are written
     during = [
@@ -104,9 +98,7 @@ def _row(
         "stall_seconds": round(statistics.median(e["stall_seconds"] for e in chosen), 4),
         "until_proven_seconds": round(statistics.median(e["seconds"] for e in chosen), 2),
         "added_seconds": statistics.median(_added(event, seconds, quiet) for event in chosen),
-        "tokens_per_second_while_writing": round(quiet / statistics.median(during), 3)
-        if behind and during
-        else None,
+        "tokens_per_second_while_writing": round(quiet / statistics.median(during), 3) if behind and during else None,
     }
 
 

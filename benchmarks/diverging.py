@@ -59,9 +59,7 @@ def _draw(folders: list[Path]) -> None:
     figure, axes = pyplot.subplots(figsize=(8, 4), layout="constrained")
     without, with_it = (_rows(folder / "metrics.csv") for folder in folders)
     finite = [(step, loss) for step, loss in without if math.isfinite(loss)]
-    axes.plot(
-        *zip(*finite, strict=True), color="#c0392b", lw=1.2, label="without LossSpikeRollback"
-    )
+    axes.plot(*zip(*finite, strict=True), color="#c0392b", lw=1.2, label="without LossSpikeRollback")
     if len(finite) < len(without):
         step, loss = finite[-1]
         axes.plot(step, loss, "x", color="#c0392b")

@@ -31,9 +31,7 @@ class InTurn(Callback):
         self.recipe: list[float] = []
         self._began: float | None = None
 
-    def on_train_batch_start(
-        self, trainer: lightning.Trainer, pl_module: Any, batch: Any, batch_idx: int
-    ) -> None:
+    def on_train_batch_start(self, trainer: lightning.Trainer, pl_module: Any, batch: Any, batch_idx: int) -> None:
         if batch_idx % trainer.accumulate_grad_batches:
             return
         wait_for_device()
@@ -100,10 +98,7 @@ def report(name: str, rows: list[dict[str, Any]], *, command: str | None = None)
         print("  ".join(str(cell).rjust(width) for cell, width in zip(cells, widths, strict=True)))
     RESULTS.mkdir(exist_ok=True)
     environment = describe_environment([])
-    machine = {
-        key: environment[key]
-        for key in ("devices", "num_cpus", "num_threads", "python", "packages")
-    }
+    machine = {key: environment[key] for key in ("devices", "num_cpus", "num_threads", "python", "packages")}
     typed = command or f"python benchmarks/{name}.py"
     record = {"command": typed, "rows": rows} | machine
     (RESULTS / f"{name}.json").write_text(json.dumps(record, indent=2) + "\n")

@@ -30,9 +30,7 @@ def main() -> None:
             assert "error" not in result, f"{name}: {result['error']}"
             row = {"strategy": name, "ranks": world_size}
             row["arithmetic_bytes_per_parameter"] = bytes_per_parameter(name, world_size)
-            row["measured_bytes_per_parameter"] = round(
-                result["held_bytes"] / result["num_parameters"], 2
-            )
+            row["measured_bytes_per_parameter"] = round(result["held_bytes"] / result["num_parameters"], 2)
             rows.append(row | {"parameters": result["num_parameters"]})
     report("memory", rows)
 

@@ -67,23 +67,17 @@ def grid(names: list[str], models: list[str], precision: str, world_size: int, s
 
 def main() -> None:
     pairs = [(model, "32-true") for model in MODELS] + [("gpt2", "bf16-mixed")]
-    reference = run(
-        {f"{model}, {precision}": one_device(model, precision) for model, precision in pairs}, 1
-    )
+    reference = run({f"{model}, {precision}": one_device(model, precision) for model, precision in pairs}, 1)
     several = [name for name in STRATEGIES if name not in ("single", "hsdp")]
     others = [model for model in MODELS if model != "gpt2"]
     found: dict[str, dict[str, float]] = {}
     alone = grid(["single", *several], ["gpt2"], "32-true", 1, MICRO_BATCHES)
     alone |= grid(["single"], ["gpt2"], "bf16-mixed", 1, BF16_ORDERS)
     found |= differences(run(alone, 1), reference, 1)
-    two = grid(several, ["gpt2"], "32-true", 2, MICRO_BATCHES) | grid(
-        several, others, "32-true", 2, [1]
-    )
+    two = grid(several, ["gpt2"], "32-true", 2, MICRO_BATCHES) | grid(several, others, "32-true", 2, [1])
     two |= grid(several, ["gpt2"], "bf16-mixed", 2, MICRO_BATCHES)
     found |= differences(run(two, 2), reference, 2)
-    four = grid(["hsdp"], ["gpt2"], "32-true", 4, MICRO_BATCHES) | grid(
-        ["hsdp"], ["gpt2"], "bf16-mixed", 4, [1]
-    )
+    four = grid(["hsdp"], ["gpt2"], "32-true", 4, MICRO_BATCHES) | grid(["hsdp"], ["gpt2"], "bf16-mixed", 4, [1])
     found |= differences(run(four, 4), reference, 4)
     report("parity", table(found))
 

@@ -50,8 +50,7 @@ def main() -> None:
         where = folder / f"written_{ranks}"
         written |= run_on_ranks(cases, world_size=ranks, folder=where, timeout_seconds=900.0)
         checkpoints |= {
-            key: f"{where}/results.json.{number}/checkpoints/step_{HALF:07d}.ckpt"
-            for number, key in enumerate(cases)
+            key: f"{where}/results.json.{number}/checkpoints/step_{HALF:07d}.ckpt" for number, key in enumerate(cases)
         }
     reference = written["single, 1"]["rows"]
     rows = [{"written by": key} for key in checkpoints]
@@ -67,9 +66,7 @@ def main() -> None:
             for name in names:
                 result = results[f"{row['written by']} -> {name}, {ranks}"]
                 assert "error" not in result, result["error"]
-                row[f"{name}, {ranks}"] = _cell(
-                    result["rows"], reference, written, row, name, ranks
-                )
+                row[f"{name}, {ranks}"] = _cell(result["rows"], reference, written, row, name, ranks)
     report("resume", rows)
 
 
@@ -82,9 +79,7 @@ def _cell(
     ranks: int,
 ) -> str:
     """Return `same bits` if a run resumed under its own strategy is equal, else the difference from one device."""
-    assert [row["train/samples"] for row in rows] == [
-        row["train/samples"] for row in reference[HALF:]
-    ]
+    assert [row["train/samples"] for row in rows] == [row["train/samples"] for row in reference[HALF:]]
     if row["written by"] == f"{name}, {ranks}":
         own = written[row["written by"]]["rows"][HALF:]
         if all(

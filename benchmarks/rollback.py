@@ -131,9 +131,7 @@ def run_case(case: dict[str, Any], folder: Path) -> dict[str, Any]:
 
     run = build(composed_config(*case["overrides"]), folder, [])
     every = case["every"]
-    spikes = LossSpikeRollback(
-        snapshot_every=every, quarantine_steps=every, snapshot_storage="memory"
-    )
+    spikes = LossSpikeRollback(snapshot_every=every, quarantine_steps=every, snapshot_storage="memory")
     rollbacks: list[float] = []
     spent = _time_hooks(spikes)
     snapshots = _time_snapshots(spikes)

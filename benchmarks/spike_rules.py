@@ -19,9 +19,7 @@ Series = Sequence[float]
 
 def ours(losses: Series, norms: Series) -> list[int]:
     """Flag 8 deviations of loss, 16 of log norm, or drift, by median and MAD of the last 128 steps not flagged."""
-    watch = SpikeMonitor(
-        window=128, warmup_steps=64, loss_threshold=8.0, norm_threshold=16.0, drift_threshold=1.75
-    )
+    watch = SpikeMonitor(window=128, warmup_steps=64, loss_threshold=8.0, norm_threshold=16.0, drift_threshold=1.75)
     flagged = []
     for step, (loss, norm) in enumerate(zip(losses, norms, strict=True), start=1):
         reading = StepMeasurement(step=step, loss=loss, norm=norm, skipped=False)

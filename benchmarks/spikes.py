@@ -68,9 +68,7 @@ def main() -> None:
             for guarded in ([True, False] if kind is not None else [False])
         }
         folder = Path(tempfile.mkdtemp(prefix="spikes_"))
-        found = run_on_ranks(
-            cases, world_size=world_size, folder=folder, worker=WORKER, timeout_seconds=3600.0
-        )
+        found = run_on_ranks(cases, world_size=world_size, folder=folder, worker=WORKER, timeout_seconds=3600.0)
         for seed in range(num_seeds):
             clean = found[f"{seed} None False"]
             for kind in FAULTS:
@@ -79,9 +77,7 @@ def main() -> None:
     report("spikes", [_row(kind, [o for o in outcomes if o["kind"] == kind]) for kind in FAULTS])
 
 
-def _case(
-    engine: str, world_size: int, seed: int, kind: str | None, *, guarded: bool
-) -> dict[str, Any]:
+def _case(engine: str, world_size: int, seed: int, kind: str | None, *, guarded: bool) -> dict[str, Any]:
     watching = "callbacks=[grad_norm,loss_spike]" if guarded else "callbacks=[grad_norm]"
     overrides = [
         *MODEL,
@@ -99,11 +95,7 @@ def _case(
 def _outcome(engine: str, kind: str, guarded: Any, bare: Any, clean: Any) -> dict[str, Any]:
     for result in (guarded, bare, clean):
         assert "error" not in result, result["error"]
-    alarms = [
-        event["step"]
-        for event in guarded["events"]
-        if event["event"] == "spike" and event["step"] > AT
-    ]
+    alarms = [event["step"] for event in guarded["events"] if event["event"] == "spike" and event["step"] > AT]
     losses = [row.get("train/loss", float("nan")) for row in bare["rows"]]
     norms = [row.get("grad/norm", float("nan")) for row in bare["rows"]]
     return {

@@ -52,9 +52,7 @@ def run_command(folder: Path, sweep: str, *overrides: str) -> tuple[float, float
     ]
     command += ["+callbacks.first_step._target_=first_step.FirstStep"]
     began = time.time()
-    done = subprocess.run(
-        command, cwd=folder, capture_output=True, text=True, env=_environ(folder), check=False
-    )
+    done = subprocess.run(command, cwd=folder, capture_output=True, text=True, env=_environ(folder), check=False)
     if done.returncode:
         raise SystemExit(f"{sweep}: {done.stdout}{done.stderr}")
     return began, time.time() - began
@@ -96,9 +94,7 @@ def main() -> None:
             alone += seconds_of_jobs(folder / f"alone_{turn}", began)
             for launcher, overrides in launchers.items():
                 sweep = f"{launcher.split()[-1]}_{turn}"
-                began, wall = run_command(
-                    folder, sweep, "-m", seeds, f"hydra.sweep.dir={sweep}", *overrides
-                )
+                began, wall = run_command(folder, sweep, "-m", seeds, f"hydra.sweep.dir={sweep}", *overrides)
                 first, *rest = seconds_of_jobs(folder / sweep, began)
                 firsts[launcher].append(first)
                 others[launcher] += rest

@@ -57,16 +57,13 @@ class StepProfiler(Callback):
         self._done = 0
 
     @override
-    def on_train_batch_start(
-        self, trainer: Trainer, pl_module: LightningModule, batch: Any, batch_idx: int
-    ) -> None:
+    def on_train_batch_start(self, trainer: Trainer, pl_module: LightningModule, batch: Any, batch_idx: int) -> None:
         if self._num_steps is None or self._trace is not None or self._done != self._after:
             return
         if isinstance(get_profiler(trainer), PyTorchProfiler):
             self._num_steps = None
             log.warning(
-                "nothing is traced: trainer.profiler=pytorch traces already, and torch supports one trace"
-                " at a time"
+                "nothing is traced: trainer.profiler=pytorch traces already, and torch supports one trace at a time"
             )
             return
         activities = [ProfilerActivity.CPU]
@@ -91,15 +88,11 @@ class StepProfiler(Callback):
     @override
     def on_train_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
         if self._num_steps is not None and self._done <= self._after:
-            log.warning(
-                f"profile={self._num_steps}: the run ended before step {self._after + 1}, so nothing is traced"
-            )
+            log.warning(f"profile={self._num_steps}: the run ended before step {self._after + 1}, so nothing is traced")
         self._end(trainer)
 
     @override
-    def on_exception(
-        self, trainer: Trainer, pl_module: LightningModule, exception: BaseException
-    ) -> None:
+    def on_exception(self, trainer: Trainer, pl_module: LightningModule, exception: BaseException) -> None:
         if trainer.strategy.root_device.type == "cuda":
             # stopping the trace waits for the device, which may be what failed
             self._trace = None
@@ -149,8 +142,7 @@ def top_operators(trace: Any) -> list[dict[str, Any]]:
     averages = trace.key_averages()
     on_device = any(average.self_device_time_total > 0 for average in averages)
     timed = [
-        (average.self_device_time_total if on_device else average.self_cpu_time_total, average)
-        for average in averages
+        (average.self_device_time_total if on_device else average.self_cpu_time_total, average) for average in averages
     ]
     total = sum(microseconds for microseconds, _ in timed)
     timed.sort(key=lambda pair: -pair[0])

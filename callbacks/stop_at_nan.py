@@ -53,16 +53,12 @@ class StopAtNan(Callback):
         warnings.showwarning = self._catch_anomaly
 
     @override
-    def on_train_batch_start(
-        self, trainer: Trainer, pl_module: LightningModule, batch: Any, batch_idx: int
-    ) -> None:
+    def on_train_batch_start(self, trainer: Trainer, pl_module: LightningModule, batch: Any, batch_idx: int) -> None:
         self._search = _FirstNan()
         self._search.__enter__()  # type: ignore[no-untyped-call]
 
     @override
-    def on_before_backward(
-        self, trainer: Trainer, pl_module: LightningModule, loss: Tensor
-    ) -> None:
+    def on_before_backward(self, trainer: Trainer, pl_module: LightningModule, loss: Tensor) -> None:
         first = self._stop_search()
         if first is None or not bool(loss.isnan().any()):
             return  # a NaN that does not reach the loss may be intended by the model
@@ -86,9 +82,7 @@ class StopAtNan(Callback):
         self._restore_warnings()
 
     @override
-    def on_exception(
-        self, trainer: Trainer, pl_module: LightningModule, exception: BaseException
-    ) -> None:
+    def on_exception(self, trainer: Trainer, pl_module: LightningModule, exception: BaseException) -> None:
         self._stop_search()
         self._restore_warnings()
         if self._anomaly is not None:
@@ -132,20 +126,12 @@ class _FirstNan(TorchFunctionMode):
         self.path = ""
 
     @override
-    def __torch_function__(
-        self, func: Any, types: Any, args: Any = (), kwargs: dict[str, Any] | None = None
-    ) -> Any:
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: dict[str, Any] | None = None) -> Any:
         result = func(*args, **(kwargs or {}))
         # a tensor without a gradient may be uninitialized memory, such as the buffers of some engines
-        if (
-            self.description is None
-            and torch.is_grad_enabled()
-            and any(map(_has_nan, _tensors(result)))
-        ):
+        if self.description is None and torch.is_grad_enabled() and any(map(_has_nan, _tensors(result))):
             stack = traceback.extract_stack()
-            if any(
-                frame.name == _STEP for frame in stack
-            ):  # not what is done with its loss afterwards
+            if any(frame.name == _STEP for frame in stack):  # not what is done with its loss afterwards
                 self._describe(func, [*_tensors((args, kwargs or {}))], stack)
         return result
 

@@ -116,9 +116,7 @@ def build(config: Config, folder: Path, overrides: list[str]) -> Run:
         seed=config["seed"],
         eval_samples=config["eval_samples"] if is_training else None,
     )
-    trainer = _build_trainer(
-        config, folder, ranks, devices, precision, accumulation, is_training=is_training
-    )
+    trainer = _build_trainer(config, folder, ranks, devices, precision, accumulation, is_training=is_training)
     return Run(
         name=config["name"],
         folder=folder,
@@ -135,9 +133,7 @@ def build(config: Config, folder: Path, overrides: list[str]) -> Run:
 
 
 def _build_task(config: Config, precision: Precision) -> TrainingTask:
-    task: TrainingTask = _make(
-        config["task"]
-    )(
+    task: TrainingTask = _make(config["task"])(
         # a function, not a model: the task calls it on the meta device once the Trainer has set up the ranks
         make_model=functools.partial(_make, config["model"]),
         make_optimizer=_make(config["optimizer"]),
@@ -188,8 +184,7 @@ def _build_trainer(
         callbacks=callbacks,
         logger=loggers,
         max_epochs=-1,  # the stream is endless: trainer.max_steps ends the run
-        val_check_interval=config["eval_every"]
-        * accumulation.num_micro_batches,  # in micro-batches
+        val_check_interval=config["eval_every"] * accumulation.num_micro_batches,  # in micro-batches
         check_val_every_n_epoch=None,
         log_every_n_steps=config["log_every"],
         num_sanity_val_steps=0,

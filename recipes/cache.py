@@ -20,9 +20,7 @@ from recipes.errors import ConfigError
 
 log = logging.getLogger(__name__)
 
-_LEFTOVER_SECONDS = (
-    24 * 3600.0
-)  # another host's temporary folder is abandoned after a day without a change
+_LEFTOVER_SECONDS = 24 * 3600.0  # another host's temporary folder is abandoned after a day without a change
 _NO_LOCKS_HERE = {errno.ENOLCK, errno.ENOSYS, errno.EOPNOTSUPP}
 
 
@@ -37,17 +35,13 @@ def open_cache_dir(cache_dir: str) -> Path:
     try:
         path.mkdir(parents=True, exist_ok=True)
     except OSError as error:
-        raise ConfigError(
-            f"data.cache_dir={cache_dir}", f"it cannot be created ({error})", fix
-        ) from error
+        raise ConfigError(f"data.cache_dir={cache_dir}", f"it cannot be created ({error})", fix) from error
     if not os.access(path, os.W_OK | os.X_OK):
         raise ConfigError(f"data.cache_dir={cache_dir}", "it cannot be written to", fix)
     return path
 
 
-def build_once(
-    target: Path, build: Callable[[Path], None], *, is_complete: Callable[[Path], bool]
-) -> None:
+def build_once(target: Path, build: Callable[[Path], None], *, is_complete: Callable[[Path], bool]) -> None:
     """Build `target` unless it is already complete; safe in any number of processes.
 
     Args:

@@ -14,9 +14,7 @@ POWERS = {
 }
 
 
-def scaled_lr(
-    rule: str, base_lr: object, base_batch_size: object, global_batch_size: object
-) -> float | None:
+def scaled_lr(rule: str, base_lr: object, base_batch_size: object, global_batch_size: object) -> float | None:
     """Return the learning rate for a global batch size.
 
     Args:
@@ -29,10 +27,7 @@ def scaled_lr(
         None if a value is not a positive finite number or the rule is unknown: the config check reports it.
     """
     if not (
-        rule in POWERS
-        and is_positive(base_lr)
-        and is_positive(base_batch_size)
-        and is_positive(global_batch_size)
+        rule in POWERS and is_positive(base_lr) and is_positive(base_batch_size) and is_positive(global_batch_size)
     ):
         return None
     return float(base_lr * (global_batch_size / base_batch_size) ** POWERS[rule])

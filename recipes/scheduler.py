@@ -120,9 +120,7 @@ def constant_cooldown(
     return _interpolate(1.0, final_fraction, math.sqrt(_progress(step, cooldown_begins, num_steps)))
 
 
-def step(
-    step: int, *, milestones: Sequence[int], factor: float, warmup_steps: Annotated[int, ">= 0"]
-) -> float:
+def step(step: int, *, milestones: Sequence[int], factor: float, warmup_steps: Annotated[int, ">= 0"]) -> float:
     """Multiply by `factor` at every milestone (ResNet, arXiv 1512.03385).
 
     Args:
@@ -131,9 +129,7 @@ def step(
         factor: Multiplier at each milestone.
         warmup_steps: Optimizer steps of the linear warm-up; 0: none.
     """
-    return _warmup(step, warmup_steps) * factor ** sum(
-        step >= milestone for milestone in milestones
-    )
+    return _warmup(step, warmup_steps) * factor ** sum(step >= milestone for milestone in milestones)
 
 
 def one_cycle(

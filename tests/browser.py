@@ -12,9 +12,7 @@ from pathlib import Path
 from typing import Any
 from urllib.request import Request, urlopen
 
-PROGRAM = next(
-    filter(None, map(shutil.which, ("chromium", "chromium-browser", "google-chrome"))), None
-)
+PROGRAM = next(filter(None, map(shutil.which, ("chromium", "chromium-browser", "google-chrome"))), None)
 
 
 class Chromium:
@@ -37,9 +35,7 @@ class Chromium:
             f"--user-data-dir={profile}",
         )
         with (profile / "log").open("w") as log:
-            self._process = subprocess.Popen(
-                [PROGRAM, *flags, "about:blank"], stdout=log, stderr=log
-            )
+            self._process = subprocess.Popen([PROGRAM, *flags, "about:blank"], stdout=log, stderr=log)
         try:
             self._port = int(_wait_for_content(profile / "DevToolsActivePort").split()[0])
         except BaseException:
@@ -94,17 +90,13 @@ class Tab:
 
     def value(self, script: str) -> Any:
         """Evaluate a JavaScript expression; await it if it is a promise."""
-        result = self.send(
-            "Runtime.evaluate", expression=script, returnByValue=True, awaitPromise=True
-        )
+        result = self.send("Runtime.evaluate", expression=script, returnByValue=True, awaitPromise=True)
         assert "exceptionDetails" not in result, result["exceptionDetails"]
         return result["result"].get("value")
 
     def settle(self) -> None:
         """Wait two frames, so that whatever was requested has been drawn."""
-        self.value(
-            "new Promise((r) => requestAnimationFrame(() => requestAnimationFrame(() => r(1))))"
-        )
+        self.value("new Promise((r) => requestAnimationFrame(() => requestAnimationFrame(() => r(1))))")
 
     def wait(self, script: str) -> None:
         """Wait until an expression is true, for at most ten seconds."""

@@ -45,9 +45,7 @@ class FaultAt(Callback):
         self._last_step = -1
         self._handle: Any = None
 
-    def on_train_batch_start(
-        self, trainer: lightning.Trainer, pl_module: Any, batch: Any, batch_idx: int
-    ) -> None:
+    def on_train_batch_start(self, trainer: lightning.Trainer, pl_module: Any, batch: Any, batch_idx: int) -> None:
         self._end()
         step = trainer.global_step
         if step == self._last_step:

@@ -19,9 +19,7 @@ class NanGPT2(GPT2):
         shape: Further arguments of `GPT2`.
     """
 
-    def __init__(
-        self, *, born_in: Literal["forward", "backward"], at_pass: int, on_rank: int, **shape: Any
-    ) -> None:
+    def __init__(self, *, born_in: Literal["forward", "backward"], at_pass: int, on_rank: int, **shape: Any) -> None:
         super().__init__(**shape)
         self.norm = _Norm(self.hidden_size)
         self.norm.fault = (born_in, at_pass, on_rank)

@@ -38,9 +38,7 @@ class SignalAt(Callback):
     def on_fit_start(self, trainer: lightning.Trainer, *_: Any) -> None:
         self._send(trainer, "start")
 
-    def on_train_batch_start(
-        self, trainer: lightning.Trainer, pl_module: Any, batch: Any, batch_idx: int
-    ) -> None:
+    def on_train_batch_start(self, trainer: lightning.Trainer, pl_module: Any, batch: Any, batch_idx: int) -> None:
         self._send(trainer, "batch" if batch_idx % 2 else "window")
         time.sleep(self._pause)
 
@@ -54,9 +52,7 @@ class SignalAt(Callback):
             self._send(trainer, "validation")
         time.sleep(self._pause)
 
-    def on_exception(
-        self, trainer: lightning.Trainer, pl_module: Any, exception: BaseException
-    ) -> None:
+    def on_exception(self, trainer: lightning.Trainer, pl_module: Any, exception: BaseException) -> None:
         with (self._folder / f"ended_{trainer.global_rank}").open("a") as file:
             file.write(f"{type(exception).__name__} {trainer.global_step}\n")
 
@@ -92,8 +88,7 @@ def computed(folder: Path) -> list[dict[str, str]]:
     """Return the rows of metrics.csv as text, without measurements of time and memory."""
     with (folder / "metrics.csv").open(newline="") as file:
         return [
-            {name: text for name, text in row.items() if not name.startswith(MEASURED)}
-            for row in csv.DictReader(file)
+            {name: text for name, text in row.items() if not name.startswith(MEASURED)} for row in csv.DictReader(file)
         ]
 
 

@@ -68,9 +68,7 @@ class Cluster:
         more_config: Further lines of `slurm.conf`.
     """
 
-    def __init__(
-        self, folder: Path, *, grace_seconds: int = _GRACE_SECONDS, more_config: str = ""
-    ) -> None:
+    def __init__(self, folder: Path, *, grace_seconds: int = _GRACE_SECONDS, more_config: str = "") -> None:
         self.folder = folder
         self._daemons: list[subprocess.Popen[bytes]] = []
         clean = {k: v for k, v in os.environ.items() if not k.startswith(("SLURM", "SBATCH"))}
@@ -107,9 +105,7 @@ class Cluster:
         line = self.query("scontrol", "--oneliner", "show", "job", job_id).splitlines()[0]
         return dict(field.split("=", 1) for field in line.split() if "=" in field)
 
-    def wait(
-        self, job_id: str, *states: str, timeout_seconds: float = 120.0, restarts: int = 0
-    ) -> dict[str, str]:
+    def wait(self, job_id: str, *states: str, timeout_seconds: float = 120.0, restarts: int = 0) -> dict[str, str]:
         """Wait until the job is in one of these states.
 
         Args:
@@ -223,9 +219,7 @@ class Cluster:
         program = shutil.which(name, path=self.environment["PATH"])
         assert program is not None, name
         with (self.folder / f"{name}.log").open("w") as log:
-            daemon = subprocess.Popen(
-                [program, *args], env=self.environment, stdout=log, stderr=log, cwd=self.folder
-            )
+            daemon = subprocess.Popen([program, *args], env=self.environment, stdout=log, stderr=log, cwd=self.folder)
         self._daemons.append(daemon)
 
     def _node_is_idle(self) -> bool:

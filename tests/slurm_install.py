@@ -31,9 +31,7 @@ def path_with_daemons() -> str:
 
 
 def _absent() -> list[str]:
-    return [
-        program for program in _PROGRAMS if shutil.which(program, path=path_with_daemons()) is None
-    ]
+    return [program for program in _PROGRAMS if shutil.which(program, path=path_with_daemons()) is None]
 
 
 def _install() -> str:

@@ -35,10 +35,7 @@ class Started:
         self.process = subprocess.Popen(
             command,
             cwd=folder,
-            env=os.environ
-            | dict(environ or {})
-            | {"OMP_NUM_THREADS": "1", "PYTHONPATH": path}
-            | marked(self._mark),
+            env=os.environ | dict(environ or {}) | {"OMP_NUM_THREADS": "1", "PYTHONPATH": path} | marked(self._mark),
             stdout=subprocess.PIPE,
             stderr=subprocess.STDOUT,
             text=True,

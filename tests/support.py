@@ -57,10 +57,7 @@ def run_train(
 def read_metrics(run_folder: Path) -> list[dict[str, float]]:
     """Return the rows of metrics.csv without empty cells."""
     with (run_folder / "metrics.csv").open(newline="") as file:
-        return [
-            {name: float(value) for name, value in row.items() if value}
-            for row in csv.DictReader(file)
-        ]
+        return [{name: float(value) for name, value in row.items() if value} for row in csv.DictReader(file)]
 
 
 def write_texts(folder: Path) -> Path:
@@ -78,9 +75,7 @@ class CrashAt(Callback):
     def __init__(self, *, step: int) -> None:
         self.step = step
 
-    def on_train_batch_start(
-        self, trainer: lightning.Trainer, pl_module: Any, batch: Any, batch_idx: int
-    ) -> None:
+    def on_train_batch_start(self, trainer: lightning.Trainer, pl_module: Any, batch: Any, batch_idx: int) -> None:
         if trainer.global_step == self.step:
             raise OSError(f"crash at {self.step}")
 
@@ -102,9 +97,7 @@ class OverflowAt(Callback):
         self.step = step
         self.rank = rank
 
-    def on_train_batch_start(
-        self, trainer: lightning.Trainer, pl_module: Any, batch: Any, batch_idx: int
-    ) -> None:
+    def on_train_batch_start(self, trainer: lightning.Trainer, pl_module: Any, batch: Any, batch_idx: int) -> None:
         if trainer.global_step == self.step and trainer.global_rank == self.rank:
             batch["num_targets"] = torch.tensor(1e-30)
 

@@ -73,9 +73,7 @@ class Sweeps:
         environ: Environment variables added to those of this process.
     """
 
-    def __init__(
-        self, folder: Path, texts: str, *, environ: Mapping[str, str] | None = None
-    ) -> None:
+    def __init__(self, folder: Path, texts: str, *, environ: Mapping[str, str] | None = None) -> None:
         self.folder = folder
         self._environ = dict(environ or {})
         (folder / "watcher.py").write_text(WATCHER)
@@ -86,9 +84,7 @@ class Sweeps:
         """Start `python train.py -m …` with runs of four steps and a checkpoint at every second."""
         return self._start(["-m", f"hydra.sweep.dir={sweep}", *overrides], told, faults)
 
-    def start_run(
-        self, folder: str, *overrides: str, told: str = "told", **faults: float
-    ) -> Started:
+    def start_run(self, folder: str, *overrides: str, told: str = "told", **faults: float) -> Started:
         """Start one such run."""
         return self._start([f"hydra.run.dir={folder}", *overrides], told, faults)
 
@@ -106,9 +102,7 @@ class Sweeps:
         self.started.append(started)
         return started
 
-    def run(
-        self, sweep: str, *overrides: str, told: str = "told", **faults: float
-    ) -> tuple[int, str]:
+    def run(self, sweep: str, *overrides: str, told: str = "told", **faults: float) -> tuple[int, str]:
         """Run a sweep to its end; return the exit code and the output."""
         started = self.start(sweep, *overrides, told=told, **faults)
         output = started.end(timeout=280.0)
@@ -117,9 +111,7 @@ class Sweeps:
 
     def told(self, told: str = "told") -> list[dict[str, Any]]:
         """Return the reports of all ranks of all jobs."""
-        return [
-            json.loads(path.read_text()) for path in sorted((self.folder / told).glob("*.json"))
-        ]
+        return [json.loads(path.read_text()) for path in sorted((self.folder / told).glob("*.json"))]
 
     def board(self, sweep: str) -> list[dict[str, str]]:
         """Return the rows of `sweep.csv`."""
@@ -134,18 +126,14 @@ class Sweeps:
 def rows(folder: Path) -> list[dict[str, float]]:
     """Return the metrics of a run that are deterministic to the last bit."""
     return [
-        {name: value for name, value in row.items() if not name.startswith(MEASURED)}
-        for row in read_metrics(folder)
+        {name: value for name, value in row.items() if not name.startswith(MEASURED)} for row in read_metrics(folder)
     ]
 
 
 def by_job(reports: list[dict[str, Any]]) -> dict[str, list[dict[str, Any]]]:
     """Group the reports of ranks by run folder."""
     folders = {report["run_folder"] for report in reports}
-    return {
-        folder: [report for report in reports if report["run_folder"] == folder]
-        for folder in folders
-    }
+    return {folder: [report for report in reports if report["run_folder"] == folder] for folder in folders}
 
 
 def wait_until(condition: Callable[[], bool], seconds: float = 120) -> None:

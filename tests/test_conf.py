@@ -44,9 +44,7 @@ def test_an_option_names_the_module_of_its_group(path: Path) -> None:
             continue
         if group == "callbacks":
             assert target.startswith(f"callbacks.{option}.")
-        elif target.startswith(
-            "callbacks."
-        ):  # what a mode hands its work to: conf/ alone knows both
+        elif target.startswith("callbacks."):  # what a mode hands its work to: conf/ alone knows both
             assert group in ("mode", "sweep")
         else:
             assert target.startswith(f"recipes.{group}.")
@@ -123,9 +121,7 @@ def test_every_recipe_composes_checks_and_builds_every_model_on_the_meta_device(
     with torch.device("meta"):
         made = run.task._make_model()
     optimizer = _make(config["optimizer"])(made, fused=False)
-    assert sum(len(group["params"]) for group in optimizer.param_groups) == len(
-        list(made.parameters())
-    )
+    assert sum(len(group["params"]) for group in optimizer.param_groups) == len(list(made.parameters()))
     assert 0.0 < run.task._schedule(0) <= 1.0
     assert all(parameter.is_meta for parameter in made.parameters())
     assert sum(parameter.numel() for parameter in made.parameters()) > 500_000

@@ -28,9 +28,7 @@ def engine(name: str) -> list[str]:
 
 
 @pytest.mark.parametrize("option", OPTIONS)
-def test_every_recipe_takes_every_debug_option(
-    option: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_every_recipe_takes_every_debug_option(option: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(engines, "check_toolchain", lambda *_: ())
     for recipe in RECIPES:
         disk = [f"strategy.nvme_path={tmp_path}"] if recipe.endswith("_nvme") else []
@@ -92,9 +90,7 @@ def test_a_fast_dev_run_of_images_needs_no_text(tmp_path: Path) -> None:
     assert (run / "checkpoints/step_0000001.ckpt/manifest.json").is_file()
 
 
-def test_limit_validates_and_saves_four_times_and_keeps_what_a_run_keeps(
-    tmp_path: Path, text_folder: str
-) -> None:
+def test_limit_validates_and_saves_four_times_and_keeps_what_a_run_keeps(tmp_path: Path, text_folder: str) -> None:
     run = tmp_path / "run"
     words = [*TINY, f"data.path={text_folder}", f"hydra.run.dir={run}"]
     done = run_train([*words, "debug=limit"])
@@ -126,8 +122,8 @@ def test_overfit_memorizes_a_batch_of_text(devices: int, tmp_path: Path, text_fo
     words += engine("single" if devices == 1 else "ddp")
     done = run_train([*words, "debug=overfit"])
     assert done.returncode == 0, done.stdout + done.stderr
-    told = "overfit: the first 8 samples again and again, and validation on the same ones"
-    assert done.stdout.count(told) == 1
+    line = "overfit: training repeats its first 8 samples and validation uses the same ones"
+    assert done.stdout.count(line) == 1
     summary = json.loads((run / "summary.json").read_text())
     assert summary["train_loss"] < 0.05
     assert summary["val_loss"] < 0.05

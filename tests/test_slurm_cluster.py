@@ -21,21 +21,15 @@ exit $code
 def test_two_tasks_in_each_job_of_an_array_of_two_are_four_processes_with_their_own_ranks(
     slurm: Cluster, tmp_path: Path
 ) -> None:
-    command = (
-        "echo $SLURM_PROCID of $SLURM_STEP_NUM_TASKS > task.$SLURM_ARRAY_TASK_ID.$SLURM_PROCID"
-    )
-    array = slurm.submit(
-        "--array=0-1", "--ntasks=2", f"--wrap=srun sh -c '{command}'", folder=tmp_path
-    )
+    command = "echo $SLURM_PROCID of $SLURM_STEP_NUM_TASKS > task.$SLURM_ARRAY_TASK_ID.$SLURM_PROCID"
+    array = slurm.submit("--array=0-1", "--ntasks=2", f"--wrap=srun sh -c '{command}'", folder=tmp_path)
     for index in range(2):
         assert slurm.wait(f"{array}_{index}", "COMPLETED")["ExitCode"] == "0:0"
     written = {path.name: path.read_text().strip() for path in tmp_path.glob("task.*")}
     assert written == {f"task.{i}.{rank}": f"{rank} of 2" for i in range(2) for rank in range(2)}
 
 
-def test_a_preempted_job_that_requeues_itself_runs_again_under_its_id(
-    slurm: Cluster, tmp_path: Path
-) -> None:
+def test_a_preempted_job_that_requeues_itself_runs_again_under_its_id(slurm: Cluster, tmp_path: Path) -> None:
     script = tmp_path / "job.sh"
     script.write_text(_WAITS)
     job_id = slurm.submit("--ntasks=2", str(script), folder=tmp_path)

@@ -67,11 +67,7 @@ def _num_lines(function: ast.FunctionDef) -> int:
 
 
 def test_files_have_at_most_three_hundred_lines() -> None:
-    long = {
-        str(path.relative_to(ROOT)): lines
-        for path in FILES
-        if (lines := len(path.read_text().splitlines())) > 300
-    }
+    long = {str(path.relative_to(ROOT)): lines for path in FILES if (lines := len(path.read_text().splitlines())) > 300}
     assert not long
 
 

@@ -14,11 +14,7 @@ from support import ROOT, read_metrics, run_train
 
 README = (ROOT / "README.md").read_text()
 BLOCKS = "\n".join(re.findall(r"```sh\n(.*?)```", README, re.DOTALL))
-COMMANDS = [
-    shlex.split(line, comments=True)[2:]
-    for line in BLOCKS.splitlines()
-    if line.startswith("python train.py")
-]
+COMMANDS = [shlex.split(line, comments=True)[2:] for line in BLOCKS.splitlines() if line.startswith("python train.py")]
 # what keeps a command of the README to some seconds here; what it says itself stays
 SHORT = [
     "trainer.max_steps=2",
@@ -88,9 +84,7 @@ def test_help_and_a_mistake_answer_without_torch_or_lightning(tmp_path: Path) ->
         "sys.exit(code)\n"
     )
     for word, code in (("--help", 0), ("modle=gpt2", 2)):
-        done = subprocess.run(
-            [sys.executable, "-c", program, word], cwd=ROOT, capture_output=True, check=False
-        )
+        done = subprocess.run([sys.executable, "-c", program, word], cwd=ROOT, capture_output=True, check=False)
         assert done.returncode == code, done.stderr.decode()
 
 

@@ -74,9 +74,7 @@ def wheel(tmp_path_factory: pytest.TempPathFactory) -> Path:
         copy.parent.mkdir(parents=True, exist_ok=True)
         copy.write_bytes((ROOT / name).read_bytes())
     command = [sys.executable, "-m", "build", "--wheel", "--no-isolation", "--outdir", str(folder)]
-    done = subprocess.run(
-        [*command, str(folder / "source")], capture_output=True, text=True, check=False
-    )
+    done = subprocess.run([*command, str(folder / "source")], capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stdout + done.stderr
     [built] = folder.glob("*.whl")
     return built
@@ -113,22 +111,16 @@ def test_it_installs_one_name_and_no_top_level_recipes_or_callbacks(wheel: Path)
     assert "lightning_recipes/setup.py" not in names
 
 
-def test_a_stranger_trains_with_its_callbacks_beside_a_folder_of_the_same_name(
-    python: Path, tmp_path: Path
-) -> None:
+def test_a_stranger_trains_with_its_callbacks_beside_a_folder_of_the_same_name(python: Path, tmp_path: Path) -> None:
     (tmp_path / "callbacks").mkdir()
     (tmp_path / "callbacks" / "__init__.py").write_text('OWNER = "stranger"\n')
     (tmp_path / "main.py").write_text(STRANGER)
-    done = subprocess.run(
-        [python, "main.py"], cwd=tmp_path, capture_output=True, text=True, check=False
-    )
+    done = subprocess.run([python, "main.py"], cwd=tmp_path, capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stdout + done.stderr
     assert done.stdout.splitlines()[-1] == "trained 8 steps"
 
 
-def test_the_installed_command_runs_a_recipe_beside_a_folder_of_the_same_name(
-    python: Path, tmp_path: Path
-) -> None:
+def test_the_installed_command_runs_a_recipe_beside_a_folder_of_the_same_name(python: Path, tmp_path: Path) -> None:
     (tmp_path / "callbacks").mkdir()
     (tmp_path / "callbacks" / "__init__.py").write_text('raise ImportError("the stranger\'s")\n')
     command = "from lightning_recipes.recipes.entry.installed import main; main()"

@@ -5,9 +5,7 @@ from collections.abc import Callable
 import torch
 
 Instant = float | torch.cuda.Event
-_MAX_PASSES = (
-    256  # newest micro-batches kept: an optimizer stepped by hand may never end a step here
-)
+_MAX_PASSES = 256  # newest micro-batches kept: an optimizer stepped by hand may never end a step here
 
 
 class Phases:

@@ -50,9 +50,7 @@ class Finding:
     text: str
 
 
-def findings(
-    rows: Sequence[BottleneckSample], *, best: BottleneckSample | None
-) -> Iterator[Finding]:
+def findings(rows: Sequence[BottleneckSample], *, best: BottleneckSample | None) -> Iterator[Finding]:
     """Yield the causes that all of the newest rows agree on; none while there are too few rows.
 
     Args:
@@ -93,9 +91,7 @@ def _slow_rank(rows: Sequence[BottleneckSample]) -> Iterator[Finding]:
         return
     ratios = [row.forward_seconds[rank] / _median_of_others(row, rank) for row in rows]
     if min(ratios) > SLOW_RANK:
-        text = (
-            f"rank {rank} takes {median(ratios):.2g} times as long for a forward pass as the others"
-        )
+        text = f"rank {rank} takes {median(ratios):.2g} times as long for a forward pass as the others"
         yield Finding("slow_rank", text)
 
 
@@ -104,9 +100,7 @@ def _median_of_others(row: BottleneckSample, rank: int) -> float:
 
 
 def _sync(rows: Sequence[BottleneckSample]) -> Iterator[Finding]:
-    fractions = [
-        row.sync_seconds / row.step_seconds for row in rows if row.sync_seconds is not None
-    ]
+    fractions = [row.sync_seconds / row.step_seconds for row in rows if row.sync_seconds is not None]
     if len(fractions) == NUM_ROWS and min(fractions) > SYNC:
         text = f"{median(fractions):.0%} of each step is spent reducing gradients between ranks"
         yield Finding("sync", text)
@@ -117,9 +111,7 @@ def _small_batch(rows: Sequence[BottleneckSample]) -> Iterator[Finding]:
     free = [row.free_memory for row in rows if row.free_memory is not None]
     if len(free) == NUM_ROWS and min(free) > _FREE and rows[-1].num_micro_batches > 1:
         count = rows[-1].num_micro_batches
-        text = (
-            f"a step takes {count} micro-batches and {min(free):.0%} of the device's memory is free"
-        )
+        text = f"a step takes {count} micro-batches and {min(free):.0%} of the device's memory is free"
         yield Finding("small_batch", text)
 
 

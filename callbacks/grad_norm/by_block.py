@@ -42,10 +42,7 @@ def sum_by_block(named: Iterable[tuple[str, Tensor]]) -> dict[str, float | None]
         square = _sum_of_squares(tensor)
         block = get_block(name)
         squares[block] = squares[block] + square if block in squares else square
-    return {
-        block: float(value.sqrt()) if bool(value.isfinite()) else None
-        for block, value in squares.items()
-    }
+    return {block: float(value.sqrt()) if bool(value.isfinite()) else None for block, value in squares.items()}
 
 
 def _sum_of_squares(tensor: Any) -> Tensor:

@@ -50,9 +50,7 @@ class GradNormMonitor(Callback):
         0
     """
 
-    def __init__(
-        self, *, per_block: bool = False, vanishing: float = 1e-7, rising: float = 30.0
-    ) -> None:
+    def __init__(self, *, per_block: bool = False, vanishing: float = 1e-7, rising: float = 30.0) -> None:
         self._per_block = per_block
         self._trend = NormTrend(vanishing=vanishing, rising=rising)
         self._by_block: dict[str, float | None] = {}
@@ -66,9 +64,7 @@ class GradNormMonitor(Callback):
         self._steps.start(trainer)
 
     @override
-    def on_before_optimizer_step(
-        self, trainer: Trainer, pl_module: LightningModule, optimizer: Optimizer
-    ) -> None:
+    def on_before_optimizer_step(self, trainer: Trainer, pl_module: LightningModule, optimizer: Optimizer) -> None:
         if not is_logged_step(trainer):
             return
         if isinstance(trainer.strategy, (DeepSpeedStrategy, FSDPStrategy)):

@@ -152,9 +152,7 @@ class LossSpikeRollback(Callback):
             log.warning("LossSpikeRollback is off: the module uses manual optimization")
 
     @override
-    def on_train_batch_start(
-        self, trainer: Trainer, pl_module: LightningModule, batch: Any, batch_idx: int
-    ) -> None:
+    def on_train_batch_start(self, trainer: Trainer, pl_module: LightningModule, batch: Any, batch_idx: int) -> None:
         if self._reader is None:
             return
         self._dump.record(trainer, batch)
@@ -167,16 +165,12 @@ class LossSpikeRollback(Callback):
             self._recovery.take_snapshot(trainer, is_good=True)
 
     @override
-    def on_before_backward(
-        self, trainer: Trainer, pl_module: LightningModule, loss: Tensor
-    ) -> None:
+    def on_before_backward(self, trainer: Trainer, pl_module: LightningModule, loss: Tensor) -> None:
         if self._reader is not None:
             self._reader.add_loss(trainer, loss)
 
     @override
-    def on_before_optimizer_step(
-        self, trainer: Trainer, pl_module: LightningModule, optimizer: Optimizer
-    ) -> None:
+    def on_before_optimizer_step(self, trainer: Trainer, pl_module: LightningModule, optimizer: Optimizer) -> None:
         if self._reader is not None:
             self._recovery.rollback.wait_until_copied()
             self._reader.guard_step(trainer, optimizer)
@@ -190,9 +184,7 @@ class LossSpikeRollback(Callback):
         self._verdict = self._reader.read(trainer)
         self._response = "none"
         if self._verdict is not None:
-            self._response = self._recovery.escalation.step(
-                skipped=self._verdict.skipped, drifts=self._verdict.drifts
-            )
+            self._response = self._recovery.escalation.step(skipped=self._verdict.skipped, drifts=self._verdict.drifts)
             self._reader.set_limits()
         if is_logged_step(trainer):
             log_row(pl_module, self._get_row())
@@ -236,9 +228,7 @@ class LossSpikeRollback(Callback):
         self._recovery.rollback.drop()
 
     @override
-    def on_exception(
-        self, trainer: Trainer, pl_module: LightningModule, exception: BaseException
-    ) -> None:
+    def on_exception(self, trainer: Trainer, pl_module: LightningModule, exception: BaseException) -> None:
         self._recovery.rollback.drop()
 
     def _get_row(self) -> dict[str, float]:

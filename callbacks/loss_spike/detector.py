@@ -64,9 +64,7 @@ class SpikeDetector:
         logarithmic: bool = False,
     ) -> None:
         if not 2 <= warmup_steps <= window:
-            raise ValueError(
-                f"a warm-up of {warmup_steps} values needs a window of at least as many"
-            )
+            raise ValueError(f"a warm-up of {warmup_steps} values needs a window of at least as many")
         self._warmup_steps = warmup_steps
         self._spike_score = spike_score
         self._drift_threshold = drift_threshold
@@ -147,9 +145,7 @@ class SpikeDetector:
         self._num_above = self._num_above + 1 if score > self._drift_threshold else 0
         if self._num_above < self._drift_patience:
             return None
-        return Alarm(
-            kind="drift", value=self._unscale(center), expected=self._unscale(lowest), score=score
-        )
+        return Alarm(kind="drift", value=self._unscale(center), expected=self._unscale(lowest), score=score)
 
     def _expected(self) -> float:
         if len(self._values) < self._warmup_steps:

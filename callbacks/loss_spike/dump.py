@@ -71,9 +71,7 @@ class SpikeDump:
         """Forget the micro-batches after a rollback: the next steps have the same numbers."""
         self._newest = []
 
-    def write(
-        self, trainer: Trainer, pl_module: LightningModule, verdict: Verdict, monitor: SpikeMonitor
-    ) -> None:
+    def write(self, trainer: Trainer, pl_module: LightningModule, verdict: Verdict, monitor: SpikeMonitor) -> None:
         """Write the dump of a step unless there are enough of them; a collective, so call it on every rank.
 
         A full disk is logged and does not end the run.
@@ -91,9 +89,7 @@ class SpikeDump:
         step = verdict.measurement.step
         folder = parent / FOLDER / f"step_{step:07d}"
         if trainer.is_global_zero:
-            shutil.rmtree(
-                folder, ignore_errors=True
-            )  # of a step of this number that was rolled back
+            shutil.rmtree(folder, ignore_errors=True)  # of a step of this number that was rolled back
         folder = Path(trainer.strategy.broadcast(str(folder)))
         parts = [part for part in self._newest if part.step == step]
         losses = [_get_sample_losses(trainer, pl_module, part.batch) for part in parts]
@@ -101,9 +97,7 @@ class SpikeDump:
             self._write_rank(trainer, pl_module, folder, parts, losses, verdict)
         except OSError as error:  # must not leave the other ranks waiting in the collectives below
             log.warning(f"{folder} could not be written: {error.strerror}")
-        losses_by_rank = gather_objects(
-            [None if loss is None else loss.tolist() for loss in losses]
-        )
+        losses_by_rank = gather_objects([None if loss is None else loss.tolist() for loss in losses])
         weight_norms = norms_by_block(pl_module)
         if trainer.is_global_zero:
             content = _describe(trainer, verdict, monitor) | {"weight_norms": weight_norms}
@@ -146,18 +140,11 @@ def _describe(trainer: Trainer, verdict: Verdict, monitor: SpikeMonitor) -> dict
         "grad_norm": None if measurement.norm is None else finite(measurement.norm),
         "skipped": verdict.skipped,
         "alarms": {
-            name: {
-                key: value if isinstance(value, str) else finite(value)
-                for key, value in asdict(alarm).items()
-            }
+            name: {key: value if isinstance(value, str) else finite(value) for key, value in asdict(alarm).items()}
             for name, alarm in verdict.alarms.items()
         },
         "windows": {name: detector.window for name, detector in monitor.detectors.items()},
-        "learning_rates": [
-            float(group["lr"])
-            for optimizer in trainer.optimizers
-            for group in optimizer.param_groups
-        ],
+        "learning_rates": [float(group["lr"]) for optimizer in trainer.optimizers for group in optimizer.param_groups],
         "loss_scale": getattr(trainer.strategy, "current_loss_scale", None),
         "world_size": trainer.world_size,
         "accumulate_grad_batches": trainer.accumulate_grad_batches,

@@ -40,13 +40,9 @@ class SpikeEscalation:
         ValueError: `max_rollbacks` is below 1: the first spike would end the run.
     """
 
-    def __init__(
-        self, *, max_skips: int, skip_window: int, cooldown_steps: int, max_rollbacks: int
-    ) -> None:
+    def __init__(self, *, max_skips: int, skip_window: int, cooldown_steps: int, max_rollbacks: int) -> None:
         if max_rollbacks < 1:
-            raise ValueError(
-                f"max_rollbacks={max_rollbacks}: the first spike would end the run; type 1 or more"
-            )
+            raise ValueError(f"max_rollbacks={max_rollbacks}: the first spike would end the run; type 1 or more")
         self._max_skips = max_skips
         self._skip_window = skip_window
         self._cooldown_steps = cooldown_steps

@@ -77,10 +77,7 @@ class LearningRateBackoff:
 
 
 def _get_base_rates(trainer: Trainer) -> list[list[float]]:
-    return [
-        [float(base) for base in getattr(scheduler, "base_lrs", [])]
-        for scheduler in _get_schedulers(trainer)
-    ]
+    return [[float(base) for base in getattr(scheduler, "base_lrs", [])] for scheduler in _get_schedulers(trainer)]
 
 
 def _get_schedulers(trainer: Trainer) -> list[Any]:

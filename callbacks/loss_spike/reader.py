@@ -132,9 +132,7 @@ class DelayedReadback:
 
     @staticmethod
     def _send(step: int, packed: Tensor) -> tuple[int, Tensor, torch.cuda.Event]:
-        scalars = torch.empty(
-            packed.shape, dtype=packed.dtype, pin_memory=True
-        )  # [number of values]
+        scalars = torch.empty(packed.shape, dtype=packed.dtype, pin_memory=True)  # [number of values]
         scalars.copy_(packed, non_blocking=True)
         copied = torch.cuda.Event()  # type: ignore[no-untyped-call]
         copied.record()

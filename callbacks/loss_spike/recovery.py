@@ -108,9 +108,7 @@ class Recovery:
         if self.lr_backoff.end_if_due(trainer, self.escalation.counts.clock):
             log.info(f"Step {trainer.global_step}: the learning rate follows the schedule again")
 
-    def roll_back(
-        self, trainer: Trainer, pl_module: LightningModule, verdict: Verdict, *, backs_off: bool
-    ) -> None:
+    def roll_back(self, trainer: Trainer, pl_module: LightningModule, verdict: Verdict, *, backs_off: bool) -> None:
         """Restore a good snapshot; the data continues from where it is.
 
         Args:
@@ -159,9 +157,7 @@ class Recovery:
         log_event(trainer, None, "stop", step, why=why)
         raise TrainingDivergedError(f"Diverged at step {step}: {why}")
 
-    def _log_rollback(
-        self, trainer: Trainer, from_step: int, to_step: int, *, backs_off: bool
-    ) -> None:
+    def _log_rollback(self, trainer: Trainer, from_step: int, to_step: int, *, backs_off: bool) -> None:
         skipped = f", {self._skip_batches} batches skipped" if self._skip_batches else ""
         line = f"Step {from_step}: rolled back to step {to_step}{skipped}"
         fields: dict[str, Any] = {"from": from_step, "skipped_batches": self._skip_batches}

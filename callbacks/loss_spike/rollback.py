@@ -156,9 +156,7 @@ class Rollback:
 
 def _get_copy_bytes(tensor: Tensor) -> int:
     """Return the host memory of a copy: the pinned memory of a GPU tensor's copy comes in powers of two."""
-    return (
-        1 << (tensor.nbytes - 1).bit_length() if tensor.is_cuda and tensor.nbytes else tensor.nbytes
-    )
+    return 1 << (tensor.nbytes - 1).bit_length() if tensor.is_cuda and tensor.nbytes else tensor.nbytes
 
 
 def _get_folder(trainer: Trainer) -> Path:

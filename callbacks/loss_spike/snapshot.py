@@ -11,9 +11,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-EARLY = (
-    "buffer/"  # prefix of tensors that the next forward pass changes: cloned on the device at once
-)
+EARLY = "buffer/"  # prefix of tensors that the next forward pass changes: cloned on the device at once
 Named = Iterable[tuple[str, Tensor]]
 
 
@@ -133,13 +131,9 @@ class SnapshotRing:
 
     def __init__(self, *, size: int, quarantine_steps: int, folder: Path | None = None) -> None:
         if size < 2:
-            raise ValueError(
-                f"a ring of {size} snapshots: the good one would be overwritten by a new one"
-            )
+            raise ValueError(f"a ring of {size} snapshots: the good one would be overwritten by a new one")
         self.quarantine_steps = quarantine_steps
-        self._slots = [
-            Snapshot(None if folder is None else folder / str(number)) for number in range(size)
-        ]
+        self._slots = [Snapshot(None if folder is None else folder / str(number)) for number in range(size)]
 
     @property
     def held(self) -> list[Snapshot]:
@@ -158,9 +152,7 @@ class SnapshotRing:
         Args:
             now: On the clock of `Snapshot.taken_at`.
         """
-        good = [
-            snapshot for snapshot in self.held if now - snapshot.taken_at >= self.quarantine_steps
-        ]
+        good = [snapshot for snapshot in self.held if now - snapshot.taken_at >= self.quarantine_steps]
         return good[-1] if good else None
 
     def drop_after(self, snapshot: Snapshot) -> None:

@@ -87,9 +87,7 @@ def live_scalars(trainer: Trainer) -> dict[str, Any]:
     of_module = getattr(trainer.lightning_module, "live_scalars", None)
     return {
         "step": trainer.global_step,
-        "schedulers": [
-            copy.deepcopy(config.scheduler.state_dict()) for config in trainer.lr_scheduler_configs
-        ],
+        "schedulers": [copy.deepcopy(config.scheduler.state_dict()) for config in trainer.lr_scheduler_configs],
         "groups": [_hyperparameters(optimizer) for optimizer in trainer.optimizers],
         "precision": copy.deepcopy(trainer.precision_plugin.state_dict()),
         "strategy": None if own is None else own(),
@@ -116,9 +114,7 @@ def restore_scalars(trainer: Trainer, scalars: dict[str, Any]) -> None:
     by_epoch = any(config.interval == "epoch" for config in configs)
     for optimizer, groups in zip(trainer.optimizers, scalars["groups"], strict=True):
         for group, saved in zip(optimizer.param_groups, groups, strict=False):
-            values = {
-                key: value for key, value in saved.items() if not by_epoch or key not in _RATES
-            }
+            values = {key: value for key, value in saved.items() if not by_epoch or key not in _RATES}
             group.update(values)
     if scalars["precision"]:
         trainer.precision_plugin.load_state_dict(scalars["precision"])

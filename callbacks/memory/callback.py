@@ -64,9 +64,7 @@ class MemoryMonitor(Callback):
             log_row(pl_module, self._peaks)
 
     @override
-    def on_exception(
-        self, trainer: Trainer, pl_module: LightningModule, exception: BaseException
-    ) -> None:
+    def on_exception(self, trainer: Trainer, pl_module: LightningModule, exception: BaseException) -> None:
         folder = run_folder(trainer)
         if folder is None or not is_out_of_memory(exception):
             return

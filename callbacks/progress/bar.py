@@ -29,9 +29,7 @@ class LiveBar:
 
     def __init__(self, console: Console | None = None) -> None:
         self._console = console if console is not None else Console(stderr=True)
-        self._live = Live(
-            console=self._console, auto_refresh=False, redirect_stdout=sys.stdout.isatty()
-        )
+        self._live = Live(console=self._console, auto_refresh=False, redirect_stdout=sys.stdout.isatty())
         self._redirected: list[tuple[logging.StreamHandler[TextIO], TextIO]] = []
 
     def start(self) -> None:
@@ -86,6 +84,5 @@ def _stream_handlers() -> list[logging.StreamHandler[TextIO]]:
         handler
         for logger in loggers
         for handler in logger.handlers
-        if isinstance(handler, logging.StreamHandler)
-        and not isinstance(handler, logging.FileHandler)
+        if isinstance(handler, logging.StreamHandler) and not isinstance(handler, logging.FileHandler)
     ]

@@ -52,9 +52,7 @@ class ProgressLine(Callback):
     def _begin(self, *, total: int | None) -> None:
         self._total = total
         self._pending_step: int | None = None  # logged, not yet written
-        self._timed_from: tuple[int, float] | None = (
-            None  # step and time at the end of the first step
-        )
+        self._timed_from: tuple[int, float] | None = None  # step and time at the end of the first step
         self._redrawn_at = -math.inf
         self._train_text = ""
         self._val_loss: float | None = None
@@ -77,9 +75,7 @@ class ProgressLine(Callback):
             log.setLevel(logging.INFO)
 
     @override
-    def on_train_batch_start(
-        self, trainer: Trainer, pl_module: LightningModule, batch: Any, batch_idx: int
-    ) -> None:
+    def on_train_batch_start(self, trainer: Trainer, pl_module: LightningModule, batch: Any, batch_idx: int) -> None:
         if self._pending_step is not None:
             self._write_row(trainer)
         if self._bar is not None and self.clock() - self._redrawn_at >= self._min_redraw_seconds:
@@ -120,9 +116,7 @@ class ProgressLine(Callback):
         self._close()
 
     @override
-    def on_exception(
-        self, trainer: Trainer, pl_module: LightningModule, exception: BaseException
-    ) -> None:
+    def on_exception(self, trainer: Trainer, pl_module: LightningModule, exception: BaseException) -> None:
         self._close()
 
     def _close(self) -> None:

@@ -38,9 +38,7 @@ class RunReport(Callback):
             self._write(trainer)
 
     @override
-    def on_exception(
-        self, trainer: Trainer, pl_module: LightningModule, exception: BaseException
-    ) -> None:
+    def on_exception(self, trainer: Trainer, pl_module: LightningModule, exception: BaseException) -> None:
         if trainer.state.fn == "fit":
             self._write(trainer)
 

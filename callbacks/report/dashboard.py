@@ -56,9 +56,7 @@ def get_sections(dashboard: Sequence[Mapping[str, Any]]) -> list[Section]:
         TypeError: A panel has an unknown key.
     """
     return [
-        Section(
-            title=section["title"], panels=tuple(_parse_panel(panel) for panel in section["panels"])
-        )
+        Section(title=section["title"], panels=tuple(_parse_panel(panel) for panel in section["panels"]))
         for section in dashboard
     ]
 

@@ -60,11 +60,7 @@ def diagnosis(run: RunRecord) -> str:
         f"<li><b>step {escape(value_text(event.get('step')))}</b> {escape(str(event['text']))}</li>"
         for event in findings
     )
-    return (
-        f'<section class="card diagnosis"><h2>Diagnosis</h2><ul>{lines}</ul></section>'
-        if lines
-        else ""
-    )
+    return f'<section class="card diagnosis"><h2>Diagnosis</h2><ul>{lines}</ul></section>' if lines else ""
 
 
 def tiles(run: RunRecord) -> str:

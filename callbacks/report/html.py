@@ -12,9 +12,7 @@ from .charts.json_data import as_json
 ASSETS = Path(__file__).parent / "assets"
 
 
-def render_page(
-    *, title: str, body: str, data: dict[str, Any], styles: Sequence[str], scripts: Sequence[str]
-) -> str:
+def render_page(*, title: str, body: str, data: dict[str, Any], styles: Sequence[str], scripts: Sequence[str]) -> str:
     """Return one HTML file with its style, its data and its scripts inside.
 
     Args:
@@ -75,19 +73,14 @@ def section(title: str, content: str, *, id_: str = "") -> str:
     """Return a card under a heading; empty if there is no content."""
     id_attribute = f' id="{id_}"' if id_ else ""
     return (
-        f'<section{id_attribute}><h2>{escape(title)}</h2><div class="card">{content}</div></section>'
-        if content
-        else ""
+        f'<section{id_attribute}><h2>{escape(title)}</h2><div class="card">{content}</div></section>' if content else ""
     )
 
 
 def folded(title: str, content: str, *, id_: str = "") -> str:
     """Return a card that opens when its title is clicked."""
     id_attribute = f' id="{id_}"' if id_ else ""
-    return (
-        f"<details{id_attribute}><summary>{escape(title)}</summary>"
-        f'<div class="card">{content}</div></details>'
-    )
+    return f'<details{id_attribute}><summary>{escape(title)}</summary><div class="card">{content}</div></details>'
 
 
 def table(heads: Sequence[str], rows: Iterable[Sequence[str]], *, css: str = "figures") -> str:

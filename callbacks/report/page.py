@@ -118,9 +118,7 @@ def mark_legend(run: RunRecord) -> str:
         for kind in kinds
     )
     # a click on a button sets the class `without-<kind>` on the body
-    hide = "".join(
-        f".without-{escape(kind)} .plot .e-{escape(kind)} {{ display: none; }}" for kind in kinds
-    )
+    hide = "".join(f".without-{escape(kind)} .plot .e-{escape(kind)} {{ display: none; }}" for kind in kinds)
     dotted = '<span class="dotted">rolled-back steps</span>' if run.rolled_back else ""
     return f'<style>{hide}</style><p class="legend">{buttons}{dotted}</p>' if buttons else ""
 

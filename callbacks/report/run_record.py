@@ -102,9 +102,7 @@ def read_run(folder: Path, *, needs_metrics: bool = True) -> RunRecord:
             {**_read_object(path), "folder": str(path.parent.relative_to(folder))}
             for path in sorted(folder.glob("spikes/step_*/spike.json"))
         ],
-        rolled_back=[
-            _read_metrics_if_any(path) for path in sorted(folder.glob("rolled_back/*.csv"))
-        ],
+        rolled_back=[_read_metrics_if_any(path) for path in sorted(folder.glob("rolled_back/*.csv"))],
     )
 
 

@@ -54,9 +54,7 @@ def planned_values(run: RunRecord) -> dict[str, float]:
         "global_batch_size": config.get("global_batch_size"),
         "seq_len": config.get("seq_len"),
     }
-    known: dict[str, float] = {
-        name: value for name, value in settings.items() if _is_number(value) and value > 0
-    }
+    known: dict[str, float] = {name: value for name, value in settings.items() if _is_number(value) and value > 0}
     planned: dict[str, float] = {}
     if "steps" in known:
         planned["steps"] = known["steps"]
@@ -147,9 +145,7 @@ def spikes_table(run: RunRecord) -> str:
         return ""
     heads = ("step", "alarm", "loss", "gradient norm", "update", "dump")
     newest = run.spikes[-1].get("step")
-    command = (
-        f"python train.py mode=replay resume={shlex.quote(str(run.folder))} mode.step={newest}"
-    )
+    command = f"python train.py mode=replay resume={shlex.quote(str(run.folder))} mode.step={newest}"
     replay = f'<p class="replay">Recompute a step: <code>{escape(command)}</code></p>'
     return section("Spike dumps", table(heads, rows) + replay, id_="spikes")
 

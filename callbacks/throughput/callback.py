@@ -60,9 +60,7 @@ class SpeedMonitor(Callback):
         "profile",
     )
 
-    def __init__(
-        self, *, peak_tflops: Annotated[float, "> 0"] | None = None, measure_peak: bool = False
-    ) -> None:
+    def __init__(self, *, peak_tflops: Annotated[float, "> 0"] | None = None, measure_peak: bool = False) -> None:
         if peak_tflops is not None and peak_tflops <= 0:
             raise ValueError(
                 f"callbacks.throughput.peak_tflops is {peak_tflops}; a peak is above 0; type"
@@ -158,9 +156,7 @@ class SpeedMonitor(Callback):
             log_row(pl_module, self.row)
             self._row = reading
 
-    def _count(
-        self, trainer: Trainer, pl_module: LightningModule, batch: Any, *, stepped: bool
-    ) -> None:
+    def _count(self, trainer: Trainer, pl_module: LightningModule, batch: Any, *, stepped: bool) -> None:
         """Add what this batch consumed; a counter that was rolled back continues from its lower value."""
         before, self._counted = self._counted, _counters(pl_module)
         flops, causal_flops = self._get_flops(trainer, pl_module, batch)
@@ -175,9 +171,7 @@ class SpeedMonitor(Callback):
             causal_flops=(causal_flops or 0.0) * trainer.world_size,
         )
 
-    def _get_flops(
-        self, trainer: Trainer, pl_module: LightningModule, batch: Any
-    ) -> tuple[float, float | None]:
+    def _get_flops(self, trainer: Trainer, pl_module: LightningModule, batch: Any) -> tuple[float, float | None]:
         """Return remembered FLOPs, else compute them, which is excluded from the training time."""
         if (known := self._meter.known(batch)) is not None:
             return known
@@ -218,9 +212,7 @@ class SpeedMonitor(Callback):
         self._detach()
 
     @override
-    def on_exception(
-        self, trainer: Trainer, pl_module: LightningModule, exception: BaseException
-    ) -> None:
+    def on_exception(self, trainer: Trainer, pl_module: LightningModule, exception: BaseException) -> None:
         self._detach()  # no synchronization here: the device may be what failed
 
     def _detach(self) -> None:
@@ -251,10 +243,7 @@ class SpeedMonitor(Callback):
         """Return the excluded seconds of the whole run, by reason."""
         now = self._watch.excluded_seconds
         before = self._earlier_excluded
-        return {
-            reason: before.get(reason, 0.0) + now.get(reason, 0.0)
-            for reason in sorted({*before, *now})
-        }
+        return {reason: before.get(reason, 0.0) + now.get(reason, 0.0) for reason in sorted({*before, *now})}
 
     @override
     def state_dict(self) -> dict[str, Any]:

@@ -64,9 +64,7 @@ def _run_step(module: nn.Module, batch: Any) -> Any:
 
 def _meta_copy(module: nn.Module) -> nn.Module:
     """Return a copy with parameters of the same shapes on the meta device, which logs nothing."""
-    memo: dict[int, Any] = {
-        id(tensor): _empty_like(tensor) for tensor in (*module.parameters(), *module.buffers())
-    }
+    memo: dict[int, Any] = {id(tensor): _empty_like(tensor) for tensor in (*module.parameters(), *module.buffers())}
     copied = copy.deepcopy(module, memo).train(module.training)
     vars(copied).update(dict.fromkeys(("log", "log_dict"), lambda *_, **__: None))
     return copied

@@ -78,9 +78,7 @@ class FlopMeter:
             return 0.0, None
         return self._flops.get(get_shapes(batch))
 
-    def compute(
-        self, trainer: Trainer, pl_module: LightningModule, batch: Any
-    ) -> tuple[float, float | None]:
+    def compute(self, trainer: Trainer, pl_module: LightningModule, batch: Any) -> tuple[float, float | None]:
         """Return the FLOPs of a micro-batch on this rank: with attention in full, and with causal attention at half.
 
         They come from the module's `flops_of(batch)`, whose result has `palm` and `causal`. Otherwise they are

@@ -31,9 +31,7 @@ class Snapshot:
 
 def _combined(first: Snapshot, second: Snapshot, combine: Callable[[Any, Any], Any]) -> Snapshot:
     names = [field.name for field in fields(Snapshot)]
-    return Snapshot(
-        **{name: combine(getattr(first, name), getattr(second, name)) for name in names}
-    )
+    return Snapshot(**{name: combine(getattr(first, name), getattr(second, name)) for name in names})
 
 
 class Stopwatch:

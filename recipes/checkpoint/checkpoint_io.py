@@ -52,9 +52,7 @@ class FolderCheckpointIO(CheckpointIO):
         self._verify_hashes = verify_hashes
 
     @override
-    def save_checkpoint(
-        self, checkpoint: dict[str, Any], path: str | Path, storage_options: Any = None
-    ) -> None:
+    def save_checkpoint(self, checkpoint: dict[str, Any], path: str | Path, storage_options: Any = None) -> None:
         """Start to save what this rank holds."""
         rank = dist.get_rank() if dist.is_initialized() else 0
         plain, parts = split_state(checkpoint, rank=rank)

@@ -46,11 +46,7 @@ def split_state(checkpoint: State, *, rank: int) -> tuple[State, dict[str, Part]
     Returns:
         Plain data, and parts by their names on disk.
     """
-    parts = {
-        name: part
-        for name, part in checkpoint["state_dict"].items()
-        if name not in checkpoint["tied"]
-    }
+    parts = {name: part for name, part in checkpoint["state_dict"].items() if name not in checkpoint["tied"]}
     parts |= {f"{_RNG}/{rank}/{source}": part for source, part in checkpoint["rng"].items()}
     optimizers = []
     for optimizer in checkpoint["optimizer_states"]:

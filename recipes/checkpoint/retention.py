@@ -61,11 +61,7 @@ def checkpoint_name(step: int) -> str:
 
 def steps_on_disk(folder: Path) -> dict[int, Path]:
     """Return the folders named as checkpoints by step, valid or not, in order."""
-    found = {
-        int(match[1]): path
-        for path in folder.glob("step_*.ckpt")
-        if (match := _NAME.fullmatch(path.name))
-    }
+    found = {int(match[1]): path for path in folder.glob("step_*.ckpt") if (match := _NAME.fullmatch(path.name))}
     return dict(sorted(found.items()))
 
 

@@ -58,9 +58,7 @@ def restore(
     if torch.cuda.is_available() and "cuda" in saved:
         torch.cuda.set_rng_state(saved["cuda"])
     *keys, position, has_gauss, gauss = saved["numpy"].tolist()
-    np.random.set_state(
-        ("MT19937", np.array(keys, dtype=np.uint32), position, has_gauss, _to_float(gauss))
-    )
+    np.random.set_state(("MT19937", np.array(keys, dtype=np.uint32), position, has_gauss, _to_float(gauss)))
     *internal, has_gauss, gauss = saved["python"].tolist()
     version = random.getstate()[0]
     random.setstate((version, tuple(internal), _to_float(gauss) if has_gauss else None))

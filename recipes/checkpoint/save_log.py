@@ -77,9 +77,7 @@ class SaveLog:
             )
         elif outcome.rejected is not None:
             LOGGER.error(f"Not saved: {name}: {outcome.rejected}. Earlier checkpoints stay")
-            _log_event(
-                trainer, "checkpoint_rejected", outcome.step, path=name, why=outcome.rejected
-            )
+            _log_event(trainer, "checkpoint_rejected", outcome.step, path=name, why=outcome.rejected)
         else:
             LOGGER.error(f"Could not save {name}: {outcome.error}. Earlier checkpoints stay")
             _log_event(trainer, "checkpoint_failed", outcome.step, path=name, error=outcome.error)
@@ -117,17 +115,13 @@ def get_checkpoint_bytes(trainer: lightning.Trainer) -> int:
     """Return the size of the tensors of one checkpoint over all ranks. A collective."""
     checkpoint: dict[str, Any] = {
         "state_dict": trainer.strategy.lightning_module_state_dict(),
-        "optimizer_states": [
-            trainer.strategy.optimizer_state(optimizer) for optimizer in trainer.optimizers
-        ],
+        "optimizer_states": [trainer.strategy.optimizer_state(optimizer) for optimizer in trainer.optimizers],
     }
     task = trainer.lightning_module
     task.on_save_checkpoint(checkpoint)
     _, parts = split_state(checkpoint, rank=trainer.global_rank)
     # float64 is exact up to 2^53 bytes
-    on_rank = torch.tensor(
-        float(sum(map(_num_bytes, parts.values()))), dtype=torch.float64
-    )  # 0-dim
+    on_rank = torch.tensor(float(sum(map(_num_bytes, parts.values()))), dtype=torch.float64)  # 0-dim
     return int(trainer.strategy.sum_over_ranks(on_rank))  # type: ignore[attr-defined]
 
 

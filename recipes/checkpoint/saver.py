@@ -77,9 +77,7 @@ class CheckpointSaver(Checkpoint):
             metric=best_metric,
             mode=best_mode,
         )
-        self._writer = CheckpointWriter(
-            asynchronous=asynchronous, after=lambda folder: apply(self._retention, folder)
-        )
+        self._writer = CheckpointWriter(asynchronous=asynchronous, after=lambda folder: apply(self._retention, folder))
         self.checkpoint_io = FolderCheckpointIO(writer=self._writer, verify_hashes=verify_hashes)
         self.save_log = SaveLog(on_save_error=on_save_error)
         self._saved_step = -1
@@ -117,9 +115,7 @@ class CheckpointSaver(Checkpoint):
             validate_now(trainer)
 
     @override
-    def on_before_optimizer_step(
-        self, trainer: lightning.Trainer, pl_module: Any, optimizer: Any
-    ) -> None:
+    def on_before_optimizer_step(self, trainer: lightning.Trainer, pl_module: Any, optimizer: Any) -> None:
         self._writer.wait_until_copied()
 
     @override
@@ -148,9 +144,7 @@ class CheckpointSaver(Checkpoint):
         self._rolled_back = False
         self._watch_clock(trainer)
 
-    def on_rollback(
-        self, trainer: lightning.Trainer, pl_module: Any, from_step: int, to_step: int
-    ) -> None:
+    def on_rollback(self, trainer: lightning.Trainer, pl_module: Any, from_step: int, to_step: int) -> None:
         """Rename the checkpoints after `to_step`, which are no longer of this run, and save the restored state.
 
         Args:
@@ -195,9 +189,7 @@ class CheckpointSaver(Checkpoint):
         self.save_log.report(trainer, self._writer.poll(wait=True))
 
     @override
-    def on_exception(
-        self, trainer: lightning.Trainer, pl_module: Any, exception: BaseException
-    ) -> None:
+    def on_exception(self, trainer: lightning.Trainer, pl_module: Any, exception: BaseException) -> None:
         """Finish a save under way, which fails if a rank that it needs is gone."""
         if self._seen_step >= 0:  # training had started
             self._agreement.close()

@@ -141,12 +141,8 @@ def _header(ordered: list[tuple[str, Part]]) -> bytes:
     """Return length and JSON, padded so that the first tensor starts at a multiple of 8."""
     header: dict[str, Any] = {
         "__metadata__": {
-            _SHARDING_INFO: json.dumps(
-                {name: {"saved_offsets": list(part.offsets)} for name, part in ordered}
-            ),
-            _UNSHARDED_SHAPES: json.dumps(
-                {name: list(part.unsharded_shape) for name, part in ordered}
-            ),
+            _SHARDING_INFO: json.dumps({name: {"saved_offsets": list(part.offsets)} for name, part in ordered}),
+            _UNSHARDED_SHAPES: json.dumps({name: list(part.unsharded_shape) for name, part in ordered}),
         }
     }
     start = 0

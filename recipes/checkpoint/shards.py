@@ -21,15 +21,11 @@ class PerRankSavingMixin:
 
     checkpoint_io: CheckpointIO
 
-    def save_checkpoint(
-        self, checkpoint: dict[str, Any], filepath: Any, storage_options: Any = None
-    ) -> None:
+    def save_checkpoint(self, checkpoint: dict[str, Any], filepath: Any, storage_options: Any = None) -> None:
         """Save from every rank, where Lightning's own writes on rank 0 alone."""
         self.checkpoint_io.save_checkpoint(checkpoint, filepath, storage_options)
 
-    def load_checkpoint(
-        self, checkpoint_path: Any, weights_only: bool | None = None
-    ) -> dict[str, Any]:
+    def load_checkpoint(self, checkpoint_path: Any, weights_only: bool | None = None) -> dict[str, Any]:
         """Return the state with its tensors still on disk."""
         checkpoint: dict[str, Any] = self.checkpoint_io.load_checkpoint(checkpoint_path)
         return checkpoint
@@ -78,9 +74,7 @@ class ShardSavingMixin(PerRankSavingMixin):
             load_optimizer(optimizer, saved)
 
 
-def get_shards(
-    state: Mapping[str, Tensor], *, constant: Collection[str], writes_unsharded: bool
-) -> dict[str, Part]:
+def get_shards(state: Mapping[str, Tensor], *, constant: Collection[str], writes_unsharded: bool) -> dict[str, Part]:
     """Return the parts of some tensors that this rank writes, by name.
 
     Args:
@@ -189,9 +183,7 @@ def _read_local(tensor: Tensor, saved: SavedTensor) -> Tensor:
     """Read the elements of a tensor that this rank holds, flat."""
     if not isinstance(tensor, DTensor):
         return saved.read().reshape(-1)
-    _, offsets = compute_local_shape_and_global_offset(
-        tensor.shape, tensor.device_mesh, tensor.placements
-    )
+    _, offsets = compute_local_shape_and_global_offset(tensor.shape, tensor.device_mesh, tensor.placements)
     num_elements = tensor.to_local().numel()
     start = flat_start(tuple(offsets), tensor.shape) if num_elements else 0
     return saved.read_range(start, start + num_elements)

@@ -33,8 +33,7 @@ class HostStaging:
     def begin(self, parts: Mapping[str, Part]) -> None:
         """Note what to copy, and clone at once what may change before the next optimizer step."""
         self._sources = {
-            name: part if part.constant else replace(part, tensor=part.tensor.clone())
-            for name, part in parts.items()
+            name: part if part.constant else replace(part, tensor=part.tensor.clone()) for name, part in parts.items()
         }
         self._buffers = {name: buffer for name, buffer in self._buffers.items() if name in parts}
         on_gpu = [name for name, part in self._sources.items() if part.tensor.is_cuda]
@@ -67,9 +66,7 @@ class HostStaging:
         if self._device_copied is not None:
             with torch.cuda.device(self._device):  # a new thread starts on the first GPU
                 self._device_copied.synchronize()
-        parts = {
-            name: replace(part, tensor=self._buffers[name]) for name, part in self._sources.items()
-        }
+        parts = {name: replace(part, tensor=self._buffers[name]) for name, part in self._sources.items()}
         self._sources = {}
         return parts
 

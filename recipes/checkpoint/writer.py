@@ -97,9 +97,7 @@ class CheckpointWriter:
         if dist.is_initialized() and dist.get_world_size() > 1:
             self._group = dist.new_group(backend="gloo", timeout=_NEVER)
 
-    def begin(
-        self, path: Path, plain: Mapping[str, Any], parts: Mapping[str, Part], manifest: Manifest
-    ) -> None:
+    def begin(self, path: Path, plain: Mapping[str, Any], parts: Mapping[str, Part], manifest: Manifest) -> None:
         """Start to save; waits for the save before this one.
 
         Args:
@@ -118,9 +116,7 @@ class CheckpointWriter:
             # here and not in the thread: training changes the state as soon as this returns
             content = serialize(plain) if rank == 0 else None
             self._staging.begin(parts)
-        except (
-            Exception
-        ) as error:  # the thread reports it: the other ranks' threads wait for this one's
+        except Exception as error:  # the thread reports it: the other ranks' threads wait for this one's
             problem = _describe(error)
         arguments = (path, content, problem, manifest, rank, began)
         # daemon: a process that must end now does not wait for a disk that hangs
@@ -203,9 +199,7 @@ class CheckpointWriter:
         files[shard_name(rank)] = written.record
         return RankReport(files=files, not_finite=written.not_finite)
 
-    def _finish(
-        self, unfinished: Path, outcome: Outcome, manifest: Manifest, reports: list[RankReport]
-    ) -> Outcome:
+    def _finish(self, unfinished: Path, outcome: Outcome, manifest: Manifest, reports: list[RankReport]) -> Outcome:
         """Write the manifest, rename the folder and update the link, on rank 0; or remove everything.
 
         The order is what makes a kill at any moment harmless: every file is on the disk before the manifest, the
@@ -214,18 +208,14 @@ class CheckpointWriter:
         path = outcome.path
         try:
             if outcome.is_valid:
-                files = {
-                    name: record for report in reports for name, record in report.files.items()
-                }
+                files = {name: record for report in reports for name, record in report.files.items()}
                 complete = Manifest(**vars(manifest) | {"files": files})
                 _write(unfinished / MANIFEST_FILE, complete.text().encode())
                 # a rename may reach the disk before the names in the folder: after a power cut it would be empty
                 sync(unfinished)
                 # rank 0 must see the files of all ranks: on a disk of their own they could never be loaded
                 if (reason := find_fault(unfinished)) is not None:
-                    raise FileNotFoundError(
-                        f"{reason}; hydra.run.dir=<a folder that all nodes share>"
-                    )
+                    raise FileNotFoundError(f"{reason}; hydra.run.dir=<a folder that all nodes share>")
                 replaced = set_aside(path) if path.exists() else None
                 unfinished.rename(path)
                 if replaced is not None:

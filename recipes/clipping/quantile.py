@@ -34,9 +34,7 @@ class Quantile:
         limit = torch.full_like(norm, torch.inf)
         if self._num_seen >= self._warmup_steps:
             # NaN if every norm was infinite
-            limit = (
-                torch.nanquantile(self._norms, self._quantile).to(norm.dtype).nan_to_num(torch.inf)
-            )
+            limit = torch.nanquantile(self._norms, self._quantile).to(norm.dtype).nan_to_num(torch.inf)
         index = self._num_seen % len(self._norms)
         self._norms[index] = torch.where(norm.isfinite(), norm, torch.nan).to(self._norms.dtype)
         self._num_seen += 1

@@ -17,9 +17,7 @@ def compose_and_check(
     Returns:
         The run, None if it cannot be composed; and the mistakes.
     """
-    composed, mistakes = compose_typed(
-        overrides, config_folder=config_folder, config_name=config_name
-    )
+    composed, mistakes = compose_typed(overrides, config_folder=config_folder, config_name=config_name)
     if composed is not None:
         mistakes = [
             *mistakes,

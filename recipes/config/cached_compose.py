@@ -36,9 +36,7 @@ def compose_overrides(overrides: Sequence[str], folder: Path, name: str) -> Dict
     ConfigLoaderImpl._apply_overrides_to_config(values, node)
     task_overrides = [override for override in parsed if not override.is_hydra_override()]
     node.hydra.overrides.task = [override.input_line for override in task_overrides]
-    node.hydra.overrides.hydra = [
-        override.input_line for override in parsed if override.is_hydra_override()
-    ]
+    node.hydra.overrides.hydra = [override.input_line for override in parsed if override.is_hydra_override()]
     node.hydra.job.override_dirname = get_overrides_dirname(
         overrides=task_overrides, **node.hydra.job.config.override_dirname
     )
@@ -62,9 +60,7 @@ def compose_options(options: Sequence[str], folder: Path, name: str) -> DictConf
 
 
 @functools.lru_cache(maxsize=32)
-def _compose_cached(
-    options: tuple[str, ...], folder: Path, name: str, stamp: object, cwd: Path
-) -> DictConfig:
+def _compose_cached(options: tuple[str, ...], folder: Path, name: str, stamp: object, cwd: Path) -> DictConfig:
     GlobalHydra.instance().clear()
     with initialize_config_dir(str(folder), version_base="1.3"):
         return compose(name, list(options), return_hydra_config=True)

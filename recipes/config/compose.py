@@ -114,9 +114,7 @@ def cluster_job_name() -> str | None:
     return None
 
 
-def compose_run(
-    overrides: Sequence[str], *, config_folder: Path = CONF, config_name: str = "config"
-) -> Composed:
+def compose_run(overrides: Sequence[str], *, config_folder: Path = CONF, config_name: str = "config") -> Composed:
     """Compose a run from command-line overrides.
 
     With `resume=<run>` the frozen config of that run is the base; only overrides typed now change it.
@@ -179,11 +177,7 @@ def parse_override(override: str) -> Override:
 def _split_off_sweeps(overrides: Sequence[str]) -> tuple[list[str], list[str]]:
     """Split overrides into plain ones and sweeps where the mode accepts sweeps; elsewhere Hydra rejects them."""
     accepts = MODE_OF_SWEEPS in overrides
-    sweeps = [
-        override
-        for override in overrides
-        if accepts and parse_override(override).is_sweep_override()
-    ]
+    sweeps = [override for override in overrides if accepts and parse_override(override).is_sweep_override()]
     return [override for override in overrides if override not in sweeps], sweeps
 
 
@@ -201,9 +195,7 @@ def _to_plain(node: DictConfig) -> Config:
         try:
             child = node._get_node(key)
             resolved = OmegaConf.is_config(child)
-            config[str(key)] = (
-                OmegaConf.to_container(node[key], resolve=True) if resolved else node[key]
-            )
+            config[str(key)] = OmegaConf.to_container(node[key], resolve=True) if resolved else node[key]
         except OmegaConfBaseException as error:
             full_key = error.full_key or str(key)
             raise ConfigError(
@@ -231,9 +223,7 @@ def _read_overrides(resumed: Path) -> list[str]:
     keys = {override: parse_override(override).key_or_group for override in typed}
     single_start = ("hydra.", "mode.")
     return [
-        override
-        for override, key in keys.items()
-        if key not in ("mode", "resume") and not key.startswith(single_start)
+        override for override, key in keys.items() if key not in ("mode", "resume") and not key.startswith(single_start)
     ]
 
 

@@ -32,9 +32,7 @@ def make_override(key: str, value: object) -> str:
     exact = to_plain(key, value)
     override = f"{key}={to_grammar(exact)}"
     if not _reads_as(override, exact):
-        raise ConfigError(
-            f"{key}={value!r}", "Hydra's grammar cannot express it", f"{key}=<another value>"
-        )
+        raise ConfigError(f"{key}={value!r}", "Hydra's grammar cannot express it", f"{key}=<another value>")
     return override
 
 
@@ -73,9 +71,7 @@ def to_plain(key: str, value: object) -> Any:
         return [to_plain(key, child) for child in value]
     if isinstance(value, Mapping):
         return {to_plain(key, name): to_plain(key, child) for name, child in value.items()}
-    raise ConfigError(
-        f"{key}={value}", "only plain values can be swept over", f"{key}=choice(<values>)"
-    )
+    raise ConfigError(f"{key}={value}", "only plain values can be swept over", f"{key}=choice(<values>)")
 
 
 def _quoted(text: str) -> str:

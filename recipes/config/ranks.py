@@ -56,9 +56,7 @@ def get_ranks(config: Mapping[str, Any], environ: Mapping[str, str] = os.environ
     return Ranks(per_node=per_node, num_nodes=1, started_by=None)
 
 
-def _reject_several_ranks(
-    trainer: Mapping[str, Any], found: Ranks | None, environ: Mapping[str, str]
-) -> None:
+def _reject_several_ranks(trainer: Mapping[str, Any], found: Ranks | None, environ: Mapping[str, str]) -> None:
     """Reject several ranks or devices for a strategy that runs on one device."""
     world_size = found.world_size if found else int(environ.get("WORLD_SIZE", "1"))
     if world_size > 1:

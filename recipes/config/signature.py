@@ -81,9 +81,7 @@ def find(name: str, body: Scope) -> ast.stmt | None:
     for node in body:
         if isinstance(node, ast.ClassDef | ast.FunctionDef) and node.name == name:
             return node
-        if isinstance(node, ast.ImportFrom) and any(
-            (alias.asname or alias.name) == name for alias in node.names
-        ):
+        if isinstance(node, ast.ImportFrom) and any((alias.asname or alias.name) == name for alias in node.names):
             return node
         if isinstance(node, ast.If | ast.Try) and (found := find(name, node.body)):
             return found
@@ -122,9 +120,7 @@ def _class_signature(node: ast.ClassDef, module: str, path: Path) -> Signature:
         }
         return Signature(parameters=fields, constants=constants)
     base = _base_signature(node, module, path)
-    return Signature(
-        parameters=base.parameters, takes_any=base.takes_any, constants=base.constants | constants
-    )
+    return Signature(parameters=base.parameters, takes_any=base.takes_any, constants=base.constants | constants)
 
 
 def _base_signature(node: ast.ClassDef, module: str, path: Path) -> Signature:
@@ -148,9 +144,7 @@ def _function_signature(node: ast.FunctionDef, *, skip_first: bool) -> Signature
         if not (skip_first and index == 0)
     }
     for argument, default in zip(arguments.kwonlyargs, arguments.kw_defaults, strict=True):
-        parameters[argument.arg] = Parameter(
-            annotation=argument.annotation, required=default is None
-        )
+        parameters[argument.arg] = Parameter(annotation=argument.annotation, required=default is None)
     return Signature(parameters=parameters, takes_any=arguments.kwarg is not None)
 
 

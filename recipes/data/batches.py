@@ -87,9 +87,7 @@ class TrainingStream:
         return with_num_targets(
             self._make_loader(sampler),
             num_micro_batches=accumulation.num_micro_batches,
-            targets_per_window=None
-            if targets is None
-            else targets * accumulation.global_batch_size,
+            targets_per_window=None if targets is None else targets * accumulation.global_batch_size,
             sum_over_ranks=self._sum_over_ranks,
         )
 

@@ -117,9 +117,7 @@ class StreamDataModule(lightning.LightningDataModule):
         self.move_to(state_dict["position"])
         current = self._stream_identity()
         saved = {"period": None} | state_dict  # absent from files of earlier versions
-        changed = [
-            f"{key} {saved[key]} -> {current[key]}" for key in current if current[key] != saved[key]
-        ]
+        changed = [f"{key} {saved[key]} -> {current[key]}" for key in current if current[key] != saved[key]]
         if changed:
             LOGGER.warning(
                 "The training data is not that of the checkpoint (%s): position %d now means other samples",
@@ -146,9 +144,7 @@ class StreamDataModule(lightning.LightningDataModule):
         for offset, (micro_batch, rank, row) in enumerate(places):
             sample = order(first + offset)
             place = {"rank": rank, "micro_batch": micro_batch, "row": row}
-            samples.append(
-                {"position": first + offset, "sample": sample} | place | describe(sample)
-            )
+            samples.append({"position": first + offset, "sample": sample} | place | describe(sample))
         return samples
 
     def skip_batches(self, num_steps: int) -> None:

@@ -25,9 +25,7 @@ class NoiseWindows(Dataset[dict[str, Tensor]]):
         first_token: Offset in the noise, which keeps two sets with the same seed apart.
     """
 
-    def __init__(
-        self, *, num_samples: int, vocab_size: int, seq_len: int, seed: int, first_token: int
-    ) -> None:
+    def __init__(self, *, num_samples: int, vocab_size: int, seq_len: int, seed: int, first_token: int) -> None:
         self.num_samples = num_samples
         self.vocab_size = vocab_size
         self.seq_len = seq_len

@@ -172,14 +172,8 @@ def _npy_layout(key: str, path: Path) -> tuple[str, int, int]:
     try:
         array = np.load(path, mmap_mode="r")
     except ValueError as error:
-        raise ConfigError(
-            f"data.{key}={path}", f"it is no valid .npy file ({error})", fix
-        ) from error
-    if (
-        not isinstance(array, np.memmap)
-        or array.ndim != 1
-        or array.dtype.str[1:] not in ("u2", "u4")
-    ):
+        raise ConfigError(f"data.{key}={path}", f"it is no valid .npy file ({error})", fix) from error
+    if not isinstance(array, np.memmap) or array.ndim != 1 or array.dtype.str[1:] not in ("u2", "u4"):
         raise ConfigError(f"data.{key}={path}", f"it holds {array.dtype} {array.shape}", fix)
     if array.dtype.byteorder == ">":
         raise ConfigError(f"data.{key}={path}", "its bytes are big-endian", fix)

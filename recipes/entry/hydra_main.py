@@ -46,9 +46,7 @@ def run_through_hydra(folder: Path, name: str, run: Callable[..., int]) -> int:
     os.environ["HYDRA_FULL_ERROR"] = "1"  # raises errors instead of printing them
     register_resolvers()
     try:
-        hydra.main(version_base="1.3", config_path=str(folder.resolve()), config_name=name)(
-            run_job
-        )()
+        hydra.main(version_base="1.3", config_path=str(folder.resolve()), config_name=name)(run_job)()
     except ConfigErrors as error:
         print(format_report(error.mistakes, error.head), file=sys.stderr)
         return ExitCode.INVALID_CONFIG

@@ -41,9 +41,7 @@ def describe_out_of_memory(error: BaseException, composed: Composed, *, world_si
         lines.append("Add one of these overrides, the cheapest first:")
         lines += [f"  {override:<{width}}  {effect}" for override, effect in options]
     else:
-        lines.append(
-            "No override is left: use a smaller model, shorter samples, or a device with more memory."
-        )
+        lines.append("No override is left: use a smaller model, shorter samples, or a device with more memory.")
     if any((composed.run_folder / OOM_FOLDER).glob("rank_*")):
         lines.append(f"What filled the memory is in {composed.run_folder / OOM_FOLDER}")
     if has_checkpoint(composed.run_folder):
@@ -51,9 +49,7 @@ def describe_out_of_memory(error: BaseException, composed: Composed, *, world_si
     return "\n".join(lines)
 
 
-def remedies(
-    composed: Composed, *, world_size: int, of_host: bool = False
-) -> Iterator[tuple[str, str]]:
+def remedies(composed: Composed, *, world_size: int, of_host: bool = False) -> Iterator[tuple[str, str]]:
     """Yield the overrides that reduce memory use and that the run does not use yet, the cheapest first.
 
     Args:
@@ -102,9 +98,7 @@ def _strategy_option(composed: Composed) -> str:
     return get_traits(node).option + suffixes.get(str(node.get("offload_optimizer")), "")
 
 
-def _next_strategy(
-    strategy: str, node: dict[str, Any], *, of_host: bool
-) -> Iterator[tuple[str, str]]:
+def _next_strategy(strategy: str, node: dict[str, Any], *, of_host: bool) -> Iterator[tuple[str, str]]:
     offloads_already = strategy == "fsdp" and node["cpu_offload"]
     if strategy not in _NEXT_STRATEGY or offloads_already:
         return

@@ -87,9 +87,7 @@ def _open_log(composed: Composed) -> None:
     try:
         if composed.trains:
             composed.run_folder.mkdir(parents=True, exist_ok=True)
-        open_console(
-            composed.run_folder / LOG_FILE if composed.trains and speaks else None, speaks=speaks
-        )
+        open_console(composed.run_folder / LOG_FILE if composed.trains and speaks else None, speaks=speaks)
     except OSError as error:
         raise ConfigError(
             f"hydra.run.dir={composed.run_folder}",
@@ -123,9 +121,7 @@ def _report_mistake(mistake: ConfigError) -> int:
 
 
 def _failure_from_mistake(mistake: ConfigError) -> Failure:
-    return failure_from_exception(
-        mistake, exit_code=ExitCode.INVALID_CONFIG, report=format_report([mistake])
-    )
+    return failure_from_exception(mistake, exit_code=ExitCode.INVALID_CONFIG, report=format_report([mistake]))
 
 
 def _execute(composed: Composed, ranks: Ranks) -> int:
@@ -151,9 +147,7 @@ def _execute(composed: Composed, ranks: Ranks) -> int:
             failure = _failure_from_mistake(mistake)
             last_line = None
         else:
-            failure = failure_from_exception(
-                error, exit_code=ExitCode.CRASHED, report=traceback.format_exc()
-            )
+            failure = failure_from_exception(error, exit_code=ExitCode.CRASHED, report=traceback.format_exc())
         _report_failure(failure, last_line, ranks)
         return failure.exit_code
 

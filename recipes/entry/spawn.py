@@ -122,9 +122,7 @@ def spawn_ranks(composed: Composed, ranks: Ranks) -> ProcessExit:
         except KeyboardInterrupt:
             return _interrupt(processes)
         except SecondSignalError as second:
-            return ProcessExit(
-                exit_code=128 + second.number, report="Terminated by a second signal"
-            )
+            return ProcessExit(exit_code=128 + second.number, report="Terminated by a second signal")
         finally:
             _kill(processes)
 
@@ -168,9 +166,7 @@ def _start(rank: int, world_size: int, port: int, folder: Path) -> _RankProcess:
             process_group=0,
             bufsize=0,  # nothing may be left to flush when the rank is gone
         )
-    return _RankProcess(
-        rank=rank, process=process, error_file=Path(environ[ERROR_FILE]), log_file=log_file
-    )
+    return _RankProcess(rank=rank, process=process, error_file=Path(environ[ERROR_FILE]), log_file=log_file)
 
 
 def _watch(processes: Sequence[_RankProcess]) -> ProcessExit:
@@ -185,9 +181,7 @@ def _watch(processes: Sequence[_RankProcess]) -> ProcessExit:
         time.sleep(_POLL_SECONDS)
 
 
-def _end_after_failure(
-    processes: Sequence[_RankProcess], failed: Sequence[_RankProcess]
-) -> ProcessExit:
+def _end_after_failure(processes: Sequence[_RankProcess], failed: Sequence[_RankProcess]) -> ProcessExit:
     """End the other ranks and report the failure that came first, not those that it has caused."""
     failed = _wait_for_cause(processes, failed)
     others = [process for process in processes if process not in failed]
@@ -198,25 +192,19 @@ def _end_after_failure(
     _wait(processes, _FAILURE_GRACE_SECONDS)
     _kill(processes)
     # a rank that only died by the SIGTERM above is no candidate; one that wrote an error before it is
-    candidates = [
-        process for process in processes if process in failed or process.error_file.exists()
-    ]
+    candidates = [process for process in processes if process in failed or process.error_file.exists()]
     failures = [(process, process.failure()) for process in candidates]
     first, failure = min(failures, key=lambda pair: (pair[1].by_peer, pair[1].time))
     has_written = first.error_file.exists()
     if failure.exit_code in _REPORTED_CODES:
-        return ProcessExit(
-            exit_code=failure.exit_code, report=failure.report if has_written else None
-        )
+        return ProcessExit(exit_code=failure.exit_code, report=failure.report if has_written else None)
     name = f"rank {first.rank} of {len(processes)}"
     head = f"{name} failed" if has_written else f"{name} {failure.message}"
     report = f"{head}:\n{failure.report}" if failure.report else head
     return ProcessExit(exit_code=ExitCode.CRASHED, report=report, crashed=True)
 
 
-def _wait_for_cause(
-    processes: Sequence[_RankProcess], failed: Sequence[_RankProcess]
-) -> Sequence[_RankProcess]:
+def _wait_for_cause(processes: Sequence[_RankProcess], failed: Sequence[_RankProcess]) -> Sequence[_RankProcess]:
     """Return the ranks that have failed, after a short wait if so far all of them have only lost a peer.
 
     A rank that loses its connection is often seen before the rank that failed: that one may still be writing its error.
@@ -233,13 +221,8 @@ def _interrupt(processes: Sequence[_RankProcess]) -> ProcessExit:
     with contextlib.suppress(KeyboardInterrupt, SecondSignalError):
         _signal(processes, signal.SIGINT)
         _wait(processes, _STOP_GRACE_SECONDS)
-    has_reported = any(
-        process.rank == 0 and process.process.poll() == ExitCode.INTERRUPTED
-        for process in processes
-    )
-    return ProcessExit(
-        exit_code=ExitCode.INTERRUPTED, report=None if has_reported else "Interrupted"
-    )
+    has_reported = any(process.rank == 0 and process.process.poll() == ExitCode.INTERRUPTED for process in processes)
+    return ProcessExit(exit_code=ExitCode.INTERRUPTED, report=None if has_reported else "Interrupted")
 
 
 def _signal(processes: Sequence[_RankProcess], number: signal.Signals) -> None:

@@ -24,9 +24,7 @@ _RANK_VARIABLES = (
     RANK_FILE,
 )
 _SLURM_PREFIX = "SLURM"
-_SLURM_KEPT = (
-    "SLURM_CONF",
-)  # where the cluster's configuration is, not what this process is to it
+_SLURM_KEPT = ("SLURM_CONF",)  # where the cluster's configuration is, not what this process is to it
 
 
 def clean_environ(environ: Mapping[str, str] = os.environ) -> dict[str, str]:
@@ -34,9 +32,7 @@ def clean_environ(environ: Mapping[str, str] = os.environ) -> dict[str, str]:
     return {
         name: value
         for name, value in environ.items()
-        if name not in _RANK_VARIABLES
-        and not name.startswith("TORCHELASTIC_")
-        and not _is_of_slurm(name)
+        if name not in _RANK_VARIABLES and not name.startswith("TORCHELASTIC_") and not _is_of_slurm(name)
     }
 
 

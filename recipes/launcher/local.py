@@ -88,11 +88,7 @@ class Local:
         return job.folder / LOG_FILE
 
     def describe(self) -> str:
-        parallel = (
-            f"at most {self._max_parallel()} at a time"
-            if self._max_parallel() > 1
-            else "one at a time"
-        )
+        parallel = f"at most {self._max_parallel()} at a time" if self._max_parallel() > 1 else "one at a time"
         if self._gpus:
             return f"on {len(self._gpus)} GPUs" + (f", {parallel}" if self.max_jobs else "")
         return f"on {len(self._cores)} cores, {parallel}"

@@ -85,11 +85,7 @@ class Slurm:
         # a job whose exit code is recorded is over; its exit code file in the folder says nothing about this start
         open_jobs = {job.number: job.cluster_job for job in waiting if job.exit_code is None}
         queued = queue.select_open([job_id for job_id in open_jobs.values() if job_id is not None])
-        new_jobs = [
-            job
-            for job in waiting
-            if job.number not in open_jobs or open_jobs[job.number] not in queued
-        ]
+        new_jobs = [job for job in waiting if job.number not in open_jobs or open_jobs[job.number] not in queued]
         for request in dict.fromkeys(_get_request(job) for job in new_jobs):
             array = [job for job in new_jobs if _get_request(job) == request]
             for job, job_id in zip(array, self._submit(array, request, folder), strict=True):
@@ -146,9 +142,7 @@ class Slurm:
             files = [str(job.file.resolve()) for job in jobs]
             try:
                 with executor.batch():
-                    submitted = [
-                        executor.submit(os.execv, python[0], [*python, file]) for file in files
-                    ]
+                    submitted = [executor.submit(os.execv, python[0], [*python, file]) for file in files]
             except submitit.core.utils.FailedJobError as error:
                 raise ConfigError(
                     "launcher=slurm",
@@ -226,7 +220,5 @@ def _import_submitit() -> Any:
     try:
         import submitit
     except ImportError as error:
-        raise ConfigError(
-            "launcher=slurm", "submitit is not installed", "pip install -e '.[slurm]'"
-        ) from error
+        raise ConfigError("launcher=slurm", "submitit is not installed", "pip install -e '.[slurm]'") from error
     return submitit

@@ -15,9 +15,7 @@ _ENDED = ("COMPLETED", "FAILED")
 _CUT = ("BOOT_FAIL", "CANCELLED", "DEADLINE", "NODE_FAIL", "OUT_OF_MEMORY", "PREEMPTED", "TIMEOUT")
 _KILLED = -9
 _NO_ANSWER_SECONDS = 60.0  # for squeue to answer
-_FILE_DELAY_SECONDS = (
-    10.0  # for a network file system to show an exit code written on another machine
-)
+_FILE_DELAY_SECONDS = 10.0  # for a network file system to show an exit code written on another machine
 
 
 class Queue:
@@ -31,9 +29,7 @@ class Queue:
         self._folder = folder
         self._states: dict[str, str] = {}
         self._queried_at = float("-inf")
-        self._ended_at: dict[
-            str, float
-        ] = {}  # job id -> when its end was seen without an exit code
+        self._ended_at: dict[str, float] = {}  # job id -> when its end was seen without an exit code
         self._job_ids: set[str] = set()
         self._has_answered = False  # whether the last query succeeded
 
@@ -98,9 +94,7 @@ class Queue:
         """Update the states by squeue; return whether it answered, else keep those of its last answer."""
         job_ids = ",".join(sorted(self._job_ids))
         command = ["squeue", "--states=all", "--array", "--noheader", "--format=%i|%T"]
-        result = subprocess.run(
-            [*command, f"--jobs={job_ids}"], capture_output=True, text=True, check=False
-        )
+        result = subprocess.run([*command, f"--jobs={job_ids}"], capture_output=True, text=True, check=False)
         self._queried_at = time.monotonic()
         # squeue fails for a single job that it has forgotten, but omits a forgotten one of several
         self._has_answered = not result.returncode or "Invalid job id" in result.stderr

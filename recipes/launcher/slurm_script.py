@@ -25,10 +25,7 @@ esac
 exit $code
 """
 # the id of an array's element, never of the array: requeueing that would requeue every job
-_SET_JOB = (
-    "job=${SLURM_ARRAY_JOB_ID:+${SLURM_ARRAY_JOB_ID}_$SLURM_ARRAY_TASK_ID};"
-    " job=${job:-$SLURM_JOB_ID}"
-)
+_SET_JOB = "job=${SLURM_ARRAY_JOB_ID:+${SLURM_ARRAY_JOB_ID}_$SLURM_ARRAY_TASK_ID}; job=${job:-$SLURM_JOB_ID}"
 
 
 def before_ranks(folder: Path) -> str:

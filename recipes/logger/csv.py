@@ -137,9 +137,7 @@ class CsvLogger(Logger):
         """Write the newest row, over itself if it is on disk already, after the unwritten ones."""
         self._is_written = False
         with self._retried_later():
-            columns = list(
-                dict.fromkeys(["step", *self._columns, *(n for r in self._rows for n in r)])
-            )
+            columns = list(dict.fromkeys(["step", *self._columns, *(n for r in self._rows for n in r)]))
             if columns != self._columns:
                 steps = {str(row["step"]) for row in self._rows}
                 rows = [row for row in read_cells(self._path) if row["step"] not in steps]

@@ -54,9 +54,7 @@ class TensorBoardLogger(Logger):
         try:
             import torch.utils.tensorboard  # noqa: F401
         except ImportError as error:
-            raise ConfigError(
-                "logger=tensorboard", str(error), "pip install -e '.[tensorboard]'"
-            ) from error
+            raise ConfigError("logger=tensorboard", str(error), "pip install -e '.[tensorboard]'") from error
         self._run_folder = Path(run_folder)
         self._writer: SummaryWriter | None = None
         self._step = 0  # completed optimizer steps at the pending row
@@ -242,8 +240,7 @@ class TensorBoardLogger(Logger):
         except OSError as error:
             self._has_failed = True
             LOGGER.error(
-                f"{self.log_dir} cannot be written to any more: {error.strerror};"
-                f" {METRICS_FILE} has every row"
+                f"{self.log_dir} cannot be written to any more: {error.strerror}; {METRICS_FILE} has every row"
             )
 
 

@@ -46,9 +46,7 @@ class RowWriter(Callback):
         scalars = {name: float(value) for name, value in row.items()}  # waits for the device
         for logger in trainer.loggers:
             logger.log_metrics(scalars, step=trainer.global_step - 1)  # Lightning counts from 0
-        tensors = {
-            name: torch.tensor(value, dtype=torch.float64) for name, value in scalars.items()
-        }
+        tensors = {name: torch.tensor(value, dtype=torch.float64) for name, value in scalars.items()}
         trainer.callback_metrics.update(tensors)  # for callbacks that monitor a metric
 
 
@@ -91,9 +89,7 @@ class SummaryWriter(Callback):
         self._write(trainer, pl_module, "finished")
 
     @override
-    def on_exception(
-        self, trainer: lightning.Trainer, pl_module: Any, exception: BaseException
-    ) -> None:
+    def on_exception(self, trainer: lightning.Trainer, pl_module: Any, exception: BaseException) -> None:
         status = "interrupted" if isinstance(exception, KeyboardInterrupt) else "failed"
         if hasattr(exception, "exit_code"):
             status = "diverged"

@@ -46,9 +46,7 @@ def dashboard(
 
     if path is not None:
         _write(make(entity or ""), Path(path))
-        LOGGER.info(
-            f"The workspace's JSON is in {path}; to send it: the same command without mode.path="
-        )
+        LOGGER.info(f"The workspace's JSON is in {path}; to send it: the same command without mode.path=")
         return 0
     api, reason = _connect()
     if api is None:

@@ -8,9 +8,7 @@ from recipes.mode.load import load_task
 from recipes.runtime.console import LOGGER
 
 
-def evaluate(
-    run: Run, *, split: Literal["train", "val"], weights: Literal["trained", "ema"]
-) -> int:
+def evaluate(run: Run, *, split: Literal["train", "val"], weights: Literal["trained", "ema"]) -> int:
     """Print the metrics of a checkpoint and write them to `evaluate_<split>.json` in the run folder.
 
     Args:
@@ -27,9 +25,7 @@ def evaluate(
     task, checkpoint = load_task(run, weights)
     run.data.trainer = run.trainer
     run.data.prepare_data()
-    [metrics] = run.trainer.validate(
-        task, dataloaders=run.data.split_dataloader(split), verbose=False
-    )
+    [metrics] = run.trainer.validate(task, dataloaders=run.data.split_dataloader(split), verbose=False)
     results = {name.removeprefix("val/"): value for name, value in metrics.items()}
     num_samples = len(run.data.source.train() if split == "train" else run.data.source.val())
     record = {

@@ -26,8 +26,6 @@ def export(run: Run, *, path: str | None, weights: Literal["trained", "ema"]) ->
     task, checkpoint = load_task(run, weights)
     folder = Path(path) if path is not None else run.folder / "export"
     tokenizer = run.tokenizer_folder
-    export_pretrained(
-        task.model, folder, tokenizer_folder=tokenizer if tokenizer.is_dir() else None
-    )
+    export_pretrained(task.model, folder, tokenizer_folder=tokenizer if tokenizer.is_dir() else None)
     LOGGER.info(f"Exported {checkpoint} to {folder}; every tensor was read back and is equal")
     return 0

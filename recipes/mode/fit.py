@@ -141,11 +141,7 @@ def _end_given_up(run: Run, error: GaveUpError) -> int:
 
 def _exit_code_of_last_save(run: Run) -> int:
     """Return 0 if the last state of the run is on disk, else the code that says why it is not."""
-    [saver] = [
-        callback
-        for callback in run.trainer.checkpoint_callbacks
-        if isinstance(callback, CheckpointSaver)
-    ]
+    [saver] = [callback for callback in run.trainer.checkpoint_callbacks if isinstance(callback, CheckpointSaver)]
     newest = saver.save_log.newest
     if newest is None or newest.is_valid:
         return ExitCode.FINISHED

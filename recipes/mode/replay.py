@@ -44,20 +44,14 @@ def replay(run: Run, *, step: int | None) -> int:
         saved = open_tensors(files)
         load_module(
             task,
-            {
-                name: saved.get(name) or _tied_tensor(task, name, saved)
-                for name in task.state_dict()
-            },
+            {name: saved.get(name) or _tied_tensor(task, name, saved) for name in task.state_dict()},
         )
     else:
         LOGGER.info(
             "The dump holds no weights, because they had changed before it was written;"
             f" using those of {checkpoint.name}"
         )
-    rank_states = [
-        torch.load(path, map_location="cpu", weights_only=True)
-        for path in sorted(dump.glob("rank_*.pt"))
-    ]
+    rank_states = [torch.load(path, map_location="cpu", weights_only=True) for path in sorted(dump.glob("rank_*.pt"))]
     loss, norm_by_block, norm = _recompute(run, task, rank_states)
     _print(recorded, dump, loss, norm, norm_by_block)
     result = {"loss": _finite(loss), "grad_norm": _finite(norm), "grad_norms": norm_by_block}
@@ -74,9 +68,7 @@ def _find_dump(parent: Path, step: int | None) -> Path:
     steps = [str(int(path.name.removeprefix("step_"))) for path in dumps]
     setting = f"mode.step={'null' if step is None else step}"
     if not steps:
-        raise ConfigError(
-            setting, f"{parent} holds no dump of a spike", "resume=<a run that had a spike>"
-        )
+        raise ConfigError(setting, f"{parent} holds no dump of a spike", "resume=<a run that had a spike>")
     raise ConfigError(
         setting,
         f"{parent} holds no dump of that step, only of {', '.join(steps)}",
@@ -88,9 +80,7 @@ def _tied_tensor(task: TrainingTask, name: str, saved: Any) -> Any:
     """Return the saved tensor of the parameter that `name` is tied to."""
     parameters = dict(task.named_parameters(remove_duplicate=False))
     return next(
-        saved[other]
-        for other, parameter in parameters.items()
-        if parameter is parameters[name] and other in saved
+        saved[other] for other, parameter in parameters.items() if parameter is parameters[name] and other in saved
     )
 
 
@@ -112,18 +102,11 @@ def _recompute(
             objective = objective_sum / batch["num_targets"]
             objective.backward()  # type: ignore[no-untyped-call]
             total += float(loss_sum.detach() / batch["num_targets"])
-    grads = {
-        name: parameter.grad
-        for name, parameter in task.named_parameters()
-        if parameter.grad is not None
-    }
+    grads = {name: parameter.grad for name, parameter in task.named_parameters() if parameter.grad is not None}
     grads_by_block: dict[str, list[Tensor]] = {}
     for name, grad in grads.items():
         grads_by_block.setdefault(_block_name(name), []).append(grad)
-    norm_by_block = {
-        block: _finite(float(global_norm(block_grads)))
-        for block, block_grads in grads_by_block.items()
-    }
+    norm_by_block = {block: _finite(float(global_norm(block_grads))) for block, block_grads in grads_by_block.items()}
     return total, norm_by_block, float(global_norm([*grads.values()]))
 
 
@@ -150,8 +133,7 @@ def _print(
     for line in lines[:SHOWN_SAMPLES]:
         sample = json.loads(line)
         documents = ", ".join(
-            f"{document['name']} from token {document['first_token']}"
-            for document in sample.get("documents", [])
+            f"{document['name']} from token {document['first_token']}" for document in sample.get("documents", [])
         )
         source = f"sample {sample['sample']}" if "sample" in sample else f"rank {sample['rank']}"
         LOGGER.info(f"  loss {_number(sample['loss']):>10}   {source} {documents}")

@@ -89,9 +89,7 @@ def _runs_below(folder: Path, *, depth: int) -> list[Path]:
         return [folder]
     if depth == 0 or not folder.is_dir():
         return []
-    return [
-        run for child in sorted(folder.iterdir()) for run in _runs_below(child, depth=depth - 1)
-    ]
+    return [run for child in sorted(folder.iterdir()) for run in _runs_below(child, depth=depth - 1)]
 
 
 def _is_run(folder: Path) -> bool:
@@ -107,7 +105,5 @@ def _page_path(path: str | None, folders: Sequence[Path]) -> Path:
         return given / PAGE if given.is_dir() else given
     parent = Path(commonpath([folder.resolve().parent for folder in folders]))
     if _is_run(parent):
-        raise ConfigError(
-            "mode.path=null", f"{parent} is a run with a page of its own", "mode.path=<a file>"
-        )
+        raise ConfigError("mode.path=null", f"{parent} is a run with a page of its own", "mode.path=<a file>")
     return parent / PAGE

@@ -127,12 +127,8 @@ def _check_values(composed: Composed, space: SearchSpace, fixed: list[str]) -> l
     return list(mistakes.values())
 
 
-def _compose_trial(
-    composed: Composed, overrides: list[str]
-) -> tuple[Composed | None, list[ConfigError]]:
-    return compose_typed(
-        overrides, config_folder=Path(composed.config_folder), config_name=composed.config_name
-    )
+def _compose_trial(composed: Composed, overrides: list[str]) -> tuple[Composed | None, list[ConfigError]]:
+    return compose_typed(overrides, config_folder=Path(composed.config_folder), config_name=composed.config_name)
 
 
 def _head(composed: Composed, fixed: list[str]) -> dict[str, Any]:
@@ -151,8 +147,7 @@ def _head(composed: Composed, fixed: list[str]) -> dict[str, Any]:
 
 def _write(content: dict[str, Any], path: Path) -> None:
     header = (
-        "# A W&B sweep, written by train.py mode=wandb_sweep."
-        " Start its agents in the folder where that command ran.\n"
+        "# A W&B sweep, written by train.py mode=wandb_sweep. Start its agents in the folder where that command ran.\n"
     )
     text = yaml.safe_dump(content, sort_keys=False, allow_unicode=True, width=1000)
     try:
@@ -162,8 +157,6 @@ def _write(content: dict[str, Any], path: Path) -> None:
             f"mode.path={path}", f"it cannot be written: {error.strerror}", "mode.path=<a file>"
         ) from error
     shown = shlex.quote(str(path))
-    LOGGER.info(
-        f"A {content['method']} search over {', '.join(content['parameters'])} is in {path}"
-    )
+    LOGGER.info(f"A {content['method']} search over {', '.join(content['parameters'])} is in {path}")
     LOGGER.info(f"Create the sweep: wandb sweep {shown}")
     LOGGER.info("Then, once per device: wandb agent <the path that it prints>")

@@ -20,9 +20,7 @@ _PANEL_KEYS = {
 }
 
 
-def make_workspace(
-    sections: Sequence[dict[str, Any]], *, entity: str, project: str, title: str
-) -> Any:
+def make_workspace(sections: Sequence[dict[str, Any]], *, entity: str, project: str, title: str) -> Any:
     """Return an unsaved `wandb_workspaces.workspaces.Workspace`.
 
     Args:
@@ -106,14 +104,10 @@ def _check_panel(where: str, panel: object) -> None:
     for key in ("metrics", "parameters"):
         names = panel[key] if key in panel else ["-"]
         if not names or not all(isinstance(name, str) for name in names):
-            raise ConfigError(
-                f"{where}.{key}={names}", "it needs a list of names", f"{key}: [<name>, …]"
-            )
+            raise ConfigError(f"{where}.{key}={names}", "it needs a list of names", f"{key}: [<name>, …]")
     kind = (_DEFAULTS | panel)["kind"]
     if kind not in KINDS:
-        raise ConfigError(
-            f"{where}.kind={kind}", f"the kinds are {', '.join(KINDS)}", "kind: <one of them>"
-        )
+        raise ConfigError(f"{where}.kind={kind}", f"the kinds are {', '.join(KINDS)}", "kind: <one of them>")
     if (kind == "parallel") != ("parameters" in panel):
         needs = "needs" if kind == "parallel" else "has no"
         fix = "parameters: [<key of the config>, …]" if needs == "needs" else "kind: parallel"
@@ -127,25 +121,15 @@ def _check_panel(where: str, panel: object) -> None:
         )
 
 
-def _check_keys(
-    where: str, node: object, types: Mapping[str, type], *, required: tuple[str, ...]
-) -> None:
+def _check_keys(where: str, node: object, types: Mapping[str, type], *, required: tuple[str, ...]) -> None:
     if not isinstance(node, dict):
-        raise ConfigError(
-            f"{where}={node}", f"it needs {', '.join(types)}", f"{{{required[0]}: …, …}}"
-        )
+        raise ConfigError(f"{where}={node}", f"it needs {', '.join(types)}", f"{{{required[0]}: …, …}}")
     for key, value in node.items():
         if key not in types:
-            raise ConfigError(
-                f"{where}.{key}={value}", f"there is no key {key!r}", f"one of {', '.join(types)}"
-            )
+            raise ConfigError(f"{where}.{key}={value}", f"there is no key {key!r}", f"one of {', '.join(types)}")
         if not isinstance(value, types[key]):
             expected = {str: "text", list: "a list", bool: "true or false"}[types[key]]
-            raise ConfigError(
-                f"{where}.{key}={value}", f"it must be {expected}", f"{key}: <{expected}>"
-            )
+            raise ConfigError(f"{where}.{key}={value}", f"it must be {expected}", f"{key}: <{expected}>")
     for key in required:
         if key not in node:
-            raise ConfigError(
-                f"no {where}.{key}", f"it needs {' and '.join(required)}", f"{key}: …"
-            )
+            raise ConfigError(f"no {where}.{key}", f"it needs {' and '.join(required)}", f"{key}: …")

@@ -61,9 +61,7 @@ class KeyValueCache:
             layer.length = 0
 
 
-def attend(
-    queries: Tensor, keys: Tensor, values: Tensor, *, dropout: float, cache: LayerCache | None
-) -> Tensor:
+def attend(queries: Tensor, keys: Tensor, values: Tensor, *, dropout: float, cache: LayerCache | None) -> Tensor:
     """Return causal scaled dot-product attention; the T x T scores are never stored.
 
     Args:

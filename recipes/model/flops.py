@@ -46,9 +46,7 @@ def flops_per_sample(model: nn.Module, shape: Sequence[int]) -> Flops | None:
     return None
 
 
-def decoder_flops_per_token(
-    model: nn.Module, *, embedding: nn.Embedding, attention_width: int, seq_len: int
-) -> Flops:
+def decoder_flops_per_token(model: nn.Module, *, embedding: nn.Embedding, attention_width: int, seq_len: int) -> Flops:
     """Return the FLOPs per trained token of a decoder with `model.blocks` and `model.tie_embeddings`.
 
     Args:
@@ -62,9 +60,7 @@ def decoder_flops_per_token(
         num_parameters -= embedding.weight.numel()
     assert isinstance(model.blocks, nn.ModuleList)
     attention = 6.0 * len(model.blocks) * attention_width * seq_len
-    return Flops(
-        palm=6.0 * num_parameters + 2.0 * attention, causal=6.0 * num_parameters + attention
-    )
+    return Flops(palm=6.0 * num_parameters + 2.0 * attention, causal=6.0 * num_parameters + attention)
 
 
 class CountsFlops:

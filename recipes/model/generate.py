@@ -56,9 +56,7 @@ def generate(
     with _evaluating(model), torch.compiler.set_stance("force_eager"):
         for step in range(num_tokens):
             logits = window.read(prompt_tokens if step == 0 else new_tokens[-1:])  # [V]
-            probabilities = sampling_probabilities(
-                logits, temperature=temperature, top_k=top_k, top_p=top_p
-            )
+            probabilities = sampling_probabilities(logits, temperature=temperature, top_k=top_k, top_p=top_p)
             token = int(torch.multinomial(probabilities, 1, generator=rng))
             if token == end_of_text:
                 break
@@ -66,9 +64,7 @@ def generate(
     return new_tokens
 
 
-def sampling_probabilities(
-    logits: Tensor, *, temperature: float, top_k: int | None, top_p: float | None
-) -> Tensor:
+def sampling_probabilities(logits: Tensor, *, temperature: float, top_k: int | None, top_p: float | None) -> Tensor:
     """Return probabilities [V], float32 on the CPU, of logits [V]: temperature, then top-k, then top-p.
 
     All tokens tied with the k-th likeliest stay, and so does the token that crosses `top_p`.
@@ -95,11 +91,7 @@ class _Window:
     def __init__(self, model: LanguageModel, *, use_cache: bool) -> None:
         self.model = model
         self.tokens: list[int] = []
-        self.cache = (
-            KeyValueCache(num_layers=len(model.blocks), capacity=model.max_seq_len)
-            if use_cache
-            else None
-        )
+        self.cache = KeyValueCache(num_layers=len(model.blocks), capacity=model.max_seq_len) if use_cache else None
 
     def read(self, new_tokens: list[int]) -> Tensor:
         """Return the logits [V] after `new_tokens`."""
@@ -114,9 +106,7 @@ class _Window:
             unread = self.tokens
         device = next(iter(self.model.parameters())).device
         tokens = torch.tensor([unread], device=device)  # [1, T]
-        logits: Tensor = (
-            self.model(tokens) if self.cache is None else self.model(tokens, cache=self.cache)
-        )
+        logits: Tensor = self.model(tokens) if self.cache is None else self.model(tokens, cache=self.cache)
         return logits[0, -1]
 
 
@@ -132,13 +122,9 @@ def _evaluating(model: LanguageModel) -> Iterator[None]:
             module.training = training
 
 
-def _check(
-    prompt_tokens: list[int], *, temperature: float, top_k: int | None, top_p: float | None
-) -> None:
+def _check(prompt_tokens: list[int], *, temperature: float, top_k: int | None, top_p: float | None) -> None:
     if not prompt_tokens:
-        raise ConfigError(
-            "an empty prompt", "the first token needs a token before it", "a word as prompt"
-        )
+        raise ConfigError("an empty prompt", "the first token needs a token before it", "a word as prompt")
     if temperature < 0.0:
         raise ConfigError(f"temperature={temperature}", "it divides the logits", "temperature=0.8")
     if top_k is not None and top_k < 1:

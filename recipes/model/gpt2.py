@@ -30,9 +30,7 @@ class Attention(nn.Module):
     def forward(self, x: Tensor, cache: LayerCache | None) -> Tensor:
         """[B, T, W] -> [B, T, W]"""
         batch, num_tokens, hidden_size = x.shape
-        heads = self.qkv(x).view(
-            batch, num_tokens, 3, self.num_heads, hidden_size // self.num_heads
-        )
+        heads = self.qkv(x).view(batch, num_tokens, 3, self.num_heads, hidden_size // self.num_heads)
         queries, keys, values = heads.permute(2, 0, 3, 1, 4).unbind(0)  # [B, H, T, Q] each, views
         dropout = self.dropout if self.training else 0.0
         mixed = attend(queries, keys, values, dropout=dropout, cache=cache)  # [B, H, T, Q]
@@ -119,8 +117,7 @@ class GPT2(nn.Module):
         self.position = nn.Embedding(max_seq_len, hidden_size)
         self.dropout = nn.Dropout(dropout)
         self.blocks = nn.ModuleList(
-            Block(hidden_size=hidden_size, num_heads=num_heads, dropout=dropout)
-            for _ in range(num_layers)
+            Block(hidden_size=hidden_size, num_heads=num_heads, dropout=dropout) for _ in range(num_layers)
         )
         self.norm = nn.LayerNorm(hidden_size)
         self.head = nn.Linear(hidden_size, num_rows, bias=False)

@@ -82,9 +82,7 @@ def fill(parameter: Tensor, values: Tensor) -> None:
 
 
 @torch.no_grad()
-def normal_(
-    parameter: Tensor, *, name: str, seed: int, std: float, num_rows: int | None = None
-) -> None:
+def normal_(parameter: Tensor, *, name: str, seed: int, std: float, num_rows: int | None = None) -> None:
     """Fill with samples of a normal distribution of mean zero.
 
     Args:

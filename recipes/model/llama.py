@@ -66,9 +66,7 @@ class Llama(nn.Module):
         pretrained: str | None = None,
     ) -> None:
         super().__init__()
-        _check_heads(
-            num_heads, num_kv_heads=num_kv_heads, hidden_size=hidden_size, head_dim=head_dim
-        )
+        _check_heads(num_heads, num_kv_heads=num_kv_heads, hidden_size=hidden_size, head_dim=head_dim)
         self.vocab_size = vocab_size
         self.max_seq_len = max_seq_len
         self.num_layers = num_layers
@@ -104,9 +102,7 @@ class Llama(nn.Module):
             qk_norm=self.qk_norm,
         )
         mlp = Mlp(hidden_size=self.hidden_size, ffn_hidden_size=self.ffn_hidden_size)
-        return Block(
-            attention=attention, mlp=mlp, hidden_size=self.hidden_size, rms_eps=self.rms_eps
-        )
+        return Block(attention=attention, mlp=mlp, hidden_size=self.hidden_size, rms_eps=self.rms_eps)
 
     def _tie(self) -> None:
         if self.tie_embeddings:
@@ -114,9 +110,7 @@ class Llama(nn.Module):
 
     def _allocate_tables(self, *, device: torch.device) -> None:
         for name in ("rope_cos", "rope_sin"):
-            table = torch.empty(
-                self.max_seq_len, self.head_dim // 2, dtype=torch.float32, device=device
-            )
+            table = torch.empty(self.max_seq_len, self.head_dim // 2, dtype=torch.float32, device=device)
             self.register_buffer(name, table, persistent=False)
 
     def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> Self:
@@ -184,9 +178,7 @@ class Llama(nn.Module):
         )
 
 
-def _check_heads(
-    num_heads: int, *, num_kv_heads: int, hidden_size: int, head_dim: int | None
-) -> None:
+def _check_heads(num_heads: int, *, num_kv_heads: int, hidden_size: int, head_dim: int | None) -> None:
     if head_dim is None and hidden_size % num_heads != 0:
         raise ConfigError(
             f"model.num_heads={num_heads}",
@@ -202,9 +194,7 @@ def _check_heads(
     size = hidden_size // num_heads if head_dim is None else head_dim
     if size % 2 != 0:
         raise ConfigError(
-            f"model.hidden_size={hidden_size}"
-            if head_dim is None
-            else f"model.head_dim={head_dim}",
+            f"model.hidden_size={hidden_size}" if head_dim is None else f"model.head_dim={head_dim}",
             f"rotary positions rotate pairs of channels and a head has {size}",
             f"model.head_dim={size + 1}",
         )

@@ -67,17 +67,13 @@ class ResNet18(nn.Module):
         self.small_images = small_images
         self.pretrained = pretrained
         size, stride = (3, 1) if small_images else (7, 2)
-        self.stem_conv = nn.Conv2d(
-            in_channels, STAGE_CHANNELS[0], size, stride=stride, padding=size // 2, bias=False
-        )
+        self.stem_conv = nn.Conv2d(in_channels, STAGE_CHANNELS[0], size, stride=stride, padding=size // 2, bias=False)
         self.stem_norm = nn.BatchNorm2d(STAGE_CHANNELS[0])
         self.blocks = nn.ModuleList()
         channels = STAGE_CHANNELS[0]
         for stage, out_channels in enumerate(STAGE_CHANNELS):
             for stride in (1 if stage == 0 else 2, 1):
-                self.blocks.append(
-                    ResidualBlock(in_channels=channels, out_channels=out_channels, stride=stride)
-                )
+                self.blocks.append(ResidualBlock(in_channels=channels, out_channels=out_channels, stride=stride))
                 channels = out_channels
         self.head = nn.Linear(channels, num_classes)
 

@@ -12,9 +12,7 @@ from torch import Tensor
 NAME = "ema"
 
 
-def average_weights(
-    optimizer: torch.optim.Optimizer, *, decay: float, step: Callable[[], int]
-) -> None:
+def average_weights(optimizer: torch.optim.Optimizer, *, decay: float, step: Callable[[], int]) -> None:
     """Update the average after every optimizer step; a skipped step leaves it unchanged.
 
     Args:

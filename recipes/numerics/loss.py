@@ -29,9 +29,7 @@ def cross_entropy_sum(logits: Tensor, targets: Tensor) -> Tensor:
     )
 
 
-def regularizer_sum(
-    logits: Tensor, targets: Tensor, *, label_smoothing: float, z_loss: float
-) -> Tensor:
+def regularizer_sum(logits: Tensor, targets: Tensor, *, label_smoothing: float, z_loss: float) -> Tensor:
     """Return what training adds to `cross_entropy_sum`, summed over all targets that carry loss.
 
     Label smoothing (Szegedy et al. 2015, arXiv 1512.00567) as in `F.cross_entropy`: the target has probability

@@ -22,9 +22,7 @@ _LOST_PEER = re.compile(
     re.IGNORECASE,
 )
 # messages of allocators, CUDA's libraries, NCCL, Triton and the kernel; callbacks/memory has an equal copy
-_OUT_OF_MEMORY = re.compile(
-    r"out of memory|_ALLOC_FAILED|can(no|')t allocate memory", re.IGNORECASE
-)
+_OUT_OF_MEMORY = re.compile(r"out of memory|_ALLOC_FAILED|can(no|')t allocate memory", re.IGNORECASE)
 _HOST_OUT_OF_MEMORY = ("DefaultCPUAllocator", "Cannot allocate memory")
 _TORCH_ERRORS = ("RuntimeError", "DistBackendError", "DistNetworkError", "DistStoreError")
 

@@ -96,9 +96,7 @@ def get_blocks(model: nn.Module, option: str) -> Iterable[nn.Module]:
     return list(blocks)
 
 
-def skip_step(
-    optimizer: torch.optim.Optimizer, parameters: Iterable[nn.Parameter], skips: Tensor
-) -> None:
+def skip_step(optimizer: torch.optim.Optimizer, parameters: Iterable[nn.Parameter], skips: Tensor) -> None:
     """Make the next step of an optimizer a no-op where a 0-dim bool tensor is true.
 
     A fused optimizer on a GPU reads the flag on the device. For any other the gradients are dropped: the flag is

@@ -62,9 +62,7 @@ class FSDP2Strategy(TorchNativeMixin, ShardSavingMixin, ModelParallelStrategy):
         if checkpoint_io is not None:
             self.checkpoint_io = checkpoint_io
         self._precision = precision
-        self._offload: OffloadPolicy = (
-            CPUOffloadPolicy(pin_memory=on_gpu) if cpu_offload else OffloadPolicy()
-        )
+        self._offload: OffloadPolicy = CPUOffloadPolicy(pin_memory=on_gpu) if cpu_offload else OffloadPolicy()
         self._gradient_sync = gradient_sync
 
     def mesh_shape(self) -> dict[str, int]:
@@ -105,9 +103,7 @@ class FSDP2Strategy(TorchNativeMixin, ShardSavingMixin, ModelParallelStrategy):
                 self._shard(full, low_precision=False, reshard_after_forward=reshard_after_forward)
         self._shard([block], low_precision=True, reshard_after_forward=reshard_after_forward)
 
-    def _shard(
-        self, modules: list[nn.Module], *, low_precision: bool, reshard_after_forward: bool
-    ) -> None:
+    def _shard(self, modules: list[nn.Module], *, low_precision: bool, reshard_after_forward: bool) -> None:
         """Make one group of the modules' parameters, gathered and reduced together."""
         fully_shard(
             modules if len(modules) > 1 else modules[0],  # type: ignore[arg-type]
@@ -156,9 +152,7 @@ class HSDPStrategy(FSDP2Strategy):
 
     option: ClassVar[str] = "hsdp"
 
-    def __init__(
-        self, *, shard_size: Annotated[int, ">= 1"] | None, **fully_shard_arguments: Any
-    ) -> None:
+    def __init__(self, *, shard_size: Annotated[int, ">= 1"] | None, **fully_shard_arguments: Any) -> None:
         super().__init__(**fully_shard_arguments)
         self._shard_size = shard_size
 

@@ -67,10 +67,7 @@ def check_command(typed: Sequence[str], *, config_folder: Path, config_name: str
     added = set(composed.overrides) if composed is not None else set()
     param_keys = {param.key_or_group for param in params}
     return SweepCommand(
-        for_hydra=[
-            _to_hydra(text, first, added, param_keys)
-            for text, first in zip(typed, first_job, strict=True)
-        ],
+        for_hydra=[_to_hydra(text, first, added, param_keys) for text, first in zip(typed, first_job, strict=True)],
         keys=[override.key_or_group for override in swept.values()],
         mistakes=[*mistakes, *_check_values(swept), *_check_sweeper(swept, sweeper)],
     )

@@ -34,16 +34,12 @@ class SubprocessLauncher(Launcher):
         self._config = DictConfig({})
 
     @override
-    def setup(
-        self, *, hydra_context: HydraContext, task_function: TaskFunction, config: DictConfig
-    ) -> None:
+    def setup(self, *, hydra_context: HydraContext, task_function: TaskFunction, config: DictConfig) -> None:
         self._context = hydra_context
         self._config = config
 
     @override
-    def launch(
-        self, job_overrides: Sequence[Sequence[str]], initial_job_idx: int
-    ) -> Sequence[JobReturn]:
+    def launch(self, job_overrides: Sequence[Sequence[str]], initial_job_idx: int) -> Sequence[JobReturn]:
         """Run one batch of jobs.
 
         Raises:
@@ -102,18 +98,14 @@ class SubprocessLauncher(Launcher):
     def _folder(self) -> Path:
         return Path(str(self._config.hydra.sweep.dir))
 
-    def _prepare(
-        self, sweep: Sweep, job_overrides: Sequence[Sequence[str]], first_number: int
-    ) -> list[Job]:
+    def _prepare(self, sweep: Sweep, job_overrides: Sequence[Sequence[str]], first_number: int) -> list[Job]:
         """Compose and check all jobs; reject invalid ones, or stop before the first job starts."""
         if len(job_overrides) >= _MANY_JOBS:
             LOGGER.info(f"Composing and checking {len(job_overrides)} jobs")
         jobs: list[Job] = []
         invalid: list[tuple[Job, list[ConfigError]]] = []
         for number, overrides in enumerate(job_overrides, start=first_number):
-            job, mistakes = sweep.prepare(
-                overrides, number, partial(self.get_folder_name, overrides)
-            )
+            job, mistakes = sweep.prepare(overrides, number, partial(self.get_folder_name, overrides))
             jobs.append(job)
             if mistakes:
                 invalid.append((job, mistakes))

@@ -121,15 +121,8 @@ def swept_overrides(jobs: Sequence[Job], keys: Sequence[str] = ()) -> dict[int, 
     """
     by_job = {job.number: dict(map(_split, job.overrides)) for job in jobs}
     all_keys = dict.fromkeys(key for overrides in by_job.values() for key in overrides)
-    swept = [
-        key
-        for key in all_keys
-        if key in keys or len({overrides.get(key) for overrides in by_job.values()}) > 1
-    ]
-    return {
-        number: {key: overrides[key] for key in swept if key in overrides}
-        for number, overrides in by_job.items()
-    }
+    swept = [key for key in all_keys if key in keys or len({overrides.get(key) for overrides in by_job.values()}) > 1]
+    return {number: {key: overrides[key] for key in swept if key in overrides} for number, overrides in by_job.items()}
 
 
 def _split(override: str) -> tuple[str, str]:

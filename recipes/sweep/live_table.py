@@ -123,15 +123,10 @@ def _priority(job: Job) -> tuple[int, int]:
 
 def _metrics(job: Job, progress: Progress | None) -> list[str]:
     """Return the cells for step, training loss, validation loss, and time left or, after the end, taken."""
-    seconds = (
-        job.seconds if progress is None or job.exit_code is not None else progress.seconds_left()
-    )
+    seconds = job.seconds if progress is None or job.exit_code is not None else progress.seconds_left()
     duration = "" if seconds is None else format_seconds(seconds)
     if progress is None:
         return ["", "", "", duration]
     total = "" if progress.max_steps is None else f"/{progress.max_steps}"
-    losses = [
-        f"{progress.last[name]:.4f}" if name in progress.last else ""
-        for name in ("train/loss", "val/loss")
-    ]
+    losses = [f"{progress.last[name]:.4f}" if name in progress.last else "" for name in ("train/loss", "val/loss")]
     return [f"{progress.step}{total}", *losses, duration]

@@ -12,9 +12,7 @@ from recipes.runtime.world import global_rank, started_by
 
 def is_sweep(overrides: Sequence[str]) -> bool:
     """Return whether `sweep=` names a sweep, which then needs no `-m`."""
-    selects_sweep = any(
-        override.startswith("sweep=") and override != "sweep=none" for override in overrides
-    )
+    selects_sweep = any(override.startswith("sweep=") and override != "sweep=none" for override in overrides)
     # mode=wandb_sweep only writes a sweep's YAML, and each trial of that sweep is a single run
     return selects_sweep and not {"mode=wandb_sweep", "hydra.mode=RUN"} & set(overrides)
 

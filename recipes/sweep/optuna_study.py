@@ -75,9 +75,7 @@ class StudySource:
         """Log what earlier commands have left."""
         num_ended = self._num_ended()
         if num_ended or self._interrupted:
-            LOGGER.info(
-                f"{num_ended} trials have already ended, {len(self._interrupted)} are resumed"
-            )
+            LOGGER.info(f"{num_ended} trials have already ended, {len(self._interrupted)} are resumed")
 
     def next_jobs(self) -> Sequence[Job]:
         """Return the next trial; none if all have been started."""
@@ -121,8 +119,7 @@ class StudySource:
                 reported.add(step)
                 if trial.should_prune():
                     LOGGER.info(
-                        f"job {job.number} is pruned at step {step}: {self._prune_on}"
-                        f" {row[self._prune_on]:.6g}"
+                        f"job {job.number} is pruned at step {step}: {self._prune_on} {row[self._prune_on]:.6g}"
                     )
                     return True
         return False
@@ -149,9 +146,7 @@ class StudySource:
         now = {
             "objective": self._sweep.settings.objective,
             "direction": self._sweep.settings.direction,
-            "space": {
-                key: str(distribution) for key, distribution in sorted(self._distributions.items())
-            },
+            "space": {key: str(distribution) for key, distribution in sorted(self._distributions.items())},
         }
         if _DEFINITION not in self._study.user_attrs:
             self._study.set_user_attr(_DEFINITION, now)

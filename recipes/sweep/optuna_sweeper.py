@@ -67,9 +67,7 @@ class OptunaSweeper(Sweeper):
         self._config = DictConfig({})
 
     @override
-    def setup(
-        self, *, hydra_context: HydraContext, task_function: TaskFunction, config: DictConfig
-    ) -> None:
+    def setup(self, *, hydra_context: HydraContext, task_function: TaskFunction, config: DictConfig) -> None:
         self._context, self._config = hydra_context, config
         launcher = Plugins.instance().instantiate_launcher(
             hydra_context=hydra_context, task_function=task_function, config=config
@@ -140,9 +138,7 @@ class OptunaSweeper(Sweeper):
         optuna.logging.set_verbosity(optuna.logging.WARNING)
         return optuna.create_study(
             storage=self._storage or f"sqlite:///{folder.resolve() / STUDY_FILE}",
-            study_name=_STUDY_NAME
-            if self._storage is None
-            else f"{self._config.name}_{folder.name}",
+            study_name=_STUDY_NAME if self._storage is None else f"{self._config.name}_{folder.name}",
             direction=direction,
             sampler=self._make_sampler(0),
             pruner=self._pruner or optuna.pruners.NopPruner(),
@@ -189,9 +185,7 @@ def make_distributions(space: SearchSpace) -> dict[str, "BaseDistribution"]:
 def trial_overrides(space: SearchSpace, params: Mapping[str, Any]) -> list[str]:
     """Return the overrides of a trial with these parameters."""
     sampled = [
-        f"{key}={params[key]}"
-        if isinstance(parameter, Choice)
-        else make_override(key, _round(params[key]))
+        f"{key}={params[key]}" if isinstance(parameter, Choice) else make_override(key, _round(params[key]))
         for key, parameter in space.parameters.items()
     ]
     return [*space.fixed, *sampled]

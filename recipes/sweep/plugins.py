@@ -18,9 +18,7 @@ PLUGIN_NAME = "recipes"  # the launcher is hydra/launcher=recipes
 PACKAGE = f"{_ROOT}.lightning_recipes"
 
 
-def register_plugin(
-    plugin: type[Plugin], *, group: str | None = None, name: str | None = None
-) -> None:
+def register_plugin(plugin: type[Plugin], *, group: str | None = None, name: str | None = None) -> None:
     """Register a plugin class, and optionally a config option that selects it. Repeatable.
 
     Args:
@@ -42,9 +40,7 @@ def register_plugin(
         ConfigStore.instance().store(group=group, name=name, node=node, provider=PACKAGE)
 
 
-def register(
-    config_folder: Path, config_name: str, *, keys: Sequence[str], command: Sequence[str]
-) -> None:
+def register(config_folder: Path, config_name: str, *, keys: Sequence[str], command: Sequence[str]) -> None:
     """Register the launcher and the sweeper, and start a new `MultirunState`. Repeatable.
 
     Args:

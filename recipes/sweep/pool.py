@@ -89,9 +89,7 @@ class Pool:
             LOGGER.error("Terminated by a second signal")
             return second.number
         except Exception:
-            self._stop(
-                signal.SIGTERM
-            )  # an error in this process must not cost the jobs their progress
+            self._stop(signal.SIGTERM)  # an error in this process must not cost the jobs their progress
             raise
         finally:
             for handle in self._running.values():
@@ -185,9 +183,7 @@ class Pool:
             rows = self._progress[number].read()
             if rows and number not in self._pruned and self._source.should_prune(job, rows):
                 self._pruned.add(number)
-                handle.send_signal(
-                    signal.SIGINT
-                )  # ends without a checkpoint: the job will not be resumed
+                handle.send_signal(signal.SIGINT)  # ends without a checkpoint: the job will not be resumed
 
     def _forward(self, number: int) -> None:
         """Pass a signal on to all running jobs; no further one starts."""

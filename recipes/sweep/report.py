@@ -107,9 +107,7 @@ class Report:
         LOGGER.info(f"Sweep: {summary}; {self._folder / SWEEP_FILE}")
         for job in rank_jobs(self._jobs, self._settings.objective, self._settings.direction)[:1]:
             if job.state is State.FINISHED and self._objective(job) is not None:
-                LOGGER.info(
-                    f"Best: job {job.number}, {self._result(job)}: {train_command(job.overrides)}"
-                )
+                LOGGER.info(f"Best: job {job.number}, {self._result(job)}: {train_command(job.overrides)}")
         if any(not job.state.is_over and not job.state.has_failed for job in self._jobs):
             LOGGER.info(f"To resume: {resume_command(self._typed, self._folder)}")
 

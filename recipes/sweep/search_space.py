@@ -175,9 +175,7 @@ def _range(text: str, key: str, sweep: RangeSweep, *, is_log: bool) -> Interval:
         raise ConfigError(text, "its steps are not equal ratios", fix)
     low, high = sorted((first, first + (count - 1) * width))
     number = int if is_integer else float
-    return Interval(
-        low=number(low), high=number(high), log=is_log, is_integer=is_integer, step=abs(step)
-    )
+    return Interval(low=number(low), high=number(high), log=is_log, is_integer=is_integer, step=abs(step))
 
 
 def _check(text: str, key: str, interval: Interval) -> None:

@@ -83,9 +83,7 @@ class Sweep:
         job = self._ledger.claim(overrides)
         if job is None:
             number = self._ledger.free_number(number)
-            job = Job(
-                number=number, folder=self.folder / get_folder_name(number), overrides=overrides
-            )
+            job = Job(number=number, folder=self.folder / get_folder_name(number), overrides=overrides)
             if owners := [other for other in self.jobs if other.folder == job.folder]:
                 shared_folder = ConfigError(
                     f"hydra.sweep.subdir={job.folder.name}",
@@ -126,9 +124,7 @@ class Sweep:
         if stop_signal is not None:
             return worst_exit_code(self._requested)
         codes = [job.exit_code for job in self._requested if not job.state.is_over]
-        return max(
-            (ExitCode.CRASHED if code is None or code < 0 else code for code in codes), default=0
-        )
+        return max((ExitCode.CRASHED if code is None or code < 0 else code for code in codes), default=0)
 
     def reject(self, job: Job, mistakes: Sequence[ConfigError]) -> None:
         """Record that a job's config is invalid."""
@@ -163,9 +159,7 @@ class Sweep:
             job.save()
         for handle in self.launcher.start(jobs):
             LOGGER.info(f"job {handle.job.number} is {handle.job.cluster_job} in the queue")
-        LOGGER.info(
-            f"To follow them: {resume_command(self._typed, self.folder)} launcher.wait=true"
-        )
+        LOGGER.info(f"To follow them: {resume_command(self._typed, self.folder)} launcher.wait=true")
         return 0
 
     def _log_job(self, job: Job) -> None:
@@ -179,9 +173,7 @@ def _resume_override(job: Job) -> list[str]:
 
 
 def _trains(job: Job) -> bool:
-    return not any(
-        override.startswith("mode=") and override != "mode=fit" for override in job.overrides
-    )
+    return not any(override.startswith("mode=") and override != "mode=fit" for override in job.overrides)
 
 
 class Ledger:

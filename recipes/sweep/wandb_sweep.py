@@ -51,15 +51,12 @@ def sweep_config(space: SearchSpace, search: Search, command: Sequence[str]) -> 
     Raises:
         ConfigError: W&B cannot search this space in this way.
     """
-    method = search.method or (
-        "grid" if all(map(_is_listed, space.parameters.values())) else "bayes"
-    )
+    method = search.method or ("grid" if all(map(_is_listed, space.parameters.values())) else "bayes")
     content: dict[str, Any] = {
         "method": method,
         "metric": {"name": search.objective, "goal": search.direction},
         "parameters": {
-            parameter_name(key): _parameter(key, parameter, method)
-            for key, parameter in space.parameters.items()
+            parameter_name(key): _parameter(key, parameter, method) for key, parameter in space.parameters.items()
         },
         "command": list(command),
     }
@@ -90,9 +87,7 @@ def fixed_overrides(overrides: Sequence[str]) -> list[str]:
     fixed = []
     for override in overrides:
         key = parse_override(override).key_or_group
-        if key == "hydra.run.dir" or (
-            key == "resume" and override not in ("resume=null", "resume=auto")
-        ):
+        if key == "hydra.run.dir" or (key == "resume" and override not in ("resume=null", "resume=auto")):
             raise ConfigError(
                 override,
                 "all trials of the sweep would share that folder",
@@ -130,9 +125,7 @@ def _parameter(key: str, parameter: Choice | Interval, method: str) -> dict[str,
     low, high = parameter.low, parameter.high
     if low == high:
         return {"value": low}
-    if parameter.step is not None and (
-        method == "grid" or parameter.step != 1 or not parameter.is_integer
-    ):
+    if parameter.step is not None and (method == "grid" or parameter.step != 1 or not parameter.is_integer):
         # W&B's own quantized distributions round to multiples of the step, not to low + n * step
         return {"values": _listed(key, parameter)}
     if method == "grid":

@@ -162,9 +162,7 @@ class TrainingTask(CountsFlops, Resumable, ABC):
         trainer = self.trainer
         objective_sum, loss_sum = self.objective_sum(batch)
         self._count(batch)
-        loss = (
-            loss_sum.detach() / batch["num_targets"]
-        )  # [], this micro-batch's part of the step's loss
+        loss = loss_sum.detach() / batch["num_targets"]  # [], this micro-batch's part of the step's loss
         self._window_loss = loss if self._window_loss is None else self._window_loss + loss
         if self._micro_batches_in_window == trainer.accumulate_grad_batches:
             # before the backward pass: the guard needs the loss of the step when gradients are clipped
@@ -252,9 +250,7 @@ class TrainingTask(CountsFlops, Resumable, ABC):
         self._window_loss = None
         step = trainer.global_step + 1
         if step == trainer.max_steps:
-            trainer.should_stop = (
-                True  # makes Lightning log and validate the last step, whatever its number
-            )
+            trainer.should_stop = True  # makes Lightning log and validate the last step, whatever its number
         guard = trainer.strategy.guard  # type: ignore[attr-defined]
         is_logged = step % trainer.log_every_n_steps == 0 or trainer.should_stop  # type: ignore[attr-defined]
         if window_loss is None or not (is_logged or guard is not None):

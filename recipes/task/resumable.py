@@ -59,16 +59,13 @@ class Resumable(lightning.LightningModule):
         _check_optimizer(self._optimizer, self._resumed_optimizer)
         names = {id(parameter): name for name, parameter in self.named_parameters()}
         self._parameters_in_order = [
-            names[id(parameter)]
-            for group in optimizer.param_groups
-            for parameter in group["params"]
+            names[id(parameter)] for group in optimizer.param_groups for parameter in group["params"]
         ]
 
     def remember_hyperparameters(self, optimizer: torch.optim.Optimizer) -> None:
         """Remember the hyperparameters of the config, which a loaded checkpoint overwrites with its own."""
         self._hyperparameters = [
-            {key: value for key, value in group.items() if key != "params"}
-            for group in optimizer.param_groups
+            {key: value for key, value in group.items() if key != "params"} for group in optimizer.param_groups
         ]
 
     def resume_optimizer(self, schedule: Callable[[int], float]) -> None:
@@ -107,9 +104,7 @@ class Resumable(lightning.LightningModule):
     def on_save_checkpoint(self, checkpoint: dict[str, Any]) -> None:
         checkpoint["consumed"] = {"samples": self.num_samples, "tokens": self.num_tokens}
         checkpoint["strategy"] = type(self.trainer.strategy).__name__
-        checkpoint["loggers"] = {
-            type(logger).__name__: logger.version for logger in self.trainer.loggers
-        }
+        checkpoint["loggers"] = {type(logger).__name__: logger.version for logger in self.trainer.loggers}
         checkpoint["optimizer"] = self._optimizer
         checkpoint["parameters"] = self._parameters_in_order
         checkpoint["tied"] = self._tied_names()
@@ -130,9 +125,7 @@ class Resumable(lightning.LightningModule):
         if self._optimizer is not None:  # some engines load after the optimizer is built
             _check_optimizer(self._optimizer, self._resumed_optimizer)
         self._resumed_rng = checkpoint["rng"]
-        self.restore_scalars(
-            checkpoint.get("clipping", {})
-        )  # absent from files of earlier versions
+        self.restore_scalars(checkpoint.get("clipping", {}))  # absent from files of earlier versions
         if not self._keeps_average:
             for state in checkpoint["optimizer_states"][0]["state"].values():
                 state.pop(AVERAGE, None)
@@ -144,9 +137,7 @@ class Resumable(lightning.LightningModule):
         shards = self.trainer.strategy.lightning_module_state_dict()
         tied = self._tied_names()
         on_host = {
-            name: replace(shard, tensor=shard.tensor.cpu())
-            for name, shard in shards.items()
-            if name not in tied
+            name: replace(shard, tensor=shard.tensor.cpu()) for name, shard in shards.items() if name not in tied
         }
         path = folder / shard_name(self.trainer.global_rank)
         path.unlink(missing_ok=True)
@@ -157,9 +148,7 @@ class Resumable(lightning.LightningModule):
         first: dict[int, str] = {}
         every = self.named_parameters(remove_duplicate=False)
         return {
-            name: first[id(parameter)]
-            for name, parameter in every
-            if first.setdefault(id(parameter), name) != name
+            name: first[id(parameter)] for name, parameter in every if first.setdefault(id(parameter), name) != name
         }
 
     # Rollbacks.
@@ -174,9 +163,7 @@ class Resumable(lightning.LightningModule):
         if history is not None:
             self.clipping.load_state_dict(history)
 
-    def on_rollback(
-        self, trainer: lightning.Trainer, pl_module: Any, from_step: int, to_step: int
-    ) -> None:
+    def on_rollback(self, trainer: lightning.Trainer, pl_module: Any, from_step: int, to_step: int) -> None:
         """Set back Lightning's counters of micro-batches; the data stream has its own position and moves on.
 
         Args:

@@ -48,17 +48,13 @@ def byte_alphabet() -> dict[str, int]:
     """
     printable = [*range(33, 127), *range(161, 173), *range(174, 256)]
     others = sorted(set(range(NUM_BYTES)) - set(printable))
-    return {chr(byte): byte for byte in printable} | {
-        chr(NUM_BYTES + i): byte for i, byte in enumerate(others)
-    }
+    return {chr(byte): byte for byte in printable} | {chr(NUM_BYTES + i): byte for i, byte in enumerate(others)}
 
 
 class Tokenizer:
     """A vocabulary and its rules; the spelling of a special token within a text is encoded as plain text."""
 
-    def __init__(
-        self, backend: Any, *, end_of_text: int, settings: dict[str, Any] | None = None
-    ) -> None:
+    def __init__(self, backend: Any, *, end_of_text: int, settings: dict[str, Any] | None = None) -> None:
         """Wrap a backend.
 
         Args:

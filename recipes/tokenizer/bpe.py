@@ -34,9 +34,7 @@ _FORMAT = 1
 class Bpe:
     """Exactly `vocab_size` ids, end-of-text included; fewer if the corpus is too small."""
 
-    def __init__(
-        self, *, vocab_size: Annotated[int, ">= 257"], max_training_bytes: int = 256 * 1024**2
-    ) -> None:
+    def __init__(self, *, vocab_size: Annotated[int, ">= 257"], max_training_bytes: int = 256 * 1024**2) -> None:
         """Check the settings.
 
         Args:
@@ -62,9 +60,7 @@ class Bpe:
         folder = corpus.cache_dir / "tokenizers" / f"bpe_{self.vocab_size}_{key}"
 
         def build(temporary: Path) -> None:
-            train_bpe(corpus.texts(self.max_training_bytes), vocab_size=self.vocab_size).save(
-                temporary
-            )
+            train_bpe(corpus.texts(self.max_training_bytes), vocab_size=self.vocab_size).save(temporary)
 
         build_once(folder, build, is_complete=lambda path: (path / "tokenizer.json").is_file())
         return Tokenizer.load(folder)

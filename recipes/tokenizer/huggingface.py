@@ -42,9 +42,7 @@ class HuggingFace:
         end_of_text = backend.token_to_id(spelling)
         if end_of_text is None:
             raise self._error(f"its vocabulary has no {spelling} to end a document with")
-        return Tokenizer(
-            backend, end_of_text=end_of_text, settings=settings | {"eos_token": spelling}
-        )
+        return Tokenizer(backend, end_of_text=end_of_text, settings=settings | {"eos_token": spelling})
 
     def _files(self) -> tuple[Path, Path | None]:
         folder = Path(self.name).expanduser()

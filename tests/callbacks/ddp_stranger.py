@@ -44,9 +44,7 @@ class Damage(Callback):
     def __init__(self) -> None:
         self.is_done = False
 
-    def on_train_batch_start(
-        self, trainer: Any, pl_module: Any, batch: Any, batch_idx: int
-    ) -> None:
+    def on_train_batch_start(self, trainer: Any, pl_module: Any, batch: Any, batch_idx: int) -> None:
         if batch_idx == 20 and trainer.global_rank == 1:
             batch[0].fill_(torch.inf)
         if batch_idx == 35 and not self.is_done:

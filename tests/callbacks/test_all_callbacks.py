@@ -17,9 +17,7 @@ CONF = Path(__file__).parents[2] / "conf" / "callbacks"
 # values of interpolations in conf/callbacks
 INTERPOLATED: dict[str, Any] = {
     "${profile}": 2,
-    "${dashboard.sections}": yaml.safe_load((CONF.parent / "dashboard/default.yaml").read_text())[
-        "sections"
-    ],
+    "${dashboard.sections}": yaml.safe_load((CONF.parent / "dashboard/default.yaml").read_text())["sections"],
 }
 DEFAULT: list[str] = yaml.safe_load((CONF / "default.yaml").read_text())["defaults"]
 
@@ -30,17 +28,12 @@ def build(name: str) -> Any:
     assert key == name
     module, _, cls = node.pop("_target_").rpartition(".")
     assert module in (f"callbacks.{name}", f"callbacks.{name}.callback")
-    arguments = {
-        name: INTERPOLATED[value] if str(value).startswith("${") else value
-        for name, value in node.items()
-    }
+    arguments = {name: INTERPOLATED[value] if str(value).startswith("${") else value for name, value in node.items()}
     return getattr(import_module(module), cls)(**arguments)
 
 
 @pytest.mark.parametrize("accumulate", [1, 2])
-def test_a_plain_module_trains_with_all_of_them(
-    stranger, make_trainer, tmp_path, read_column, accumulate
-) -> None:
+def test_a_plain_module_trains_with_all_of_them(stranger, make_trainer, tmp_path, read_column, accumulate) -> None:
     make_trainer(
         callbacks=[build(name) for name in DEFAULT],
         accumulate_grad_batches=accumulate,
@@ -117,9 +110,7 @@ def test_the_report_can_be_written_without_lightning_and_imports_matplotlib_late
         "print([m for m in ('torch', 'lightning', 'matplotlib', 'rich') if m in sys.modules])"
     )
     root = CONF.parents[1]
-    done = subprocess.run(
-        [sys.executable, "-c", code], cwd=root, capture_output=True, text=True, check=True
-    )
+    done = subprocess.run([sys.executable, "-c", code], cwd=root, capture_output=True, text=True, check=True)
     assert done.stdout == "[]\n"
 
 

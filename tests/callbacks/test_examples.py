@@ -17,11 +17,7 @@ def test_an_example_runs(name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPa
     callback = getattr(callbacks, name)
     monkeypatch.chdir(tmp_path)
     finder = doctest.DocTestFinder(recurse=False)
-    examples = [
-        test
-        for test in finder.find(callback, name, sys.modules[callback.__module__])
-        if test.examples
-    ]
+    examples = [test for test in finder.find(callback, name, sys.modules[callback.__module__]) if test.examples]
     assert examples, f"{name} has no example in its docstring"
     runner = doctest.DocTestRunner(optionflags=doctest.ELLIPSIS)
     for example in examples:

@@ -89,14 +89,10 @@ def test_a_model_without_text_writes_no_samples(stranger, make_trainer, tmp_path
     assert not (tmp_path / "run" / "samples.jsonl").exists()
 
 
-def test_a_run_without_a_folder_still_logs_its_sample(
-    stranger, make_trainer, caplog: pytest.LogCaptureFixture
-) -> None:
+def test_a_run_without_a_folder_still_logs_its_sample(stranger, make_trainer, caplog: pytest.LogCaptureFixture) -> None:
     caplog.set_level("INFO", logger="lightning_recipes")
     make_trainer(callbacks=[make_sampler(prompts=["a"])], logger=False).fit(make_writer(stranger))
-    assert [
-        record.getMessage() for record in caplog.records if "sample" in record.msg % record.args
-    ]
+    assert [record.getMessage() for record in caplog.records if "sample" in record.msg % record.args]
     assert "<a>" in caplog.text
 
 

@@ -34,9 +34,7 @@ def test_two_steps_of_two_micro_batches_are_traced_and_excluded_from_the_through
     assert sum(read_column("time/excluded_seconds")) == 3 * 2.0 - FETCH
 
 
-def test_a_run_that_fails_while_it_is_traced_still_writes_the_trace(
-    stranger, make_trainer, tmp_path
-) -> None:
+def test_a_run_that_fails_while_it_is_traced_still_writes_the_trace(stranger, make_trainer, tmp_path) -> None:
     class Failing(stranger):  # type: ignore[misc]
         def training_step(self, batch, batch_idx):
             if batch_idx == 3:
@@ -77,9 +75,7 @@ def test_tracing_zero_steps_is_an_error() -> None:
         StepProfiler(steps=0)
 
 
-def test_nothing_is_traced_while_lightnings_profiler_traces(
-    stranger, make_trainer, tmp_path, caplog
-) -> None:
+def test_nothing_is_traced_while_lightnings_profiler_traces(stranger, make_trainer, tmp_path, caplog) -> None:
     profiler = PyTorchProfiler(dirpath=tmp_path, filename="trace")
     make_trainer(callbacks=[StepProfiler(steps=1, after=1)], profiler=profiler).fit(stranger())
     assert "trainer.profiler=pytorch traces already" in caplog.text

@@ -32,9 +32,7 @@ def forward_of(stranger):
     return make
 
 
-def test_a_nan_from_the_forward_pass_is_named_by_step_operation_inputs_and_line(
-    make_trainer, forward_of
-) -> None:
+def test_a_nan_from_the_forward_pass_is_named_by_step_operation_inputs_and_line(make_trainer, forward_of) -> None:
     def divide(x: Tensor, index: int) -> Tensor:
         zero = x - x
         return x + zero / zero if index == 2 else x  # 0 / 0
@@ -48,9 +46,7 @@ def test_a_nan_from_the_forward_pass_is_named_by_step_operation_inputs_and_line(
     assert "in training_step" in text
 
 
-def test_a_nan_from_the_backward_pass_is_named_by_its_forward_line(
-    make_trainer, forward_of
-) -> None:
+def test_a_nan_from_the_backward_pass_is_named_by_its_forward_line(make_trainer, forward_of) -> None:
     def root(x: Tensor, index: int) -> Tensor:
         zero = x - x
         return x + torch.where(zero == 0, zero, zero.sqrt()) if index == 2 else x
@@ -74,9 +70,7 @@ def test_a_nan_that_does_not_reach_the_loss_does_not_end_the_run(make_trainer, f
     assert trainer.global_step == 8
 
 
-def test_a_nan_in_the_data_is_reported_in_the_inputs_of_the_first_operation(
-    make_trainer, stranger
-) -> None:
+def test_a_nan_in_the_data_is_reported_in_the_inputs_of_the_first_operation(make_trainer, stranger) -> None:
     class BadBatch(stranger):  # type: ignore[misc, valid-type]
         def training_step(self, batch: list[Tensor], batch_idx: int) -> Tensor:
             if batch_idx == 4:
@@ -96,9 +90,7 @@ def test_a_nan_loss_that_depends_on_no_weight_points_to_the_batch(make_trainer, 
         fit(make_trainer, Constant())
 
 
-def test_warnings_and_torch_functions_are_restored_after_the_run(
-    make_trainer, stranger, forward_of
-) -> None:
+def test_warnings_and_torch_functions_are_restored_after_the_run(make_trainer, stranger, forward_of) -> None:
     shown = warnings.showwarning
     fit(make_trainer, stranger())
     assert warnings.showwarning is shown

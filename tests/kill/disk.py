@@ -41,9 +41,7 @@ class Disk:
 def read_disk(folder: Path) -> Disk:
     """Read a run folder, judging every checkpoint by its own manifest."""
     checkpoints = folder / "checkpoints"
-    complete = {
-        int(path.name[5:12]): path for path in checkpoints.glob("step_*.ckpt") if is_complete(path)
-    }
+    complete = {int(path.name[5:12]): path for path in checkpoints.glob("step_*.ckpt") if is_complete(path)}
     last = checkpoints / "last"
     linked = last.is_symlink() or last.exists()
     return Disk(
@@ -57,10 +55,7 @@ def is_complete(checkpoint: Path) -> bool:
     """Return whether every file listed in the manifest exists with its full size."""
     try:
         manifest = json.loads((checkpoint / "manifest.json").read_text())
-        return all(
-            (checkpoint / name).stat().st_size == entry["bytes"]
-            for name, entry in manifest["files"].items()
-        )
+        return all((checkpoint / name).stat().st_size == entry["bytes"] for name, entry in manifest["files"].items())
     except (OSError, ValueError, KeyError):
         return False
 
@@ -112,10 +107,7 @@ def rows(folder: Path) -> list[dict[str, str]]:
         reader = csv.DictReader(file)
         names = list(reader.fieldnames or [])
         assert len(names) == len(set(names)), f"a column twice: {names}"
-        return [
-            {name: value for name, value in row.items() if not name.startswith(MEASURED)}
-            for row in reader
-        ]
+        return [{name: value for name, value in row.items() if not name.startswith(MEASURED)} for row in reader]
 
 
 def differences(folder: Path, reference: Path) -> Iterator[str]:
@@ -138,9 +130,7 @@ def differences(folder: Path, reference: Path) -> Iterator[str]:
             yield f"{name} differs: {resumed[name]} and {uninterrupted[name]}"
 
 
-def _different_rows(
-    found_rows: list[dict[str, str]], expected_rows: list[dict[str, str]]
-) -> Iterator[str]:
+def _different_rows(found_rows: list[dict[str, str]], expected_rows: list[dict[str, str]]) -> Iterator[str]:
     steps, expected_steps = ([row["step"] for row in rows] for rows in (found_rows, expected_rows))
     if steps != expected_steps:
         unmatched = sorted(set(steps) ^ set(expected_steps))
@@ -156,16 +146,10 @@ def state(checkpoint: Path) -> dict[str, Any]:
     """Return every tensor of a checkpoint by its path, and every other value that does not depend on a clock."""
     files = sorted(checkpoint.glob("*.safetensors"))
     if files:
-        return {
-            f"{file.name}/{name}": tensor
-            for file in files
-            for name, tensor in load_file(file).items()
-        }
+        return {f"{file.name}/{name}": tensor for file in files for name, tensor in load_file(file).items()}
     loaded = FolderCheckpointIO().load_checkpoint(checkpoint)
     return {
-        path: value
-        for path, value in _leaves(loaded)
-        if isinstance(value, Tensor) or not path.startswith("/callbacks")
+        path: value for path, value in _leaves(loaded) if isinstance(value, Tensor) or not path.startswith("/callbacks")
     }
 
 

@@ -53,9 +53,7 @@ def main() -> int:
     results = run_kills(names, options.kills, folder, seed=options.seed)
     print(table(results))
     if options.out is not None:
-        options.out.write_text(
-            json.dumps([asdict(result) for result in results], indent=2, default=str) + "\n"
-        )
+        options.out.write_text(json.dumps([asdict(result) for result in results], indent=2, default=str) + "\n")
     for failure in (text for result in results for text in [*result.lost, *result.broken]):
         print(f"\n{failure}", file=sys.stderr)
     return int(any(result.lost or result.broken for result in results))

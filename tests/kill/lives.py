@@ -100,9 +100,7 @@ class ForkedLife:
         first, *others = ranks
         self._kill_rank(first)
         if others:
-            waits = (
-                rng.random() < 0.5
-            )  # in half of the kills the others get time to notice by themselves
+            waits = rng.random() < 0.5  # in half of the kills the others get time to notice by themselves
             time.sleep(rng.uniform(0.01, 0.05))
             until = time.monotonic() + _ORPHAN_SECONDS * waits
             while time.monotonic() < until and not all(map(self._has_exited, others)):
@@ -174,9 +172,7 @@ def _environs(run_file: Path, world_size: int) -> Iterator[dict[str, str]]:
 
 def _children(pid: int) -> list[int]:
     try:
-        return [
-            int(child) for child in Path(f"/proc/{pid}/task/{pid}/children").read_text().split()
-        ]
+        return [int(child) for child in Path(f"/proc/{pid}/task/{pid}/children").read_text().split()]
     except OSError:
         return []
 

@@ -144,9 +144,7 @@ class _Watch:
         due = None
         while True:
             now = time.monotonic()
-            assert now - self.began < _LIFE_SECONDS, (
-                "it neither ends nor reaches the moment of its kill"
-            )
+            assert now - self.began < _LIFE_SECONDS, "it neither ends nor reaches the moment of its kill"
             self._time_recovery(now)
             if due is None and moment is not None and self._has_come(moment):
                 due = (self.began if moment.after == "start" else now) + moment.seconds

@@ -41,9 +41,7 @@ MODELS: dict[str, tuple[list[str], dict[str, Any]]] = {
 }
 
 
-def case(
-    model: str, *, strategy: list[str], precision: str, accumulate: int, world_size: int
-) -> dict[str, Any]:
+def case(model: str, *, strategy: list[str], precision: str, accumulate: int, world_size: int) -> dict[str, Any]:
     """Return one way to run the experiment: its overrides, and the data node that replaces the composed one."""
     overrides, data = MODELS[model]
     micro_batch_size = GLOBAL_BATCH_SIZE // (accumulate * world_size)
@@ -76,16 +74,11 @@ STRATEGIES: dict[str, list[str]] = {
 }
 
 
-def largest_difference(
-    rows: list[dict[str, float]], reference: list[dict[str, float]]
-) -> dict[str, float]:
+def largest_difference(rows: list[dict[str, float]], reference: list[dict[str, float]]) -> dict[str, float]:
     """Return the largest relative difference of loss and norm over all steps."""
     assert len(rows) == len(reference), f"{len(rows)} rows != {len(reference)}"
     return {
-        name: max(
-            abs(row[name] - other[name]) / abs(other[name])
-            for row, other in zip(rows, reference, strict=True)
-        )
+        name: max(abs(row[name] - other[name]) / abs(other[name]) for row, other in zip(rows, reference, strict=True))
         for name in ("train/loss", "grad/norm")
     }
 
@@ -119,11 +112,7 @@ def memory_case(name: str, *, world_size: int) -> dict[str, Any]:
 
 def overflow_case(name: str, *more: str, world_size: int) -> dict[str, Any]:
     """Return six steps in float16; in the third step, the last rank's gradients overflow."""
-    base = case(
-        "gpt2", strategy=STRATEGIES[name], precision="16-mixed", accumulate=2, world_size=world_size
-    )
-    overrides = [
-        override for override in base["overrides"] if not override.startswith("save_every")
-    ]
+    base = case("gpt2", strategy=STRATEGIES[name], precision="16-mixed", accumulate=2, world_size=world_size)
+    overrides = [override for override in base["overrides"] if not override.startswith("save_every")]
     overrides += ["trainer.max_steps=6", "eval_every=6", "save_every=4", *more]
     return base | {"overrides": overrides, "overflow": {"step": 2, "rank": world_size - 1}}

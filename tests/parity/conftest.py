@@ -28,9 +28,7 @@ def run_group(tmp_path_factory: pytest.TempPathFactory) -> Run:
 def rows(run_group: Run) -> Callable[..., list[dict[str, float]]]:
     """Return the rows of one case of a group; fail with its traceback where it raised."""
 
-    def find_rows(
-        group: str, cases: dict[str, Any], name: str, *, world_size: int
-    ) -> list[dict[str, float]]:
+    def find_rows(group: str, cases: dict[str, Any], name: str, *, world_size: int) -> list[dict[str, float]]:
         result = run_group(group, cases, world_size=world_size)[name]
         assert "error" not in result, result["error"]
         found: list[dict[str, float]] = result["rows"]

@@ -21,9 +21,7 @@ _grow_after_the_step = zero_loss_scale._grow_after_the_step
 
 def run_case(case: dict[str, Any], folder: Path) -> dict[str, Any]:
     """Train; return the rows."""
-    zero_loss_scale._grow_after_the_step = (
-        (lambda optimizer: None) if case["as_upstream"] else _grow_after_the_step
-    )
+    zero_loss_scale._grow_after_the_step = (lambda optimizer: None) if case["as_upstream"] else _grow_after_the_step
     run = build(composed_config(*case["overrides"]) | {"data": case["data"]}, folder, [])
     scaler = getattr(run.trainer.precision_plugin, "scaler", None)
     if scaler is not None:

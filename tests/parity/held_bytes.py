@@ -31,9 +31,7 @@ class HeldBytes(Callback):
     def setup(self, trainer: lightning.Trainer, pl_module: Any, stage: str) -> None:
         self._before = held_bytes(pl_module)
 
-    def on_before_optimizer_step(
-        self, trainer: lightning.Trainer, pl_module: Any, optimizer: Any
-    ) -> None:
+    def on_before_optimizer_step(self, trainer: lightning.Trainer, pl_module: Any, optimizer: Any) -> None:
         self._count(trainer, pl_module)
 
     def on_train_batch_end(self, trainer: lightning.Trainer, pl_module: Any, *_: Any) -> None:

@@ -30,9 +30,7 @@ class IndependentMeasurement(Callback):
         self.ended: dict[int, float] = {}
         self.sums = torch.zeros(2, dtype=torch.float64)  # loss, targets
 
-    def on_train_batch_start(
-        self, trainer: lightning.Trainer, pl_module: Any, batch: Any, batch_idx: int
-    ) -> None:
+    def on_train_batch_start(self, trainer: lightning.Trainer, pl_module: Any, batch: Any, batch_idx: int) -> None:
         if trainer.global_step == 0:
             with torch.no_grad(), trainer.precision_plugin.forward_context():
                 loss_sum, _ = pl_module.loss_sum(batch)
@@ -57,9 +55,7 @@ def run_case(case: dict[str, Any], folder: Path) -> dict[str, Any]:
     measured = IndependentMeasurement(case["wait_seconds"])
     callbacks: list[Any] = run.trainer.callbacks  # type: ignore[attr-defined]
     [index] = [n for n, callback in enumerate(callbacks) if isinstance(callback, SpeedMonitor)]
-    callbacks.insert(
-        index, measured
-    )  # right before it, so that both clocks are read at the same time
+    callbacks.insert(index, measured)  # right before it, so that both clocks are read at the same time
     run.trainer.fit(run.task, datamodule=run.data, weights_only=True)
     dist.all_reduce(measured.sums)
     events = (folder / "events.jsonl").read_text() if (folder / "events.jsonl").exists() else ""

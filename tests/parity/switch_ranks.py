@@ -28,9 +28,7 @@ def train(case: dict[str, Any], folder: Path, *more: str) -> dict[str, Any]:
         return {}
     files = [file for file in (folder / "checkpoints/last").iterdir() if is_shard(file.name)]
     tensors = open_tensors(files)
-    name = next(
-        key for key in tensors if key.startswith("model.blocks.1") and len(tensors[key].shape) == 2
-    )
+    name = next(key for key in tensors if key.startswith("model.blocks.1") and len(tensors[key].shape) == 2)
     return {
         "rows": read_metrics(folder),
         "weights": tensors[name].read().flatten()[:50].tolist(),
@@ -40,9 +38,7 @@ def train(case: dict[str, Any], folder: Path, *more: str) -> dict[str, Any]:
 
 def run_case(case: dict[str, Any], folder: Path) -> dict[str, Any]:
     uninterrupted = train(case, folder / "uninterrupted")
-    resumed = train(
-        case, folder / "resumed", f"resume={folder}/uninterrupted/checkpoints/step_0000007.ckpt"
-    )
+    resumed = train(case, folder / "resumed", f"resume={folder}/uninterrupted/checkpoints/step_0000007.ckpt")
     return uninterrupted | {f"resumed {name}": value for name, value in resumed.items()}
 
 

@@ -26,11 +26,7 @@ AT = 24
 
 
 def _case(engine: str, kind: str, world_size: int) -> dict[str, Any]:
-    overrides = [
-        override
-        for override in COMMON
-        if not override.startswith(("trainer.max", "callbacks", "eval"))
-    ]
+    overrides = [override for override in COMMON if not override.startswith(("trainer.max", "callbacks", "eval"))]
     overrides += [
         *DECODER,
         "model=gpt2_nano",
@@ -85,9 +81,7 @@ def _run(folder: Path, selects: Callable[[str, str], bool]) -> dict[str, Any]:
 def _get_events(result: dict[str, Any]) -> list[tuple[str, int]]:
     assert "error" not in result, result["error"]
     return [
-        (event["event"], event["step"])
-        for event in result["events"]
-        if event["event"] in ("skip", "rollback", "stop")
+        (event["event"], event["step"]) for event in result["events"] if event["event"] in ("skip", "rollback", "stop")
     ]
 
 

@@ -52,9 +52,7 @@ def resumed(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
     """Resume each pair from step 4, after the overflow."""
     origins = sorted({origin for origin, _ in PAIRS})
     first, second = tmp_path_factory.mktemp("first"), tmp_path_factory.mktemp("second")
-    run_on_ranks(
-        {name: overflow_case(name, world_size=2) for name in origins}, world_size=2, folder=first
-    )
+    run_on_ranks({name: overflow_case(name, world_size=2) for name in origins}, world_size=2, folder=first)
     folders = {name: first / f"results.json.{number}" for number, name in enumerate(origins)}
     cases = {
         f"{origin} -> {name}": overflow_case(
@@ -66,9 +64,7 @@ def resumed(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
 
 
 @pytest.mark.parametrize("name", [f"{origin} -> {name}" for origin, name in PAIRS])
-def test_a_resumed_run_keeps_the_loss_scale_and_the_count(
-    name: str, resumed: dict[str, Any]
-) -> None:
+def test_a_resumed_run_keeps_the_loss_scale_and_the_count(name: str, resumed: dict[str, Any]) -> None:
     assert "error" not in resumed[name], resumed[name]["error"]
     rows = resumed[name]["rows"]
     assert [row["precision/loss_scale"] for row in rows] == [2.0**15] * 2

@@ -97,9 +97,7 @@ SINGLE["sgd"] = SINGLE["single x1"] | {
     "overrides": [*SINGLE["single x1"]["overrides"], "optimizer=sgd", "optimizer.lr=0.1"]
 }
 LOW = {
-    f"{precision}, {name}": _cases([name], precision=precision, world_size=2, splits=[2])[
-        f"{name} x2"
-    ]
+    f"{precision}, {name}": _cases([name], precision=precision, world_size=2, splits=[2])[f"{name} x2"]
     for precision in ("bf16-mixed", "16-mixed")
     for name in ONE_OF_EACH
 }
@@ -160,9 +158,7 @@ def test_two_ranks_give_the_curve_of_one_device(name: str, rows: Rows) -> None:
 def test_two_ranks_validate_every_sample_once(name: str, rows: Rows) -> None:
     reference = rows("single", SINGLE, "single x1", world_size=1)[-1]["val/loss"]
     # 50 samples on 2 ranks in micro-batches of 8, 4 or 2: the last ones are padded
-    assert math.isclose(
-        _of(rows, "two", TWO, TWO_SHORT, name, 2)[-1]["val/loss"], reference, rel_tol=1e-6
-    )
+    assert math.isclose(_of(rows, "two", TWO, TWO_SHORT, name, 2)[-1]["val/loss"], reference, rel_tol=1e-6)
 
 
 @pytest.mark.parametrize("name", _marked(FOUR, FOUR_SHORT))
@@ -172,9 +168,7 @@ def test_two_replicas_of_two_shards_give_the_curve_of_one_device(name: str, rows
 
 
 @pytest.mark.parametrize("name", _marked(OTHER_MODELS, OTHER_SHORT))
-def test_other_models_and_optimizers_give_the_curve_of_one_device_too(
-    name: str, rows: Rows
-) -> None:
+def test_other_models_and_optimizers_give_the_curve_of_one_device_too(name: str, rows: Rows) -> None:
     model = name.partition(",")[0]
     reference = rows("single", SINGLE, model, world_size=1)
     found = _of(rows, "models", OTHER_MODELS, OTHER_SHORT, name, 2)
@@ -194,19 +188,13 @@ def test_other_models_and_optimizers_give_the_curve_of_one_device_too(
 def test_deepspeed_does_not_divide_a_gradient_twice(stage: str, rows: Rows) -> None:
     """Lightning 2.6 divides by the accumulation, DeepSpeed divides again: the norm fell as 1, 1/2, 1/4 (#6170)."""
     names = [f"{stage} x{accumulate}" for accumulate in SPLITS]
-    norms = [
-        rows("two", TWO_SHORT, name, world_size=2)[0]["grad/norm"]
-        for name in names
-        if name in TWO_SHORT
-    ]
+    norms = [rows("two", TWO_SHORT, name, world_size=2)[0]["grad/norm"] for name in names if name in TWO_SHORT]
     assert len(norms) >= 2
     assert max(norms) / min(norms) - 1 < 1e-6
 
 
 @pytest.mark.parametrize("name", _marked(LOW, LOW_SHORT))
-def test_low_precision_differs_no_more_than_another_order_of_summation_on_one_device(
-    name: str, rows: Rows
-) -> None:
+def test_low_precision_differs_no_more_than_another_order_of_summation_on_one_device(name: str, rows: Rows) -> None:
     precision = name.partition(",")[0]
     reference = rows("single", SINGLE, f"{precision} x1", world_size=1)
     spread = {"train/loss": 0.0, "grad/norm": 0.0}

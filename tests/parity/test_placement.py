@@ -19,9 +19,7 @@ def test_materializing_a_model_takes_the_memory_of_a_rank_s_shard_and_one_parame
     base = memory_case(name, world_size=2)
     # 86 million parameters, the largest 9 MiB
     overrides = [*base["overrides"], "model.num_layers=12", "data=random_tokens"]
-    results = run_on_ranks(
-        {name: {"overrides": overrides}}, world_size=2, folder=tmp_path, worker=WORKER
-    )
+    results = run_on_ranks({name: {"overrides": overrides}}, world_size=2, folder=tmp_path, worker=WORKER)
     model_bytes = 4 * results[name]["num_parameters"]
     taken = results[name]["taken_bytes"]
     # 0.04 to 0.05 measured above the shard: the largest parameter, initialized, copied and split

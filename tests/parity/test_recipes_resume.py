@@ -63,9 +63,7 @@ def results(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
 
 
 @pytest.mark.parametrize("name", RECIPES)
-def test_a_recipe_resumes_bit_for_bit_from_its_own_checkpoint(
-    name: str, results: dict[str, Any]
-) -> None:
+def test_a_recipe_resumes_bit_for_bit_from_its_own_checkpoint(name: str, results: dict[str, Any]) -> None:
     result = results[name]
     assert "error" not in result, result["error"]
     uninterrupted, resumed = (
@@ -78,9 +76,7 @@ def test_a_recipe_resumes_bit_for_bit_from_its_own_checkpoint(
 
 
 @pytest.mark.parametrize("name", RECIPES)
-def test_a_checkpoint_of_every_recipe_loads_with_weights_only(
-    name: str, results: dict[str, Any]
-) -> None:
+def test_a_checkpoint_of_every_recipe_loads_with_weights_only(name: str, results: dict[str, Any]) -> None:
     folder = results[name]["folder"] / "uninterrupted/checkpoints/step_0000002.ckpt"
     world_size = 2 if name in ON_TWO else 1
     shards = [f"rank_{rank:05d}.safetensors" for rank in range(world_size)]

@@ -23,12 +23,8 @@ WIDER = [("fsdp", "ddp"), ("ddp", "fsdp"), ("ZeRO-3", "hsdp"), ("ZeRO-2, offload
 
 
 def _case(name: str, *more: str, world_size: int) -> dict[str, Any]:
-    base = case(
-        "gpt2", strategy=STRATEGIES[name], precision="32-true", accumulate=2, world_size=world_size
-    )
-    overrides = [
-        override for override in base["overrides"] if not override.startswith("save_every")
-    ]
+    base = case("gpt2", strategy=STRATEGIES[name], precision="32-true", accumulate=2, world_size=world_size)
+    overrides = [override for override in base["overrides"] if not override.startswith("save_every")]
     return base | {"overrides": [*overrides, f"save_every={HALF}", *more]}
 
 
@@ -40,18 +36,14 @@ def _checkpoint(folder: Path, number: int) -> str:
 def curves(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
     """Run every engine from the start, then from the middle of another; one device from the middle of each."""
     first, second, alone = (tmp_path_factory.mktemp(name) for name in ("first", "second", "alone"))
-    uninterrupted = run_on_ranks(
-        {name: _case(name, world_size=2) for name in ENGINES}, world_size=2, folder=first
-    )
+    uninterrupted = run_on_ranks({name: _case(name, world_size=2) for name in ENGINES}, world_size=2, folder=first)
     resumed = {
         f"{origin} -> {name}": _case(name, _checkpoint(first, ENGINES.index(origin)), world_size=2)
         for origin, name in PAIRS
     }
     results = run_on_ranks(resumed, world_size=2, folder=second)
     on_one = {"single": _case("single", world_size=1)} | {
-        f"{origin} -> single": _case(
-            "single", _checkpoint(first, ENGINES.index(origin)), world_size=1
-        )
+        f"{origin} -> single": _case("single", _checkpoint(first, ENGINES.index(origin)), world_size=1)
         for origin in ENGINES
     }
     single = run_on_ranks(on_one, world_size=1, folder=alone)
@@ -66,9 +58,7 @@ def four(curves: dict[str, Any], tmp_path_factory: pytest.TempPathFactory) -> di
         "ddp": _case("ddp", world_size=4),
         "ddp -> ddp": _case("ddp", _checkpoint(folder, 0), world_size=4),
     } | {
-        f"{origin} of 2 -> {name} of 4": _case(
-            name, _checkpoint(two, ENGINES.index(origin)), world_size=4
-        )
+        f"{origin} of 2 -> {name} of 4": _case(name, _checkpoint(two, ENGINES.index(origin)), world_size=4)
         for origin, name in WIDER
     }
     return run_on_ranks(cases, world_size=4, folder=folder)
@@ -117,9 +107,7 @@ def test_a_run_of_two_ranks_resumed_on_four_follows_the_curve_of_one_device(
     assert [row["train/samples"] for row in rows] == [row["train/samples"] for row in alone]
 
 
-def test_an_export_has_the_weights_of_whatever_strategy_wrote_them(
-    curves: dict[str, Any], tmp_path: Path
-) -> None:
+def test_an_export_has_the_weights_of_whatever_strategy_wrote_them(curves: dict[str, Any], tmp_path: Path) -> None:
     exported = []
     for number, name in enumerate(ENGINES):
         overrides = [*_case("single", world_size=1)["overrides"], "mode=export"]
@@ -128,11 +116,7 @@ def test_an_export_has_the_weights_of_whatever_strategy_wrote_them(
         assert export(build(config, tmp_path, []), path=str(target), weights="trained") == 0, name
         exported.append(load_file(target / "model.safetensors"))
     assert all(weights.keys() == exported[0].keys() for weights in exported)
-    largest = max(
-        (weights[key] - exported[0][key]).abs().max().item()
-        for weights in exported
-        for key in weights
-    )
+    largest = max((weights[key] - exported[0][key]).abs().max().item() for weights in exported for key in weights)
     # Adam moves a weight by up to 1e-3 a step where a gradient near zero changes its sign: ten steps apart at most
     assert largest <= 1e-2
     num_different = sum(

@@ -35,9 +35,7 @@ ON_TWO = [
 
 
 def _case(name: str, folder: Path, world_size: int) -> dict[str, Any]:
-    overrides = [
-        override for override in COMMON if not override.startswith(("trainer.max", "callbacks"))
-    ]
+    overrides = [override for override in COMMON if not override.startswith(("trainer.max", "callbacks"))]
     overrides += [
         *DECODER,
         "model=gpt2_nano",
@@ -45,9 +43,7 @@ def _case(name: str, folder: Path, world_size: int) -> dict[str, Any]:
         "callbacks=[grad_norm,loss_scale]",
     ]
     overrides += [f"trainer.max_steps={STEPS}", f"trainer.devices={world_size}", "save_every=10"]
-    overrides += [
-        override for override in name.split() if not override.startswith("callbacks.loss_spike")
-    ]
+    overrides += [override for override in name.split() if not override.startswith("callbacks.loss_spike")]
     overrides.append(f"micro_batch_size={8 // world_size}")
     if "nvme" in name:  # DeepSpeed leaves what is smaller than a MiB in memory
         (folder / "nvme").mkdir()
@@ -99,7 +95,5 @@ def test_a_run_that_rolled_back_has_one_row_per_step_and_no_checkpoint_of_rolled
     assert any(file.startswith(f"rolled_back/steps_{result['to'] + 1:07d}_to_") for file in files)
     left = {file for file in files if file.startswith("checkpoints/step") and file.count("/") == 1}
     newest = [f"checkpoints/step_{step:07d}.ckpt" for step in (30, 36)]
-    assert left == (
-        {f"checkpoints/step_{step:07d}.ckpt" for step in (4, 10)} if last == 10 else set(newest)
-    )
+    assert left == ({f"checkpoints/step_{step:07d}.ckpt" for step in (4, 10)} if last == 10 else set(newest))
     assert not any(file.startswith("snapshots/") for file in files)

@@ -26,9 +26,7 @@ def _case(engine: str, world_size: int, *, as_upstream: bool) -> dict[str, Any]:
         "trainer.accelerator=cpu",
     ]
     overrides += ["trainer.gradient_clip_val=null", f"micro_batch_size={4 // world_size}"]
-    overrides = [
-        override for override in overrides if not override.startswith(("optimizer.", "global"))
-    ]
+    overrides = [override for override in overrides if not override.startswith(("optimizer.", "global"))]
     overrides += ["optimizer=sgd", "optimizer.lr=0.3", "warmup_steps=0", "global_batch_size=4"]
     return {"overrides": overrides, "data": TOKENS, "as_upstream": as_upstream}
 
@@ -48,16 +46,12 @@ def losses(tmp_path_factory: pytest.TempPathFactory) -> dict[str, list[float]]:
 
 
 @pytest.mark.parametrize("engine", ENGINES)
-def test_losses_equal_those_of_one_device_while_the_scale_grows(
-    engine: str, losses: dict[str, list[float]]
-) -> None:
+def test_losses_equal_those_of_one_device_while_the_scale_grows(engine: str, losses: dict[str, list[float]]) -> None:
     # float16 products in another order
     assert losses[engine] == pytest.approx(losses["single"], rel=5e-4)
 
 
 @pytest.mark.parametrize("engine", ENGINES)
-def test_upstream_deepspeed_still_halves_the_update_of_such_a_step(
-    engine: str, losses: dict[str, list[float]]
-) -> None:
+def test_upstream_deepspeed_still_halves_the_update_of_such_a_step(engine: str, losses: dict[str, list[float]]) -> None:
     """When this fails, DeepSpeed is fixed and `_grow_after_the_step` can be removed."""
     assert losses[f"{engine} as upstream"] != pytest.approx(losses["single"], rel=2e-3)

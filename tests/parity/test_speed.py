@@ -37,18 +37,14 @@ def results(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
 
 
 @pytest.mark.parametrize("engine", RUNS)
-def test_tokens_per_second_are_tokens_over_seconds_by_the_clock(
-    engine: str, results: dict[str, Any]
-) -> None:
+def test_tokens_per_second_are_tokens_over_seconds_by_the_clock(engine: str, results: dict[str, Any]) -> None:
     rows, ended = results[engine]["rows"], results[engine]["ended"]
     for before, row in pairwise(rows):
         seconds = ended[str(int(row["step"]))] - ended[str(int(before["step"]))]
         tokens = LOG_EVERY * GLOBAL_BATCH_SIZE * SEQ_LEN
         # the independent clock is read just before
         assert row["throughput/tokens_per_second"] == pytest.approx(tokens / seconds, rel=0.02)
-        assert row["throughput/device_tokens_per_second"] == pytest.approx(
-            row["throughput/tokens_per_second"] / 2
-        )
+        assert row["throughput/device_tokens_per_second"] == pytest.approx(row["throughput/tokens_per_second"] / 2)
         assert row["time/step_seconds"] == pytest.approx(seconds / LOG_EVERY, rel=0.02)
         assert row["train/tokens"] - before["train/tokens"] == tokens
 

@@ -13,9 +13,7 @@ STEPS = 14
 
 
 def _case(engine: str, world_size: int) -> dict[str, Any]:
-    overrides = [
-        override for override in COMMON if not override.startswith(("trainer.", "eval", "save"))
-    ]
+    overrides = [override for override in COMMON if not override.startswith(("trainer.", "eval", "save"))]
     overrides += [
         *DECODER,
         "model=gpt2_nano",
@@ -50,9 +48,7 @@ def results(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
 
 
 @pytest.mark.parametrize("engine", ENGINES)
-def test_every_engine_clips_averages_and_regularizes_as_one_device(
-    engine: str, results: dict[str, Any]
-) -> None:
+def test_every_engine_clips_averages_and_regularizes_as_one_device(engine: str, results: dict[str, Any]) -> None:
     found, expected = results[engine], results["single"]
     for result in (found, expected):
         assert "error" not in result, result["error"]
@@ -67,9 +63,7 @@ def test_every_engine_clips_averages_and_regularizes_as_one_device(
 
 
 @pytest.mark.parametrize("engine", ["single", *ENGINES])
-def test_a_resume_restores_clipping_and_averaged_weights_bit_for_bit(
-    engine: str, results: dict[str, Any]
-) -> None:
+def test_a_resume_restores_clipping_and_averaged_weights_bit_for_bit(engine: str, results: dict[str, Any]) -> None:
     result = results[engine]
     assert result["resumed average"] == result["average"]
     computed = ("train/", "grad/", "val/")

@@ -37,9 +37,7 @@ def gradients(every_nth_block: int) -> tuple[dict[str, torch.Tensor], int]:
 
 
 @pytest.mark.parametrize(("every_nth_block", "expected_forwards"), [(1, 6), (2, 5), (3, 4)])
-def test_recomputed_blocks_give_the_same_gradients(
-    every_nth_block: int, expected_forwards: int
-) -> None:
+def test_recomputed_blocks_give_the_same_gradients(every_nth_block: int, expected_forwards: int) -> None:
     stored, forwards = gradients(0)
     recomputed, more_forwards = gradients(every_nth_block)
     assert forwards == 3

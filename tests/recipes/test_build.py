@@ -25,9 +25,7 @@ def test_building_creates_no_weights_and_reads_no_data(tmp_path: Path) -> None:
     assert list(tmp_path.iterdir()) == []
 
 
-def test_a_tokenizer_larger_than_the_model_is_found_before_training(
-    tmp_path: Path, text_folder: str
-) -> None:
+def test_a_tokenizer_larger_than_the_model_is_found_before_training(tmp_path: Path, text_folder: str) -> None:
     from recipes.mode.fit import fit
 
     tiny = [override for override in TINY if not override.startswith("tokenizer")]

@@ -54,9 +54,7 @@ def test_a_cache_that_cannot_be_created_is_a_config_error(tmp_path):
         open_cache_dir(str(tmp_path / "file"))
     assert caught.value.setting == f"data.cache_dir={tmp_path / 'file'}"
     assert caught.value.reason.startswith("it cannot be created")
-    assert caught.value.fix == (
-        "RECIPES_CACHE=<folder> before the command, or data.cache_dir=<folder>"
-    )
+    assert caught.value.fix == ("RECIPES_CACHE=<folder> before the command, or data.cache_dir=<folder>")
 
 
 def test_the_home_folder_may_be_written_as_a_tilde(tmp_path, monkeypatch):

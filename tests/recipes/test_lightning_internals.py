@@ -59,8 +59,6 @@ def test_the_pattern_finds_a_private_attribute_at_any_depth(line: str) -> None:
     assert _PRIVATE_OF_LIGHTNING.search(line)
 
 
-@pytest.mark.parametrize(
-    "line", ["self._trainer.fit_loop", "trainer.__class__", "strategy.setup()"]
-)
+@pytest.mark.parametrize("line", ["self._trainer.fit_loop", "trainer.__class__", "strategy.setup()"])
 def test_the_pattern_ignores_public_attributes_and_those_of_self(line: str) -> None:
     assert not _PRIVATE_OF_LIGHTNING.search(line)

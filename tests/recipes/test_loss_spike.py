@@ -74,9 +74,7 @@ def test_a_skipped_step_changes_neither_weights_nor_optimizer_state(
 
         def _copy_state(self, trainer: Any) -> list[torch.Tensor]:
             state = trainer.optimizers[0].state.values()
-            tensors = [
-                value for values in state for value in values.values() if torch.is_tensor(value)
-            ]
+            tensors = [value for values in state for value in values.values() if torch.is_tensor(value)]
             weights = list(trainer.lightning_module.parameters())
             return [tensor.detach().clone() for tensor in [*weights, *tensors]]
 
@@ -103,9 +101,7 @@ def test_float16_leaves_an_overflow_to_its_loss_scaler(tmp_path: Path, text_fold
     assert rows[25]["precision/loss_scale"] == rows[23]["precision/loss_scale"] / 2
 
 
-def test_float16_skips_an_outlier_without_touching_its_loss_scale(
-    tmp_path: Path, text_folder: str
-) -> None:
+def test_float16_skips_an_outlier_without_touching_its_loss_scale(tmp_path: Path, text_folder: str) -> None:
     class Large(FaultAt):
         def _inputs(self, trainer: Any, pl_module: Any, batch: Any) -> None:
             batch["num_targets"] = batch["num_targets"] / torch.tensor(1.5)
@@ -134,18 +130,12 @@ def test_a_corrupted_weight_is_rolled_back_and_the_run_keeps_its_number_of_steps
     assert rows[-1]["train/samples"] == 8 * (60 + 16)
     assert [row["step"] for row in rows if "val/loss" in row] == [40, 60]
     saved = [step for _, step in select(events, "checkpoint")]
-    assert sorted(saved) == [10, 20, 30, 30, 40, 40, 50, 60], (
-        "30 again, with the counts of the rollback"
-    )
-    assert [path.name for path in (tmp_path / "checkpoints").glob("rolled_back*")] == [
-        "rolled_back_0000040"
-    ]
+    assert sorted(saved) == [10, 20, 30, 30, 40, 40, 50, 60], "30 again, with the counts of the rollback"
+    assert [path.name for path in (tmp_path / "checkpoints").glob("rolled_back*")] == ["rolled_back_0000040"]
 
 
 @pytest.mark.parametrize("crash_at", [31, 41, 52], ids=["right after", "later", "much later"])
-def test_a_resume_after_a_rollback_equals_no_resume_at_all(
-    crash_at: int, tmp_path: Path, text_folder: str
-) -> None:
+def test_a_resume_after_a_rollback_equals_no_resume_at_all(crash_at: int, tmp_path: Path, text_folder: str) -> None:
     overrides = ["trainer.max_steps=60", "model.dropout=0.1"]
 
     def fault() -> FaultAt:
@@ -175,8 +165,7 @@ def test_a_resume_after_a_rollback_equals_no_resume_at_all(
     # sorted: a background save may end at any time
     assert sorted(select(found[1], *kinds)) == sorted(select(expected[1], *kinds))
     resumed, uninterrupted = (
-        torch.load(run / "checkpoints/last/run.pt", weights_only=True)
-        for run in (folder, tmp_path / "uninterrupted")
+        torch.load(run / "checkpoints/last/run.pt", weights_only=True) for run in (folder, tmp_path / "uninterrupted")
     )
     assert resumed["callbacks"].keys() == uninterrupted["callbacks"].keys()
     key = next(key for key in resumed["callbacks"] if "LossSpike" in key)
@@ -215,9 +204,7 @@ def test_a_rollback_waits_for_a_save_in_progress(
 
     monkeypatch.setattr(writer, "write_shard", slowly)
     fault = FaultAt(kind="weight", step=37)  # rolled back after 41, while 40 is being written
-    rows, events = train(
-        tmp_path, text_folder, "trainer.max_steps=45", "save_every=40", callbacks=(fault,)
-    )
+    rows, events = train(tmp_path, text_folder, "trainer.max_steps=45", "save_every=40", callbacks=(fault,))
     assert select(events, "rollback", "checkpoint") == [
         ("checkpoint", 40),
         ("rollback", 30),
@@ -268,14 +255,10 @@ def test_rows_after_a_rollback_are_of_complete_steps(tmp_path: Path, text_folder
     [(_, to_step)] = select(events, "rollback")
     assert [row["step"] for row in rows] == list(range(1, 61))
     norms = [row["grad/norm"] for row in rows]
-    assert norms[to_step - 1] < 3 * norms[to_step - 2], (
-        "of its own step, not of one that was rolled back"
-    )
+    assert norms[to_step - 1] < 3 * norms[to_step - 2], "of its own step, not of one that was rolled back"
 
 
-def test_a_weight_average_newer_than_the_snapshot_is_dropped_by_a_rollback(
-    tmp_path: Path, text_folder: str
-) -> None:
+def test_a_weight_average_newer_than_the_snapshot_is_dropped_by_a_rollback(tmp_path: Path, text_folder: str) -> None:
     """The snapshot taken at the resume holds no average; the run can still roll back to it."""
     train(tmp_path / "first", text_folder, "trainer.max_steps=30", "save_every=30")
     fault = FaultAt(kind="weight", step=33)

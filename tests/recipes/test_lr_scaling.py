@@ -79,8 +79,7 @@ def test_an_invalid_reference_point_is_reported_together_with_other_mistakes() -
     words = ("lr_scaling.base_lr=-1", "lr_scaling.base_batch_size=many", "seq_len=4000")
     assert mistakes("lr_scaling=linear", *words) == [
         "lr_scaling.base_lr=-1: a learning rate is a positive number; type lr_scaling.base_lr=<above 0>",
-        "lr_scaling.base_batch_size=many: a batch size is a positive number;"
-        " type lr_scaling.base_batch_size=<above 0>",
+        "lr_scaling.base_batch_size=many: a batch size is a positive number; type lr_scaling.base_batch_size=<above 0>",
         "seq_len=4000: the model accepts at most model.max_seq_len=128 tokens; type seq_len=128",
     ]
 
@@ -95,8 +94,7 @@ def test_a_learning_rate_set_in_addition_to_a_rule_is_rejected() -> None:
 
 def test_a_reference_point_without_a_rule_is_rejected() -> None:
     assert mistakes("lr_scaling.base_lr=3e-4") == [
-        "lr_scaling.base_lr=3e-4: no rule uses it with lr_scaling=none;"
-        " type lr_scaling=sqrt lr_scaling.base_lr=3e-4"
+        "lr_scaling.base_lr=3e-4: no rule uses it with lr_scaling=none; type lr_scaling=sqrt lr_scaling.base_lr=3e-4"
     ]
 
 
@@ -135,9 +133,7 @@ def test_a_frozen_config_run_again_with_another_batch_says_that_the_rate_stays(
         "optimizer.lr=0.0006: lr_scaling=sqrt makes it 0.0003 at global_batch_size=32;"
         " type optimizer.lr=0.0003, or lr_scaling.rule=none to set it yourself"
     ]
-    _, found = compose_and_check(
-        ["global_batch_size=32", "lr_scaling.rule=none"], config_folder=run
-    )
+    _, found = compose_and_check(["global_batch_size=32", "lr_scaling.rule=none"], config_folder=run)
     assert not found
 
 
@@ -157,9 +153,7 @@ def test_in_a_sweep_the_rate_follows_each_batch(tmp_path: Path, text_folder: str
     done = run_train(["-m", *words, f"hydra.sweep.dir={tmp_path}/sweep"])
     assert done.returncode == 0, done.stdout + done.stderr
     rates = {
-        yaml.safe_load(config.read_text())["global_batch_size"]: read_metrics(config.parent)[0][
-            "lr"
-        ]
+        yaml.safe_load(config.read_text())["global_batch_size"]: read_metrics(config.parent)[0]["lr"]
         for config in (tmp_path / "sweep").rglob("config.yaml")
         if (config.parent / "metrics.csv").is_file()
     }

@@ -55,9 +55,7 @@ def test_fsdp_gathers_matrices_in_the_compute_dtype_and_other_weights_as_they_ar
     ("name", "dtype"),
     [("32-true", None), ("bf16-mixed", "bfloat16"), ("16-mixed", "float16"), ("bf16-true", None)],
 )
-def test_deepspeed_is_given_autocast_for_mixed_precisions_only(
-    name: str, dtype: str | None
-) -> None:
+def test_deepspeed_is_given_autocast_for_mixed_precisions_only(name: str, dtype: str | None) -> None:
     config = to_deepspeed_config(Precision(name=name))  # type: ignore[arg-type]
     assert (config["torch_autocast"]["dtype"] if config else None) == dtype
 

@@ -8,9 +8,7 @@ import pytest
 from recipes import scheduler
 
 SCHEDULES: dict[str, Callable[[int], float]] = {
-    "warmup_cosine": partial(
-        scheduler.warmup_cosine, num_steps=100, warmup_steps=10, final_fraction=0.1
-    ),
+    "warmup_cosine": partial(scheduler.warmup_cosine, num_steps=100, warmup_steps=10, final_fraction=0.1),
     "warmup_stable_decay": partial(
         scheduler.warmup_stable_decay,
         num_steps=100,

@@ -141,9 +141,7 @@ def make_curve(metric: str, points: list[Point], *, max_buckets: int = MAX_BUCKE
 def _make_curve(run: RunRecord, name: str, max_buckets: int) -> Curve:
     curve = make_curve(name, run.series[name], max_buckets=max_buckets)
     curve.rolled_back.extend(
-        thin(series[name], max_buckets=MAX_ROLLED_BACK_BUCKETS)
-        for series in run.rolled_back
-        if name in series
+        thin(series[name], max_buckets=MAX_ROLLED_BACK_BUCKETS) for series in run.rolled_back if name in series
     )
     return curve
 

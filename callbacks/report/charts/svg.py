@@ -75,8 +75,7 @@ def chart_html(
     scale = _Scale(chart)
     colors = get_colors(len(chart.curves))
     curves = "".join(
-        _draw_curve(curve, scale, max_buckets, color=color)
-        for curve, color in zip(chart.curves, colors, strict=True)
+        _draw_curve(curve, scale, max_buckets, color=color) for curve, color in zip(chart.curves, colors, strict=True)
     )
     return figure(
         chart.title,
@@ -200,8 +199,7 @@ def _draw_marks(marks: Sequence[Mark], scale: _Scale) -> str:
 
 def _y_axis(chart: Chart, scale: _Scale) -> str:
     return "".join(
-        f'<span class="y" style="top:{scale.y(tick) / UNITS:.2%}">{tick_label(tick)}</span>'
-        for tick in y_ticks(chart)
+        f'<span class="y" style="top:{scale.y(tick) / UNITS:.2%}">{tick_label(tick)}</span>' for tick in y_ticks(chart)
     )
 
 
@@ -209,8 +207,7 @@ def _x_axis(chart: Chart, scale: _Scale) -> str:
     first, last = chart.x_range
     ticks = [t for t in linear_ticks(first, last) if t == int(t)] if last > first else [first]
     return "".join(
-        f'<span class="x" style="left:{scale.x(tick) / UNITS:.2%}">{tick_label(tick)}</span>'
-        for tick in ticks
+        f'<span class="x" style="left:{scale.x(tick) / UNITS:.2%}">{tick_label(tick)}</span>' for tick in ticks
     )
 
 
@@ -223,9 +220,7 @@ def _legend(chart: Chart, colors: list[Color]) -> str:
     if len(named) > MAX_LEGEND_NAMES:  # the ends of the color ramp: the others lie between them
         note = f'<span class="note">{len(named)} curves</span>'
         named = [*named[:2], *named[-1:]]
-    names = "".join(
-        f"<span {color.attributes('key')}>{escape(curve.metric)}</span>" for curve, color in named
-    )
+    names = "".join(f"<span {color.attributes('key')}>{escape(curve.metric)}</span>" for curve, color in named)
     return names + note
 
 

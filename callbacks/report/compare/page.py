@@ -58,15 +58,10 @@ def _default_sections(folders: Sequence[Path], sort: str) -> list[Section]:
     return [*sections_for(dict.fromkeys(names)), Section(title="sweep comparison", panels=(panel,))]
 
 
-def page_html(
-    runs: Sequence[ComparedRun], sections: Sequence[Section], path: Path, *, sort: str
-) -> str:
+def page_html(runs: Sequence[ComparedRun], sections: Sequence[Section], path: Path, *, sort: str) -> str:
     """Return the whole page; everything that comes from a file of a run is escaped."""
     charts: list[dict[str, Any]] = []
-    groups = [
-        (section.title, _charts_html(section, runs, charts, leads=i == 0))
-        for i, section in enumerate(sections)
-    ]
+    groups = [(section.title, _charts_html(section, runs, charts, leads=i == 0)) for i, section in enumerate(sections)]
     groups = [(title, html) for title, html in groups if html]
     links = [("runs", "runs"), *((anchor_id(title), title) for title, _ in groups)]
     steps = [step for chart in charts for step in chart.pop("range")]
@@ -76,8 +71,7 @@ def page_html(
         f'<section id="runs">{runs_table(runs, path, sort=sort)}</section>'
         f"{_across_runs(sections, runs, sort)}{_run_legend(runs) if groups else ''}"
         + "".join(
-            f'<section id="{anchor_id(title)}"><h2>{escape(title)}</h2>{html}</section>'
-            for title, html in groups
+            f'<section id="{anchor_id(title)}"><h2>{escape(title)}</h2>{html}</section>' for title, html in groups
         )
         + differences_table(runs)
         + f"<footer>{escape(str(common_parent([run.folder for run in runs])))}</footer>"
@@ -105,10 +99,7 @@ def _head(runs: Sequence[ComparedRun]) -> str:
     num_more = len(names) - MAX_NAMED_PARAMETERS
     more = f" and {num_more} more" if num_more > 0 else ""
     differ = f" · they differ in {listed}{more}" if names else ""
-    return (
-        f'<header><div class="head"><h1>{_title(runs)}</h1></div>'
-        f'<p class="where">{statuses}{differ}</p></header>'
-    )
+    return f'<header><div class="head"><h1>{_title(runs)}</h1></div><p class="where">{statuses}{differ}</p></header>'
 
 
 def _across_runs(sections: Sequence[Section], runs: Sequence[ComparedRun], sort: str) -> str:
@@ -129,17 +120,10 @@ def _across_runs_panel(panel: Panel, runs: Sequence[ComparedRun], sort: str) -> 
     return ""
 
 
-def _charts_html(
-    section: Section, runs: Sequence[ComparedRun], charts: list[dict[str, Any]], *, leads: bool
-) -> str:
+def _charts_html(section: Section, runs: Sequence[ComparedRun], charts: list[dict[str, Any]], *, leads: bool) -> str:
     """Return one frame per metric of a section, and append what the script draws in it to `charts`."""
     written = list(dict.fromkeys(name for run in runs for name in run.curves))
-    drawn = [
-        (panel, name)
-        for panel in section.panels
-        if panel.kind == "line"
-        for name in panel.metrics_among(written)
-    ]
+    drawn = [(panel, name) for panel in section.panels if panel.kind == "line" for name in panel.metrics_among(written)]
     figures = []
     for (panel, name), span in zip(drawn, column_spans(len(drawn), leads=leads), strict=True):
         chart = _chart_data(panel, name, runs)
@@ -153,9 +137,7 @@ def _charts_html(
 
 def _chart_data(panel: Panel, metric: str, runs: Sequence[ComparedRun]) -> dict[str, Any]:
     """Return the points of a metric of all runs that have it."""
-    curves = [
-        (i, run.name, run.curves[metric]) for i, run in enumerate(runs) if metric in run.curves
-    ]
+    curves = [(i, run.name, run.curves[metric]) for i, run in enumerate(runs) if metric in run.curves]
     values = [value for _, _, points in curves for _, value in points if math.isfinite(value)]
     steps = [step for _, _, points in curves for step, _ in points]
     return {
@@ -169,9 +151,7 @@ def _run_data(run: ComparedRun, sort: str) -> dict[str, Any]:
     """Return a run's color and the line of text that describes it."""
     value = run.values[sort]
     short = short_names(list(run.parameters))
-    parameters = [
-        f"{short[name]} {value_text(v)}" for name, v in run.parameters.items() if v is not None
-    ]
+    parameters = [f"{short[name]} {value_text(v)}" for name, v in run.parameters.items() if v is not None]
     result = f"{get_title(sort)} {'unknown' if value is None else measure_text(value, sort)}"
     return {
         "css": run.color.css,

@@ -84,9 +84,7 @@ def _number_axis(title: str, values: list[float]) -> Axis:
     distinct = sorted(set(values))
     if len(distinct) <= MAX_LABELED_VALUES:
         labeled = distinct[:1] + [
-            value
-            for before, value in pairwise(distinct)
-            if position(value) - position(before) > MIN_LABEL_DISTANCE
+            value for before, value in pairwise(distinct) if position(value) - position(before) > MIN_LABEL_DISTANCE
         ]
     else:
         inner = log_ticks(low, high) if is_log else linear_ticks(low, high)
@@ -105,9 +103,7 @@ def get_axes(runs: Sequence[ComparedRun], metric: str, parameters: Sequence[str]
     return [*axes, get_axis(get_title(metric), [run.values[metric] for run in runs])]
 
 
-def parallel_html(
-    title: str, metric: str, parameters: Sequence[str], runs: Sequence[ComparedRun]
-) -> str:
+def parallel_html(title: str, metric: str, parameters: Sequence[str], runs: Sequence[ComparedRun]) -> str:
     """Return one figure; pointing at a line highlights its run on the whole page.
 
     Args:
@@ -117,9 +113,7 @@ def parallel_html(
         runs: All runs, best first; a run without a config is not drawn.
     """
     drawn = [
-        (number, run)
-        for number, run in enumerate(runs)
-        if any(value is not None for value in run.parameters.values())
+        (number, run) for number, run in enumerate(runs) if any(value is not None for value in run.parameters.values())
     ]
     axes = get_axes([run for _, run in drawn], metric, parameters)
     last = len(axes) - 1
@@ -143,10 +137,7 @@ def parallel_html(
 
 
 def _ticks_html(axis: Axis) -> str:
-    return "".join(
-        f'<span style="top:{1 - position:.2%}">{escape(label)}</span>'
-        for position, label in axis.ticks
-    )
+    return "".join(f'<span style="top:{1 - position:.2%}">{escape(label)}</span>' for position, label in axis.ticks)
 
 
 def _line(positions: Sequence[float], number: int, run: ComparedRun) -> str:

@@ -54,9 +54,7 @@ class _ThinRun:
     best: dict[str, float | None]
 
 
-def read_runs(
-    folders: Sequence[Path], sections: Sequence[Section], *, sort: str
-) -> list[ComparedRun]:
+def read_runs(folders: Sequence[Path], sections: Sequence[Section], *, sort: str) -> list[ComparedRun]:
     """Read every run, those with the best value of `sort` first and those without one last.
 
     Raises:
@@ -70,8 +68,7 @@ def read_runs(
     runs = [_read_thin(folder, metrics, panels, buckets_per_weight) for folder in folders]
     measures = list(dict.fromkeys([sort, *METRICS_BY_MEASURE]))
     values = [
-        {measure: get_value(run.record, measure) for measure in measures}
-        | {"best_val_loss": run.best_val_loss}
+        {measure: get_value(run.record, measure) for measure in measures} | {"best_val_loss": run.best_val_loss}
         for run in runs
     ]
     known = {m for measured in values for m, value in measured.items() if value is not None}
@@ -85,8 +82,7 @@ def read_runs(
             name=names[i],
             folder=folders[i],
             # a folder without a row and without an event is of a run that never began
-            status=get_status(runs[i].record)
-            or ("unknown" if runs[i].record.series else "did not start"),
+            status=get_status(runs[i].record) or ("unknown" if runs[i].record.series else "did not start"),
             color=get_color(rank, values[i][sort], len(order)),
             values=values[i],
             best=runs[i].best,
@@ -97,9 +93,7 @@ def read_runs(
     ]
 
 
-def get_weights(
-    folders: Sequence[Path], panels: Sequence[Panel]
-) -> dict[str, tuple[list[Path], int]]:
+def get_weights(folders: Sequence[Path], panels: Sequence[Panel]) -> dict[str, tuple[list[Path], int]]:
     """Return, for each metric that is drawn, the runs that have it and its share of the points."""
     written = {folder: metric_names(folder / "metrics.csv") for folder in folders}
     every = list(dict.fromkeys(name for names in written.values() for name in names))
@@ -131,9 +125,7 @@ def _read_thin(
     thinned = {
         name: thin(
             points,
-            max_buckets=_num_buckets(metrics[name][1] * buckets_per_weight)
-            if name in metrics
-            else 1,
+            max_buckets=_num_buckets(metrics[name][1] * buckets_per_weight) if name in metrics else 1,
         )
         for name, points in record.series.items()
     }
@@ -177,7 +169,5 @@ def in_natural_order(folders: Sequence[Path]) -> list[Path]:
     """Sort folders so that job 2 of a sweep comes before job 10."""
     return sorted(
         folders,
-        key=lambda path: [
-            int(part) if part.isdigit() else part for part in re.split(r"(\d+)", str(path))
-        ],
+        key=lambda path: [int(part) if part.isdigit() else part for part in re.split(r"(\d+)", str(path))],
     )

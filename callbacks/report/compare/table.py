@@ -141,9 +141,7 @@ def _parameter_cell(value: Any) -> str:
 
 def bars_html(title: str, metric: str, runs: Sequence[ComparedRun]) -> str:
     """Return a bar per run, from zero to the best value it reached; the best run first."""
-    reached = [
-        (value, i) for i, run in enumerate(runs) if (value := run.best.get(metric)) is not None
-    ]
+    reached = [(value, i) for i, run in enumerate(runs) if (value := run.best.get(metric)) is not None]
     if not reached:
         return ""
     reached.sort(key=lambda pair: sort_key(pair[0], metric))
@@ -151,9 +149,7 @@ def bars_html(title: str, metric: str, runs: Sequence[ComparedRun]) -> str:
     rows = [_bar(runs[i], i, value, abs(value) / longest) for value, i in reached]
     more = rows[MAX_BARS:]
     rest = f"<details><summary>{len(more)} more</summary>{''.join(more)}</details>" if more else ""
-    caption = (
-        f"<figcaption><b>{escape(title)}</b><span class='note'>{escape(metric)}</span></figcaption>"
-    )
+    caption = f"<figcaption><b>{escape(title)}</b><span class='note'>{escape(metric)}</span></figcaption>"
     return f'<figure class="chart bars span6">{caption}{"".join(rows[:MAX_BARS])}{rest}</figure>'
 
 

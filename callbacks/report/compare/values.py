@@ -92,9 +92,7 @@ def get_parameters(run: RunRecord) -> dict[str, Any]:
     return parameters
 
 
-def differing_parameters(
-    runs: Sequence[RunRecord], first: Sequence[str] = ()
-) -> dict[str, list[Any]]:
+def differing_parameters(runs: Sequence[RunRecord], first: Sequence[str] = ()) -> dict[str, list[Any]]:
     """Return the parameters that differ, with their value in each run.
 
     A value is None if the run has no such parameter or no config. A parameter that was not typed and has the same
@@ -126,7 +124,4 @@ def differing_parameters(
 def short_names(names: Sequence[str]) -> Mapping[str, str]:
     """Shorten `optimizer.lr` to `lr` if no other parameter ends in it."""
     tails = [name.rpartition(".")[2] for name in names]
-    return {
-        name: tail if tails.count(tail) == 1 else name
-        for name, tail in zip(names, tails, strict=True)
-    }
+    return {name: tail if tails.count(tail) == 1 else name for name, tail in zip(names, tails, strict=True)}

@@ -47,9 +47,7 @@ _OPTION_ALIASES = {
     "zero3": "deepspeed_stage_3",
 }
 # a strategy's name typed as a recipe -> the recipe for a modern GPU
-_RECIPE_ALIASES = {
-    name: f"{name}_bf16" for name in ("single", "ddp", "fsdp", "hsdp", "zero1", "zero2", "zero3")
-}
+_RECIPE_ALIASES = {name: f"{name}_bf16" for name in ("single", "ddp", "fsdp", "hsdp", "zero1", "zero2", "zero3")}
 # common names of settings elsewhere -> setting
 _SETTING_ALIASES = {
     "batch_size": "global_batch_size",
@@ -215,9 +213,7 @@ def _find_fix(
     """
     value = typed.partition("=")[2]
     wrong = missing[-1]
-    owners = [
-        str(name) for name in config if OmegaConf.is_dict(config[name]) and wrong in config[name]
-    ]
+    owners = [str(name) for name in config if OmegaConf.is_dict(config[name]) and wrong in config[name]]
     if override.key_or_group in _REPLACED:
         fix = _REPLACED[override.key_or_group]
     elif wrong in _SETTING_ALIASES:

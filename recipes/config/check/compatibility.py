@@ -51,9 +51,7 @@ def check_compatibility(config: Mapping[str, Any]) -> Iterator[ConfigError]:
     yield from _vocabulary(config)
     yield from _published_weights(config)
     if "tokenizer" in config["data"] and not config["data"]["tokenizer"]:
-        yield ConfigError(
-            "tokenizer=none", "text needs a tokenizer", "tokenizer=bpe or tokenizer=bytes"
-        )
+        yield ConfigError("tokenizer=none", "text needs a tokenizer", "tokenizer=bpe or tokenizer=bytes")
     yield from _model_shape(config["model"])
     yield from _schedule(config)
     if config["mode"]["_target_"].endswith((".sample", ".export")):
@@ -72,9 +70,7 @@ def _trainer(config: Mapping[str, Any]) -> Iterator[ConfigError]:
         if argument in trainer:
             if (CONF / argument / f"{trainer[argument]}.yaml").is_file():
                 fix = f"{argument}={trainer[argument]}"
-            yield ConfigError(
-                f"trainer.{argument}={trainer[argument]}", "another setting controls it", fix
-            )
+            yield ConfigError(f"trainer.{argument}={trainer[argument]}", "another setting controls it", fix)
     for argument, options in _OPTIONS.items():
         if argument in trainer and trainer[argument] not in options:
             listed = " ".join(str(option) for option in options if option is not None)
@@ -115,9 +111,7 @@ def _vocabulary(config: Mapping[str, Any]) -> Iterator[ConfigError]:
 
 
 def _model_shape(model: Mapping[str, Any]) -> Iterator[ConfigError]:
-    hidden_size, heads, kv_heads = (
-        model.get(key) for key in ("hidden_size", "num_heads", "num_kv_heads")
-    )
+    hidden_size, heads, kv_heads = (model.get(key) for key in ("hidden_size", "num_heads", "num_kv_heads"))
     if hidden_size and heads and hidden_size % heads:
         yield ConfigError(
             f"model.num_heads={heads}",
@@ -207,6 +201,4 @@ def _get_option(config: Mapping[str, Any], choices: Mapping[str, str], group: st
         return choices[group]
     target = str(config[group]["_target_"])
     parts = target.split(".")
-    return (
-        parts[2] if len(parts) > 2 else target
-    )  # `recipes.<group>.<module>.<name>`, or another package
+    return parts[2] if len(parts) > 2 else target  # `recipes.<group>.<module>.<name>`, or another package

@@ -27,9 +27,7 @@ _ALTERNATIVES = {
 }
 
 
-def misplaced_offload(
-    strategy: Mapping[str, Any], setting: str, value: object, typed: str
-) -> ConfigError | None:
+def misplaced_offload(strategy: Mapping[str, Any], setting: str, value: object, typed: str) -> ConfigError | None:
     """Return the mistake in an offload setting that the strategy does not have.
 
     Args:
@@ -72,9 +70,7 @@ def check_offload(strategy: Mapping[str, Any]) -> Iterator[ConfigError]:
         yield ConfigError(
             f"strategy.offload_parameters={parameters}",
             f"{get_traits(strategy).typed} keeps all parameters on every rank",
-            _ALTERNATIVES["nvme_path"]
-            if parameters == "nvme"
-            else "strategy=deepspeed_stage_3_offload",
+            _ALTERNATIVES["nvme_path"] if parameters == "nvme" else "strategy=deepspeed_stage_3_offload",
         )
     if keeps_parameters and optimizer == "nvme":  # DeepSpeed 0.19.8 silently uses host memory
         yield ConfigError(
@@ -108,9 +104,7 @@ def _check_folder(path: str | None, settings: str) -> Iterator[ConfigError]:
 _LIBAIO_PROGRAM = "#include <libaio.h>\nint main() { return io_submit(0, 0, 0); }\n"
 
 
-def check_toolchain(
-    strategy: Mapping[str, Any], optimizer: Mapping[str, Any]
-) -> Iterator[ConfigError]:
+def check_toolchain(strategy: Mapping[str, Any], optimizer: Mapping[str, Any]) -> Iterator[ConfigError]:
     """Check that DeepSpeed is installed, and a compiler if it will compile an operator on first use."""
     if "stage" not in strategy:
         return

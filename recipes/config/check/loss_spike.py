@@ -13,9 +13,7 @@ _BYTES_PER_PARAMETER = 12  # weights and two optimizer states, float32
 _GIB = 2**30
 
 
-def check_loss_spike(
-    config: Mapping[str, Any], world_size: int, meminfo: Path = _MEMINFO
-) -> Iterator[ConfigError]:
+def check_loss_spike(config: Mapping[str, Any], world_size: int, meminfo: Path = _MEMINFO) -> Iterator[ConfigError]:
     """Check warm-up against window, quarantine against snapshots, snapshots against memory."""
     node = (config.get("callbacks") or {}).get("loss_spike")
     if node is None:
@@ -40,9 +38,7 @@ def check_loss_spike(
         yield from _check_memory(config, count, world_size, meminfo)
 
 
-def _check_memory(
-    config: Mapping[str, Any], count: int, world_size: int, meminfo: Path
-) -> Iterator[ConfigError]:
+def _check_memory(config: Mapping[str, Any], count: int, world_size: int, meminfo: Path) -> Iterator[ConfigError]:
     """Compare with the total memory of the machine: what is free now says little about what will be free then."""
     parameters = num_parameters_at_least(config["model"])
     if parameters is None or not meminfo.is_file():
@@ -63,9 +59,7 @@ def _check_memory(
 
 def num_parameters_at_least(model: Mapping[str, Any]) -> int | None:
     """Return the parameters in the matrices of a decoder, from its shape; None for any other model."""
-    hidden_size, layers, vocab = (
-        model.get(key) for key in ("hidden_size", "num_layers", "vocab_size")
-    )
+    hidden_size, layers, vocab = (model.get(key) for key in ("hidden_size", "num_layers", "vocab_size"))
     if not (hidden_size and layers and vocab):
         return None
     heads, kv_heads = model.get("num_heads"), model.get("num_kv_heads")

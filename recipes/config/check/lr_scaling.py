@@ -42,9 +42,7 @@ def check_lr_scaling(
 def _find_unused(overrides: Sequence[str]) -> Iterator[ConfigError]:
     for override in overrides:
         if override.lstrip("+").startswith(tuple(f"lr_scaling.{key}=" for key in _REFERENCE)):
-            yield ConfigError(
-                override, "no rule uses it with lr_scaling=none", f"lr_scaling=sqrt {override}"
-            )
+            yield ConfigError(override, "no rule uses it with lr_scaling=none", f"lr_scaling=sqrt {override}")
 
 
 def _check_reference(section: Mapping[str, Any]) -> Iterator[ConfigError]:
@@ -64,9 +62,7 @@ def _check_reference(section: Mapping[str, Any]) -> Iterator[ConfigError]:
             )
 
 
-def _check_result(
-    config: Mapping[str, Any], section: Mapping[str, Any], *, is_frozen: bool
-) -> Iterator[ConfigError]:
+def _check_result(config: Mapping[str, Any], section: Mapping[str, Any], *, is_frozen: bool) -> Iterator[ConfigError]:
     """Reject a learning rate set by hand, which would silently disable the rule."""
     rule, batch_size = section["rule"], config.get("global_batch_size")
     optimizer = config.get("optimizer")

@@ -61,9 +61,7 @@ def _check_node(path: str, node: Mapping[str, Any]) -> Iterator[ConfigError]:
     try:
         signature = read_signature(target)
     except TargetNotFoundError as error:
-        yield ConfigError(
-            f"{path}._target_={target}", str(error), f"{path}=<an option of conf/{path}/>"
-        )
+        yield ConfigError(f"{path}._target_={target}", str(error), f"{path}=<an option of conf/{path}/>")
         return
     provided = PROVIDED[path] if path in PROVIDED else set()
     for key, value in node.items():
@@ -71,9 +69,7 @@ def _check_node(path: str, node: Mapping[str, Any]) -> Iterator[ConfigError]:
             continue
         if key in provided:
             where = f"{path}.{key}"
-            yield ConfigError(
-                f"{where}={to_setting(value)}", "build.py provides it", f"nothing for {where}"
-            )
+            yield ConfigError(f"{where}={to_setting(value)}", "build.py provides it", f"nothing for {where}")
             continue
         if key in signature.parameters:
             yield from _check_value(f"{path}.{key}", value, signature, key)
@@ -84,14 +80,10 @@ def _check_node(path: str, node: Mapping[str, Any]) -> Iterator[ConfigError]:
             yield offload or _unknown(where, value, signature, target)
     for key, parameter in signature.parameters.items():
         if parameter.required and key not in node and key not in provided:
-            yield ConfigError(
-                f"no {path}.{key}", f"{_get_name(target)} needs it", f"+{path}.{key}=<value>"
-            )
+            yield ConfigError(f"no {path}.{key}", f"{_get_name(target)} needs it", f"+{path}.{key}=<value>")
 
 
-def _check_value(
-    where: str, value: object, signature: Signature, key: str
-) -> Iterator[ConfigError]:
+def _check_value(where: str, value: object, signature: Signature, key: str) -> Iterator[ConfigError]:
     if value is None and where in _DERIVED:
         return
     annotation = signature.parameters[key].annotation
@@ -99,9 +91,7 @@ def _check_value(
     if value == "???":
         yield ConfigError(f"no {where}", "it has no default", f"{where}=<{blank}>")
     elif annotation is not None and not _is_node(value) and not matches_type(value, annotation):
-        yield ConfigError(
-            f"{where}={to_setting(value)}", f"it takes {describe(annotation)}", f"{where}=<{blank}>"
-        )
+        yield ConfigError(f"{where}={to_setting(value)}", f"it takes {describe(annotation)}", f"{where}=<{blank}>")
 
 
 def _unknown(where: str, value: object, signature: Signature, target: str) -> ConfigError:

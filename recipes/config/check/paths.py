@@ -13,9 +13,7 @@ from recipes.run_folder import CHECKPOINTS, METRICS_FILE, has_checkpoint
 _NEED_CHECKPOINT = ("evaluate", "sample", "export", "replay")
 
 
-def check_paths(
-    config: Mapping[str, Any], overrides: Sequence[str], run_folder: Path
-) -> Iterator[ConfigError]:
+def check_paths(config: Mapping[str, Any], overrides: Sequence[str], run_folder: Path) -> Iterator[ConfigError]:
     """Check the path of the data, the folder to resume from and the run folder."""
     yield from _check_data_path(config["data"])
     yield from _check_resume(config, overrides)
@@ -28,18 +26,14 @@ def _check_data_path(data: Mapping[str, Any]) -> Iterator[ConfigError]:
         return
     expanded = str(Path(path).expanduser())
     if not Path(expanded).exists() and not glob.glob(expanded, recursive=True):
-        yield ConfigError(
-            f"data.path={path}", "there is no such file or folder", "data.path=<a path that exists>"
-        )
+        yield ConfigError(f"data.path={path}", "there is no such file or folder", "data.path=<a path that exists>")
 
 
 def _check_resume(config: Mapping[str, Any], overrides: Sequence[str]) -> Iterator[ConfigError]:
     resume, mode = config["resume"], config["mode"]["_target_"].rpartition(".")[2]
     if resume in (None, "auto"):
         if mode in _NEED_CHECKPOINT and resume is None:
-            yield ConfigError(
-                f"mode={mode}", "it needs a checkpoint", f"mode={mode} resume=<run folder>"
-            )
+            yield ConfigError(f"mode={mode}", "it needs a checkpoint", f"mode={mode} resume=<run folder>")
         if resume == "auto" and not _is_repeatable(overrides):
             yield ConfigError(
                 "resume=auto",
@@ -49,9 +43,7 @@ def _check_resume(config: Mapping[str, Any], overrides: Sequence[str]) -> Iterat
         return
     folder = Path(resume)
     if not folder.is_dir():
-        yield ConfigError(
-            f"resume={resume}", "there is no such folder", "resume=<a run folder or a checkpoint>"
-        )
+        yield ConfigError(f"resume={resume}", "there is no such folder", "resume=<a run folder or a checkpoint>")
     elif not (folder / "manifest.json").is_file() and not has_checkpoint(folder):
         yield ConfigError(
             f"resume={resume}",

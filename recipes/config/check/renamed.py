@@ -25,10 +25,7 @@ RENAMED_SETTINGS = {
     "clipping.warm_up": "clipping.warmup_steps",
     "callbacks.early_stop.after": "callbacks.early_stop.patience",
     "callbacks.early_stop.metric": "callbacks.early_stop.monitor",
-    **{
-        f"callbacks.loss_spike.{old}": f"callbacks.loss_spike.{new}"
-        for old, new in _LOSS_SPIKE.items()
-    },
+    **{f"callbacks.loss_spike.{old}": f"callbacks.loss_spike.{new}" for old, new in _LOSS_SPIKE.items()},
     "sweep.repeat_failed": "sweep.retry_failed",
     "sweep.skip_refused": "sweep.skip_invalid",
     "lr_scaling.reference_lr": "lr_scaling.base_lr",
@@ -76,9 +73,7 @@ def answer_renamed_option(override: str) -> RenamedError | None:
     if old is None:
         return None
     now = ",".join(renamed.get(option, option) for option in options)
-    return RenamedError(
-        override, f"`{group}={old}` is now `{group}={renamed[old]}`", f"{group}={now}"
-    )
+    return RenamedError(override, f"`{group}={old}` is now `{group}={renamed[old]}`", f"{group}={now}")
 
 
 def check_renamed(config: Mapping[str, Any]) -> Iterator[RenamedError]:
@@ -106,9 +101,7 @@ def accepts(node: Mapping[str, Any], key: str) -> bool:
     return signature.takes_any or key in signature.parameters
 
 
-def drop_consequences(
-    mistakes: Sequence[ConfigError], renamed: Sequence[RenamedError]
-) -> list[ConfigError]:
+def drop_consequences(mistakes: Sequence[ConfigError], renamed: Sequence[RenamedError]) -> list[ConfigError]:
     """Return the mistakes without those that an old key also causes: it is unknown, and the new one is missing."""
     unknown = {error.setting for error in renamed}
     missing = {f"no {RENAMED_SETTINGS[error.setting.partition('=')[0]]}" for error in renamed}

@@ -62,9 +62,7 @@ def check_sections(config: Mapping[str, Any]) -> Iterator[ConfigError]:
                 )
         elif key in sections:
             if not isinstance(value, dict):
-                yield ConfigError(
-                    f"{key}={value}", "it is a section of settings", _suggest_section(key)
-                )
+                yield ConfigError(f"{key}={value}", "it is a section of settings", _suggest_section(key))
         else:
             near = get_close_matches(key, [*SETTINGS, *sections], 1)
             fix = f"{near[0]}=…" if near else f"one of {', '.join([*SETTINGS, *sections])}"
@@ -78,9 +76,7 @@ def check_sections(config: Mapping[str, Any]) -> Iterator[ConfigError]:
             )
     name = config.get("name")
     if isinstance(name, str) and not re.fullmatch(r"[\w.][\w.,=+ -]*", name):
-        yield ConfigError(
-            f"name={name}", "it names a folder under logs/", "name=<letters, digits, . _ ->"
-        )
+        yield ConfigError(f"name={name}", "it names a folder under logs/", "name=<letters, digits, . _ ->")
     for key in [*SETTINGS, *sections]:
         if key not in config and key not in NEWER:
             yield ConfigError(f"no {key}", "every run has one", f"{key}=… (see conf/config.yaml)")

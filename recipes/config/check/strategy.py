@@ -70,9 +70,7 @@ def _check_shard_size(strategy: Mapping[str, Any], world_size: int | None) -> It
     shard_size = strategy.get("shard_size")
     if not shard_size or shard_size < 1 or world_size is None or world_size % shard_size == 0:
         return
-    below = max(
-        size for size in range(1, world_size + 1) if size <= shard_size and world_size % size == 0
-    )
+    below = max(size for size in range(1, world_size + 1) if size <= shard_size and world_size % size == 0)
     ranks = "1 rank does" if world_size == 1 else f"{world_size} ranks do"
     yield ConfigError(
         f"strategy.shard_size={shard_size}",

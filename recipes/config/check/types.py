@@ -44,14 +44,8 @@ def matches_type(value: object, annotation: ast.expr) -> bool:
             return any(matches_type(value, option) for option in options)
         case ast.Subscript(value=ast.Name(id="Literal"), slice=inner):
             return value in _literals(inner)
-        case ast.Subscript(value=ast.Name(id="tuple"), slice=ast.Tuple(elts=items)) if not _is_open(
-            items
-        ):
-            return (
-                isinstance(value, list)
-                and len(value) == len(items)
-                and all(map(matches_type, value, items))
-            )
+        case ast.Subscript(value=ast.Name(id="tuple"), slice=ast.Tuple(elts=items)) if not _is_open(items):
+            return isinstance(value, list) and len(value) == len(items) and all(map(matches_type, value, items))
         case ast.Subscript(value=ast.Name(id=name), slice=inner) if name in _LISTS:
             item = inner.elts[0] if isinstance(inner, ast.Tuple) else inner
             return isinstance(value, list) and all(matches_type(entry, item) for entry in value)
@@ -72,9 +66,7 @@ def find_out_of_range(value: object, annotation: ast.expr) -> tuple[str, object,
             return find_out_of_range(value, annotation_from(source))
         case ast.BinOp(left=left, op=ast.BitOr(), right=right):
             return find_out_of_range(value, left) or find_out_of_range(value, right)
-        case ast.Subscript(
-            value=ast.Name(id="Annotated"), slice=ast.Tuple(elts=[_, ast.Constant(value=str(text))])
-        ):
+        case ast.Subscript(value=ast.Name(id="Annotated"), slice=ast.Tuple(elts=[_, ast.Constant(value=str(text))])):
             if isinstance(value, bool) or not isinstance(value, int | float):
                 return None
             return None if _is_inside(value, text) else ("", value, describe_range(text))
@@ -132,12 +124,7 @@ def describe(annotation: ast.expr) -> str:
 
 def placeholder(annotation: ast.expr) -> str:
     """Describe an annotation without articles, to stand between angle brackets."""
-    return (
-        describe(annotation)
-        .replace("a list", "list")
-        .replace("a whole", "whole")
-        .replace("a n", "n")
-    )
+    return describe(annotation).replace("a list", "list").replace("a whole", "whole").replace("a n", "n")
 
 
 def _is_open(items: list[ast.expr]) -> bool:

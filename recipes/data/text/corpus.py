@@ -194,9 +194,7 @@ def _best_cut(window: bytes, *, is_last: bool) -> int | None:
     if after_line > 0:
         return after_line
     starts = (i for i, byte in enumerate(window) if i > 0 and byte & 0xC0 != 0x80)
-    return next(
-        starts, len(window)
-    )  # first byte of a character; if there is none, it is not UTF-8 anyway
+    return next(starts, len(window))  # first byte of a character; if there is none, it is not UTF-8 anyway
 
 
 def content_digests(files: Sequence[FileState], *, cache_dir: Path) -> list[str]:

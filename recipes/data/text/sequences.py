@@ -80,9 +80,7 @@ class TokenWindows(Dataset[dict[str, Tensor]]):
 
     def _map(self) -> NDArray[np.unsignedinteger]:
         if self._tokens is None:
-            self._tokens = np.memmap(
-                self.path, dtype=self.dtype, mode="r", offset=self.byte_offset, shape=(self.stop,)
-            )
+            self._tokens = np.memmap(self.path, dtype=self.dtype, mode="r", offset=self.byte_offset, shape=(self.stop,))
         return self._tokens
 
     def __getstate__(self) -> dict[str, object]:

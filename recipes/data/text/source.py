@@ -81,9 +81,7 @@ class TextSource(ABC):
                 f"the tokenizer has {tokenizer.vocab_size} tokens",
                 f"model.vocab_size={tokenizer.vocab_size}",
             )
-        cache = cached_tokens(
-            corpus, tokenizer, val_fraction=self.val_fraction, num_processes=self._num_processes
-        )
+        cache = cached_tokens(corpus, tokenizer, val_fraction=self.val_fraction, num_processes=self._num_processes)
         self._prepared = tokenizer, cache
         self.train()  # both check that they have at least one sample
         self.val()
@@ -162,15 +160,11 @@ def check_windows(*, seq_len: int, val_fraction: float) -> None:
         )
 
 
-def list_files(
-    folder: Path, *, suffixes: frozenset[str], skipped_folders: frozenset[str] = frozenset()
-) -> list[Path]:
+def list_files(folder: Path, *, suffixes: frozenset[str], skipped_folders: frozenset[str] = frozenset()) -> list[Path]:
     """Return the files with one of the suffixes, sorted by relative path, without hidden files and folders."""
     found = []
     for directory, subfolders, names in os.walk(folder):
-        subfolders[:] = [
-            name for name in subfolders if name not in skipped_folders and not name.startswith(".")
-        ]
+        subfolders[:] = [name for name in subfolders if name not in skipped_folders and not name.startswith(".")]
         for name in names:
             path = Path(directory, name)
             if path.suffix.lower() in suffixes and not name.startswith("."):

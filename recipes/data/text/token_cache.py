@@ -22,9 +22,7 @@ from recipes.tokenizer import Tokenizer
 
 Split = Literal["train", "val"]
 
-Row = tuple[
-    str, Split, int, int
-]  # document, split, offset of its first token in the split, number of tokens
+Row = tuple[str, Split, int, int]  # document, split, offset of its first token in the split, number of tokens
 
 FORMAT_VERSION = 1  # to be increased when the same key gives other files
 _CHUNK_TOKENS = 1024 * 1024
@@ -124,8 +122,7 @@ def is_complete(folder: Path) -> bool:
     item_bytes = np.dtype(cache.meta.dtype).itemsize
     splits: tuple[Split, Split] = ("train", "val")
     return all(
-        cache.path(split).is_file()
-        and cache.path(split).stat().st_size == cache.num_tokens(split) * item_bytes
+        cache.path(split).is_file() and cache.path(split).stat().st_size == cache.num_tokens(split) * item_bytes
         for split in splits
     )
 

@@ -83,9 +83,7 @@ class _Pickle:
     """The interface of `safe_open` for a .bin file; unpickles tensors only."""
 
     def __init__(self, file: Path) -> None:
-        self._tensors: dict[str, Tensor] = torch.load(
-            file, map_location="cpu", weights_only=True, mmap=True
-        )
+        self._tensors: dict[str, Tensor] = torch.load(file, map_location="cpu", weights_only=True, mmap=True)
 
     def keys(self) -> list[str]:
         return list(self._tensors)

@@ -85,16 +85,11 @@ class Setting:
         published = _yaml(config[self.key])
         if self.ours is None:
             return f"{self.key}={published}: this model is only {self.value}; type another model=…"
-        return (
-            f"{self.ours}={_yaml(self.value)}: the weights have {self.key}={published};"
-            f" type {self.ours}={published}"
-        )
+        return f"{self.ours}={_yaml(self.value)}: the weights have {self.key}={published}; type {self.ours}={published}"
 
 
 def _yaml(value: object) -> str:
-    return (
-        "null" if value is None else str(value).lower() if isinstance(value, bool) else str(value)
-    )
+    return "null" if value is None else str(value).lower() if isinstance(value, bool) else str(value)
 
 
 class Format(Protocol):
@@ -121,8 +116,6 @@ def vocab_entry(name: str, *, published: str, vocab_size: int) -> Entry:
     return Entry(name, (published,), (vocab_size,))
 
 
-def plain_entry(
-    name: str, *, published: str, parameter: nn.Parameter, transposed: bool = False
-) -> Entry:
+def plain_entry(name: str, *, published: str, parameter: nn.Parameter, transposed: bool = False) -> Entry:
     """Return the entry of a parameter that is one published tensor."""
     return Entry(name, (published,), (parameter.shape[0],), transposed)

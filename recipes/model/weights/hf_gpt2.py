@@ -51,9 +51,7 @@ class GPT2Format:
                 _, index, inner = module.split(".", 2)
                 published = f"transformer.h.{index}.{_IN_BLOCK[inner]}.{kind}"
                 matrix = parameter.dim() == 2
-                entry = plain_entry(
-                    name, published=published, parameter=parameter, transposed=matrix
-                )
+                entry = plain_entry(name, published=published, parameter=parameter, transposed=matrix)
             entries.append(entry)
         return entries
 

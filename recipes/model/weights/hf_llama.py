@@ -74,8 +74,7 @@ class LlamaFormat:
     def _fused_entry(self, name: str, *, block: str) -> Entry:
         model = self.model
         rows = tuple(
-            num_heads * model.head_dim
-            for num_heads in (model.num_heads, model.num_kv_heads, model.num_kv_heads)
+            num_heads * model.head_dim for num_heads in (model.num_heads, model.num_kv_heads, model.num_kv_heads)
         )
         published = tuple(f"{block}.self_attn.{letter}_proj.weight" for letter in "qkv")
         return Entry(name, published, rows)
@@ -125,16 +124,12 @@ class LlamaFormat:
             full["rope_theta"] = rope["rope_theta"]
         llama3 = all(key in rope and rope[key] == value for key, value in _LLAMA3_ROPE.items())
         full["rope_factor"] = rope["factor"] if llama3 else None
-        full["rope_type"] = (
-            _KNOWN_ROPES if llama3 or rope["rope_type"] == "default" else rope["rope_type"]
-        )
+        full["rope_type"] = _KNOWN_ROPES if llama3 or rope["rope_type"] == "default" else rope["rope_type"]
         return full
 
     def full_name(self, name: str) -> str | None:
         """Return `name`; None for saved rotary frequencies, or the copy of a tied head."""
-        if name.endswith("rotary_emb.inv_freq") or (
-            name == "lm_head.weight" and self.model.tie_embeddings
-        ):
+        if name.endswith("rotary_emb.inv_freq") or (name == "lm_head.weight" and self.model.tie_embeddings):
             return None
         return name
 

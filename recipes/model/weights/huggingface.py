@@ -56,9 +56,7 @@ def load_pretrained(model: nn.Module, name_or_folder: str | Path) -> None:
     _language_model(model).init_buffers()
 
 
-def export_pretrained(
-    model: nn.Module, folder: str | Path, *, tokenizer_folder: str | Path | None = None
-) -> None:
+def export_pretrained(model: nn.Module, folder: str | Path, *, tokenizer_folder: str | Path | None = None) -> None:
     """Write a folder that `transformers.AutoModelForCausalLM.from_pretrained` loads.
 
     The file is read back and compared with the model, bit for bit, before this returns. Vocabulary padding is not
@@ -116,8 +114,7 @@ def _check_config(layout: Format, *, config: HFConfig, folder: Path) -> None:
     if differences:
         raise ConfigError(
             f"model.pretrained={folder}",
-            "it does not fit:\n   "
-            + "\n   ".join(line.partition("; type ")[0] for line in differences),
+            "it does not fit:\n   " + "\n   ".join(line.partition("; type ")[0] for line in differences),
             " ".join(line.rpartition("; type ")[2] for line in differences),
         )
 

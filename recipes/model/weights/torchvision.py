@@ -40,9 +40,7 @@ def load_pretrained(model: ResNet18, file: str | Path) -> None:
     """
     path = Path(file)
     if not path.is_file():
-        raise ConfigError(
-            f"model.pretrained={file}", "there is no such file", "model.pretrained=null"
-        )
+        raise ConfigError(f"model.pretrained={file}", "there is no such file", "model.pretrained=null")
     read = load_file(path) if path.suffix == ".safetensors" else _load_pickle(path)
     weights = {our_name(name): tensor for name, tensor in read.items()}
     targets = model.state_dict(keep_vars=True)

@@ -24,9 +24,7 @@ class ZeroState:
 
     def remember(self, optimizer: torch.optim.Optimizer) -> None:
         """Note the parameters in torch's order, before DeepSpeed replaces them by flat ones."""
-        self._parameters = [
-            parameter for group in optimizer.param_groups for parameter in group["params"]
-        ]
+        self._parameters = [parameter for group in optimizer.param_groups for parameter in group["params"]]
 
     @torch.no_grad()
     def model(self, module: nn.Module, *, writes_unsharded: bool) -> dict[str, Part]:
@@ -111,9 +109,7 @@ class ZeroState:
         named = dict(module.named_parameters())
         optimizer = _stage_3_optimizer(named.values())
         if optimizer is not None:
-            stage_3.write_weights(
-                optimizer, {parameter: saved[name] for name, parameter in named.items()}
-            )
+            stage_3.write_weights(optimizer, {parameter: saved[name] for name, parameter in named.items()})
         for name, parameter in named.items():
             if not hasattr(parameter, "ds_id"):
                 _write(parameter, saved[name])
@@ -196,9 +192,7 @@ def _read_scalars(optimizer: Any, saved: Mapping[str, SavedTensor]) -> dict[str,
         return {name: int(value) for name, value in scalars.items()}
     fused = base.param_groups[0].get("fused")  # counts them on the device
     flats = (
-        optimizer.fp32_partitioned_groups_flat
-        if is_stage_3(optimizer)
-        else optimizer.single_partition_of_fp32_groups
+        optimizer.fp32_partitioned_groups_flat if is_stage_3(optimizer) else optimizer.single_partition_of_fp32_groups
     )
     return {name: value.to(flats[0].device if fused else "cpu") for name, value in scalars.items()}
 
@@ -253,9 +247,7 @@ def _stage_3_optimizer(parameters: Iterable[Any]) -> Any:
 
 def _group_number(optimizer: Any, parameter: Any) -> int:
     sub_group = next(
-        index
-        for index, members in enumerate(optimizer.fp16_groups)
-        if any(member is parameter for member in members)
+        index for index, members in enumerate(optimizer.fp16_groups) if any(member is parameter for member in members)
     )
     number: int = optimizer.sub_group_to_group_id[sub_group]
     return number

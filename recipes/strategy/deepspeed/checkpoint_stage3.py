@@ -31,9 +31,7 @@ def read_fragments(optimizer: Any, names: Sequence[str | None]) -> Fragments:
             on_disk = optimizer._swappable_optimizer_subgroup(index)
             for parameter in members:
                 views = {name: _fragment(optimizer, parameter, flats[name]) for name in names}
-                fragments[parameter] = {
-                    name: view.clone() if on_disk else view for name, view in views.items()
-                }
+                fragments[parameter] = {name: view.clone() if on_disk else view for name, view in views.items()}
     return fragments
 
 

@@ -8,9 +8,7 @@ import torch
 from torch import Tensor, nn
 
 ALIGNMENT = 1024  # elements; DeepSpeed needs an even number for NCCL
-BUCKET_ELEMENTS = (
-    200_000_000  # Lightning's default: 0.8 GB in float32, twice that if communication overlaps
-)
+BUCKET_ELEMENTS = 200_000_000  # Lightning's default: 0.8 GB in float32, twice that if communication overlaps
 Slots = list[tuple[nn.Module, str]]  # modules and attribute names under which one parameter is used
 
 
@@ -62,9 +60,7 @@ def partition(
 
 
 @torch.no_grad()
-def _fill(
-    zero_init: Any, described: nn.Parameter, slots: Slots, device: torch.device, values: Tensor
-) -> None:
+def _fill(zero_init: Any, described: nn.Parameter, slots: Slots, device: torch.device, values: Tensor) -> None:
     """Replace a parameter on the meta device by one that holds only this rank's part of `values`."""
     values = values.to(device, described.dtype)  # shape of the unsharded parameter
     parameter = nn.Parameter(values, requires_grad=described.requires_grad)

@@ -49,16 +49,12 @@ class ZeroStepGuard:
 
     def _note_norm(self, *args: Any, **kwargs: Any) -> Any:
         norm = self._compute(*args, **kwargs)
-        self._scaled_norm = torch.as_tensor(
-            norm, dtype=torch.float32
-        )  # 0-dim, times the loss scale
+        self._scaled_norm = torch.as_tensor(norm, dtype=torch.float32)  # 0-dim, times the loss scale
         return norm
 
     def _note_norm_groups(self) -> Any:
         groups = self._compute()
-        norms = torch.stack(
-            [torch.as_tensor(norm, dtype=torch.float32) for norm in groups]
-        )  # [groups]
+        norms = torch.stack([torch.as_tensor(norm, dtype=torch.float32) for norm in groups])  # [groups]
         # DeepSpeed reports -1 for a group whose norm is not finite; squared, it would pass for 1
         norms = torch.where(norms >= 0, norms, torch.inf)
         self._scaled_norm = torch.linalg.vector_norm(norms)  # 0-dim
@@ -75,9 +71,7 @@ class ZeroStepGuard:
         scale = self._optimizer.loss_scale
         self._update_scale(has_overflow)
         # an overflow found before the norm leaves none; found in the norm, it is no finite one
-        norm = (
-            torch.tensor(torch.inf) if has_overflow or scaled is None else scaled / scale
-        )  # 0-dim
+        norm = torch.tensor(torch.inf) if has_overflow or scaled is None else scaled / scale  # 0-dim
         self._clip(norm)
         if self.guard is None:
             return
@@ -87,9 +81,7 @@ class ZeroStepGuard:
             self.num_skipped += not self._optimizer.dynamic_loss_scale
             return
         if bool(self.guard.judge(norm)):
-            self._optimizer.overflow = (
-                True  # read after `_update_scale`: DeepSpeed now returns without an update
-            )
+            self._optimizer.overflow = True  # read after `_update_scale`: DeepSpeed now returns without an update
             self.num_skipped += 1
             self.norm = norm
 

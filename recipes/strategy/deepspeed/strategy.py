@@ -138,9 +138,7 @@ class DeepSpeedZero(StepGuardMixin, TrainStateMixin, PerRankSavingMixin, DeepSpe
             get_blocks(model, "deepspeed_stage_3")
             # `zero.Init` reads batch size and precision, which Lightning fills in later
             complete_deepspeed_config(self)
-            partition(
-                model, initialize, config=self.config, device=_without_cpu_index(self.root_device)
-            )
+            partition(model, initialize, config=self.config, device=_without_cpu_index(self.root_device))
 
     def prepare_optimizer(self, optimizer: torch.optim.Optimizer) -> torch.optim.Optimizer:
         """Replace an offloaded Adam or AdamW by DeepSpeedCPUAdam, which is compiled at its first use."""
@@ -219,18 +217,14 @@ class DeepSpeedZero(StepGuardMixin, TrainStateMixin, PerRankSavingMixin, DeepSpe
         return self._state.optimizer(self.optimizers[0], writes_unsharded=self.is_global_zero)
 
     @override
-    def save_checkpoint(
-        self, checkpoint: dict[str, Any], filepath: Any, storage_options: Any = None
-    ) -> None:
+    def save_checkpoint(self, checkpoint: dict[str, Any], filepath: Any, storage_options: Any = None) -> None:
         """Add the loss scale, under the name that Lightning's mixed precision gives it in every other strategy."""
         if self._precision.scales_loss:
             checkpoint |= {MixedPrecision.__qualname__: scaler_state(self.optimizers[0])}
         super().save_checkpoint(checkpoint, filepath, storage_options)
 
     @override
-    def load_checkpoint(
-        self, checkpoint_path: Any, weights_only: bool | None = None
-    ) -> dict[str, Any]:
+    def load_checkpoint(self, checkpoint_path: Any, weights_only: bool | None = None) -> dict[str, Any]:
         """Return the state with its tensors still on disk, and restore the loss scale."""
         checkpoint = super().load_checkpoint(checkpoint_path, weights_only)
         if self._precision.scales_loss and MixedPrecision.__qualname__ in checkpoint:

@@ -82,9 +82,7 @@ def _stages_1_and_2(optimizer: Any, module: nn.Module) -> Iterator[tuple[str, Te
         yield f"weight/{name}", parameter.data
 
 
-def _stage_3(
-    optimizer: Any, module: nn.Module, *, writes_back: bool
-) -> Iterator[tuple[str, Tensor]]:
+def _stage_3(optimizer: Any, module: nn.Module, *, writes_back: bool) -> Iterator[tuple[str, Tensor]]:
     for index in range(len(optimizer.fp16_groups)):
         with in_memory(optimizer, index, writes_back=writes_back) as flat:
             yield f"master/{index}", flat.data

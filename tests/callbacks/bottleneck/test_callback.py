@@ -29,9 +29,7 @@ def test_five_rows_must_agree_and_be_ten_seconds_long() -> None:
 
 
 @pytest.mark.parametrize(("wait", "found"), [(0.10, []), (0.11, ["data"])])
-def test_waiting_for_data_is_reported_above_a_tenth_of_a_step(
-    wait: float, found: list[str]
-) -> None:
+def test_waiting_for_data_is_reported_above_a_tenth_of_a_step(wait: float, found: list[str]) -> None:
     assert kinds([replace(FINE, data_wait=(0.0, wait))] * NUM_ROWS) == found
 
 
@@ -72,9 +70,7 @@ def test_the_typical_row_is_the_median_not_an_outlier() -> None:
     assert typical(rows[:-1]) is None
 
 
-def test_a_run_that_waits_for_data_logs_it_once_with_advice(
-    stranger, make_trainer, clock, caplog
-) -> None:
+def test_a_run_that_waits_for_data_logs_it_once_with_advice(stranger, make_trainer, clock, caplog) -> None:
     monitor = BottleneckMonitor(advice={"data": "loader.num_workers=8"})
     monitor.clock = clock
     callbacks = [monitor_at(clock), monitor]
@@ -90,9 +86,7 @@ def test_without_a_speed_monitor_nothing_is_logged(stranger, make_trainer, clock
     assert "data" not in caplog.text
 
 
-def test_the_best_speed_survives_a_resume_on_the_same_device(
-    stranger, make_trainer, clock, caplog
-) -> None:
+def test_the_best_speed_survives_a_resume_on_the_same_device(stranger, make_trainer, clock, caplog) -> None:
     first, second, third = BottleneckMonitor(), BottleneckMonitor(), BottleneckMonitor()
     options = {"max_epochs": 3, "log_every_n_steps": 2}
     make_trainer(callbacks=[monitor_at(clock), first], **options).fit(timed(stranger, clock))
@@ -136,8 +130,6 @@ def test_a_batch_with_two_backward_passes_has_no_phases(stranger, make_trainer, 
     assert monitor.state_dict()["reported"] == []
 
 
-def test_a_speed_monitor_that_comes_later_is_a_warning(
-    stranger, make_trainer, clock, caplog
-) -> None:
+def test_a_speed_monitor_that_comes_later_is_a_warning(stranger, make_trainer, clock, caplog) -> None:
     make_trainer(callbacks=[BottleneckMonitor(), monitor_at(clock)]).fit(timed(stranger, clock))
     assert "it has no SpeedMonitor before it" in caplog.text

@@ -39,27 +39,17 @@ def test_a_module_without_norms_gets_no_clipped_fraction(stranger, make_trainer,
     assert "grad/clipped_fraction" not in (tmp_path / "run" / "metrics.csv").read_text()
 
 
-def test_two_of_four_steps_above_the_limit_are_a_fraction_of_one_half(
-    stranger, make_trainer, read_column
-) -> None:
+def test_two_of_four_steps_above_the_limit_are_a_fraction_of_one_half(stranger, make_trainer, read_column) -> None:
     norms = [2.0, 0.5, 3.0, 1.0, 0.1, 0.2, 9.0, 0.3]
-    trainer = make_trainer(
-        callbacks=[GradNormMonitor()], gradient_clip_val=1.0, log_every_n_steps=4
-    )
+    trainer = make_trainer(callbacks=[GradNormMonitor()], gradient_clip_val=1.0, log_every_n_steps=4)
     trainer.fit(make_norm_keeper(stranger, norms))
     assert read_column("grad/norm") == [1.0, pytest.approx(0.3)]
     assert read_column("grad/clipped_fraction") == [0.5, 0.25]
 
 
-@pytest.mark.parametrize(
-    "clipping", [{}, {"gradient_clip_val": 1, "gradient_clip_algorithm": "value"}]
-)
-def test_there_is_no_clipped_fraction_without_clipping_by_norm(
-    stranger, make_trainer, tmp_path, clipping
-) -> None:
-    make_trainer(callbacks=[GradNormMonitor()], **clipping).fit(
-        make_norm_keeper(stranger, [2.0] * 8)
-    )
+@pytest.mark.parametrize("clipping", [{}, {"gradient_clip_val": 1, "gradient_clip_algorithm": "value"}])
+def test_there_is_no_clipped_fraction_without_clipping_by_norm(stranger, make_trainer, tmp_path, clipping) -> None:
+    make_trainer(callbacks=[GradNormMonitor()], **clipping).fit(make_norm_keeper(stranger, [2.0] * 8))
     text = (tmp_path / "run" / "metrics.csv").read_text()
     assert "grad/norm" in text
     assert "grad/clipped_fraction" not in text
@@ -68,16 +58,12 @@ def test_there_is_no_clipped_fraction_without_clipping_by_norm(
 def test_the_norm_is_computed_at_logged_steps_only(stranger, make_trainer, monkeypatch) -> None:
     calls = []
     compute = torch.nn.utils.get_total_norm
-    monkeypatch.setattr(
-        torch.nn.utils, "get_total_norm", lambda grads: calls.append(1) or compute(grads)
-    )
+    monkeypatch.setattr(torch.nn.utils, "get_total_norm", lambda grads: calls.append(1) or compute(grads))
     make_trainer(callbacks=[GradNormMonitor()], log_every_n_steps=4).fit(stranger())
     assert len(calls) == 2  # steps 4 and 8
 
 
-def test_a_method_called_grad_norm_is_not_read_as_a_norm(
-    stranger, make_trainer, read_column
-) -> None:
+def test_a_method_called_grad_norm_is_not_read_as_a_norm(stranger, make_trainer, read_column) -> None:
     class Old(stranger):  # type: ignore[misc, valid-type]
         def grad_norm(self) -> dict[str, float]:
             return {}
@@ -88,9 +74,7 @@ def test_a_method_called_grad_norm_is_not_read_as_a_norm(
 
 def test_counts_survive_a_checkpoint_between_two_rows(stranger, make_trainer, tmp_path) -> None:
     first = GradNormMonitor()
-    trainer: Trainer = make_trainer(
-        callbacks=[first], gradient_clip_val=1.0, log_every_n_steps=4, max_steps=7
-    )
+    trainer: Trainer = make_trainer(callbacks=[first], gradient_clip_val=1.0, log_every_n_steps=4, max_steps=7)
     trainer.fit(make_norm_keeper(stranger, [2.0] * 5 + [0.5] * 2))
     assert first.state_dict() | {"trend": None} == {"num_steps": 3, "num_clipped": 1, "trend": None}
     second = GradNormMonitor()
@@ -116,18 +100,14 @@ def test_norm_and_threshold_of_the_strategy_come_before_those_of_the_module(
     stranger, make_trainer, read_column, monkeypatch
 ) -> None:
     monkeypatch.setattr(torch.nn.utils, "get_total_norm", lambda grads: torch.tensor(99.0))
-    trainer = make_trainer(
-        callbacks=[GradNormMonitor()], strategy=_KeepingStrategy("cpu"), max_steps=4
-    )
+    trainer = make_trainer(callbacks=[GradNormMonitor()], strategy=_KeepingStrategy("cpu"), max_steps=4)
     trainer.fit(make_norm_keeper(stranger, [50.0] * 4))
     assert read_column("grad/norm") == [1.0, 2.0, 3.0, 4.0]
     assert read_column("grad/clip_threshold") == [2.5] * 4
     assert read_column("grad/clipped_fraction") == [0.0, 0.0, 1.0, 1.0]
 
 
-def test_a_strategy_that_never_sets_its_norm_leaves_it_to_be_computed(
-    stranger, make_trainer, read_column
-) -> None:
+def test_a_strategy_that_never_sets_its_norm_leaves_it_to_be_computed(stranger, make_trainer, read_column) -> None:
     class Idle(SingleDeviceStrategy):
         grad_norm: Tensor | None = None
 

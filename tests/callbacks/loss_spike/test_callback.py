@@ -39,9 +39,7 @@ class Damage(Callback):
     def __init__(self, *, at: int, what: str) -> None:
         self.at, self.what, self.is_done = at, what, False
 
-    def on_train_batch_start(
-        self, trainer: Any, pl_module: Any, batch: Any, batch_idx: int
-    ) -> None:
+    def on_train_batch_start(self, trainer: Any, pl_module: Any, batch: Any, batch_idx: int) -> None:
         if batch_idx < self.at or self.is_done:
             return
         self.is_done = True
@@ -82,22 +80,16 @@ def test_the_defaults_are_those_of_the_config() -> None:
     node = yaml.safe_load(CONF.read_text())["loss_spike"]
     node.pop("_target_")
     signature = inspect.signature(LossSpikeRollback).parameters
-    assert node == {
-        name: parameter.default for name, parameter in signature.items() if name != "rewind_data"
-    }
+    assert node == {name: parameter.default for name, parameter in signature.items() if name != "rewind_data"}
 
 
 @pytest.mark.parametrize("what", ["huge", "nan"])
 @pytest.mark.parametrize("precision", ["32-true", "bf16-mixed", "16-mixed"])
-def test_a_bad_batch_is_skipped(
-    noisy: Any, make_trainer: Any, what: str, precision: str, read_column: Any
-) -> None:
+def test_a_bad_batch_is_skipped(noisy: Any, make_trainer: Any, what: str, precision: str, read_column: Any) -> None:
     torch.manual_seed(0)
     module = noisy()
     spikes = LossSpikeRollback(**SMALL)
-    make_trainer(
-        callbacks=[Damage(at=30, what=what), spikes], precision=precision, gradient_clip_val=1.0
-    ).fit(module)
+    make_trainer(callbacks=[Damage(at=30, what=what), spikes], precision=precision, gradient_clip_val=1.0).fit(module)
     assert spikes.summary() == {"rollbacks": 0, "skipped_steps": 1}
     assert all(bool(parameter.isfinite().all()) for parameter in module.parameters())
     assert read_column("spike/skipped_steps")[-1] == 1
@@ -159,9 +151,7 @@ def test_a_run_resumed_during_a_backoff_has_the_lower_learning_rate(
 
     torch.manual_seed(0)
     spikes, uninterrupted = LossSpikeRollback(**SMALL), RecordsRates()
-    make_trainer(callbacks=[spikes, StartsBackoff(spikes), uninterrupted], max_steps=30).fit(
-        noisy()
-    )
+    make_trainer(callbacks=[spikes, StartsBackoff(spikes), uninterrupted], max_steps=30).fit(noisy())
     resumed = RecordsRates()
     make_trainer(callbacks=[LossSpikeRollback(**SMALL), resumed], max_steps=30).fit(
         noisy(), ckpt_path=tmp_path / "half.ckpt"
@@ -182,9 +172,7 @@ def test_the_state_survives_a_round_trip_through_a_checkpoint_of_plain_data(
     assert second.state_dict() == state["LossSpikeRollback"]
 
 
-def test_a_debug_dump_is_written_for_a_plain_module(
-    noisy: Any, make_trainer: Any, tmp_path: Path
-) -> None:
+def test_a_debug_dump_is_written_for_a_plain_module(noisy: Any, make_trainer: Any, tmp_path: Path) -> None:
     torch.manual_seed(0)
     make_trainer(callbacks=[Damage(at=30, what="huge"), LossSpikeRollback(**SMALL)]).fit(noisy())
     folder = tmp_path / "run/spikes/step_0000031"
@@ -205,16 +193,12 @@ def test_skip_batches_needs_a_datamodule_that_can_skip(noisy: Any, make_trainer:
 def test_without_a_good_snapshot_it_stops_with_exit_code_3(noisy: Any, make_trainer: Any) -> None:
     torch.manual_seed(0)
     with pytest.raises(TrainingDivergedError, match="no good state") as raised:
-        make_trainer(
-            callbacks=[Damage(at=3, what="weight"), _NanBatches(), LossSpikeRollback(**SMALL)]
-        ).fit(noisy())
+        make_trainer(callbacks=[Damage(at=3, what="weight"), _NanBatches(), LossSpikeRollback(**SMALL)]).fit(noisy())
     assert raised.value.exit_code == 3
 
 
 class _NanBatches(Callback):
-    def on_train_batch_start(
-        self, trainer: Any, pl_module: Any, batch: Any, batch_idx: int
-    ) -> None:
+    def on_train_batch_start(self, trainer: Any, pl_module: Any, batch: Any, batch_idx: int) -> None:
         batch[0].fill_(torch.nan)
 
 
@@ -250,9 +234,7 @@ def test_under_lightnings_ddp_both_ranks_skip_and_roll_back_together(tmp_path: P
     assert steps < 60
 
 
-def test_running_statistics_are_restored_after_a_skipped_step(
-    noisy: Any, make_trainer: Any
-) -> None:
+def test_running_statistics_are_restored_after_a_skipped_step(noisy: Any, make_trainer: Any) -> None:
     class Normed(noisy):  # type: ignore[misc, valid-type]
         def __init__(self) -> None:
             super().__init__()
@@ -267,9 +249,7 @@ def test_running_statistics_are_restored_after_a_skipped_step(
     assert int(module.layer[0].num_batches_tracked) == 59
 
 
-def test_a_batch_for_which_training_step_returns_none_is_no_spike(
-    noisy: Any, make_trainer: Any
-) -> None:
+def test_a_batch_for_which_training_step_returns_none_is_no_spike(noisy: Any, make_trainer: Any) -> None:
     class SkipsBatches(noisy):  # type: ignore[misc, valid-type]
         def training_step(self, batch: list[Tensor], batch_idx: int) -> Any:
             return None if batch_idx in (7, 30) else super().training_step(batch, batch_idx)

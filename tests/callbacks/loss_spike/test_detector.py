@@ -31,10 +31,7 @@ def alarms(values: list[float], detector: SpikeDetector | None = None) -> dict[i
 
 def faulty(seed: int, fault: Callable[[int], float]) -> list[float]:
     """Return a curve to which a fault is added from `ONSET` on, as a function of the steps since."""
-    return [
-        value + (fault(step - ONSET) if step >= ONSET else 0.0)
-        for step, value in enumerate(curve(seed))
-    ]
+    return [value + (fault(step - ONSET) if step >= ONSET else 0.0) for step, value in enumerate(curve(seed))]
 
 
 @pytest.mark.parametrize("seed", range(10))
@@ -116,9 +113,7 @@ def test_norms_are_compared_by_their_ratio() -> None:
 def test_slowly_rising_norms_are_a_drift_unless_drift_detection_is_off() -> None:
     rng = random.Random(0)
     norms = [math.exp(step / 4000 + rng.gauss(0, 0.1)) for step in range(4000)]
-    assert {alarm.kind for alarm in alarms(norms, SpikeDetector(logarithmic=True)).values()} == {
-        "drift"
-    }
+    assert {alarm.kind for alarm in alarms(norms, SpikeDetector(logarithmic=True)).values()} == {"drift"}
     assert alarms(norms, SpikeDetector(logarithmic=True, drift_threshold=None)) == {}
 
 

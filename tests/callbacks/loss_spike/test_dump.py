@@ -51,16 +51,12 @@ def make_trainer(folder: Path, *, step: int, datamodule: Any = None) -> Any:
 def make_verdict(step: int, *, skipped: bool = True) -> Verdict:
     measurement = StepMeasurement(step=step, loss=9.0, norm=float("inf"), skipped=skipped)
     alarm = Alarm(kind="non_finite", value=float("inf"), expected=1.0, score=float("inf"))
-    return Verdict(
-        measurement=measurement, alarms={"norm": alarm}, score=float("inf"), skipped=skipped
-    )
+    return Verdict(measurement=measurement, alarms={"norm": alarm}, score=float("inf"), skipped=skipped)
 
 
 @pytest.fixture
 def monitor() -> SpikeMonitor:
-    return SpikeMonitor(
-        window=4, warmup_steps=2, loss_threshold=8.0, norm_threshold=16.0, drift_threshold=None
-    )
+    return SpikeMonitor(window=4, warmup_steps=2, loss_threshold=8.0, norm_threshold=16.0, drift_threshold=None)
 
 
 def record(dump: SpikeDump, folder: Path, step: int, batches: list[Tensor], **options: Any) -> None:
@@ -98,9 +94,7 @@ def test_the_dump_holds_the_micro_batches_of_its_step_with_the_largest_losses_fi
     assert (folder / "weights/weights.pt").is_file()
 
 
-def test_losses_are_computed_in_eval_mode_which_is_restored(
-    tmp_path: Path, monitor: SpikeMonitor
-) -> None:
+def test_losses_are_computed_in_eval_mode_which_is_restored(tmp_path: Path, monitor: SpikeMonitor) -> None:
     dump, model = SpikeDump(max_folders=1), Model()
     record(dump, tmp_path, 3, [torch.ones(2)])
     dump.write(make_trainer(tmp_path, step=3), model, make_verdict(3), monitor)
@@ -121,9 +115,7 @@ def test_weights_that_have_changed_since_the_step_are_not_saved(
     assert not (tmp_path / "spikes/step_0000005/weights").exists()
 
 
-def test_later_spikes_write_no_folder_once_there_are_enough(
-    tmp_path: Path, monitor: SpikeMonitor
-) -> None:
+def test_later_spikes_write_no_folder_once_there_are_enough(tmp_path: Path, monitor: SpikeMonitor) -> None:
     dump = SpikeDump(max_folders=2)
     for step in (1, 2, 3):
         record(dump, tmp_path, step, [torch.ones(2)])
@@ -133,9 +125,7 @@ def test_later_spikes_write_no_folder_once_there_are_enough(
     assert dump.num_folders == 2
 
 
-def test_micro_batches_of_steps_that_were_rolled_back_are_forgotten(
-    tmp_path: Path, monitor: SpikeMonitor
-) -> None:
+def test_micro_batches_of_steps_that_were_rolled_back_are_forgotten(tmp_path: Path, monitor: SpikeMonitor) -> None:
     dump = SpikeDump(max_folders=1)
     record(dump, tmp_path, 4, [torch.tensor([5.0])])
     dump.clear()
@@ -146,9 +136,7 @@ def test_micro_batches_of_steps_that_were_rolled_back_are_forgotten(
 
 def test_a_datamodule_describes_its_samples(tmp_path: Path, monitor: SpikeMonitor) -> None:
     def describe(position: int) -> list[dict[str, Any]]:
-        return [
-            {"rank": 0, "micro_batch": 0, "row": row, "document": position + row} for row in (0, 1)
-        ]
+        return [{"rank": 0, "micro_batch": 0, "row": row, "document": position + row} for row in (0, 1)]
 
     data = SimpleNamespace(position=40, samples_of_step=describe)
     dump = SpikeDump(max_folders=1)

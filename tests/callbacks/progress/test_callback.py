@@ -172,9 +172,7 @@ def test_text_formats() -> None:
     assert train_text(metrics) == "loss 3.4512  lr 9.8e-04  12,345 tok/s"
     assert train_text({"loss": float("nan")}, val_loss=2.0) == "loss nan  val 2.0000"
     assert train_text({"throughput/samples_per_second": 2.345}) == "2.35 samples/s"
-    assert val_text({"val/loss": 3.21, "val/accuracy": 0.5, "lr": 1}) == (
-        "val loss 3.2100  accuracy 0.5000"
-    )
+    assert val_text({"val/loss": 3.21, "val/accuracy": 0.5, "lr": 1}) == ("val loss 3.2100  accuracy 0.5000")
     assert val_text({"lr": 1.0}) == ""
     seconds = (0.4, 32, 725, 11045, 183845)
     assert [clock_text(s) for s in seconds] == ["0:00", "0:32", "12:05", "3:04:05", "2d 03:04"]

@@ -171,9 +171,7 @@ def test_a_drag_zooms_every_chart_and_a_double_click_shows_all_steps(
 ) -> None:
     tab.open(request.getfixturevalue(page), width=1280)
     drawn = "[...document.querySelectorAll('.chart svg')].map((svg) => svg.innerHTML)"
-    labels = (
-        "[...document.querySelectorAll('[data-chart=\"1\"] .x')].map((label) => label.textContent)"
-    )
+    labels = "[...document.querySelectorAll('[data-chart=\"1\"] .x')].map((label) => label.textContent)"
     before = tab.value(drawn)
     assert steps_shown(tab) == (0, 1000)
     x, y = point(tab, 200)
@@ -253,9 +251,7 @@ def test_the_readout_of_a_tap_stays_until_the_next_tap_elsewhere(tab: Tab, repor
 
 def test_a_click_in_the_legend_hides_a_kind_of_event(tab: Tab, report: Path) -> None:
     tab.open(report, width=1280)
-    is_visible = (
-        "getComputedStyle(document.querySelector('.plot .mark.e-spike')).display !== 'none'"
-    )
+    is_visible = "getComputedStyle(document.querySelector('.plot .mark.e-spike')).display !== 'none'"
     assert tab.value(is_visible)
     tab.value("document.querySelector('[data-event=spike]').click()")
     assert not tab.value(is_visible)
@@ -272,9 +268,7 @@ def runs_in_table(tab: Tab) -> list[str]:
     return found
 
 
-def test_a_click_on_a_heading_sorts_the_runs_and_a_second_reverses_them(
-    tab: Tab, comparison: Path
-) -> None:
+def test_a_click_on_a_heading_sorts_the_runs_and_a_second_reverses_them(tab: Tab, comparison: Path) -> None:
     tab.open(comparison, width=1280)
     assert runs_in_table(tab) == ["run_0", "run_1", "run_2"]
     heading = "[...document.querySelectorAll('.runs th button')].find((head) => head.textContent === 'lr')"
@@ -307,9 +301,7 @@ def test_pointing_at_a_run_highlights_it_on_the_whole_page(tab: Tab, comparison:
     tab.mouse("Moved", box["x"] + 3, box["y"] + 3)
     tab.settle()
     opacities = [
-        tab.value(
-            f"Number(getComputedStyle(document.querySelector('.thread[data-run=\"{i}\"]')).opacity)"
-        )
+        tab.value(f"Number(getComputedStyle(document.querySelector('.thread[data-run=\"{i}\"]')).opacity)")
         for i in range(3)
     ]
     assert opacities[0] == opacities[1] < 0.2 < opacities[2]

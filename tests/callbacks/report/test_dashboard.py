@@ -24,9 +24,7 @@ def test_a_metric_with_a_bracket_in_its_name_is_found_by_its_name() -> None:
 
 def test_an_unknown_key_of_a_panel_is_an_error() -> None:
     with pytest.raises(TypeError, match="colour"):
-        get_sections(
-            [{"title": "a", "panels": [{"title": "b", "metrics": ["c"], "colour": "red"}]}]
-        )
+        get_sections([{"title": "a", "panels": [{"title": "b", "metrics": ["c"], "colour": "red"}]}])
 
 
 def test_the_default_dashboard_is_valid_and_its_picture_begins_with_the_loss() -> None:
@@ -60,12 +58,7 @@ def test_without_a_dashboard_every_metric_is_drawn_exactly_once() -> None:
         "train/loss", "val/loss", "loss", "lr", "lr/head", "grad/norm", "grad/norm/blocks.0",
         "throughput/tokens_per_second", "memory/peak_gib", "my metric", "train_x", "a/b/c/d", "*",
     ]  # fmt: skip
-    drawn = [
-        name
-        for section in sections_for(names)
-        for panel in section.panels
-        for name in panel.metrics_among(names)
-    ]
+    drawn = [name for section in sections_for(names) for panel in section.panels for name in panel.metrics_among(names)]
     assert sorted(drawn) == sorted(names)
 
 

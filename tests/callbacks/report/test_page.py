@@ -50,9 +50,7 @@ def get_data(page: str) -> dict[str, Any]:
 
 def get_points(page: str, metric: str) -> list[tuple[int, float | None]]:
     """Return the points of a metric that a zoom shows."""
-    [curve] = [
-        c for chart in get_data(page)["charts"] for c in chart["curves"] if c["name"] == metric
-    ]
+    [curve] = [c for chart in get_data(page)["charts"] for c in chart["curves"] if c["name"] == metric]
     return list(zip(accumulate(curve["steps"]), curve["values"], strict=True))
 
 
@@ -159,9 +157,7 @@ def test_losses_that_are_not_finite_are_noted(tmp_path: Path) -> None:
     }
 
 
-@pytest.mark.parametrize(
-    "metrics", ["step,train/loss\n1,nan\n", "step,train/loss\n", "step,x\n1,2\n"]
-)
+@pytest.mark.parametrize("metrics", ["step,train/loss\n1,nan\n", "step,train/loss\n", "step,x\n1,2\n"])
 def test_a_run_with_nothing_to_draw_still_has_a_page(tmp_path: Path, metrics: str) -> None:
     assert "<h1>" in make_page(write_run(tmp_path, metrics))
 
@@ -232,11 +228,7 @@ def test_typed_overrides_are_marked_in_the_config_and_display_settings_are_hidde
         "dashboard:\n  sections: []\ncallbacks:\n  report:\n    dashboard: []\n    _target_: x\n"
     )
     typed = ["optimizer=sgd", "+optimizer.lr=0.5", "~callbacks.sample_text"]
-    page = make_page(
-        write_run(
-            tmp_path, "step,train/loss\n1,3\n", config=config, environment={"overrides": typed}
-        )
-    )
+    page = make_page(write_run(tmp_path, "step,train/loss\n1,3\n", config=config, environment={"overrides": typed}))
     assert "<mark>optimizer:</mark>\n  _target_: recipes" in page
     assert "<mark>  lr: 0.5</mark>\n  momentum: 0.9" in page
     assert "Config (2 typed lines)" in page
@@ -332,9 +324,7 @@ def test_a_fit_of_any_module_writes_picture_and_page(stranger, make_trainer, tmp
     assert (tmp_path / "run" / "curves.png").stat().st_size > 10_000
 
 
-def test_a_run_that_fails_has_a_page_and_raises_its_own_error(
-    stranger, make_trainer, tmp_path
-) -> None:
+def test_a_run_that_fails_has_a_page_and_raises_its_own_error(stranger, make_trainer, tmp_path) -> None:
     class Failing(stranger):  # type: ignore[misc, valid-type]
         def on_train_batch_end(self, *args: Any) -> None:
             if self.trainer.global_step == 3:

@@ -37,9 +37,7 @@ def test_a_row_is_the_window_since_the_last_row(stranger, make_trainer, read_col
 
 
 def test_four_micro_batches_are_one_step(stranger, make_trainer, read_column, clock) -> None:
-    make_trainer(callbacks=[monitor_at(clock)], accumulate_grad_batches=4).fit(
-        timed(stranger, clock)
-    )
+    make_trainer(callbacks=[monitor_at(clock)], accumulate_grad_batches=4).fit(timed(stranger, clock))
     assert read_column("time/step_seconds") == [4.0]
     assert read_column("throughput/tokens_per_second") == [16.0]
 
@@ -59,9 +57,7 @@ def test_evaluation_is_excluded(stranger, make_trainer, read_column, clock, log_
 
 
 @pytest.mark.parametrize("save_after_validation", [False, True])
-def test_saving_is_excluded(
-    stranger, make_trainer, read_column, clock, tmp_path, save_after_validation
-) -> None:
+def test_saving_is_excluded(stranger, make_trainer, read_column, clock, tmp_path, save_after_validation) -> None:
     when: dict[str, Any] = {"every_n_train_steps": 3}
     if save_after_validation:
         when = {"save_on_train_epoch_end": False}
@@ -77,9 +73,7 @@ def test_saving_is_excluded(
     assert read_column("time/step_seconds") == [1.0] * 7
 
 
-def test_time_under_the_name_sample_text_is_excluded(
-    stranger, make_trainer, read_column, clock
-) -> None:
+def test_time_under_the_name_sample_text_is_excluded(stranger, make_trainer, read_column, clock) -> None:
     class Sampler(Callback):
         def on_train_batch_end(self, trainer: Any, *args: Any) -> None:
             with trainer.profiler.profile("sample_text"):
@@ -89,9 +83,7 @@ def test_time_under_the_name_sample_text_is_excluded(
     assert read_column("time/step_seconds") == [1.0] * 7
 
 
-def test_time_of_other_callbacks_is_not_excluded(
-    stranger, make_trainer, read_column, clock
-) -> None:
+def test_time_of_other_callbacks_is_not_excluded(stranger, make_trainer, read_column, clock) -> None:
     class SlowCallback(Callback):
         def on_train_batch_end(self, *args: Any) -> None:
             clock.now += 2.0
@@ -115,9 +107,7 @@ def test_the_summary_excludes_the_first_step(stranger, make_trainer, clock) -> N
     }
 
 
-def test_a_module_that_counts_nothing_gets_seconds_only(
-    stranger, make_trainer, tmp_path, read_column, clock
-) -> None:
+def test_a_module_that_counts_nothing_gets_seconds_only(stranger, make_trainer, tmp_path, read_column, clock) -> None:
     monitor = monitor_at(clock)
     make_trainer(callbacks=[monitor]).fit(timed(stranger, clock, counts=False))
     assert read_column("time/step_seconds") == [1.0] * 7
@@ -148,9 +138,7 @@ def test_the_state_survives_a_round_trip(stranger, make_trainer, clock) -> None:
     assert second.summary() == first.summary()
 
 
-def test_the_profiler_gets_its_own_methods_back_after_the_run(
-    stranger, make_trainer, clock
-) -> None:
+def test_the_profiler_gets_its_own_methods_back_after_the_run(stranger, make_trainer, clock) -> None:
     class Failing(Callback):
         def on_train_batch_end(self, *args: Any) -> None:
             raise ZeroDivisionError

@@ -37,9 +37,7 @@ def test_mfu_is_flops_over_seconds_over_the_peak_in_both_conventions(
 ) -> None:
     monitor = SpeedMonitor(peak_tflops=40.0)
     monitor.clock = clock
-    make_trainer(callbacks=[monitor], accumulate_grad_batches=2).fit(
-        timed_with_flops(stranger, clock)
-    )
+    make_trainer(callbacks=[monitor], accumulate_grad_batches=2).fit(timed_with_flops(stranger, clock))
     # steps of 2 seconds of two micro-batches of 8 TFLOP each
     assert read_column("throughput/tflops") == [8.0] * 3
     assert read_column("throughput/total_tflops") == [8.0] * 3
@@ -74,9 +72,7 @@ def test_a_gpu_is_known_by_its_name_and_the_precision_of_the_run(
     assert text in line
 
 
-def meter_on(
-    monkeypatch: Any, device: str, *, precision: str, caplog: Any, module: Any = None
-) -> FlopMeter:
+def meter_on(monkeypatch: Any, device: str, *, precision: str, caplog: Any, module: Any = None) -> FlopMeter:
     """Make a meter that has started on a GPU of this name."""
     monkeypatch.setattr(torch.cuda, "get_device_name", lambda *_: device)
     trainer: Any = SimpleNamespace(
@@ -109,9 +105,7 @@ def test_eight_bit_layers_are_never_shown_against_the_bf16_peak(monkeypatch, cap
     ("precision", "kind"),
     [("32-true", "fp32"), ("bf16-mixed", "bf16"), ("64-true", None)],
 )
-def test_the_kind_of_product_follows_from_the_precision(
-    make_trainer, stranger, precision, kind
-) -> None:
+def test_the_kind_of_product_follows_from_the_precision(make_trainer, stranger, precision, kind) -> None:
     assert get_kind(make_trainer(precision=precision), stranger()) == kind
 
 
@@ -234,9 +228,7 @@ def test_batches_are_distinguished_by_their_shapes() -> None:
 
 
 @pytest.mark.parametrize("which", ["one of two ranks", "steps by hand", "many shapes"])
-def test_flops_are_not_counted_where_counting_could_do_harm(
-    which: str, stranger, make_trainer, caplog
-) -> None:
+def test_flops_are_not_counted_where_counting_could_do_harm(which: str, stranger, make_trainer, caplog) -> None:
     module, trainer = stranger(), make_trainer()
     batches = [[torch.ones(2, 4)]]
     if which == "one of two ranks":
@@ -254,9 +246,7 @@ def test_flops_are_not_counted_where_counting_could_do_harm(
     assert sum("cannot be counted" in record.getMessage() for record in caplog.records) == 1
 
 
-def test_a_resume_on_fewer_devices_keeps_the_mfu_of_the_earlier_ones(
-    stranger, make_trainer, clock
-) -> None:
+def test_a_resume_on_fewer_devices_keeps_the_mfu_of_the_earlier_ones(stranger, make_trainer, clock) -> None:
     first = SpeedMonitor(peak_tflops=40.0)
     first.clock = clock
     make_trainer(callbacks=[first]).fit(timed_with_flops(stranger, clock))

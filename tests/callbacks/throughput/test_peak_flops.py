@@ -190,9 +190,7 @@ def test_halving_the_bits_doubles_the_matrix_rate(row: PeakFlops) -> None:
         ("MI300X", 304, 1024, 2.1),
     ],
 )
-def test_the_dense_figure_is_units_times_rate_times_clock(
-    device: str, num_units: int, fma: int, ghz: float
-) -> None:
+def test_the_dense_figure_is_units_times_rate_times_clock(device: str, num_units: int, fma: int, ghz: float) -> None:
     """0.5 %: documents round to three or four digits, clocks to ten megahertz."""
     (row,) = (row for row in ROWS if row.device == device)
     assert row.tflops["bf16"] == pytest.approx(num_units * fma * 2 * ghz / 1000, rel=0.005)
@@ -219,17 +217,12 @@ def test_fp8_of_an_rtx_5090_depends_on_the_kernel_and_has_no_figure() -> None:
 def test_the_line_of_an_unknown_peak_says_what_to_type(name: str, kind: Kind) -> None:
     line = get_peak(name, kind).description
     assert "\n" not in line
-    assert line.endswith(
-        f"callbacks.throughput.peak_tflops=<dense TFLOP/s of your device in {kind}>"
-    )
+    assert line.endswith(f"callbacks.throughput.peak_tflops=<dense TFLOP/s of your device in {kind}>")
 
 
 def test_the_line_of_a_known_peak_names_its_source() -> None:
     line = get_peak("NVIDIA H200", "bf16").description
-    assert (
-        line
-        == "H200 SXM: 989.5 TFLOP/s dense bf16 (NVIDIA H200 data sheet, 2024, H200 SXM, halved)"
-    )
+    assert line == "H200 SXM: 989.5 TFLOP/s dense bf16 (NVIDIA H200 data sheet, 2024, H200 SXM, halved)"
 
 
 def test_an_unknown_kind_of_arithmetic_is_an_error() -> None:

@@ -111,9 +111,7 @@ def make_undeletable(tmp_path: Path) -> Iterator[Callable[[Path], None]]:
         stuck = checkpoint / name
         stuck.mkdir()
         (stuck / "file").touch()
-        if subprocess.run(
-            ["mount", "-t", "tmpfs", "none", str(stuck)], capture_output=True, check=False
-        ).returncode:
+        if subprocess.run(["mount", "-t", "tmpfs", "none", str(stuck)], capture_output=True, check=False).returncode:
             stuck.chmod(0o500)
 
     yield make

@@ -85,9 +85,7 @@ def test_a_saved_checkpoint_is_loaded_bit_for_bit(tmp_path: Path, save_at: SaveA
     assert torch.equal(loaded["rng"][0]["cpu"].read(), torch.get_rng_state())
 
 
-def test_run_pt_loads_with_weights_only_and_holds_no_tensor(
-    tmp_path: Path, save_at: SaveAt
-) -> None:
+def test_run_pt_loads_with_weights_only_and_holds_no_tensor(tmp_path: Path, save_at: SaveAt) -> None:
     def leaves(node: Any) -> list[Any]:
         if isinstance(node, dict):
             return [leaf for value in node.values() for leaf in leaves(value)]
@@ -100,9 +98,7 @@ def test_run_pt_loads_with_weights_only_and_holds_no_tensor(
     assert {type(leaf) for leaf in leaves(plain)} <= {int, float, str, bool, type(None)}
 
 
-def test_resume_finds_the_newest_checkpoint_the_named_one_or_none(
-    tmp_path: Path, save_at: SaveAt
-) -> None:
+def test_resume_finds_the_newest_checkpoint_the_named_one_or_none(tmp_path: Path, save_at: SaveAt) -> None:
     first, second = save_at(tmp_path, 10), save_at(tmp_path, 20)
     (tmp_path / "checkpoints" / "step_0000030.ckpt.tmp").mkdir()
     (tmp_path / "checkpoints" / "abandoned_0000040_1").mkdir()
@@ -114,9 +110,7 @@ def test_resume_finds_the_newest_checkpoint_the_named_one_or_none(
     assert find_checkpoint(str(first), tmp_path) == first
     assert find_checkpoint(str(tmp_path / "checkpoints/last"), elsewhere) == second
     for missing in (elsewhere, tmp_path / "checkpoints" / checkpoint_name(30)):
-        with pytest.raises(
-            ConfigError, match="it is not a valid checkpoint: there is no such folder"
-        ):
+        with pytest.raises(ConfigError, match="it is not a valid checkpoint: there is no such folder"):
             find_checkpoint(str(missing), tmp_path)
 
 
@@ -127,9 +121,7 @@ def test_a_named_run_folder_without_a_checkpoint_is_a_config_error(tmp_path: Pat
         find_checkpoint(str(tmp_path), tmp_path)
 
 
-def test_names_checkpoint_is_true_for_a_checkpoint_and_false_for_a_run_folder(
-    tmp_path: Path, save_at: SaveAt
-) -> None:
+def test_names_checkpoint_is_true_for_a_checkpoint_and_false_for_a_run_folder(tmp_path: Path, save_at: SaveAt) -> None:
     path = save_at(tmp_path, 10)
     assert names_checkpoint(str(path))
     assert names_checkpoint(str(path.parent / "last"))

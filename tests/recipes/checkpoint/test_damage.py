@@ -75,9 +75,7 @@ def test_an_undamaged_checkpoint_is_loaded(newest: Path) -> None:
 
 @pytest.mark.parametrize("name", FILES)
 @pytest.mark.parametrize("kind", ["truncated by one byte", "emptied", "deleted", "one byte longer"])
-def test_a_file_of_the_wrong_size_is_rejected_even_without_hashes(
-    name: str, kind: str, newest: Path
-) -> None:
+def test_a_file_of_the_wrong_size_is_rejected_even_without_hashes(name: str, kind: str, newest: Path) -> None:
     path = newest / name
     content = path.read_bytes()
     if kind == "deleted":
@@ -95,9 +93,7 @@ def test_each_of_a_hundred_flipped_bits_is_detected(newest: Path) -> None:
     rng = random.Random(0)
     sizes = {name: (newest / name).stat().st_size for name in FILES}
     for number in range(NUM_FLIPS):
-        name = FILES[
-            number % len(FILES)
-        ]  # each file equally often: by size, the small ones would get none
+        name = FILES[number % len(FILES)]  # each file equally often: by size, the small ones would get none
         bit = rng.randrange(8 * sizes[name])
         flip(newest / name, bit)
         assert_rejected(newest, name)
@@ -171,9 +167,7 @@ def test_two_ranks_resume_from_the_checkpoint_before_a_damaged_one_of_the_last_s
     assert again.returncode == 0, console + again.stderr
     assert "Nothing to do" not in console
     [line] = [line for line in console.splitlines() if "ejected" in line]
-    assert line == (
-        f"Rejected {newest}: rank_00001.safetensors is not what was written: another hash"
-    )
+    assert line == (f"Rejected {newest}: rank_00001.safetensors is not what was written: another hash")
     assert "step_0000010.ckpt at step 10" in console
     lines = (tmp_path / "run/events.jsonl").read_text().splitlines()
     events = [json.loads(line) for line in lines]
@@ -189,9 +183,7 @@ def test_two_ranks_resume_from_the_checkpoint_before_a_damaged_one_of_the_last_s
     assert load(newest, falls_back=False).loaded == newest
 
 
-def test_a_failed_resume_leaves_the_run_folder_unchanged(
-    newest: Path, run_folder: Path, overrides: list[str]
-) -> None:
+def test_a_failed_resume_leaves_the_run_folder_unchanged(newest: Path, run_folder: Path, overrides: list[str]) -> None:
     flip(newest / "run.pt", 999)
     before = {
         path.relative_to(run_folder): path.read_bytes()

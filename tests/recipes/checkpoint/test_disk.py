@@ -95,9 +95,7 @@ def test_a_full_disk_loses_checkpoints_but_not_the_run(train, disk: Path) -> Non
     assert len(failed) == 2
     for step, line in zip((15, 20), failed, strict=True):
         assert line.startswith(f"Could not save step_00000{step}.ckpt: No space left on device")
-        assert line.endswith(
-            "make room or fix the disk, or checkpoint.keep_last=1. Earlier checkpoints stay"
-        )
+        assert line.endswith("make room or fix the disk, or checkpoint.keep_last=1. Earlier checkpoints stay")
     assert [event["path"] for event in events(folder, "checkpoint_failed")] == [
         "step_0000015.ckpt",
         "step_0000020.ckpt",
@@ -116,13 +114,9 @@ def test_a_full_disk_loses_checkpoints_but_not_the_run(train, disk: Path) -> Non
 
 
 @needs_mount
-def test_a_run_succeeds_if_the_disk_has_room_again_for_its_last_checkpoint(
-    train, disk: Path
-) -> None:
+def test_a_run_succeeds_if_the_disk_has_room_again_for_its_last_checkpoint(train, disk: Path) -> None:
     folder, filler = disk / "run", disk / "filler"
-    fill = ActAfterSteps(
-        step_7=lambda: filler.write_bytes(b"\0" * 500_000), step_12=lambda: filler.unlink()
-    )
+    fill = ActAfterSteps(step_7=lambda: filler.write_bytes(b"\0" * 500_000), step_12=lambda: filler.unlink())
     ended = train(folder, *SETTINGS, "checkpoint.keep_last=1", callbacks=[fill])
     assert ended.exit_code == 0, ended.lines
     failed = [line for line in ended.lines if line.startswith("Could not save")]

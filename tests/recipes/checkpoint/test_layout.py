@@ -32,9 +32,7 @@ def test_state_that_is_not_plain_data_is_named(value: Any) -> None:
         serialize(plain)
 
 
-def test_a_run_continues_and_reports_a_callback_whose_state_cannot_be_saved(
-    train, tmp_path: Path
-) -> None:
+def test_a_run_continues_and_reports_a_callback_whose_state_cannot_be_saved(train, tmp_path: Path) -> None:
     ended = train(tmp_path, callbacks=[Mine()])
     assert ended.exit_code == 74
     failed = [line for line in ended.lines if line.startswith("Could not save")]

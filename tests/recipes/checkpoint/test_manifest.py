@@ -79,16 +79,12 @@ def test_each_fault_is_described(folder: Path) -> None:
     assert find_fault(folder / "elsewhere") == "there is no such folder"
     (folder / "run.pt").write_bytes(CONTENT[::-1])
     assert find_fault(folder) is None  # by names and sizes
-    assert find_content_fault(folder, manifest, ["run.pt"]) == (
-        "run.pt is not what was written: another hash"
-    )
+    assert find_content_fault(folder, manifest, ["run.pt"]) == ("run.pt is not what was written: another hash")
     (folder / "run.pt").write_bytes(CONTENT[1:])
     assert find_fault(folder) == "run.pt has 9 bytes, not 10"
     (folder / "run.pt").unlink()
     assert find_fault(folder) == "run.pt is missing"
-    assert find_content_fault(folder, manifest, ["run.pt"]) == (
-        "run.pt cannot be read: No such file or directory"
-    )
+    assert find_content_fault(folder, manifest, ["run.pt"]) == ("run.pt cannot be read: No such file or directory")
     (folder / "manifest.json").unlink()
     assert find_fault(folder) == "its manifest.json is missing"
 

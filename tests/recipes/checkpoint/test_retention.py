@@ -37,9 +37,7 @@ def make_retention(
 
 def checkpoint(folder: Path, step: int, **metrics: float) -> Path:
     """Create a valid checkpoint without files."""
-    manifest = Manifest(
-        step=step, world_size=1, strategy="", versions={}, metrics=metrics, files={}
-    )
+    manifest = Manifest(step=step, world_size=1, strategy="", versions={}, metrics=metrics, files={})
     path = folder / checkpoint_name(step)
     path.mkdir(parents=True)
     (path / "manifest.json").write_text(manifest.text())
@@ -60,9 +58,7 @@ def checkpoint(folder: Path, step: int, **metrics: float) -> Path:
         (make_retention(keep_last=1, keep_best=2, mode="max"), [10, 50]),
     ],
 )
-def test_the_newest_the_multiples_and_the_best_are_kept(
-    retention: Retention, kept: list[int]
-) -> None:
+def test_the_newest_the_multiples_and_the_best_are_kept(retention: Retention, kept: list[int]) -> None:
     assert sorted(retention.get_kept(MEASURED)) == kept
 
 

@@ -12,9 +12,7 @@ def _warnings(lines: list[str]) -> list[str]:
     return [line for line in lines if line.startswith("Checkpoints take")]
 
 
-def _run_with_free(
-    free: int, monkeypatch: pytest.MonkeyPatch, train, folder: Path, *, fits: bool = True
-) -> list[str]:
+def _run_with_free(free: int, monkeypatch: pytest.MonkeyPatch, train, folder: Path, *, fits: bool = True) -> list[str]:
     """Return the warnings of a run of two steps on a disk with this many free bytes."""
     usage = shutil.disk_usage(folder)._replace(free=free)
     monkeypatch.setattr("shutil.disk_usage", lambda path: usage)
@@ -55,9 +53,7 @@ def test_checkpoints_already_on_the_disk_need_no_further_space(
     assert _warnings(ended.lines) == []
 
 
-def test_a_run_that_never_saves_needs_no_space(
-    train, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_run_that_never_saves_needs_no_space(train, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     usage = shutil.disk_usage(tmp_path)._replace(free=0)
     monkeypatch.setattr("shutil.disk_usage", lambda path: usage)
     ended = train(tmp_path / "run", "trainer.max_steps=2", "save_every=null")

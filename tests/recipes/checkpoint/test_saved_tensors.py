@@ -50,9 +50,7 @@ def _write(folder: Path, parts: list[Part], rng: random.Random) -> dict[str, Sav
 
 
 @pytest.mark.parametrize("seed", range(40))
-def test_any_range_of_any_split_is_the_slice_of_the_unsharded_tensor(
-    seed: int, tmp_path: Path
-) -> None:
+def test_any_range_of_any_split_is_the_slice_of_the_unsharded_tensor(seed: int, tmp_path: Path) -> None:
     rng = random.Random(seed)
     torch.manual_seed(seed)
     shape = [rng.randint(1, 9) for _ in range(rng.randint(1, 3))]
@@ -79,9 +77,7 @@ def test_a_tensor_that_was_read_shares_no_memory_with_the_file(tmp_path: Path) -
 
 
 @pytest.mark.parametrize("missing", range(4))
-def test_a_missing_part_is_an_error_for_every_range_that_needs_it(
-    missing: int, tmp_path: Path
-) -> None:
+def test_a_missing_part_is_an_error_for_every_range_that_needs_it(missing: int, tmp_path: Path) -> None:
     tensor = torch.arange(12.0)
     bounds = [0, 2, 5, 9, 12]
     parts = [

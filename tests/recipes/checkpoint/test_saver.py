@@ -7,9 +7,7 @@ from support import read_metrics
 from recipes.checkpoint.retention import checkpoint_name, get_manifests, resolve_symlink
 
 
-def test_a_time_based_save_at_a_validated_step_has_the_metrics_of_that_validation(
-    train, tmp_path: Path
-) -> None:
+def test_a_time_based_save_at_a_validated_step_has_the_metrics_of_that_validation(train, tmp_path: Path) -> None:
     settings = ["save_every=null", "save_every_minutes=1e-9", "eval_every=4", "trainer.max_steps=8"]
     settings += ["checkpoint.keep_last=9", "checkpoint.keep_every=1"]
     assert train(tmp_path, *settings).exit_code == 0
@@ -21,6 +19,4 @@ def test_a_time_based_save_at_a_validated_step_has_the_metrics_of_that_validatio
     for step, manifest in held.items():
         assert ("val/loss" in manifest.metrics) == (step in losses)
     best = min(losses, key=lambda step: losses[step])
-    assert resolve_symlink(
-        tmp_path / "checkpoints/best"
-    ) == tmp_path / "checkpoints" / checkpoint_name(int(best))
+    assert resolve_symlink(tmp_path / "checkpoints/best") == tmp_path / "checkpoints" / checkpoint_name(int(best))

@@ -49,9 +49,7 @@ def tensors() -> dict[str, Tensor]:
     return tensors
 
 
-def test_every_bit_of_every_tensor_is_read_by_safetensors(
-    tensors: dict[str, Tensor], tmp_path: Path
-) -> None:
+def test_every_bit_of_every_tensor_is_read_by_safetensors(tensors: dict[str, Tensor], tmp_path: Path) -> None:
     path = tmp_path / "rank_00000.safetensors"
     written = write_shard(path, {name: unsharded_part(tensor) for name, tensor in tensors.items()})
     read = load_file(path)
@@ -64,9 +62,7 @@ def test_every_bit_of_every_tensor_is_read_by_safetensors(
     assert written.record.xxh3_128 == hash_file(path)
 
 
-def test_each_tensor_starts_at_a_multiple_of_its_element_size(
-    tensors: dict[str, Tensor], tmp_path: Path
-) -> None:
+def test_each_tensor_starts_at_a_multiple_of_its_element_size(tensors: dict[str, Tensor], tmp_path: Path) -> None:
     """A reader may then map it; an odd number of bfloat16 before float64 is where that goes wrong."""
     path = tmp_path / "rank_00000.safetensors"
     write_shard(path, {name: unsharded_part(tensor) for name, tensor in tensors.items()})
@@ -102,9 +98,7 @@ def test_an_existing_file_is_not_overwritten(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("dtype", FLOATS)
 @pytest.mark.parametrize("value", ["nan", "inf", "-inf", "nan with a payload"])
-def test_nan_and_inf_are_found_at_any_position(
-    dtype: torch.dtype, value: str, tmp_path: Path
-) -> None:
+def test_nan_and_inf_are_found_at_any_position(dtype: torch.dtype, value: str, tmp_path: Path) -> None:
     size = CHUNK // torch.empty(0, dtype=dtype).element_size() + 5
     for place in (0, size - 6, size - 5, size - 1):  # both sides of a chunk boundary
         odd = torch.zeros(size, dtype=dtype)
@@ -117,9 +111,7 @@ def test_nan_and_inf_are_found_at_any_position(
 
 
 @pytest.mark.parametrize("dtype", FLOATS)
-def test_zeros_denormals_and_the_largest_values_are_finite(
-    dtype: torch.dtype, tmp_path: Path
-) -> None:
+def test_zeros_denormals_and_the_largest_values_are_finite(dtype: torch.dtype, tmp_path: Path) -> None:
     limits = torch.finfo(dtype)
     values = [0.0, -0.0, limits.max, limits.min, limits.tiny, limits.smallest_normal, limits.eps]
     tensor = torch.tensor(values, dtype=dtype)

@@ -12,9 +12,7 @@ def test_what_may_change_before_the_next_step_is_cloned_at_once() -> None:
     """A batch-norm counter changes in the next forward pass, a weight in the next optimizer step."""
     counter, weight = torch.zeros(3), torch.zeros(3)
     staging = HostStaging()
-    staging.begin(
-        {"counter": unsharded_part(counter, constant=False), "weight": unsharded_part(weight)}
-    )
+    staging.begin({"counter": unsharded_part(counter, constant=False), "weight": unsharded_part(weight)})
     counter += 1
     filled = staging.fill()
     weight += 1  # after the copy: as after `wait`
@@ -60,9 +58,7 @@ def test_buffers_are_reused_for_the_same_shapes_and_replaced_for_others() -> Non
 
 def test_empty_and_scalar_tensors_are_copied() -> None:
     staging = HostStaging()
-    staging.begin(
-        {"empty": unsharded_part(torch.zeros(0, 3)), "step": unsharded_part(torch.tensor(7.0))}
-    )
+    staging.begin({"empty": unsharded_part(torch.zeros(0, 3)), "step": unsharded_part(torch.tensor(7.0))})
     filled = staging.fill()
     assert filled["empty"].tensor.shape == (0, 3)
     assert float(filled["step"].tensor) == 7

@@ -25,9 +25,7 @@ WEIGHTS = {"weight": torch.arange(1000.0)}
 
 
 def make_writer(*, asynchronous: bool = True) -> CheckpointWriter:
-    return CheckpointWriter(
-        asynchronous=asynchronous, after=lambda folder: apply(KEEP_THREE, folder)
-    )
+    return CheckpointWriter(asynchronous=asynchronous, after=lambda folder: apply(KEEP_THREE, folder))
 
 
 def names(folder: Path) -> list[str]:
@@ -35,9 +33,7 @@ def names(folder: Path) -> list[str]:
 
 
 @pytest.mark.parametrize("asynchronous", [True, False])
-def test_a_successful_save_reports_its_path_size_and_times(
-    save, tmp_path: Path, asynchronous: bool
-) -> None:
+def test_a_successful_save_reports_its_path_size_and_times(save, tmp_path: Path, asynchronous: bool) -> None:
     outcome = save(make_writer(asynchronous=asynchronous), tmp_path, 10, WEIGHTS)
     assert outcome.is_valid
     assert outcome.path == tmp_path / checkpoint_name(10)
@@ -69,9 +65,7 @@ def test_a_checkpoint_with_nan_or_inf_is_discarded(save, tmp_path: Path, value: 
     assert resolve_symlink(tmp_path / "last") == tmp_path / checkpoint_name(10)
 
 
-def test_a_failed_save_leaves_nothing_behind_and_the_next_one_succeeds(
-    save, tmp_path: Path
-) -> None:
+def test_a_failed_save_leaves_nothing_behind_and_the_next_one_succeeds(save, tmp_path: Path) -> None:
     writer = make_writer()
     assert save(writer, tmp_path / "run", 10, WEIGHTS).is_valid
     (tmp_path / "file").touch()
@@ -124,9 +118,7 @@ def test_what_changes_after_wait_until_copied_is_not_in_the_checkpoint(save, tmp
     assert manifest is not None
     weight = torch.zeros(1 << 20)
     for step in (20, 30, 40):
-        writer.begin(
-            tmp_path / checkpoint_name(step), {}, {"weight": unsharded_part(weight)}, manifest
-        )
+        writer.begin(tmp_path / checkpoint_name(step), {}, {"weight": unsharded_part(weight)}, manifest)
         writer.wait_until_copied()
         weight += 1
         outcome = writer.poll(wait=True)
@@ -199,9 +191,7 @@ def test_while_a_step_is_saved_again_it_always_has_a_valid_checkpoint(
     """As after a signal: the resumed run validates first and saves the step again with the metrics."""
     writer = make_writer()
     path = save(writer, tmp_path, 10, WEIGHTS).path
-    make_undeletable(
-        path
-    )  # stands for anything that keeps the old one from being deleted, such as a kill
+    make_undeletable(path)  # stands for anything that keeps the old one from being deleted, such as a kill
     save(writer, tmp_path, 10, WEIGHTS, metrics={"val/loss": 2.0})
     assert find_fault(path) is None
     assert resolve_symlink(tmp_path / "last") == path
@@ -232,10 +222,7 @@ def test_a_save_fails_if_a_rank_writes_to_a_disk_of_its_own(
     )
     outcome = save(make_writer(), tmp_path, 10, WEIGHTS)
     assert outcome.error is not None
-    assert (
-        "rank_00001.safetensors is missing; hydra.run.dir=<a folder that all nodes share>"
-        in outcome.error
-    )
+    assert "rank_00001.safetensors is missing; hydra.run.dir=<a folder that all nodes share>" in outcome.error
     assert names(tmp_path) == []
 
 
@@ -253,9 +240,7 @@ def test_leftovers_of_a_killed_run_are_removed_when_it_resumes(train, tmp_path: 
     assert names(folder) == [*complete, checkpoint_name(20)]
 
 
-def test_last_points_to_a_checkpoint_after_a_resume_from_an_earlier_one(
-    train, tmp_path: Path
-) -> None:
+def test_last_points_to_a_checkpoint_after_a_resume_from_an_earlier_one(train, tmp_path: Path) -> None:
     assert train(tmp_path).exit_code == 0
     folder = tmp_path / "checkpoints"
     with pytest.raises(OSError, match="crash at 12"):

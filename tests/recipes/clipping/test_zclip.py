@@ -14,9 +14,7 @@ def limits(clipping: ZClip, norms: list[float]) -> list[float]:
     return [float(clipping.limit(torch.tensor(norm))) for norm in norms]
 
 
-def expected_limits(
-    norms: list[float], *, decay: float, z_score: float, warmup_steps: int
-) -> list[float]:
+def expected_limits(norms: list[float], *, decay: float, z_score: float, warmup_steps: int) -> list[float]:
     first = norms[:warmup_steps]
     mean, variance = statistics.fmean(first), statistics.pvariance(first)
     found = [math.inf] * warmup_steps

@@ -44,9 +44,7 @@ def test_an_inherited_constructor_is_found_and_kwargs_are_those_of_the_base() ->
     assert not read.takes_any
 
 
-@pytest.mark.parametrize(
-    "target", ["recipes.model.gpt3.GPT3", "recipes.model.gpt2.GPT3", "no_such_package.X", "x"]
-)
+@pytest.mark.parametrize("target", ["recipes.model.gpt3.GPT3", "recipes.model.gpt2.GPT3", "no_such_package.X", "x"])
 def test_what_does_not_exist_is_not_found(target: str) -> None:
     with pytest.raises(TargetNotFoundError):
         read_signature(target)

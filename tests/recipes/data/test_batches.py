@@ -29,16 +29,12 @@ def test_counts_are_summed_over_the_window_and_the_ranks() -> None:
 
 
 def test_a_partial_window_at_the_end_is_dropped() -> None:
-    stream = with_num_targets(
-        batches([1, 2, 3]), num_micro_batches=2, targets_per_window=None, sum_over_ranks=doubled
-    )
+    stream = with_num_targets(batches([1, 2, 3]), num_micro_batches=2, targets_per_window=None, sum_over_ranks=doubled)
     assert len(list(stream)) == 2
 
 
 def test_a_window_without_targets_counts_as_one_so_that_its_gradient_is_zero() -> None:
-    stream = with_num_targets(
-        batches([0, 0]), num_micro_batches=2, targets_per_window=None, sum_over_ranks=doubled
-    )
+    stream = with_num_targets(batches([0, 0]), num_micro_batches=2, targets_per_window=None, sum_over_ranks=doubled)
     assert [int(batch["num_targets"]) for batch in stream] == [1, 1]
 
 
@@ -51,8 +47,6 @@ def test_a_constant_number_is_not_counted_and_nothing_is_read_ahead() -> None:
             read += 1
             yield batch
 
-    stream = with_num_targets(
-        counted(), num_micro_batches=4, targets_per_window=40, sum_over_ranks=doubled
-    )
+    stream = with_num_targets(counted(), num_micro_batches=4, targets_per_window=40, sum_over_ranks=doubled)
     assert next(stream)["num_targets"] == 40
     assert read == 1

@@ -66,9 +66,7 @@ def test_the_order_is_the_same_for_every_split_into_micro_batches() -> None:
 
 def test_two_ranks_share_the_stream_of_one() -> None:
     alone = take(stream(micro_batch_size=8, accumulate=1)[1], 4)
-    ranks = [
-        stream(micro_batch_size=2, accumulate=2, world_size=2, rank=rank)[1] for rank in (0, 1)
-    ]
+    ranks = [stream(micro_batch_size=2, accumulate=2, world_size=2, rank=rank)[1] for rank in (0, 1)]
     together = [index for _ in range(8) for batches in ranks for index in take(batches, 1)]
     assert together == alone
 
@@ -142,10 +140,7 @@ def test_two_ranks_share_the_repeated_batches_of_one() -> None:
     alone = take(stream(micro_batch_size=8, accumulate=1, overfit_batches=2)[1], 4)
     assert alone[:16] == alone[16:]
     assert alone[:8] != alone[8:16]
-    ranks = [
-        stream(micro_batch_size=2, accumulate=2, world_size=2, rank=rank, overfit_batches=2)[1]
-        for rank in (0, 1)
-    ]
+    ranks = [stream(micro_batch_size=2, accumulate=2, world_size=2, rank=rank, overfit_batches=2)[1] for rank in (0, 1)]
     assert [index for _ in range(8) for batches in ranks for index in take(batches, 1)] == alone
 
 

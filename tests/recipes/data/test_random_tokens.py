@@ -42,6 +42,4 @@ def test_an_index_outside_is_an_index_error():
 def test_no_samples_are_rejected_with_the_override():
     with pytest.raises(ConfigError) as caught:
         source(num_samples=0)
-    assert str(caught.value) == (
-        "data.num_samples=0: random tokens need at least 1; type data.num_samples=256"
-    )
+    assert str(caught.value) == ("data.num_samples=0: random tokens need at least 1; type data.num_samples=256")

@@ -109,14 +109,10 @@ def test_a_resume_with_other_ranks_continues_with_the_next_sample():
 
 def test_more_micro_batches_than_one_block_are_seamless():
     order = ShuffledOrder(1000, seed=0)
-    sampler = PositionSampler(
-        order, start_position=5, micro_batch_size=3000, rank=0, world_size=1, num_micro_batches=7
-    )
+    sampler = PositionSampler(order, start_position=5, micro_batch_size=3000, rank=0, world_size=1, num_micro_batches=7)
     batches = list(sampler)
     assert len(sampler) == len(batches) == 7
-    assert [sample for batch in batches for sample in batch] == order.indices(
-        np.arange(5, 21005)
-    ).tolist()
+    assert [sample for batch in batches for sample in batch] == order.indices(np.arange(5, 21005)).tolist()
 
 
 def test_a_repeated_order_repeats_the_beginning_of_the_stream():
@@ -140,9 +136,7 @@ def test_ranks_and_micro_batches_share_one_repeated_stream(world_size):
 
 
 def test_an_endless_stream_has_no_length():
-    sampler = PositionSampler(
-        ShuffledOrder(4, 0), start_position=0, micro_batch_size=2, rank=0, world_size=1
-    )
+    sampler = PositionSampler(ShuffledOrder(4, 0), start_position=0, micro_batch_size=2, rank=0, world_size=1)
     with pytest.raises(TypeError, match="endless"):
         len(sampler)
 

@@ -56,9 +56,7 @@ def test_npy_and_raw_files_give_the_same_samples(source, tmp_path, dtype):
         assert raw.train()[i]["inputs"].tolist() == npy.train()[i]["inputs"].tolist()
 
 
-def test_a_token_beyond_the_vocabulary_is_rejected_also_in_a_late_chunk(
-    source, tmp_path, monkeypatch
-):
+def test_a_token_beyond_the_vocabulary_is_rejected_also_in_a_late_chunk(source, tmp_path, monkeypatch):
     monkeypatch.setattr("recipes.data.token_file._CHUNK_TOKENS", 16)
     path = write(tmp_path / "t.bin", [*range(99), 1000])
     with pytest.raises(ConfigError) as caught:
@@ -122,9 +120,7 @@ def test_other_arrays_are_rejected(source, tmp_path):
         np.save(path, array)
         with pytest.raises(ConfigError) as caught:
             source(path).prepare()
-        assert str(caught.value) == (
-            f"data.path={path}: it holds {array.dtype} {array.shape}; type {fix}"
-        )
+        assert str(caught.value) == (f"data.path={path}: it holds {array.dtype} {array.shape}; type {fix}")
     np.save(path, np.arange(100, dtype=np.uint16))
     path.write_bytes(path.read_bytes()[:-7])
     with pytest.raises(ConfigError, match=r"it is no valid \.npy file"):
@@ -134,6 +130,4 @@ def test_other_arrays_are_rejected(source, tmp_path):
 def test_a_dtype_that_is_no_token_type_is_rejected(source):
     with pytest.raises(ConfigError) as caught:
         source("t.bin", dtype="int64")
-    assert str(caught.value) == (
-        "data.dtype=int64: tokens are unsigned integers; type data.dtype=uint16 or uint32"
-    )
+    assert str(caught.value) == ("data.dtype=int64: tokens are unsigned integers; type data.dtype=uint16 or uint32")

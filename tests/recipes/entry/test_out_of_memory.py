@@ -74,9 +74,7 @@ def test_a_batch_that_does_not_fit_ends_with_71_and_overrides_that_reduce_memory
     assert "MiB  cpu  torch.float32  [4096, 32," in dump
 
 
-def test_a_full_memory_on_another_rank_than_0_is_reported_too(
-    tmp_path: Path, text_folder: str
-) -> None:
+def test_a_full_memory_on_another_rank_than_0_is_reported_too(tmp_path: Path, text_folder: str) -> None:
     (tmp_path / "full.py").write_text(FULL_ON_RANK_1)
     overrides = ["strategy=ddp", "trainer.devices=2", "+callbacks.full._target_=full.Full"]
     overrides += [f"data.path={text_folder}", "trainer.max_steps=4", "save_every=1"]
@@ -112,9 +110,7 @@ STAGES = {
 
 
 @pytest.mark.parametrize("recipe", STAGES)
-def test_each_suggested_override_composes_with_the_command_line(
-    recipe: str, tmp_path: Path
-) -> None:
+def test_each_suggested_override_composes_with_the_command_line(recipe: str, tmp_path: Path) -> None:
     next_strategy, world_size = STAGES[recipe]
     typed = [f"recipe={recipe}", "trainer.accelerator=cpu", "micro_batch_size=8"]
     typed += [f"trainer.devices={world_size}", f"hydra.run.dir={tmp_path}"]
@@ -140,9 +136,7 @@ def test_a_frozen_config_gets_the_same_suggestions(recipe: str, tmp_path: Path) 
     composed, _ = compose_and_check([*typed, f"hydra.run.dir={tmp_path}"])
     assert composed is not None
     frozen = replace(composed, choices={})
-    assert [*remedies(frozen, world_size=world_size)] == [
-        *remedies(composed, world_size=world_size)
-    ]
+    assert [*remedies(frozen, world_size=world_size)] == [*remedies(composed, world_size=world_size)]
 
 
 def test_the_event_of_another_rank_than_0_is_added_once_after_all_ranks_have_ended(

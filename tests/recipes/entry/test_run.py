@@ -78,8 +78,7 @@ def start(workplace: Path, text_folder: str) -> Iterator[Start]:
 def rows(folder: Path) -> list[dict[str, float]]:
     """Return the computed metrics of a run, to the last bit."""
     return [
-        {name: value for name, value in row.items() if not name.startswith(MEASURED)}
-        for row in read_metrics(folder)
+        {name: value for name, value in row.items() if not name.startswith(MEASURED)} for row in read_metrics(folder)
     ]
 
 
@@ -99,9 +98,7 @@ def at_step_3(workplace: Path, start: Start) -> Started:
     for mark in marks:
         mark.unlink(missing_ok=True)
     folder = f"waits_{time.time_ns()}"
-    run: Started = start(
-        [sys.executable], "trainer.devices=2", f"hydra.run.dir={folder}", kind="wait"
-    )
+    run: Started = start([sys.executable], "trainer.devices=2", f"hydra.run.dir={folder}", kind="wait")
     assert wait_until(lambda: all(mark.exists() for mark in marks), 120)
     return run
 
@@ -146,9 +143,7 @@ def test_the_rows_are_equal_whether_train_py_or_torchrun_or_two_agents_start_the
     assert rows(folder) == expected
 
 
-def test_a_killed_rank_ends_the_run_with_one_error_that_names_it(
-    start: Start, workplace: Path
-) -> None:
+def test_a_killed_rank_ends_the_run_with_one_error_that_names_it(start: Start, workplace: Path) -> None:
     run = start([sys.executable], "trainer.devices=2", "hydra.run.dir=killed", kind="kill")
     output = run.end()
     assert run.process.returncode == 1, output

@@ -180,15 +180,11 @@ def test_the_failure_that_came_first_is_reported(run: Spawn) -> None:
         "wait_for('failed_1'); fail(1, 'the later one', seconds=2); mark('failed'); sys.exit(1)",
         "fail(1, 'the first one', seconds=1); mark('failed'); wait_for('failed_0'); sys.exit(1)",
     )
-    assert result == ProcessExit(
-        exit_code=ExitCode.CRASHED, report="rank 1 of 2 failed:\nthe first one", crashed=True
-    )
+    assert result == ProcessExit(exit_code=ExitCode.CRASHED, report="rank 1 of 2 failed:\nthe first one", crashed=True)
 
 
 def test_ranks_that_lost_a_peer_are_not_reported_even_if_they_failed_before_it(run: Spawn) -> None:
-    lost = (
-        "fail(1, 'connection closed by peer', seconds=1, by_peer=True); mark('lost'); sys.exit(1)"
-    )
+    lost = "fail(1, 'connection closed by peer', seconds=1, by_peer=True); mark('lost'); sys.exit(1)"
     result = run(
         lost,
         "wait_for('lost_0'); wait_for('lost_2'); time.sleep(0.2); fail(1, 'the cause', seconds=3); sys.exit(1)",
@@ -243,16 +239,12 @@ def test_the_stack_of_a_segmentation_fault_is_reported_without_the_list_of_modul
 
 
 @pytest.mark.parametrize("code", [2, 3, 71, 74, 75, 130, 143])
-def test_an_exit_code_that_the_ranks_have_explained_is_that_of_the_run(
-    run: Spawn, code: int
-) -> None:
+def test_an_exit_code_that_the_ranks_have_explained_is_that_of_the_run(run: Spawn, code: int) -> None:
     result = run(f"sys.exit({code})", f"time.sleep(0.1); mark('ended'); sys.exit({code})")
     assert result == ProcessExit(exit_code=code), "no report: the ranks have printed theirs"
 
 
-def test_a_rank_with_such_a_code_leaves_the_others_time_to_end_with_theirs(
-    run: Spawn, tmp_path: Path
-) -> None:
+def test_a_rank_with_such_a_code_leaves_the_others_time_to_end_with_theirs(run: Spawn, tmp_path: Path) -> None:
     slow = "time.sleep(0.3); mark('saved'); sys.exit(75)"
     assert run("sys.exit(75)", slow) == ProcessExit(exit_code=ExitCode.PREEMPTED)
     assert (tmp_path / "saved_1").exists()
@@ -324,9 +316,7 @@ wait_forever()
 """
 
 
-def test_ctrl_c_reaches_every_rank_once_and_is_reported_by_rank_0(
-    run: Spawn, tmp_path: Path
-) -> None:
+def test_ctrl_c_reaches_every_rank_once_and_is_reported_by_rank_0(run: Spawn, tmp_path: Path) -> None:
     when(all_marked(tmp_path, "ready"), send(signal.SIGINT))
     assert run(INTERRUPTIBLE, INTERRUPTIBLE) == ProcessExit(exit_code=ExitCode.INTERRUPTED)
     assert all_marked(tmp_path, "interrupted")()
@@ -337,9 +327,7 @@ def test_ctrl_c_is_reported_here_if_rank_0_could_not(
 ) -> None:
     monkeypatch.setattr(spawn, "_STOP_GRACE_SECONDS", 0.2)
     when(all_marked(tmp_path, "ready"), send(signal.SIGINT))
-    assert run(STUBBORN, INTERRUPTIBLE) == ProcessExit(
-        exit_code=ExitCode.INTERRUPTED, report="Interrupted"
-    )
+    assert run(STUBBORN, INTERRUPTIBLE) == ProcessExit(exit_code=ExitCode.INTERRUPTED, report="Interrupted")
 
 
 def test_a_second_ctrl_c_kills_ranks_that_ignore_the_first(run: Spawn, tmp_path: Path) -> None:
@@ -362,9 +350,7 @@ def test_a_signal_is_forwarded_to_every_rank_which_may_save_before_it_ends(
 
 def test_a_second_signal_ends_the_ranks_at_once(run: Spawn, tmp_path: Path) -> None:
     when(all_marked(tmp_path, "ready"), send(signal.SIGUSR1), send(signal.SIGTERM))
-    assert run(STUBBORN, STUBBORN) == ProcessExit(
-        exit_code=ExitCode.TERMINATED, report="Terminated by a second signal"
-    )
+    assert run(STUBBORN, STUBBORN) == ProcessExit(exit_code=ExitCode.TERMINATED, report="Terminated by a second signal")
 
 
 def test_a_signal_that_comes_while_ranks_are_started_reaches_all_of_them(
@@ -383,9 +369,7 @@ def test_a_signal_that_comes_while_ranks_are_started_reaches_all_of_them(
     assert [(tmp_path / f"received_{rank}").read_text() for rank in range(2)] == ["SIGTERM"] * 2
 
 
-def test_a_rank_starts_with_the_signals_blocked_until_it_listens(
-    run: Spawn, tmp_path: Path
-) -> None:
+def test_a_rank_starts_with_the_signals_blocked_until_it_listens(run: Spawn, tmp_path: Path) -> None:
     run("(folder / 'mask').write_text(str(signal.pthread_sigmask(signal.SIG_BLOCK, [])))")
     mask = (tmp_path / "mask").read_text()
     assert all(number.name in mask for number in signals.SIGNALS)

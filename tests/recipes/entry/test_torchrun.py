@@ -29,16 +29,13 @@ def test_in_one_store_each_of_three_starts_receives_from_its_own_rank_0(
             # rank 1 of an earlier start has sent its request and died before the answer
             store.set("recipes_rank_1_request", f"dead_{start}")
             received = [
-                ranks.submit(receive_from_rank_zero, client, rank=rank)
-                for rank, client in enumerate(clients, start=1)
+                ranks.submit(receive_from_rank_zero, client, rank=rank) for rank, client in enumerate(clients, start=1)
             ]
             send_to_ranks(store, f"start {start}", world_size=3)
             assert [text.result(timeout=30) for text in received] == [f"start {start}"] * 2
 
 
-def test_a_rank_that_never_connects_is_named(
-    store: TCPStore, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_rank_that_never_connects_is_named(store: TCPStore, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(torchrun, "_WAIT", timedelta(seconds=0.2))
     with ThreadPoolExecutor(max_workers=1) as ranks:
         received = ranks.submit(receive_from_rank_zero, connect(store), rank=1)

@@ -61,9 +61,7 @@ def start(workplace: Path, text_folder: str) -> Iterator[Start]:
     """Return a function that starts runs of 12 steps, saved every second one; what is left of them is killed."""
     started: list[Started] = []
 
-    def start_by(
-        launcher: Sequence[str], name: str, *overrides: str, faults: Sequence[str] = ()
-    ) -> Started:
+    def start_by(launcher: Sequence[str], name: str, *overrides: str, faults: Sequence[str] = ()) -> Started:
         (workplace / name).mkdir(exist_ok=True)
         run = [*TINY, f"data.path={text_folder}", "trainer.accelerator=cpu", "trainer.max_steps=12"]
         run += ["strategy=ddp", "warmup_steps=1", "save_every=2", "eval_every=4", f"name={name}"]
@@ -173,19 +171,13 @@ def test_two_signalled_agents_save_and_the_same_command_with_the_same_id_resumes
     start: Start, workplace: Path, undisturbed: Callable[[str], Path]
 ) -> None:
     overrides, faults = ("resume=auto",), ("5_all_signalled",)
-    agents = [
-        start(agent, "signalled", *overrides, faults=faults)
-        for agent in agents_by_rendezvous_id("signalled")
-    ]
+    agents = [start(agent, "signalled", *overrides, faults=faults) for agent in agents_by_rendezvous_id("signalled")]
     output = wait_for_end(agents, 1)  # torchrun's own
     assert "Restarted" not in output, "a run that stops at a signal is not restarted"
     folder = only_folder(workplace, "signalled")
     [stopped] = events(folder, "preempted")
     assert (stopped["signal"], stopped["saved"]) == (signal.SIGTERM.name, True)
-    again = [
-        start(agent, "signalled", *overrides, faults=faults)
-        for agent in agents_by_rendezvous_id("signalled")
-    ]
+    again = [start(agent, "signalled", *overrides, faults=faults) for agent in agents_by_rendezvous_id("signalled")]
     wait_for_end(again, 0)
     assert only_folder(workplace, "signalled") == folder
     assert_equals(folder, undisturbed("ddp"), resumed_at=[stopped["step"]])

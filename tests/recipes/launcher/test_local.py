@@ -63,9 +63,7 @@ def test_four_jobs_use_four_gpus_and_a_fifth_waits_for_the_first_free_one() -> N
     jobs = [make_job(number) for number in range(5)]
     started = launcher.start(jobs)
     assert gpus_of_each(started) == [["0"], ["1"], ["2"], ["3"]]
-    assert [process.resources.environ for process in started] == [
-        {"CUDA_VISIBLE_DEVICES": str(n)} for n in range(4)
-    ]
+    assert [process.resources.environ for process in started] == [{"CUDA_VISIBLE_DEVICES": str(n)} for n in range(4)]
     assert launcher.is_full()
     started[2].exit_code = 1
     assert not launcher.is_full()
@@ -84,18 +82,14 @@ def test_a_job_of_three_gpus_waits_while_smaller_jobs_use_the_free_gpus() -> Non
 
 
 @pytest.mark.usefixtures("four_gpus")
-def test_devices_per_job_limits_a_job_that_would_use_all_devices_and_single_device_uses_one() -> (
-    None
-):
+def test_devices_per_job_limits_a_job_that_would_use_all_devices_and_single_device_uses_one() -> None:
     launcher = make_launcher(devices_per_job=2)
     ddp, single = make_job(0, "strategy=ddp"), make_job(1)
     assert launcher.extra_overrides(ddp) == ["trainer.devices=2"]
     assert launcher.extra_overrides(single) == []
     assert launcher.num_devices(single) == 1
     with pytest.raises(ConfigError, match=r"launcher.devices_per_job=3, or trainer.devices=auto"):
-        launcher.num_devices(
-            make_job(2, "strategy=ddp", "trainer.devices=3", "global_batch_size=24")
-        )
+        launcher.num_devices(make_job(2, "strategy=ddp", "trainer.devices=3", "global_batch_size=24"))
 
 
 @pytest.mark.usefixtures("four_gpus")
@@ -155,9 +149,7 @@ def test_a_job_inherits_no_variables_of_a_rank_or_of_slurm() -> None:
         "WANDB_API_KEY": "key",
         "CUDA_VISIBLE_DEVICES": "0",
     }
-    removed = dict.fromkeys(
-        ("RANK", "WORLD_SIZE", "MASTER_PORT", "SLURM_PROCID", "TORCHELASTIC_RUN_ID"), "1"
-    )
+    removed = dict.fromkeys(("RANK", "WORLD_SIZE", "MASTER_PORT", "SLURM_PROCID", "TORCHELASTIC_RUN_ID"), "1")
     removed |= {"PL_GLOBAL_SEED": "1", "WANDB_RUN_ID": "abc", RANK_FILE: "composed.json"}
     assert clean_environ(kept | removed) == kept
 

@@ -30,9 +30,7 @@ def sweeps(tmp_path_factory: pytest.TempPathFactory, slurm: Cluster) -> Iterator
 @pytest.fixture(scope="module")
 def undisturbed(sweeps: Sweeps) -> Path:
     """Run the same two jobs on this machine, without SLURM."""
-    exit_code, output = sweeps.run(
-        "local", TWO, "strategy=ddp", "trainer.devices=2", told="told_local"
-    )
+    exit_code, output = sweeps.run("local", TWO, "strategy=ddp", "trainer.devices=2", told="told_local")
     assert exit_code == 0, output
     return sweeps.folder / "local"
 
@@ -136,9 +134,7 @@ def test_jobs_of_a_killed_sweep_keep_running_and_the_same_command_follows_them(
 @pytest.mark.slow
 @pytest.mark.timeout(300)
 def test_a_job_that_crashes_has_failed_and_is_not_requeued(sweeps: Sweeps) -> None:
-    exit_code, output = sweeps.run(
-        "crashes", "optimizer.lr=1e-3", *DDP, told="told_crashes", raise_at_lr=1e-3
-    )
+    exit_code, output = sweeps.run("crashes", "optimizer.lr=1e-3", *DDP, told="told_crashes", raise_at_lr=1e-3)
     assert exit_code == 1, output
     [row] = sweeps.board("crashes")
     assert (row["state"], row["exit_code"]) == ("failed", "1")

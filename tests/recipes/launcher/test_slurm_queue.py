@@ -54,9 +54,7 @@ def test_while_squeue_fails_a_job_has_no_exit_code(squeue: Path, tmp_path: Path)
     assert queue.worst_exit_code("7") is None, "by the last answer it was running"
 
 
-def test_jobs_that_run_or_left_an_exit_code_are_open_and_cancelled_ones_are_not(
-    squeue: Path, tmp_path: Path
-) -> None:
+def test_jobs_that_run_or_left_an_exit_code_are_open_and_cancelled_ones_are_not(squeue: Path, tmp_path: Path) -> None:
     squeue.write_text("1|PENDING\n2|RUNNING\n3|COMPLETED\n4|CANCELLED\n5|FAILED\n")
     (tmp_path / "code_3").write_text("0\n")
     names = ["1", "2", "3", "4", "5", "6"]

@@ -86,9 +86,7 @@ class EventFiles:
     def get_events(self) -> list[tuple[str, int]]:
         """Return the kinds of events and their steps, sorted."""
         kinds = [tag for tag in self.texts if tag.startswith("events/")]
-        return sorted(
-            (tag.removeprefix("events/"), step) for tag in kinds for step, _ in self.texts[tag]
-        )
+        return sorted((tag.removeprefix("events/"), step) for tag in kinds for step, _ in self.texts[tag])
 
 
 def _read_points(run_folder: Path) -> list[Point]:
@@ -174,9 +172,7 @@ def test_hyperparameters_are_the_values_of_the_config_by_their_dotted_keys(
     }
 
 
-def test_a_run_that_crashed_and_was_resumed_has_each_step_once(
-    tmp_path: Path, text_folder: str
-) -> None:
+def test_a_run_that_crashed_and_was_resumed_has_each_step_once(tmp_path: Path, text_folder: str) -> None:
     folder = tmp_path / "run"
     overrides = get_overrides(folder, text_folder, "trainer.max_steps=12", "resume=auto")
     crash = "+callbacks.crash={_target_: support.CrashAt, step: 7}"
@@ -212,9 +208,7 @@ def test_a_validation_that_a_resume_repeats_is_there_once(tmp_path: Path) -> Non
 
 
 @pytest.mark.parametrize("num_on_disk", [0, 2, 3])
-def test_rows_that_a_kill_kept_from_the_disk_are_written_at_the_resume(
-    num_on_disk: int, tmp_path: Path
-) -> None:
+def test_rows_that_a_kill_kept_from_the_disk_are_written_at_the_resume(num_on_disk: int, tmp_path: Path) -> None:
     rows = "".join(f"{step},{step}.5\n" for step in range(1, 5))
     (tmp_path / "metrics.csv").write_text(f"step,train/loss\n{rows}")
     saved = [{"time": 0, "step": step, "event": "checkpoint"} for step in (2, 4)]
@@ -233,17 +227,13 @@ def test_rows_that_a_kill_kept_from_the_disk_are_written_at_the_resume(
     assert ("checkpoint", 4) in files.get_events()
 
 
-def test_a_run_that_rolled_back_has_each_step_once_and_every_event(
-    tmp_path: Path, text_folder: str
-) -> None:
+def test_a_run_that_rolled_back_has_each_step_once_and_every_event(tmp_path: Path, text_folder: str) -> None:
     spikes = [
         "callbacks=[grad_norm,loss_scale,loss_spike]",
         *(f"callbacks.loss_spike.{text}" for text in ("window=32", "warmup_steps=16")),
         *(f"callbacks.loss_spike.{text}" for text in ("snapshot_every=10", "quarantine_steps=10")),
     ]
-    overrides = [
-        text for text in get_overrides(tmp_path, text_folder, *spikes) if not text.startswith("~")
-    ]
+    overrides = [text for text in get_overrides(tmp_path, text_folder, *spikes) if not text.startswith("~")]
     rates = ["scheduler=constant", "optimizer.lr=1e-3", "seed=3", "save_every=10", "eval_every=20"]
     config = composed_config(*overrides, *rates, "trainer.max_steps=50")
     run = build(config, tmp_path, [])
@@ -265,9 +255,7 @@ def test_two_ranks_have_one_writer(tmp_path: Path, text_folder: str) -> None:
     EventFiles(folder).assert_as_in_csv(folder)
 
 
-def test_a_full_disk_ends_the_files_and_not_the_run(
-    tmp_path: Path, caplog: pytest.LogCaptureFixture
-) -> None:
+def test_a_full_disk_ends_the_files_and_not_the_run(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     logger = TensorBoardLogger(run_folder=tmp_path)
     logger.log_metrics({"train/loss": 1.0}, step=0)
     logger.finalize("success")
@@ -298,9 +286,7 @@ def test_a_missing_package_is_an_error_that_says_how_to_install_it(
     for name in [name for name in sys.modules if name.startswith("torch.utils.tensorboard")]:
         monkeypatch.delitem(sys.modules, name)
     monkeypatch.setitem(sys.modules, "tensorboard", None)
-    with pytest.raises(
-        ConfigError, match=r"logger=tensorboard: .*pip install -e '.\[tensorboard\]'"
-    ):
+    with pytest.raises(ConfigError, match=r"logger=tensorboard: .*pip install -e '.\[tensorboard\]'"):
         TensorBoardLogger(run_folder=tmp_path)
 
 

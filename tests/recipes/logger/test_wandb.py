@@ -114,8 +114,7 @@ def round_as_csv(rows: list[dict[str, float]]) -> list[dict[str, float]]:
 def assert_same_rows(rows: list[Record], folder: Path) -> None:
     """Check that each row of metrics.csv is one row of W&B: same columns, same values in nine digits."""
     expected = [
-        {STEP if name == "step" else name: value for name, value in row.items()}
-        for row in read_metrics(folder)
+        {STEP if name == "step" else name: value for name, value in row.items()} for row in read_metrics(folder)
     ]
     assert round_as_csv(rows) == expected
 
@@ -130,8 +129,7 @@ def test_a_run_without_a_key_is_logged_offline_one_row_per_step(tmp_path: Path) 
     assert process.stderr == ""
     wandb_lines = [line for line in process.stdout.splitlines() if "W&B" in line]
     assert wandb_lines == [
-        "W&B: there is no API key, so this run is kept offline;"
-        f" to upload it: wandb sync {folder}/wandb/offline-run-*"
+        f"W&B: there is no API key, so this run is kept offline; to upload it: wandb sync {folder}/wandb/offline-run-*"
     ]
     [records] = records_of(folder / "wandb")
     rows = find_rows(records)
@@ -169,9 +167,7 @@ def test_a_run_without_a_key_is_logged_offline_one_row_per_step(tmp_path: Path) 
     validations = json.loads((files / summary["table/validation"]["path"]).read_text())
     columns = validations["columns"]
     assert [dict(zip(columns, row, strict=True)) for row in validations["data"]] == [
-        {name: pytest.approx(row[name]) for name in columns}
-        for row in read_metrics(folder)
-        if "val/loss" in row
+        {name: pytest.approx(row[name]) for name in columns} for row in read_metrics(folder) if "val/loss" in row
     ]
     assert (summary["status"], get_exit_code(records)) == ("finished", 0)
 
@@ -228,9 +224,7 @@ def test_a_crashed_then_killed_then_finished_run_is_one_wandb_run_with_every_ste
     assert [row[STEP] for row in every[0]] == [1, 2, 3]
     assert every[1]
     losses = [row["train/loss"] for rows in every for row in rows]
-    assert round_as_csv([{"": loss} for loss in losses]) == [
-        {"": row["train/loss"]} for row in read_metrics(folder)
-    ]
+    assert round_as_csv([{"": loss} for loss in losses]) == [{"": row["train/loss"]} for row in read_metrics(folder)]
     # uploaded as the log line says, they are one run whose own step count only rises
     with serving() as server:
         files = [str(path) for path in sorted((folder / "wandb").glob("offline-run-*"))]
@@ -380,9 +374,7 @@ def test_wandb_run_json_names_a_row_before_wandb_has_it_and_is_written_once_a_se
     now = [100.0]
     monkeypatch.setattr("recipes.logger.wandb.logger.time.monotonic", lambda: now[0])
     sent: list[tuple[int, int]] = []  # a row's step, and the step in the file at that time
-    run = SimpleNamespace(
-        log=lambda row: sent.append((row[STEP], json.loads((folder / ID_FILE).read_text())["step"]))
-    )
+    run = SimpleNamespace(log=lambda row: sent.append((row[STEP], json.loads((folder / ID_FILE).read_text())["step"])))
     logger = make_logger(folder)
     logger._open = lambda: None  # type: ignore[method-assign]
     logger._sent = SentRows(folder, None, resumed_at=None)

@@ -71,9 +71,7 @@ def parse_panel(panel: dict[str, Any]) -> dict[str, Any]:
     if kind == "parallel":
         columns = [column["accessor"].partition(":") for column in config["columns"]]
         found["metrics"] = [name for where, _, name in columns if where == "summary"]
-        found["parameters"] = [
-            name.replace(".value", "", 1) for where, _, name in columns if where == "config"
-        ]
+        found["parameters"] = [name.replace(".value", "", 1) for where, _, name in columns if where == "config"]
         return found
     if kind == "line":
         assert config["xAxis"] == STEP
@@ -107,15 +105,10 @@ def parse_sections(spec: dict[str, Any]) -> list[tuple[str, list[dict[str, Any]]
     assert spec["section"]["settings"]["xAxis"] == STEP
     assert spec["section"]["settings"]["shouldAutoGeneratePanels"] is False
     assert all(section["localPanelSettings"]["xAxis"] == STEP for section in bank["sections"])
-    return [
-        (section["name"], [parse_panel(panel) for panel in section["panels"]])
-        for section in bank["sections"]
-    ]
+    return [(section["name"], [parse_panel(panel) for panel in section["panels"]]) for section in bank["sections"]]
 
 
-IN_ORDER = [
-    (section["title"], [expected_panel(panel) for panel in section["panels"]]) for section in SPEC
-]
+IN_ORDER = [(section["title"], [expected_panel(panel) for panel in section["panels"]]) for section in SPEC]
 
 
 @pytest.mark.usefixtures("_no_socket")
@@ -157,9 +150,7 @@ def test_with_a_path_the_json_is_written_there_and_nothing_is_sent(
     assert parse_sections(view["spec"]) == IN_ORDER
 
 
-def test_the_user_is_never_prompted_for_a_key(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_the_user_is_never_prompted_for_a_key(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     class Terminal:
         def isatty(self) -> bool:
             return True
@@ -239,9 +230,7 @@ def test_with_a_key_the_workspace_is_saved_under_the_default_entity_and_its_addr
     assert not (tmp_path / "dashboard.json").exists()
 
 
-def test_a_workspace_that_wandb_rejects_is_an_error_with_its_message(
-    server: type[Server], tmp_path: Path
-) -> None:
+def test_a_workspace_that_wandb_rejects_is_an_error_with_its_message(server: type[Server], tmp_path: Path) -> None:
     server.knows_project = False
     with pytest.raises(ConfigError, match="mode.project=p: W&B rejects .*project not found"):
         run_dashboard(tmp_path)

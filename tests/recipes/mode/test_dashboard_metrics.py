@@ -70,7 +70,4 @@ def test_every_metric_that_the_code_writes_is_on_a_panel() -> None:
 
 def test_every_metric_of_the_readme_is_on_a_panel() -> None:
     for name in metrics_of_readme():
-        assert any(
-            fnmatch.fnmatchcase(metric, name) or fnmatch.fnmatchcase(name, metric)
-            for metric in ON_PANELS
-        ), name
+        assert any(fnmatch.fnmatchcase(metric, name) or fnmatch.fnmatchcase(name, metric) for metric in ON_PANELS), name

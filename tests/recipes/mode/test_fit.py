@@ -166,9 +166,7 @@ def test_a_finished_run_returns_0_and_its_last_line_names_losses_speed_and_folde
     assert outcome.lines[-1] == f"Finished: 7 steps, {losses}, 1,234 tokens/s, in {tmp_path}"
 
 
-def test_the_last_line_omits_what_the_summary_does_not_know(
-    run_fit: Callable[..., Outcome], tmp_path: Path
-) -> None:
+def test_the_last_line_omits_what_the_summary_does_not_know(run_fit: Callable[..., Outcome], tmp_path: Path) -> None:
     outcome = run_fit(summary={"val_loss": None, "tokens_per_second": None})
     assert outcome.lines[-1] == f"Finished: 7 steps, train loss 1.5000, in {tmp_path}"
 
@@ -189,9 +187,7 @@ def test_a_last_checkpoint_that_is_not_on_disk_is_no_success(
     newest = SimpleNamespace(is_valid=False, rejected=rejected, path=Path("step_0000007.ckpt"))
     outcome = run_fit(newest=newest)
     assert outcome.exit_code == exit_code
-    assert (
-        outcome.lines[-1] == "The last checkpoint of this run, step_0000007.ckpt, was not written"
-    )
+    assert outcome.lines[-1] == "The last checkpoint of this run, step_0000007.ckpt, was not written"
 
 
 def test_a_run_that_never_saved_is_a_success(run_fit: Callable[..., Outcome]) -> None:
@@ -203,9 +199,7 @@ def test_a_preempted_run_that_saved_returns_75_and_says_how_to_resume(
 ) -> None:
     outcome = run_fit(raising(Preempted("SIGTERM", step=STEP, saved=True)))
     assert outcome.exit_code == 75
-    assert outcome.events == [
-        {"event": "preempted", "step": STEP, "signal": "SIGTERM", "saved": True}
-    ]
+    assert outcome.events == [{"event": "preempted", "step": STEP, "signal": "SIGTERM", "saved": True}]
     command = f"python train.py resume={tmp_path}"
     assert outcome.lines[-1] == f"Stopped by SIGTERM at step 7, saved; to resume: {command}"
     assert outcome.num_barriers == 1
@@ -262,9 +256,7 @@ def test_out_of_memory_logs_its_rank_and_leaves_a_report_for_the_launcher(
     assert (report["rank"], report["step"], report["error"]) == (rank, STEP, first_line)
 
 
-def test_a_full_disk_does_not_replace_the_out_of_memory_error(
-    run_fit: Callable[..., Outcome], tmp_path: Path
-) -> None:
+def test_a_full_disk_does_not_replace_the_out_of_memory_error(run_fit: Callable[..., Outcome], tmp_path: Path) -> None:
     (tmp_path / "oom").write_text("")  # a file where the folder should be
     outcome = run_fit(raising(MemoryError("full")), raises=MemoryError)
     assert [event["event"] for event in outcome.events] == ["oom", "end"]
@@ -298,9 +290,7 @@ def test_a_lost_peer_that_left_no_report_is_named_as_the_cause(
     assert "another rank failed first" in event["error"]
 
 
-@pytest.mark.parametrize(
-    ("interrupted", "raised"), [(True, KeyboardInterrupt), (False, SystemExit)]
-)
+@pytest.mark.parametrize(("interrupted", "raised"), [(True, KeyboardInterrupt), (False, SystemExit)])
 def test_ctrl_c_is_told_apart_from_another_exit(
     run_fit: Callable[..., Outcome], interrupted: bool, raised: type[BaseException]
 ) -> None:

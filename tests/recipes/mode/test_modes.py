@@ -93,9 +93,7 @@ def test_metrics_have_one_row_per_step_with_validation_in_the_row_of_its_step(ru
     assert [row["step"] for row in rows if "val/loss" in row] == [6, 12]
     assert [row["train/samples"] for row in rows] == [8.0 * step for step in range(1, 13)]
     assert [row["train/tokens"] for row in rows] == [8.0 * 32 * step for step in range(1, 13)]
-    assert [row["lr"] for row in rows[:5]] == pytest.approx(
-        [0.00075, 0.0015, 0.00225, 0.003, 0.003]
-    )
+    assert [row["lr"] for row in rows[:5]] == pytest.approx([0.00075, 0.0015, 0.00225, 0.003, 0.003])
     assert rows[-1]["train/loss"] < rows[0]["train/loss"] - 1.0
 
 
@@ -168,9 +166,7 @@ def test_evaluate_on_other_data_keeps_the_tokenizer_of_the_run(run: Path, tmp_pa
     (run / "evaluate_train.json").unlink()
 
 
-def test_a_sample_depends_on_nothing_but_its_seed(
-    run: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_a_sample_depends_on_nothing_but_its_seed(run: Path, capsys: pytest.CaptureFixture[str]) -> None:
     texts = []
     for seed in (1, 1, 2):
         overrides = ["mode.prompt=a =", f"mode.seed={seed}", "mode.num_tokens=40"]
@@ -180,9 +176,7 @@ def test_a_sample_depends_on_nothing_but_its_seed(
     assert all(text.startswith("a =") for text in texts)
 
 
-def test_an_export_is_loaded_by_transformers_with_the_same_logits(
-    run: Path, tmp_path: Path
-) -> None:
+def test_an_export_is_loaded_by_transformers_with_the_same_logits(run: Path, tmp_path: Path) -> None:
     from transformers import AutoModelForCausalLM, AutoTokenizer
 
     folder = tmp_path / "exported"
@@ -211,9 +205,7 @@ WITHOUT_CALLBACKS = [
 
 
 @pytest.fixture(scope="module")
-def uninterrupted(
-    typed: list[str], tmp_path_factory: pytest.TempPathFactory
-) -> list[dict[str, float]]:
+def uninterrupted(typed: list[str], tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, float]]:
     """Return the rows of 18 uninterrupted steps, without dropout, on a decaying schedule."""
     folder = tmp_path_factory.mktemp("uninterrupted")
     assert execute(*typed, *WITHOUT_CALLBACKS, *DECAYING, f"hydra.run.dir={folder}") == 0
@@ -299,9 +291,7 @@ def test_overrides_of_a_resume_apply_from_its_first_step(typed: list[str], tmp_p
 def test_another_optimizer_cannot_resume_from_the_state_of_this_one(
     run: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    assert (
-        execute(f"resume={run}", "trainer.max_steps=20", "optimizer=sgd", *WITHOUT_CALLBACKS) == 2
-    )
+    assert execute(f"resume={run}", "trainer.max_steps=20", "optimizer=sgd", *WITHOUT_CALLBACKS) == 2
     console = capsys.readouterr().out
     assert "the checkpoint holds the state of AdamW" in console
     assert "type: optimizer=adamw, or leave it out" in console
@@ -313,9 +303,7 @@ def test_resuming_a_finished_run_changes_nothing(run: Path) -> None:
     assert (run / "summary.json").read_text() == before
 
 
-def test_resuming_from_an_older_checkpoint_sets_the_later_ones_aside(
-    typed: list[str], tmp_path: Path
-) -> None:
+def test_resuming_from_an_older_checkpoint_sets_the_later_ones_aside(typed: list[str], tmp_path: Path) -> None:
     folder = tmp_path / "run"
     overrides = ["trainer.max_steps=8", "save_every=2", "eval_every=8", "checkpoint.keep_last=4"]
     assert execute(*typed, *WITHOUT_CALLBACKS, *overrides, f"hydra.run.dir={folder}") == 0
@@ -328,9 +316,7 @@ def test_resuming_from_an_older_checkpoint_sets_the_later_ones_aside(
     assert [row["step"] for row in read_metrics(folder)] == [1, 2, 3, 4, 5, 6]
 
 
-def test_a_run_that_stops_early_saves_and_validates_its_last_step(
-    typed: list[str], tmp_path: Path
-) -> None:
+def test_a_run_that_stops_early_saves_and_validates_its_last_step(typed: list[str], tmp_path: Path) -> None:
     folder = tmp_path / "run"
     stop = "+callbacks.stop={_target_: support.StopAt, step: 5}"
     overrides = ["save_every=100", "eval_every=100", "micro_batch_size=2", stop]
@@ -339,18 +325,14 @@ def test_a_run_that_stops_early_saves_and_validates_its_last_step(
     assert "val/loss" in read_metrics(folder)[-1]
 
 
-def test_starting_another_run_in_a_used_folder_is_a_config_error(
-    run: Path, typed: list[str]
-) -> None:
+def test_starting_another_run_in_a_used_folder_is_a_config_error(run: Path, typed: list[str]) -> None:
     _, mistakes = compose_and_check([*typed, f"hydra.run.dir={run}"])
     assert [mistake.fix for mistake in mistakes] == [
         f"resume=auto hydra.run.dir={run} to resume it, or hydra.run.dir=<another folder>"
     ]
 
 
-def test_resume_auto_starts_in_an_empty_folder_and_resumes_in_a_used_one(
-    typed: list[str], tmp_path: Path
-) -> None:
+def test_resume_auto_starts_in_an_empty_folder_and_resumes_in_a_used_one(typed: list[str], tmp_path: Path) -> None:
     command = [
         *typed,
         "resume=auto",

@@ -78,9 +78,7 @@ def test_replaying_a_fault_that_was_not_in_the_batch_gives_an_ordinary_step(
     assert replayed["loss"] == pytest.approx(loss, rel=0.1)
     blocks = list(replayed["grad_norms"].values())
     # the squares of the block norms add up to the square of the global norm, in float32
-    assert sum(value**2 for value in blocks) ** 0.5 == pytest.approx(
-        replayed["grad_norm"], rel=1e-5
-    )
+    assert sum(value**2 for value in blocks) ** 0.5 == pytest.approx(replayed["grad_norm"], rel=1e-5)
     assert "text_" in ended.stdout + ended.stderr
 
 
@@ -92,9 +90,7 @@ def test_a_step_without_a_dump_is_an_error_that_names_the_steps_that_have_one(
     assert "mode.step=25" in ended.stdout + ended.stderr
 
 
-def test_replaying_a_bad_batch_gives_the_recorded_loss_and_norm(
-    tmp_path: Path, text_folder: str
-) -> None:
+def test_replaying_a_bad_batch_gives_the_recorded_loss_and_norm(tmp_path: Path, text_folder: str) -> None:
     folder = tmp_path / "run"
     overrides = [
         *OVERRIDES,

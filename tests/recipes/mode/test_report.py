@@ -59,9 +59,7 @@ def test_a_pattern_that_names_no_run_is_an_error(logs: Path, name: str, reason: 
 
 
 def test_an_empty_list_of_runs_is_an_error() -> None:
-    with pytest.raises(
-        ConfigError, match=r"mode.runs=\[\]: no run is named; type mode.runs=\[logs/"
-    ):
+    with pytest.raises(ConfigError, match=r"mode.runs=\[\]: no run is named; type mode.runs=\[logs/"):
         find_runs([])
 
 
@@ -105,14 +103,10 @@ def test_the_page_can_be_written_to_another_file_or_folder(logs: Path) -> None:
 def test_a_page_that_would_replace_the_own_page_of_a_run_is_an_error(logs: Path) -> None:
     (logs / "sweep" / "config.yaml").write_text("")
     jobs = [str(logs / "sweep" / number) for number in "01"]
-    with pytest.raises(
-        ConfigError, match=r"mode.path=null: .*/sweep is a run with a page of its own"
-    ):
+    with pytest.raises(ConfigError, match=r"mode.path=null: .*/sweep is a run with a page of its own"):
         run_report(logs, [], runs=jobs)
 
 
 def test_sorting_by_what_no_run_has_is_an_error(logs: Path) -> None:
-    with pytest.raises(
-        ConfigError, match="mode.sort=unknown: no run has it; they have val_loss; type"
-    ):
+    with pytest.raises(ConfigError, match="mode.sort=unknown: no run has it; they have val_loss; type"):
         run_report(logs, [], sort="unknown")

@@ -100,9 +100,7 @@ class TestAgainstWandbsSchemaAndSampler:
         ],
         ids=lambda overrides: overrides[-1],
     )
-    def test_the_yaml_has_no_violation_of_the_schema(
-        self, sweeps: Any, overrides: tuple[str]
-    ) -> None:
+    def test_the_yaml_has_no_violation_of_the_schema(self, sweeps: Any, overrides: tuple[str]) -> None:
         content = write_sweep(*overrides)
         assert sweeps.config.schema_violations_from_proposed_config(content) == []
 
@@ -122,9 +120,7 @@ class TestAgainstWandbsSchemaAndSampler:
             assert wrong == []  # a width that the heads do not divide is one
             config = composed.config
             assert 1e-5 <= config["optimizer"]["lr"] <= 1e-2
-            assert (config["warmup_steps"], type(config["warmup_steps"])) in [
-                (steps, int) for steps in range(1, 9)
-            ]
+            assert (config["warmup_steps"], type(config["warmup_steps"])) in [(steps, int) for steps in range(1, 9)]
             assert config["global_batch_size"] in (8, 16)
             assert config["seed"] in (0, 3, 6, 9)
             assert config["optimizer"]["betas"] in ([0.9, 0.95], [0.9, 0.999])
@@ -136,9 +132,7 @@ class TestAgainstWandbsSchemaAndSampler:
             assert config["trainer"]["benchmark"] in (True, False)
 
     def test_a_grid_is_every_combination_once(self, sweeps: Any) -> None:
-        content = write_sweep(
-            "optimizer.lr=1e-4,3e-4,1e-3", "seed=range(4)", "micro_batch_size=null,8"
-        )
+        content = write_sweep("optimizer.lr=1e-4,3e-4,1e-3", "seed=range(4)", "micro_batch_size=null,8")
         runs: list[Any] = []
         while (run := sweeps.next_run(content, runs)) is not None:
             runs.append(run)
@@ -199,14 +193,11 @@ def run_overrides(folder: Path) -> list[str]:
 def test_trials_on_two_ranks_log_to_the_runs_named_by_the_agent(
     elsewhere: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
 ) -> None:
-    content = write_sweep(
-        *run_overrides(elsewhere), "optimizer.lr=1e-3,3e-3", "model=gpt2_nano,llama_nano"
-    )
+    content = write_sweep(*run_overrides(elsewhere), "optimizer.lr=1e-3,3e-3", "model=gpt2_nano,llama_nano")
     monkeypatch.setenv("WANDB_PROJECT", "theirs")  # as `wandb agent us/theirs/swp` does
     drawn = {"trial1": 0.001, "trial2": 0.003}
     started = [
-        Trial(content, run_id=run_id, args={"optimizer.lr": lr, "model": "gpt2_nano"})
-        for run_id, lr in drawn.items()
+        Trial(content, run_id=run_id, args={"optimizer.lr": lr, "model": "gpt2_nano"}) for run_id, lr in drawn.items()
     ]  # in the same second
     assert [trial.end() for trial in started] == [0, 0], capfd.readouterr()
     for run_id, lr in drawn.items():
@@ -256,9 +247,7 @@ def test_a_preempted_trial_of_a_conf_sweep_option_resumes_in_its_folder_and_wand
 
 
 def test_the_overrides_of_every_trial_are_in_the_command() -> None:
-    content = write_sweep(
-        "optimizer.lr=1e-3,3e-3", "sweep=lr", "mode.path=wandb_sweep.yaml", "seed=7"
-    )
+    content = write_sweep("optimizer.lr=1e-3,3e-3", "sweep=lr", "mode.path=wandb_sweep.yaml", "seed=7")
     assert content["command"] == [
         *("${env}", "${interpreter}", "${program}", "sweep=lr", "seed=7"),
         *("resume=auto", "hydra.mode=RUN", "logger=wandb", "${args_no_hyphens}"),

@@ -51,9 +51,7 @@ def model_of(architecture: str) -> GPT2 | Llama:
 
 
 def greedy(model: GPT2 | Llama, num_tokens: int, **options: bool) -> list[int]:
-    return generate(
-        model, [1, 2, 3], num_tokens, temperature=0.0, top_k=None, top_p=None, seed=0, **options
-    )
+    return generate(model, [1, 2, 3], num_tokens, temperature=0.0, top_k=None, top_p=None, seed=0, **options)
 
 
 def sampled(model: GPT2 | Llama, seed: int) -> list[int]:
@@ -62,9 +60,7 @@ def sampled(model: GPT2 | Llama, seed: int) -> list[int]:
 
 @pytest.mark.parametrize("architecture", ARCHITECTURES)
 @pytest.mark.parametrize("chunks", [(16,), (1,) * 16, (5, 1, 7, 3)])
-def test_logits_with_the_cache_equal_those_without(
-    architecture: str, chunks: tuple[int, ...]
-) -> None:
+def test_logits_with_the_cache_equal_those_without(architecture: str, chunks: tuple[int, ...]) -> None:
     model = model_of(architecture).eval()
     tokens = torch.randint(0, 50, (2, 16), generator=torch.Generator().manual_seed(0))
     whole = model(tokens)
@@ -93,9 +89,7 @@ def test_greedy_tokens_are_the_same_with_and_without_the_cache_past_two_windows(
 def test_a_full_window_slides_to_its_newest_half() -> None:
     model = model_of("llama")
     seen: list[int] = []
-    handle = model.embedding.register_forward_pre_hook(
-        lambda module, inputs: seen.append(inputs[0].shape[1])
-    )
+    handle = model.embedding.register_forward_pre_hook(lambda module, inputs: seen.append(inputs[0].shape[1]))
     greedy(model, 24)
     handle.remove()
     # 3 of the prompt, then one by one to 16; the 17th makes the window the newest 8.
@@ -119,9 +113,7 @@ def test_generation_stops_before_end_of_text() -> None:
     model = model_of("gpt2")
     tokens = greedy(model, 20)
     end = tokens[7]
-    stopped = generate(
-        model, [1, 2, 3], 20, temperature=0.0, top_k=None, top_p=None, seed=0, end_of_text=end
-    )
+    stopped = generate(model, [1, 2, 3], 20, temperature=0.0, top_k=None, top_p=None, seed=0, end_of_text=end)
     assert stopped == tokens[: tokens.index(end)]
 
 
@@ -191,9 +183,7 @@ def test_padded_tokens_are_never_sampled() -> None:
     assert result.tolist() == [0.5, 0.5, 0.0, 0.0]
 
 
-@pytest.mark.parametrize(
-    "changes", [{"temperature": -1.0}, {"top_k": 0}, {"top_p": 0.0}, {"top_p": 1.1}]
-)
+@pytest.mark.parametrize("changes", [{"temperature": -1.0}, {"top_k": 0}, {"top_p": 0.0}, {"top_p": 1.1}])
 def test_settings_out_of_range_are_rejected(changes: dict[str, float]) -> None:
     options = {"temperature": 1.0, "top_k": None, "top_p": None, "seed": 0} | changes
     with pytest.raises(ConfigError, match=next(iter(changes))):

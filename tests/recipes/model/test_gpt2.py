@@ -44,9 +44,7 @@ def test_padded_and_unpadded_model_have_the_same_loss_and_gradient_of_every_para
     for loss in losses:
         loss.backward()
     torch.testing.assert_close(losses[0], losses[1], rtol=0, atol=1e-6)
-    for (name, ours), (_, reference) in zip(
-        padded.named_parameters(), plain.named_parameters(), strict=True
-    ):
+    for (name, ours), (_, reference) in zip(padded.named_parameters(), plain.named_parameters(), strict=True):
         gradient = ours.grad[: len(reference)]
         # The sums run over other block sizes: float32 rounding of gradients below 1.
         torch.testing.assert_close(gradient, reference.grad, rtol=0, atol=1e-7, msg=name)
@@ -72,9 +70,7 @@ def test_first_loss_is_ln_of_the_vocabulary() -> None:
 
 def test_the_head_stays_tied_from_the_meta_device_to_the_cpu() -> None:
     with torch.device("meta"):
-        model = GPT2(
-            vocab_size=100, max_seq_len=16, num_layers=2, num_heads=4, hidden_size=32, dropout=0.0
-        )
+        model = GPT2(vocab_size=100, max_seq_len=16, num_layers=2, num_heads=4, hidden_size=32, dropout=0.0)
     model.to_empty(device="cpu")
     model.init_weights(0)
     assert model.head.weight is model.embedding.weight

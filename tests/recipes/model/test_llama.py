@@ -162,8 +162,6 @@ def test_compiled_blocks_have_no_graph_break_and_are_compiled_once_for_all_steps
         ({"head_dim": 7}, r"model\.head_dim=7: .* type model\.head_dim=8"),
     ],
 )
-def test_heads_that_do_not_fit_are_rejected_with_a_value_that_fits(
-    changes: dict[str, int], message: str
-) -> None:
+def test_heads_that_do_not_fit_are_rejected_with_a_value_that_fits(changes: dict[str, int], message: str) -> None:
     with pytest.raises(ConfigError, match=message):
         small(**changes)

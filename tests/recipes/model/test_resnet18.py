@@ -79,9 +79,7 @@ def test_weights_of_another_shape_are_rejected_and_every_difference_is_listed(
 ) -> None:
     named = {their_name(name): value for name, value in digits().state_dict().items()}
     save_file(named, tmp_path / "resnet18.safetensors")
-    with pytest.raises(
-        ValueError, match=r"stem_conv\.weight is .*; head\.weight is .*; head\.bias is"
-    ):
+    with pytest.raises(ValueError, match=r"stem_conv\.weight is .*; head\.weight is .*; head\.bias is"):
         digits(num_classes=7, in_channels=3, pretrained=str(tmp_path / "resnet18.safetensors"))
 
 

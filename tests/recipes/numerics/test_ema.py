@@ -12,9 +12,7 @@ def test_the_average_covers_the_weights_of_every_step(kind: str, dtype: torch.dt
     torch.manual_seed(0)
     weight = torch.nn.Parameter(torch.randn(3, 4, dtype=dtype))
     optimizer = (
-        torch.optim.AdamW([weight], lr=0.1, fused=True)
-        if kind == "fused AdamW"
-        else torch.optim.SGD([weight], lr=0.1)
+        torch.optim.AdamW([weight], lr=0.1, fused=True) if kind == "fused AdamW" else torch.optim.SGD([weight], lr=0.1)
     )
     step = 0
     average_weights(optimizer, decay=0.9, step=lambda: step)

@@ -39,9 +39,7 @@ class KeepGradients(Callback):
     def __init__(self) -> None:
         self.gradients: dict[str, torch.Tensor] = {}
 
-    def on_before_optimizer_step(
-        self, trainer: lightning.Trainer, pl_module: Any, optimizer: Any
-    ) -> None:
+    def on_before_optimizer_step(self, trainer: lightning.Trainer, pl_module: Any, optimizer: Any) -> None:
         if not self.gradients:
             named = pl_module.model.named_parameters()
             self.gradients = {name: p.grad.clone() for name, p in named if p.grad is not None}

@@ -11,9 +11,7 @@ from recipes.optimizer.param_groups import decay_groups
 
 
 def small() -> GPT2:
-    model = GPT2(
-        vocab_size=64, max_seq_len=8, num_layers=2, num_heads=2, hidden_size=16, dropout=0.0
-    )
+    model = GPT2(vocab_size=64, max_seq_len=8, num_layers=2, num_heads=2, hidden_size=16, dropout=0.0)
     initialize(model, seed=0)
     return model
 

@@ -19,9 +19,7 @@ EVAL_EVERY = 40
 LONG_SECONDS = 5.0  # enough for many exchanges
 
 
-def random_requests(
-    rank: int, requests: dict[str, list[int]], *, steps: int, rested: int
-) -> dict[str, Any]:
+def random_requests(rank: int, requests: dict[str, list[int]], *, steps: int, rested: int) -> dict[str, Any]:
     """Train at a speed of this rank's own; a collective ties fast ranks to slow ones every other step, and the last.
 
     Requests come from another thread, at any time, as signals do.
@@ -100,9 +98,7 @@ def main() -> None:
     dist.init_process_group("gloo")
     rank = int(os.environ["RANK"])
     results = {
-        "random": random_requests(
-            rank, cases["requests"], steps=cases["steps"], rested=cases["rested"]
-        ),
+        "random": random_requests(rank, cases["requests"], steps=cases["steps"], rested=cases["rested"]),
         "no_requests": no_requests(rank),
         "last": around_the_last_step(rank, cases["rounds"]),
     }

@@ -31,9 +31,7 @@ ERRORS = [
 
 
 @pytest.mark.parametrize(("error", "is_full"), ERRORS)
-def test_out_of_memory_errors_are_recognized_directly_and_as_a_cause(
-    error: Exception, is_full: bool
-) -> None:
+def test_out_of_memory_errors_are_recognized_directly_and_as_a_cause(error: Exception, is_full: bool) -> None:
     wrapped = ValueError("a step failed")
     wrapped.__cause__ = error
     for is_out in (is_out_of_memory, dump.is_out_of_memory):

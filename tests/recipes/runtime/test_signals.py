@@ -106,9 +106,7 @@ def test_a_run_stopped_in_a_step_in_a_validation_and_before_a_validation_gives_t
     assert [event["step"] for event in events(folder, "resume")] == [4, 8, 16]
 
 
-def test_a_step_saved_again_after_its_validation_resumes_with_the_same_dropout(
-    start: Start, workplace: Path
-) -> None:
+def test_a_step_saved_again_after_its_validation_resumes_with_the_same_dropout(start: Start, workplace: Path) -> None:
     overrides = ("model.dropout=0.2", "save_every=8", "eval_every=8")
     signals = ("validation_8_SIGTERM_0", "step_12_SIGKILL_0")
     folder = workplace / "dropout"
@@ -152,9 +150,7 @@ def test_torchrun_forwards_its_signal_to_both_ranks_of_a_run_saved_by_time_and_t
     # torchrun signals the whole process group, loader workers included
     overrides = (*TWO_RANKS, "trainer.devices=auto", "loader.num_workers=1")
     overrides += ("save_every=null", "save_every_minutes=0.02")
-    overrides += (
-        "+callbacks.signals.pause=0.08",
-    )  # 16 steps take 2.5 s, in which the run is saved by time
+    overrides += ("+callbacks.signals.pause=0.08",)  # 16 steps take 2.5 s, in which the run is saved by time
     signals = ("batch_16_SIGTERM_parent",)
     folder = workplace / "torchrun"
 

@@ -80,9 +80,7 @@ def test_without_existing_ranks_the_config_and_the_gpus_set_their_number(
 
 @pytest.mark.usefixtures("no_gpu")
 @pytest.mark.parametrize(("devices", "per_node"), [("auto", 1), (-1, 1), (3, 3)])
-def test_a_machine_without_gpus_has_one_rank_or_as_many_as_devices_are_set(
-    devices: Any, per_node: int
-) -> None:
+def test_a_machine_without_gpus_has_one_rank_or_as_many_as_devices_are_set(devices: Any, per_node: int) -> None:
     assert get_ranks(config(devices=devices), {}).world_size == per_node
 
 
@@ -115,8 +113,7 @@ def test_torchrun_under_srun_counts_as_torchrun() -> None:
         (
             {"devices": 4},
             TORCHRUN,
-            "trainer.devices=4 trainer.num_nodes=1: torchrun started 4 ranks on 2 nodes;"
-            " type trainer.devices=auto",
+            "trainer.devices=4 trainer.num_nodes=1: torchrun started 4 ranks on 2 nodes; type trainer.devices=auto",
         ),
         (
             {"devices": 2, "num_nodes": 3},
@@ -127,14 +124,14 @@ def test_torchrun_under_srun_counts_as_torchrun() -> None:
         (
             {"strategy": SINGLE, "devices": 1},
             TORCHRUN,
-            "strategy=single with WORLD_SIZE=4: each of these ranks would train the whole run,"
+            "strategy=single with WORLD_SIZE=4: each of these ranks would train the same run"
             " in the same folder; type strategy=ddp, or python train.py … without torchrun",
         ),
         (
             {"mode": "evaluate"},
             TORCHRUN,
-            "mode=evaluate with WORLD_SIZE=4: only training is shared among ranks: each of these"
-            " would do all of it; type python train.py … without torchrun or srun",
+            "mode=evaluate with WORLD_SIZE=4: only training is split over ranks: each of these"
+            " would repeat all of it; type python train.py … without torchrun or srun",
         ),
         (
             {},
@@ -156,8 +153,7 @@ def test_torchrun_under_srun_counts_as_torchrun() -> None:
         (
             {"devices": [1, 2]},
             {},
-            "trainer.devices=[1,2]: this machine has 2 GPUs (they count from 0);"
-            " type trainer.devices=auto",
+            "trainer.devices=[1,2]: this machine has 2 GPUs (they count from 0); type trainer.devices=auto",
         ),
         (
             {"devices": 8, "num_nodes": 2, "accelerator": "cpu"},

@@ -32,10 +32,7 @@ class InheritedBlocks(WithoutBlocks):
 
 
 def message(option: str) -> str:
-    return (
-        f"strategy={option}: it shards block by block, and WithoutBlocks has no `blocks`;"
-        " type strategy=ddp"
-    )
+    return f"strategy={option}: it shards block by block, and WithoutBlocks has no `blocks`; type strategy=ddp"
 
 
 def test_blocks_are_an_attribute_or_a_property() -> None:
@@ -48,18 +45,14 @@ def test_blocks_are_an_attribute_or_a_property() -> None:
 @pytest.mark.parametrize("name", ["gpt2_nano", "llama_nano", "resnet18"])
 def test_the_models_of_this_project_have_blocks(name: str) -> None:
     config = composed_config(f"model={name}")["model"]
-    model_class = {"GPT2": GPT2, "Llama": Llama, "ResNet18": ResNet18}[
-        config.pop("_target_").rpartition(".")[2]
-    ]
+    model_class = {"GPT2": GPT2, "Llama": Llama, "ResNet18": ResNet18}[config.pop("_target_").rpartition(".")[2]]
     with torch.device("meta"):
         model: nn.Module = model_class(**config)
     assert list(get_blocks(model, "fsdp"))
 
 
 @pytest.mark.parametrize(("option", "strategy"), [("fsdp", FSDP2Strategy), ("hsdp", HSDPStrategy)])
-def test_fsdp_names_the_strategy_that_needs_no_blocks(
-    option: str, strategy: type[FSDP2Strategy]
-) -> None:
+def test_fsdp_names_the_strategy_that_needs_no_blocks(option: str, strategy: type[FSDP2Strategy]) -> None:
     own = {"shard_size": None} if option == "hsdp" else {}
     engine = strategy(
         devices=[torch.device("cpu")],

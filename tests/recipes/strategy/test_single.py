@@ -13,9 +13,7 @@ from recipes.build import build
 
 
 @pytest.mark.parametrize("precision", ["32-true", "bf16-mixed", "bf16-true"])
-def test_fused_adamw_is_clipped_under_every_precision(
-    precision: str, tmp_path: Path, text_folder: str
-) -> None:
+def test_fused_adamw_is_clipped_under_every_precision(precision: str, tmp_path: Path, text_folder: str) -> None:
     config = composed_config(
         *TINY,
         f"data.path={text_folder}",

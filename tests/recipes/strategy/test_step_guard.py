@@ -36,9 +36,7 @@ def test_a_skipped_step_changes_nothing_and_the_next_one_does(name: str) -> None
     weight.grad = torch.full((5,), torch.inf)
     skip_step(optimizer, [weight], torch.tensor(True))
     optimizer.step()
-    assert all(
-        torch.equal(*pair) for pair in zip(before, get_state(optimizer, weight), strict=True)
-    )
+    assert all(torch.equal(*pair) for pair in zip(before, get_state(optimizer, weight), strict=True))
     weight.grad = torch.randn(5)
     skip_step(optimizer, [weight], torch.tensor(False))
     optimizer.step()
@@ -56,9 +54,7 @@ def test_a_fused_kernel_obeys_the_flag_set_on_the_optimizer(name: str) -> None:
     optimizer.found_inf = torch.tensor(1.0)  # type: ignore[attr-defined]
     weight.grad = torch.full((5,), torch.inf)
     optimizer.step()
-    assert all(
-        torch.equal(*pair) for pair in zip(before, get_state(optimizer, weight), strict=True)
-    )
+    assert all(torch.equal(*pair) for pair in zip(before, get_state(optimizer, weight), strict=True))
     optimizer.found_inf = torch.tensor(0.0)  # type: ignore[attr-defined]
     weight.grad = torch.randn(5)
     optimizer.step()

@@ -15,9 +15,7 @@ def test_lightning_still_lets_deepspeed_divide_by_the_accumulation_steps_a_secon
     """#6170, `DeepSpeedZero.backward`."""
     from deepspeed.runtime import engine
 
-    assert "def backward(self, loss, retain_graph=False, scale_wrt_gas=True)" in inspect.getsource(
-        engine
-    )
+    assert "def backward(self, loss, retain_graph=False, scale_wrt_gas=True)" in inspect.getsource(engine)
     assert "scale_wrt_gas" not in inspect.getsource(DeepSpeedPrecision)
     assert "scale_wrt_gas" not in inspect.getsource(DeepSpeedStrategy)
 
@@ -64,9 +62,7 @@ def test_deepspeed_still_pickles_its_loss_scaler_into_its_own_checkpoints() -> N
     """0.19.8: `torch.load(..., weights_only=True)` rejects them; `strategy/deepspeed/checkpoint.py` writes tensors."""
     from deepspeed.runtime.zero.stage_1_and_2 import DeepSpeedZeroOptimizer
 
-    assert "[LOSS_SCALER] = self.loss_scaler" in inspect.getsource(
-        DeepSpeedZeroOptimizer.state_dict
-    )
+    assert "[LOSS_SCALER] = self.loss_scaler" in inspect.getsource(DeepSpeedZeroOptimizer.state_dict)
 
 
 def test_deepspeed_cpu_adam_still_rounds_differently_where_steps_are_left_out() -> None:

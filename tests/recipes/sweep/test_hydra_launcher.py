@@ -79,9 +79,7 @@ def make_launcher(
         "sweep": {"dir": str(sweep.folder), "subdir": subdir},
         "sweeper": {"_target_": sweeper},
     }
-    context: Any = SimpleNamespace(
-        config_loader=SimpleNamespace(load_sweep_config=load_sweep_config)
-    )
+    context: Any = SimpleNamespace(config_loader=SimpleNamespace(load_sweep_config=load_sweep_config))
     launcher.setup(
         hydra_context=context,
         task_function=lambda _: None,
@@ -142,9 +140,7 @@ def test_after_a_signal_no_further_batch_is_launched(
     assert caught.value.code == exit_code
 
 
-def test_a_folder_is_named_by_its_number_or_as_subdir_defines(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_folder_is_named_by_its_number_or_as_subdir_defines(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     sweep = FakeSweep(tmp_path, {}, skip_invalid=False)
     assert make_launcher(sweep, monkeypatch).get_folder_name(["seed=7"], 3) == "3"
     launcher = make_launcher(sweep, monkeypatch, subdir="seed_${seed}/${hydra.job.num}")

@@ -19,13 +19,9 @@ from recipes.sweep.leaderboard import (
 from recipes.sweep.sweep import Ledger
 
 
-def save_job(
-    folder: Path, number: int, overrides: list[str], state: State = State.FINISHED, **summary: Any
-) -> Job:
+def save_job(folder: Path, number: int, overrides: list[str], state: State = State.FINISHED, **summary: Any) -> Job:
     """Write a job's folder, with a summary if there are values for it."""
-    job = Job(
-        number=number, folder=folder / str(number), overrides=overrides, state=state, exit_code=0
-    )
+    job = Job(number=number, folder=folder / str(number), overrides=overrides, state=state, exit_code=0)
     job.save()
     if summary:
         (job.folder / "summary.json").write_text(json.dumps(summary))
@@ -48,9 +44,7 @@ def test_the_best_job_is_first_and_jobs_without_a_result_are_last(jobs: list[Job
     assert [job.number for job in rank_jobs(jobs, "tokens_per_second", "maximize")] == [0, 2, 1, 3]
 
 
-def test_a_row_has_the_overrides_that_differ_between_jobs_and_no_others(
-    tmp_path: Path, jobs: list[Job]
-) -> None:
+def test_a_row_has_the_overrides_that_differ_between_jobs_and_no_others(tmp_path: Path, jobs: list[Job]) -> None:
     write_leaderboard(tmp_path, jobs, objective="val_loss", direction="minimize")
     with (tmp_path / "sweep.csv").open(newline="") as file:
         rows = list(csv.DictReader(file))
@@ -116,8 +110,6 @@ def test_a_job_is_read_back_from_a_folder_that_was_moved(tmp_path: Path) -> None
         (-15, State.KILLED),
     ],
 )
-def test_each_exit_code_maps_to_a_state_that_is_either_final_resumable_or_failed(
-    exit_code: int, state: State
-) -> None:
+def test_each_exit_code_maps_to_a_state_that_is_either_final_resumable_or_failed(exit_code: int, state: State) -> None:
     assert state_from_exit_code(exit_code) is state
     assert [state.is_over, state.is_cut, state.has_failed].count(True) == 1

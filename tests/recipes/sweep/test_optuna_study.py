@@ -115,9 +115,7 @@ def test_a_study_killed_in_its_sixth_trial_resumes_to_the_twelve_trials_of_an_un
     before = drive(open_source(killed), kill_at=5)
     after = drive(open_source(killed))
     assert [job.number for job in before] == [0, 1, 2, 3, 4, 5]
-    assert [job.number for job in after] == [5, 6, 7, 8, 9, 10, 11], (
-        "the sixth trial resumes in its folder"
-    )
+    assert [job.number for job in after] == [5, 6, 7, 8, 9, 10, 11], "the sixth trial resumes in its folder"
     reference, resumed = load_trials(tmp_path / "reference"), load_trials(killed)
     assert len(resumed) == 12
     assert [trial.params for trial in resumed] == [trial.params for trial in reference]
@@ -171,9 +169,7 @@ def test_a_failed_trial_is_retried_with_the_same_overrides_only_with_retry_faile
 
 
 @pytest.mark.parametrize("summary", [{"best_val_loss": None}, {"best_val_loss": math.nan}])
-def test_a_run_without_a_finite_objective_is_a_failed_trial(
-    tmp_path: Path, summary: Mapping[str, Any]
-) -> None:
+def test_a_run_without_a_finite_objective_is_a_failed_trial(tmp_path: Path, summary: Mapping[str, Any]) -> None:
     source = open_source(tmp_path)
     [job] = source.next_jobs()
     end(source, job, State.FINISHED, **summary)
@@ -216,9 +212,7 @@ def test_a_trial_with_an_invalid_config_fails_and_the_next_one_is_started(
     assert load_trials(tmp_path)[0].state is TrialState.FAIL
 
 
-def test_a_study_is_not_resumed_with_another_search_space(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_study_is_not_resumed_with_another_search_space(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     open_source(tmp_path)
     monkeypatch.setitem(globals(), "make_space", lambda: read_space(SPACE[:2])[0])
     with pytest.raises(ConfigError, match="the space of the study in it is"):
@@ -228,9 +222,7 @@ def test_a_study_is_not_resumed_with_another_search_space(
 def test_a_study_that_maximizes_prunes_the_trial_with_the_larger_loss(tmp_path: Path) -> None:
     source = open_source(tmp_path, prune_on="val/loss")
     source._prune_sign = -1
-    maximizing_study = optuna.create_study(
-        direction="maximize", pruner=optuna.pruners.MedianPruner(n_startup_trials=2)
-    )
+    maximizing_study = optuna.create_study(direction="maximize", pruner=optuna.pruners.MedianPruner(n_startup_trials=2))
     source._study = maximizing_study
     for _ in range(3):
         [job] = source.next_jobs()

@@ -60,9 +60,7 @@ class FakeLauncher:
         self.handles: dict[int, FakeHandle] = {}
         self.most_at_a_time = 0
         self._polls = polls
-        self._on_signal = (
-            {signal.SIGINT: 130, signal.SIGTERM: 75} if on_signal is None else on_signal
-        )
+        self._on_signal = {signal.SIGINT: 130, signal.SIGTERM: 75} if on_signal is None else on_signal
 
     def is_full(self) -> bool:
         return len(self._running()) >= self.max_jobs
@@ -146,9 +144,7 @@ def test_jobs_start_in_order_one_after_the_other(jobs: list[Job]) -> None:
     source = FakeSource(jobs[:3])
     pool, events = make_pool(launcher, source)
     assert pool.run() is None
-    assert events == [
-        f"{number} {state}" for number in range(3) for state in ("running", "finished")
-    ]
+    assert events == [f"{number} {state}" for number in range(3) for state in ("running", "finished")]
     assert source.ended == [0, 1, 2]
     assert launcher.most_at_a_time == 1
 
@@ -218,9 +214,7 @@ def test_sigterm_is_forwarded_to_running_jobs_and_no_further_job_starts(jobs: li
 
 
 @pytest.mark.parametrize(("obeys", "exit_code"), [(True, 130), (False, -9)])
-def test_ctrl_c_is_forwarded_and_a_job_that_ignores_it_is_killed(
-    jobs: list[Job], obeys: bool, exit_code: int
-) -> None:
+def test_ctrl_c_is_forwarded_and_a_job_that_ignores_it_is_killed(jobs: list[Job], obeys: bool, exit_code: int) -> None:
     def interrupt(_: object) -> None:
         raise KeyboardInterrupt
 

@@ -117,9 +117,7 @@ def test_files_that_cannot_be_written_are_one_log_line_each_and_no_exception(
     def compare(*_: Any, **__: Any) -> None:
         raise LookupError("no run has best_val_loss")
 
-    job = Job(
-        number=0, folder=tmp_path / "0", overrides=["seed=1"], state=State.FINISHED, exit_code=0
-    )
+    job = Job(number=0, folder=tmp_path / "0", overrides=["seed=1"], state=State.FINISHED, exit_code=0)
     job.save()
     (job.folder / "config.yaml").touch()
     (job.folder / "summary.json").write_text(json.dumps({"best_val_loss": 1.0}))

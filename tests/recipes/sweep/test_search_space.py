@@ -188,9 +188,7 @@ def test_a_shuffled_list_is_one_list_for_every_run() -> None:
         ("model=glob(*)", "the options of the group are not known here", "model=<options>"),
     ],
 )
-def test_a_parameter_that_cannot_be_sampled_is_reported(
-    override: str, reason: str, fix: str
-) -> None:
+def test_a_parameter_that_cannot_be_sampled_is_reported(override: str, reason: str, fix: str) -> None:
     space, [mistake] = read_space([override, "y=1,2"])
     assert (mistake.setting, mistake.reason, mistake.fix) == (override, reason, fix)
     assert list(space.parameters) == ["y"]

@@ -103,13 +103,9 @@ def test_a_crash_and_a_kill_stop_no_other_job_and_the_same_command_resumes_what_
 
     # fixed in its source, as another override would make it another job
     (sweeps.folder / "watcher.py").write_text(
-        (sweeps.folder / "watcher.py")
-        .read_text()
-        .replace('raise OSError("the disk is gone")', "return")
+        (sweeps.folder / "watcher.py").read_text().replace('raise OSError("the disk is gone")', "return")
     )
-    exit_code, output = sweeps.run(
-        "faults", THREE, "sweep.retry_failed=true", told="told_faults", **faults
-    )
+    exit_code, output = sweeps.run("faults", THREE, "sweep.retry_failed=true", told="told_faults", **faults)
     assert exit_code == 0, output
     assert set(sweeps.states("faults").values()) == {"finished"}
     assert rows(sweeps.folder / "faults/0") == rows(undisturbed / "0")

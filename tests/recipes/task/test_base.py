@@ -73,9 +73,7 @@ def make_task(trainer: SimpleNamespace, **more: Any) -> LanguageModeling:
 def make_batch(num_targets: list[int], *, seed: int = 0) -> dict[str, Any]:
     """Return a micro-batch whose sample i has `num_targets[i]` targets that carry loss."""
     generator = torch.Generator().manual_seed(seed)
-    tokens = torch.randint(
-        VOCAB, (len(num_targets), SEQ_LEN + 1), generator=generator
-    )  # [B, T + 1]
+    tokens = torch.randint(VOCAB, (len(num_targets), SEQ_LEN + 1), generator=generator)  # [B, T + 1]
     targets = tokens[:, 1:].clone()  # [B, T]
     for row, count in zip(targets, num_targets, strict=True):
         row[count:] = -100
@@ -85,10 +83,7 @@ def make_batch(num_targets: list[int], *, seed: int = 0) -> dict[str, Any]:
 def window(*micro_batches: list[int]) -> list[dict[str, Any]]:
     """Return the micro-batches of one optimizer step, each with the targets of the global batch."""
     total = sum(sum(counts) for counts in micro_batches)
-    return [
-        make_batch(counts, seed=seed) | {"num_targets": total}
-        for seed, counts in enumerate(micro_batches)
-    ]
+    return [make_batch(counts, seed=seed) | {"num_targets": total} for seed, counts in enumerate(micro_batches)]
 
 
 def mean_over_targets(model: nn.Module, batches: list[dict[str, Any]]) -> Tensor:
@@ -99,9 +94,7 @@ def mean_over_targets(model: nn.Module, batches: list[dict[str, Any]]) -> Tensor
 
 
 @pytest.mark.parametrize(("world_size", "accumulate"), [(1, 1), (1, 4), (2, 2), (4, 1)])
-def test_loss_and_gradient_are_those_of_one_large_batch_however_it_is_split(
-    world_size: int, accumulate: int
-) -> None:
+def test_loss_and_gradient_are_those_of_one_large_batch_however_it_is_split(world_size: int, accumulate: int) -> None:
     batches = window([6, 1], [2, 2], [0, 0], [3, 5])  # uneven, and one without any target
     model = Bigram()
     losses, gradient = [], torch.zeros_like(model.table.weight)
@@ -174,9 +167,7 @@ def test_samples_and_tokens_of_all_ranks_are_counted_at_the_end_of_a_window() ->
         ([0.1, 0.2], {"lr": 0.1, "lr/decay": 0.1, "lr/no_decay": 0.2}),
     ],
 )
-def test_learning_rates_are_logged_by_group_where_they_differ(
-    rates: list[float], expected: dict[str, float]
-) -> None:
+def test_learning_rates_are_logged_by_group_where_they_differ(rates: list[float], expected: dict[str, float]) -> None:
     names = ("decay", "no_decay")
     groups = [{"lr": lr, "group_name": name} for lr, name in zip(rates, names, strict=True)]
     task = make_task(make_trainer(optimizers=[SimpleNamespace(param_groups=groups)]))
@@ -240,9 +231,7 @@ def checkpoint_of(task: LanguageModeling, *, step: int, accumulate: int) -> dict
         "global_step": step,
         "state_dict": task.state_dict(),
         "optimizer_states": [{"state": {}}],
-        "loops": {
-            "fit_loop": {"epoch_loop.batch_progress": {"total": dict(done), "current": dict(done)}}
-        },
+        "loops": {"fit_loop": {"epoch_loop.batch_progress": {"total": dict(done), "current": dict(done)}}},
     }
     task.on_save_checkpoint(checkpoint)
     return checkpoint

@@ -27,9 +27,7 @@ TEXTS = [
 @pytest.fixture
 def corpus(tmp_path):
     path = tmp_path / "a.txt"
-    lines = [
-        f"def name_{i % 37}(self, value): return {i} + self.value_{i % 11}\n" for i in range(800)
-    ]
+    lines = [f"def name_{i % 37}(self, value): return {i} + self.value_{i % 11}\n" for i in range(800)]
     path.write_text("".join(lines), encoding="utf-8")
     return Corpus([Document.of(path, name="a.txt")], cache_dir=tmp_path / "cache")
 
@@ -81,9 +79,7 @@ def test_a_second_make_loads_the_cached_tokenizer(corpus, monkeypatch):
 
 
 def test_another_size_is_another_tokenizer(corpus):
-    assert (
-        Bpe(vocab_size=300).make(corpus).fingerprint != Bpe(vocab_size=301).make(corpus).fingerprint
-    )
+    assert Bpe(vocab_size=300).make(corpus).fingerprint != Bpe(vocab_size=301).make(corpus).fingerprint
 
 
 def test_a_corpus_too_small_gives_fewer_ids_and_one_line_in_the_log(caplog):
@@ -111,7 +107,5 @@ def test_a_fork_after_training_is_silent():
         "os._exit(0) if pid == 0 else os.waitpid(pid, 0)\n"
     )
     environment = {k: v for k, v in os.environ.items() if k != "TOKENIZERS_PARALLELISM"}
-    result = subprocess.run(
-        [sys.executable, "-c", code], cwd=ROOT, env=environment, capture_output=True, text=True
-    )
+    result = subprocess.run([sys.executable, "-c", code], cwd=ROOT, env=environment, capture_output=True, text=True)
     assert (result.returncode, result.stderr) == (0, "")

@@ -50,12 +50,8 @@ def refuse(name):
 def test_folders_without_a_tokenizer_are_rejected(tmp_path, folder):
     (tmp_path / "empty").mkdir()
     empty, missing = tmp_path / "empty", tmp_path / "missing"
-    assert refuse(str(empty)) == (
-        f"tokenizer.name={empty}: the folder has no tokenizer.json; type {REMEDY}"
-    )
-    assert refuse(str(missing)) == (
-        f"tokenizer.name={missing}: there is no such folder; type {REMEDY}"
-    )
+    assert refuse(str(empty)) == (f"tokenizer.name={empty}: the folder has no tokenizer.json; type {REMEDY}")
+    assert refuse(str(missing)) == (f"tokenizer.name={missing}: there is no such folder; type {REMEDY}")
     (folder / "tokenizer.json").write_text("{}")
     assert "is no tokenizer" in refuse(str(folder))
 
@@ -85,6 +81,5 @@ def test_an_unreachable_hub_is_an_error_that_names_the_offline_way(monkeypatch):
 
     monkeypatch.setattr(hub, "hf_hub_download", offline)
     assert refuse("some/model") == (
-        "tokenizer.name=some/model: the hub did not give its tokenizer.json (no connection); "
-        f"type {REMEDY}"
+        f"tokenizer.name=some/model: the hub did not give its tokenizer.json (no connection); type {REMEDY}"
     )

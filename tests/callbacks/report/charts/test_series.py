@@ -50,11 +50,7 @@ def write_metrics(folder: Path, metrics: str) -> Path:
 
 
 def test_charts_are_the_panels_that_the_run_has_metrics_for(tmp_path: Path) -> None:
-    run = read_run(
-        write_metrics(
-            tmp_path, "step,train/loss,lr,val/loss,extra\n10,3.0,0.1,,7\n20,2.0,0.1,2.5,8\n"
-        )
-    )
+    run = read_run(write_metrics(tmp_path, "step,train/loss,lr,val/loss,extra\n10,3.0,0.1,,7\n20,2.0,0.1,2.5,8\n"))
     learning = Section(
         title="learning",
         panels=(
@@ -84,9 +80,7 @@ def test_a_wide_range_of_losses_is_on_a_log_scale_and_speed_never_is(tmp_path: P
 def test_rolled_back_points_are_kept_apart_from_the_curve(tmp_path: Path) -> None:
     write_metrics(tmp_path, "step,train/loss\n1,3.0\n2,2.5\n")
     (tmp_path / "rolled_back").mkdir()
-    (tmp_path / "rolled_back" / "steps_0000002_to_0000003.csv").write_text(
-        "step,train/loss\n2,9.0\n3,80\n"
-    )
+    (tmp_path / "rolled_back" / "steps_0000002_to_0000003.csv").write_text("step,train/loss\n2,9.0\n3,80\n")
     run = read_run(tmp_path)
     [curve] = get_groups(run, sections_for(run.series))[0].charts[0].curves
     assert curve.points == [(1, 3.0), (2, 2.5)]

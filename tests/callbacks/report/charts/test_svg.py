@@ -31,9 +31,7 @@ def make_chart(
     return Chart(title, list(curves), log_scale, x_range, y_range)
 
 
-def draw(
-    chart: Chart, marks: list[Mark] | None = None, *, span: int = 6, max_buckets: int = 250
-) -> str:
+def draw(chart: Chart, marks: list[Mark] | None = None, *, span: int = 6, max_buckets: int = 250) -> str:
     return chart_html(chart, marks or [], index=0, span=span, max_buckets=max_buckets)
 
 
@@ -68,9 +66,7 @@ def test_linear_ticks_are_labels_and_grid_lines_at_the_same_height() -> None:
         ("100.00%", "0"), ("80.00%", "2"), ("60.00%", "4"),
         ("40.00%", "6"), ("20.00%", "8"), ("0.00%", "10"),
     ]  # fmt: skip
-    assert paths(html, "grid") == [
-        "M0 1000H1000M0 800H1000M0 600H1000M0 400H1000M0 200H1000M0 0H1000"
-    ]
+    assert paths(html, "grid") == ["M0 1000H1000M0 800H1000M0 600H1000M0 400H1000M0 200H1000M0 0H1000"]
     assert [text for _, text in labels(html, "x")] == ["0", "20", "40", "60", "80", "100"]
 
 

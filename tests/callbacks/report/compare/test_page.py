@@ -107,9 +107,7 @@ def test_a_run_that_failed_before_its_first_row_is_in_the_table(three, tmp_path:
     assert rows[-1][:3] == ["2", "did not start", DASH]
 
 
-def test_a_run_with_an_empty_metrics_file_and_one_of_another_project_are_in_the_table(
-    three, tmp_path: Path
-) -> None:
+def test_a_run_with_an_empty_metrics_file_and_one_of_another_project_are_in_the_table(three, tmp_path: Path) -> None:
     for name, text in (("2", ""), ("3", "step,train_loss\n1,2.5\n")):
         (tmp_path / name).mkdir()
         (tmp_path / name / "metrics.csv").write_text(text)
@@ -119,9 +117,7 @@ def test_a_run_with_an_empty_metrics_file_and_one_of_another_project_are_in_the_
     assert rows[-1][:3] == ["2", "did not start", DASH]
 
 
-def test_a_measure_of_which_more_is_better_is_sorted_from_high_to_low(
-    three, tmp_path: Path
-) -> None:
+def test_a_measure_of_which_more_is_better_is_sorted_from_high_to_low(three, tmp_path: Path) -> None:
     (three[0] / "summary.json").write_text('{"status": "failed", "mfu": 0.5}')
     rows = Table(make_page(three, tmp_path / "report.html", sort="mfu")).rows
     assert [row[:3] for row in rows] == [
@@ -132,9 +128,7 @@ def test_a_measure_of_which_more_is_better_is_sorted_from_high_to_low(
     ]
 
 
-def test_sorting_by_what_no_run_has_is_an_error_that_lists_what_they_have(
-    three, tmp_path: Path
-) -> None:
+def test_sorting_by_what_no_run_has_is_an_error_that_lists_what_they_have(three, tmp_path: Path) -> None:
     with pytest.raises(LookupError, match="no run has it; they have best_val_loss, mfu, steps"):
         write_comparison(three, tmp_path / "report.html", sort="val_accurracy")
 
@@ -160,9 +154,7 @@ def test_three_hundred_runs_of_fifteen_metrics_stay_under_three_megabytes(tmp_pa
     rows = [[f"{random.random():.7f}" for _ in names] for _ in range(500)]
     folders = []
     for i in range(300):
-        folder = write_run(
-            tmp_path / str(i), losses=[], config=make_config(random.random(), seed=i)
-        )
+        folder = write_run(tmp_path / str(i), losses=[], config=make_config(random.random(), seed=i))
         text = "".join(f"{s},{','.join(rows[(s * 7 + i) % 500])}\n" for s in range(1, 501))
         (folder / "metrics.csv").write_text(f"step,{','.join(names)}\n{text}")
         folders.append(folder)
@@ -193,9 +185,7 @@ def test_a_parameter_that_follows_from_another_is_omitted(
         folders.append(write_run(tmp_path / str(i), losses=[3.0], config=config))
         environment = {"overrides": [f"trainer.max_steps={steps}"]}
         (folders[-1] / "environment.json").write_text(json.dumps(environment))
-    assert differing_parameters([read_run(folder) for folder in folders]) == {
-        "trainer.max_steps": [100, 200]
-    }
+    assert differing_parameters([read_run(folder) for folder in folders]) == {"trainer.max_steps": [100, 200]}
     config = yaml.safe_load((folders[1] / "config.yaml").read_text())
     config["optimizer"]["_target_"] = "recipes.optimizer.sgd.sgd"
     (folders[1] / "config.yaml").write_text(yaml.safe_dump(config | {"compile": None}))
@@ -258,9 +248,7 @@ def test_the_best_of_a_run_is_its_lowest_loss_and_its_highest_accuracy() -> None
 
 def test_a_run_without_a_summary_has_the_values_of_its_last_row(three) -> None:
     run = read_run(three[1])
-    values = [
-        get_value(run, name) for name in ("val_loss", "best_val_loss", "train/loss", "steps", "mfu")
-    ]
+    values = [get_value(run, name) for name in ("val_loss", "best_val_loss", "train/loss", "steps", "mfu")]
     assert values == [4.5, 4.5, 4.5, 20, None]
 
 

@@ -9,29 +9,22 @@ from recipes.config import compose_and_check
 
 MESSAGES = {
     "save_every=0": ("save_every=0: it must be at least 1; type save_every=<at least 1>"),
-    "save_every_minutes=0": (
-        "save_every_minutes=0: it must be above 0; type save_every_minutes=<above 0>"
-    ),
+    "save_every_minutes=0": ("save_every_minutes=0: it must be above 0; type save_every_minutes=<above 0>"),
     "save_every_minutes=soon": (
-        "save_every_minutes=soon: it takes a number or null;"
-        " type save_every_minutes=<number or null>"
+        "save_every_minutes=soon: it takes a number or null; type save_every_minutes=<number or null>"
     ),
     "checkpoint.keep_every=0": (
         "checkpoint.keep_every=0: it must be at least 1; type checkpoint.keep_every=<at least 1>"
     ),
     "checkpoint.keep_every=2.5": (
-        "checkpoint.keep_every=2.5: it takes a whole number or null;"
-        " type checkpoint.keep_every=<whole number or null>"
+        "checkpoint.keep_every=2.5: it takes a whole number or null; type checkpoint.keep_every=<whole number or null>"
     ),
     "checkpoint.keep_best=-1": (
         "checkpoint.keep_best=-1: it must be at least 0; type checkpoint.keep_best=<at least 0>"
     ),
-    "checkpoint.best_mode=up": (
-        "checkpoint.best_mode=up: it takes min or max; type checkpoint.best_mode=<min or max>"
-    ),
+    "checkpoint.best_mode=up": ("checkpoint.best_mode=up: it takes min or max; type checkpoint.best_mode=<min or max>"),
     "checkpoint.on_save_error=ignore": (
-        "checkpoint.on_save_error=ignore: it takes continue or stop;"
-        " type checkpoint.on_save_error=<continue or stop>"
+        "checkpoint.on_save_error=ignore: it takes continue or stop; type checkpoint.on_save_error=<continue or stop>"
     ),
     "checkpoint.keep_lats=3": (
         "checkpoint.keep_lats=3: there is no 'checkpoint.keep_lats'; type checkpoint.keep_last=3"

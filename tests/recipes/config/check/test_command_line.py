@@ -100,9 +100,7 @@ def test_an_option_that_looks_like_a_number_is_taken_by_its_name(option: str) ->
         ("callbacks=[grad_norm,progres]", "callbacks=progress"),
     ],
 )
-def test_an_unknown_option_is_answered_with_its_alias_or_the_nearest_name(
-    typed: str, fix: str
-) -> None:
+def test_an_unknown_option_is_answered_with_its_alias_or_the_nearest_name(typed: str, fix: str) -> None:
     assert fixes(typed) == [fix]
 
 

@@ -18,26 +18,17 @@ MESSAGES = {
     "batch_size=32": "batch_size=32: there is no 'batch_size'; type global_batch_size=32",
     "trainer.gpus=1": "trainer.gpus=1: there is no 'trainer.gpus'; type trainer.devices=1",
     "model=gpt2,llama_nano": (
-        "model=gpt2,llama_nano: a single run takes one option;"
-        " type python train.py -m model=gpt2,llama_nano"
+        "model=gpt2,llama_nano: a single run takes one option; type python train.py -m model=gpt2,llama_nano"
     ),
-    "trainer.max_steps=ten": (
-        "trainer.max_steps=ten: it takes a whole number; type trainer.max_steps=<whole number>"
-    ),
+    "trainer.max_steps=ten": ("trainer.max_steps=ten: it takes a whole number; type trainer.max_steps=<whole number>"),
     "~callbacks.sampletext": (
         "~callbacks.sampletext: there is no 'callbacks.sampletext'; type '~callbacks.sample_text'"
     ),
-    "+callbacks.mine=bar": (
-        "callbacks.mine=bar: a callback is a section with a _target_; type callbacks.mine=null"
-    ),
-    "tokenizer=none": (
-        "tokenizer=none: text needs a tokenizer; type tokenizer=bpe or tokenizer=bytes"
-    ),
+    "+callbacks.mine=bar": ("callbacks.mine=bar: a callback is a section with a _target_; type callbacks.mine=null"),
+    "tokenizer=none": ("tokenizer=none: text needs a tokenizer; type tokenizer=bpe or tokenizer=bytes"),
     "name=a/b": "name=a/b: it names a folder under logs/; type name=<letters, digits, . _ ->",
     "modle=gpt2": "modle=gpt2: there is no 'modle'; type model=gpt2",
-    "optimizer.fused=false": (
-        "optimizer.fused=false: build.py provides it; type nothing for optimizer.fused"
-    ),
+    "optimizer.fused=false": ("optimizer.fused=false: build.py provides it; type nothing for optimizer.fused"),
     "model.pretrained=gpt2": (
         "model.pretrained=gpt2 tokenizer=bpe: published weights need the token ids of their own tokenizer;"
         " type tokenizer=huggingface tokenizer.name=gpt2"
@@ -48,9 +39,7 @@ MESSAGES = {
     "trainer.overfit_batches=3": (
         "trainer.overfit_batches=3: another setting controls it; type debug=overfit, or loader.overfit_batches=<global batches>"
     ),
-    "model.num_layers=0": (
-        "model.num_layers=0: it must be at least 1; type model.num_layers=<at least 1>"
-    ),
+    "model.num_layers=0": ("model.num_layers=0: it must be at least 1; type model.num_layers=<at least 1>"),
     "loader=3": "loader=3: it is a section of settings; type loader.<setting>=<value>",
     "optimizer.betas=[0.9]": (
         "optimizer.betas=[0.9]: it takes a list of 2 numbers; type optimizer.betas=<list of 2 numbers>"
@@ -69,18 +58,12 @@ MESSAGES = {
     "model=gtp2": (
         "model=gtp2: the options are gpt2 gpt2_large gpt2_medium gpt2_nano gpt2_xl llama_160m llama_1b llama_8b llama_nano resnet18; type model=gpt2"
     ),
-    "presicion=bf16-mixed": (
-        "presicion=bf16-mixed: there is no 'presicion'; type precision=bf16-mixed"
-    ),
+    "presicion=bf16-mixed": ("presicion=bf16-mixed: there is no 'presicion'; type precision=bf16-mixed"),
     "precision=bf16": (
         "precision=bf16: the options are 16-mixed 32-true bf16-mixed bf16-true; type precision=bf16-mixed"
     ),
-    "trainer.max_stepz=9": (
-        "trainer.max_stepz=9: there is no 'trainer.max_stepz'; type trainer.max_steps=9"
-    ),
-    "trainer.strategy=ddp": (
-        "trainer.strategy=ddp: another setting controls it; type strategy=ddp"
-    ),
+    "trainer.max_stepz=9": ("trainer.max_stepz=9: there is no 'trainer.max_stepz'; type trainer.max_steps=9"),
+    "trainer.strategy=ddp": ("trainer.strategy=ddp: another setting controls it; type strategy=ddp"),
     "trainer.max_epochs=3": (
         "trainer.max_epochs=3: another setting controls it; type trainer.max_steps=<optimizer steps>"
     ),
@@ -117,18 +100,14 @@ MESSAGES = {
     "trainer.devices=2": (
         "trainer.devices=2 trainer.num_nodes=1: strategy=single trains on one device; type strategy=ddp, or trainer.devices=1 trainer.num_nodes=1"
     ),
-    "seq_len=4096": (
-        "seq_len=4096: the model accepts at most model.max_seq_len=128 tokens; type seq_len=128"
-    ),
+    "seq_len=4096": ("seq_len=4096: the model accepts at most model.max_seq_len=128 tokens; type seq_len=128"),
     "tokenizer=bytes model.vocab_size=100": (
         "tokenizer.vocab_size=257: the model has model.vocab_size=100 tokens; type model.vocab_size=257"
     ),
     "tokenizer.vocab_size=5000": (
         "tokenizer.vocab_size=5000: the model has model.vocab_size=2048 tokens; type model.vocab_size=5000"
     ),
-    "data=digits": (
-        "model=gpt2_nano data=digits: the model takes tokens, the data gives images; type model=resnet18"
-    ),
+    "data=digits": ("model=gpt2_nano data=digits: the model takes tokens, the data gives images; type model=resnet18"),
     "model=resnet18 data=stdlib_text": (
         "model=resnet18 data=stdlib_text: the model takes images, the data gives tokens; type data=digits"
     ),
@@ -145,9 +124,7 @@ MESSAGES = {
     "data=text_files data.path=no/such/folder": (
         "data.path=no/such/folder: there is no such file or folder; type data.path=<a path that exists>"
     ),
-    "resume=no/such/run": (
-        "resume=no/such/run: there is no such folder; type resume=<a run folder or a checkpoint>"
-    ),
+    "resume=no/such/run": ("resume=no/such/run: there is no such folder; type resume=<a run folder or a checkpoint>"),
     "resume=auto": (
         "resume=auto: each start of this command creates a new run folder, so there is nothing to resume; type resume=auto hydra.run.dir=<folder>"
     ),
@@ -161,32 +138,20 @@ MESSAGES = {
     "mode=sample mode.top_p=1.5 resume=auto hydra.run.dir=x": (
         "mode.top_p=1.5: it must be from 0.001 to 1; type mode.top_p=<from 0.001 to 1>"
     ),
-    "trainer.max_steps=0": (
-        "trainer.max_steps=0: it must be at least 1; type trainer.max_steps=<at least 1>"
-    ),
+    "trainer.max_steps=0": ("trainer.max_steps=0: it must be at least 1; type trainer.max_steps=<at least 1>"),
     "log_every=0": ("log_every=0: it must be at least 1; type log_every=<at least 1>"),
     "seed=-1": ("seed=-1: it must be from 0 to 4294967295; type seed=<from 0 to 4294967295>"),
-    "compile=yes_please": (
-        "compile=yes_please: it takes true or false; type compile=<true or false>"
-    ),
+    "compile=yes_please": ("compile=yes_please: it takes true or false; type compile=<true or false>"),
     "foo": ("foo: it is not key=value; type key=value"),
-    "scheduler.warmup=3": (
-        "scheduler.warmup=3: there is no 'scheduler.warmup'; type scheduler.warmup_steps=3"
-    ),
-    "model.dropout=1.0": (
-        "model.dropout=1.0: it must be from 0 to 0.999; type model.dropout=<from 0 to 0.999>"
-    ),
+    "scheduler.warmup=3": ("scheduler.warmup=3: there is no 'scheduler.warmup'; type scheduler.warmup_steps=3"),
+    "model.dropout=1.0": ("model.dropout=1.0: it must be from 0 to 0.999; type model.dropout=<from 0 to 0.999>"),
     "eval_samples=0": ("eval_samples=0: it must be at least 1; type eval_samples=<at least 1>"),
     "data.val_fraction=0.95": (
         "data.val_fraction=0.95: it must be above 0 and below 0.9; type data.val_fraction=<above 0 and below 0.9>"
     ),
-    "+model.nonsense=3": (
-        "model.nonsense=3: GPT2 has no argument 'nonsense'; type '~model.nonsense' to remove it"
-    ),
+    "+model.nonsense=3": ("model.nonsense=3: GPT2 has no argument 'nonsense'; type '~model.nonsense' to remove it"),
     "~optimizer.lr": ("no optimizer.lr: adamw needs it; type +optimizer.lr=<value>"),
-    "checkpoint.keep_last=0": (
-        "checkpoint.keep_last=0: it must be at least 1; type checkpoint.keep_last=<at least 1>"
-    ),
+    "checkpoint.keep_last=0": ("checkpoint.keep_last=0: it must be at least 1; type checkpoint.keep_last=<at least 1>"),
     "name=[a]": ("name=['a']: it takes text; type name=<text>"),
     "resume=3": ("resume=3: it takes text or null; type resume=<text or null>"),
     "trainer.devices=0": (
@@ -239,9 +204,7 @@ def test_there_are_more_than_thirty_kinds_of_mistakes() -> None:
 
 
 def test_five_mistakes_are_reported_together_in_three_lines_each() -> None:
-    _, mistakes = compose_and_check(
-        ["modle=gpt2", "optimizer.lrr=1", "trainer.max_stepz=3", "recipe=quick", "seed=-1"]
-    )
+    _, mistakes = compose_and_check(["modle=gpt2", "optimizer.lrr=1", "trainer.max_stepz=3", "recipe=quick", "seed=-1"])
     text = format_report(mistakes)
     assert text.splitlines()[0] == "The config has 5 mistakes; nothing was built."
     assert text.count("\n   type: ") == 5
@@ -306,9 +269,7 @@ def test_an_argument_of_the_trainer_that_no_yaml_lists_may_be_typed() -> None:
     assert composed_config("trainer.benchmark=true")["trainer"]["benchmark"] is True
 
 
-@pytest.mark.parametrize(
-    "name", ["def main(", "it's {here}", 'say "hi", twice', "a: [1, 2", "x = 1"]
-)
+@pytest.mark.parametrize("name", ["def main(", "it's {here}", 'say "hi", twice', "a: [1, 2", "x = 1"])
 def test_text_that_is_no_hydra_value_may_be_typed_as_it_is(name: str) -> None:
     composed, _ = compose_and_check([f"name={name}"])
     assert composed is not None

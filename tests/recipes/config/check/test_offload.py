@@ -64,8 +64,7 @@ ZERO = {
         " type strategy=deepspeed_stage_3_offload"
     ),
     "strategy=deepspeed_stage_1 strategy.offload_parameters=nvme": (
-        "strategy.offload_parameters=nvme: strategy=deepspeed_stage_1 keeps all parameters on every rank;"
-        f" type {NVME}"
+        f"strategy.offload_parameters=nvme: strategy=deepspeed_stage_1 keeps all parameters on every rank; type {NVME}"
     ),
     "strategy=deepspeed_stage_2 strategy.offload_optimizer=nvme": (
         "strategy.offload_optimizer=nvme: strategy=deepspeed_stage_2 offloads to host memory only;"
@@ -119,9 +118,7 @@ def test_asking_for_no_offload_offers_none() -> None:
 
 def test_a_recipe_that_offloads_says_so_under_another_strategy() -> None:
     _, mistakes = compose_and_check(["recipe=fsdp_bf16_offload", "strategy=ddp"])
-    assert [mistake.reason for mistake in mistakes] == [
-        "strategy=ddp keeps everything on its devices"
-    ]
+    assert [mistake.reason for mistake in mistakes] == ["strategy=ddp keeps everything on its devices"]
 
 
 @pytest.mark.parametrize("strategy", ["single", "fsdp", "deepspeed_stage_2", "hsdp"])

@@ -22,9 +22,7 @@ from recipes.runtime.exit_codes import ExitCode
 from recipes.sweep.command_line import check_command
 
 CONF = ROOT / "conf"
-OPTIONS = [
-    (group, old, new) for group, renamed in RENAMED_OPTIONS.items() for old, new in renamed.items()
-]
+OPTIONS = [(group, old, new) for group, renamed in RENAMED_OPTIONS.items() for old, new in renamed.items()]
 # options without which a section has no such setting
 CONTEXT = {
     "strategy.gradient_sync": ["strategy=fsdp"],
@@ -97,16 +95,12 @@ def test_all_values_of_a_sweep_are_carried_over() -> None:
             "strategy.gradient_sync=per_step,per_micro_batch",
         ),
     ]
-    mistakes = check_command(
-        ["optimizer=adamw_small,sgd"], config_folder=CONF, config_name="config"
-    ).mistakes
+    mistakes = check_command(["optimizer=adamw_small,sgd"], config_folder=CONF, config_name="config").mistakes
     assert [mistake.fix for mistake in mistakes] == ["optimizer=adamw_nano,sgd"]
 
 
 def test_a_sweep_typed_without_m_is_answered_with_all_its_values_too() -> None:
-    assert [fix for *_, fix in answers("callbacks.early_stop.after=3,5")] == [
-        "callbacks.early_stop.patience=3,5"
-    ]
+    assert [fix for *_, fix in answers("callbacks.early_stop.after=3,5")] == ["callbacks.early_stop.patience=3,5"]
     assert [fix for *_, fix in answers("optimizer=sgd,adamw_small")] == ["optimizer=sgd,adamw_nano"]
 
 
@@ -137,9 +131,7 @@ def test_an_old_setting_in_a_yaml_file_is_named_with_its_file_and_line(conf: Pat
 
 
 def test_an_old_option_in_a_recipe_of_ones_own_is_named(conf: Path) -> None:
-    (conf / "recipe/mine.yaml").write_text(
-        "# @package _global_\ndefaults:\n  - override /optimizer: adamw_small\n"
-    )
+    (conf / "recipe/mine.yaml").write_text("# @package _global_\ndefaults:\n  - override /optimizer: adamw_small\n")
     _, [mistake] = compose_and_check(["recipe=mine"], config_folder=conf)
     assert "`optimizer=adamw_small` is now `optimizer=adamw_nano`" in mistake.reason
     assert mistake.fix == "optimizer: adamw_nano in that file"
@@ -166,12 +158,8 @@ def test_current_names_are_no_old_ones(override: str) -> None:
     assert answer_renamed_option(override) is None
 
 
-def test_an_old_name_ends_with_exit_code_2(
-    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    monkeypatch.setattr(
-        "sys.argv", ["train.py", "callbacks.early_stop.after=5", "checkpoint=folders"]
-    )
+def test_an_old_name_ends_with_exit_code_2(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    monkeypatch.setattr("sys.argv", ["train.py", "callbacks.early_stop.after=5", "checkpoint=folders"])
     assert train.main() == ExitCode.INVALID_CONFIG
     printed = capsys.readouterr().err
     assert re.findall("type: (.*)", printed) == [

@@ -20,9 +20,7 @@ def _messages(*typed: str) -> list[str]:
 
 def _without(monkeypatch: pytest.MonkeyPatch, *names: str) -> None:
     """A machine on whose PATH is everything but these."""
-    monkeypatch.setattr(
-        toolchain.shutil, "which", lambda name: None if name in names else f"/usr/bin/{name}"
-    )
+    monkeypatch.setattr(toolchain.shutil, "which", lambda name: None if name in names else f"/usr/bin/{name}")
 
 
 def test_deepspeed_that_is_not_installed_names_the_extra(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -67,9 +65,7 @@ def test_a_compiler_of_another_name_is_found(monkeypatch: pytest.MonkeyPatch) ->
     assert _messages("strategy=deepspeed_stage_2_offload") == []
 
 
-def test_ninja_beside_python_is_found_by_the_strategy(
-    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
-) -> None:
+def test_ninja_beside_python_is_found_by_the_strategy(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     (tmp_path / "ninja").touch()
     monkeypatch.setattr(toolchain.sys, "executable", str(tmp_path / "python"))
     _without(monkeypatch, "ninja")
@@ -102,9 +98,7 @@ def test_what_was_compiled_at_installation_needs_no_compiler(
     assert _messages("strategy=deepspeed_stage_2_offload") == []
 
 
-def test_a_missing_libaio_names_its_package(
-    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
-) -> None:
+def test_a_missing_libaio_names_its_package(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     monkeypatch.setattr(toolchain, "has_libaio", lambda: False)
     assert _messages("strategy=deepspeed_stage_3_nvme", f"strategy.nvme_path={tmp_path}") == [
         "strategy.offload_optimizer=nvme strategy.offload_parameters=nvme: DeepSpeed uses the disk through libaio,"
@@ -113,9 +107,7 @@ def test_a_missing_libaio_names_its_package(
 
 
 @pytest.mark.skipif(not HAS_COMPILER, reason="no C++ compiler")
-def test_libaio_is_found_by_compiling_and_linking(
-    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
-) -> None:
+def test_libaio_is_found_by_compiling_and_linking(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     monkeypatch.setenv("CFLAGS", f"-I{tmp_path}")
     monkeypatch.setenv("LDFLAGS", f"-L{tmp_path}")
     header, source = tmp_path / "libaio.h", tmp_path / "aio.cpp"

@@ -64,9 +64,7 @@ def test_cached_digests_equal_the_hash_of_the_content(tmp_path, monkeypatch):
 
     def digest():
         status = path.stat()
-        return content_digests(
-            [(path, status.st_size, status.st_mtime_ns)], cache_dir=tmp_path / "cache"
-        )[0]
+        return content_digests([(path, status.st_size, status.st_mtime_ns)], cache_dir=tmp_path / "cache")[0]
 
     first = digest()
     monkeypatch.setattr(corpus_module, "file_digest", lambda _: pytest.fail("read again"))
@@ -95,9 +93,7 @@ def test_the_split_holds_out_about_the_fraction_and_no_copy_of_a_training_file(m
     held_out = corpus.val_documents(0.1)
     share = sum(d.num_bytes for d in corpus.documents if d.name in held_out) / corpus.num_bytes
     assert 0.1 <= share < 0.11
-    assert all(
-        (f"copy/{name}" in held_out) == (name in held_out) for name in contents if "/" not in name
-    )
+    assert all((f"copy/{name}" in held_out) == (name in held_out) for name in contents if "/" not in name)
 
 
 def test_a_new_document_leaves_the_others_in_their_split(make_corpus, text):

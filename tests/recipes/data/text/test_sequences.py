@@ -62,9 +62,7 @@ def test_an_index_outside_is_an_index_error(tokens):
 
 def test_pickling_carries_a_path_and_no_tokens(tmp_path):
     np.zeros(1_000_000, dtype=np.uint32).tofile(tmp_path / "tokens.bin")
-    data = TokenWindows(
-        tmp_path / "tokens.bin", dtype="uint32", seq_len=10, start=0, stop=1_000_000
-    )
+    data = TokenWindows(tmp_path / "tokens.bin", dtype="uint32", seq_len=10, start=0, stop=1_000_000)
     assert data[0]["inputs"].tolist() == [0] * 10
     pickled = pickle.dumps(data)
     assert len(pickled) < 2000

@@ -54,9 +54,7 @@ def tokens_folders(folder):
 
 def children(pid):
     return [
-        int(child)
-        for task in Path(f"/proc/{pid}/task").iterdir()
-        for child in (task / "children").read_text().split()
+        int(child) for task in Path(f"/proc/{pid}/task").iterdir() for child in (task / "children").read_text().split()
     ]
 
 
@@ -141,9 +139,7 @@ def test_a_killed_process_leaves_no_broken_cache_and_the_next_start_succeeds(tmp
     for i in range(4):
         (tmp_path / f"{i}.txt").write_text(text(1_500_000, seed=i), encoding="utf-8")
     process = start(tmp_path)
-    wait_until(
-        lambda: any(path.stat().st_size for path in tmp_path.glob("cache/tokens/.*/train.bin"))
-    )
+    wait_until(lambda: any(path.stat().st_size for path in tmp_path.glob("cache/tokens/.*/train.bin")))
     workers = children(process.pid)
     process.send_signal(signal.SIGKILL)
     process.communicate()
@@ -179,7 +175,5 @@ def test_a_second_machine_without_this_cache_writes_the_same_bytes(tmp_path, tex
         process = start(folder)
         process.communicate(timeout=60)
         (tokens,) = tokens_folders(folder)
-        digests.append(
-            (tokens.name, hashlib.sha256((tokens / "train.bin").read_bytes()).hexdigest())
-        )
+        digests.append((tokens.name, hashlib.sha256((tokens / "train.bin").read_bytes()).hexdigest()))
     assert digests[0] == digests[1]

@@ -19,9 +19,7 @@ ROOT = Path(__file__).parents[4]
 
 @pytest.fixture(scope="module")
 def bpe():
-    words = [
-        f"def name_{i}(self): return {i} + value\n\n    x = 'ba ko ti 漢 é'\n" for i in range(300)
-    ]
+    words = [f"def name_{i}(self): return {i} + value\n\n    x = 'ba ko ti 漢 é'\n" for i in range(300)]
     return train_bpe(iter(words), vocab_size=600)
 
 
@@ -31,9 +29,7 @@ def tokens_of(corpus, tokenizer, **settings):
     return names, np.concatenate([tokens for _, tokens in results])
 
 
-def test_two_processes_give_the_tokens_of_one_in_the_same_order(
-    make_corpus, text, bpe, monkeypatch
-):
+def test_two_processes_give_the_tokens_of_one_in_the_same_order(make_corpus, text, bpe, monkeypatch):
     monkeypatch.setattr(module, "_MIN_BYTES_PER_PROCESS", 1)
     contents = {f"{i}.txt": text(PIECE_BYTES // 4 + i, seed=i).encode() for i in range(9)}
     corpus = make_corpus(contents | {"long.txt": text(PIECE_BYTES + 9).encode()})
@@ -69,12 +65,8 @@ def test_short_text_starts_no_process():
 
 
 def test_a_worker_imports_neither_torch_nor_lightning():
-    code = (
-        "import sys, recipes.data.text.tokenize; print({'torch', 'lightning'} & set(sys.modules))"
-    )
-    output = subprocess.run(
-        [sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True, check=True
-    ).stdout
+    code = "import sys, recipes.data.text.tokenize; print({'torch', 'lightning'} & set(sys.modules))"
+    output = subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True, check=True).stdout
     assert output.strip() == "set()"
 
 

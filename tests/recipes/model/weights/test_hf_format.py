@@ -38,9 +38,7 @@ def test_every_difference_is_listed_with_its_override_and_nothing_is_loaded(
     before = [parameter.clone() for parameter in model.parameters()]
     with pytest.raises(ValueError, match="does not fit") as error:
         load_pretrained(model, tmp_path)
-    assert str(error.value).endswith(
-        "type model.num_layers=2 model.hidden_size=32 model.tie_embeddings=true"
-    )
+    assert str(error.value).endswith("type model.num_layers=2 model.hidden_size=32 model.tie_embeddings=true")
     assert str(error.value).count("the weights have") == 3
     for parameter, value in zip(model.parameters(), before, strict=True):
         assert torch.equal(parameter, value)
@@ -59,9 +57,7 @@ def test_every_difference_is_listed_with_its_override_and_nothing_is_loaded(
         ({"head_dim": 16}, "model.head_dim=8"),
     ],
 )
-def test_each_setting_of_llama_is_compared(
-    changes: dict[str, object], override: str, tmp_path: Path
-) -> None:
+def test_each_setting_of_llama_is_compared(changes: dict[str, object], override: str, tmp_path: Path) -> None:
     publish(ours("llama"), tmp_path)
     with pytest.raises(ValueError, match="does not fit") as error:
         load_pretrained(ours("llama", **changes), tmp_path)
@@ -97,9 +93,7 @@ def test_missing_unknown_and_misshapen_tensors_are_rejected(tmp_path: Path) -> N
     file = tmp_path / "model.safetensors"
     whole = {name: value.clone() for name, value in load_file(file).items()}
     name = "transformer.h.0.ln_1.weight"
-    save_file(
-        {key: value for key, value in whole.items() if key != name} | {"x": whole[name]}, file
-    )
+    save_file({key: value for key, value in whole.items() if key != name} | {"x": whole[name]}, file)
     with pytest.raises(ValueError, match=rf"missing: {name}\n  unknown: transformer\.x"):
         load_pretrained(ours("gpt2"), tmp_path)
     save_file(whole | {name: torch.ones(31)}, file)

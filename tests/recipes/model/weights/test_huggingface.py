@@ -115,9 +115,7 @@ def logits_of(model: nn.Module) -> torch.Tensor:
 
 
 @pytest.mark.parametrize("variant", VARIANTS)
-def test_transformers_weights_give_our_model_the_logits_of_transformers(
-    variant: str, tmp_path: Path
-) -> None:
+def test_transformers_weights_give_our_model_the_logits_of_transformers(variant: str, tmp_path: Path) -> None:
     reference = theirs(variant)
     reference.save_pretrained(tmp_path)
     model = ours(variant, pretrained=str(tmp_path)).eval()
@@ -131,9 +129,7 @@ def test_transformers_weights_give_our_model_the_logits_of_transformers(
 
 
 @pytest.mark.parametrize("variant", VARIANTS)
-def test_our_export_loads_in_transformers_and_gives_our_logits(
-    variant: str, tmp_path: Path
-) -> None:
+def test_our_export_loads_in_transformers_and_gives_our_logits(variant: str, tmp_path: Path) -> None:
     model = ours(variant).eval()
     model.init_weights(0)
     scramble(model)
@@ -141,9 +137,7 @@ def test_our_export_loads_in_transformers_and_gives_our_logits(
         model.embedding.weight[VOCAB_SIZE:] = 0.0
         model.head.weight[VOCAB_SIZE:] = 0.0
     export_pretrained(model, tmp_path)
-    reference, report = transformers.AutoModelForCausalLM.from_pretrained(
-        tmp_path, output_loading_info=True
-    )
+    reference, report = transformers.AutoModelForCausalLM.from_pretrained(tmp_path, output_loading_info=True)
     assert not any(report.values()), report
     assert reference.dtype == torch.float32
     expected = logits_of(model)[..., :VOCAB_SIZE]
@@ -186,9 +180,7 @@ def test_the_oldest_gpt2_files_load_too(tmp_path: Path) -> None:
     """No `transformer.` in names, masks among the weights, defaults missing in config.json."""
     theirs("gpt2").save_pretrained(tmp_path)
     file = tmp_path / "model.safetensors"
-    weights = {
-        name.removeprefix("transformer."): value.clone() for name, value in load_file(file).items()
-    }
+    weights = {name.removeprefix("transformer."): value.clone() for name, value in load_file(file).items()}
     weights["h.0.attn.bias"] = torch.ones(1, 1, 24, 24)
     weights["h.1.attn.masked_bias"] = torch.tensor(-1e4)
     save_file(weights, file)
@@ -216,9 +208,7 @@ def test_an_export_includes_the_tokenizer_and_its_end_of_text(tmp_path: Path) ->
     assert reference.generation_config.eos_token_id == 7
 
 
-def test_a_hub_name_loads_what_the_hub_gives(
-    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
-) -> None:
+def test_a_hub_name_loads_what_the_hub_gives(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     import huggingface_hub
 
     theirs("gpt2").save_pretrained(tmp_path)
@@ -228,9 +218,7 @@ def test_a_hub_name_loads_what_the_hub_gives(
     assert model.position.weight.abs().sum() > 0
 
 
-def test_an_export_that_reads_back_differently_is_an_error(
-    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
-) -> None:
+def test_an_export_that_reads_back_differently_is_an_error(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     def rotten(tensors: dict[str, torch.Tensor], file: Path, metadata: dict[str, str]) -> None:
         tensors["transformer.h.1.ln_1.bias"][3] += 2**-20
         save_file(tensors, file, metadata)

@@ -41,9 +41,7 @@ class FlatRank:
         values: Optimizer state by name and parameter; none before the first step.
     """
 
-    def __init__(
-        self, model: Model, rank: int, ranks: int, values: dict[str, dict[str, Tensor]]
-    ) -> None:
+    def __init__(self, model: Model, rank: int, ranks: int, values: dict[str, dict[str, Tensor]]) -> None:
         self.model, trained = model, model.trained()
         total = sum(parameter.numel() for parameter in trained.values())
         size = -(-total // ranks)  # the last rank's is padded
@@ -52,8 +50,7 @@ class FlatRank:
         self.inner = SimpleNamespace(state={}, param_groups=[dict(HYPERPARAMETERS)])
         if values:
             self.inner.state[self.flat] = {
-                name: self._range(by_parameter, begin, size)
-                for name, by_parameter in values.items()
+                name: self._range(by_parameter, begin, size) for name, by_parameter in values.items()
             } | {"step": torch.tensor(9.0)}
         self.optimizer = SimpleNamespace(
             optimizer=self.inner,
@@ -65,9 +62,7 @@ class FlatRank:
         for parameter in trained.values():
             first, last = max(position, begin), min(position + parameter.numel(), begin + size)
             parameter._hp_mapping = (  # type: ignore[attr-defined]
-                self._mapping(first - begin, first - position, last - first)
-                if first < last
-                else None
+                self._mapping(first - begin, first - position, last - first) if first < last else None
             )
             position += parameter.numel()
 
@@ -107,9 +102,7 @@ class Stage3Rank:
     ) -> None:
         monkeypatch.setattr("torch.distributed.get_rank", lambda: rank)
         self.model, trained = model, model.trained()
-        sizes = {
-            name: -(-parameter.numel() // ranks) for name, parameter in model.named_parameters()
-        }
+        sizes = {name: -(-parameter.numel() // ranks) for name, parameter in model.named_parameters()}
         self._rank, self._sizes = rank, {name: sizes[name] for name in trained}
         self.flat = nn.Parameter(self._ranges(trained))
         inner = SimpleNamespace(state={self.flat: {}}, param_groups=[dict(HYPERPARAMETERS)])
@@ -130,9 +123,7 @@ class Stage3Rank:
         position = 0
         for name, parameter in model.named_parameters():
             unsharded, shape, size = parameter.detach().flatten(), parameter.shape, sizes[name]
-            part = torch.cat([unsharded, unsharded.new_zeros(size * ranks)])[
-                rank * size : (rank + 1) * size
-            ].clone()
+            part = torch.cat([unsharded, unsharded.new_zeros(size * ranks)])[rank * size : (rank + 1) * size].clone()
             part.ds_numel, part.status = size, SimpleNamespace(name="AVAILABLE")  # type: ignore[attr-defined]
             parameter.ds_id, parameter.ds_shape, parameter.ds_tensor = name, shape, part  # type: ignore[attr-defined]
             parameter.ds_numel = unsharded.numel()  # type: ignore[attr-defined]
@@ -210,9 +201,7 @@ def _flattened(state: dict[int, dict[str, Part]]) -> Iterator[tuple[str, Part]]:
 
 
 @pytest.mark.parametrize("ranks", [1, 2, 3, 5])
-def test_all_ranks_together_save_every_tensor_under_torchs_names(
-    ranks: int, make_rank: Any, tmp_path: Path
-) -> None:
+def test_all_ranks_together_save_every_tensor_under_torchs_names(ranks: int, make_rank: Any, tmp_path: Path) -> None:
     weights, optimizer = save(make_rank, ranks, tmp_path)
     expected = Model(1).state_dict()
     assert weights.keys() == expected.keys()

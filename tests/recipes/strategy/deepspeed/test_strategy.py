@@ -73,12 +73,8 @@ def test_any_optimizer_may_be_offloaded() -> None:
     assert make_config(offload_optimizer="cpu")["zero_force_ds_cpu_optimizer"] is False
 
 
-@pytest.mark.parametrize(
-    ("precision", "dtype"), [("bf16-mixed", "bfloat16"), ("16-mixed", "float16")]
-)
-def test_a_mixed_precision_is_torchs_autocast_over_float32_weights(
-    precision: str, dtype: str
-) -> None:
+@pytest.mark.parametrize(("precision", "dtype"), [("bf16-mixed", "bfloat16"), ("16-mixed", "float16")])
+def test_a_mixed_precision_is_torchs_autocast_over_float32_weights(precision: str, dtype: str) -> None:
     config = make_config(precision=precision)
     assert config["torch_autocast"] == {
         "enabled": True,
