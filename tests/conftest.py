@@ -3,6 +3,7 @@
 import logging
 import os
 import re
+import sys
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -17,6 +18,13 @@ from support import write_texts
 
 torch.set_num_threads(1)
 warm_python.patch()
+
+# What DeepSpeed compiles is kept with the environment. A build that was killed leaves its lock, on which every later
+# one would wait for ever (torch.utils.file_baton, torch 2.13)
+_EXTENSIONS = Path(sys.prefix) / "torch_extensions"
+os.environ["TORCH_EXTENSIONS_DIR"] = str(_EXTENSIONS)
+for lock in _EXTENSIONS.glob("*/lock"):
+    lock.unlink()
 
 
 # a test file that mentions one of these starts processes
@@ -39,22 +47,10 @@ def pytest_unconfigure() -> None:
     warm_python.stop()
 
 
-# tests that start their processes as forks of one that holds torch; in all others, as of now, a Python is a new one
-_WARM = (
-    "callbacks",
-    "recipes/checkpoint",
-    "recipes/config",
-    "recipes/data",
-    "recipes/launcher",
-)
-
-
 @pytest.hookimpl(tryfirst=True)
 def pytest_runtest_setup(item: pytest.Item) -> None:
     """Decide before any fixture of the test starts a process."""
-    folder = item.path.relative_to(Path(__file__).parent).as_posix()
-    is_fresh = item.get_closest_marker("fresh_python") is not None
-    warm_python.State.is_on = folder.startswith(_WARM) and not is_fresh
+    warm_python.State.is_on = item.get_closest_marker("fresh_python") is None
 
 
 @pytest.fixture(autouse=True, scope="session")
