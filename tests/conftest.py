@@ -3,6 +3,7 @@
 import logging
 import os
 import re
+import sys
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -18,6 +19,13 @@ from support import write_texts
 torch.set_num_threads(1)
 warm_python.patch()
 
+# What DeepSpeed compiles is kept with the environment. A build that was killed leaves its lock, on which every later
+# one would wait for ever (torch.utils.file_baton, torch 2.13)
+_EXTENSIONS = Path(sys.prefix) / "torch_extensions"
+os.environ["TORCH_EXTENSIONS_DIR"] = str(_EXTENSIONS)
+for lock in _EXTENSIONS.glob("*/lock"):
+    lock.unlink()
+
 
 # a test file that mentions one of these starts processes
 _STARTS_PROCESSES = re.compile(
@@ -25,36 +33,34 @@ _STARTS_PROCESSES = re.compile(
 )
 
 
+# two workers of pytest-xdist share the files, the longest first: else one is idle while the other ends its last one
+_LONGEST = ("parity/test_parity.py", "kill/test_kills.py")
+
+
+@pytest.hookimpl(tryfirst=True)
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Mark what `make test-fast` leaves out."""
+    """Mark what `make test-fast` leaves out, and keep each file on one worker: its tests share fixtures."""
+    tests = Path(__file__).parent
     starts: dict[Path, bool] = {}
     for item in items:
         if item.path not in starts:
             starts[item.path] = bool(_STARTS_PROCESSES.search(item.path.read_text()))
         if starts[item.path]:
             item.add_marker("processes")
+        uses_slurm = "slurm" in getattr(item, "fixturenames", ())  # one cluster at a time
+        item.add_marker(pytest.mark.xdist_group("slurm" if uses_slurm else str(item.path)))
+    longest = [tests / name for name in _LONGEST]
+    items.sort(key=lambda item: longest.index(item.path) if item.path in longest else len(longest))
 
 
 def pytest_unconfigure() -> None:
     warm_python.stop()
 
 
-# tests that start their processes as forks of one that holds torch; in all others, as of now, a Python is a new one
-_WARM = (
-    "callbacks",
-    "recipes/checkpoint",
-    "recipes/config",
-    "recipes/data",
-    "recipes/launcher",
-)
-
-
 @pytest.hookimpl(tryfirst=True)
 def pytest_runtest_setup(item: pytest.Item) -> None:
     """Decide before any fixture of the test starts a process."""
-    folder = item.path.relative_to(Path(__file__).parent).as_posix()
-    is_fresh = item.get_closest_marker("fresh_python") is not None
-    warm_python.State.is_on = folder.startswith(_WARM) and not is_fresh
+    warm_python.State.is_on = item.get_closest_marker("fresh_python") is None
 
 
 @pytest.fixture(autouse=True, scope="session")

@@ -154,6 +154,7 @@ def _request(given: dict[str, Any]) -> dict[str, Any] | None:
         "environ": {os.fsdecode(key): os.fsdecode(value) for key, value in environ.items()},
         "folder": os.fsdecode(given["cwd"] or os.getcwd()),
         "session": bool(given["start_new_session"]),
+        "parent": os.getpid(),
         "group": given.get("process_group", -1),
         "orig_argv": words,
     }
@@ -200,7 +201,7 @@ def _receive(connection: socket.socket, size: int) -> bytes:
 
 
 class Server:
-    """Forks, and tells each client how its process ended."""
+    """Fork, and report to each client how its process ended."""
 
     def __init__(self, address: str) -> None:
         self._address = address
@@ -277,6 +278,7 @@ def _become(request: dict[str, Any], fds: list[int], address: str) -> NoReturn:
         _take_environ(request["environ"])
         os.chdir(request["folder"])
         State.address, State.server = address, None
+        _take_parent(request["parent"])
         patch()
         exit_code = _run(request)
     except BaseException:
@@ -296,6 +298,12 @@ def _take_environ(environ: dict[str, str]) -> None:
     import torch
 
     torch.set_num_threads(int(environ.get("OMP_NUM_THREADS") or len(os.sched_getaffinity(0))))
+
+
+def _take_parent(parent: int) -> None:
+    """Name the process that has asked for this one as its parent; what this process forks has itself as parent."""
+    pid, real = os.getpid(), os.getppid
+    os.getppid = lambda: parent if os.getpid() == pid else real()
 
 
 def _run(request: dict[str, Any]) -> int:
