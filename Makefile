@@ -2,11 +2,13 @@
 # make test    set up what is missing, then lint, types and tests: what CI runs
 # make test-fast   what starts no process: the inner loop
 # make kill-test   200 kills of real runs, each resumed and compared: six minutes on two cores
-# The first two repeat in seconds when pyproject.toml has not changed. PYTHON=python3.12 make train takes another Python.
+# The first two repeat in seconds when pyproject.toml has not changed. PYTHON=python3.12 make train takes another Python;
+# JOBS=8 make test runs eight tests at a time, where there are the cores.
 
 PYTHON ?= python3
 VENV := .venv
 RUN := $(VENV)/bin/python
+JOBS ?= 2
 
 .PHONY: train test test-fast test-long kill-test lint types benchmark clean
 
@@ -14,7 +16,7 @@ train: $(VENV)/.installed
 	$(RUN) train.py
 
 test: $(VENV)/.installed-test lint types
-	$(RUN) -m pytest -m "not slow"
+	$(RUN) -m pytest -m "not slow" --numprocesses $(JOBS) --dist loadgroup
 
 test-fast: $(VENV)/.installed-test
 	$(RUN) -m pytest -q -m "not slow and not processes"

@@ -28,7 +28,7 @@ class Precision:
 
     @property
     def compute_dtype(self) -> torch.dtype:
-        """Dtype of matrix products."""
+        """Dtype of matmuls."""
         return _DTYPES[self.name][1]
 
     @property

@@ -80,17 +80,17 @@ class Sweeps:
         self._texts = texts
         self.started: list[Started] = []
 
-    def start(self, sweep: str, *overrides: str, told: str = "told", **faults: float) -> Started:
+    def start(self, sweep: str, *overrides: str, records: str = "records", **faults: float) -> Started:
         """Start `python train.py -m …` with runs of four steps and a checkpoint at every second."""
-        return self._start(["-m", f"hydra.sweep.dir={sweep}", *overrides], told, faults)
+        return self._start(["-m", f"hydra.sweep.dir={sweep}", *overrides], records, faults)
 
-    def start_run(self, folder: str, *overrides: str, told: str = "told", **faults: float) -> Started:
+    def start_run(self, folder: str, *overrides: str, records: str = "records", **faults: float) -> Started:
         """Start one such run."""
-        return self._start([f"hydra.run.dir={folder}", *overrides], told, faults)
+        return self._start([f"hydra.run.dir={folder}", *overrides], records, faults)
 
-    def _start(self, arguments: Sequence[str], told: str, faults: Mapping[str, float]) -> Started:
+    def _start(self, arguments: Sequence[str], records: str, faults: Mapping[str, float]) -> Started:
         watcher = ["+callbacks.watcher._target_=watcher.Watcher"]
-        watcher += [f"+callbacks.watcher.folder={self.folder / told}"]
+        watcher += [f"+callbacks.watcher.folder={self.folder / records}"]
         watcher += [f"+callbacks.watcher.{name}={value}" for name, value in faults.items()]
         run = [*TINY, f"data.path={self._texts}", "trainer.max_steps=4", "trainer.accelerator=cpu"]
         run += ["warmup_steps=1", "save_every=2", "eval_every=2"]
@@ -102,16 +102,16 @@ class Sweeps:
         self.started.append(started)
         return started
 
-    def run(self, sweep: str, *overrides: str, told: str = "told", **faults: float) -> tuple[int, str]:
+    def run(self, sweep: str, *overrides: str, records: str = "records", **faults: float) -> tuple[int, str]:
         """Run a sweep to its end; return the exit code and the output."""
-        started = self.start(sweep, *overrides, told=told, **faults)
+        started = self.start(sweep, *overrides, records=records, **faults)
         output = started.end(timeout=280.0)
         assert started.left() == [], output
         return started.process.returncode, output
 
-    def told(self, told: str = "told") -> list[dict[str, Any]]:
+    def records(self, records: str = "records") -> list[dict[str, Any]]:
         """Return the reports of all ranks of all jobs."""
-        return [json.loads(path.read_text()) for path in sorted((self.folder / told).glob("*.json"))]
+        return [json.loads(path.read_text()) for path in sorted((self.folder / records).glob("*.json"))]
 
     def board(self, sweep: str) -> list[dict[str, str]]:
         """Return the rows of `sweep.csv`."""

@@ -98,12 +98,12 @@ def test_the_command_in_an_options_comment_composes(path: Path) -> None:
     commands = [line for line in lines if line.startswith("python train.py")]
     assert commands
     for command in commands:
-        words = shlex.split(command)[2:]
-        if "-m" in words or any(word.startswith("sweep=") for word in words):
-            typed = [word for word in words if word != "-m"]
+        overrides = shlex.split(command)[2:]
+        if "-m" in overrides or any(override.startswith("sweep=") for override in overrides):
+            typed = [override for override in overrides if override != "-m"]
             mistakes = check_command(typed, config_folder=CONF, config_name="config").mistakes
         else:
-            _, mistakes = compose_and_check(words)
+            _, mistakes = compose_and_check(overrides)
         # runs, texts and disks named there are the reader's own
         theirs = ("resume=", "mode=", "data.path=", "strategy.nvme_path=")
         serious = [str(mistake) for mistake in mistakes if not mistake.setting.startswith(theirs)]

@@ -20,7 +20,7 @@ ENGINES = {
     "deepspeed_stage_2": 2,
 }
 # debug=fast_dev_run is there for the report and the sample, too
-WHOLE = [word for word in TINY if not word.startswith("~")]
+WHOLE = [override for override in TINY if not override.startswith("~")]
 
 
 def engine(name: str) -> list[str]:
@@ -71,8 +71,8 @@ def test_a_fast_dev_run_validates_saves_samples_and_reports_after_one_step(
     strategy: str, tmp_path: Path, text_folder: str
 ) -> None:
     run = tmp_path / "run"
-    words = [*WHOLE, f"data.path={text_folder}", *engine(strategy), f"hydra.run.dir={run}"]
-    done = run_train([*words, "debug=fast_dev_run"])
+    overrides = [*WHOLE, f"data.path={text_folder}", *engine(strategy), f"hydra.run.dir={run}"]
+    done = run_train([*overrides, "debug=fast_dev_run"])
     assert done.returncode == 0, done.stdout + done.stderr
     summary = json.loads((run / "summary.json").read_text())
     assert summary["steps"] == 1
@@ -92,8 +92,8 @@ def test_a_fast_dev_run_of_images_needs_no_text(tmp_path: Path) -> None:
 
 def test_limit_validates_and_saves_four_times_and_keeps_what_a_run_keeps(tmp_path: Path, text_folder: str) -> None:
     run = tmp_path / "run"
-    words = [*TINY, f"data.path={text_folder}", f"hydra.run.dir={run}"]
-    done = run_train([*words, "debug=limit"])
+    overrides = [*TINY, f"data.path={text_folder}", f"hydra.run.dir={run}"]
+    done = run_train([*overrides, "debug=limit"])
     assert done.returncode == 0, done.stdout + done.stderr
     rows = read_metrics(run)
     assert len(rows) == 20
@@ -107,8 +107,8 @@ def test_limit_validates_and_saves_four_times_and_keeps_what_a_run_keeps(tmp_pat
 
 def test_profiler_leaves_a_trace_and_saves_nothing(tmp_path: Path, text_folder: str) -> None:
     run = tmp_path / "run"
-    words = [*TINY, f"data.path={text_folder}", f"hydra.run.dir={run}"]
-    done = run_train([*words, "debug=profiler"])
+    overrides = [*TINY, f"data.path={text_folder}", f"hydra.run.dir={run}"]
+    done = run_train([*overrides, "debug=profiler"])
     assert done.returncode == 0, done.stdout + done.stderr
     assert (run / "profile/rank_00000.trace.json.gz").is_file()
     assert "profile: 3 steps in" in done.stdout
@@ -118,9 +118,9 @@ def test_profiler_leaves_a_trace_and_saves_nothing(tmp_path: Path, text_folder: 
 @pytest.mark.parametrize("devices", [1, 2])
 def test_overfit_memorizes_a_batch_of_text(devices: int, tmp_path: Path, text_folder: str) -> None:
     run = tmp_path / "run"
-    words = [*TINY, f"data.path={text_folder}", f"hydra.run.dir={run}"]
-    words += engine("single" if devices == 1 else "ddp")
-    done = run_train([*words, "debug=overfit"])
+    overrides = [*TINY, f"data.path={text_folder}", f"hydra.run.dir={run}"]
+    overrides += engine("single" if devices == 1 else "ddp")
+    done = run_train([*overrides, "debug=overfit"])
     assert done.returncode == 0, done.stdout + done.stderr
     line = "overfit: training repeats its first 8 samples and validation uses the same ones"
     assert done.stdout.count(line) == 1
@@ -132,21 +132,21 @@ def test_overfit_memorizes_a_batch_of_text(devices: int, tmp_path: Path, text_fo
 
 def test_overfit_memorizes_a_batch_of_digits(tmp_path: Path) -> None:
     run = tmp_path / "run"
-    words = ["model=resnet18", "data=digits", "global_batch_size=8", f"hydra.run.dir={run}"]
-    done = run_train([*words, "debug=overfit", "~callbacks.report", "trainer.max_steps=100"])
+    overrides = ["model=resnet18", "data=digits", "global_batch_size=8", f"hydra.run.dir={run}"]
+    done = run_train([*overrides, "debug=overfit", "~callbacks.report", "trainer.max_steps=100"])
     assert done.returncode == 0, done.stdout + done.stderr
     summary = json.loads((run / "summary.json").read_text())
     assert summary["train_loss"] < 0.01
     assert summary["val_loss"] < 0.01  # the running statistics have converged to those of the batch
 
 
-def nan_run(run: Path, text_folder: str, strategy: str, *words: str) -> Started:
+def nan_run(run: Path, text_folder: str, strategy: str, *overrides: str) -> Started:
     """A run with `debug=nan` whose last rank makes a NaN in its third step."""
     model = ["model._target_=nan_model.NanGPT2", "+model.at_pass=3"]
     model += [f"+model.on_rank={ENGINES[strategy] - 1}"]
     folder = [f"data.path={text_folder}", f"hydra.run.dir={run}", "trainer.max_steps=6"]
-    words = (*TINY, *folder, *model, *engine(strategy), "debug=nan", *words)
-    command = [sys.executable, str(ROOT / "train.py"), *words]
+    overrides = (*TINY, *folder, *model, *engine(strategy), "debug=nan", *overrides)
+    command = [sys.executable, str(ROOT / "train.py"), *overrides]
     return Started(command, folder=run.parent, paths=[ROOT / "tests"])
 
 
@@ -166,15 +166,15 @@ def test_a_nan_ends_the_run_and_its_forward_line_is_named(
         "forward": "in forward: return out + gap / gap  # 0 / 0",
         "backward": "in forward: return out + torch.where(gap == 0, gap, gap.sqrt())",
     }
-    [told] = [line for line in said.splitlines() if lines[born_in] in line]
-    assert "nan_model.py, line " in told
+    [line] = [line for line in said.splitlines() if lines[born_in] in line]
+    assert "nan_model.py, line " in line
     assert [row["step"] for row in read_metrics(run)] == [1, 2]
 
 
 def test_a_run_resumed_with_debug_nan_is_not_changed(tmp_path: Path, text_folder: str) -> None:
     run = tmp_path / "run"
-    words = [*TINY, f"data.path={text_folder}", "warmup_steps=1", "save_every=2", "eval_every=2"]
-    done = run_train([*words, "trainer.max_steps=4", f"hydra.run.dir={run}"], folder=tmp_path)
+    overrides = [*TINY, f"data.path={text_folder}", "warmup_steps=1", "save_every=2", "eval_every=2"]
+    done = run_train([*overrides, "trainer.max_steps=4", f"hydra.run.dir={run}"], folder=tmp_path)
     assert done.returncode == 0, done.stdout + done.stderr
     before = {path: path.read_bytes() for path in run.rglob("*") if path.is_file()}
     done = run_train([f"resume={run}/checkpoints/step_0000002.ckpt", "debug=nan"], folder=tmp_path)

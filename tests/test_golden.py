@@ -18,7 +18,7 @@ from recipes.build import build  # noqa: E402
 
 GOLDEN = Path(__file__).parent / "golden"
 NUM_STEPS = 20
-LANGUAGE = [word for word in TINY if not word.startswith(("global", "eval"))]
+LANGUAGE = [override for override in TINY if not override.startswith(("global", "eval"))]
 CASES: dict[str, list[str]] = {
     "gpt2": [*LANGUAGE, "model=gpt2_nano"],
     "llama": [*LANGUAGE, "model=llama_nano", "model.ffn_hidden_size=64", "model.num_kv_heads=1"],
@@ -41,11 +41,11 @@ TOLERANCE = {"gpt2": 5e-6, "llama": 5e-6, "resnet18": 4e-3}
 def losses(case: str, folder: Path) -> list[float]:
     """`train/loss` of the first steps."""
     write_texts(folder / "texts")
-    words = ["global_batch_size=8", "micro_batch_size=4", "warmup_steps=5", *CASES[case]]
-    words += [f"trainer.max_steps={NUM_STEPS}", "save_every=null", "eval_samples=8"]
+    overrides = ["global_batch_size=8", "micro_batch_size=4", "warmup_steps=5", *CASES[case]]
+    overrides += [f"trainer.max_steps={NUM_STEPS}", "save_every=null", "eval_samples=8"]
     if case != "resnet18":
-        words.append(f"data.path={folder / 'texts'}")
-    run = build(composed_config(*words), folder, [])
+        overrides.append(f"data.path={folder / 'texts'}")
+    run = build(composed_config(*overrides), folder, [])
     run.trainer.fit(run.task, datamodule=run.data)
     return [row["train/loss"] for row in read_metrics(folder)]
 

@@ -30,11 +30,11 @@ def shortened(command: list[str]) -> list[str]:
     """A command with fewer steps, less data and a schedule that fits into it."""
     if "--help" in command or "--config-path" in command or any("mode=" in w for w in command):
         return command
-    typed = {word.split("=")[0] for word in command}
-    words = [word for word in SHORT if word.split("=")[0] not in typed]
+    typed = {override.split("=")[0] for override in command}
+    overrides = [override for override in SHORT if override.split("=")[0] not in typed]
     if "callbacks.sample_text" in typed:
-        words.remove("callbacks.sample_text.num_tokens=8")
-    return [re.sub("decay_steps=80", "decay_steps=1", word) for word in command] + words
+        overrides.remove("callbacks.sample_text.num_tokens=8")
+    return [re.sub("decay_steps=80", "decay_steps=1", override) for override in command] + overrides
 
 
 @pytest.fixture(scope="module")
@@ -62,9 +62,9 @@ def test_the_readme_names_enough_commands_to_be_worth_testing() -> None:
 
 
 def test_a_run_prints_only_its_own_lines(workplace: Path) -> None:
-    words = ["hydra.run.dir=logs/quiet", *SHORT[:-1], "tokenizer=bytes"]
-    words += ["callbacks=[grad_norm,progress,throughput]"]
-    done = run_train(words, folder=workplace)
+    overrides = ["hydra.run.dir=logs/quiet", *SHORT[:-1], "tokenizer=bytes"]
+    overrides += ["callbacks=[grad_norm,progress,throughput]"]
+    done = run_train(overrides, folder=workplace)
     assert done.stderr == ""
     lines = done.stdout.splitlines()
     assert lines[0] == "quickstart: the run's folder is logs/quiet"
@@ -83,15 +83,15 @@ def test_help_and_a_mistake_answer_without_torch_or_lightning(tmp_path: Path) ->
         "assert not {'torch', 'lightning', 'transformers'} & set(sys.modules), sys.modules\n"
         "sys.exit(code)\n"
     )
-    for word, code in (("--help", 0), ("modle=gpt2", 2)):
-        done = subprocess.run([sys.executable, "-c", program, word], cwd=ROOT, capture_output=True, check=False)
+    for override, code in (("--help", 0), ("modle=gpt2", 2)):
+        done = subprocess.run([sys.executable, "-c", program, override], cwd=ROOT, capture_output=True, check=False)
         assert done.returncode == code, done.stderr.decode()
 
 
 def test_a_crash_names_the_folder_and_the_last_checkpoint_and_leaves_a_summary(
     workplace: Path,
 ) -> None:
-    words = ["hydra.run.dir=logs/crash", *SHORT[:-1], "trainer.max_steps=6", "data=text_files"]
+    overrides = ["hydra.run.dir=logs/crash", *SHORT[:-1], "trainer.max_steps=6", "data=text_files"]
     broken = [
         "data.path=my_texts",
         "callbacks=[grad_norm]",
@@ -106,7 +106,7 @@ def test_a_crash_names_the_folder_and_the_last_checkpoint_and_leaves_a_summary(
     )
     env = os.environ | {"PYTHONPATH": str(workplace)}
     done = subprocess.run(
-        [sys.executable, str(ROOT / "train.py"), *words, *broken],
+        [sys.executable, str(ROOT / "train.py"), *overrides, *broken],
         cwd=workplace,
         env=env,
         capture_output=True,
@@ -122,9 +122,9 @@ def test_a_crash_names_the_folder_and_the_last_checkpoint_and_leaves_a_summary(
 
 
 def test_an_interrupted_run_ends_within_seconds_with_130(workplace: Path) -> None:
-    words = ["hydra.run.dir=logs/interrupted", "tokenizer=bytes", "save_every=null"]
+    overrides = ["hydra.run.dir=logs/interrupted", "tokenizer=bytes", "save_every=null"]
     process = subprocess.Popen(
-        [sys.executable, str(ROOT / "train.py"), *words],
+        [sys.executable, str(ROOT / "train.py"), *overrides],
         cwd=workplace,
         stdout=subprocess.PIPE,
         stderr=subprocess.STDOUT,

@@ -1,4 +1,4 @@
-"""The wheel in a stranger's project: an environment of its own, beside a folder named `callbacks`."""
+"""The wheel in a third-party project: an environment of its own, beside a folder named `callbacks`."""
 
 import subprocess
 import sys
@@ -30,8 +30,8 @@ sys.meta_path.insert(0, Blocker())
 for name in [name for name in sys.modules if name.partition(".")[0] in ABSENT]:
     del sys.modules[name]
 
-import callbacks  # the stranger's own
-assert callbacks.OWNER == "stranger"
+import callbacks  # the user's own
+assert callbacks.OWNER == "user"
 from lightning_recipes.callbacks import GradNormMonitor, LossSpikeRollback, MemoryMonitor, SpeedMonitor
 
 class Regression(LightningModule):
@@ -111,9 +111,9 @@ def test_it_installs_one_name_and_no_top_level_recipes_or_callbacks(wheel: Path)
     assert "lightning_recipes/setup.py" not in names
 
 
-def test_a_stranger_trains_with_its_callbacks_beside_a_folder_of_the_same_name(python: Path, tmp_path: Path) -> None:
+def test_another_project_trains_with_our_callbacks_beside_a_folder_of_the_same_name(python: Path, tmp_path: Path) -> None:
     (tmp_path / "callbacks").mkdir()
-    (tmp_path / "callbacks" / "__init__.py").write_text('OWNER = "stranger"\n')
+    (tmp_path / "callbacks" / "__init__.py").write_text('OWNER = "user"\n')
     (tmp_path / "main.py").write_text(STRANGER)
     done = subprocess.run([python, "main.py"], cwd=tmp_path, capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stdout + done.stderr
@@ -122,7 +122,7 @@ def test_a_stranger_trains_with_its_callbacks_beside_a_folder_of_the_same_name(p
 
 def test_the_installed_command_runs_a_recipe_beside_a_folder_of_the_same_name(python: Path, tmp_path: Path) -> None:
     (tmp_path / "callbacks").mkdir()
-    (tmp_path / "callbacks" / "__init__.py").write_text('raise ImportError("the stranger\'s")\n')
+    (tmp_path / "callbacks" / "__init__.py").write_text('raise ImportError("the user\'s")\n')
     command = "from lightning_recipes.recipes.entry.installed import main; main()"
     overrides = [
         "data=random_tokens", "model.vocab_size=64", "model.max_seq_len=16", "model.num_layers=1",

@@ -201,7 +201,7 @@ def _receive(connection: socket.socket, size: int) -> bytes:
 
 
 class Server:
-    """Forks, and tells each client how its process ended."""
+    """Fork, and report to each client how its process ended."""
 
     def __init__(self, address: str) -> None:
         self._address = address

@@ -17,7 +17,7 @@ from ..logged_step import StepCounter, is_logged_step
 from ..ranks import gather_values
 from ..throughput.callback import SpeedMonitor
 from .phase_timer import PhaseTimes
-from .rules import NUM_ROWS, BottleneckSample, Finding, findings, typical
+from .rules import NUM_SAMPLES, Bottleneck, BottleneckSample, find_bottlenecks, median_sample
 
 log = logging.getLogger("lightning_recipes")
 
@@ -30,7 +30,7 @@ class BottleneckMonitor(Callback):
     before it in the list of callbacks; without one it does nothing.
 
     Args:
-        advice: What to type about each kind of finding: `data`, `slow_rank`, `sync`, `small_batch`, `slower`. None
+        advice: What to type about each kind of bottleneck: `data`, `slow_rank`, `sync`, `small_batch`, `slower`. None
             gives no advice.
 
     Example:
@@ -46,7 +46,7 @@ class BottleneckMonitor(Callback):
         self._advice = dict(advice) if advice is not None else {}
         self.clock: Callable[[], float] = time.perf_counter
         self._steps = StepCounter()
-        self._rows: list[BottleneckSample] = []
+        self._samples: list[BottleneckSample] = []
         self._best: BottleneckSample | None = None
         self._reported: set[str] = set()
         self._where = ""
@@ -57,7 +57,7 @@ class BottleneckMonitor(Callback):
         self._steps.start(trainer)
         self._speed = self._find_speed_monitor(trainer)
         self._phases = PhaseTimes(trainer.strategy.root_device, self.clock)
-        self._rows, self._row_step = [], trainer.global_step
+        self._samples, self._row_step = [], trainer.global_step
         where = f"{_device_name(trainer)} x {trainer.world_size}"
         if where != self._where:  # the best speed of other hardware is no reference
             self._where, self._best = where, None
@@ -94,20 +94,20 @@ class BottleneckMonitor(Callback):
         phases = self._phases.end_step()
         if self._speed is None or not is_logged_step(trainer):
             return
-        row = self._read(trainer, self._speed.row, phases.read())
-        if row is None:
+        sample = self._measure(trainer, self._speed.row, phases.read())
+        if sample is None:
             return
-        self._rows = [*self._rows[-NUM_ROWS:], row]
-        for finding in findings(self._rows, best=self._best):
-            self._report(trainer, finding)
-        now = typical(self._rows)
-        if now is not None and (self._best is None or now.step_seconds < self._best.step_seconds):
-            self._best = now
+        self._samples = [*self._samples[-NUM_SAMPLES:], sample]
+        for bottleneck in find_bottlenecks(self._samples, best=self._best):
+            self._report(trainer, bottleneck)
+        current = median_sample(self._samples)
+        if current is not None and (self._best is None or current.step_seconds < self._best.step_seconds):
+            self._best = current
 
-    def _read(
+    def _measure(
         self, trainer: Trainer, speed: Mapping[str, float], phases: list[tuple[float, float]]
     ) -> BottleneckSample | None:
-        """Return the newest row with the values of all ranks; a collective, so every rank calls it for every row."""
+        """Return the sample of this row, with the values of all ranks; a collective, so every rank calls it."""
         steps, self._row_step = trainer.global_step - self._row_step, trainer.global_step
         forward = median(seconds for seconds, _ in phases) if phases else 0.0
         wait = speed.get("time/data_wait_fraction", 0.0)
@@ -121,23 +121,23 @@ class BottleneckMonitor(Callback):
             step=trainer.global_step,
             seconds=step_seconds * steps,
             step_seconds=step_seconds,
-            data_wait=tuple(wait for _, wait in by_rank),
+            data_wait_fraction=tuple(wait for _, wait in by_rank),
             forward_seconds=tuple(seconds for seconds, _ in by_rank) if is_ddp else (),
             sync_seconds=_get_sync_seconds(phases) if is_ddp else None,
-            free_memory=_get_free_memory(trainer.strategy.root_device),
+            free_memory_fraction=_get_free_memory(trainer.strategy.root_device),
             num_micro_batches=trainer.accumulate_grad_batches,
             mfu=speed.get("throughput/mfu"),
         )
 
-    def _report(self, trainer: Trainer, finding: Finding) -> None:
-        if finding.kind in self._reported:
+    def _report(self, trainer: Trainer, bottleneck: Bottleneck) -> None:
+        if bottleneck.kind in self._reported:
             return
-        self._reported.add(finding.kind)
-        text = finding.text
-        if finding.kind in self._advice:
-            text += f"; {self._advice[finding.kind]}"
+        self._reported.add(bottleneck.kind)
+        text = bottleneck.message
+        if bottleneck.kind in self._advice:
+            text += f"; {self._advice[bottleneck.kind]}"
         step = trainer.global_step
-        log_event(trainer, f"Step {step}: {text}", "diagnosis", step, kind=finding.kind, text=text)
+        log_event(trainer, f"Step {step}: {text}", "diagnosis", step, kind=bottleneck.kind, text=text)
 
     @override
     def state_dict(self) -> dict[str, Any]:
@@ -150,7 +150,7 @@ class BottleneckMonitor(Callback):
         best: dict[str, Any] | None = state_dict["best"]
         self._best = None
         if best is not None:
-            by_rank = {name: tuple(best[name]) for name in ("data_wait", "forward_seconds")}
+            by_rank = {name: tuple(best[name]) for name in ("data_wait_fraction", "forward_seconds")}
             self._best = BottleneckSample(**(best | by_rank))
 
 

@@ -1,125 +1,125 @@
-"""Rules for what slows a run down, reported only where the newest rows leave no doubt. Plain arithmetic."""
+"""Heuristics that detect bottlenecks; one is reported only if all of the most recent samples show it."""
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from statistics import median
 
-NUM_ROWS = 5  # rows that must agree
-MIN_SECONDS = 10.0  # of training in these rows: anything shorter may be a hiccup
-DATA_WAIT = 0.10  # fraction of a step
-SLOW_RANK = 1.25  # times the other ranks' forward pass
-SYNC = 0.25  # fraction of a step
-SLOWER = 1.5  # times the best step time of the run
-_FREE = 0.6  # fraction of the device's memory
+NUM_SAMPLES = 5  # that must all show it
+MIN_SECONDS = 10.0  # training time in these samples; less may be noise
+DATA_WAIT_THRESHOLD = 0.10  # fraction of a step
+SLOW_RANK_RATIO = 1.25  # forward time relative to the median of the other ranks
+SYNC_THRESHOLD = 0.25  # fraction of a step
+SLOWDOWN_RATIO = 1.5  # step time relative to the run's best
+FREE_MEMORY_THRESHOLD = 0.6  # fraction of the device's memory
 
 
 @dataclass(frozen=True, kw_only=True)
 class BottleneckSample:
-    """The values of one row; those of all ranks are tuples.
+    """What was measured between two logged steps; per-rank values are tuples indexed by rank.
 
     Attributes:
         step: Optimizer steps completed.
-        seconds: Training time since the previous row.
+        seconds: Training time since the previous sample.
         step_seconds: Time of one optimizer step.
-        data_wait: Fraction of it spent waiting for data, by rank.
-        forward_seconds: Time of one micro-batch's forward pass, by rank; empty where that pass itself waits for
-            other ranks.
-        sync_seconds: By how much the backward pass that reduces gradients is longer than one that does not; None
-            where every pass reduces.
-        free_memory: Fraction of the device's memory that was never reserved; None where unknown.
+        data_wait_fraction: Fraction of it spent waiting for data, by rank.
+        forward_seconds: Time of one micro-batch's forward pass, by rank; empty if that pass contains collectives, as
+            under FSDP and ZeRO-3.
+        sync_seconds: Extra time of a backward pass that synchronizes gradients over one that does not; None if every
+            pass synchronizes.
+        free_memory_fraction: Fraction of the device's memory that the allocator never reserved; None if unknown.
         num_micro_batches: Micro-batches per optimizer step.
-        mfu: Model FLOPs utilization; None where unknown.
+        mfu: Model FLOPs utilization; None if unknown.
     """
 
     step: int
     seconds: float
     step_seconds: float
-    data_wait: tuple[float, ...]
+    data_wait_fraction: tuple[float, ...]
     forward_seconds: tuple[float, ...] = ()
     sync_seconds: float | None = None
-    free_memory: float | None = None
+    free_memory_fraction: float | None = None
     num_micro_batches: int = 1
     mfu: float | None = None
 
 
 @dataclass(frozen=True)
-class Finding:
-    """One cause, and its symptom in one sentence."""
+class Bottleneck:
+    """A detected bottleneck and its symptom in one sentence."""
 
     kind: str
-    text: str
+    message: str
 
 
-def findings(rows: Sequence[BottleneckSample], *, best: BottleneckSample | None) -> Iterator[Finding]:
-    """Yield the causes that all of the newest rows agree on; none while there are too few rows.
+def find_bottlenecks(samples: Sequence[BottleneckSample], *, best: BottleneckSample | None) -> Iterator[Bottleneck]:
+    """Yield each bottleneck that all of the latest samples show; nothing if there are too few.
 
     Args:
-        rows: The newest last.
-        best: The fastest typical row of this run so far; None before there is one.
+        samples: In chronological order.
+        best: The fastest `median_sample` of this run so far; None if there is none yet.
     """
-    newest = rows[-NUM_ROWS:]
-    if len(newest) < NUM_ROWS or sum(row.seconds for row in newest) < MIN_SECONDS:
+    latest = samples[-NUM_SAMPLES:]
+    if len(latest) < NUM_SAMPLES or sum(sample.seconds for sample in latest) < MIN_SECONDS:
         return
-    yield from _data(newest)
-    yield from _slow_rank(newest)
-    yield from _sync(newest)
-    yield from _small_batch(newest)
-    yield from _slower(newest, best)
+    yield from _check_data_wait(latest)
+    yield from _check_slow_rank(latest)
+    yield from _check_sync(latest)
+    yield from _check_free_memory(latest)
+    yield from _check_slowdown(latest, best)
 
 
-def typical(rows: Sequence[BottleneckSample]) -> BottleneckSample | None:
-    """Return the row with the median step time among the newest; None while there are too few."""
-    newest = rows[-NUM_ROWS:]
-    if len(newest) < NUM_ROWS:
+def median_sample(samples: Sequence[BottleneckSample]) -> BottleneckSample | None:
+    """Return the sample with the median step time among the latest; None if there are too few."""
+    latest = samples[-NUM_SAMPLES:]
+    if len(latest) < NUM_SAMPLES:
         return None
-    return sorted(newest, key=lambda row: row.step_seconds)[NUM_ROWS // 2]
+    return sorted(latest, key=lambda sample: sample.step_seconds)[NUM_SAMPLES // 2]
 
 
-def _data(rows: Sequence[BottleneckSample]) -> Iterator[Finding]:
-    if min(max(row.data_wait) for row in rows) <= DATA_WAIT:
+def _check_data_wait(samples: Sequence[BottleneckSample]) -> Iterator[Bottleneck]:
+    if min(max(sample.data_wait_fraction) for sample in samples) <= DATA_WAIT_THRESHOLD:
         return
-    fraction = median(max(row.data_wait) for row in rows)
-    yield Finding("data", f"{fraction:.0%} of each step is spent waiting for data")
+    fraction = median(max(sample.data_wait_fraction) for sample in samples)
+    yield Bottleneck("data", f"{fraction:.0%} of each step is spent waiting for data")
 
 
-def _slow_rank(rows: Sequence[BottleneckSample]) -> Iterator[Finding]:
-    if any(len(row.forward_seconds) < 2 or min(row.forward_seconds) <= 0 for row in rows):
+def _check_slow_rank(samples: Sequence[BottleneckSample]) -> Iterator[Bottleneck]:
+    if any(len(sample.forward_seconds) < 2 or min(sample.forward_seconds) <= 0 for sample in samples):
         return
-    slowest = {row.forward_seconds.index(max(row.forward_seconds)) for row in rows}
-    rank = slowest.pop()
-    if slowest:  # another rank in another row
+    slowest = {sample.forward_seconds.index(max(sample.forward_seconds)) for sample in samples}
+    if len(slowest) > 1:  # not the same rank in every sample
         return
-    ratios = [row.forward_seconds[rank] / _median_of_others(row, rank) for row in rows]
-    if min(ratios) > SLOW_RANK:
-        text = f"rank {rank} takes {median(ratios):.2g} times as long for a forward pass as the others"
-        yield Finding("slow_rank", text)
+    [rank] = slowest
+    ratios = [sample.forward_seconds[rank] / _median_of_others(sample, rank) for sample in samples]
+    if min(ratios) > SLOW_RANK_RATIO:
+        message = f"rank {rank}'s forward pass takes {median(ratios):.2g} times as long as the other ranks'"
+        yield Bottleneck("slow_rank", message)
 
 
-def _median_of_others(row: BottleneckSample, rank: int) -> float:
-    return median(value for r, value in enumerate(row.forward_seconds) if r != rank)
+def _median_of_others(sample: BottleneckSample, rank: int) -> float:
+    return median(value for r, value in enumerate(sample.forward_seconds) if r != rank)
 
 
-def _sync(rows: Sequence[BottleneckSample]) -> Iterator[Finding]:
-    fractions = [row.sync_seconds / row.step_seconds for row in rows if row.sync_seconds is not None]
-    if len(fractions) == NUM_ROWS and min(fractions) > SYNC:
-        text = f"{median(fractions):.0%} of each step is spent reducing gradients between ranks"
-        yield Finding("sync", text)
+def _check_sync(samples: Sequence[BottleneckSample]) -> Iterator[Bottleneck]:
+    fractions = [sample.sync_seconds / sample.step_seconds for sample in samples if sample.sync_seconds is not None]
+    if len(fractions) == NUM_SAMPLES and min(fractions) > SYNC_THRESHOLD:
+        message = f"{median(fractions):.0%} of each step is spent synchronizing gradients across ranks"
+        yield Bottleneck("sync", message)
 
 
-def _small_batch(rows: Sequence[BottleneckSample]) -> Iterator[Finding]:
-    """Find micro-batches that could be fewer and larger: the same global batch, larger matrix products."""
-    free = [row.free_memory for row in rows if row.free_memory is not None]
-    if len(free) == NUM_ROWS and min(free) > _FREE and rows[-1].num_micro_batches > 1:
-        count = rows[-1].num_micro_batches
-        text = f"a step takes {count} micro-batches and {min(free):.0%} of the device's memory is free"
-        yield Finding("small_batch", text)
+def _check_free_memory(samples: Sequence[BottleneckSample]) -> Iterator[Bottleneck]:
+    """Find unused memory that would hold fewer, larger micro-batches: the same global batch, larger matmuls."""
+    free = [sample.free_memory_fraction for sample in samples if sample.free_memory_fraction is not None]
+    if len(free) == NUM_SAMPLES and min(free) > FREE_MEMORY_THRESHOLD and samples[-1].num_micro_batches > 1:
+        count = samples[-1].num_micro_batches
+        message = f"each step uses {count} micro-batches although {min(free):.0%} of the device's memory is free"
+        yield Bottleneck("small_batch", message)
 
 
-def _slower(rows: Sequence[BottleneckSample], best: BottleneckSample | None) -> Iterator[Finding]:
-    if best is None or min(row.step_seconds for row in rows) < SLOWER * best.step_seconds:
+def _check_slowdown(samples: Sequence[BottleneckSample], best: BottleneckSample | None) -> Iterator[Bottleneck]:
+    if best is None or min(sample.step_seconds for sample in samples) < SLOWDOWN_RATIO * best.step_seconds:
         return
-    now = median(row.step_seconds for row in rows)
-    text = f"steps take {now:.3g} s; around step {best.step} they took {best.step_seconds:.3g} s"
-    if best.mfu is not None and rows[-1].mfu is not None:
-        text += f" (MFU {rows[-1].mfu:.3f}, was {best.mfu:.3f})"
-    yield Finding("slower", text)
+    current_seconds = median(sample.step_seconds for sample in samples)
+    message = f"steps take {current_seconds:.3g} s; around step {best.step} they took {best.step_seconds:.3g} s"
+    if best.mfu is not None and samples[-1].mfu is not None:
+        message += f" (MFU {samples[-1].mfu:.3f}, was {best.mfu:.3f})"
+    yield Bottleneck("slower", message)

@@ -160,7 +160,7 @@ class LossSpikeRollback(Callback):
         if self._has_begun:
             return
         self._has_begun = True
-        self._recovery.lr_backoff.apply(trainer)  # modules set up schedules after `on_train_start`
+        self._recovery.lr_backoff.reapply_after_resume(trainer)  # modules set up schedules after `on_train_start`
         if trainer.global_step:  # a checkpoint that was resumed from needs no quarantine
             self._recovery.take_snapshot(trainer, is_good=True)
 
@@ -250,7 +250,7 @@ class LossSpikeRollback(Callback):
         return {
             "watch": self._monitor.state_dict(),
             "ladder": self._recovery.escalation.state_dict(),
-            "cut": self._recovery.lr_backoff.state_dict(),
+            "lr_backoff": self._recovery.lr_backoff.state_dict(),
             "num_evidence": self._dump.num_folders,
         }
 
@@ -258,7 +258,7 @@ class LossSpikeRollback(Callback):
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         self._monitor.load_state_dict(state_dict["watch"])
         self._recovery.escalation.load_state_dict(state_dict["ladder"])
-        self._recovery.lr_backoff.load_state_dict(state_dict["cut"])
+        self._recovery.lr_backoff.load_state_dict(state_dict["lr_backoff"])
         self._dump.num_folders = state_dict["num_evidence"]
 
 

@@ -127,9 +127,9 @@ class Recovery:
             self.stop(trainer)
         extras = self.rollback.restore(trainer, snapshot)
         self._monitor.load_state_dict(extras["monitor"])
-        self.lr_backoff.restore(trainer, extras["factor"])
+        self.lr_backoff.reapply_after_rollback(trainer, extras["factor"])
         if backs_off:
-            self.lr_backoff.start(trainer, self._lr_factor, until=clock + self._lr_backoff_steps)
+            self.lr_backoff.start(trainer, self._lr_factor, end_step=clock + self._lr_backoff_steps)
         to_step = trainer.global_step
         for callback in trainer.callbacks:  # type: ignore[attr-defined]
             # Lightning skips saving a step number it has saved before, and now repeats some

@@ -35,7 +35,7 @@ class SpeedMonitor(Callback):
     Args:
         peak_tflops: Dense peak of one device in the precision of the run, in TFLOP/s. None takes it from the table
             of published peaks.
-        measure_peak: Time a matrix product at the start and log the fraction of its rate, instead of the fraction of
+        measure_peak: Time a matmul at the start and log the fraction of its rate, instead of the fraction of
             the published peak.
 
     Raises:

@@ -13,7 +13,7 @@ from torch.utils.flop_counter import FlopCounterMode
 
 
 def count_flops(module: nn.Module, batch: Any) -> float:
-    """Return the FLOPs of the matrix products and convolutions that torch runs in a forward and a backward pass.
+    """Return the FLOPs of the matmuls and convolutions that torch runs in a forward and a backward pass.
 
     A module may provide `forward_on_meta(batch)`, the outputs of its forward pass on the meta device. Otherwise a
     copy of the module runs its `training_step`, collectives included: do not call this for one of several ranks.

@@ -35,7 +35,7 @@ class FlopMeter:
 
     Args:
         peak_tflops: The device's dense peak in TFLOP/s; None takes it from the table of published peaks.
-        measure_peak: Time a matrix product and log the fraction of its rate instead.
+        measure_peak: Time a matmul and log the fraction of its rate instead.
     """
 
     def __init__(self, *, peak_tflops: float | None, measure_peak: bool) -> None:
@@ -55,7 +55,7 @@ class FlopMeter:
                 message = f"no MFU: products of {kind or 'this precision'} are not measured"
             else:
                 self._measured = measure_peak_tflops(device, _DTYPES[kind])
-                message = f"a matrix product in {kind} reaches {self._measured:.4g} TFLOP/s here"
+                message = f"a matmul in {kind} reaches {self._measured:.4g} TFLOP/s here"
         elif self._peak_tflops is not None:
             self._peak = Peak(self._peak_tflops, "peak_tflops, as set")
             message = f"MFU is relative to {self._peak_tflops:g} TFLOP/s, as set by peak_tflops"
@@ -64,7 +64,7 @@ class FlopMeter:
         elif device.type != "cuda":
             message = (
                 f"no MFU: a {device.type} has no published peak;"
-                " callbacks.throughput.measure_peak=true logs the fraction of a measured matrix product"
+                " callbacks.throughput.measure_peak=true logs the fraction of a measured matmul"
             )
         else:
             self._peak = get_peak(torch.cuda.get_device_name(device), kind)
@@ -141,7 +141,7 @@ class FlopMeter:
 
 
 def get_kind(trainer: Trainer, pl_module: LightningModule) -> Kind | None:
-    """Return the arithmetic of a run's matrix products; None if no peak is known for it.
+    """Return the arithmetic of a run's matmuls; None if no peak is known for it.
 
     A precision plugin may give it as `compute_dtype`; Lightning's plugins give it in their name.
     """
@@ -175,7 +175,7 @@ _REPEATS = 8
 
 
 def measure_peak_tflops(device: torch.device, dtype: torch.dtype) -> float:
-    """Return the best TFLOP/s of a matrix product over a few square sizes.
+    """Return the best TFLOP/s of a matmul over a few square sizes.
 
     The operands are random: zeros draw less power and run faster.
     """

@@ -227,7 +227,7 @@ def get_peak(device_name: str, kind: Kind) -> Peak:
 
     Args:
         device_name: As `torch.cuda.get_device_name` returns it.
-        kind: Arithmetic of the matrix products.
+        kind: Arithmetic of the matmuls.
 
     Raises:
         ValueError: `kind` is not one of `Kind`.

@@ -116,7 +116,8 @@ class CheckpointSaver(Checkpoint):
 
     @override
     def on_before_optimizer_step(self, trainer: lightning.Trainer, pl_module: Any, optimizer: Any) -> None:
-        self._writer.wait_until_copied()
+        if self._writer.is_copying:
+            self._writer.wait_until_copied()
 
     @override
     def on_train_batch_end(

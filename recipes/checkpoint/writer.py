@@ -77,6 +77,9 @@ class CheckpointWriter:
     Args:
         asynchronous: Whether training continues while the checkpoint is written.
         after: Called on rank 0 with the folder of checkpoints once a new one is complete; removes old ones.
+
+    Attributes:
+        is_copying: Whether tensors of a save may still be read: `wait_until_copied` must come before they change.
     """
 
     def __init__(self, *, asynchronous: bool, after: Callable[[Path], None]) -> None:
@@ -87,6 +90,7 @@ class CheckpointWriter:
         self._outcome: Outcome | None = None
         self._stall_seconds = 0.0
         self._group: Any = None
+        self.is_copying = False
 
     def connect(self) -> None:
         """Create a process group for the ranks' threads. A collective, once, before the first save.
@@ -111,6 +115,7 @@ class CheckpointWriter:
             self._thread.join()
         rank = dist.get_rank() if dist.is_initialized() else 0
         self._stall_seconds = 0.0
+        self.is_copying = True
         content, problem = None, None
         try:
             # here and not in the thread: training changes the state as soon as this returns
@@ -130,6 +135,7 @@ class CheckpointWriter:
         """Wait until tensors may change; call before every optimizer step, or the files mix two steps."""
         began = time.perf_counter()
         self._staging.wait()
+        self.is_copying = False
         self._stall_seconds += time.perf_counter() - began
 
     def poll(self, *, wait: bool = False) -> Outcome | None:

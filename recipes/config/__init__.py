@@ -4,7 +4,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from recipes.config.check import check_config
-from recipes.config.check.command_line import compose_typed
+from recipes.config.check.command_line import compose_overrides
 from recipes.config.compose import CONF, Composed
 from recipes.errors import ConfigError
 
@@ -17,7 +17,7 @@ def compose_and_check(
     Returns:
         The run, None if it cannot be composed; and the mistakes.
     """
-    composed, mistakes = compose_typed(overrides, config_folder=config_folder, config_name=config_name)
+    composed, mistakes = compose_overrides(overrides, config_folder=config_folder, config_name=config_name)
     if composed is not None:
         mistakes = [
             *mistakes,

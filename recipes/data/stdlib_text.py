@@ -1,4 +1,4 @@
-"""Python's standard library as text: ~10 MB on every machine, tokenized once in ~3 s."""
+"""Python's standard library as a text dataset: ~10 MB, available offline, tokenized once in ~3 s."""
 
 import sysconfig
 from collections.abc import Sequence
@@ -9,33 +9,25 @@ from recipes.data.text.corpus import Document
 from recipes.data.text.source import TextSource, list_files
 from recipes.errors import ConfigError
 
-# not the library (installed packages), tables and generated help, or mostly data (tests)
-_SKIPPED_FOLDERS = frozenset(
-    {
-        "site-packages",
-        "dist-packages",
-        "test",
-        "tests",
-        "idle_test",
-        "__pycache__",
-        "encodings",
-        "pydoc_data",
-        "lib-dynload",
-    }
-)
-_GENERATED_PREFIX = "_sysconfigdata"  # the build's variables, with the paths of the machine
+_INSTALLED = {"site-packages", "dist-packages", "lib-dynload", "__pycache__"}
+_MOSTLY_DATA = {"test", "tests", "idle_test", "encodings", "pydoc_data"}
+_SKIPPED_FOLDERS = frozenset(_INSTALLED | _MOSTLY_DATA)
+_GENERATED_PREFIX = "_sysconfigdata"  # generated at build time, contains paths of the machine
 
 
 class StdlibText(TextSource):
-    """One document per module; it differs between Python versions, and so does its cache. Arguments: `TextSource`."""
+    """One document per module. Its content, and so its token cache, depends on the Python version.
+
+    Args: See `TextSource`.
+    """
 
     sample_kind: ClassVar[str] = "tokens"
 
     def list_documents(self) -> Sequence[Document]:
-        """Return every module of the library.
+        """Return one document per module of the standard library.
 
         Raises:
-            ConfigError: This Python has its library in an archive, or without sources.
+            ConfigError: The standard library is zipped or installed without its .py files.
         """
         folder = Path(sysconfig.get_path("stdlib"))
         suffixes = frozenset({".py"})
@@ -44,11 +36,11 @@ class StdlibText(TextSource):
         if not files:
             raise ConfigError(
                 "data=stdlib_text",
-                f"this Python has no sources in {folder}",
+                f"no .py files found in {folder}",
                 "data=text_files data.path=<folder of text>",
             )
         return [Document.of(path, name=path.relative_to(folder).as_posix()) for path in files]
 
-    def more_text(self) -> str:
-        """Return other data: the library cannot grow."""
+    def suggest_more_text(self) -> str:
+        """Return the overrides to suggest when the standard library is too small."""
         return "data=text_files data.path=<more text>"

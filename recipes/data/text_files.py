@@ -88,7 +88,7 @@ class TextFiles(TextSource):
             raise self._error("no file matches")
         return files, Path(os.path.commonpath([file.parent for file in files]))
 
-    def more_text(self) -> str:
+    def suggest_more_text(self) -> str:
         """Return the setting for more files."""
         return "data.path=<more text>"
 

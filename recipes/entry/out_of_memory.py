@@ -11,7 +11,7 @@ from recipes.config.compose import Composed
 from recipes.config.traits import get_traits
 from recipes.numerics.accumulation import divide
 from recipes.run_folder import OOM_FOLDER, has_checkpoint, write_atomically
-from recipes.runtime.failure import is_host_out_of_memory, read_peer_error
+from recipes.runtime.failure import is_host_out_of_memory, read_oom_of_other_rank
 
 _MAX_REMEDIES = 3
 # strategy option -> overrides that shard the state further or move it out of device memory, next step first
@@ -134,7 +134,7 @@ def log_exit(run_folder: Path, events_file: Path) -> None:
 
     Rank 0 may have been killed by that rank's failure before it could write the event. Adding it twice is avoided.
     """
-    event = read_peer_error(run_folder)
+    event = read_oom_of_other_rank(run_folder)
     if event is None or not events_file.exists():
         return
     known = [line for line in events_file.read_text().splitlines() if '"event": "oom"' in line]

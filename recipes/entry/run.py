@@ -154,7 +154,7 @@ def _execute(composed: Composed, ranks: Ranks) -> int:
 
 def _report_failure(failure: Failure, last_line: str | None, ranks: Ranks) -> None:
     """Report a failure once for all ranks: in the error file for whatever started them, else on the console."""
-    if failure.by_peer and ranks.started_by == "torchrun":
+    if failure.caused_by_peer and ranks.started_by == "torchrun":
         # torchrun blames the error file with the earliest timestamp, in whole seconds: too coarse to tell a cause from
         # its consequence. Wait before writing: once it sees the rank that failed first, it ends this one by SIGTERM.
         signal.signal(signal.SIGTERM, signal.SIG_DFL)
@@ -169,7 +169,7 @@ def _report_failure(failure: Failure, last_line: str | None, ranks: Ranks) -> No
         write_failure(replace(failure, report=failure.report if is_spawned else full_report), file)
         if not is_spawned and global_rank() == 0:
             LOGGER.error(full_report, extra={"console": False})
-    elif failure.by_peer and ranks.world_size > 1 and global_rank() > 0:
+    elif failure.caused_by_peer and ranks.world_size > 1 and global_rank() > 0:
         LOGGER.error(f"rank {global_rank()} of {ranks.world_size} lost its peers")
     else:
         LOGGER.error(failure.report)

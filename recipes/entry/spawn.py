@@ -194,7 +194,7 @@ def _end_after_failure(processes: Sequence[_RankProcess], failed: Sequence[_Rank
     # a rank that only died by the SIGTERM above is no candidate; one that wrote an error before it is
     candidates = [process for process in processes if process in failed or process.error_file.exists()]
     failures = [(process, process.failure()) for process in candidates]
-    first, failure = min(failures, key=lambda pair: (pair[1].by_peer, pair[1].time))
+    first, failure = min(failures, key=lambda pair: (pair[1].caused_by_peer, pair[1].time))
     has_written = first.error_file.exists()
     if failure.exit_code in _REPORTED_CODES:
         return ProcessExit(exit_code=failure.exit_code, report=failure.report if has_written else None)
@@ -210,7 +210,7 @@ def _wait_for_cause(processes: Sequence[_RankProcess], failed: Sequence[_RankPro
     A rank that loses its connection is often seen before the rank that failed: that one may still be writing its error.
     """
     deadline = time.monotonic() + _CAUSE_SECONDS
-    while all(process.failure().by_peer for process in failed) and time.monotonic() < deadline:
+    while all(process.failure().caused_by_peer for process in failed) and time.monotonic() < deadline:
         time.sleep(_POLL_SECONDS)
         failed = [process for process in processes if process.has_failed()]
     return failed

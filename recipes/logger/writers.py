@@ -17,7 +17,7 @@ from typing_extensions import override
 
 from recipes.model.init import unsharded_shape
 from recipes.run_folder import SUMMARY_FILE, write_atomically
-from recipes.runtime.failure import is_out_of_memory, is_peer_failure, read_peer_error
+from recipes.runtime.failure import is_out_of_memory, is_peer_failure, read_oom_of_other_rank
 from recipes.runtime.signals import Preempted
 
 LOGGER = logging.getLogger("lightning_recipes")
@@ -95,7 +95,7 @@ class SummaryWriter(Callback):
             status = "diverged"
         if isinstance(exception, Preempted):
             status = "preempted"
-        by_peer = is_peer_failure(exception) and read_peer_error(self._folder) is not None
+        by_peer = is_peer_failure(exception) and read_oom_of_other_rank(self._folder) is not None
         if is_out_of_memory(exception) or by_peer:
             status = "out_of_memory"
         self._write(trainer, pl_module, status)

@@ -13,7 +13,7 @@ from recipes.logger.writers import SummaryWriter
 from recipes.mode.start import RunStartCallback, get_checkpoint_io, log_event
 from recipes.runtime.console import LOGGER
 from recipes.runtime.exit_codes import ExitCode
-from recipes.runtime.failure import is_out_of_memory, is_peer_failure, read_peer_error
+from recipes.runtime.failure import is_out_of_memory, is_peer_failure, read_oom_of_other_rank
 from recipes.runtime.signals import Preempted
 
 
@@ -100,7 +100,7 @@ def _log_crash(run: Run, error: Exception) -> None:
         _log_out_of_memory(run, rank=rank, step=step, error=first_line)
     elif not is_peer_failure(error):
         log_event(run, "end", step, status="failed", error=f"{type(error).__name__}: {error}")
-    elif (report := read_peer_error(run.folder)) is not None:
+    elif (report := read_oom_of_other_rank(run.folder)) is not None:
         _log_out_of_memory(run, rank=report["rank"], step=report["step"], error=report["error"])
     else:
         reason = "another rank failed first; its error is on the console"

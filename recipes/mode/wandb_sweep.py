@@ -10,7 +10,7 @@ from hydra import initialize_config_dir
 from hydra.core.config_loader import ConfigLoader
 from hydra.core.global_hydra import GlobalHydra
 
-from recipes.config.check.command_line import compose_typed
+from recipes.config.check.command_line import compose_overrides
 from recipes.config.compose import CONF, Composed, parse_override
 from recipes.config.overrides import make_override
 from recipes.errors import ConfigError, format_report
@@ -128,7 +128,7 @@ def _check_values(composed: Composed, space: SearchSpace, fixed: list[str]) -> l
 
 
 def _compose_trial(composed: Composed, overrides: list[str]) -> tuple[Composed | None, list[ConfigError]]:
-    return compose_typed(overrides, config_folder=Path(composed.config_folder), config_name=composed.config_name)
+    return compose_overrides(overrides, config_folder=Path(composed.config_folder), config_name=composed.config_name)
 
 
 def _head(composed: Composed, fixed: list[str]) -> dict[str, Any]:

@@ -1,4 +1,4 @@
-"""Why a rank failed, written to a file for the process that started it, in the format torchrun reads too."""
+"""Write and read each rank's error file, in the format of torchrun, for the process that started the rank."""
 
 import contextlib
 import errno
@@ -13,56 +13,56 @@ from typing import Any
 
 from recipes.run_folder import OOM_FOLDER, write_atomically
 
-ERROR_FILE = "TORCHELASTIC_ERROR_FILE"  # torchrun's variable for the path of a rank's error file
-STACK_SUFFIX = ".stack"  # file alongside it: Python's stack at a segmentation fault
-# messages of gloo, NCCL and the store on a rank whose peer is gone
+ERROR_FILE = "TORCHELASTIC_ERROR_FILE"  # environment variable of torchrun: path of this rank's error file
+STACK_SUFFIX = ".stack"  # stack trace of a segmentation fault, next to the error file
+# errors raised by Gloo, NCCL and the c10d store when a peer has died
 _LOST_PEER = re.compile(
     r"connection (was )?(closed|reset|refused|aborted)|broken pipe|remote process exited|unhandled system error"
     r"|failed to recv, got 0 bytes|communicator was aborted|socket closed",
     re.IGNORECASE,
 )
-# messages of allocators, CUDA's libraries, NCCL, Triton and the kernel; callbacks/memory has an equal copy
+# errors of allocators, CUDA libraries, NCCL, Triton and the operating system; duplicated in callbacks/memory
 _OUT_OF_MEMORY = re.compile(r"out of memory|_ALLOC_FAILED|can(no|')t allocate memory", re.IGNORECASE)
 _HOST_OUT_OF_MEMORY = ("DefaultCPUAllocator", "Cannot allocate memory")
-_TORCH_ERRORS = ("RuntimeError", "DistBackendError", "DistNetworkError", "DistStoreError")
+_ERRORS_OF_LOST_PEERS = ("RuntimeError", "DistBackendError", "DistNetworkError", "DistStoreError")
 
 
 @dataclass(frozen=True, kw_only=True)
 class Failure:
-    """Why a rank ended.
+    """Why a rank failed.
 
     Attributes:
         exit_code: Exit code of the rank.
-        message: One line.
-        report: Text to show: a traceback, or the mistakes in the config.
-        time: Seconds since the epoch.
-        by_peer: Whether it only lost its connection to another rank, which failed first.
+        message: One-line summary.
+        report: What to print: a traceback, or the errors in the config.
+        time: Unix time of the failure, in seconds.
+        caused_by_peer: Whether this rank failed only because another one had failed and the connection was lost.
     """
 
     exit_code: int
     message: str
     report: str
     time: float
-    by_peer: bool = False
+    caused_by_peer: bool = False
 
 
 def get_error_file(environ: Mapping[str, str] = os.environ) -> Path | None:
-    """Return where this process writes its failure; None if nobody will read it."""
+    """Return where this process writes its failure; None if no launcher reads it."""
     path = environ.get(ERROR_FILE)
     return Path(path) if path else None
 
 
 def is_peer_failure(error: BaseException | None) -> bool:
-    """Return whether an exception, or one of its causes, says that another rank is gone."""
+    """Return whether an exception, or one of its causes, indicates that another rank has died."""
     while error is not None:
-        if type(error).__name__ in _TORCH_ERRORS and _LOST_PEER.search(str(error)):
+        if type(error).__name__ in _ERRORS_OF_LOST_PEERS and _LOST_PEER.search(str(error)):
             return True
         error = error.__cause__ or error.__context__
     return False
 
 
 def is_out_of_memory(error: BaseException | None) -> bool:
-    """Return whether an exception, or one of its causes, says that device or host memory is full."""
+    """Return whether an exception, or one of its causes, is an out-of-memory error of the device or the host."""
     while error is not None:
         # by name: torch is not imported here
         if type(error).__name__ in ("OutOfMemoryError", "MemoryError"):
@@ -76,7 +76,7 @@ def is_out_of_memory(error: BaseException | None) -> bool:
 
 
 def is_host_out_of_memory(error: BaseException | None) -> bool:
-    """Return whether the memory of an out-of-memory error, or of one of its causes, is the host's."""
+    """Return whether an out-of-memory error, or one of its causes, came from host memory."""
     while error is not None:
         if isinstance(error, MemoryError) or getattr(error, "errno", None) == errno.ENOMEM:
             return True
@@ -86,8 +86,8 @@ def is_host_out_of_memory(error: BaseException | None) -> bool:
     return False
 
 
-def read_peer_error(run_folder: Path) -> dict[str, Any] | None:
-    """Read the out-of-memory report of a rank other than 0; None if there is no complete one."""
+def read_oom_of_other_rank(run_folder: Path) -> dict[str, Any] | None:
+    """Return the first complete out-of-memory report of a rank other than 0; None if there is none."""
     for path in sorted((run_folder / OOM_FOLDER).glob("rank_*.json")):
         with contextlib.suppress(OSError, json.JSONDecodeError):
             report: dict[str, Any] = json.loads(path.read_text())
@@ -97,17 +97,17 @@ def read_peer_error(run_folder: Path) -> dict[str, Any] | None:
 
 
 def failure_from_exception(error: BaseException, *, exit_code: int, report: str) -> Failure:
-    """Return an exception as a failure that happens now."""
+    """Build a failure from an exception, with the present time."""
     return Failure(
         exit_code=exit_code,
         message=f"{type(error).__name__}: {error}",
         report=report,
         time=time.time(),
-        by_peer=is_peer_failure(error),
+        caused_by_peer=is_peer_failure(error),
     )
 
 
-def write_failure(failure: Failure, file: Path) -> None:
+def write_failure(failure: Failure, path: Path) -> None:
     """Write a failure atomically: a reader sees the complete file or none."""
     fields = {
         "message": {
@@ -116,20 +116,20 @@ def write_failure(failure: Failure, file: Path) -> None:
         },
         "time": failure.time,
         "exit_code": failure.exit_code,
-        "by_peer": failure.by_peer,
+        "caused_by_peer": failure.caused_by_peer,
     }
-    write_atomically(file, json.dumps(fields))
+    write_atomically(path, json.dumps(fields))
 
 
-def read_failure(file: Path) -> Failure | None:
+def read_failure(path: Path) -> Failure | None:
     """Read what `write_failure` wrote; None if there is no such file."""
-    if not file.is_file():
+    if not path.is_file():
         return None
-    fields: dict[str, Any] = json.loads(file.read_text())
+    fields: dict[str, Any] = json.loads(path.read_text())
     return Failure(
         exit_code=fields["exit_code"],
         message=fields["message"]["message"],
         report=fields["message"]["extraInfo"]["py_callstack"],
         time=fields["time"],
-        by_peer=fields["by_peer"],
+        caused_by_peer=fields["caused_by_peer"],
     )

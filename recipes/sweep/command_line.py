@@ -11,7 +11,7 @@ from hydra.core.override_parser.types import Glob, IntervalSweep, Override, Rang
 from hydra.errors import HydraException
 
 from recipes.config import compose_and_check
-from recipes.config.check.command_line import compose_typed
+from recipes.config.check.command_line import compose_overrides
 from recipes.config.check.renamed import restore_sweeps
 from recipes.config.compose import CONF, parse_override
 from recipes.config.overrides import make_override
@@ -56,7 +56,7 @@ def check_command(typed: Sequence[str], *, config_folder: Path, config_name: str
     source: dict[str, Any] = {"config_folder": config_folder, "config_name": config_name}
     swept = {text: parsed for text in typed if (parsed := _parse_sweep(text)) is not None}
     first_job = [_first_value(swept[text]) if text in swept else text for text in typed]
-    composed, _ = compose_typed(first_job, **source)
+    composed, _ = compose_overrides(first_job, **source)
     params = [parse_override(text) for text in composed.sweep_overrides] if composed else []
     typed_keys = {_key(text) for text in typed}
     # typed overrides replace those of hydra.sweeper.params

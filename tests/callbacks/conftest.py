@@ -24,7 +24,7 @@ class FakeClock:
         return self.now
 
 
-class Stranger(LightningModule):
+class ThirdPartyModule(LightningModule):
     """Least squares on eight numbers, batches of two: 8 training batches, 2 validation batches."""
 
     def __init__(self) -> None:
@@ -55,8 +55,8 @@ def clock() -> FakeClock:
 
 
 @pytest.fixture
-def stranger() -> type[Stranger]:
-    return Stranger
+def plain_module() -> type[ThirdPartyModule]:
+    return ThirdPartyModule
 
 
 @pytest.fixture

@@ -33,36 +33,36 @@ def build(name: str) -> Any:
 
 
 @pytest.mark.parametrize("accumulate", [1, 2])
-def test_a_plain_module_trains_with_all_of_them(stranger, make_trainer, tmp_path, read_column, accumulate) -> None:
+def test_a_plain_module_trains_with_all_of_them(plain_module, make_trainer, tmp_path, read_column, accumulate) -> None:
     make_trainer(
         callbacks=[build(name) for name in DEFAULT],
         accumulate_grad_batches=accumulate,
         limit_val_batches=1,
         num_sanity_val_steps=1,
         gradient_clip_val=1.0,
-    ).fit(stranger())
+    ).fit(plain_module())
     for name in ("grad/norm", "time/excluded_seconds", "memory/host_peak_gib", "train_loss"):
         assert len(read_column(name)) == 8 // accumulate
     assert len(read_column("time/step_seconds")) == 8 // accumulate - 1  # not the first
     assert (tmp_path / "run" / "report.html").exists()
 
 
-def test_they_do_not_change_the_weights(stranger, make_trainer) -> None:
+def test_they_do_not_change_the_weights(plain_module, make_trainer) -> None:
     import torch
 
     weights: list[Tensor] = []
     for watchers in ([], [build(name) for name in DEFAULT]):
         torch.manual_seed(0)
-        module = stranger()
+        module = plain_module()
         make_trainer(callbacks=watchers, limit_val_batches=1, gradient_clip_val=0.1).fit(module)
         weights.append(module.layer.weight.detach())
     assert torch.equal(*weights)
 
 
-def test_two_optimizers_stepped_by_hand_get_their_rows(stranger, make_trainer, read_column) -> None:
+def test_two_optimizers_stepped_by_hand_get_their_rows(plain_module, make_trainer, read_column) -> None:
     import torch
 
-    class ByHand(stranger):  # type: ignore[misc, valid-type]
+    class ByHand(plain_module):  # type: ignore[misc, valid-type]
         def __init__(self) -> None:
             super().__init__()
             self.automatic_optimization = False

@@ -1,4 +1,4 @@
-"""A run ends when its validation no longer improves, and only where `patience` is set."""
+"""Training stops when the monitored metric stops improving, but only if `patience` is set."""
 
 import logging
 from typing import Any
@@ -9,31 +9,31 @@ import torch
 from callbacks import EarlyStop
 
 
-def module_with_val_losses(stranger: Any, values: list[float]) -> Any:
-    class Scripted(stranger):  # type: ignore[misc, valid-type]
+def module_with_val_losses(plain_module: Any, values: list[float]) -> Any:
+    class FixedValLosses(plain_module):  # type: ignore[misc, valid-type]
         def on_validation_epoch_end(self) -> None:
             self.log("val/loss", torch.tensor(values.pop(0)))
 
-    return Scripted()
+    return FixedValLosses()
 
 
-@pytest.mark.parametrize(("patience", "steps"), [(2, 4), (None, 8)])
-def test_it_stops_after_patience_validations_without_an_improvement(
-    stranger: Any, make_trainer: Any, patience: int | None, steps: int, caplog: Any
+@pytest.mark.parametrize(("patience", "expected_steps"), [(2, 4), (None, 8)])
+def test_stops_after_patience_validations_without_improvement(
+    plain_module: Any, make_trainer: Any, patience: int | None, expected_steps: int, caplog: Any
 ) -> None:
     callback = EarlyStop(patience=patience, monitor="val/loss", mode="min", min_delta=0.0)
-    module = module_with_val_losses(stranger, [3.0, 2.0, 2.5, 2.0, 1.0, 0.9, 0.8, 0.7])
+    module = module_with_val_losses(plain_module, [3.0, 2.0, 2.5, 2.0, 1.0, 0.9, 0.8, 0.7])
     with caplog.at_level(logging.WARNING, logger="lightning_recipes"):
         trainer = make_trainer(callbacks=[callback], limit_val_batches=1, val_check_interval=1)
         trainer.fit(module)
-    assert trainer.global_step == steps
+    assert trainer.global_step == expected_steps
     assert ("the best was 2.0000" in caplog.text) == (patience is not None)
 
 
-def test_its_patience_survives_a_resume(stranger: Any) -> None:
-    first = EarlyStop(patience=3, monitor="val/loss", mode="min", min_delta=0.0)
-    first.wait_count, first.best_score = 2, torch.tensor(1.5)
-    second = EarlyStop(patience=3, monitor="val/loss", mode="min", min_delta=0.0)
-    second.load_state_dict(first.state_dict())
-    assert second.wait_count == 2
-    assert float(second.best_score) == 1.5
+def test_the_count_and_the_best_score_survive_a_resume() -> None:
+    saved = EarlyStop(patience=3, monitor="val/loss", mode="min", min_delta=0.0)
+    saved.wait_count, saved.best_score = 2, torch.tensor(1.5)
+    resumed = EarlyStop(patience=3, monitor="val/loss", mode="min", min_delta=0.0)
+    resumed.load_state_dict(saved.state_dict())
+    assert resumed.wait_count == 2
+    assert float(resumed.best_score) == 1.5

@@ -44,8 +44,8 @@ def read_samples(folder: Any) -> list[Any]:
     return [json.loads(line) for line in (folder / "run" / "samples.jsonl").open()]
 
 
-def test_the_end_of_training_is_sampled_once(stranger, make_trainer, tmp_path) -> None:
-    module = make_writer(stranger)
+def test_the_end_of_training_is_sampled_once(plain_module, make_trainer, tmp_path) -> None:
+    module = make_writer(plain_module)
     make_trainer(callbacks=[make_sampler()]).fit(module)
     options = {"temperature": 0.5, "top_k": 4, "top_p": None, "seed": 0}
     assert module.calls == [("a", 3, options, False, False), ("b", 3, options, False, False)]
@@ -57,16 +57,16 @@ def test_the_end_of_training_is_sampled_once(stranger, make_trainer, tmp_path) -
 
 @pytest.mark.parametrize(("every", "steps"), [(3, [3, 6, 8]), (4, [4, 8]), (100, [8])])
 def test_samples_come_every_n_steps_and_at_the_end_but_no_step_twice(
-    stranger, make_trainer, tmp_path, every, steps
+    plain_module, make_trainer, tmp_path, every, steps
 ) -> None:
-    module = make_writer(stranger)
+    module = make_writer(plain_module)
     trainer = make_trainer(callbacks=[make_sampler(prompts=["a"], every_n_steps=every)])
     trainer.fit(module)
     assert [line["step"] for line in read_samples(tmp_path)] == steps
 
 
-def test_sampling_restores_random_states_and_modes(stranger, make_trainer) -> None:
-    module = make_writer(stranger)
+def test_sampling_restores_random_states_and_modes(plain_module, make_trainer) -> None:
+    module = make_writer(plain_module)
     module.frozen = torch.nn.Dropout().eval()  # a part that its owner keeps in eval mode
     trainer = make_trainer(callbacks=[make_sampler()], max_steps=1)
     states = []
@@ -83,15 +83,17 @@ def test_sampling_restores_random_states_and_modes(stranger, make_trainer) -> No
 
 
 @pytest.mark.parametrize("silent", ["no method", "None"])
-def test_a_model_without_text_writes_no_samples(stranger, make_trainer, tmp_path, silent) -> None:
-    module = stranger() if silent == "no method" else make_writer(stranger, text=None)
+def test_a_model_without_text_writes_no_samples(plain_module, make_trainer, tmp_path, silent) -> None:
+    module = plain_module() if silent == "no method" else make_writer(plain_module, text=None)
     make_trainer(callbacks=[make_sampler(every_n_steps=2)]).fit(module)
     assert not (tmp_path / "run" / "samples.jsonl").exists()
 
 
-def test_a_run_without_a_folder_still_logs_its_sample(stranger, make_trainer, caplog: pytest.LogCaptureFixture) -> None:
+def test_a_run_without_a_folder_still_logs_its_sample(
+    plain_module, make_trainer, caplog: pytest.LogCaptureFixture
+) -> None:
     caplog.set_level("INFO", logger="lightning_recipes")
-    make_trainer(callbacks=[make_sampler(prompts=["a"])], logger=False).fit(make_writer(stranger))
+    make_trainer(callbacks=[make_sampler(prompts=["a"])], logger=False).fit(make_writer(plain_module))
     assert [record.getMessage() for record in caplog.records if "sample" in record.msg % record.args]
     assert "<a>" in caplog.text
 

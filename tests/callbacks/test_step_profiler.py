@@ -12,9 +12,9 @@ from callbacks.step_profiler import StepProfiler
 
 
 def test_two_steps_of_two_micro_batches_are_traced_and_excluded_from_the_throughput(
-    stranger, make_trainer, read_column, clock, tmp_path
+    plain_module, make_trainer, read_column, clock, tmp_path
 ) -> None:
-    module = timed(stranger, clock)
+    module = timed(plain_module, clock)
     callbacks = [monitor_at(clock), StepProfiler(steps=2, after=1)]
     make_trainer(callbacks=callbacks, accumulate_grad_batches=2).fit(module)
     folder = tmp_path / "run/profile"
@@ -34,8 +34,8 @@ def test_two_steps_of_two_micro_batches_are_traced_and_excluded_from_the_through
     assert sum(read_column("time/excluded_seconds")) == 3 * 2.0 - FETCH
 
 
-def test_a_run_that_fails_while_it_is_traced_still_writes_the_trace(stranger, make_trainer, tmp_path) -> None:
-    class Failing(stranger):  # type: ignore[misc]
+def test_a_run_that_fails_while_it_is_traced_still_writes_the_trace(plain_module, make_trainer, tmp_path) -> None:
+    class Failing(plain_module):  # type: ignore[misc]
         def training_step(self, batch, batch_idx):
             if batch_idx == 3:
                 raise ZeroDivisionError
@@ -58,15 +58,15 @@ def test_tracing_writes_nothing_of_its_own_to_the_terminal(tmp_path) -> None:
     assert "profile: 1 step in run/profile" in done.stdout + done.stderr
 
 
-def test_a_run_that_is_too_short_logs_a_warning(stranger, make_trainer, tmp_path, caplog) -> None:
-    make_trainer(callbacks=[StepProfiler(steps=5, after=20)]).fit(stranger())
+def test_a_run_that_is_too_short_logs_a_warning(plain_module, make_trainer, tmp_path, caplog) -> None:
+    make_trainer(callbacks=[StepProfiler(steps=5, after=20)]).fit(plain_module())
     assert "the run ended before step 21" in caplog.text
     assert not (tmp_path / "run/profile").exists()
 
 
-def test_lightnings_own_profiler_keeps_working(stranger, make_trainer, tmp_path) -> None:
+def test_lightnings_own_profiler_keeps_working(plain_module, make_trainer, tmp_path) -> None:
     profiler = SimpleProfiler(dirpath=tmp_path, filename="times")
-    make_trainer(callbacks=[StepProfiler(steps=1, after=1)], profiler=profiler).fit(stranger())
+    make_trainer(callbacks=[StepProfiler(steps=1, after=1)], profiler=profiler).fit(plain_module())
     assert "run_training_batch" in (tmp_path / "fit-times.txt").read_text()
 
 
@@ -75,8 +75,8 @@ def test_tracing_zero_steps_is_an_error() -> None:
         StepProfiler(steps=0)
 
 
-def test_nothing_is_traced_while_lightnings_profiler_traces(stranger, make_trainer, tmp_path, caplog) -> None:
+def test_nothing_is_traced_while_lightnings_profiler_traces(plain_module, make_trainer, tmp_path, caplog) -> None:
     profiler = PyTorchProfiler(dirpath=tmp_path, filename="trace")
-    make_trainer(callbacks=[StepProfiler(steps=1, after=1)], profiler=profiler).fit(stranger())
+    make_trainer(callbacks=[StepProfiler(steps=1, after=1)], profiler=profiler).fit(plain_module())
     assert "trainer.profiler=pytorch traces already" in caplog.text
     assert not (tmp_path / "run/profile").exists()

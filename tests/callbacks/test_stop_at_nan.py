@@ -19,11 +19,11 @@ def format_error(error: BaseException) -> str:
 
 
 @pytest.fixture
-def forward_of(stranger):
+def forward_of(plain_module):
     """Make a module whose forward pass is a function of its layer's output and the batch index."""
 
     def make(function):
-        class WithForward(stranger):  # type: ignore[misc, valid-type]
+        class WithForward(plain_module):  # type: ignore[misc, valid-type]
             def training_step(self, batch: list[Tensor], batch_idx: int) -> Tensor:
                 return function(self.layer(batch[0]), batch_idx).square().mean()
 
@@ -70,8 +70,8 @@ def test_a_nan_that_does_not_reach_the_loss_does_not_end_the_run(make_trainer, f
     assert trainer.global_step == 8
 
 
-def test_a_nan_in_the_data_is_reported_in_the_inputs_of_the_first_operation(make_trainer, stranger) -> None:
-    class BadBatch(stranger):  # type: ignore[misc, valid-type]
+def test_a_nan_in_the_data_is_reported_in_the_inputs_of_the_first_operation(make_trainer, plain_module) -> None:
+    class BadBatch(plain_module):  # type: ignore[misc, valid-type]
         def training_step(self, batch: list[Tensor], batch_idx: int) -> Tensor:
             if batch_idx == 4:
                 batch[0][0, 0] = torch.nan
@@ -81,8 +81,8 @@ def test_a_nan_in_the_data_is_reported_in_the_inputs_of_the_first_operation(make
         fit(make_trainer, BadBatch())
 
 
-def test_a_nan_loss_that_depends_on_no_weight_points_to_the_batch(make_trainer, stranger) -> None:
-    class Constant(stranger):  # type: ignore[misc, valid-type]
+def test_a_nan_loss_that_depends_on_no_weight_points_to_the_batch(make_trainer, plain_module) -> None:
+    class Constant(plain_module):  # type: ignore[misc, valid-type]
         def training_step(self, batch: list[Tensor], batch_idx: int) -> Tensor:
             return torch.full((), torch.nan, requires_grad=True)
 
@@ -90,9 +90,9 @@ def test_a_nan_loss_that_depends_on_no_weight_points_to_the_batch(make_trainer, 
         fit(make_trainer, Constant())
 
 
-def test_warnings_and_torch_functions_are_restored_after_the_run(make_trainer, stranger, forward_of) -> None:
+def test_warnings_and_torch_functions_are_restored_after_the_run(make_trainer, plain_module, forward_of) -> None:
     shown = warnings.showwarning
-    fit(make_trainer, stranger())
+    fit(make_trainer, plain_module())
     assert warnings.showwarning is shown
     with pytest.raises(FloatingPointError):
         fit(make_trainer, forward_of(lambda x, _: x * torch.nan))
@@ -100,11 +100,11 @@ def test_warnings_and_torch_functions_are_restored_after_the_run(make_trainer, s
     assert torch._C._len_torch_function_stack() == 0
 
 
-def test_it_changes_no_weight(make_trainer, stranger) -> None:
+def test_it_changes_no_weight(make_trainer, plain_module) -> None:
     weights = []
     for callbacks in ([], [StopAtNan()]):
         torch.manual_seed(0)
-        module = stranger()
+        module = plain_module()
         make_trainer(callbacks=callbacks, accumulate_grad_batches=2).fit(module)
         weights.append(module.layer.weight.detach())
     assert torch.equal(*weights)

@@ -9,6 +9,8 @@ from kill.killer import Killer
 from kill.lives import Zygote
 from support import write_texts
 
+pytestmark = pytest.mark.fresh_python  # the command's ranks are found as its children
+
 SEED = 1
 # kills of each case, and how many of them hit the real command
 KILLS = {

@@ -37,15 +37,15 @@ def test_a_builder_that_fails_leaves_nothing_but_an_open_lock(tmp_path):
 
 def test_leftovers_of_dead_builders_are_removed_and_those_of_other_hosts_after_a_day(tmp_path):
     ours = tmp_path / f".x.tmp.{socket.gethostname()}.1"
-    fresh, stale, stranger = (tmp_path / name for name in (".x.tmp.far.1", ".x.tmp.far.2", "y"))
-    for folder in (ours, fresh, stale, stranger):
+    fresh, stale, foreign = (tmp_path / name for name in (".x.tmp.far.1", ".x.tmp.far.2", "y"))
+    for folder in (ours, fresh, stale, foreign):
         folder.mkdir()
     os.utime(stale, (1000, 1000))
     build_once(tmp_path / "x", build, is_complete=is_complete)
     assert not ours.exists()
     assert not stale.exists()
     assert fresh.exists()
-    assert stranger.exists()
+    assert foreign.exists()
 
 
 def test_a_cache_that_cannot_be_created_is_a_config_error(tmp_path):

@@ -28,7 +28,7 @@ BASE = (
     "save_every=10",
     "seed=3",
 )
-OVERRIDES = tuple(word for word in BASE if not word.startswith("~"))
+OVERRIDES = tuple(override for override in BASE if not override.startswith("~"))
 
 
 @pytest.fixture(scope="module", autouse=True)

@@ -15,13 +15,13 @@ from recipes.lr_scaling import is_positive, scaled_lr
 REFERENCE = ("lr_scaling.base_lr=3e-4", "lr_scaling.base_batch_size=32")
 
 
-def mistakes(*words: str) -> list[str]:
-    _, found = compose_and_check(words)
+def mistakes(*overrides: str) -> list[str]:
+    _, found = compose_and_check(overrides)
     return [str(mistake) for mistake in found]
 
 
-def lr(*words: str) -> float:
-    composed, found = compose_and_check(words)
+def lr(*overrides: str) -> float:
+    composed, found = compose_and_check(overrides)
     assert composed is not None
     assert not found
     rate: float = composed.config["optimizer"]["lr"]
@@ -58,8 +58,8 @@ def test_a_batch_of_128_from_a_reference_of_32(rule: str, rate: float) -> None:
 
 
 def test_the_rule_wins_over_the_rate_of_recipe_and_optimizer() -> None:
-    words = ("recipe=quickstart", "optimizer=sgd", "lr_scaling=linear", *REFERENCE)
-    assert lr(*words, "global_batch_size=32") == 3e-4
+    overrides = ("recipe=quickstart", "optimizer=sgd", "lr_scaling=linear", *REFERENCE)
+    assert lr(*overrides, "global_batch_size=32") == 3e-4
 
 
 def test_without_a_rule_the_rate_is_that_of_the_optimizer() -> None:
@@ -76,8 +76,8 @@ def test_a_reference_that_is_missing_is_named_by_both_its_numbers() -> None:
 
 
 def test_an_invalid_reference_point_is_reported_together_with_other_mistakes() -> None:
-    words = ("lr_scaling.base_lr=-1", "lr_scaling.base_batch_size=many", "seq_len=4000")
-    assert mistakes("lr_scaling=linear", *words) == [
+    overrides = ("lr_scaling.base_lr=-1", "lr_scaling.base_batch_size=many", "seq_len=4000")
+    assert mistakes("lr_scaling=linear", *overrides) == [
         "lr_scaling.base_lr=-1: a learning rate is a positive number; type lr_scaling.base_lr=<above 0>",
         "lr_scaling.base_batch_size=many: a batch size is a positive number; type lr_scaling.base_batch_size=<above 0>",
         "seq_len=4000: the model accepts at most model.max_seq_len=128 tokens; type seq_len=128",
@@ -85,8 +85,8 @@ def test_an_invalid_reference_point_is_reported_together_with_other_mistakes() -
 
 
 def test_a_learning_rate_set_in_addition_to_a_rule_is_rejected() -> None:
-    words = ("lr_scaling=sqrt", *REFERENCE, "global_batch_size=128", "optimizer.lr=1e-3")
-    assert mistakes(*words) == [
+    overrides = ("lr_scaling=sqrt", *REFERENCE, "global_batch_size=128", "optimizer.lr=1e-3")
+    assert mistakes(*overrides) == [
         "optimizer.lr=0.001: lr_scaling=sqrt makes it 0.0006 at global_batch_size=128;"
         " type nothing for optimizer.lr, or lr_scaling=none to set it yourself"
     ]
@@ -104,18 +104,18 @@ def test_an_unknown_rule_is_rejected() -> None:
     ]
 
 
-def frozen_run(folder: Path, *words: str) -> Path:
-    """A run's folder with the config and the words that it was started with."""
+def frozen_run(folder: Path, *overrides: str) -> Path:
+    """A run's folder with the config and the overrides that it was started with."""
     folder.mkdir()
-    composed = compose_run([*words, f"hydra.run.dir={folder}"])
+    composed = compose_run([*overrides, f"hydra.run.dir={folder}"])
     freeze(composed)
-    (folder / "environment.json").write_text(json.dumps({"overrides": list(words)}))
+    (folder / "environment.json").write_text(json.dumps({"overrides": list(overrides)}))
     return folder
 
 
 def test_the_frozen_config_holds_the_number_and_a_resume_keeps_it(tmp_path: Path) -> None:
-    words = ("lr_scaling=sqrt", *REFERENCE, "global_batch_size=128")
-    run = frozen_run(tmp_path / "run", *words)
+    overrides = ("lr_scaling=sqrt", *REFERENCE, "global_batch_size=128")
+    run = frozen_run(tmp_path / "run", *overrides)
     assert yaml.safe_load((run / "config.yaml").read_text())["optimizer"]["lr"] == 6e-4
     assert compose_run([f"resume={run}"]).config["optimizer"]["lr"] == 6e-4
     larger = compose_run([f"resume={run}", "global_batch_size=512"]).config
@@ -147,10 +147,10 @@ def test_a_run_from_before_there_were_rules_is_no_mistake(tmp_path: Path) -> Non
 
 
 def test_in_a_sweep_the_rate_follows_each_batch(tmp_path: Path, text_folder: str) -> None:
-    words = [*TINY, f"data.path={text_folder}", "trainer.max_steps=1", "scheduler=constant"]
-    words += ["warmup_steps=0", "save_every=null", "lr_scaling=linear", "global_batch_size=8,16"]
-    words += ["lr_scaling.base_lr=1e-3", "lr_scaling.base_batch_size=8"]
-    done = run_train(["-m", *words, f"hydra.sweep.dir={tmp_path}/sweep"])
+    overrides = [*TINY, f"data.path={text_folder}", "trainer.max_steps=1", "scheduler=constant"]
+    overrides += ["warmup_steps=0", "save_every=null", "lr_scaling=linear", "global_batch_size=8,16"]
+    overrides += ["lr_scaling.base_lr=1e-3", "lr_scaling.base_batch_size=8"]
+    done = run_train(["-m", *overrides, f"hydra.sweep.dir={tmp_path}/sweep"])
     assert done.returncode == 0, done.stdout + done.stderr
     rates = {
         yaml.safe_load(config.read_text())["global_batch_size"]: read_metrics(config.parent)[0]["lr"]

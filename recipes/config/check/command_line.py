@@ -65,7 +65,7 @@ _REPLACED = {
 }
 
 
-def compose_typed(
+def compose_overrides(
     overrides: Sequence[str], *, config_folder: Path = CONF, config_name: str = "config"
 ) -> tuple[Composed | None, list[ConfigError]]:
     """Compose a run, or as much of it as can be composed, and report every override that cannot.
@@ -82,7 +82,7 @@ def compose_typed(
     except (*_UNREADABLE, ConfigError) as error:
         first = error
     try:
-        good, mistakes = _sift(overrides, config_folder, config_name)
+        good, mistakes = _split_valid(overrides, config_folder, config_name)
     except _UNREADABLE as error:
         return None, [_explain_broken_file(error)]
     try:
@@ -95,7 +95,7 @@ def compose_typed(
     return composed, mistakes
 
 
-def _sift(overrides: Sequence[str], folder: Path, name: str) -> tuple[list[str], list[ConfigError]]:
+def _split_valid(overrides: Sequence[str], folder: Path, name: str) -> tuple[list[str], list[ConfigError]]:
     """Split overrides into those that compose, corrected where the meaning is plain, and mistakes."""
     good: list[str] = []
     values: list[tuple[str, Override]] = []

@@ -126,13 +126,13 @@ def check_toolchain(strategy: Mapping[str, Any], optimizer: Mapping[str, Any]) -
         what = "DeepSpeedCPUAdam" if compiles_adam else "DeepSpeed's disk access"
         yield ConfigError(
             typed,
-            f"{what} is compiled on first use, and {' and '.join(reason for reason, _ in missing)}",
+            f"{what} is compiled on first use, but there is no {' and no '.join(tool for tool, _ in missing)}",
             ", and ".join(fix for _, fix in missing),
         )
     elif compiles_disk and not has_libaio():
         yield ConfigError(
             disk,
-            "DeepSpeed uses the disk through libaio, and no program with libaio.h compiles here",
+            "DeepSpeed uses libaio for the disk, and a test program that includes libaio.h failed to compile",
             "apt install libaio-dev (or yum install libaio-devel)",
         )
 
@@ -145,11 +145,11 @@ def _missing_tools() -> Iterator[tuple[str, str]]:
     if shutil.which(_compiler()[0]) is None:
         others = [name for name in ("c++", "g++", "clang++") if shutil.which(name)]
         fix = f"export CXX={others[0]}" if others else "apt install g++ (or yum install gcc-c++)"
-        yield f"there is no C++ compiler {_compiler()[0]}", fix
+        yield f"C++ compiler ({_compiler()[0]})", fix
     # the strategy adds the interpreter's folder to the PATH
     bundled = Path(sys.executable).parent / "ninja"
     if shutil.which("ninja") is None and not bundled.is_file():
-        yield "there is no ninja", "pip install ninja"
+        yield "ninja", "pip install ninja"
 
 
 def has_libaio() -> bool:

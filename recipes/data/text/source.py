@@ -61,7 +61,7 @@ class TextSource(ABC):
         """
 
     @abstractmethod
-    def more_text(self) -> str:
+    def suggest_more_text(self) -> str:
         """Return the override that gives more text, for an error about too little."""
 
     def prepare(self) -> None:
@@ -88,11 +88,11 @@ class TextSource(ABC):
 
     def train(self) -> TokenWindows:
         """Return the training samples."""
-        return check_length(self._windows("train"), split="training", fix=self.more_text())
+        return check_length(self._windows("train"), split="training", fix=self.suggest_more_text())
 
     def val(self) -> TokenWindows:
         """Return the validation samples, the same for every seed."""
-        fix = f"a larger data.val_fraction, or {self.more_text()}"
+        fix = f"a larger data.val_fraction, or {self.suggest_more_text()}"
         return check_length(self._windows("val"), split="validation", fix=fix)
 
     @property

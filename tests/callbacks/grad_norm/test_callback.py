@@ -24,8 +24,8 @@ def make_norm_keeper(base: type, norms: list[float]) -> Any:
     return Keeper()
 
 
-def test_the_computed_norm_is_the_one_before_clipping(stranger, make_trainer, read_column) -> None:
-    module = stranger()
+def test_the_computed_norm_is_the_one_before_clipping(plain_module, make_trainer, read_column) -> None:
+    module = plain_module()
     with torch.no_grad():
         module.layer.weight.fill_(1.0)
         module.layer.bias.zero_()
@@ -34,37 +34,37 @@ def test_the_computed_norm_is_the_one_before_clipping(stranger, make_trainer, re
     assert read_column("grad/norm") == [pytest.approx(8 * 5**0.5, rel=1e-6)]
 
 
-def test_a_module_without_norms_gets_no_clipped_fraction(stranger, make_trainer, tmp_path) -> None:
-    make_trainer(callbacks=[GradNormMonitor()], gradient_clip_val=0.5).fit(stranger())
+def test_a_module_without_norms_gets_no_clipped_fraction(plain_module, make_trainer, tmp_path) -> None:
+    make_trainer(callbacks=[GradNormMonitor()], gradient_clip_val=0.5).fit(plain_module())
     assert "grad/clipped_fraction" not in (tmp_path / "run" / "metrics.csv").read_text()
 
 
-def test_two_of_four_steps_above_the_limit_are_a_fraction_of_one_half(stranger, make_trainer, read_column) -> None:
+def test_two_of_four_steps_above_the_limit_are_a_fraction_of_one_half(plain_module, make_trainer, read_column) -> None:
     norms = [2.0, 0.5, 3.0, 1.0, 0.1, 0.2, 9.0, 0.3]
     trainer = make_trainer(callbacks=[GradNormMonitor()], gradient_clip_val=1.0, log_every_n_steps=4)
-    trainer.fit(make_norm_keeper(stranger, norms))
+    trainer.fit(make_norm_keeper(plain_module, norms))
     assert read_column("grad/norm") == [1.0, pytest.approx(0.3)]
     assert read_column("grad/clipped_fraction") == [0.5, 0.25]
 
 
 @pytest.mark.parametrize("clipping", [{}, {"gradient_clip_val": 1, "gradient_clip_algorithm": "value"}])
-def test_there_is_no_clipped_fraction_without_clipping_by_norm(stranger, make_trainer, tmp_path, clipping) -> None:
-    make_trainer(callbacks=[GradNormMonitor()], **clipping).fit(make_norm_keeper(stranger, [2.0] * 8))
+def test_there_is_no_clipped_fraction_without_clipping_by_norm(plain_module, make_trainer, tmp_path, clipping) -> None:
+    make_trainer(callbacks=[GradNormMonitor()], **clipping).fit(make_norm_keeper(plain_module, [2.0] * 8))
     text = (tmp_path / "run" / "metrics.csv").read_text()
     assert "grad/norm" in text
     assert "grad/clipped_fraction" not in text
 
 
-def test_the_norm_is_computed_at_logged_steps_only(stranger, make_trainer, monkeypatch) -> None:
+def test_the_norm_is_computed_at_logged_steps_only(plain_module, make_trainer, monkeypatch) -> None:
     calls = []
     compute = torch.nn.utils.get_total_norm
     monkeypatch.setattr(torch.nn.utils, "get_total_norm", lambda grads: calls.append(1) or compute(grads))
-    make_trainer(callbacks=[GradNormMonitor()], log_every_n_steps=4).fit(stranger())
+    make_trainer(callbacks=[GradNormMonitor()], log_every_n_steps=4).fit(plain_module())
     assert len(calls) == 2  # steps 4 and 8
 
 
-def test_a_method_called_grad_norm_is_not_read_as_a_norm(stranger, make_trainer, read_column) -> None:
-    class Old(stranger):  # type: ignore[misc, valid-type]
+def test_a_method_called_grad_norm_is_not_read_as_a_norm(plain_module, make_trainer, read_column) -> None:
+    class Old(plain_module):  # type: ignore[misc, valid-type]
         def grad_norm(self) -> dict[str, float]:
             return {}
 
@@ -72,10 +72,10 @@ def test_a_method_called_grad_norm_is_not_read_as_a_norm(stranger, make_trainer,
     assert len(read_column("grad/norm")) == 2
 
 
-def test_counts_survive_a_checkpoint_between_two_rows(stranger, make_trainer, tmp_path) -> None:
+def test_counts_survive_a_checkpoint_between_two_rows(plain_module, make_trainer, tmp_path) -> None:
     first = GradNormMonitor()
     trainer: Trainer = make_trainer(callbacks=[first], gradient_clip_val=1.0, log_every_n_steps=4, max_steps=7)
-    trainer.fit(make_norm_keeper(stranger, [2.0] * 5 + [0.5] * 2))
+    trainer.fit(make_norm_keeper(plain_module, [2.0] * 5 + [0.5] * 2))
     assert first.state_dict() | {"trend": None} == {"num_steps": 3, "num_clipped": 1, "trend": None}
     second = GradNormMonitor()
     second.load_state_dict(first.state_dict())
@@ -97,19 +97,19 @@ class _KeepingStrategy(SingleDeviceStrategy):
 
 
 def test_norm_and_threshold_of_the_strategy_come_before_those_of_the_module(
-    stranger, make_trainer, read_column, monkeypatch
+    plain_module, make_trainer, read_column, monkeypatch
 ) -> None:
     monkeypatch.setattr(torch.nn.utils, "get_total_norm", lambda grads: torch.tensor(99.0))
     trainer = make_trainer(callbacks=[GradNormMonitor()], strategy=_KeepingStrategy("cpu"), max_steps=4)
-    trainer.fit(make_norm_keeper(stranger, [50.0] * 4))
+    trainer.fit(make_norm_keeper(plain_module, [50.0] * 4))
     assert read_column("grad/norm") == [1.0, 2.0, 3.0, 4.0]
     assert read_column("grad/clip_threshold") == [2.5] * 4
     assert read_column("grad/clipped_fraction") == [0.0, 0.0, 1.0, 1.0]
 
 
-def test_a_strategy_that_never_sets_its_norm_leaves_it_to_be_computed(stranger, make_trainer, read_column) -> None:
+def test_a_strategy_that_never_sets_its_norm_leaves_it_to_be_computed(plain_module, make_trainer, read_column) -> None:
     class Idle(SingleDeviceStrategy):
         grad_norm: Tensor | None = None
 
-    make_trainer(callbacks=[GradNormMonitor()], strategy=Idle("cpu"), max_steps=2).fit(stranger())
+    make_trainer(callbacks=[GradNormMonitor()], strategy=Idle("cpu"), max_steps=2).fit(plain_module())
     assert len(read_column("grad/norm")) == 2

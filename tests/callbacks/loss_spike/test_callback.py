@@ -51,10 +51,10 @@ class Damage(Callback):
 
 
 @pytest.fixture
-def noisy(stranger: Any) -> Any:
+def noisy(plain_module: Any) -> Any:
     """Make a plain module with Adam on 60 batches of noise."""
 
-    class Noisy(stranger):  # type: ignore[misc, valid-type]
+    class Noisy(plain_module):  # type: ignore[misc, valid-type]
         def training_step(self, batch: list[Tensor], batch_idx: int) -> Tensor:
             loss = (self.layer(batch[0]) - 1).square().mean()
             self.log("train_loss", loss)
@@ -203,7 +203,7 @@ class _NanBatches(Callback):
 
 
 def test_under_lightnings_ddp_both_ranks_skip_and_roll_back_together(tmp_path: Path) -> None:
-    worker = Path(__file__).parents[1] / "ddp_stranger.py"
+    worker = Path(__file__).parents[1] / "third_party_ddp.py"
     results = tmp_path / "results.json"
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))

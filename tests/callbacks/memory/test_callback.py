@@ -27,10 +27,10 @@ def test_the_host_peak_rises_by_what_is_touched() -> None:
     assert block.numel() > 0
 
 
-def test_every_row_and_the_summary_have_the_host_peak(stranger, make_trainer, read_column) -> None:
+def test_every_row_and_the_summary_have_the_host_peak(plain_module, make_trainer, read_column) -> None:
     monitor = MemoryMonitor()
     assert monitor.summary() == {"peak_memory_gib": None}
-    make_trainer(callbacks=[monitor], log_every_n_steps=4).fit(stranger())
+    make_trainer(callbacks=[monitor], log_every_n_steps=4).fit(plain_module())
     peaks = read_column("memory/host_peak_gib")
     assert len(peaks) == 2
     assert 0.05 < peaks[0] <= peaks[1] < 64

@@ -43,7 +43,7 @@ def progress_at(clock: Any) -> ProgressLine:
 
 
 def test_a_line_has_the_values_of_the_row_of_its_step(
-    stranger, make_trainer, clock, caplog: pytest.LogCaptureFixture
+    plain_module, make_trainer, clock, caplog: pytest.LogCaptureFixture
 ) -> None:
     caplog.set_level(logging.INFO, logger=LOGGER)
     trainer = make_trainer(
@@ -52,7 +52,7 @@ def test_a_line_has_the_values_of_the_row_of_its_step(
         limit_val_batches=1,
         num_sanity_val_steps=1,
     )
-    trainer.fit(make_module(stranger, clock))
+    trainer.fit(make_module(plain_module, clock))
     assert [r.getMessage() for r in caplog.records if r.name == LOGGER] == [
         "step 4/8  loss 4.5000  grad 0.25  lr 1.0e-03  0:08 left",
         "step 8/8  loss 8.5000  grad 0.25  lr 1.0e-03  0:00 left",
@@ -62,11 +62,11 @@ def test_a_line_has_the_values_of_the_row_of_its_step(
 
 
 def test_without_an_end_there_is_no_total_and_no_time_left(
-    stranger, make_trainer, clock, caplog: pytest.LogCaptureFixture
+    plain_module, make_trainer, clock, caplog: pytest.LogCaptureFixture
 ) -> None:
     caplog.set_level(logging.INFO, logger=LOGGER)
 
-    class Stopping(type(make_module(stranger, clock))):  # type: ignore[misc]
+    class Stopping(type(make_module(plain_module, clock))):  # type: ignore[misc]
         def on_train_batch_start(self, batch: Any, batch_idx: int) -> int | None:
             self.trainer.should_stop = self.trainer.global_step >= 3
             return None
@@ -77,22 +77,22 @@ def test_without_an_end_there_is_no_total_and_no_time_left(
 
 
 def test_lightnings_usual_metric_names_are_understood(
-    stranger, make_trainer, clock, caplog: pytest.LogCaptureFixture
+    plain_module, make_trainer, clock, caplog: pytest.LogCaptureFixture
 ) -> None:
     caplog.set_level(logging.INFO, logger=LOGGER)
     trainer = make_trainer(callbacks=[progress_at(clock)], limit_val_batches=1, log_every_n_steps=8)
-    trainer.fit(stranger())
+    trainer.fit(plain_module())
     row, validation = (r.getMessage() for r in caplog.records if r.name == LOGGER)
     assert re.fullmatch(r"step 8/8  loss \d\.\d{4}  0:00 left", row)
     assert re.fullmatch(r"step 8/8  val loss \d\.\d{4}", validation)
 
 
 def test_a_process_without_logging_still_shows_lines(
-    stranger, make_trainer, clock, monkeypatch: pytest.MonkeyPatch, capsys
+    plain_module, make_trainer, clock, monkeypatch: pytest.MonkeyPatch, capsys
 ) -> None:
     log = logging.getLogger(LOGGER)
     monkeypatch.setattr(log, "propagate", False)
-    make_trainer(callbacks=[progress_at(clock)], max_steps=2).fit(stranger())
+    make_trainer(callbacks=[progress_at(clock)], max_steps=2).fit(plain_module())
     assert capsys.readouterr().err.startswith("step 1/2  loss ")
     assert log.handlers == []
     assert log.level == logging.NOTSET
@@ -104,7 +104,7 @@ class FakeTerminal(io.StringIO):
 
 
 def test_on_a_terminal_rows_skip_the_console_and_handlers_are_restored(
-    stranger, make_trainer, clock, monkeypatch: pytest.MonkeyPatch
+    plain_module, make_trainer, clock, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     terminal, file = FakeTerminal(), io.StringIO()
     monkeypatch.setattr(sys, "stderr", terminal)
@@ -118,7 +118,7 @@ def test_on_a_terminal_rows_skip_the_console_and_handlers_are_restored(
     monkeypatch.setattr(log, "level", logging.INFO)
     log.manager._clear_cache()  # type: ignore[attr-defined]
 
-    module = make_module(stranger, clock)
+    module = make_module(plain_module, clock)
     module.on_train_start = lambda: log.info("a record in mid-run")
     make_trainer(callbacks=[progress_at(clock)], log_every_n_steps=4).fit(module)
     log.manager._clear_cache()  # type: ignore[attr-defined]
@@ -133,7 +133,7 @@ def test_on_a_terminal_rows_skip_the_console_and_handlers_are_restored(
 
 
 def test_the_bar_is_redrawn_at_most_four_times_a_second(
-    stranger, make_trainer, monkeypatch: pytest.MonkeyPatch, clock
+    plain_module, make_trainer, monkeypatch: pytest.MonkeyPatch, clock
 ) -> None:
     draws: list[str] = []
     monkeypatch.setattr(sys, "stderr", FakeTerminal())
@@ -141,7 +141,7 @@ def test_the_bar_is_redrawn_at_most_four_times_a_second(
     monkeypatch.setattr(LiveBar, "start", lambda self: None)
     monkeypatch.setattr(LiveBar, "draw", lambda self, **parts: draws.append(parts["before"]))
 
-    class Quick(stranger):  # type: ignore[misc, valid-type]
+    class Quick(plain_module):  # type: ignore[misc, valid-type]
         def training_step(self, *args: Any) -> Any:
             clock.now += 0.125
             return super().training_step(*args)

@@ -316,16 +316,16 @@ def test_the_status_of_a_run(tmp_path: Path, files: dict[str, Any], status: str 
     assert get_status(read_run(write_run(tmp_path, "step,a\n1,1\n", **files))) == status
 
 
-def test_a_fit_of_any_module_writes_picture_and_page(stranger, make_trainer, tmp_path) -> None:
-    make_trainer(callbacks=[RunReport()], limit_val_batches=1).fit(stranger())
+def test_a_fit_of_any_module_writes_picture_and_page(plain_module, make_trainer, tmp_path) -> None:
+    make_trainer(callbacks=[RunReport()], limit_val_batches=1).fit(plain_module())
     page = (tmp_path / "run" / "report.html").read_text()
     assert "train_loss" in page
     assert "val_loss" in page
     assert (tmp_path / "run" / "curves.png").stat().st_size > 10_000
 
 
-def test_a_run_that_fails_has_a_page_and_raises_its_own_error(stranger, make_trainer, tmp_path) -> None:
-    class Failing(stranger):  # type: ignore[misc, valid-type]
+def test_a_run_that_fails_has_a_page_and_raises_its_own_error(plain_module, make_trainer, tmp_path) -> None:
+    class Failing(plain_module):  # type: ignore[misc, valid-type]
         def on_train_batch_end(self, *args: Any) -> None:
             if self.trainer.global_step == 3:
                 raise ZeroDivisionError
@@ -336,19 +336,19 @@ def test_a_run_that_fails_has_a_page_and_raises_its_own_error(stranger, make_tra
 
 
 def test_a_report_that_cannot_be_written_does_not_fail_the_run(
-    stranger, make_trainer, tmp_path, caplog: pytest.LogCaptureFixture
+    plain_module, make_trainer, tmp_path, caplog: pytest.LogCaptureFixture
 ) -> None:
     (tmp_path / "run" / "report.html").mkdir(parents=True)  # where the page should go
-    make_trainer(callbacks=[RunReport()], max_steps=2).fit(stranger())
+    make_trainer(callbacks=[RunReport()], max_steps=2).fit(plain_module())
     assert "could not be written" in caplog.text
     assert "IsADirectoryError" in caplog.text
 
 
 def test_without_metrics_the_log_says_that_there_is_no_report(
-    stranger, make_trainer, caplog: pytest.LogCaptureFixture
+    plain_module, make_trainer, caplog: pytest.LogCaptureFixture
 ) -> None:
     caplog.set_level("INFO", logger="lightning_recipes")
-    make_trainer(callbacks=[RunReport()], max_steps=1, logger=False).fit(stranger())
+    make_trainer(callbacks=[RunReport()], max_steps=1, logger=False).fit(plain_module())
     assert "no report: no logger wrote a metrics.csv" in caplog.text
 
 

@@ -25,8 +25,8 @@ class SlowCheckpoint(ModelCheckpoint):
         self.clock.now += SAVE
 
 
-def test_a_row_is_the_window_since_the_last_row(stranger, make_trainer, read_column, clock) -> None:
-    module = timed(stranger, clock, first_step=4.75)
+def test_a_row_is_the_window_since_the_last_row(plain_module, make_trainer, read_column, clock) -> None:
+    module = timed(plain_module, clock, first_step=4.75)
     make_trainer(callbacks=[monitor_at(clock)], log_every_n_steps=4).fit(module)
     assert read_column("time/step_seconds") == [1.0, 1.0]  # of steps 2 to 4, and 5 to 8
     assert read_column("time/excluded_seconds") == [5.0, 0.0]  # the first step of the process
@@ -36,28 +36,28 @@ def test_a_row_is_the_window_since_the_last_row(stranger, make_trainer, read_col
     assert read_column("throughput/device_tokens_per_second") == [16.0, 16.0]
 
 
-def test_four_micro_batches_are_one_step(stranger, make_trainer, read_column, clock) -> None:
-    make_trainer(callbacks=[monitor_at(clock)], accumulate_grad_batches=4).fit(timed(stranger, clock))
+def test_four_micro_batches_are_one_step(plain_module, make_trainer, read_column, clock) -> None:
+    make_trainer(callbacks=[monitor_at(clock)], accumulate_grad_batches=4).fit(timed(plain_module, clock))
     assert read_column("time/step_seconds") == [4.0]
     assert read_column("throughput/tokens_per_second") == [16.0]
 
 
 @pytest.mark.parametrize("log_every", [1, 8])
-def test_evaluation_is_excluded(stranger, make_trainer, read_column, clock, log_every) -> None:
+def test_evaluation_is_excluded(plain_module, make_trainer, read_column, clock, log_every) -> None:
     trainer = make_trainer(
         callbacks=[monitor_at(clock)],
         log_every_n_steps=log_every,
         limit_val_batches=2,
         val_check_interval=3,
     )
-    trainer.fit(timed(stranger, clock))
+    trainer.fit(timed(plain_module, clock))
     assert clock.now == 100.0 + 8 * (STEP + FETCH) + 2 * 2 * VALIDATION
     assert read_column("time/step_seconds") == [1.0] * (7 if log_every == 1 else 1)
     assert sum(read_column("time/excluded_seconds")) == 1.0 + 2 * 2 * VALIDATION
 
 
 @pytest.mark.parametrize("save_after_validation", [False, True])
-def test_saving_is_excluded(stranger, make_trainer, read_column, clock, tmp_path, save_after_validation) -> None:
+def test_saving_is_excluded(plain_module, make_trainer, read_column, clock, tmp_path, save_after_validation) -> None:
     when: dict[str, Any] = {"every_n_train_steps": 3}
     if save_after_validation:
         when = {"save_on_train_epoch_end": False}
@@ -68,34 +68,34 @@ def test_saving_is_excluded(stranger, make_trainer, read_column, clock, tmp_path
         limit_val_batches=2,
         val_check_interval=3,
     )
-    trainer.fit(timed(stranger, clock))
+    trainer.fit(timed(plain_module, clock))
     assert clock.now >= 100.0 + 2 * SAVE
     assert read_column("time/step_seconds") == [1.0] * 7
 
 
-def test_time_under_the_name_sample_text_is_excluded(stranger, make_trainer, read_column, clock) -> None:
+def test_time_under_the_name_sample_text_is_excluded(plain_module, make_trainer, read_column, clock) -> None:
     class Sampler(Callback):
         def on_train_batch_end(self, trainer: Any, *args: Any) -> None:
             with trainer.profiler.profile("sample_text"):
                 clock.now += 32.0
 
-    make_trainer(callbacks=[monitor_at(clock), Sampler()]).fit(timed(stranger, clock))
+    make_trainer(callbacks=[monitor_at(clock), Sampler()]).fit(timed(plain_module, clock))
     assert read_column("time/step_seconds") == [1.0] * 7
 
 
-def test_time_of_other_callbacks_is_not_excluded(stranger, make_trainer, read_column, clock) -> None:
+def test_time_of_other_callbacks_is_not_excluded(plain_module, make_trainer, read_column, clock) -> None:
     class SlowCallback(Callback):
         def on_train_batch_end(self, *args: Any) -> None:
             clock.now += 2.0
 
-    make_trainer(callbacks=[monitor_at(clock), SlowCallback()]).fit(timed(stranger, clock))
+    make_trainer(callbacks=[monitor_at(clock), SlowCallback()]).fit(timed(plain_module, clock))
     assert read_column("time/step_seconds") == [3.0] * 7
 
 
-def test_the_summary_excludes_the_first_step(stranger, make_trainer, clock) -> None:
+def test_the_summary_excludes_the_first_step(plain_module, make_trainer, clock) -> None:
     monitor = monitor_at(clock)
     trainer = make_trainer(callbacks=[monitor], log_every_n_steps=50, limit_val_batches=2)
-    trainer.fit(timed(stranger, clock, first_step=1000.0))
+    trainer.fit(timed(plain_module, clock, first_step=1000.0))
     assert monitor.summary() == {
         "steps": 7,
         "seconds": 7.0,
@@ -107,22 +107,24 @@ def test_the_summary_excludes_the_first_step(stranger, make_trainer, clock) -> N
     }
 
 
-def test_a_module_that_counts_nothing_gets_seconds_only(stranger, make_trainer, tmp_path, read_column, clock) -> None:
+def test_a_module_that_counts_nothing_gets_seconds_only(
+    plain_module, make_trainer, tmp_path, read_column, clock
+) -> None:
     monitor = monitor_at(clock)
-    make_trainer(callbacks=[monitor]).fit(timed(stranger, clock, counts=False))
+    make_trainer(callbacks=[monitor]).fit(timed(plain_module, clock, counts=False))
     assert read_column("time/step_seconds") == [1.0] * 7
     assert "per_second" not in (tmp_path / "run" / "metrics.csv").read_text()
     assert monitor.summary()["tokens_per_second"] is None
 
 
-def test_a_resumed_run_averages_over_both_parts(stranger, make_trainer, clock, tmp_path) -> None:
+def test_a_resumed_run_averages_over_both_parts(plain_module, make_trainer, clock, tmp_path) -> None:
     first = monitor_at(clock)
     trainer = make_trainer(callbacks=[first], max_steps=4)
-    trainer.fit(timed(stranger, clock))
+    trainer.fit(timed(plain_module, clock))
     trainer.save_checkpoint(tmp_path / "half.ckpt")
     second = monitor_at(clock)
     trainer = make_trainer(callbacks=[second], max_epochs=2)
-    trainer.fit(timed(stranger, clock), ckpt_path=tmp_path / "half.ckpt")
+    trainer.fit(timed(plain_module, clock), ckpt_path=tmp_path / "half.ckpt")
     assert first.summary()["steps"] == 3
     num_resumed = trainer.global_step - 4
     assert second.summary()["steps"] == 3 + num_resumed - 1
@@ -130,15 +132,15 @@ def test_a_resumed_run_averages_over_both_parts(stranger, make_trainer, clock, t
     assert second.summary()["excluded_seconds"] == {"first_step": 2.0}
 
 
-def test_the_state_survives_a_round_trip(stranger, make_trainer, clock) -> None:
+def test_the_state_survives_a_round_trip(plain_module, make_trainer, clock) -> None:
     first, second = monitor_at(clock), SpeedMonitor()
-    make_trainer(callbacks=[first]).fit(timed(stranger, clock))
+    make_trainer(callbacks=[first]).fit(timed(plain_module, clock))
     second.load_state_dict(first.state_dict())
     assert second.state_dict() == first.state_dict()
     assert second.summary() == first.summary()
 
 
-def test_the_profiler_gets_its_own_methods_back_after_the_run(stranger, make_trainer, clock) -> None:
+def test_the_profiler_gets_its_own_methods_back_after_the_run(plain_module, make_trainer, clock) -> None:
     class Failing(Callback):
         def on_train_batch_end(self, *args: Any) -> None:
             raise ZeroDivisionError
@@ -146,13 +148,13 @@ def test_the_profiler_gets_its_own_methods_back_after_the_run(stranger, make_tra
     for callbacks in ([monitor_at(clock)], [monitor_at(clock), Failing()]):
         trainer = make_trainer(callbacks=callbacks)
         try:
-            trainer.fit(timed(stranger, clock))
+            trainer.fit(timed(plain_module, clock))
         except ZeroDivisionError:
             assert len(callbacks) == 2
         assert not {"start", "stop"} & set(vars(trainer.profiler))
 
 
-def test_a_recompilation_is_excluded(stranger, make_trainer, read_column, clock) -> None:
+def test_a_recompilation_is_excluded(plain_module, make_trainer, read_column, clock) -> None:
     import torch
 
     def slow_compiler(graph: Any, example_inputs: Any) -> Any:
@@ -163,7 +165,7 @@ def test_a_recompilation_is_excluded(stranger, make_trainer, read_column, clock)
     def total(x: Tensor) -> Tensor:
         return x.sum()
 
-    class Compiled(stranger):  # type: ignore[misc]
+    class Compiled(plain_module):  # type: ignore[misc]
         def flops_of(self, batch: Any) -> SimpleNamespace:
             return SimpleNamespace(palm=1.0, causal=1.0)
 
@@ -180,9 +182,9 @@ def test_a_recompilation_is_excluded(stranger, make_trainer, read_column, clock)
     assert monitor.summary()["excluded_seconds"] == {"compile": 64.0, "first_step": 1.0}
 
 
-def test_the_last_validation_is_part_of_the_excluded_seconds(stranger, make_trainer, clock) -> None:
+def test_the_last_validation_is_part_of_the_excluded_seconds(plain_module, make_trainer, clock) -> None:
     monitor = monitor_at(clock)
     arguments = {"limit_val_batches": 2, "val_check_interval": 4}
-    make_trainer(callbacks=[monitor], **arguments).fit(timed(stranger, clock))
+    make_trainer(callbacks=[monitor], **arguments).fit(timed(plain_module, clock))
     excluded = {"first_step": STEP + FETCH, "validation": 2 * 2 * VALIDATION}
     assert monitor.summary()["excluded_seconds"] == excluded

@@ -33,11 +33,11 @@ def timed_with_flops(base: type, clock: Any) -> Any:
 
 
 def test_mfu_is_flops_over_seconds_over_the_peak_in_both_conventions(
-    stranger, make_trainer, read_column, clock
+    plain_module, make_trainer, read_column, clock
 ) -> None:
     monitor = SpeedMonitor(peak_tflops=40.0)
     monitor.clock = clock
-    make_trainer(callbacks=[monitor], accumulate_grad_batches=2).fit(timed_with_flops(stranger, clock))
+    make_trainer(callbacks=[monitor], accumulate_grad_batches=2).fit(timed_with_flops(plain_module, clock))
     # steps of 2 seconds of two micro-batches of 8 TFLOP each
     assert read_column("throughput/tflops") == [8.0] * 3
     assert read_column("throughput/total_tflops") == [8.0] * 3
@@ -105,8 +105,8 @@ def test_eight_bit_layers_are_never_shown_against_the_bf16_peak(monkeypatch, cap
     ("precision", "kind"),
     [("32-true", "fp32"), ("bf16-mixed", "bf16"), ("64-true", None)],
 )
-def test_the_kind_of_product_follows_from_the_precision(make_trainer, stranger, precision, kind) -> None:
-    assert get_kind(make_trainer(precision=precision), stranger()) == kind
+def test_the_kind_of_product_follows_from_the_precision(make_trainer, plain_module, precision, kind) -> None:
+    assert get_kind(make_trainer(precision=precision), plain_module()) == kind
 
 
 TF32 = {
@@ -130,9 +130,9 @@ print(get_kind(Trainer(accelerator="cpu", logger=False), LightningModule()))
     assert done.stdout.split() == ["fp32" if how == "by neither" else "tf32"], done.stderr
 
 
-def test_a_cpu_has_no_mfu_and_one_line(stranger, make_trainer, tmp_path, clock, caplog) -> None:
+def test_a_cpu_has_no_mfu_and_one_line(plain_module, make_trainer, tmp_path, clock, caplog) -> None:
     with caplog.at_level("INFO", logger="lightning_recipes"):
-        make_trainer(callbacks=[monitor_at(clock)]).fit(timed_with_flops(stranger, clock))
+        make_trainer(callbacks=[monitor_at(clock)]).fit(timed_with_flops(plain_module, clock))
     lines = [r.getMessage() for r in caplog.records if "MFU" in r.getMessage()]
     assert len(lines) == 1
     assert "measure_peak=true" in lines[0]
@@ -140,12 +140,12 @@ def test_a_cpu_has_no_mfu_and_one_line(stranger, make_trainer, tmp_path, clock, 
 
 
 def test_the_fraction_of_a_measured_product_is_logged_instead(
-    stranger, make_trainer, read_column, tmp_path, clock, monkeypatch
+    plain_module, make_trainer, read_column, tmp_path, clock, monkeypatch
 ) -> None:
     monkeypatch.setattr("callbacks.throughput.mfu.measure_peak_tflops", lambda device, dtype: 32.0)
     monitor = SpeedMonitor(measure_peak=True)
     monitor.clock = clock
-    make_trainer(callbacks=[monitor]).fit(timed_with_flops(stranger, clock))
+    make_trainer(callbacks=[monitor]).fit(timed_with_flops(plain_module, clock))
     assert read_column("throughput/matmul_fraction") == [0.25] * 7
     assert "throughput/mfu" not in (tmp_path / "run" / "metrics.csv").read_text()
 
@@ -203,13 +203,13 @@ def test_attention_counts_in_full() -> None:
 
 
 def test_a_plain_module_has_flops_and_one_that_reads_values_logs_one_line(
-    stranger, make_trainer, read_column, clock, caplog
+    plain_module, make_trainer, read_column, clock, caplog
 ) -> None:
-    make_trainer(callbacks=[monitor_at(clock)]).fit(timed(stranger, clock))
+    make_trainer(callbacks=[monitor_at(clock)]).fit(timed(plain_module, clock))
     # a batch of one sample: four weights, twice two FLOPs each, in a second
     assert read_column("throughput/tflops") == pytest.approx([16 / TERA] * 7)
 
-    class ReadsValue(stranger):  # type: ignore[misc]
+    class ReadsValue(plain_module):  # type: ignore[misc]
         def training_step(self, batch: list[Tensor], batch_idx: int) -> Tensor:
             loss = super().training_step(batch, batch_idx)
             return loss if loss.item() > -1 else -loss
@@ -228,8 +228,8 @@ def test_batches_are_distinguished_by_their_shapes() -> None:
 
 
 @pytest.mark.parametrize("which", ["one of two ranks", "steps by hand", "many shapes"])
-def test_flops_are_not_counted_where_counting_could_do_harm(which: str, stranger, make_trainer, caplog) -> None:
-    module, trainer = stranger(), make_trainer()
+def test_flops_are_not_counted_where_counting_could_do_harm(which: str, plain_module, make_trainer, caplog) -> None:
+    module, trainer = plain_module(), make_trainer()
     batches = [[torch.ones(2, 4)]]
     if which == "one of two ranks":
         trainer = SimpleNamespace(world_size=2, is_global_zero=True)
@@ -246,14 +246,14 @@ def test_flops_are_not_counted_where_counting_could_do_harm(which: str, stranger
     assert sum("cannot be counted" in record.getMessage() for record in caplog.records) == 1
 
 
-def test_a_resume_on_fewer_devices_keeps_the_mfu_of_the_earlier_ones(stranger, make_trainer, clock) -> None:
+def test_a_resume_on_fewer_devices_keeps_the_mfu_of_the_earlier_ones(plain_module, make_trainer, clock) -> None:
     first = SpeedMonitor(peak_tflops=40.0)
     first.clock = clock
-    make_trainer(callbacks=[first]).fit(timed_with_flops(stranger, clock))
+    make_trainer(callbacks=[first]).fit(timed_with_flops(plain_module, clock))
     on_eight = first.state_dict()  # as if eight ranks had done it
     on_eight = on_eight | {name: 8 * on_eight[name] for name in ("flops", "device_seconds")}
     second = SpeedMonitor(peak_tflops=40.0)
     second.clock = clock
     second.load_state_dict(on_eight)
-    make_trainer(callbacks=[second]).fit(timed_with_flops(stranger, clock))
+    make_trainer(callbacks=[second]).fit(timed_with_flops(plain_module, clock))
     assert first.summary()["mfu"] == second.summary()["mfu"] == 0.2

@@ -58,8 +58,8 @@ def test_a_resumed_run_keeps_its_config_and_changes_only_what_is_typed(tmp_path:
     changed = {"resume", "trainer", "scheduler"}
     for key in began.config.keys() - changed:
         assert again.config[key] == began.config[key], key
-    words = ["save_every=2", "warmup_steps=4", "seq_len=16", "optimizer=sgd"]
-    many = compose_run([resume, *words]).config
+    overrides = ["save_every=2", "warmup_steps=4", "seq_len=16", "optimizer=sgd"]
+    many = compose_run([resume, *overrides]).config
     assert many["checkpoint"]["save_every"] == 2
     assert many["scheduler"]["warmup_steps"] == 4
     assert many["data"]["seq_len"] == 16

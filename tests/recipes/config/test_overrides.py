@@ -13,9 +13,9 @@ from recipes.config.overrides import make_override, to_overrides
 from recipes.errors import ConfigError
 
 
-def read(word: str) -> Any:
+def read(override: str) -> Any:
     """What Hydra makes of it."""
-    return parse_override(word).value()
+    return parse_override(override).value()
 
 
 def test_a_thousand_floats_of_random_bits_are_read_back_as_they_are() -> None:
@@ -39,9 +39,9 @@ def test_a_thousand_floats_of_random_bits_are_read_back_as_they_are() -> None:
     ids=repr,
 )
 def test_a_value_is_read_back_as_it_is(value: object) -> None:
-    word = make_override("a.b", value)
-    assert parse_override(word).key_or_group == "a.b"
-    assert repr(read(word)) == repr(value)
+    override = make_override("a.b", value)
+    assert parse_override(override).key_or_group == "a.b"
+    assert repr(read(override)) == repr(value)
 
 
 def test_numpys_numbers_are_written_as_pythons() -> None:

@@ -56,10 +56,10 @@ def test_windows_of_both_splits_hold_the_text(source, folder):
     assert text_files.tokenizer.decode(first) == "text of "
     assert len(text_files.val()) > 0
     assert text_files.tokenizer.vocab_size == 257
-    told = text_files.describe_sample(0)
-    assert [one["name"] for one in told["documents"]] == ["b.txt"]
-    assert told["documents"][0]["first_token"] == 0
-    assert told["text"] == text_files.tokenizer.decode(text_files.train()[0]["inputs"].tolist())
+    description = text_files.describe_sample(0)
+    assert [one["name"] for one in description["documents"]] == ["b.txt"]
+    assert description["documents"][0]["first_token"] == 0
+    assert description["text"] == text_files.tokenizer.decode(text_files.train()[0]["inputs"].tolist())
 
 
 @pytest.mark.parametrize(

@@ -33,10 +33,11 @@ rank = int(os.environ["RANK"])
 composed = json.loads(Path(os.environ["RECIPES_RANK_FILE"]).read_text())
 folder = Path(composed["run_folder"])
 
-def fail(exit_code, report, *, seconds=0.0, by_peer=False):
+def fail(exit_code, report, *, seconds=0.0, caused_by_peer=False):
     from recipes.runtime.failure import Failure, write_failure
 
-    failure = Failure(exit_code=exit_code, message=report, report=report, time=1e9 + seconds, by_peer=by_peer)
+    failure = Failure(exit_code=exit_code, message=report, report=report, time=1e9 + seconds,
+        caused_by_peer=caused_by_peer)
     write_failure(failure, Path(os.environ["TORCHELASTIC_ERROR_FILE"]))
 
 def mark(name):
@@ -184,7 +185,7 @@ def test_the_failure_that_came_first_is_reported(run: Spawn) -> None:
 
 
 def test_ranks_that_lost_a_peer_are_not_reported_even_if_they_failed_before_it(run: Spawn) -> None:
-    lost = "fail(1, 'connection closed by peer', seconds=1, by_peer=True); mark('lost'); sys.exit(1)"
+    lost = "fail(1, 'connection closed by peer', seconds=1, caused_by_peer=True); mark('lost'); sys.exit(1)"
     result = run(
         lost,
         "wait_for('lost_0'); wait_for('lost_2'); time.sleep(0.2); fail(1, 'the cause', seconds=3); sys.exit(1)",
@@ -197,7 +198,7 @@ def test_if_all_ranks_have_only_lost_a_peer_one_of_them_is_reported(
     run: Spawn, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(spawn, "_CAUSE_SECONDS", 0.1)
-    lost = "fail(1, f'lost by {rank}', seconds=rank, by_peer=True); sys.exit(1)"
+    lost = "fail(1, f'lost by {rank}', seconds=rank, caused_by_peer=True); sys.exit(1)"
     assert run(lost, lost).report == "rank 0 of 2 failed:\nlost by 0"
 
 
@@ -252,7 +253,7 @@ def test_a_rank_with_such_a_code_leaves_the_others_time_to_end_with_theirs(run: 
 
 def test_a_report_in_an_error_file_is_passed_on_with_its_code(run: Spawn) -> None:
     result = run(
-        "fail(1, 'connection reset', by_peer=True); sys.exit(1)",
+        "fail(1, 'connection reset', caused_by_peer=True); sys.exit(1)",
         "fail(71, 'Out of memory: type this', seconds=1); sys.exit(71)",
     )
     assert result == ProcessExit(exit_code=71, report="Out of memory: type this")

@@ -30,7 +30,7 @@ def sweeps(tmp_path_factory: pytest.TempPathFactory, slurm: Cluster) -> Iterator
 @pytest.fixture(scope="module")
 def undisturbed(sweeps: Sweeps) -> Path:
     """Run the same two jobs on this machine, without SLURM."""
-    exit_code, output = sweeps.run("local", TWO, "strategy=ddp", "trainer.devices=2", told="told_local")
+    exit_code, output = sweeps.run("local", TWO, "strategy=ddp", "trainer.devices=2", records="records_local")
     assert exit_code == 0, output
     return sweeps.folder / "local"
 
@@ -39,14 +39,14 @@ def undisturbed(sweeps: Sweeps) -> Path:
 def test_a_sweep_is_one_array_of_two_task_jobs_with_the_curves_of_runs_without_slurm(
     sweeps: Sweeps, undisturbed: Path
 ) -> None:
-    exit_code, output = sweeps.run("array", TWO, *DDP, told="told_array")
+    exit_code, output = sweeps.run("array", TWO, *DDP, records="records_array")
     assert exit_code == 0, output
     board = sweeps.board("array")
     assert [row["state"] for row in board] == ["finished", "finished"]
     arrays = {row["cluster_job"].split("_")[0] for row in board}
     assert len(arrays) == 1
     assert sorted(row["cluster_job"].split("_")[1] for row in board) == ["0", "1"]
-    for folder, ranks in by_job(sweeps.told("told_array")).items():
+    for folder, ranks in by_job(sweeps.records("records_array")).items():
         assert sorted(rank["rank"] for rank in ranks) == [0, 1], folder
         assert sorted(rank["SLURM_PROCID"] for rank in ranks) == ["0", "1"]
     for job in ("0", "1"):
@@ -100,7 +100,7 @@ def test_a_preempted_run_is_requeued_and_resumes_in_its_folder_under_its_wandb_i
 def test_ctrl_c_cancels_the_jobs_and_the_same_command_resumes(
     sweeps: Sweeps, slurm: Cluster, undisturbed: Path
 ) -> None:
-    run = sweeps.start("stopped", TWO, *DDP, told="told_stopped", wait_at_lr=3e-3)
+    run = sweeps.start("stopped", TWO, *DDP, records="records_stopped", wait_at_lr=3e-3)
     wait_until((sweeps.folder / "stopped/1/waits").exists, 150)
     wait_until(lambda: sweeps.states("stopped")["0.001"] == "finished", 60)
     run.process.send_signal(signal.SIGINT)
@@ -108,7 +108,7 @@ def test_ctrl_c_cancels_the_jobs_and_the_same_command_resumes(
     assert run.process.returncode == 130, output
     assert sweeps.states("stopped") == {"0.001": "finished", "0.003": "interrupted"}
     assert slurm.queue() == ""
-    exit_code, output = sweeps.run("stopped", TWO, *DDP, told="told_stopped", wait_at_lr=3e-3)
+    exit_code, output = sweeps.run("stopped", TWO, *DDP, records="records_stopped", wait_at_lr=3e-3)
     assert exit_code == 0, output
     assert rows(sweeps.folder / "stopped/1") == rows(undisturbed / "1")
 
@@ -117,13 +117,13 @@ def test_ctrl_c_cancels_the_jobs_and_the_same_command_resumes(
 def test_jobs_of_a_killed_sweep_keep_running_and_the_same_command_follows_them(
     sweeps: Sweeps, undisturbed: Path
 ) -> None:
-    run = sweeps.start("lost", TWO, *DDP, told="told_lost", wait_at_lr=3e-3)
+    run = sweeps.start("lost", TWO, *DDP, records="records_lost", wait_at_lr=3e-3)
     wait_until((sweeps.folder / "lost/1/waits").exists, 150)
     before = {row["optimizer.lr"]: row["cluster_job"] for row in sweeps.board("lost")}
     run.process.kill()
     run.end()
     (sweeps.folder / "lost/1/was_killed").touch()  # ends its wait
-    exit_code, output = sweeps.run("lost", TWO, *DDP, told="told_lost", wait_at_lr=3e-3)
+    exit_code, output = sweeps.run("lost", TWO, *DDP, records="records_lost", wait_at_lr=3e-3)
     assert exit_code == 0, output
     assert {row["optimizer.lr"]: row["cluster_job"] for row in sweeps.board("lost")} == before
     for job in ("0", "1"):
@@ -134,7 +134,7 @@ def test_jobs_of_a_killed_sweep_keep_running_and_the_same_command_follows_them(
 @pytest.mark.slow
 @pytest.mark.timeout(300)
 def test_a_job_that_crashes_has_failed_and_is_not_requeued(sweeps: Sweeps) -> None:
-    exit_code, output = sweeps.run("crashes", "optimizer.lr=1e-3", *DDP, told="told_crashes", raise_at_lr=1e-3)
+    exit_code, output = sweeps.run("crashes", "optimizer.lr=1e-3", *DDP, records="records_crashes", raise_at_lr=1e-3)
     assert exit_code == 1, output
     [row] = sweeps.board("crashes")
     assert (row["state"], row["exit_code"]) == ("failed", "1")

@@ -122,12 +122,12 @@ def test_every_option_agrees_with_torchs_counter_in_all_that_it_multiplies(optio
     with FlopCounterMode(display=False) as counter, sdpa_kernel(SDPBackend.MATH):
         model(inputs)
     counted = 3 * counter.get_total_flops() / 2
-    told = flops_per_sample(model, shape)
-    assert told is not None
+    flops = flops_per_sample(model, shape)
+    assert flops is not None
     extra = 0
     if is_text:
         one_dimensional = [p.numel() for p in model.parameters() if p.dim() == 1]
         positions = model.position.weight.numel() if hasattr(model, "position") else 0
         extra = 6 * shape[0] * (sum(one_dimensional) + positions)
-    assert told.palm - extra == counted
+    assert flops.palm - extra == counted
     assert extra < 0.02 * counted

@@ -59,7 +59,7 @@ def test_host_memory_and_device_memory_are_told_apart(error: Exception, is_host:
 
 
 @pytest.mark.parametrize(
-    ("error", "by_peer"),
+    ("error", "caused_by_peer"),
     [
         (RuntimeError("[pair.cc:547] Connection closed by peer [127.0.0.1]:31"), True),
         (RuntimeError("read: Connection reset by peer"), True),
@@ -67,15 +67,15 @@ def test_host_memory_and_device_memory_are_told_apart(error: Exception, is_host:
         (OSError("broken pipe of the data"), False),
     ],
 )
-def test_only_a_lost_connection_of_torch_is_a_peer_failure(error: Exception, by_peer: bool) -> None:
-    assert is_peer_failure(error) == by_peer
+def test_only_a_lost_connection_of_torch_is_a_peer_failure(error: Exception, caused_by_peer: bool) -> None:
+    assert is_peer_failure(error) == caused_by_peer
 
 
 def test_a_failure_is_read_as_it_was_written_in_the_format_of_torchrun(tmp_path: Path) -> None:
     file = get_error_file({"TORCHELASTIC_ERROR_FILE": str(tmp_path / "error.json")})
     assert file is not None
     assert read_failure(file) is None
-    written = Failure(exit_code=71, message="one line", report="all of it", time=12.5, by_peer=True)
+    written = Failure(exit_code=71, message="one line", report="all of it", time=12.5, caused_by_peer=True)
     write_failure(written, file)
     assert read_failure(file) == written
     message = json.loads(file.read_text())["message"]

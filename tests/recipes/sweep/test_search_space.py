@@ -135,10 +135,10 @@ def test_a_later_override_replaces_an_earlier_one_of_the_same_key() -> None:
 
 
 def test_fixed_words_are_read_by_hydra_as_they_were() -> None:
-    words = ["a=1e-4", "b='1'", "c=[a,'b,c',{d:${e}}]", "+d=null", "~e", "f=", "g@h.i=j", "k=a b"]
-    space = parse_space(*words)
+    overrides = ["a=1e-4", "b='1'", "c=[a,'b,c',{d:${e}}]", "+d=null", "~e", "f=", "g@h.i=j", "k=a b"]
+    space = parse_space(*overrides)
     parser = OverridesParser.create()
-    before, after = parser.parse_overrides(words), parser.parse_overrides(space.fixed)
+    before, after = parser.parse_overrides(overrides), parser.parse_overrides(space.fixed)
     assert [repr(o.value()) for o in after] == [repr(o.value()) for o in before]
     assert [o.get_key_element() for o in after] == [o.get_key_element() for o in before]
 

@@ -24,7 +24,7 @@ def sweeps(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Sweeps]:
 @pytest.fixture(scope="module")
 def undisturbed(sweeps: Sweeps) -> Path:
     """The folder of a sweep that was not interrupted."""
-    exit_code, output = sweeps.run("undisturbed", THREE, told="told_undisturbed")
+    exit_code, output = sweeps.run("undisturbed", THREE, records="records_undisturbed")
     assert exit_code == 0, output
     return sweeps.folder / "undisturbed"
 
@@ -40,10 +40,10 @@ def test_every_rank_of_a_job_has_its_folder_and_learning_rate_under_four_strateg
         "optimizer.lr=shuffle(1e-3,3e-3)",
         "log_every=1",
         "launcher.devices_per_job=2",
-        told="told_mixed",
+        records="records_mixed",
     )
     assert exit_code == 0, output
-    jobs = by_job(sweeps.told("told_mixed"))
+    jobs = by_job(sweeps.records("records_mixed"))
     assert len(jobs) == 8, jobs
     by_name = {row["folder"]: row for row in sweeps.board("mixed")}
     for folder, ranks in jobs.items():
@@ -69,10 +69,10 @@ def test_both_ranks_of_a_trial_have_one_learning_rate_in_an_unseeded_study(sweep
         "hydra.sweeper.seed=null",
         "strategy=ddp",
         "trainer.devices=2",
-        told="told_unseeded",
+        records="records_unseeded",
     )
     assert exit_code == 0, output
-    jobs = by_job(sweeps.told("told_unseeded"))
+    jobs = by_job(sweeps.records("records_unseeded"))
     assert [len(ranks) for ranks in jobs.values()] == [2, 2]
     lrs = [{rank["lr"] for rank in ranks} for ranks in jobs.values()]
     assert all(len(of_job) == 1 for of_job in lrs), lrs
@@ -84,18 +84,18 @@ def test_a_crash_and_a_kill_stop_no_other_job_and_the_same_command_resumes_what_
     sweeps: Sweeps, undisturbed: Path
 ) -> None:
     faults = {"raise_at_lr": 1e-3, "kill_at_lr": 2e-3}
-    exit_code, output = sweeps.run("faults", THREE, told="told_faults", **faults)
+    exit_code, output = sweeps.run("faults", THREE, records="records_faults", **faults)
     assert exit_code == 1, output
     assert sweeps.states("faults") == {"0.001": "failed", "0.002": "killed", "0.003": "finished"}
     assert "OSError: the disk is gone" in output
     assert "To resume: python train.py" in output
     finished_at = (sweeps.folder / "faults/2/summary.json").stat().st_mtime_ns
 
-    shutil.rmtree(sweeps.folder / "told_faults")
-    exit_code, output = sweeps.run("faults", THREE, told="told_faults", **faults)
+    shutil.rmtree(sweeps.folder / "records_faults")
+    exit_code, output = sweeps.run("faults", THREE, records="records_faults", **faults)
     assert exit_code == 1, output
     assert sweeps.states("faults") == {"0.001": "failed", "0.002": "finished", "0.003": "finished"}
-    assert [rank["step"] for rank in sweeps.told("told_faults")] == [4], "only this job ran"
+    assert [rank["step"] for rank in sweeps.records("records_faults")] == [4], "only this job ran"
     assert rows(sweeps.folder / "faults/1") == rows(undisturbed / "1")
     events = (sweeps.folder / "faults/1/events.jsonl").read_text()
     assert '"event": "resume", "path": "step_0000002.ckpt"' in events
@@ -105,7 +105,7 @@ def test_a_crash_and_a_kill_stop_no_other_job_and_the_same_command_resumes_what_
     (sweeps.folder / "watcher.py").write_text(
         (sweeps.folder / "watcher.py").read_text().replace('raise OSError("the disk is gone")', "return")
     )
-    exit_code, output = sweeps.run("faults", THREE, "sweep.retry_failed=true", told="told_faults", **faults)
+    exit_code, output = sweeps.run("faults", THREE, "sweep.retry_failed=true", records="records_faults", **faults)
     assert exit_code == 0, output
     assert set(sweeps.states("faults").values()) == {"finished"}
     assert rows(sweeps.folder / "faults/0") == rows(undisturbed / "0")
@@ -124,7 +124,7 @@ def test_a_stopped_sweep_leaves_no_process_and_resumes_to_the_same_curves(
     sweeps: Sweeps, undisturbed: Path, number: int, exit_code: int, state: str
 ) -> None:
     name = f"stopped_{number}"
-    run = sweeps.start(name, THREE, told=f"told_{name}", wait_at_lr=2e-3)
+    run = sweeps.start(name, THREE, records=f"records_{name}", wait_at_lr=2e-3)
     waits, proceed = sweeps.folder / name / "1/waits", sweeps.folder / name / "1/was_killed"
     wait_until(waits.exists)
     run.process.send_signal(number)
@@ -133,7 +133,7 @@ def test_a_stopped_sweep_leaves_no_process_and_resumes_to_the_same_curves(
     assert run.process.returncode == exit_code, output
     assert sweeps.states(name) == {"0.001": "finished", "0.002": state, "0.003": "waiting"}
     proceed.touch()
-    second_exit_code, output = sweeps.run(name, THREE, told=f"told_{name}", wait_at_lr=2e-3)
+    second_exit_code, output = sweeps.run(name, THREE, records=f"records_{name}", wait_at_lr=2e-3)
     assert second_exit_code == 0, output
     assert "1 already finished, 1 resumed" in output
     for job in range(3):
@@ -145,11 +145,11 @@ def test_two_jobs_at_a_time_overlap_on_separate_cores(sweeps: Sweeps) -> None:
         "pair",
         "optimizer.lr=1e-3,3e-3",
         "launcher.max_jobs=2",
-        told="told_pair",
+        records="records_pair",
         seconds_a_step=2.0,
     )
     assert exit_code == 0, output
-    first, second = sorted(sweeps.told("told_pair"), key=lambda rank: rank["began"])
+    first, second = sorted(sweeps.records("records_pair"), key=lambda rank: rank["began"])
     if len(set(first["cores"]) | set(second["cores"])) > 1:  # a machine with one core shares it
         assert not set(first["cores"]) & set(second["cores"])
     assert second["began"] < first["ended"]

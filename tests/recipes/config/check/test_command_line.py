@@ -1,23 +1,23 @@
-"""Unit tests of the check of single overrides: every kind of message, and what composes nevertheless."""
+"""Each error of a command-line override, and the config composed from the overrides that are valid."""
 
 import pytest
 
-from recipes.config.check.command_line import _find_nearest, _parse, _sift, compose_typed
+from recipes.config.check.command_line import _find_nearest, _parse, _split_valid, compose_overrides
 from recipes.config.check.sections import CONF
 from recipes.errors import ConfigError
 
 
-def clauses(*overrides: str) -> list[tuple[str, str, str]]:
-    _, mistakes = compose_typed(overrides)
+def error_fields(*overrides: str) -> list[tuple[str, str, str]]:
+    _, mistakes = compose_overrides(overrides)
     return [(mistake.setting, mistake.reason, mistake.fix) for mistake in mistakes]
 
 
 def fixes(*overrides: str) -> list[str]:
-    return [fix for *_, fix in clauses(*overrides)]
+    return [fix for *_, fix in error_fields(*overrides)]
 
 
 def test_a_correct_command_line_composes_without_mistakes() -> None:
-    composed, mistakes = compose_typed(["model=llama_nano", "seed=3", "~callbacks.report"])
+    composed, mistakes = compose_overrides(["model=llama_nano", "seed=3", "~callbacks.report"])
     assert composed is not None
     assert mistakes == []
     assert composed.choices["model"] == "llama_nano"
@@ -25,15 +25,15 @@ def test_a_correct_command_line_composes_without_mistakes() -> None:
     assert "report" not in composed.config["callbacks"]
 
 
-def test_good_overrides_are_sifted_from_bad_ones_in_the_order_typed() -> None:
+def test_valid_overrides_are_separated_from_invalid_ones_with_choices_of_groups_first() -> None:
     typed = ["model=gtp2", "seed=3", "optimizer.lrr=1", "optimizer=sgd", "foo", "log_every=2"]
-    good, mistakes = _sift(typed, CONF, "config")
-    assert good == ["optimizer=sgd", "seed=3", "log_every=2"]
+    valid, mistakes = _split_valid(typed, CONF, "config")
+    assert valid == ["optimizer=sgd", "seed=3", "log_every=2"]
     assert [mistake.setting for mistake in mistakes] == ["model=gtp2", "foo", "optimizer.lrr=1"]
 
 
-def test_the_run_is_composed_without_its_bad_overrides() -> None:
-    composed, mistakes = compose_typed(["optimizer.lrr=1", "model=gtp2", "optimizer=sgd", "seed=3"])
+def test_the_config_is_composed_from_the_valid_overrides() -> None:
+    composed, mistakes = compose_overrides(["optimizer.lrr=1", "model=gtp2", "optimizer=sgd", "seed=3"])
     assert len(mistakes) == 2
     assert composed is not None
     assert composed.overrides == ["optimizer=sgd", "seed=3"]
@@ -41,7 +41,7 @@ def test_the_run_is_composed_without_its_bad_overrides() -> None:
 
 
 @pytest.mark.parametrize(
-    ("typed", "good"),
+    ("typed", "expected"),
     [
         ("trainer.benchmark=true", "+trainer.benchmark=true"),  # an argument the YAML does not list
         ("callbacks.grad_norm.per_block=true", "+callbacks.grad_norm.per_block=true"),
@@ -50,12 +50,12 @@ def test_the_run_is_composed_without_its_bad_overrides() -> None:
         ("trainer.max_steps=3", "trainer.max_steps=3"),
     ],
 )
-def test_an_argument_that_the_target_accepts_gets_its_plus(typed: str, good: str) -> None:
-    assert _sift([typed], CONF, "config") == ([good], [])
+def test_an_argument_that_the_yaml_does_not_list_is_added_with_a_plus(typed: str, expected: str) -> None:
+    assert _split_valid([typed], CONF, "config") == ([expected], [])
 
 
 @pytest.mark.parametrize(
-    ("typed", "text"),
+    ("typed", "expected"),
     [
         ("seed=3", "seed=3"),
         ("name=f(x", "name='f(x'"),
@@ -63,21 +63,21 @@ def test_an_argument_that_the_target_accepts_gets_its_plus(typed: str, good: str
         ("optimizer.betas=[0.9,0.95]", "optimizer.betas=[0.9,0.95]"),
     ],
 )
-def test_only_text_that_hydra_cannot_read_is_quoted(typed: str, text: str) -> None:
-    override, written = _parse(typed)
+def test_only_values_that_hydra_cannot_parse_are_quoted(typed: str, expected: str) -> None:
+    override, rendered = _parse(typed)
     assert override is not None
-    assert written == text
-    assert override.value() == typed.partition("=")[2] or written == typed
+    assert rendered == expected
+    assert override.value() == typed.partition("=")[2] or rendered == typed
 
 
-def test_text_without_an_equals_sign_is_no_override() -> None:
+def test_a_bare_word_is_rejected() -> None:
     assert _parse("foo") == (None, "foo")
-    assert clauses("foo") == [("foo", "it is not key=value", "key=value")]
+    assert error_fields("foo") == [("foo", "it is not key=value", "key=value")]
 
 
 @pytest.mark.parametrize("option", ["nan", "16", "null", "true", "inf"])
-def test_an_option_that_looks_like_a_number_is_taken_by_its_name(option: str) -> None:
-    [(setting, reason, _)] = clauses(f"optimizer={option}")
+def test_option_names_that_yaml_reads_as_a_number_null_or_bool_stay_names(option: str) -> None:
+    [(setting, reason, _)] = error_fields(f"optimizer={option}")
     assert (setting, reason) == (
         f"optimizer='{option}'",
         "the options are adam adamw adamw_nano sgd",
@@ -100,7 +100,7 @@ def test_an_option_that_looks_like_a_number_is_taken_by_its_name(option: str) ->
         ("callbacks=[grad_norm,progres]", "callbacks=progress"),
     ],
 )
-def test_an_unknown_option_is_answered_with_its_alias_or_the_nearest_name(typed: str, fix: str) -> None:
+def test_an_unknown_option_gets_its_alias_or_the_closest_name_suggested(typed: str, fix: str) -> None:
     assert fixes(typed) == [fix]
 
 
@@ -112,7 +112,7 @@ def test_an_unknown_option_is_answered_with_its_alias_or_the_nearest_name(typed:
         ("epochs=3", "trainer.max_steps=3"),
         ("checkpoint_every=5", "save_every=5"),
         ("ckpt_path=x", "resume=x"),
-        ("lr=1", "optimizer.lr=1"),  # the section that has it
+        ("lr=1", "optimizer.lr=1"),  # the only section with this key
         ("optimizer.lrr=1", "optimizer.lr=1"),
         ("modle=gpt2", "model=gpt2"),
         ("presicion=16-mixed", "precision=16-mixed"),
@@ -131,14 +131,14 @@ def test_an_unknown_option_is_answered_with_its_alias_or_the_nearest_name(typed:
         ),
     ],
 )
-def test_a_key_that_does_not_exist_is_answered_with_what_was_meant(typed: str, fix: str) -> None:
-    [(setting, reason, found)] = clauses(typed)
+def test_an_unknown_setting_gets_the_closest_one_suggested(typed: str, fix: str) -> None:
+    [(setting, reason, actual_fix)] = error_fields(typed)
     assert setting == typed
     assert reason == f"there is no {typed.lstrip('~').partition('=')[0]!r}"
-    assert found == fix
+    assert actual_fix == fix
 
 
-def test_a_group_that_has_the_option_typed_is_nearer_than_a_similar_name() -> None:
+def test_a_group_with_the_option_is_preferred_over_a_closer_spelling() -> None:
     assert _find_nearest([], ["modl"], ["mode", "model"], "gpt2") == "model=gpt2"
     assert _find_nearest([], ["modl"], ["mode", "model"], "evaluate") == "mode=evaluate"
     assert _find_nearest(["a"], ["lr", "x"], ["lrr"], "1") == "a.lrr.x=1"
@@ -152,18 +152,18 @@ def test_a_group_that_has_the_option_typed_is_nearer_than_a_similar_name() -> No
         ("optimizer.lr=interval(1e-4,1e-2)", "a single run takes one value"),
     ],
 )
-def test_a_sweep_needs_m(typed: str, reason: str) -> None:
-    assert clauses(typed) == [(typed, reason, f"python train.py -m {typed}")]
+def test_a_sweep_requires_the_flag_m(typed: str, reason: str) -> None:
+    assert error_fields(typed) == [(typed, reason, f"python train.py -m {typed}")]
 
 
-def test_an_interpolation_of_a_missing_key_names_the_key_that_holds_it() -> None:
-    [(setting, reason, fix)] = clauses("seed=${nothing}")
+def test_an_unresolved_interpolation_names_the_setting_that_contains_it() -> None:
+    [(setting, reason, fix)] = error_fields("seed=${nothing}")
     assert (setting, fix) == ("seed=…", "seed=<value> on the command line")
     assert "nothing" in reason
 
 
-def test_every_mistake_has_three_clauses_that_say_something() -> None:
-    _, mistakes = compose_typed(["foo", "model=x", "lrr=1", "optimizer.zzz=1", "seed=1,2"])
+def test_every_error_has_a_setting_a_reason_and_a_fix() -> None:
+    _, mistakes = compose_overrides(["foo", "model=x", "lrr=1", "optimizer.zzz=1", "seed=1,2"])
     assert len(mistakes) == 5
     for mistake in mistakes:
         assert isinstance(mistake, ConfigError)

@@ -7,16 +7,16 @@ import pytest
 from recipes.config import compose_and_check
 from recipes.config.check.loss_spike import check_loss_spike, num_parameters_at_least
 
-WORDS = ["model=gpt2_nano"]
+OVERRIDES = ["model=gpt2_nano"]
 
 
-def mistakes(*words: str) -> list[str]:
-    _, found = compose_and_check([*WORDS, *words])
+def mistakes(*overrides: str) -> list[str]:
+    _, found = compose_and_check([*OVERRIDES, *overrides])
     return [str(mistake) for mistake in found]
 
 
 @pytest.mark.parametrize(
-    ("words", "fix"),
+    ("overrides", "fix"),
     [
         (["callbacks.loss_spike.window=32"], "callbacks.loss_spike.window=64"),
         (
@@ -41,10 +41,10 @@ def mistakes(*words: str) -> list[str]:
         ),
     ],
 )
-def test_a_setting_that_cannot_work_is_answered_with_its_fix(words: list[str], fix: str) -> None:
-    [mistake] = mistakes(*words)
+def test_a_setting_that_cannot_work_is_answered_with_its_fix(overrides: list[str], fix: str) -> None:
+    [mistake] = mistakes(*overrides)
     assert fix in mistake
-    assert words[0].split("=")[0] in mistake
+    assert overrides[0].split("=")[0] in mistake
 
 
 def test_snapshots_larger_than_the_memory_of_the_machine_must_go_to_disk(tmp_path: Path) -> None:

@@ -243,7 +243,7 @@ def test_null_switches_a_callback_off() -> None:
 
 
 @pytest.mark.parametrize(
-    ("text", "told"),
+    ("text", "fix"),
     [
         ("trainer:\n  max_step: 9\n", "trainer.max_steps=9 (in conf/recipe/mine.yaml, line 3)"),
         ("defaults:\n  - overide /optimizer: sgd\n", "a correction of that file"),
@@ -251,7 +251,7 @@ def test_null_switches_a_callback_off() -> None:
     ],
 )
 def test_a_mistake_in_a_recipe_of_ones_own_names_its_file(
-    text: str, told: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    text: str, fix: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     import recipes.config.check as origin
     from recipes.config.check import command_line, sections
@@ -262,7 +262,7 @@ def test_a_mistake_in_a_recipe_of_ones_own_names_its_file(
     for module in (command_line, origin, sections):
         monkeypatch.setattr(module, "CONF", conf)
     _, mistakes = compose_and_check(["recipe=mine"], config_folder=conf)
-    assert [mistake.fix for mistake in mistakes] == [told]
+    assert [mistake.fix for mistake in mistakes] == [fix]
 
 
 def test_an_argument_of_the_trainer_that_no_yaml_lists_may_be_typed() -> None:

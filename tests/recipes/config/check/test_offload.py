@@ -10,7 +10,7 @@ from recipes.config import compose_and_check
 
 FSDP = "strategy=fsdp strategy.cpu_offload=true"
 NVME = "strategy=deepspeed_stage_3_nvme strategy.nvme_path=<folder>"
-# strategy, word: why, what to type
+# strategy, override: why, what to type
 MISPLACED = {
     ("ddp", "cpu_offload=true"): (
         "strategy=ddp keeps everything on its devices",
@@ -85,15 +85,15 @@ ZERO = {
 
 
 @pytest.mark.parametrize("plus", ["", "+"])
-@pytest.mark.parametrize(("strategy", "word"), MISPLACED)
+@pytest.mark.parametrize(("strategy", "override"), MISPLACED)
 def test_a_misplaced_offload_setting_is_answered_with_the_strategy_that_has_it(
-    strategy: str, word: str, plus: str
+    strategy: str, override: str, plus: str
 ) -> None:
-    why, fix = MISPLACED[strategy, word]
-    _, mistakes = compose_and_check([f"{plus}strategy.{word}", f"strategy={strategy}"])
+    why, fix = MISPLACED[strategy, override]
+    _, mistakes = compose_and_check([f"{plus}strategy.{override}", f"strategy={strategy}"])
     [mistake] = mistakes
     typed = mistake.setting.removeprefix("+")
-    assert (typed, mistake.reason, mistake.fix) == (f"strategy.{word}", why, fix)
+    assert (typed, mistake.reason, mistake.fix) == (f"strategy.{override}", why, fix)
 
 
 @pytest.mark.parametrize("typed", ZERO)

@@ -1,4 +1,4 @@
-"""What an engine cannot do with the GPUs it is given, where only a machine with GPUs would get that far."""
+"""The check of GPU indices, which an end-to-end test reaches only on a machine with GPUs."""
 
 from typing import Any
 
@@ -24,11 +24,11 @@ def _config(devices: list[int]) -> dict[str, Any]:
 
 
 @pytest.mark.parametrize("devices", [[0], [0, 1], [1, 0]])
-def test_deepspeed_takes_the_first_gpus(devices: list[int]) -> None:
+def test_deepspeed_accepts_gpu_indices_that_start_at_zero(devices: list[int]) -> None:
     assert list(check_strategy(_config(devices), len(devices))) == []
 
 
-def test_deepspeed_with_other_gpus_is_told_to_make_them_the_first() -> None:
+def test_other_gpu_indices_suggest_cuda_visible_devices() -> None:
     [mistake] = check_strategy(_config([1, 2]), 2)
     assert str(mistake) == (
         "trainer.devices=[1,2] strategy=deepspeed_stage_1: DeepSpeed counts the GPUs it sees from 0;"

@@ -61,7 +61,7 @@ def children(pid):
 def wait_until(condition, seconds=20.0):
     deadline = time.monotonic() + seconds
     while not condition():
-        assert time.monotonic() < deadline, "waited in vain"
+        assert time.monotonic() < deadline, "the other processes took too long"
         time.sleep(0.01)
 
 

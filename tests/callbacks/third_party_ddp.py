@@ -1,4 +1,4 @@
-"""Run one of two ranks of a plain Lightning project under DDP: python ddp_stranger.py - <results.json>."""
+"""Run one of two ranks of a plain Lightning project under DDP: python third_party_ddp.py - <results.json>."""
 
 import json
 import os
@@ -6,7 +6,7 @@ import sys
 from pathlib import Path
 from typing import Any
 
-os.environ |= {"TORCHELASTIC_RUN_ID": "stranger", "GROUP_RANK": "0"}
+os.environ |= {"TORCHELASTIC_RUN_ID": "third_party", "GROUP_RANK": "0"}
 sys.path.insert(0, str(Path(__file__).parents[2]))
 
 import torch
