@@ -2,6 +2,7 @@
 
 import importlib
 import inspect
+import itertools
 import shlex
 from pathlib import Path
 
@@ -110,8 +111,17 @@ def test_the_command_in_an_options_comment_composes(path: Path) -> None:
         assert not serious, (command, serious)
 
 
-@pytest.mark.parametrize("model", MODELS)
-@pytest.mark.parametrize("recipe", RECIPES)
+# every recipe once and every model once; all pairs in `make test-long`
+ONCE = {*zip(RECIPES, itertools.cycle(MODELS), strict=False), *zip(itertools.cycle(RECIPES), MODELS, strict=False)}
+
+
+@pytest.mark.parametrize(
+    ("recipe", "model"),
+    [
+        pytest.param(*pair, marks=[] if pair in ONCE else [pytest.mark.slow])
+        for pair in itertools.product(RECIPES, MODELS)
+    ],
+)
 def test_every_recipe_composes_checks_and_builds_every_model_on_the_meta_device(
     recipe: str, model: str, tmp_path: Path
 ) -> None:

@@ -1,5 +1,6 @@
 """Debug options: each works with every recipe; what it writes, finds or memorizes is checked in real runs."""
 
+import itertools
 import json
 import sys
 from pathlib import Path
@@ -27,17 +28,28 @@ def engine(name: str) -> list[str]:
     return [f"strategy={name}", f"trainer.devices={ENGINES[name]}", "trainer.accelerator=cpu"]
 
 
-@pytest.mark.parametrize("option", OPTIONS)
-def test_every_recipe_takes_every_debug_option(option: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+# every recipe once, with the options in turn; all pairs in `make test-long`
+ONCE = set(zip(RECIPES, itertools.cycle(OPTIONS), strict=False))
+
+
+@pytest.mark.parametrize(
+    ("recipe", "option"),
+    [
+        pytest.param(*pair, marks=[] if pair in ONCE else [pytest.mark.slow])
+        for pair in itertools.product(RECIPES, OPTIONS)
+    ],
+)
+def test_every_recipe_takes_every_debug_option(
+    recipe: str, option: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr(engines, "check_toolchain", lambda *_: ())
-    for recipe in RECIPES:
-        disk = [f"strategy.nvme_path={tmp_path}"] if recipe.endswith("_nvme") else []
-        composed, mistakes = compose_and_check([f"recipe={recipe}", f"debug={option}", *disk])
-        assert composed is not None
-        assert not mistakes, (recipe, [str(mistake) for mistake in mistakes])
-        name = recipe if option == "none" else f"debug_{option}"
-        assert composed.config["name"] == name
-        assert composed.run_folder.parts[:2] == ("logs", name)
+    disk = [f"strategy.nvme_path={tmp_path}"] if recipe.endswith("_nvme") else []
+    composed, mistakes = compose_and_check([f"recipe={recipe}", f"debug={option}", *disk])
+    assert composed is not None
+    assert not mistakes, [str(mistake) for mistake in mistakes]
+    name = recipe if option == "none" else f"debug_{option}"
+    assert composed.config["name"] == name
+    assert composed.run_folder.parts[:2] == ("logs", name)
 
 
 def test_a_debug_option_overrides_the_recipe_and_the_command_line_overrides_both() -> None:

@@ -34,7 +34,10 @@ def shortened(command: list[str]) -> list[str]:
     overrides = [override for override in SHORT if override.split("=")[0] not in typed]
     if "callbacks.sample_text" in typed:
         overrides.remove("callbacks.sample_text.num_tokens=8")
-    return [re.sub("decay_steps=80", "decay_steps=1", override) for override in command] + overrides
+    if any(override in ("model=gpt2", "model=llama_160m") for override in command):
+        overrides.append("model.num_layers=2")
+    shorter = {"scheduler.decay_steps=80": "scheduler.decay_steps=1", "trainer.max_steps=100": "trainer.max_steps=2"}
+    return [shorter.get(override, override) for override in command] + overrides
 
 
 @pytest.fixture(scope="module")

@@ -111,7 +111,9 @@ def test_it_installs_one_name_and_no_top_level_recipes_or_callbacks(wheel: Path)
     assert "lightning_recipes/setup.py" not in names
 
 
-def test_another_project_trains_with_our_callbacks_beside_a_folder_of_the_same_name(python: Path, tmp_path: Path) -> None:
+def test_another_project_trains_with_our_callbacks_beside_a_folder_of_the_same_name(
+    python: Path, tmp_path: Path
+) -> None:
     (tmp_path / "callbacks").mkdir()
     (tmp_path / "callbacks" / "__init__.py").write_text('OWNER = "user"\n')
     (tmp_path / "main.py").write_text(STRANGER)

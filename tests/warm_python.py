@@ -25,6 +25,7 @@ import sys
 import tempfile
 import threading
 import types
+import weakref
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, NoReturn
@@ -262,6 +263,7 @@ class Server:
 def _become(request: dict[str, Any], fds: list[int], address: str) -> NoReturn:
     """Be the process that the command line describes."""
     exit_code = 70  # the lines below say what is wrong
+    weakref.finalize._registry.clear()  # type: ignore[attr-defined]  # the server's: it still needs its folders
     try:
         signal.set_wakeup_fd(-1)
         for number in (signal.SIGCHLD, signal.SIGINT, signal.SIGPIPE):

@@ -14,11 +14,11 @@ pytestmark = pytest.mark.fresh_python  # the command's ranks are found as its ch
 SEED = 1
 # kills of each case, and how many of them hit the real command
 KILLS = {
-    "single": (16, 2),
-    "single 16-mixed": (12, 0),
-    "ddp": (9, 1),
-    "fsdp": (8, 1),
-    "deepspeed_stage_2": (6, 0),
+    "single": (10, 1),
+    "single 16-mixed": (5, 0),
+    "ddp": (4, 1),
+    "fsdp": (3, 1),
+    "deepspeed_stage_2": (3, 0),
 }
 
 
@@ -41,12 +41,12 @@ def long_killer(zygote: Zygote, tmp_path_factory: pytest.TempPathFactory) -> Kil
     return Killer(tmp_path_factory.mktemp("long_kills"), zygote, seed=SEED + 1)
 
 
-def test_there_are_at_least_fifty_kills() -> None:
-    assert sum(kills for kills, _ in KILLS.values()) >= 50
+def test_there_are_twenty_five_kills() -> None:
+    assert sum(kills for kills, _ in KILLS.values()) == 25
 
 
 @pytest.mark.parametrize("name", KILLS)
-def test_fifty_kills_lose_no_checkpoint_and_no_bit(name: str, killer: Killer) -> None:
+def test_twenty_five_kills_lose_no_checkpoint_and_no_bit(name: str, killer: Killer) -> None:
     num_kills, num_by_command = KILLS[name]
     _kill(killer, name, num_kills, num_by_command=num_by_command)
 

@@ -25,7 +25,7 @@ FAULTS_OF_OTHERS = ("inf_gradient", "weight")
 FAULT_STEP = 24  # counted from 0; rows and events count completed steps
 
 
-def _case(engine: str, kind: str, world_size: int) -> dict[str, Any]:
+def _case(engine: str, fault: str, world_size: int) -> dict[str, Any]:
     overrides = [override for override in COMMON if not override.startswith(("trainer.max", "callbacks", "eval"))]
     overrides += [
         *DECODER,
@@ -34,7 +34,8 @@ def _case(engine: str, kind: str, world_size: int) -> dict[str, Any]:
         f"trainer.devices={world_size}",
     ]
     overrides += [
-        f"micro_batch_size={8 // world_size}",
+        # two micro-batches a step where the fault is in one of them
+        f"micro_batch_size={(8 if fault == 'nan_batch' else 16) // world_size}",
         "trainer.max_steps=34",
         "eval_every=34",
         "callbacks=[grad_norm,loss_spike]",
@@ -45,8 +46,8 @@ def _case(engine: str, kind: str, world_size: int) -> dict[str, Any]:
         "callbacks.loss_spike.norm_threshold=8",  # low: norms show the damage first, in only 34 steps
     ]
     # on the last rank only
-    fault = {"kind": kind, "step": FAULT_STEP, "rank": world_size - 1}
-    return {"overrides": overrides, "data": TOKENS, "fault": fault}
+    where = {"kind": fault, "step": FAULT_STEP, "rank": world_size - 1}
+    return {"overrides": overrides, "data": TOKENS, "fault": where}
 
 
 @pytest.fixture(scope="module")

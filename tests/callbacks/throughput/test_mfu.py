@@ -1,7 +1,9 @@
 """MFU on a clock that only the steps move, and devices by the names their drivers print."""
 
+import os
 import subprocess
 import sys
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
@@ -117,7 +119,7 @@ TF32 = {
 
 
 @pytest.mark.parametrize("how", TF32)
-def test_float32_products_in_tf32_are_shown_against_its_peak(how: str) -> None:
+def test_float32_products_in_tf32_are_shown_against_its_peak(how: str, tmp_path: Path) -> None:
     # in a process of its own: torch allows only one of the two settings per process
     code = f"""
 import torch
@@ -126,7 +128,11 @@ from callbacks.throughput.mfu import get_kind
 {TF32[how]}
 print(get_kind(Trainer(accelerator="cpu", logger=False), LightningModule()))
 """
-    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, cwd=ROOT)
+    (tmp_path / "kind.py").write_text(code)
+    done = subprocess.run(
+        [sys.executable, str(tmp_path / "kind.py")],
+        env=os.environ | {"PYTHONPATH": str(ROOT)}, capture_output=True, text=True,
+    )  # fmt: skip
     assert done.stdout.split() == ["fp32" if how == "by neither" else "tf32"], done.stderr
 
 

@@ -135,6 +135,7 @@ def assert_equals(folder: Path, undisturbed: Path, *, resumed_at: Sequence[int])
     assert summed_up(folder) == summed_up(undisturbed)
 
 
+@pytest.mark.slow
 def test_two_agents_that_lose_rank_1_then_rank_0_give_the_rows_of_an_undisturbed_run(
     start: Start, workplace: Path, undisturbed: Callable[[str], Path]
 ) -> None:

@@ -113,6 +113,7 @@ def test_ctrl_c_cancels_the_jobs_and_the_same_command_resumes(
     assert rows(sweeps.folder / "stopped/1") == rows(undisturbed / "1")
 
 
+@pytest.mark.slow
 @pytest.mark.timeout(600)
 def test_jobs_of_a_killed_sweep_keep_running_and_the_same_command_follows_them(
     sweeps: Sweeps, undisturbed: Path

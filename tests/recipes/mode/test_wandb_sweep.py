@@ -96,7 +96,12 @@ class TestAgainstWandbsSchemaAndSampler:
             (*SPACE, "mode.num_trials=7"),
             (*SPACE, "mode.method=random", "mode.early_terminate=3"),
             ("seed=1,2", "logger=wandb", "logger.wandb.entity=us", "logger.wandb.project=ours"),
-            *[(f"sweep={path.stem}",) for path in sorted((ROOT / "conf/sweep").glob("[!n]*.yaml"))],
+            ("sweep=lr",),
+            *[
+                pytest.param((f"sweep={path.stem}",), marks=pytest.mark.slow)
+                for path in sorted((ROOT / "conf/sweep").glob("[!n]*.yaml"))
+                if path.stem != "lr"
+            ],
         ],
         ids=lambda overrides: overrides[-1],
     )
@@ -225,6 +230,7 @@ def test_trials_on_two_ranks_log_to_the_runs_named_by_the_agent(
         )
 
 
+@pytest.mark.slow
 def test_a_preempted_trial_of_a_conf_sweep_option_resumes_in_its_folder_and_wandb_run(
     elsewhere: Path, capfd: pytest.CaptureFixture[str]
 ) -> None:

@@ -5,6 +5,7 @@ import subprocess
 import sys
 from pathlib import Path
 
+import pytest
 from support import ROOT
 
 RANK = """
@@ -40,6 +41,7 @@ def test_a_rank_exits_with_its_code_after_its_atexit_functions(tmp_path: Path) -
         assert exit_codes("exit_process(75)", tmp_path, attempt) == [(75, "done at the end\n")] * 2
 
 
+@pytest.mark.slow
 def test_torch_still_aborts_ranks_that_exit_by_sys_exit(tmp_path: Path) -> None:
     """pytorch #190489: one rank in four. When this fails, `exit_process` may be `sys.exit`."""
     ended = (exit_codes("sys.exit(75)", tmp_path, attempt) for attempt in range(20))

@@ -173,6 +173,7 @@ def test_torchrun_forwards_its_signal_to_both_ranks_of_a_run_saved_by_time_and_t
     assert_equals(folder, undisturbed)
 
 
+@pytest.mark.fresh_python  # the imports are what is interrupted
 def test_a_signal_before_training_ends_the_run_as_does_a_second_one_in_a_long_step(
     start: Start, workplace: Path
 ) -> None:
@@ -202,6 +203,7 @@ def test_a_signal_before_training_ends_the_run_as_does_a_second_one_in_a_long_st
     assert "before the first step" in assert_ends(built, 75)
 
 
+@pytest.mark.fresh_python
 @pytest.mark.parametrize("seconds", [0.0, 0.15, 0.5])
 def test_a_signal_while_two_ranks_are_being_started_ends_them_as_preempted(
     start: Start, workplace: Path, seconds: float
