@@ -6,6 +6,7 @@ exchange how far each rank is, and a rank that completes its step meanwhile wait
 
 import math
 import threading
+from collections.abc import Sequence
 from datetime import timedelta
 from typing import Any
 
@@ -31,6 +32,7 @@ class StepAgreement:
         self._checked: _Point = (step, math.inf)  # the newest point at which this rank has checked
         self._requests: set[str] = set()  # of this rank, not exchanged yet
         self._due: dict[str, _Point] = {}  # request -> due at the first point after this one
+        self._agreed: dict[str, _Point] = {}  # the same, kept when it is done: equal on all ranks
         self._is_exchanging = False
         self._changed = threading.Condition()  # guards `_checked`, `_due` and `_is_exchanging`
         self._closed = threading.Event()
@@ -99,10 +101,20 @@ class StepAgreement:
             requests = set(self._requests)
         gathered: list[Any] = [None] * dist.get_world_size()
         dist.all_gather_object(gathered, (checked, sorted(requests)), group=self._group)
-        latest = max(point for point, _ in gathered)
         with self._changed:
-            for what in {what for _, names in gathered for what in names}:
-                self._due[what] = min(latest, self._due.get(what, latest))  # requested twice: once
+            self._agree(gathered)
             self._requests -= requests
             self._is_exchanging = False
             self._changed.notify_all()
+
+    def _agree(self, gathered: Sequence[tuple[_Point, Sequence[str]]]) -> None:
+        """Set when the requests of all ranks are due, from what every rank has gathered alone.
+
+        A rank that asks again before it has come to the agreed point means the same request. That must be decided
+        alike on a rank that has passed the point and has nothing due any more: else it would act twice, alone.
+        """
+        earliest, latest = (limit(point for point, _ in gathered) for limit in (min, max))
+        for what in {what for _, names in gathered for what in names}:
+            is_pending_somewhere = what in self._agreed and earliest <= self._agreed[what]
+            if not is_pending_somewhere:
+                self._agreed[what] = self._due[what] = latest

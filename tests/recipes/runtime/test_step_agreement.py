@@ -1,6 +1,7 @@
 """Three real processes at different speeds agree on steps, and do not slow each other down without a request."""
 
 import itertools
+import math
 import random
 from pathlib import Path
 from typing import Any
@@ -72,3 +73,22 @@ def test_a_single_process_gets_a_request_at_once_and_only_once() -> None:
     agreement.ask("save")
     assert agreement.due(6, resting=True) == {"save", "stop"}
     assert agreement.due(6) == set()
+
+
+def test_a_request_repeated_before_the_slower_rank_has_come_to_its_step_is_due_once_on_both() -> None:
+    # rank 0 asks by its clock after every step until it has saved; rank 1 is one step ahead and has saved already
+    slow, fast = StepAgreement(step=3), StepAgreement(step=3)
+    slow._alone = fast._alone = False  # the exchanges are those below
+    end_of = {step: (step, math.inf) for step in range(3, 8)}
+    for rank in (slow, fast):
+        rank._agree([(end_of[3], ["save"]), (end_of[3], [])])
+    assert fast.due(4) == {"save"}
+    for rank in (slow, fast):
+        rank._agree([(end_of[3], ["save"]), (end_of[4], [])])
+    assert slow.due(4) == {"save"}
+    assert (slow.due(5), fast.due(5)) == (set(), set())
+    # once both have passed it, the same request is a new one
+    for rank in (slow, fast):
+        rank._agree([(end_of[5], ["save"]), (end_of[6], [])])
+    assert (slow.due(6), fast.due(6)) == (set(), set())
+    assert (slow.due(7), fast.due(7)) == ({"save"}, {"save"})
