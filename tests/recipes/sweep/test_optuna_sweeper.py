@@ -59,7 +59,8 @@ def test_a_study_killed_after_five_of_twelve_trials_resumes_with_nothing_lost(
     after = load_trials(folder)
     assert [trial.state for trial in after] == [TrialState.COMPLETE] * 12
     assert {number: after[number].value for number in recorded} == recorded
-    assert all(after[number].params == trial.params for number, trial in before.items())
+    # the trial that was being proposed may have had some of its parameters only
+    assert all(trial.params.items() <= after[number].params.items() for number, trial in before.items())
     board = sweeps.board("twelve")
     assert [row["state"] for row in board] == ["finished"] * 12
     losses = [float(row["best_val_loss"]) for row in board]
