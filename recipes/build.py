@@ -50,7 +50,7 @@ class Run:
         task: Model, loss, optimizer.
         data: Training stream and validation split.
         trainer: Lightning's, with strategy, callbacks and loggers.
-        precision: Data types of weights, products and gradient reduction.
+        precision: Data types of weights, matmuls and gradient reduction.
         accumulation: Global batch and micro-batches.
         checkpoint: Checkpoint to resume from; None: start from step 0.
         tokenizer_folder: Tokenizer of the run that `checkpoint` belongs to; without one, of this run.
@@ -140,7 +140,7 @@ def _build_task(config: Config, precision: Precision) -> TrainingTask:
         schedule=_make(config["scheduler"]),
         activation_checkpoint=_make(config["activation_checkpoint"]),
         compile_blocks=config["compile"],
-        fused_optimizer=not precision.scales_loss,  # a fused kernel unscales inside the step, out of reach
+        fused_optimizer=not precision.scales_loss,  # a fused step would unscale the gradients after clipping
         clipping=_make(config["clipping"]),
         ema_decay=config["ema_decay"],
         label_smoothing=config["label_smoothing"],

@@ -13,7 +13,7 @@ from .run_record import RunRecord
 _HIDDEN = ("dashboard", "mode", "hydra", "callbacks.report.dashboard")
 
 
-def typed_overrides(run: RunRecord) -> str:
+def command_line_overrides(run: RunRecord) -> str:
     """Return the command line, one chip per override."""
     chips = "".join(f'<code class="typed">{escape(text)}</code>' for text in run.overrides)
     return f'<p class="command"><code>python train.py</code>{chips}</p>' if chips else ""

@@ -12,7 +12,7 @@ from typing_extensions import override
 from ..logged_step import StepCounter, is_logged_step, log_row
 from ..profiler_hooks import Listener, ProfilerTap, get_profiler
 from .mfu import FlopMeter
-from .stopwatch import CompileTap, Snapshot, Stopwatch
+from .stopwatch import CompileListener, Snapshot, Stopwatch
 
 
 class SpeedMonitor(Callback):
@@ -85,7 +85,7 @@ class SpeedMonitor(Callback):
         self._fetch_began = 0.0
         self._idle_since: float | None = None  # end of the batch, if the device has finished it
         self._busy: torch.cuda.Event | None = None  # done when the device has finished the batch
-        self._taps: list[ProfilerTap | CompileTap] = []
+        self._taps: list[ProfilerTap | CompileListener] = []
 
     @override
     def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
@@ -100,7 +100,7 @@ class SpeedMonitor(Callback):
             f"[{loop}].train_dataloader_next": Listener(self._on_fetch, self._on_fetched),
             **{name: self._pausing(name) for name in self.EXCLUDED_ACTIONS},
         }
-        self._taps = [ProfilerTap(listeners, get_profiler(trainer)), CompileTap(self._watch)]
+        self._taps = [ProfilerTap(listeners, get_profiler(trainer)), CompileListener(self._watch)]
         self._watch.start()
         self._watch.pause("first_step")
 

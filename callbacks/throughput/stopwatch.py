@@ -10,7 +10,7 @@ from torch._dynamo.callback import callback_handler
 
 @dataclass(frozen=True)
 class Snapshot:
-    """Totals of a run, up to a reading or between two. Zero samples, tokens or FLOPs: the module counts none."""
+    """Totals of a run, cumulative or between two snapshots; zero for what the module does not count."""
 
     seconds: float = 0.0
     device_seconds: float = 0.0  # of all ranks together
@@ -19,8 +19,8 @@ class Snapshot:
     steps: int = 0
     samples: int = 0
     tokens: int = 0
-    flops: float = 0.0  # attention in full
-    causal_flops: float = 0.0  # attention at half
+    flops: float = 0.0  # attention counted in full, without regard to the causal mask
+    causal_flops: float = 0.0  # attention counted at half, for the causal mask
 
     def __add__(self, other: "Snapshot") -> "Snapshot":
         return _combined(self, other, operator.add)
@@ -41,7 +41,7 @@ class Stopwatch:
         clock: Returns seconds.
 
     Attributes:
-        excluded_seconds: Paused seconds by reason; while several reasons overlap, the last to begin counts. Without
+        excluded_seconds: Paused seconds by reason; while several reasons overlap, the last to begin counts. Excludes
             the pause that is still open.
     """
 
@@ -63,11 +63,11 @@ class Stopwatch:
         self._running_since = self._clock()
 
     def pause(self, reason: str, *, at: float | None = None) -> None:
-        """Stop counting until every reason has been resumed.
+        """Stop counting until `resume` has been called for every reason.
 
         Args:
             reason: Name under which the pause is booked.
-            at: When it began; None: now. An instant before the last resume counts as that resume, so that no
+            at: When it began; None: now. A time before the last resume is clamped to it, so that no
                 interval is excluded twice.
         """
         if self._running_since is not None:
@@ -76,7 +76,7 @@ class Stopwatch:
             self._running_since = None
             self._paused_since = until
         else:
-            self._book_pause()
+            self._record_pause()
         if reason not in self._reasons:
             self._reasons.append(reason)
 
@@ -84,12 +84,12 @@ class Stopwatch:
         """Continue counting unless another reason to pause remains; ignored for a reason that is not active."""
         if reason not in self._reasons:
             return
-        self._book_pause()
+        self._record_pause()
         self._reasons.remove(reason)
         if not self._reasons:
             self._running_since = self._paused_since
 
-    def _book_pause(self) -> None:
+    def _record_pause(self) -> None:
         """Book the open pause up to now under the last reason."""
         since, self._paused_since = self._paused_since, self._clock()
         if self._reasons and self._paused_since > since:
@@ -103,7 +103,7 @@ class Stopwatch:
         return self._seconds + self._clock() - self._running_since
 
 
-class CompileTap:
+class CompileListener:
     """Pauses a stopwatch during torch.compile's compilations, from construction until `detach`.
 
     torch reports a nested compilation once, with the outer one.

@@ -41,7 +41,7 @@ def restore(
     world_size: int,
     step: int,
 ) -> None:
-    """Restore this rank's generators; with another number of ranks than saved, seed them again.
+    """Restore this rank's generators; if the number of ranks has changed, seed them again.
 
     Args:
         states: Saved states by source, one entry per rank that saved.

@@ -136,7 +136,7 @@ class CheckpointSaver(Checkpoint):
             self._agreement.ask(_GIVE_UP)
         validates = trainer.should_stop or step % self._eval_every == 0
         total_steps = step + self._num_rolled_back
-        due = self._agreement.due(total_steps, resting=validates, wait=not trainer.should_stop)
+        due = self._agreement.take_due(total_steps, in_validation=validates, wait=not trainer.should_stop)
         self._act_on(trainer, due, validates=validates)
         if self._rolled_back and self.saves:
             self._save(trainer, step)
@@ -170,12 +170,12 @@ class CheckpointSaver(Checkpoint):
 
     @override
     def on_validation_batch_start(self, trainer: lightning.Trainer, *_: Any) -> None:
-        self._may_stop_in_validation(trainer, resting=True)
+        self._may_stop_in_validation(trainer, in_validation=True)
 
     @override
     def on_validation_epoch_end(self, trainer: lightning.Trainer, pl_module: Any) -> None:
         # the last chance: what follows are collectives, in which a rank that left would be missing
-        self._may_stop_in_validation(trainer, resting=False)
+        self._may_stop_in_validation(trainer, in_validation=False)
 
     @override
     def on_validation_end(self, trainer: lightning.Trainer, pl_module: Any) -> None:
@@ -204,11 +204,11 @@ class CheckpointSaver(Checkpoint):
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         self._validation_due = state_dict["validation_due"]
 
-    def _may_stop_in_validation(self, trainer: lightning.Trainer, *, resting: bool) -> None:
+    def _may_stop_in_validation(self, trainer: lightning.Trainer, *, in_validation: bool) -> None:
         if trainer.state.fn != "fit" or trainer.should_stop or self._seen_step < 0:
             return
         total_steps = trainer.global_step + self._num_rolled_back
-        due = self._agreement.due(total_steps, resting=resting)
+        due = self._agreement.take_due(total_steps, in_validation=in_validation)
         self._act_on(trainer, due, validates=True)
 
     def _act_on(self, trainer: lightning.Trainer, due: set[str], *, validates: bool) -> None:

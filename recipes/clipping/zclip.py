@@ -13,7 +13,7 @@ class ZClip:
     that an outlier does not raise the limit of the next step.
 
     Args:
-        decay: Weight of the past in the moving averages of norm and variance, per optimizer step.
+        decay: EMA decay of the mean and variance of the norm, per optimizer step.
         z_score: Standard deviations above the average at which clipping starts.
         warmup_steps: Optimizer steps without clipping, whose mean and variance start the averages.
     """

@@ -1,4 +1,4 @@
-"""All ranks agree to do something after the same optimizer step, whichever rank asks. Free for a training step.
+"""All ranks agree to do something after the same optimizer step, whichever rank asks. Adds no cost to a training step.
 
 A thread on each rank polls the ranks' store four times a second. Only when a rank has made a request do the threads
 exchange how far each rank is, and a rank that completes its step meanwhile waits for the result.
@@ -14,9 +14,9 @@ import torch.distributed as dist
 from torch.distributed.distributed_c10d import PrefixStore, _get_default_store
 
 _POLL_SECONDS = 0.25
-_CLOSE_SECONDS = 2.0  # an exchange that a peer has missed never ends
-_NEVER = timedelta(days=1)
-# a step and the index of the check within its validation: where weights are sharded, validation batches hold
+_CLOSE_SECONDS = 2.0  # join timeout: an exchange that a peer never joins would block
+_GROUP_TIMEOUT = timedelta(days=1)
+# a step and the index of the check within its validation: where weights are sharded, validation batches run
 # collectives too, so that all ranks must leave a validation after the same batch
 _Point = tuple[int, float]
 
@@ -32,14 +32,14 @@ class StepAgreement:
         self._checked: _Point = (step, math.inf)  # the newest point at which this rank has checked
         self._requests: set[str] = set()  # of this rank, not exchanged yet
         self._due: dict[str, _Point] = {}  # request -> due at the first point after this one
-        self._agreed: dict[str, _Point] = {}  # the same, kept when it is done: equal on all ranks
+        self._agreed: dict[str, _Point] = {}  # like `_due`, but kept once the request is done; equal on all ranks
         self._is_exchanging = False
         self._changed = threading.Condition()  # guards `_checked`, `_due` and `_is_exchanging`
         self._closed = threading.Event()
         self._alone = not dist.is_initialized() or dist.get_world_size() == 1
         if not self._alone:
             # a group of its own: its collectives run in another thread than those of training
-            self._group = dist.new_group(backend="gloo", timeout=_NEVER)
+            self._group = dist.new_group(backend="gloo", timeout=_GROUP_TIMEOUT)
             name = f"step_agreement_{self._group.group_name}"
             self._store: Any = PrefixStore(name, _get_default_store())
             self._thread = threading.Thread(target=self._poll, name="agreement", daemon=True)
@@ -50,12 +50,12 @@ class StepAgreement:
         # no lock here: the handler may have interrupted the very thread that holds it
         self._requests.add(what)
 
-    def due(self, step: int, *, resting: bool = False, wait: bool = True) -> set[str]:
+    def take_due(self, step: int, *, in_validation: bool = False, wait: bool = True) -> set[str]:
         """Return what is to be done now that a step is completed.
 
         Args:
             step: Optimizer steps completed.
-            resting: Whether this rank stays at this step for a while, as all others will: in a validation.
+            in_validation: Whether this rank validates, so that the step does not advance; all ranks will.
             wait: Whether to wait for a running exchange; False after the last step, when nothing is left to agree on.
         """
         if self._alone:
@@ -63,7 +63,7 @@ class StepAgreement:
             return due
         with self._changed:
             last_step, num_checks = self._checked
-            point = (step, (num_checks + 1 if last_step == step else 0) if resting else math.inf)
+            point = (step, (num_checks + 1 if last_step == step else 0) if in_validation else math.inf)
             # a rank that went on during an exchange could pass the very point that is being agreed on
             while wait and self._is_exchanging:
                 self._changed.wait()
@@ -108,12 +108,12 @@ class StepAgreement:
             self._changed.notify_all()
 
     def _agree(self, gathered: Sequence[tuple[_Point, Sequence[str]]]) -> None:
-        """Set when the requests of all ranks are due, from what every rank has gathered alone.
+        """Set when the requests of all ranks are due, from the gathered data alone, so that all ranks decide alike.
 
-        A rank that asks again before it has come to the agreed point means the same request. That must be decided
-        alike on a rank that has passed the point and has nothing due any more: else it would act twice, alone.
+        A rank that asks again before it has come to the agreed point means the same request. A rank that has passed
+        the point and has nothing left due must see it the same way; otherwise it would act a second time, alone.
         """
-        earliest, latest = (limit(point for point, _ in gathered) for limit in (min, max))
+        earliest, latest = (pick(point for point, _ in gathered) for pick in (min, max))
         for what in {what for _, names in gathered for what in names}:
             is_pending_somewhere = what in self._agreed and earliest <= self._agreed[what]
             if not is_pending_somewhere:

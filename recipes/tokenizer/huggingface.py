@@ -32,17 +32,17 @@ class HuggingFace:
         try:
             backend = Backend.from_file(str(tokenizer_file))
         except Exception as error:  # the library raises no narrower class
-            raise self._error(f"{tokenizer_file} is no tokenizer ({error})") from error
+            raise self._error(f"{tokenizer_file} is not a valid tokenizer file ({error})") from error
         settings: dict[str, Any] = {}
         if settings_file is not None:
             settings = json.loads(settings_file.read_text(encoding="utf-8"))
-        spelling = END_OF_TEXT
+        eos_token = END_OF_TEXT
         if "eos_token" in settings and settings["eos_token"] is not None:
-            spelling = token_text(settings["eos_token"])
-        end_of_text = backend.token_to_id(spelling)
+            eos_token = token_text(settings["eos_token"])
+        end_of_text = backend.token_to_id(eos_token)
         if end_of_text is None:
-            raise self._error(f"its vocabulary has no {spelling} to end a document with")
-        return Tokenizer(backend, end_of_text=end_of_text, settings=settings | {"eos_token": spelling})
+            raise self._error(f"its vocabulary has no end-of-text token {eos_token}")
+        return Tokenizer(backend, end_of_text=end_of_text, settings=settings | {"eos_token": eos_token})
 
     def _files(self) -> tuple[Path, Path | None]:
         folder = Path(self.name).expanduser()
@@ -62,14 +62,14 @@ class HuggingFace:
         except ImportError as error:
             raise ConfigError(
                 f"tokenizer.name={self.name}",
-                "it is no folder here, and the hub needs huggingface-hub, which is not installed",
+                "it is not a local folder, and a download from the hub needs huggingface-hub, which is not installed",
                 "pip install -e '.[huggingface]', or tokenizer.name=<folder with tokenizer.json>",
             ) from error
         try:
             tokenizer_file = Path(hf_hub_download(self.name, "tokenizer.json"))
         except (OSError, ValueError, HfHubHTTPError) as error:
             first_line = str(error).strip().partition("\n")[0]
-            raise self._error(f"the hub did not give its tokenizer.json ({first_line})") from error
+            raise self._error(f"its tokenizer.json could not be downloaded from the hub ({first_line})") from error
         try:
             return tokenizer_file, Path(hf_hub_download(self.name, _SETTINGS_FILE))
         except EntryNotFoundError:  # a repository need not have one

@@ -39,8 +39,8 @@ class ZeroState:
         fragments = stage_3.read_fragments(optimizer, [None]) if optimizer is not None else {}
         for name, parameter in module.named_parameters(remove_duplicate=False):
             if hasattr(parameter, "ds_id"):
-                frozen = parameter.ds_tensor  # type: ignore[attr-defined]
-                fragment = fragments[parameter][None] if parameter in fragments else frozen
+                local_shard = parameter.ds_tensor  # type: ignore[attr-defined]
+                fragment = fragments[parameter][None] if parameter in fragments else local_shard
                 part = stage_3.fragment_part(parameter, fragment)
             else:
                 part = _part(parameter, None, writes_unsharded=writes_unsharded)
@@ -156,7 +156,7 @@ def is_stage_3(optimizer: Any) -> bool:
 
 
 def advance_step_count(optimizer: Any, num_steps: int) -> None:
-    """Bring DeepSpeedCPUAdam 0.19.8 to a step by multiplying its powers of the betas one by one; 10 µs a step.
+    """Advance DeepSpeedCPUAdam 0.19.8 to a step, updating its beta powers one step at a time; 10 µs per step.
 
     Given a later step at once it computes the powers afresh, which differs in the last bit from a run without
     interruption.
@@ -190,7 +190,7 @@ def _read_scalars(optimizer: Any, saved: Mapping[str, SavedTensor]) -> dict[str,
     if type(base).__name__ == "DeepSpeedCPUAdam":  # counts steps in an int
         advance_step_count(base, int(scalars["step"]))
         return {name: int(value) for name, value in scalars.items()}
-    fused = base.param_groups[0].get("fused")  # counts them on the device
+    fused = base.param_groups[0].get("fused")  # a fused optimizer keeps its step count on the device
     flats = (
         optimizer.fp32_partitioned_groups_flat if is_stage_3(optimizer) else optimizer.single_partition_of_fp32_groups
     )
@@ -229,7 +229,7 @@ def _write(parameter: Any, saved: SavedTensor) -> None:
     mapping = getattr(parameter, "_hp_mapping", None)
     if mapping is not None:
         mapping.get_hp_fragment().copy_(_read_fragment(mapping, saved))
-    # the copy that computes too: DeepSpeed refreshes it from the master weights only after a step
+    # also write the low-precision weights: DeepSpeed refreshes them from the master weights only after a step
     parameter.data.copy_(saved.read())
 
 
@@ -240,7 +240,7 @@ def _read_fragment(mapping: Any, saved: SavedTensor) -> Tensor:
 
 
 def _stage_3_optimizer(parameters: Iterable[Any]) -> Any:
-    """Return DeepSpeed's optimizer, which its parameters know at stage 3; None at the other stages."""
+    """Return DeepSpeed's optimizer, which its parameters reference at stage 3; None at the other stages."""
     optimizers = (getattr(parameter, "_z3_optimizer", None) for parameter in parameters)
     return next((optimizer for optimizer in optimizers if optimizer is not None), None)
 

@@ -35,7 +35,7 @@ def random_requests(rank: int, requests: dict[str, list[int]], *, steps: int, re
         if step in own_requests:
             threading.Timer(pace.random() * 0.01, agreement.ask, [own_requests[step]]).start()
         validates = step % EVAL_EVERY == 0
-        due = agreement.due(step, resting=validates, wait=step < steps)
+        due = agreement.take_due(step, in_validation=validates, wait=step < steps)
         if validates:
             due |= _validate(agreement, step, is_long=step == rested, requests=rank == 1)
         done += [(what, step) for what in sorted(due)]
@@ -52,8 +52,8 @@ def _validate(agreement: StepAgreement, step: int, *, is_long: bool, requests: b
     deadline = time.monotonic() + (LONG_SECONDS if is_long else 0.01)
     while time.monotonic() < deadline and "rested" not in due:
         time.sleep(0.02)
-        due |= agreement.due(step, resting=True)
-    return due | agreement.due(step, resting=False)
+        due |= agreement.take_due(step, in_validation=True)
+    return due | agreement.take_due(step, in_validation=False)
 
 
 def no_requests(rank: int) -> dict[str, Any]:
@@ -65,7 +65,7 @@ def no_requests(rank: int) -> dict[str, Any]:
     time.sleep(rank * 1.0)  # the thread polls the store four times in it
     began = time.time()
     for step in range(1, 10_001):
-        assert agreement.due(step) == set()
+        assert agreement.take_due(step) == set()
     ended = time.time()
     agreement.close()
     dist.barrier()
@@ -84,7 +84,7 @@ def around_the_last_step(rank: int, rounds: int) -> dict[str, Any]:
         for step in (1, 2, 3):
             time.sleep(0.1 + pace.random() * 0.05)
             dist.barrier()
-            if "stop" in agreement.due(step, wait=step < 3):
+            if "stop" in agreement.take_due(step, wait=step < 3):
                 done.append((number, step))
                 break
         agreement.close()

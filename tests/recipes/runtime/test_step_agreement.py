@@ -67,12 +67,12 @@ def test_a_request_around_the_last_step_is_due_on_all_ranks_or_on_none(ranks: An
 
 def test_a_single_process_gets_a_request_at_once_and_only_once() -> None:
     agreement = StepAgreement(step=4)
-    assert agreement.due(5) == set()
+    assert agreement.take_due(5) == set()
     agreement.ask("save")
     agreement.ask("stop")
     agreement.ask("save")
-    assert agreement.due(6, resting=True) == {"save", "stop"}
-    assert agreement.due(6) == set()
+    assert agreement.take_due(6, in_validation=True) == {"save", "stop"}
+    assert agreement.take_due(6) == set()
 
 
 def test_a_request_repeated_before_the_slower_rank_has_come_to_its_step_is_due_once_on_both() -> None:
@@ -82,13 +82,13 @@ def test_a_request_repeated_before_the_slower_rank_has_come_to_its_step_is_due_o
     end_of = {step: (step, math.inf) for step in range(3, 8)}
     for rank in (slow, fast):
         rank._agree([(end_of[3], ["save"]), (end_of[3], [])])
-    assert fast.due(4) == {"save"}
+    assert fast.take_due(4) == {"save"}
     for rank in (slow, fast):
         rank._agree([(end_of[3], ["save"]), (end_of[4], [])])
-    assert slow.due(4) == {"save"}
-    assert (slow.due(5), fast.due(5)) == (set(), set())
+    assert slow.take_due(4) == {"save"}
+    assert (slow.take_due(5), fast.take_due(5)) == (set(), set())
     # once both have passed it, the same request is a new one
     for rank in (slow, fast):
         rank._agree([(end_of[5], ["save"]), (end_of[6], [])])
-    assert (slow.due(6), fast.due(6)) == (set(), set())
-    assert (slow.due(7), fast.due(7)) == ({"save"}, {"save"})
+    assert (slow.take_due(6), fast.take_due(6)) == (set(), set())
+    assert (slow.take_due(7), fast.take_due(7)) == ({"save"}, {"save"})

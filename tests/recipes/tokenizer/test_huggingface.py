@@ -53,21 +53,21 @@ def test_folders_without_a_tokenizer_are_rejected(tmp_path, folder):
     assert refuse(str(empty)) == (f"tokenizer.name={empty}: the folder has no tokenizer.json; type {REMEDY}")
     assert refuse(str(missing)) == (f"tokenizer.name={missing}: there is no such folder; type {REMEDY}")
     (folder / "tokenizer.json").write_text("{}")
-    assert "is no tokenizer" in refuse(str(folder))
+    assert "is not a valid tokenizer file" in refuse(str(folder))
 
 
 def test_a_vocabulary_without_the_end_of_a_document_is_rejected(folder):
     path = folder / "tokenizer_config.json"
     path.write_text(json.dumps({"eos_token": "</s>"}))
     assert refuse(str(folder)) == (
-        f"tokenizer.name={folder}: its vocabulary has no </s> to end a document with; type {REMEDY}"
+        f"tokenizer.name={folder}: its vocabulary has no end-of-text token </s>; type {REMEDY}"
     )
 
 
 def test_a_missing_hub_library_is_an_error_that_names_the_extra(monkeypatch):
     monkeypatch.setitem(sys.modules, "huggingface_hub", None)
     assert refuse("some/model") == (
-        "tokenizer.name=some/model: it is no folder here, and the hub needs huggingface-hub, "
+        "tokenizer.name=some/model: it is not a local folder, and a download from the hub needs huggingface-hub, "
         "which is not installed; type pip install -e '.[huggingface]', "
         "or tokenizer.name=<folder with tokenizer.json>"
     )
@@ -81,5 +81,6 @@ def test_an_unreachable_hub_is_an_error_that_names_the_offline_way(monkeypatch):
 
     monkeypatch.setattr(hub, "hf_hub_download", offline)
     assert refuse("some/model") == (
-        f"tokenizer.name=some/model: the hub did not give its tokenizer.json (no connection); type {REMEDY}"
+        "tokenizer.name=some/model: its tokenizer.json could not be downloaded from the hub (no connection);"
+        f" type {REMEDY}"
     )
