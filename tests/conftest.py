@@ -20,7 +20,7 @@ torch.set_num_threads(1)
 warm_python.patch()
 
 # What DeepSpeed compiles is kept with the environment. A build that was killed leaves its lock, on which every later
-# one would wait for ever (torch.utils.file_baton, torch 2.13)
+# one would wait (torch.utils.file_baton, torch 2.13)
 _EXTENSIONS = Path(sys.prefix) / "torch_extensions"
 os.environ["TORCH_EXTENSIONS_DIR"] = str(_EXTENSIONS)
 for lock in _EXTENSIONS.glob("*/lock"):
