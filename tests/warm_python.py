@@ -14,8 +14,10 @@ import atexit
 import contextlib
 import gc
 import importlib
+import itertools
 import json
 import os
+import pkgutil
 import runpy
 import select
 import signal
@@ -53,19 +55,15 @@ _MODULES = (
     "torch.distributed.tensor",
     "torch.utils.tensorboard",
     "wandb",
-    "recipes.build",
-    "recipes.entry.run",
-    "recipes.entry.spawn",
-    "recipes.mode.evaluate",
-    "recipes.mode.fit",
-    "recipes.strategy.ddp",
-    "recipes.strategy.deepspeed.strategy",
-    "recipes.strategy.fsdp",
-    "recipes.strategy.single",
-    "recipes.task.language_modeling",
-    "recipes.model.gpt2",
+    "callbacks",
 )
 _ONE_OF_OURS = ("recipes", "callbacks")
+# composed once by the server: a fork then has Hydra's trees and the signatures of these in its caches
+_STRATEGIES = ("single", "ddp", "fsdp", "deepspeed_stage_2", "deepspeed_stage_3")
+_COMPOSED = (
+    "tokenizer=bytes data=text_files ~callbacks.report ~callbacks.sample_text",
+    "data=random_tokens model=gpt2_nano callbacks=[grad_norm,loss_scale]",
+)
 
 
 class State:
@@ -380,6 +378,7 @@ def main(arguments: Sequence[str]) -> None:
         except ImportError:
             if name.startswith(_ONE_OF_OURS):
                 raise
+    _import_ours()
     num_threads = len(list(Path("/proc/self/task").iterdir()))
     assert num_threads == 1, f"{num_threads} threads where processes are forked"
     gc.collect()
@@ -389,6 +388,16 @@ def main(arguments: Sequence[str]) -> None:
     os.write(ready, b"ready\n")
     os.close(ready)
     server.serve()
+
+
+def _import_ours() -> None:
+    import recipes
+    from recipes.config import compose_and_check
+
+    for module in pkgutil.walk_packages(recipes.__path__, "recipes."):
+        importlib.import_module(module.name)
+    for overrides, strategy in itertools.product(_COMPOSED, _STRATEGIES):
+        compose_and_check([*overrides.split(), f"strategy={strategy}", "trainer.accelerator=cpu"])
 
 
 if __name__ == "__main__":
