@@ -22,7 +22,7 @@ test-fast: $(VENV)/.installed-test
 	$(RUN) -m pytest -q -m "not slow and not processes"
 
 test-long: $(VENV)/.installed-test
-	$(RUN) -m pytest
+	LONG_TESTS=1 $(RUN) -m pytest
 
 kill-test: $(VENV)/.installed-test
 	$(RUN) tests/kill/kill_runs.py --kills 200

@@ -1,6 +1,7 @@
 """The parity table: every strategy on its real engine, in CPU processes, compared with one device. About 5 minutes."""
 
 import itertools
+import os
 import sys
 import tempfile
 from pathlib import Path
@@ -8,6 +9,7 @@ from typing import Any
 
 from measure import report
 
+os.environ["LONG_TESTS"] = "1"  # twenty steps
 sys.path[:0] = [str(Path(__file__).parents[1] / "tests" / folder) for folder in ("parity", "")]
 
 from cases import MODELS, STRATEGIES, case, largest_difference  # noqa: E402

@@ -4,6 +4,7 @@ Ten steps, a checkpoint, ten more steps under another strategy; the table has th
 from an uninterrupted run on one device.
 """
 
+import os
 import sys
 import tempfile
 from pathlib import Path
@@ -11,6 +12,7 @@ from typing import Any
 
 from measure import report
 
+os.environ["LONG_TESTS"] = "1"  # twenty steps
 sys.path[:0] = [str(Path(__file__).parents[1] / "tests" / folder) for folder in ("parity", "")]
 
 from cases import NUM_STEPS, STRATEGIES, case, largest_difference  # noqa: E402

@@ -1,8 +1,10 @@
-"""The experiment that every strategy must reproduce: 20 steps with uneven masks, clipping, AdamW and warm-up."""
+"""The experiment that every strategy must reproduce: steps with uneven masks, clipping, AdamW and warm-up."""
 
+import os
 from typing import Any
 
-NUM_STEPS = 20
+IS_LONG = "LONG_TESTS" in os.environ  # set by `make test-long`
+NUM_STEPS = 20 if IS_LONG else 10
 GLOBAL_BATCH_SIZE = 16
 
 COMMON = [
@@ -83,13 +85,13 @@ def largest_difference(rows: list[dict[str, float]], reference: list[dict[str, f
     }
 
 
-def memory_case(name: str, *, world_size: int) -> dict[str, Any]:
-    """Return three steps of a 31-million-parameter model on very little data: its memory is its train state."""
+def memory_case(name: str, *, world_size: int, num_layers: int = 4) -> dict[str, Any]:
+    """Return three steps on very little data, so that memory is the train state: 31 million parameters in 4 layers."""
     size = {
         "model.vocab_size": 4096,
         "model.hidden_size": 768,
         "model.num_heads": 4,
-        "model.num_layers": 4,
+        "model.num_layers": num_layers,
     }
     smaller = [override for override in DECODER if override.partition("=")[0] not in size]
     return {

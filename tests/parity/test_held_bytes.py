@@ -8,7 +8,7 @@ from cases import memory_case
 from held_bytes import bytes_per_parameter
 
 ENGINES = ["ddp", "fsdp", "ZeRO-1", "ZeRO-2", "ZeRO-3"]
-CASES = {name: memory_case(name, world_size=2) for name in ENGINES}
+CASES = {name: memory_case(name, world_size=2, num_layers=2) for name in ENGINES}
 # bytes per parameter: DeepSpeed's communication bucket holds at most an eighth of the model
 BUCKET = 4 / 8
 

@@ -4,7 +4,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from cases import COMMON, DECODER, TOKENS
+from cases import COMMON, DECODER, IS_LONG, TOKENS
 from ranks import run_on_ranks
 
 from recipes.config.check.deepspeed import has_libaio
@@ -22,16 +22,15 @@ ON_TWO = [
     "recipe=ddp_fp16",
     "recipe=fsdp_bf16",
     "recipe=fsdp_bf16_offload",
-    "recipe=fsdp_fp16",
-    "recipe=zero1_bf16",
     "recipe=zero2_fp16",
     "recipe=zero2_bf16_offload",
     "recipe=zero3_bf16",
     "recipe=zero3_fp16_offload",
-    "strategy=deepspeed_stage_2 precision=bf16-true",
     "recipe=ddp_fp32 callbacks.loss_spike.snapshot_storage=disk",
-    *(["recipe=zero3_bf16_nvme"] if has_libaio() else []),
 ]
+if IS_LONG:
+    ON_TWO += ["recipe=fsdp_fp16", "recipe=zero1_bf16", "strategy=deepspeed_stage_2 precision=bf16-true"]
+    ON_TWO += ["recipe=zero3_bf16_nvme"] if has_libaio() else []
 
 
 def _case(name: str, folder: Path, world_size: int) -> dict[str, Any]:

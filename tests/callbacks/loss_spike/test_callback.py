@@ -138,7 +138,7 @@ def test_a_run_resumed_during_a_backoff_has_the_lower_learning_rate(
 
         def on_train_batch_end(self, trainer: Any, *args: Any) -> None:
             if trainer.global_step == 10:
-                self.backoff.start(trainer, 0.5, until=10**6)
+                self.backoff.start(trainer, 0.5, end_step=10**6)
             if trainer.global_step == 20:
                 trainer.save_checkpoint(tmp_path / "half.ckpt")
 
@@ -314,7 +314,7 @@ def test_a_backoff_applies_under_the_schedules_of_torch(kind: str) -> None:
     backoff = LearningRateBackoff()
     for step in range(30):
         if step == 10:
-            backoff.start(trainer, 0.5, until=20)
+            backoff.start(trainer, 0.5, end_step=20)
         backoff.end_if_due(trainer, step)
         factor = 0.5 if 10 <= step < 20 else 1.0
         expected = factor * plain.param_groups[0]["lr"]
