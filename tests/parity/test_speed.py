@@ -81,6 +81,6 @@ def test_only_the_slow_rank_is_named(results: dict[str, Any]) -> None:
     findings = [event for event in events if event["event"] == "diagnosis"]
     assert "slow_rank" in [event["kind"] for event in findings]
     [slow] = [event for event in findings if event["kind"] == "slow_rank"]
-    assert slow["text"].startswith("rank 1 takes ")
+    assert slow["text"].startswith("rank 1's forward pass takes ")
     for engine in ("fsdp", "deepspeed_stage_2"):
         assert "slow_rank" not in results[engine]["events"]
