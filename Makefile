@@ -3,12 +3,14 @@
 # make test-fast   what starts no process: the inner loop
 # make kill-test   200 kills of real runs, each resumed and compared: six minutes on two cores
 # The first two repeat in seconds when pyproject.toml has not changed. PYTHON=python3.12 make train takes another Python;
-# JOBS=8 make test runs eight tests at a time, where there are the cores.
+# JOBS=8 make test runs eight of the other tests at a time, where there are the cores.
 
 PYTHON ?= python3
 VENV := .venv
 RUN := $(VENV)/bin/python
 JOBS ?= 2
+# these keep two cores busy by themselves, and are slower beside anything else
+SEVERAL_RANKS := tests/parity tests/kill
 
 .PHONY: train test test-fast test-long kill-test lint types benchmark clean
 
@@ -16,7 +18,8 @@ train: $(VENV)/.installed
 	$(RUN) train.py
 
 test: $(VENV)/.installed-test lint types
-	$(RUN) -m pytest -m "not slow" --numprocesses $(JOBS) --dist loadgroup
+	$(RUN) -m pytest -m "not slow" $(SEVERAL_RANKS)
+	$(RUN) -m pytest -m "not slow" $(SEVERAL_RANKS:%=--ignore=%) --numprocesses $(JOBS) --dist loadgroup
 
 test-fast: $(VENV)/.installed-test
 	$(RUN) -m pytest -q -m "not slow and not processes"
@@ -25,7 +28,7 @@ test-long: $(VENV)/.installed-test
 	LONG_TESTS=1 $(RUN) -m pytest
 
 kill-test: $(VENV)/.installed-test
-	$(RUN) tests/kill/kill_runs.py --kills 200
+	LONG_TESTS=1 $(RUN) tests/kill/kill_runs.py --kills 200
 
 lint: $(VENV)/.installed-test
 	$(RUN) -m ruff check .

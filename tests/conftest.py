@@ -33,8 +33,13 @@ _STARTS_PROCESSES = re.compile(
 )
 
 
-# two workers of pytest-xdist share the files, the longest first: else one is idle while the other ends its last one
-_LONGEST = ("parity/test_parity.py", "kill/test_kills.py")
+# the workers of pytest-xdist share the files, the longest first: else one is idle while the other ends its last one
+_LONGEST = (
+    "recipes/launcher/test_slurm.py",
+    "test_train.py",
+    "recipes/sweep/test_sweep.py",
+    "recipes/entry/test_run.py",
+)
 
 
 @pytest.hookimpl(tryfirst=True)

@@ -1,5 +1,6 @@
 """The runs that are killed: tiny, with dropout, clipping, warm-up, decay, accumulation and a data-loading worker."""
 
+import os
 from collections.abc import Sequence
 from pathlib import Path
 
@@ -44,6 +45,8 @@ STEPS = {
     "fsdp": 80,
     "deepspeed_stage_2": 60,
 }
+if "LONG_TESTS" not in os.environ:  # set by `make test-long` and `make kill-test`
+    STEPS = {name: steps // 2 for name, steps in STEPS.items()}
 
 
 def get_overrides(name: str, folder: Path, texts: Path) -> list[str]:
