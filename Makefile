@@ -9,8 +9,8 @@ PYTHON ?= python3
 VENV := .venv
 RUN := $(VENV)/bin/python
 JOBS ?= 2
-# these keep two cores busy by themselves, and are slower beside anything else
-SEVERAL_RANKS := tests/parity tests/kill
+# the first two keep two cores busy by themselves, and are slower beside anything else; one SLURM runs at a time
+ALONE := tests/parity tests/kill tests/test_slurm_cluster.py
 
 .PHONY: train test test-fast test-long kill-test lint types benchmark clean
 
@@ -18,8 +18,8 @@ train: $(VENV)/.installed
 	$(RUN) train.py
 
 test: $(VENV)/.installed-test lint types
-	$(RUN) -m pytest -m "not slow" $(SEVERAL_RANKS)
-	$(RUN) -m pytest -m "not slow" $(SEVERAL_RANKS:%=--ignore=%) --numprocesses $(JOBS) --dist loadgroup
+	$(RUN) -m pytest -m "not slow" $(ALONE)
+	$(RUN) -m pytest -m "not slow" $(ALONE:%=--ignore=%) --numprocesses $(JOBS) --dist loadfile
 
 test-fast: $(VENV)/.installed-test
 	$(RUN) -m pytest -q -m "not slow and not processes"

@@ -42,9 +42,8 @@ _LONGEST = (
 )
 
 
-@pytest.hookimpl(tryfirst=True)
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Mark what `make test-fast` leaves out, and keep each file on one worker: its tests share fixtures."""
+    """Mark what `make test-fast` leaves out, and begin with the longest files."""
     tests = Path(__file__).parent
     starts: dict[Path, bool] = {}
     for item in items:
@@ -52,8 +51,6 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
             starts[item.path] = bool(_STARTS_PROCESSES.search(item.path.read_text()))
         if starts[item.path]:
             item.add_marker("processes")
-        uses_slurm = "slurm" in getattr(item, "fixturenames", ())  # one cluster at a time
-        item.add_marker(pytest.mark.xdist_group("slurm" if uses_slurm else str(item.path)))
     longest = [tests / name for name in _LONGEST]
     items.sort(key=lambda item: longest.index(item.path) if item.path in longest else len(longest))
 

@@ -35,7 +35,7 @@ def shortened(command: list[str]) -> list[str]:
     if "callbacks.sample_text" in typed:
         overrides.remove("callbacks.sample_text.num_tokens=8")
     if any(override in ("model=gpt2", "model=llama_160m") for override in command):
-        overrides.append("model.num_layers=2")
+        overrides += ["model.num_layers=2", "seq_len=64"]
     shorter = {"scheduler.decay_steps=80": "scheduler.decay_steps=1", "trainer.max_steps=100": "trainer.max_steps=2"}
     return [shorter.get(override, override) for override in command] + overrides
 

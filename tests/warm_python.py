@@ -322,6 +322,7 @@ def _run(request: dict[str, Any]) -> int:
             sys.argv = [what, *request["rest"]]
             sys.modules.pop("__main__", None)
             sys.modules["__main__"] = types.ModuleType("__main__")
+            sys.modules.pop(what, None)  # it is executed again, as `__main__`
             runpy.run_module(what, run_name="__main__", alter_sys=True)
         else:
             sys.argv = [what, *request["rest"]]
@@ -379,6 +380,8 @@ def main(arguments: Sequence[str]) -> None:
             if name.startswith(_ONE_OF_OURS):
                 raise
     _import_ours()
+    # the folder is the server's: the first fork to end would delete it for all others
+    atexit.unregister(sys.modules["wandb.sdk.data_types._private"].MEDIA_TMP.cleanup)
     num_threads = len(list(Path("/proc/self/task").iterdir()))
     assert num_threads == 1, f"{num_threads} threads where processes are forked"
     gc.collect()
