@@ -41,7 +41,7 @@ class Started:
             text=True,
         )
 
-    def end(self, timeout: float = 120.0) -> str:
+    def end(self, timeout: float = 300.0) -> str:
         """Wait until the command has ended; return what it printed."""
         return self.process.communicate(timeout=timeout)[0]
 

@@ -154,6 +154,7 @@ def _request(given: dict[str, Any]) -> dict[str, Any] | None:
         "folder": os.fsdecode(given["cwd"] or os.getcwd()),
         "session": bool(given["start_new_session"]),
         "parent": os.getpid(),
+        "blocked_signals": sorted(signal.pthread_sigmask(signal.SIG_BLOCK, ())),
         "group": given.get("process_group", -1),
         "orig_argv": words,
     }
@@ -268,6 +269,7 @@ def _become(request: dict[str, Any], fds: list[int], address: str) -> NoReturn:
             signal.signal(number, signal.SIG_DFL)
         signal.signal(signal.SIGINT, signal.default_int_handler)
         signal.signal(signal.SIGPIPE, signal.SIG_IGN)
+        signal.pthread_sigmask(signal.SIG_SETMASK, request["blocked_signals"])  # as a child inherits it
         if request["session"]:
             os.setsid()
         elif request["group"] >= 0:
