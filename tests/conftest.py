@@ -31,6 +31,7 @@ for lock in _EXTENSIONS.glob("*/lock"):
 _STARTS_PROCESSES = re.compile(
     r"\b(subprocess|multiprocessing|run_train|run_on_ranks|Started|Sweeps|Killer|Browser|slurm|os\.fork)\b"
 )
+_STARTERS = {"run_group", "rows", "results", "browser", "sweeps", "slurm"}  # and fixtures that do
 
 
 # the workers of pytest-xdist share the files, the longest first: else one is idle while the other ends its last one
@@ -49,7 +50,7 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     for item in items:
         if item.path not in starts:
             starts[item.path] = bool(_STARTS_PROCESSES.search(item.path.read_text()))
-        if starts[item.path]:
+        if starts[item.path] or _STARTERS & set(getattr(item, "fixturenames", ())):
             item.add_marker("processes")
     longest = [tests / name for name in _LONGEST]
     items.sort(key=lambda item: longest.index(item.path) if item.path in longest else len(longest))
