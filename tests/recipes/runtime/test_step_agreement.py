@@ -92,3 +92,43 @@ def test_a_request_repeated_before_the_slower_rank_has_come_to_its_step_is_due_o
         rank._agree([(end_of[5], ["save"]), (end_of[6], [])])
     assert (slow.take_due(6), fast.take_due(6)) == (set(), set())
     assert (slow.take_due(7), fast.take_due(7)) == ({"save"}, {"save"})
+
+
+@pytest.mark.parametrize("num_ranks", [2, 3, 4])
+def test_ranks_at_their_own_pace_act_on_repeated_requests_after_the_same_steps(num_ranks: int) -> None:
+    for seed in range(200):
+        first, *others = _simulate(random.Random(seed), num_ranks)
+        assert others == [first] * (num_ranks - 1), seed
+        assert first
+
+
+def _simulate(rng: random.Random, num_ranks: int) -> list[list[tuple[str, int]]]:
+    """Let ranks, at most three steps apart, request at random; return what each did, and after which step."""
+    ranks = [StepAgreement(step=0) for _ in range(num_ranks)]
+    for rank in ranks:
+        rank._alone = False  # the exchanges are those below
+    done: list[list[tuple[str, int]]] = [[] for _ in ranks]
+    requested: list[set[str]] = [set() for _ in ranks]
+    completed = [0] * num_ranks
+
+    def advance(rank: int) -> None:
+        if completed[rank] == 25 or completed[rank] - min(completed) == 3:
+            return
+        completed[rank] += 1
+        due = sorted(ranks[rank].take_due(completed[rank]))
+        done[rank] += [(what, completed[rank]) for what in due]
+        if rng.random() < 0.4:
+            requested[rank].add(rng.choice("ab"))
+
+    while min(completed) < 25:
+        advance(rng.randrange(num_ranks))
+        if rng.random() < 0.35 and any(requested):
+            gathered = {}
+            for rank in rng.sample(range(num_ranks), num_ranks):
+                gathered[rank] = (ranks[rank]._checked, sorted(requested[rank]))
+                requested[rank] = set()
+                for other in set(range(num_ranks)) - set(gathered):  # it has not joined the exchange yet
+                    advance(other)
+            for agreement in ranks:
+                agreement._agree([gathered[rank] for rank in range(num_ranks)])
+    return done
