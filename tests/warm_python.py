@@ -20,12 +20,14 @@ import os
 import pkgutil
 import runpy
 import select
+import shutil
 import signal
 import socket
 import subprocess
 import sys
 import tempfile
 import threading
+import time
 import types
 import weakref
 from collections.abc import Sequence
@@ -77,6 +79,18 @@ class State:
 def patch() -> None:
     """Start Pythons warm from now on, in this process and in those it starts so."""
     subprocess.Popen = WarmPopen  # type: ignore[misc]
+    torchrun = "torch.distributed.elastic.multiprocessing.subprocess_handler.subprocess_handler"
+    if torchrun in sys.modules:  # it has imported the class
+        sys.modules[torchrun].Popen = WarmPopen  # type: ignore[attr-defined]
+
+
+def start() -> str:
+    """Start the server and return its address. It is not waited for: it imports while the tests are collected."""
+    State.address = f"{tempfile.mkdtemp(prefix='warm_')}/socket"
+    environ = os.environ | {"OMP_NUM_THREADS": "1", "DS_ACCELERATOR": "cpu", "PYTHONPATH": str(ROOT)}
+    command = [sys.executable, "-P", __file__, State.address]
+    State.server = _REAL(command, env=environ, stdin=subprocess.PIPE, stdout=subprocess.DEVNULL)
+    return State.address
 
 
 def stop() -> None:
@@ -101,8 +115,7 @@ class WarmPopen(_REAL):  # type: ignore[type-arg, misc, valid-type]
             return
         streams = [given["p2cread"], given["c2pwrite"], given["errwrite"]]
         fds = [standard if fd == -1 else fd for standard, fd in enumerate(streams)]
-        self._connection = socket.socket(socket.AF_UNIX)
-        self._connection.connect(_address())
+        self._connection = _connect()
         message = json.dumps(request).encode()
         socket.send_fds(self._connection, [len(message).to_bytes(8, "big")], fds)
         self._connection.sendall(message)
@@ -142,6 +155,9 @@ def _request(given: dict[str, Any]) -> dict[str, Any] | None:
     if isinstance(command, (str, bytes, os.PathLike)) or given["shell"]:
         return None
     words = [os.fsdecode(word) for word in command]
+    path = (given["env"] or os.environ).get("PATH")
+    if words[0] == "/usr/bin/env" and shutil.which(words[1], path=path) == sys.executable:
+        words = [sys.executable, *words[2:]]  # as W&B's agent starts a trial
     other = ("executable", "preexec_fn", "pass_fds", "gid", "gids", "uid")
     if not State.is_on or words[0] != sys.executable or any(given.get(name) for name in other):
         return None
@@ -166,7 +182,7 @@ def _parse(words: list[str]) -> dict[str, Any] | None:
     while words and words[0] in ("-P", "-u"):
         safe |= words.pop(0) == "-P"
     if len(words) >= 2 and words[0] == "-m":
-        is_ours = words[1] == "torch.distributed.run" or words[1].startswith("recipes.")
+        is_ours = words[1] in ("torch.distributed.run", "wandb") or words[1].startswith("recipes.")
         module = {"kind": "-m", "what": words[1], "rest": words[2:], "safe": safe}
         return module if is_ours else None
     if words and not words[0].startswith("-"):
@@ -174,20 +190,19 @@ def _parse(words: list[str]) -> dict[str, Any] | None:
     return None
 
 
-def _address() -> str:
-    if State.address is None:
-        folder = tempfile.mkdtemp(prefix="warm_")
-        address = f"{folder}/socket"
-        environ = os.environ | {"OMP_NUM_THREADS": "1", "DS_ACCELERATOR": "cpu"}
-        environ["PYTHONPATH"] = str(ROOT)
-        State.server = _REAL(
-            [sys.executable, "-P", __file__, address],
-            env=environ, stdin=subprocess.PIPE, stdout=subprocess.PIPE,
-        )  # fmt: skip
-        assert State.server.stdout is not None
-        assert State.server.stdout.readline() == b"ready\n"
-        State.address = address
-    return State.address
+def _connect() -> socket.socket:
+    address = State.address or start()
+    ends = time.monotonic() + 120  # fifteen seconds of imports, beside whatever else runs
+    while True:
+        connection = socket.socket(socket.AF_UNIX)
+        try:
+            connection.connect(address)
+            return connection
+        except (FileNotFoundError, ConnectionRefusedError):
+            connection.close()
+            if time.monotonic() > ends or (State.server is not None and State.server.poll() is not None):
+                raise
+        time.sleep(0.05)
 
 
 def _receive(connection: socket.socket, size: int) -> bytes:
@@ -372,9 +387,7 @@ def _leave(exit_code: int) -> NoReturn:
 
 
 def main(arguments: Sequence[str]) -> None:
-    """Import, say so, serve."""
-    ready = os.dup(1)
-    os.dup2(2, 1)  # what imports print
+    """Import, then serve."""
     for name in _MODULES:
         try:
             importlib.import_module(name)
@@ -382,6 +395,7 @@ def main(arguments: Sequence[str]) -> None:
             if name.startswith(_ONE_OF_OURS):
                 raise
     _import_ours()
+    _remember_the_processor()
     # the folder is the server's: the first fork to end would delete it for all others
     atexit.unregister(sys.modules["wandb.sdk.data_types._private"].MEDIA_TMP.cleanup)
     num_threads = len(list(Path("/proc/self/task").iterdir()))
@@ -389,10 +403,7 @@ def main(arguments: Sequence[str]) -> None:
     gc.collect()
     gc.freeze()  # a child's collector leaves these pages shared
     sys.modules["warm_python"] = sys.modules["__main__"]
-    server = Server(arguments[0])
-    os.write(ready, b"ready\n")
-    os.close(ready)
-    server.serve()
+    Server(arguments[0]).serve()
 
 
 def _import_ours() -> None:
@@ -403,6 +414,14 @@ def _import_ours() -> None:
         importlib.import_module(module.name)
     for overrides, strategy in itertools.product(_COMPOSED, _STRATEGIES):
         compose_and_check([*overrides.split(), f"strategy={strategy}", "trainer.accelerator=cpu"])
+
+
+def _remember_the_processor() -> None:
+    """DeepSpeed asks three times, 1.2 s each, before it loads DeepSpeedCPUAdam; the answer does not change."""
+    import cpuinfo
+
+    found = cpuinfo.get_cpu_info()
+    cpuinfo.get_cpu_info = lambda: dict(found)
 
 
 if __name__ == "__main__":

@@ -1,7 +1,7 @@
 """Hydra's composition with its slow part cached per process: 0.2 s once per set of options, then about 0.03 s."""
 
-import copy
 import functools
+import pickle
 from collections.abc import Sequence
 from pathlib import Path
 
@@ -55,15 +55,16 @@ def compose_options(options: Sequence[str], folder: Path, name: str) -> DictConf
     """
     folder = folder.resolve()
     # Hydra records the working directory in the composed config
-    node = _compose_cached(tuple(options), folder, name, _stamp(folder), Path.cwd())
-    return copy.deepcopy(node)
+    node: DictConfig = pickle.loads(_compose_cached(tuple(options), folder, name, _stamp(folder), Path.cwd()))
+    return node
 
 
 @functools.lru_cache(maxsize=32)
-def _compose_cached(options: tuple[str, ...], folder: Path, name: str, stamp: object, cwd: Path) -> DictConfig:
+def _compose_cached(options: tuple[str, ...], folder: Path, name: str, stamp: object, cwd: Path) -> bytes:
+    """Return a pickle: each caller unpickles a node of its own, in a fifth of the time of a deep copy."""
     GlobalHydra.instance().clear()
     with initialize_config_dir(str(folder), version_base="1.3"):
-        return compose(name, list(options), return_hydra_config=True)
+        return pickle.dumps(compose(name, list(options), return_hydra_config=True))
 
 
 def _stamp(folder: Path) -> tuple[tuple[str, int, int], ...]:

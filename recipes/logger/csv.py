@@ -5,6 +5,7 @@ import csv
 import io
 import json
 import logging
+import os
 import time
 from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path
@@ -141,13 +142,22 @@ class CsvLogger(Logger):
         self._drop_rows_after(to_step)
 
     def _drop_rows_after(self, step: int) -> None:
-        rows = read_cells(self._path)
-        columns = list(rows[0]) if rows else ["step"]
-        rows = [row for row in rows if int(row["step"]) <= step]
+        """Cut rows off the end of the file: that needs no space, so it succeeds on a full disk."""
+        unwritten = [] if self._is_written else [row for row in self._rows if row["step"] <= step]
+        content = self._path.read_bytes() if self._path.is_file() else b""
+        complete = [line for line in content.splitlines(keepends=True) if line.endswith(b"\n")]
+        header, *lines = complete or [b""]
+        lines = [line for line in lines if int(line.partition(b",")[0]) <= step]
+        if content:
+            os.truncate(self._path, len(b"".join([header, *lines])))
+        self._columns = next(csv.reader([header.decode()]), [])
         # the row of the step itself stays in memory: a validation at that step may still follow
-        is_newest = bool(rows) and int(rows[-1]["step"]) == step
-        self._rows = [as_numbers(rows.pop()) | {"step": step}] if is_newest else []
-        self._replace_file(rows, columns)
+        newest = [as_numbers(row) | {"step": step} for row in read_cells(self._path)[-1:] if int(row["step"]) == step]
+        self._rows = unwritten or newest
+        in_memory = {int(row["step"]) for row in self._rows}
+        self._offset = len(b"".join([header, *(n for n in lines if int(n.partition(b",")[0]) not in in_memory)]))
+        if unwritten:
+            self._write_rows()
 
     def _write_rows(self) -> None:
         """Write the newest row, over itself if it is on disk already, after the unwritten ones."""

@@ -46,7 +46,7 @@ STEPS = {
     "deepspeed_stage_2": 60,
 }
 if "LONG_TESTS" not in os.environ:  # set by `make test-long` and `make kill-test`
-    STEPS = {name: steps // 2 for name, steps in STEPS.items()}
+    STEPS = {name: steps // 3 for name, steps in STEPS.items()}
 
 
 def get_overrides(name: str, folder: Path, texts: Path) -> list[str]:

@@ -4,7 +4,7 @@ import os
 from typing import Any
 
 IS_LONG = "LONG_TESTS" in os.environ  # set by `make test-long`
-NUM_STEPS = 20 if IS_LONG else 10
+NUM_STEPS = 20 if IS_LONG else 8
 GLOBAL_BATCH_SIZE = 16
 
 COMMON = [

@@ -38,7 +38,7 @@ def train(case: dict[str, Any], folder: Path, *more: str) -> dict[str, Any]:
 
 def run_case(case: dict[str, Any], folder: Path) -> dict[str, Any]:
     uninterrupted = train(case, folder / "uninterrupted")
-    resumed = train(case, folder / "resumed", f"resume={folder}/uninterrupted/checkpoints/step_0000007.ckpt")
+    resumed = train(case, folder / "resumed", f"resume={folder}/uninterrupted/checkpoints/step_{case['half']:07d}.ckpt")
     return uninterrupted | {f"resumed {name}": value for name, value in resumed.items()}
 
 

@@ -71,6 +71,8 @@ class DeepSpeedZero(StepGuardMixin, TrainStateMixin, PerRankSavingMixin, DeepSpe
         on_gpu = devices[0].type == "cuda"
         if not on_gpu:
             os.environ["DS_ACCELERATOR"] = "cpu"
+            # else stage 3 starts `numactl` for every bucket of gradients, to count devices (0.19.8, CPU_Accelerator)
+            os.environ["LOCAL_SIZE"] = str(len(devices))
         # ninja, which builds DeepSpeedCPUAdam, is looked up on PATH; it lies next to this Python, activated or not
         os.environ["PATH"] = os.pathsep.join([str(Path(sys.executable).parent), os.environ["PATH"]])
         super().__init__(

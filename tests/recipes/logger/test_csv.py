@@ -106,6 +106,40 @@ def test_rows_that_a_full_disk_rejects_are_written_once_it_has_space(
     ]
 
 
+def test_a_rollback_on_a_full_disk_leaves_each_step_once(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    logger = CsvLogger(run_folder=tmp_path)
+    for step in range(4):
+        logger.log_metrics({"train/loss": step + 1.25}, step=step)
+    with no_file_grows_beyond((tmp_path / "metrics.csv").stat().st_size - 12):
+        for step in (4, 5):
+            logger.log_metrics({"train/loss": step + 1.25}, step=step)
+        logger.on_rollback(None, None, 6, 3)
+        assert [row["step"] for row in read_metrics(tmp_path)] == [1, 2, 3]
+        logger.log_metrics({"train/loss": 40.5}, step=3)
+        logger.on_rollback(None, None, 4, 2)
+    logger.log_metrics({"train/loss": 30.5}, step=2)
+    logger.log_metrics({"train/loss": 40.5}, step=3)
+    assert [row["train/loss"] for row in read_metrics(tmp_path)] == [1.25, 2.25, 30.5, 40.5]
+    assert "cannot be written to" in caplog.messages[0]
+
+
+def test_a_rollback_to_a_step_that_a_full_disk_rejected_keeps_its_row(tmp_path: Path) -> None:
+    logger = CsvLogger(run_folder=tmp_path)
+    logger.log_metrics({"train/loss": 1.25}, step=0)
+    with no_file_grows_beyond((tmp_path / "metrics.csv").stat().st_size + 3):
+        for step in (1, 2, 3):
+            logger.log_metrics({"train/loss": step + 1.25}, step=step)
+        logger.on_rollback(None, None, 4, 3)
+    logger.log_metrics({"val/loss": 9.5}, step=2)
+    logger.log_metrics({"train/loss": 40.5}, step=3)
+    assert read_metrics(tmp_path) == [
+        {"step": 1, "train/loss": 1.25},
+        {"step": 2, "train/loss": 2.25},
+        {"step": 3, "train/loss": 3.25, "val/loss": 9.5},
+        {"step": 4, "train/loss": 40.5},
+    ]
+
+
 def test_events_that_a_full_disk_rejects_are_written_once_it_has_space(tmp_path: Path) -> None:
     logger = CsvLogger(run_folder=tmp_path)
     logger.log_event("start", 0)

@@ -1,8 +1,10 @@
 """The upstream bugs that our strategies work around still exist: if a test fails, its workaround can go."""
 
 import inspect
+import subprocess
 from pathlib import Path
 
+import pytest
 import torch
 from lightning.pytorch.loops.training_epoch_loop import _TrainingEpochLoop
 from lightning.pytorch.plugins import DeepSpeedPrecision
@@ -63,6 +65,21 @@ def test_deepspeed_still_pickles_its_loss_scaler_into_its_own_checkpoints() -> N
     from deepspeed.runtime.zero.stage_1_and_2 import DeepSpeedZeroOptimizer
 
     assert "[LOSS_SCALER] = self.loss_scaler" in inspect.getsource(DeepSpeedZeroOptimizer.state_dict)
+
+
+def test_deepspeed_still_starts_a_program_to_count_the_devices_of_a_cpu(monkeypatch: pytest.MonkeyPatch) -> None:
+    """0.19.8, `DeepSpeedZero.__init__`: 26 times a step at stage 3, unless LOCAL_SIZE says how many there are."""
+    from deepspeed.accelerator.cpu_accelerator import CPU_Accelerator
+
+    started = []
+    monkeypatch.setattr(subprocess, "check_output", lambda command: started.append(command) or b"")
+    monkeypatch.setenv("LOCAL_SIZE", "2")
+    assert CPU_Accelerator().device_count() == 2
+    assert not started
+    monkeypatch.delenv("LOCAL_SIZE")
+    for _ in range(2):
+        CPU_Accelerator().device_count()
+    assert started == [["numactl", "--hardware"]] * 2
 
 
 def test_deepspeed_cpu_adam_still_rounds_differently_where_steps_are_left_out() -> None:

@@ -19,6 +19,7 @@ def _unchanged_environment(monkeypatch: pytest.MonkeyPatch) -> None:
     import os
 
     monkeypatch.setenv("DS_ACCELERATOR", "cpu")
+    monkeypatch.setenv("LOCAL_SIZE", "1")
     monkeypatch.setenv("PATH", os.environ["PATH"])
 
 
