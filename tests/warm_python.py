@@ -20,12 +20,14 @@ import os
 import pkgutil
 import runpy
 import select
+import shutil
 import signal
 import socket
 import subprocess
 import sys
 import tempfile
 import threading
+import time
 import types
 import weakref
 from collections.abc import Sequence
@@ -79,6 +81,15 @@ def patch() -> None:
     subprocess.Popen = WarmPopen  # type: ignore[misc]
 
 
+def start() -> str:
+    """Start the server and return its address. It is not waited for: it imports while the tests are collected."""
+    State.address = f"{tempfile.mkdtemp(prefix='warm_')}/socket"
+    environ = os.environ | {"OMP_NUM_THREADS": "1", "DS_ACCELERATOR": "cpu", "PYTHONPATH": str(ROOT)}
+    command = [sys.executable, "-P", __file__, State.address]
+    State.server = _REAL(command, env=environ, stdin=subprocess.PIPE, stdout=subprocess.DEVNULL)
+    return State.address
+
+
 def stop() -> None:
     """Kill what still runs, and the server."""
     if State.server is not None and State.server.stdin is not None:
@@ -101,8 +112,7 @@ class WarmPopen(_REAL):  # type: ignore[type-arg, misc, valid-type]
             return
         streams = [given["p2cread"], given["c2pwrite"], given["errwrite"]]
         fds = [standard if fd == -1 else fd for standard, fd in enumerate(streams)]
-        self._connection = socket.socket(socket.AF_UNIX)
-        self._connection.connect(_address())
+        self._connection = _connect()
         message = json.dumps(request).encode()
         socket.send_fds(self._connection, [len(message).to_bytes(8, "big")], fds)
         self._connection.sendall(message)
@@ -142,6 +152,8 @@ def _request(given: dict[str, Any]) -> dict[str, Any] | None:
     if isinstance(command, (str, bytes, os.PathLike)) or given["shell"]:
         return None
     words = [os.fsdecode(word) for word in command]
+    if words[0] == "/usr/bin/env" and shutil.which(words[1], path=(given["env"] or os.environ)["PATH"]) == sys.executable:
+        words = [sys.executable, *words[2:]]  # as W&B's agent starts a trial
     other = ("executable", "preexec_fn", "pass_fds", "gid", "gids", "uid")
     if not State.is_on or words[0] != sys.executable or any(given.get(name) for name in other):
         return None
@@ -174,20 +186,19 @@ def _parse(words: list[str]) -> dict[str, Any] | None:
     return None
 
 
-def _address() -> str:
-    if State.address is None:
-        folder = tempfile.mkdtemp(prefix="warm_")
-        address = f"{folder}/socket"
-        environ = os.environ | {"OMP_NUM_THREADS": "1", "DS_ACCELERATOR": "cpu"}
-        environ["PYTHONPATH"] = str(ROOT)
-        State.server = _REAL(
-            [sys.executable, "-P", __file__, address],
-            env=environ, stdin=subprocess.PIPE, stdout=subprocess.PIPE,
-        )  # fmt: skip
-        assert State.server.stdout is not None
-        assert State.server.stdout.readline() == b"ready\n"
-        State.address = address
-    return State.address
+def _connect() -> socket.socket:
+    address = State.address or start()
+    ends = time.monotonic() + 120  # fifteen seconds of imports, beside whatever else runs
+    while True:
+        connection = socket.socket(socket.AF_UNIX)
+        try:
+            connection.connect(address)
+            return connection
+        except (FileNotFoundError, ConnectionRefusedError):
+            connection.close()
+            if time.monotonic() > ends or (State.server is not None and State.server.poll() is not None):
+                raise
+        time.sleep(0.05)
 
 
 def _receive(connection: socket.socket, size: int) -> bytes:
@@ -372,9 +383,7 @@ def _leave(exit_code: int) -> NoReturn:
 
 
 def main(arguments: Sequence[str]) -> None:
-    """Import, say so, serve."""
-    ready = os.dup(1)
-    os.dup2(2, 1)  # what imports print
+    """Import, then serve."""
     for name in _MODULES:
         try:
             importlib.import_module(name)
@@ -389,10 +398,7 @@ def main(arguments: Sequence[str]) -> None:
     gc.collect()
     gc.freeze()  # a child's collector leaves these pages shared
     sys.modules["warm_python"] = sys.modules["__main__"]
-    server = Server(arguments[0])
-    os.write(ready, b"ready\n")
-    os.close(ready)
-    server.serve()
+    Server(arguments[0]).serve()
 
 
 def _import_ours() -> None:
