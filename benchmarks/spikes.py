@@ -88,8 +88,8 @@ def _case(engine: str, world_size: int, seed: int, kind: str | None, *, guarded:
         f"seed={seed}",
         watching,
     ]
-    fault = None if kind is None else {"kind": kind, "step": AT, "rank": world_size - 1}
-    return {"overrides": overrides, "fault": fault}
+    faults = [] if kind is None else [{"kind": kind, "step": AT, "rank": world_size - 1}]
+    return {"overrides": overrides, "faults": faults}
 
 
 def _outcome(engine: str, kind: str, guarded: Any, bare: Any, clean: Any) -> dict[str, Any]:
@@ -149,7 +149,8 @@ def _clean() -> list[dict[str, Any]]:
                 "callbacks=[grad_norm]",
                 "seed=99",  # not the seed whose curves norm_threshold was chosen on
                 *overrides,
-            ]
+            ],
+            "faults": [],
         }
         for name, overrides in CLEAN.items()
     }

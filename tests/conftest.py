@@ -6,6 +6,7 @@ import re
 import sys
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
 
@@ -19,6 +20,8 @@ from support import write_texts
 torch.set_num_threads(1)
 warm_python.patch()
 
+# DeepSpeed compiles with the ninja of this environment, everywhere: another one would compile all of it once more
+os.environ["PATH"] = os.pathsep.join([str(Path(sys.executable).parent), os.environ["PATH"]])
 # What DeepSpeed compiles is kept with the environment. A build that was killed leaves its lock, on which every later
 # one would wait (torch.utils.file_baton, torch 2.13)
 _EXTENSIONS = Path(sys.prefix) / "torch_extensions"
@@ -54,6 +57,20 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
             item.add_marker("processes")
     longest = [tests / name for name in _LONGEST]
     items.sort(key=lambda item: longest.index(item.path) if item.path in longest else len(longest))
+
+
+def pytest_configure(config: pytest.Config) -> None:
+    """Import beside the collection what the started processes need; the workers of pytest-xdist share one server."""
+    if hasattr(config, "workerinput"):
+        warm_python.State.address = config.workerinput["warm_python_address"]
+    elif "not processes" not in config.option.markexpr:
+        warm_python.start()
+
+
+@pytest.hookimpl(optionalhook=True)
+def pytest_configure_node(node: Any) -> None:
+    """Tell a worker of pytest-xdist where the server listens."""
+    node.workerinput["warm_python_address"] = warm_python.State.address
 
 
 def pytest_unconfigure() -> None:

@@ -1,6 +1,6 @@
-"""Train with an injected fault, case by case, as one rank: python fault_ranks.py <cases.json> <results.json>.
+"""Train with injected faults, case by case, as one rank: python fault_ranks.py <cases.json> <results.json>.
 
-A case is a list of overrides, a data node and a fault; the result is the rows and events of the run.
+A case is a list of overrides, a data node and a list of faults; the result is the rows and events of the run.
 """
 
 import json
@@ -22,8 +22,7 @@ def run_case(case: dict[str, Any], folder: Path) -> dict[str, Any]:
     config = composed_config(*case["overrides"])
     config |= {"data": case["data"]} if "data" in case else {}
     run = build(config, folder, [])
-    if case.get("fault") is not None:
-        run.trainer.callbacks.insert(0, FaultAt(**case["fault"]))  # type: ignore[attr-defined]
+    run.trainer.callbacks[:0] = [FaultAt(**fault) for fault in case["faults"]]  # type: ignore[attr-defined]
     error = None
     try:
         run.trainer.fit(run.task, datamodule=run.data)

@@ -84,21 +84,19 @@ def test_deepspeed_still_starts_a_program_to_count_the_devices_of_a_cpu(monkeypa
 
 def test_deepspeed_cpu_adam_still_rounds_differently_where_steps_are_left_out() -> None:
     """0.19.8, `recipes.strategy.deepspeed.checkpoint.advance_step_count`: the last bit differs at some step."""
-    from deepspeed.ops.adam import DeepSpeedCPUAdam
+    from deepspeed.ops.op_builder import CPUAdamBuilder
+
+    library = CPUAdamBuilder().load()
 
     def after(steps: range) -> float:
-        weight = torch.nn.Parameter(torch.ones(1))
-        optimizer = DeepSpeedCPUAdam([weight], lr=1.0, betas=(0.9, 0.999), eps=0.0)
-        moments = (torch.full((1,), 0.3), torch.full((1,), 0.7))
+        weight = torch.zeros(1)
+        library.create_adam(0, 1.0, 0.9, 0.999, 0.0, 0.0, True, False)
         for step in steps:
-            weight.data.fill_(0.0)
-            moments[0].fill_(0.3)
-            moments[1].fill_(0.7)
-            optimizer.ds_opt_adam.adam_update(
-                *(optimizer.opt_id, step, 1.0, 0.9, 0.999, 1e-8, 0.0, True),
-                *(weight.data, torch.ones(1), *moments),
-            )
-        return float(weight.data)
+            moments = (torch.full((1,), 0.3), torch.full((1,), 0.7))
+            weight.fill_(0.0)
+            library.adam_update(0, step, 1.0, 0.9, 0.999, 1e-8, 0.0, True, weight, torch.ones(1), *moments)
+        library.destroy_adam(0)
+        return float(weight)
 
     assert any(after(range(1, n)) != after(range(n - 1, n)) for n in range(3, 300))
 
