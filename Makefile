@@ -21,7 +21,8 @@ train: $(VENV)/.installed
 
 test: $(VENV)/.installed-test lint types
 	$(RUN) -m pytest -m "not slow" $(ALONE)
-	$(RUN) -m pytest -m "not slow" $(ALONE:%=--ignore=%) --numprocesses $(JOBS) --dist loadfile
+	$(RUN) -m pytest -m "not slow" $(ALONE:%=--ignore=%) --numprocesses $(JOBS) --dist loadfile \
+	  --no-loadscope-reorder
 
 test-fast: $(VENV)/.installed-test
 	$(RUN) -m pytest -q -m "not slow and not processes"

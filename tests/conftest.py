@@ -39,10 +39,20 @@ _STARTERS = {"run_group", "rows", "results", "browser", "sweeps", "slurm"}  # an
 
 # the workers of pytest-xdist share the files, the longest first: else one is idle while the other ends its last one
 _LONGEST = (
-    "recipes/launcher/test_slurm.py",
     "test_train.py",
+    "test_debug.py",
+    "recipes/launcher/test_slurm.py",
+    "recipes/runtime/test_signals.py",
     "recipes/sweep/test_sweep.py",
+    "test_conf.py",
+    "recipes/logger/test_wandb.py",
     "recipes/entry/test_run.py",
+    "recipes/mode/test_wandb_sweep.py",
+    "recipes/entry/test_out_of_memory.py",
+    "recipes/test_loss_spike.py",
+    "recipes/sweep/test_optuna_sweeper.py",
+    "recipes/strategy/test_upstream.py",
+    "recipes/entry/test_torchrun_restart.py",
 )
 
 

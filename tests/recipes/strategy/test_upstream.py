@@ -72,7 +72,8 @@ def test_deepspeed_still_starts_a_program_to_count_the_devices_of_a_cpu(monkeypa
     from deepspeed.accelerator.cpu_accelerator import CPU_Accelerator
 
     started = []
-    monkeypatch.setattr(subprocess, "check_output", lambda command: started.append(command) or b"")
+    answer = b"available: 1 nodes (0)\nnode 0 cpus: 0 1\n"
+    monkeypatch.setattr(subprocess, "check_output", lambda command: started.append(command) or answer)
     monkeypatch.setenv("LOCAL_SIZE", "2")
     assert CPU_Accelerator().device_count() == 2
     assert not started
