@@ -144,8 +144,8 @@ def test_overfit_memorizes_a_batch_of_text(devices: int, tmp_path: Path, text_fo
 
 def test_overfit_memorizes_a_batch_of_digits(tmp_path: Path) -> None:
     run = tmp_path / "run"
-    overrides = ["model=resnet18", "data=digits", "global_batch_size=8", f"hydra.run.dir={run}"]
-    done = run_train([*overrides, "debug=overfit", "~callbacks.report", "trainer.max_steps=50"])
+    overrides = ["model=resnet18", "data=digits", "global_batch_size=4", f"hydra.run.dir={run}"]
+    done = run_train([*overrides, "debug=overfit", "~callbacks.report", "trainer.max_steps=80"])
     assert done.returncode == 0, done.stdout + done.stderr
     summary = json.loads((run / "summary.json").read_text())
     assert summary["train_loss"] < 0.01

@@ -62,7 +62,17 @@ def workplace(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder
 
 
-@pytest.mark.parametrize("command", COMMANDS, ids=" ".join)
+# sweeps that differ in nothing from others here and in tests/recipes/sweep
+LONG = ("sweep=lr", "hydra.sweep.dir=logs/my_sweep")
+
+
+@pytest.mark.parametrize(
+    "command",
+    [
+        pytest.param(command, id=" ".join(command), marks=[pytest.mark.slow] if set(LONG) & set(command) else [])
+        for command in COMMANDS
+    ],
+)
 def test_a_command_of_the_readme_works(command: list[str], workplace: Path) -> None:
     done = run_train(shortened(command), folder=workplace)
     assert done.returncode == 0, done.stdout + done.stderr

@@ -98,6 +98,7 @@ def stop() -> None:
     if State.server is not None and State.server.stdin is not None:
         State.server.stdin.close()
         State.server.wait()
+        shutil.rmtree(Path(str(State.address)).parent)
         State.server = State.address = None
 
 
@@ -293,6 +294,8 @@ def _become(request: dict[str, Any], fds: list[int], address: str) -> NoReturn:
             os.dup2(fd, standard)
         os.closerange(3, 4096)
         _take_environ(request["environ"])
+        # where W&B writes a table before it copies it: the server's folder would be deleted by whoever ends first
+        sys.modules["wandb.sdk.data_types._private"].MEDIA_TMP.name = tempfile.mkdtemp(dir=Path(address).parent)
         os.chdir(request["folder"])
         State.address, State.server = address, None
         _take_parent(request["parent"])
@@ -339,7 +342,8 @@ def _run(request: dict[str, Any]) -> int:
             sys.argv = [what, *request["rest"]]
             sys.modules.pop("__main__", None)
             sys.modules["__main__"] = types.ModuleType("__main__")
-            sys.modules.pop(what, None)  # it is executed again, as `__main__`
+            if what != "wandb":
+                sys.modules.pop(what, None)  # it is executed again, as `__main__`
             runpy.run_module(what, run_name="__main__", alter_sys=True)
         else:
             sys.argv = [what, *request["rest"]]
@@ -396,7 +400,6 @@ def main(arguments: Sequence[str]) -> None:
                 raise
     _import_ours()
     _remember_the_processor()
-    # the folder is the server's: the first fork to end would delete it for all others
     atexit.unregister(sys.modules["wandb.sdk.data_types._private"].MEDIA_TMP.cleanup)
     num_threads = len(list(Path("/proc/self/task").iterdir()))
     assert num_threads == 1, f"{num_threads} threads where processes are forked"

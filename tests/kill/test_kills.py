@@ -17,7 +17,7 @@ KILLS = {
     "single": (10, 1),
     "single 16-mixed": (5, 0),
     "ddp": (4, 0),
-    "fsdp": (3, 1),
+    "fsdp": (3, 0),
     "deepspeed_stage_2": (3, 0),
 }
 

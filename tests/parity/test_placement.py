@@ -12,7 +12,12 @@ MIB = 2**20
 
 @pytest.mark.fresh_python  # the C library reads its variable at the start of a process
 @pytest.mark.parametrize(
-    ("name", "fraction"), [("fsdp", 0.5), ("ZeRO-3", 0.5), pytest.param("ddp", 1.0, marks=pytest.mark.slow)]
+    ("name", "fraction"),
+    [
+        ("fsdp", 0.5),
+        pytest.param("ZeRO-3", 0.5, marks=pytest.mark.slow),
+        pytest.param("ddp", 1.0, marks=pytest.mark.slow),
+    ],
 )
 def test_materializing_a_model_takes_the_memory_of_a_rank_s_shard_and_one_parameter(
     name: str, fraction: float, tmp_path: Path, monkeypatch: pytest.MonkeyPatch

@@ -172,6 +172,7 @@ def test_a_run_without_a_key_is_logged_offline_one_row_per_step(tmp_path: Path) 
     assert (summary["status"], get_exit_code(records)) == ("finished", 0)
 
 
+@pytest.mark.slow
 @pytest.mark.fresh_python  # W&B learns the exit code at the end of an interpreter
 def test_a_preempted_and_resumed_run_on_two_ranks_is_one_wandb_run_with_every_row_once(
     tmp_path: Path,

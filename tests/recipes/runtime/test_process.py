@@ -22,9 +22,11 @@ for _ in range(200):
 
 def exit_codes(end: str, folder: Path, attempt: int) -> list[tuple[int, str]]:
     """Return the exit codes and outputs of two ranks that end right after a collective."""
+    script = folder / "rank.py"
+    script.write_text(RANK.format(end=end))
     ranks = [
         subprocess.Popen(
-            [sys.executable, "-c", RANK.format(end=end), str(rank), str(folder / f"{attempt}")],
+            [sys.executable, str(script), str(rank), str(folder / f"{attempt}")],
             env={"PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"},
             stdout=subprocess.PIPE,
             stderr=subprocess.DEVNULL,
@@ -42,6 +44,7 @@ def test_a_rank_exits_with_its_code_after_its_atexit_functions(tmp_path: Path) -
 
 
 @pytest.mark.slow
+@pytest.mark.fresh_python
 def test_torch_still_aborts_ranks_that_exit_by_sys_exit(tmp_path: Path) -> None:
     """pytorch #190489: one rank in four. When this fails, `exit_process` may be `sys.exit`."""
     ended = (exit_codes("sys.exit(75)", tmp_path, attempt) for attempt in range(20))

@@ -144,6 +144,7 @@ def test_two_ranks_stop_after_the_same_step_whichever_is_signalled_and_resume_wi
     assert_equals(folder, undisturbed)
 
 
+@pytest.mark.slow
 @pytest.mark.fresh_python
 def test_torchrun_forwards_its_signal_to_both_ranks_of_a_run_saved_by_time_and_the_same_command_resumes(
     start: Start, workplace: Path, undisturbed: Path
