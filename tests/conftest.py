@@ -22,12 +22,8 @@ warm_python.patch()
 
 # DeepSpeed compiles with the ninja of this environment, everywhere: another one would compile all of it once more
 os.environ["PATH"] = os.pathsep.join([str(Path(sys.executable).parent), os.environ["PATH"]])
-# What DeepSpeed compiles is kept with the environment. A build that was killed leaves its lock, on which every later
-# one would wait (torch.utils.file_baton, torch 2.13)
-_EXTENSIONS = Path(sys.prefix) / "torch_extensions"
-os.environ["TORCH_EXTENSIONS_DIR"] = str(_EXTENSIONS)
-for lock in _EXTENSIONS.glob("*/lock"):
-    lock.unlink()
+# what DeepSpeed compiles is kept with the environment
+os.environ["TORCH_EXTENSIONS_DIR"] = str(Path(sys.prefix) / "torch_extensions")
 
 
 # a test file that mentions one of these starts processes

@@ -27,6 +27,7 @@ from recipes.numerics.collectives import sum_over_ranks
 from recipes.precision import Precision, to_deepspeed_config
 from recipes.strategy import get_blocks
 from recipes.strategy.deepspeed.checkpoint import ZeroState
+from recipes.strategy.deepspeed.compiled_op import load_op
 from recipes.strategy.deepspeed.loss_scale import attach_scaler, load_scaler_state, scaler_state
 from recipes.strategy.deepspeed.partition import fit_buckets, partition
 from recipes.strategy.deepspeed.step_guard import StepGuardMixin, ZeroStepGuard
@@ -95,6 +96,7 @@ class DeepSpeedZero(StepGuardMixin, TrainStateMixin, PerRankSavingMixin, DeepSpe
         self.config["zero_force_ds_cpu_optimizer"] = False
         self.config |= to_deepspeed_config(precision)
         self._offload_optimizer = offload_optimizer
+        self._uses_disk = "nvme" in (offload_optimizer, offload_parameters)
         self._precision = precision
         self._state = ZeroState()
 
@@ -131,6 +133,10 @@ class DeepSpeedZero(StepGuardMixin, TrainStateMixin, PerRankSavingMixin, DeepSpe
 
     def materialize(self, model: nn.Module, initialize: Callable[[nn.Module], None]) -> None:
         """Give the model storage and weights; at stage 3 one parameter at a time, so that no rank holds the model."""
+        if self._uses_disk:
+            from deepspeed.ops.op_builder import AsyncIOBuilder
+
+            load_op(AsyncIOBuilder())  # which DeepSpeed would load by itself
         assert isinstance(self.config, dict)
         fit_buckets(self.config["zero_optimization"], model)
         if self.config["zero_optimization"]["stage"] < 3:
@@ -149,7 +155,9 @@ class DeepSpeedZero(StepGuardMixin, TrainStateMixin, PerRankSavingMixin, DeepSpe
         if self._offload_optimizer is None or not is_adam:
             return optimizer
         from deepspeed.ops.adam import DeepSpeedCPUAdam
+        from deepspeed.ops.op_builder import CPUAdamBuilder
 
+        load_op(CPUAdamBuilder())  # which the constructor below would load by itself
         group = optimizer.param_groups[0]
         cpu_adam: torch.optim.Optimizer = DeepSpeedCPUAdam(
             optimizer.param_groups,

@@ -1,0 +1,96 @@
+"""Load what DeepSpeed compiles on first use: one process compiles, and a build that was killed stops nobody."""
+
+import contextlib
+import fcntl
+import logging
+import os
+import socket
+import time
+from pathlib import Path
+from typing import Any, TextIO
+
+from torch.utils import cpp_extension
+
+LOGGER = logging.getLogger("lightning_recipes")
+_LOCK_FILE = "recipes.lock"
+_BATON_FILE = "lock"  # of torch.utils.file_baton
+_UNHELD_SECONDS = 180.0  # longer than a build takes: one of another machine may be under way in a shared folder
+_POLL_SECONDS = 0.1
+
+
+def load_op(builder: Any) -> Any:
+    """Load an operator, compiled by one process at a time and once for all runs.
+
+    torch 2.13 reserves a build folder by a file named `lock`. A process killed while it compiles leaves that file, and
+    every later one would wait for it without end and without a word. Here processes take turns by a lock of the
+    kernel, which ends with its holder. Its file names who compiles: whoever finds a name there while holding the lock
+    knows that this process is dead, and that `lock` is a leftover.
+
+    Args:
+        builder: An op builder of DeepSpeed, such as `deepspeed.ops.op_builder.CPUAdamBuilder()`.
+
+    Returns:
+        The module that `builder.load()` returns.
+    """
+    folder = Path(cpp_extension._get_build_directory(builder.name, verbose=False))
+    with (folder / _LOCK_FILE).open("a+") as file:
+        _lock(file, builder.name)
+        _clear_baton(folder / _BATON_FILE, _read(file), builder.name)
+        if not (folder / f"{builder.name}.so").exists():
+            LOGGER.info(f"DeepSpeed compiles {builder.name}, once for this environment: one to two minutes")
+        _write(file, f"process {os.getpid()} on {socket.gethostname()}")
+        try:
+            return builder.load()
+        finally:
+            _write(file, "")
+
+
+def _lock(file: TextIO, name: str) -> None:
+    try:
+        try:
+            fcntl.lockf(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except (BlockingIOError, PermissionError):
+            LOGGER.info(f"Waiting for {_read(file) or 'another process'}, which compiles {name}")
+            fcntl.lockf(file, fcntl.LOCK_EX)
+    except OSError as error:  # a file system without locks: better to compile than to give up
+        LOGGER.warning(f"{file.name} is not locked: {error.strerror}")
+
+
+def _clear_baton(baton: Path, dead: str, name: str) -> None:
+    """Remove torch's lock if whoever made it is dead; wait for it if another program is compiling."""
+    if not baton.exists():
+        return
+    if dead:
+        LOGGER.warning(f"{dead} was killed while it compiled {name}: {baton} is removed")
+        baton.unlink()
+        return
+    LOGGER.info(f"Waiting for the program that compiles {name}: it will remove {baton}")
+    began = time.monotonic()
+    while baton.exists():
+        if _is_open(baton):
+            began = time.monotonic()
+        elif time.monotonic() - began > _UNHELD_SECONDS:
+            LOGGER.warning(f"No process of this machine has held {baton} for {_UNHELD_SECONDS:.0f} s: it is removed")
+            baton.unlink(missing_ok=True)
+            return
+        time.sleep(_POLL_SECONDS)
+
+
+def _is_open(path: Path) -> bool:
+    """Return whether a process of this user and machine has a file open, as torch has its lock while it compiles."""
+    for link in Path("/proc").glob("[0-9]*/fd/*"):
+        with contextlib.suppress(OSError):  # the process has ended, or is another user's
+            if os.readlink(link) == str(path):
+                return True
+    return False
+
+
+def _read(file: TextIO) -> str:
+    file.seek(0)
+    return file.read().strip()
+
+
+def _write(file: TextIO, text: str) -> None:
+    file.truncate(0)
+    file.write(text)
+    file.flush()
