@@ -99,7 +99,7 @@ class DelayedReadback:
     """A queue of length one from device to host. All ranks run on the same kind of device, so all are equally late."""
 
     def __init__(self) -> None:
-        self._pending: tuple[int, Tensor, torch.cuda.Event] | None = None
+        self._pending: tuple[int, Tensor, torch.cuda.Event | None] | None = None  # no event: on the host already
 
     def exchange(self, step: int, values: list[Tensor]) -> tuple[int, list[float]] | None:
         """Start copying the scalars of a step; return the scalars that have arrived, with their step.
@@ -112,10 +112,11 @@ class DelayedReadback:
             (step, values); None if none have arrived.
         """
         packed = torch.stack([value.detach().double() for value in values])  # [number of values]
-        if not packed.is_cuda:
+        if not packed.is_cuda and self._pending is None:
             return step, packed.tolist()
         ready = self.take()
-        self._pending = self._send(step, packed)
+        # what is on the host already, as an overflow under DeepSpeed is, still comes after the step before it
+        self._pending = self._send(step, packed) if packed.is_cuda else (step, packed, None)
         return ready
 
     def take(self) -> tuple[int, list[float]] | None:
@@ -123,7 +124,8 @@ class DelayedReadback:
         if self._pending is None:
             return None
         (step, scalars, copied), self._pending = self._pending, None
-        copied.synchronize()
+        if copied is not None:
+            copied.synchronize()
         return step, scalars.tolist()
 
     def drop(self) -> None:
