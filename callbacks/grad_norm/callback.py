@@ -69,13 +69,14 @@ class GradNormMonitor(Callback):
             return
         if isinstance(trainer.strategy, (DeepSpeedStrategy, FSDPStrategy)):
             return
+        scale = _get_scale_left(trainer, optimizer)
         if self._per_block:
             named = pl_module.named_parameters()
-            self._by_block = sum_by_block(
-                (name, parameter.grad) for name, parameter in named if parameter.grad is not None
-            )
+            by_block = sum_by_block((name, parameter.grad) for name, parameter in named if parameter.grad is not None)
+            self._by_block = {block: None if norm is None else norm / scale for block, norm in by_block.items()}
         if _find_norm_keeper(trainer, pl_module) is None:
-            self._computed_norm = global_norm(optimizer)
+            norm = global_norm(optimizer)
+            self._computed_norm = None if norm is None else norm / scale
 
     @override
     def on_train_batch_end(
@@ -129,6 +130,18 @@ class GradNormMonitor(Callback):
         self._num_clipped = state_dict["num_clipped"]
         if "trend" in state_dict:  # not in the checkpoints of earlier versions
             self._trend.load_state_dict(state_dict["trend"])
+
+
+def _get_scale_left(trainer: Trainer, optimizer: Optimizer) -> float:
+    """Return the loss scale that the gradients still carry.
+
+    Lightning unscales them before this hook, unless the optimizer does so in its own kernel: fused AdamW under
+    `16-mixed`.
+    """
+    scaler = getattr(trainer.precision_plugin, "scaler", None)
+    if scaler is None or not getattr(optimizer, "_step_supports_amp_scaling", False):
+        return 1.0
+    return float(scaler.get_scale())
 
 
 def _find_norm_keeper(trainer: Trainer, pl_module: LightningModule) -> Any:

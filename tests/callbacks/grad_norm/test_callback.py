@@ -5,6 +5,7 @@ from typing import Any
 import pytest
 import torch
 from lightning.pytorch import Trainer
+from lightning.pytorch.plugins import MixedPrecision
 from lightning.pytorch.strategies import SingleDeviceStrategy
 from torch import Tensor
 
@@ -32,6 +33,25 @@ def test_the_computed_norm_is_the_one_before_clipping(plain_module, make_trainer
     # loss = (w.1 + b)^2 with w.1 = 4: every one of the 5 gradients is 2 * 4 = 8, norm 8 * sqrt(5)
     make_trainer(callbacks=[GradNormMonitor()], max_steps=1, gradient_clip_val=0.5).fit(module)
     assert read_column("grad/norm") == [pytest.approx(8 * 5**0.5, rel=1e-6)]
+
+
+@pytest.mark.parametrize("fused", [False, True])
+def test_under_float16_the_norm_is_without_the_loss_scale(plain_module, make_trainer, read_column, fused: bool) -> None:
+    class Fused(plain_module):  # type: ignore[misc, valid-type]
+        def configure_optimizers(self) -> torch.optim.Optimizer:
+            return torch.optim.AdamW(self.parameters(), lr=1e-3, fused=fused)  # unscales in its own kernel
+
+    module = Fused()
+    with torch.no_grad():
+        module.layer.weight.fill_(1.0)
+        module.layer.bias.zero_()
+    monitor = GradNormMonitor(per_block=True)
+    # given as a plugin, since Lightning turns precision="16-mixed" into bfloat16 on a CPU
+    precision = MixedPrecision("16-mixed", "cpu", scaler=torch.amp.GradScaler("cpu", init_scale=256.0))
+    make_trainer(callbacks=[monitor], max_steps=1, plugins=[precision]).fit(module)
+    # as above: 8 * sqrt(5), which float16 rounds to three digits; the scale would make it 256 times larger
+    assert read_column("grad/norm") == [pytest.approx(8 * 5**0.5, rel=1e-3)]
+    assert read_column("grad/norm/layer") == [pytest.approx(8 * 5**0.5, rel=1e-3)]
 
 
 def test_a_module_without_norms_gets_no_clipped_fraction(plain_module, make_trainer, tmp_path) -> None:
