@@ -3,8 +3,6 @@
 import itertools
 import logging
 import os
-import signal
-import threading
 from typing import Annotated, Any
 
 import lightning.pytorch as lightning
@@ -15,6 +13,7 @@ from typing_extensions import override
 
 from recipes.data import DataSource, SampleDataset
 from recipes.data.batches import Batch, RankShare, TrainingStream
+from recipes.data.loader_process import SignalProofLoader
 from recipes.data.sampler import RepeatedOrder, ShuffledOrder
 from recipes.numerics.accumulation import Accumulation
 
@@ -182,14 +181,13 @@ class StreamDataModule(lightning.LightningDataModule):
             workers = min(GPU_WORKERS, os.cpu_count() or 1) if on_gpu else 0
         if "batch_sampler" not in order:
             order |= {"batch_size": self._accumulation.micro_batch_size}
-        return DataLoader(
+        return SignalProofLoader(
             dataset,
             **order,
             num_workers=workers,
             pin_memory=on_gpu,
             persistent_workers=workers > 0,
             prefetch_factor=4 if workers else None,
-            worker_init_fn=ignore_group_signals,
             # its own generator: a loader draws a base seed, which must not come from the global RNG
             generator=torch.Generator().manual_seed(self._seed),
         )
@@ -204,24 +202,3 @@ def _spread_evenly(dataset: SampleDataset, num_samples: int | None) -> Any:
     if num_samples is None or num_samples >= len(dataset):
         return dataset
     return Subset(dataset, [i * len(dataset) // num_samples for i in range(num_samples)])  # type: ignore[arg-type]
-
-
-def ignore_group_signals(worker: int) -> None:
-    """Ignore SIGUSR1, and SIGTERM unless it comes from the rank itself; for `DataLoader(worker_init_fn=…)`.
-
-    torchrun, `timeout` and systemd signal the whole process group. torch treats a loader process that ends as a crash
-    of the run, which could then not save its last checkpoint.
-
-    Args:
-        worker: Index of the loader process, from 0.
-    """
-    signal.signal(signal.SIGUSR1, signal.SIG_IGN)
-    signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGTERM})
-    threading.Thread(target=_exit_on_parents_sigterm, name=f"signals_{worker}", daemon=True).start()
-
-
-def _exit_on_parents_sigterm() -> None:
-    # sigwaitinfo names the sender, which a signal handler does not
-    while signal.sigwaitinfo({signal.SIGTERM}).si_pid != os.getppid():
-        pass
-    os._exit(0)
