@@ -16,6 +16,7 @@ _LOCK_FILE = "recipes.lock"
 _BATON_FILE = "lock"  # of torch.utils.file_baton
 _UNHELD_SECONDS = 180.0  # longer than a build takes: one of another machine may be under way in a shared folder
 _POLL_SECONDS = 0.1
+_HOW_LONG = "once for this environment: one to two minutes"
 
 
 def load_op(builder: Any) -> Any:
@@ -34,10 +35,11 @@ def load_op(builder: Any) -> Any:
     """
     folder = Path(cpp_extension._get_build_directory(builder.name, verbose=False))
     with (folder / _LOCK_FILE).open("a+") as file:
-        _lock(file, builder.name)
+        compiled = folder / f"{builder.name}.so"
+        _lock(file, compiled)
         _clear_baton(folder / _BATON_FILE, _read(file), builder.name)
-        if not (folder / f"{builder.name}.so").exists():
-            LOGGER.info(f"DeepSpeed compiles {builder.name}, once for this environment: one to two minutes")
+        if not compiled.exists():
+            LOGGER.info(f"DeepSpeed compiles {builder.name}, {_HOW_LONG}")
         _write(file, f"process {os.getpid()} on {socket.gethostname()}")
         try:
             return builder.load()
@@ -45,12 +47,14 @@ def load_op(builder: Any) -> Any:
             _write(file, "")
 
 
-def _lock(file: TextIO, name: str) -> None:
+def _lock(file: TextIO, compiled: Path) -> None:
     try:
         try:
             fcntl.lockf(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except (BlockingIOError, PermissionError):
-            LOGGER.info(f"Waiting for {_read(file) or 'another process'}, which compiles {name}")
+            if not compiled.exists():
+                who = _read(file) or "another process"
+                LOGGER.info(f"Waiting for {who}, which compiles {compiled.stem}, {_HOW_LONG}")
             fcntl.lockf(file, fcntl.LOCK_EX)
     except OSError as error:  # a file system without locks: better to compile than to give up
         LOGGER.warning(f"{file.name} is not locked: {error.strerror}")
