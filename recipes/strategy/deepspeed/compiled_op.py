@@ -33,11 +33,16 @@ def load_op(builder: Any) -> Any:
     Returns:
         The module that `builder.load()` returns.
     """
+    from deepspeed.git_version_info import installed_ops
+
+    if installed_ops.get(builder.name):  # compiled when DeepSpeed was installed
+        return builder.load()
     folder = Path(cpp_extension._get_build_directory(builder.name, verbose=False))
     with (folder / _LOCK_FILE).open("a+") as file:
         compiled = folder / f"{builder.name}.so"
-        _lock(file, compiled)
-        _clear_baton(folder / _BATON_FILE, _read(file), builder.name)
+        # without the lock, the process named there may be alive
+        dead = _read(file) if _lock(file, compiled) else ""
+        _clear_baton(folder / _BATON_FILE, dead, builder.name)
         if not compiled.exists():
             LOGGER.info(f"DeepSpeed compiles {builder.name}, {_HOW_LONG}")
         _write(file, f"process {os.getpid()} on {socket.gethostname()}")
@@ -47,7 +52,8 @@ def load_op(builder: Any) -> Any:
             _write(file, "")
 
 
-def _lock(file: TextIO, compiled: Path) -> None:
+def _lock(file: TextIO, compiled: Path) -> bool:
+    """Wait for the lock; return False on a file system without locks."""
     try:
         try:
             fcntl.lockf(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
@@ -56,8 +62,10 @@ def _lock(file: TextIO, compiled: Path) -> None:
                 who = _read(file) or "another process"
                 LOGGER.info(f"Waiting for {who}, which compiles {compiled.stem}, {_HOW_LONG}")
             fcntl.lockf(file, fcntl.LOCK_EX)
-    except OSError as error:  # a file system without locks: better to compile than to give up
+    except OSError as error:  # better to compile than to give up
         LOGGER.warning(f"{file.name} is not locked: {error.strerror}")
+        return False
+    return True
 
 
 def _clear_baton(baton: Path, dead: str, name: str) -> None:
@@ -84,7 +92,7 @@ def _is_open(path: Path) -> bool:
     """Return whether a process of this user and machine has a file open, as torch has its lock while it compiles."""
     for link in Path("/proc").glob("[0-9]*/fd/*"):
         with contextlib.suppress(OSError):  # the process has ended, or is another user's
-            if os.readlink(link) == str(path):
+            if os.readlink(link) == str(path.resolve()):
                 return True
     return False
 

@@ -1,5 +1,6 @@
 """One process compiles at a time, and a build that was killed is noticed: real processes, torch's own lock."""
 
+import errno
 import logging
 import os
 import signal
@@ -133,6 +134,22 @@ def test_a_program_that_is_compiling_is_waited_for(folder: Path, monkeypatch: py
     baton.release()
     thread.join(timeout=60)
     assert found == ["compiled"]
+
+
+def test_without_file_locks_a_named_process_is_not_taken_for_dead(
+    folder: Path, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(compiled_op, "_UNHELD_SECONDS", 0.3)
+
+    def no_locks(*_: object) -> None:
+        raise OSError(errno.ENOLCK, "No locks available")
+
+    monkeypatch.setattr(compiled_op.fcntl, "lockf", no_locks)
+    (folder / "recipes.lock").write_text("process 1 on here")
+    (folder / "lock").touch()
+    assert load_op(make_builder(folder)) == "compiled"
+    assert "is not locked: No locks available" in caplog.text
+    assert "was killed" not in caplog.text
 
 
 def test_a_failed_build_names_no_dead_process(folder: Path, caplog: pytest.LogCaptureFixture) -> None:
