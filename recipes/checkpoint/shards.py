@@ -166,17 +166,13 @@ def _read_like(parameter: Tensor, saved: Any) -> Any:
         return saved
     if not (isinstance(parameter, DTensor) and saved.shape == parameter.shape):
         return saved.read()
-    local = parameter.to_local()
-    state = _read_local(parameter, saved).view(local.shape).to(local.device)
-    return DTensor.from_local(
-        state,
-        parameter.device_mesh,
-        parameter.placements,
-        run_check=False,
-        # given, because torch would infer an even division, which the last rank's shard may not have
-        shape=parameter.shape,
-        stride=parameter.stride(),
-    )
+    values = _read_local(parameter, saved)  # [elements of this rank], in host memory
+    # placed as the parameter's own shard: `DTensor.from_local` would move it to the device of the mesh, and a run with
+    # offloaded weights would fill its GPU with optimizer state
+    state: Any = torch.empty_like(parameter.detach(), dtype=values.dtype)
+    local = state.to_local()
+    local.copy_(values.view(local.shape))
+    return state
 
 
 def _read_local(tensor: Tensor, saved: SavedTensor) -> Tensor:

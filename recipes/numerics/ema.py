@@ -49,8 +49,8 @@ def _average(optimizer: torch.optim.Optimizer, new_weight: float) -> None:
     if skipped is None:
         torch._foreach_lerp_(averages, weights, new_weight)
     else:
-        # 0-dim; _foreach_lerp_ accepts no tensor on the device as weight
-        applied = (new_weight * (1 - skipped)).to(averages[0].dtype)
+        # 0-dim, where the averages are; _foreach_lerp_ accepts no tensor on the device as weight
+        applied = (new_weight * (1 - skipped)).to(averages[0].device, averages[0].dtype)
         for average, weight in zip(averages, weights, strict=True):
             average.lerp_(weight, applied)
 

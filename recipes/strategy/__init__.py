@@ -5,6 +5,7 @@ from typing import Any, Protocol
 
 import torch
 from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
 
 from recipes.clipping import Clipping
 from recipes.errors import ConfigError
@@ -99,15 +100,27 @@ def get_blocks(model: nn.Module, option: str) -> Iterable[nn.Module]:
 def skip_step(optimizer: torch.optim.Optimizer, parameters: Iterable[nn.Parameter], skips: Tensor) -> None:
     """Make the next step of an optimizer a no-op where a 0-dim bool tensor is true.
 
-    A fused optimizer on a GPU reads the flag on the device. For any other the gradients are dropped: the flag is
+    A fused optimizer of parameters on a GPU reads the flag there. For any other the gradients are dropped: the flag is
     read on the host, which is free on a CPU and waits once for a GPU.
     """
     # `found_inf` must be set on torch's optimizer: on Lightning's wrapper the fused kernel would not see it
     inner: Any = unwrap_optimizer(optimizer)
+    parameters = list(parameters)
     is_fused = all(group.get("fused") for group in inner.param_groups)
+    # where the kernel runs: under FSDP with offload the norm, and so the flag, lies on the GPU and the weights on the
+    # host, to which torch's optimizers copy the flag without waiting for it
+    device = get_local_device(parameters)
     # without state the first step creates it even when skipped, so it must not run at all
-    if skips.is_cuda and is_fused and inner.state:
-        inner.found_inf = skips.float()
-    elif bool(skips):
+    if device.type == "cuda" and is_fused and inner.state:
+        inner.found_inf = skips.to(device, torch.float32)
+        return
+    inner.found_inf = None  # that of an earlier step: a rollback to before the first step leaves no state
+    if bool(skips):
         for parameter in parameters:
             parameter.grad = None
+
+
+def get_local_device(parameters: Iterable[nn.Parameter]) -> torch.device:
+    """Return where this rank holds parameters, or its shards of them: the host under FSDP with offload."""
+    parameter = next(iter(parameters))
+    return parameter.to_local().device if isinstance(parameter, DTensor) else parameter.device

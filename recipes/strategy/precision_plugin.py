@@ -14,6 +14,7 @@ from typing_extensions import override
 
 from recipes.lightning_internals import is_accumulating
 from recipes.precision import Precision
+from recipes.strategy import get_local_device
 
 
 class CountingScaler(torch.amp.GradScaler):
@@ -26,6 +27,19 @@ class CountingScaler(torch.amp.GradScaler):
     """
 
     num_overflows: int = 0
+
+    @override
+    def _unscale_grads_(
+        self,
+        optimizer: torch.optim.Optimizer,
+        inv_scale: torch.Tensor,
+        found_inf: torch.Tensor,
+        allow_fp16: bool,
+    ) -> dict[torch.device, torch.Tensor]:
+        # torch 2.13 copies both to the gradients' device without waiting. Offloaded gradients are on the host, where
+        # the kernel would read the copies before they have arrived
+        device = get_local_device(parameter for group in optimizer.param_groups for parameter in group["params"])
+        return super()._unscale_grads_(optimizer, inv_scale.to(device), found_inf.to(device), allow_fp16)
 
     @override
     def _maybe_opt_step(
