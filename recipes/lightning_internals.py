@@ -4,11 +4,13 @@ Methods of Lightning that a subclass must override under a private name stay in 
 (`recipes.strategy.precision_plugin.ZeroPrecision`).
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import Any
 
 import lightning.pytorch as lightning
 from lightning.pytorch.core.optimizer import LightningOptimizer
-from lightning.pytorch.strategies import DeepSpeedStrategy, ModelParallelStrategy
+from lightning.pytorch.strategies import DeepSpeedStrategy, ModelParallelStrategy, Strategy
 from torch.distributed.device_mesh import init_device_mesh
 from torch.optim import Optimizer
 
@@ -89,6 +91,25 @@ def join_deepspeed_process_group(strategy: DeepSpeedStrategy) -> None:
 def complete_deepspeed_config(strategy: DeepSpeedStrategy) -> None:
     """Add batch size and precision to DeepSpeed's config before `zero.Init` reads it (2.6.6)."""
     strategy._init_config_if_needed()
+
+
+@contextmanager
+def state_left_on_device(strategy: Strategy) -> Iterator[None]:
+    """Make `Strategy.teardown` leave weights and optimizer state where they are.
+
+    Lightning 2.6.6 copies both to pageable host memory on every rank, also after an error: 12 bytes a parameter and
+    replica, which all processes of a node need at once, for a process that is about to end.
+    """
+    optimizers, strategy.optimizers = strategy.optimizers, []
+    module: Any = strategy.lightning_module
+    if module is not None:
+        module.cpu = lambda: module  # hides the method of its class
+    try:
+        yield
+    finally:
+        strategy.optimizers = optimizers
+        if module is not None:
+            del module.cpu
 
 
 def unwrap_optimizer(optimizer: Optimizer) -> Optimizer:

@@ -7,6 +7,7 @@ import lightning.pytorch as lightning
 import torch
 from lightning.pytorch.plugins.io import CheckpointIO
 from lightning.pytorch.strategies import DDPStrategy
+from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 from typing_extensions import override
 
@@ -50,6 +51,16 @@ class DDP(TorchNativeMixin, ShardSavingMixin, DDPStrategy):
             gradient_as_bucket_view=True,
             broadcast_buffers=False,
         )
+
+    @override
+    def _setup_model(self, model: nn.Module) -> DistributedDataParallel:
+        """Wrap the model on the stream that trains.
+
+        Lightning 2.6.6 wraps it on a stream of its own, for CUDA graphs of the whole network (#21567, fixed after
+        2.6.6 by #21746). The nodes that accumulate gradients then belong to that stream: torch 2.13 warns on every
+        rank, and synchronizes the streams for every parameter of every backward pass.
+        """
+        return DistributedDataParallel(module=model, device_ids=self.determine_ddp_device_ids(), **self._ddp_kwargs)
 
     @override
     def setup(self, trainer: lightning.Trainer) -> None:

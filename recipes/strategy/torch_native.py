@@ -4,6 +4,7 @@ The norm costs one read of the gradients, and one all-reduce where they are shar
 """
 
 from collections.abc import Callable, Iterable
+from typing import Any
 
 import torch
 from lightning.pytorch.plugins import Precision as Plugin
@@ -11,6 +12,7 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor, Partial, Shard
 
 from recipes.clipping import Clipping
+from recipes.lightning_internals import state_left_on_device
 from recipes.numerics.collectives import sum_over_ranks
 from recipes.strategy import StepGuard, skip_step
 from recipes.strategy.precision_plugin import get_loss_scale, get_num_overflows
@@ -43,6 +45,12 @@ class TorchNativeMixin:
         """Put the full model on the device; weights depend on seed and name alone, so all ranks have the same."""
         model.to_empty(device=self.root_device)
         initialize(model)
+
+    def teardown(self) -> None:
+        """End the run without a copy of its state to the host."""
+        strategy: Any = self
+        with state_left_on_device(strategy):
+            super().teardown()  # type: ignore[misc]
 
     def prepare_optimizer(self, optimizer: torch.optim.Optimizer) -> torch.optim.Optimizer:
         """Return the optimizer unchanged."""

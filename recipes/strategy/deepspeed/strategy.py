@@ -22,6 +22,7 @@ from recipes.lightning_internals import (
     complete_deepspeed_config,
     is_accumulating,
     join_deepspeed_process_group,
+    state_left_on_device,
 )
 from recipes.numerics.collectives import sum_over_ranks
 from recipes.precision import Precision, to_deepspeed_config
@@ -184,6 +185,12 @@ class DeepSpeedZero(StepGuardMixin, TrainStateMixin, PerRankSavingMixin, DeepSpe
             attach_scaler(optimizer)
         # after the scaler: the guard must be the outer wrapper of `_update_scale`, or it would decide after the update
         self._step_guard = ZeroStepGuard(optimizer)
+
+    @override
+    def teardown(self) -> None:
+        """End the run without a copy of its state to the host."""
+        with state_left_on_device(self):
+            super().teardown()
 
     @override
     def backward(self, closure_loss: Tensor, *args: Any, **kwargs: Any) -> Tensor:

@@ -8,7 +8,7 @@ import pytest
 import torch
 from lightning.pytorch.loops.training_epoch_loop import _TrainingEpochLoop
 from lightning.pytorch.plugins import DeepSpeedPrecision
-from lightning.pytorch.strategies import DeepSpeedStrategy
+from lightning.pytorch.strategies import DDPStrategy, DeepSpeedStrategy, Strategy
 from lightning.pytorch.trainer.connectors.signal_connector import _SignalConnector
 from torch.nn.parallel import DistributedDataParallel
 
@@ -44,6 +44,18 @@ def test_lightning_still_broadcasts_before_every_micro_batch() -> None:
 def test_lightning_still_broadcasts_inside_its_signal_handler() -> None:
     """2.6.6, `lightning_internals.disable_signal_handling`."""
     assert "dist.broadcast(" in inspect.getsource(_SignalConnector._sigterm_notifier_fn)
+
+
+def test_lightning_still_wraps_ddp_on_a_stream_of_its_own() -> None:
+    """#21567, `DDP._setup_model`."""
+    assert "torch.cuda.stream(torch.cuda.Stream())" in inspect.getsource(DDPStrategy._setup_model)
+
+
+def test_lightning_still_copies_the_state_to_the_host_when_a_run_ends() -> None:
+    """2.6.6, `lightning_internals.state_left_on_device`."""
+    source = inspect.getsource(Strategy.teardown)
+    assert '_optimizers_to_device(self.optimizers, torch.device("cpu"))' in source
+    assert "self.lightning_module.cpu()" in source
 
 
 def test_deepspeed_still_links_optimizer_state_when_only_the_first_group_has_any() -> None:
