@@ -10,7 +10,6 @@ import threading
 import time
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
-from datetime import timedelta
 from pathlib import Path
 from typing import Any
 
@@ -22,9 +21,9 @@ from recipes.checkpoint.manifest import MANIFEST_FILE, FileRecord, Manifest, fin
 from recipes.checkpoint.retention import LAST, UNFINISHED, set_aside, update_symlink
 from recipes.checkpoint.shard_file import Part, write_shard
 from recipes.checkpoint.staging import HostStaging
+from recipes.runtime.host_group import connect_hosts
 
 LOGGER = logging.getLogger("lightning_recipes")
-_NEVER = timedelta(days=1)
 _DISK_FIX = "make room or fix the disk, or checkpoint.keep_last=1"
 
 
@@ -99,7 +98,7 @@ class CheckpointWriter:
         that differs between ranks: a deadlock. Without a long timeout a slow disk on one rank would end the run.
         """
         if dist.is_initialized() and dist.get_world_size() > 1:
-            self._group = dist.new_group(backend="gloo", timeout=_NEVER)
+            self._group = connect_hosts()
 
     def begin(self, path: Path, plain: Mapping[str, Any], parts: Mapping[str, Part], manifest: Manifest) -> None:
         """Start to save; waits for the save before this one.

@@ -5,7 +5,7 @@ A full window slides by half. Positions are absolute (learned, or rotated keys i
 """
 
 import inspect
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 
 import torch
@@ -27,6 +27,7 @@ def generate(
     seed: int,
     end_of_text: int | None = None,
     use_cache: bool = True,
+    agree: Callable[[int], int] | None = None,
 ) -> list[int]:
     """Continue `prompt_tokens` in evaluation mode, without compilation; the model's mode is restored.
 
@@ -41,6 +42,9 @@ def generate(
         end_of_text: Stop when this token is sampled; it is not returned. None: never.
         use_cache: False reads the whole window for every token: slower, the same tokens; a model whose `forward` has
             no `cache` argument always does.
+        agree: Returns rank 0's token on every rank. On different GPUs the last bits of logits differ, and so may the
+            sampled tokens: where weights are sharded, a rank that ended earlier would leave the others waiting in a
+            collective. None: this process generates alone.
 
     Returns:
         Only the new tokens.
@@ -58,6 +62,8 @@ def generate(
             logits = window.read(prompt_tokens if step == 0 else new_tokens[-1:])  # [V]
             probabilities = sampling_probabilities(logits, temperature=temperature, top_k=top_k, top_p=top_p)
             token = int(torch.multinomial(probabilities, 1, generator=rng))
+            if agree is not None:
+                token = agree(token)
             if token == end_of_text:
                 break
             new_tokens.append(token)

@@ -7,6 +7,8 @@ import threading
 from pathlib import Path
 from typing import NoReturn
 
+_EXIT_SECONDS = 60.0  # for the exit functions of a rank that has failed, such as the upload of its last metrics
+
 
 def python_path() -> str:
     """Return PYTHONPATH for a child process: this project, then what the user has set."""
@@ -40,10 +42,20 @@ def exit_process(exit_code: int) -> NoReturn:
 
     Gloo's threads release tensors after a collective has ended and need the interpreter for it: a rank whose
     interpreter is being finalized aborts then (pytorch #190489 and #179291, torch 2.13). `atexit` functions still run.
+    A rank that has failed does not wait for its peers: they may wait for it in a collective, and torchrun ends them
+    once it sees this process end.
     """
     distributed = sys.modules.get("torch.distributed")
     if distributed is None or not distributed.is_available() or not distributed.is_initialized():
         sys.exit(exit_code)
+    if exit_code:
+        timer = threading.Timer(_EXIT_SECONDS, os._exit, [exit_code])
+        timer.daemon = True
+        timer.start()
+        if distributed.get_backend() == "nccl":
+            # Lightning destroys the group at exit (2.6.6, `_init_dist_connection`), which for NCCL is a collective;
+            # once aborted there is none left to destroy
+            distributed.distributed_c10d._abort_process_group()
     atexit._run_exitfuncs()
     sys.stdout.flush()
     sys.stderr.flush()

@@ -7,15 +7,15 @@ exchange how far each rank is, and a rank that completes its step meanwhile wait
 import math
 import threading
 from collections.abc import Sequence
-from datetime import timedelta
 from typing import Any
 
 import torch.distributed as dist
 from torch.distributed.distributed_c10d import PrefixStore, _get_default_store
 
+from recipes.runtime.host_group import connect_hosts
+
 _POLL_SECONDS = 0.25
 _CLOSE_SECONDS = 2.0  # join timeout: an exchange that a peer never joins would block
-_GROUP_TIMEOUT = timedelta(days=1)
 # a step and the index of the check within its validation: where weights are sharded, validation batches run
 # collectives too, so that all ranks must leave a validation after the same batch
 _Point = tuple[int, float]
@@ -39,7 +39,7 @@ class StepAgreement:
         self._alone = not dist.is_initialized() or dist.get_world_size() == 1
         if not self._alone:
             # a group of its own: its collectives run in another thread than those of training
-            self._group = dist.new_group(backend="gloo", timeout=_GROUP_TIMEOUT)
+            self._group = connect_hosts()
             name = f"step_agreement_{self._group.group_name}"
             self._store: Any = PrefixStore(name, _get_default_store())
             self._thread = threading.Thread(target=self._poll, name="agreement", daemon=True)

@@ -58,7 +58,7 @@ class LanguageModeling(TrainingTask):
         top_p: float | None,
         seed: int,
     ) -> str | None:
-        """Return the continuation of a prompt, without the prompt; None without a tokenizer.
+        """Return the continuation of a prompt, without the prompt; None without a tokenizer. Call on every rank.
 
         Args:
             prompt: Text; an empty one starts a new document.
@@ -81,5 +81,6 @@ class LanguageModeling(TrainingTask):
                 top_p=top_p,
                 seed=seed,
                 end_of_text=self.tokenizer.end_of_text,
+                agree=self.trainer.strategy.broadcast,
             )
         return self.tokenizer.decode(tokens)

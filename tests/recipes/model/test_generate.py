@@ -1,6 +1,8 @@
 """Generation: with the cache and without it the same tokens; sampling probabilities by arithmetic."""
 
+import contextlib
 import math
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -11,6 +13,7 @@ from recipes.model.decoder import KeyValueCache, causal_mask
 from recipes.model.generate import generate, sampling_probabilities
 from recipes.model.gpt2 import GPT2
 from recipes.model.llama import Llama
+from recipes.task.language_modeling import LanguageModeling
 
 torch.set_num_threads(1)
 
@@ -198,3 +201,42 @@ def test_an_empty_prompt_is_rejected() -> None:
 def test_the_mask_of_two_new_tokens_after_three_held() -> None:
     mask = causal_mask(2, num_held=5, device=torch.device("cpu"))
     assert mask.tolist() == [[True] * 4 + [False], [True] * 5]
+
+
+def test_a_task_samples_the_tokens_of_rank_0() -> None:
+    sent: list[int] = []
+
+    class Strategy:
+        """Rank 0 has sampled the token 5 each time."""
+
+        def broadcast(self, token: int) -> int:
+            sent.append(token)
+            return 5
+
+    class Tokens:
+        end_of_text = 0
+
+        def encode(self, text: str) -> list[int]:
+            return [1, 2]
+
+        def decode(self, tokens: list[int]) -> str:
+            return str(tokens)
+
+    task = SimpleNamespace(
+        tokenizer=Tokens(),
+        model=model_of("gpt2"),
+        trainer=SimpleNamespace(
+            strategy=Strategy(), precision_plugin=SimpleNamespace(forward_context=contextlib.nullcontext)
+        ),
+    )
+    text = LanguageModeling.generate_text(
+        task,  # type: ignore[arg-type]
+        "a prompt",
+        3,
+        temperature=1.0,
+        top_k=None,
+        top_p=None,
+        seed=0,
+    )
+    assert text == "[5, 5, 5]"
+    assert len(sent) == 3
