@@ -15,6 +15,7 @@ from recipes.config.check.types import to_setting
 from recipes.config.signature import read_signature
 from recipes.config.traits import get_traits
 from recipes.errors import ConfigError
+from recipes.runtime.world import num_gpus
 
 _FSDP = "strategy=fsdp strategy.cpu_offload=true"
 _NVME = "strategy=deepspeed_stage_3_nvme strategy.nvme_path="
@@ -104,12 +105,20 @@ def _check_folder(path: str | None, settings: str) -> Iterator[ConfigError]:
 _LIBAIO_PROGRAM = "#include <libaio.h>\nint main() { return io_submit(0, 0, 0); }\n"
 
 
-def check_toolchain(strategy: Mapping[str, Any], optimizer: Mapping[str, Any]) -> Iterator[ConfigError]:
-    """Check that DeepSpeed is installed, and a compiler if it will compile an operator on first use."""
+def check_toolchain(
+    strategy: Mapping[str, Any], optimizer: Mapping[str, Any], *, accelerator: str | None
+) -> Iterator[ConfigError]:
+    """Check that DeepSpeed is installed, and a compiler if it will compile an operator on first use.
+
+    Args:
+        strategy: Config node.
+        optimizer: Config node.
+        accelerator: Of the Trainer; None is its default, a GPU if there is one.
+    """
     if "stage" not in strategy:
         return
-    home = _deepspeed_folder()
-    if home is None:
+    installed = _deepspeed_folder()
+    if installed is None:
         yield ConfigError(
             get_traits(strategy).typed,
             "DeepSpeed is not installed",
@@ -118,8 +127,8 @@ def check_toolchain(strategy: Mapping[str, Any], optimizer: Mapping[str, Any]) -
         return
     disk, device = get_disk_settings(strategy), strategy["offload_optimizer"]
     is_adam = str(optimizer["_target_"]).lower().endswith(("adam", "adamw"))
-    compiles_adam = is_adam and device and not any(home.glob("ops/adam/cpu_adam_op*.so"))
-    compiles_disk = disk and not any(home.glob("ops/aio/async_io_op*.so"))
+    compiles_adam = is_adam and device and not any(installed.glob("ops/adam/cpu_adam_op*.so"))
+    compiles_disk = disk and not any(installed.glob("ops/aio/async_io_op*.so"))
     missing = list(_missing_tools()) if compiles_adam or compiles_disk else []
     if missing:
         typed = f"strategy.offload_optimizer={device}" if compiles_adam else disk
@@ -135,6 +144,24 @@ def check_toolchain(strategy: Mapping[str, Any], optimizer: Mapping[str, Any]) -
             "DeepSpeed uses libaio for the disk, and a test program that includes libaio.h failed to compile",
             "apt install libaio-dev (or yum install libaio-devel)",
         )
+    elif compiles_disk and accelerator != "cpu" and num_gpus() and (home := _missing_cuda_home()) is not None:
+        yield ConfigError(
+            disk,
+            f"on a GPU DeepSpeed compiles its disk access against the CUDA toolkit, and there is no {home}/bin/nvcc",
+            "export CUDA_HOME=<a CUDA toolkit of torch's version>, or strategy=deepspeed_stage_3_offload",
+        )
+
+
+def _missing_cuda_home() -> str | None:
+    """Return where torch's builder looks for the CUDA toolkit if it is not there; None if it is.
+
+    The places are those of `_find_cuda_home` in torch/utils/cpp_extension.py (2.13).
+    """
+    on_path = shutil.which("nvcc")
+    home = os.environ.get("CUDA_HOME") or os.environ.get("CUDA_PATH")
+    home = home or (str(Path(on_path).parents[1]) if on_path else "/usr/local/cuda")
+    is_amd = Path("/dev/kfd").exists()  # which has a toolkit of its own
+    return None if is_amd or (Path(home) / "bin" / "nvcc").is_file() else home
 
 
 def _missing_tools() -> Iterator[tuple[str, str]]:

@@ -36,7 +36,7 @@ def check_strategy(config: Mapping[str, Any], world_size: int | None) -> Iterato
         yield _reject_device_list(devices, strategy)
     if trainer.get("sync_batchnorm"):
         yield from _check_sync_batchnorm(strategy, to_setting(trainer["sync_batchnorm"]))
-    yield from check_toolchain(strategy, config["optimizer"])
+    yield from check_toolchain(strategy, config["optimizer"], accelerator=trainer.get("accelerator"))
 
 
 def _reject_device_list(devices: list[int], strategy: Mapping[str, Any]) -> ConfigError:

@@ -9,6 +9,10 @@ from torch import Tensor, nn
 
 ALIGNMENT = 1024  # elements; DeepSpeed needs an even number for NCCL
 BUCKET_ELEMENTS = 200_000_000  # Lightning's default: 0.8 GB in float32, twice that if communication overlaps
+# Elements of a rank's shard that are in host memory at a time while the optimizer steps, where a disk holds the rest:
+# four page-locked buffers of this size, 1.6 GB in float32. DeepSpeed closes a group with the parameter that fills it.
+DISK_SUB_GROUP = 100_000_000
+DISK_THREADS = 4  # that share each read and write of the disk; one thread leaves an NVMe disk idle
 Slots = list[tuple[nn.Module, str]]  # modules and attribute names under which one parameter is used
 
 

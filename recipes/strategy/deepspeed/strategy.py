@@ -30,7 +30,7 @@ from recipes.strategy import get_blocks
 from recipes.strategy.deepspeed.checkpoint import ZeroState
 from recipes.strategy.deepspeed.compiled_op import load_op
 from recipes.strategy.deepspeed.loss_scale import attach_scaler, load_scaler_state, scaler_state
-from recipes.strategy.deepspeed.partition import fit_buckets, partition
+from recipes.strategy.deepspeed.partition import DISK_SUB_GROUP, DISK_THREADS, fit_buckets, partition
 from recipes.strategy.deepspeed.step_guard import StepGuardMixin, ZeroStepGuard
 from recipes.strategy.deepspeed.train_state import TrainStateMixin
 from recipes.strategy.precision_plugin import ZeroPrecision
@@ -86,6 +86,7 @@ class DeepSpeedZero(StepGuardMixin, TrainStateMixin, PerRankSavingMixin, DeepSpe
             nvme_path=nvme_path or "",
             pin_memory=on_gpu,
             overlap_comm=on_gpu,
+            sub_group_size=DISK_SUB_GROUP if "nvme" in (offload_optimizer, offload_parameters) else 10**12,
             logging_level=logging.WARNING,
             precision_plugin=ZeroPrecision(precision, devices[0]),
             process_group_backend=None if on_gpu else "gloo",
@@ -96,6 +97,8 @@ class DeepSpeedZero(StepGuardMixin, TrainStateMixin, PerRankSavingMixin, DeepSpe
         # else DeepSpeed rejects every offloaded optimizer but DeepSpeedCPUAdam: SGD has no such form
         self.config["zero_force_ds_cpu_optimizer"] = False
         self.config |= to_deepspeed_config(precision)
+        # Lightning's `thread_count` sets a name that DeepSpeed 0.19.8 does not read
+        self.config["aio"]["intra_op_parallelism"] = DISK_THREADS
         self._offload_optimizer = offload_optimizer
         self._uses_disk = "nvme" in (offload_optimizer, offload_parameters)
         self._precision = precision
@@ -117,6 +120,13 @@ class DeepSpeedZero(StepGuardMixin, TrainStateMixin, PerRankSavingMixin, DeepSpe
             assert callable(backend.build_shm_op), "DeepSpeed's backend calls it first"
             backend.build_shm_op = lambda: None
         join_deepspeed_process_group(self)
+
+    @override
+    def _set_node_environment_variables(self) -> None:
+        """Name this rank's GPU by LOCAL_RANK, all that DeepSpeed looks at: 0 where each rank sees one GPU alone."""
+        super()._set_node_environment_variables()
+        if self.root_device.type == "cuda":
+            os.environ["LOCAL_RANK"] = str(self.root_device.index)
 
     @property
     @override

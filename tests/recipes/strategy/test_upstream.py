@@ -97,6 +97,23 @@ def test_deepspeed_still_starts_a_program_to_count_the_devices_of_a_cpu(monkeypa
     assert started == [["numactl", "--hardware"]] * 2
 
 
+def test_deepspeed_still_needs_the_cuda_toolkit_for_disk_access_alone() -> None:
+    """0.19.8, `recipes.config.check.deepspeed.check_toolchain`; its CPU Adam is built without."""
+    from deepspeed.ops.op_builder import async_io
+    from deepspeed.ops.op_builder.cpu import cpu_adam
+
+    needed = 'os.path.join(torch.utils.cpp_extension.CUDA_HOME, "include")'
+    assert needed in inspect.getsource(async_io.AsyncIOBuilder.include_paths)
+    assert "CUDA_HOME" not in inspect.getsource(cpu_adam)
+
+
+def test_deepspeed_still_ignores_the_number_of_threads_that_lightning_sets() -> None:
+    """0.19.8 and 2.6.6, `DeepSpeedZero.__init__`."""
+    from deepspeed.runtime.swap_tensor.aio_config import get_aio_config
+
+    assert get_aio_config({"aio": {"thread_count": 4}})["intra_op_parallelism"] == 1
+
+
 def test_deepspeed_cpu_adam_still_rounds_differently_where_steps_are_left_out() -> None:
     """0.19.8, `recipes.strategy.deepspeed.checkpoint.advance_step_count`: the last bit differs at some step."""
     from deepspeed.ops.op_builder import CPUAdamBuilder

@@ -1,10 +1,12 @@
 """The check of what DeepSpeed needs on a machine to compile its optimizers, before DeepSpeed is imported."""
 
+import inspect
 import shutil
 import subprocess
 from pathlib import Path
 
 import pytest
+from torch.utils import cpp_extension
 
 from recipes.config import compose_and_check
 from recipes.config.check import deepspeed as deepspeed_check
@@ -32,7 +34,7 @@ def test_the_error_without_deepspeed_names_the_extra(monkeypatch: pytest.MonkeyP
         "stage": 2,
         "offload_optimizer": None,
     }
-    [mistake] = deepspeed_check.check_toolchain(strategy, {})
+    [mistake] = deepspeed_check.check_toolchain(strategy, {}, accelerator="auto")
     assert str(mistake) == (
         "strategy=deepspeed_stage_2: DeepSpeed is not installed; type pip install -e '.[deepspeed]'"
     )
@@ -102,6 +104,49 @@ def test_the_error_without_libaio_names_its_package(monkeypatch: pytest.MonkeyPa
         " and a test program that includes libaio.h failed to compile;"
         " type apt install libaio-dev (or yum install libaio-devel)"
     ]
+
+
+@pytest.fixture
+def gpu_without_toolkit(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Path:
+    """Pretend that there are GPUs, and a CUDA toolkit without a compiler, as in an image that only runs programs."""
+    monkeypatch.setattr(deepspeed_check, "num_gpus", lambda: 8)
+    monkeypatch.setenv("CUDA_HOME", str(tmp_path / "cuda"))
+    return tmp_path / "cuda"
+
+
+def test_on_a_gpu_disk_access_needs_the_cuda_toolkit(gpu_without_toolkit: Path, tmp_path: Path) -> None:
+    """Without it DeepSpeed 0.19.8 fails when training starts, with `expected str, bytes or os.PathLike object`."""
+    typed = ("strategy=deepspeed_stage_3_nvme", f"strategy.nvme_path={tmp_path}")
+    assert _messages(*typed) == [
+        "strategy.offload_optimizer=nvme strategy.offload_parameters=nvme: on a GPU DeepSpeed compiles its disk access"
+        f" against the CUDA toolkit, and there is no {gpu_without_toolkit}/bin/nvcc; type export CUDA_HOME=<a CUDA"
+        " toolkit of torch's version>, or strategy=deepspeed_stage_3_offload"
+    ]
+    assert _messages("trainer.accelerator=cpu", *typed) == []
+    (gpu_without_toolkit / "bin").mkdir(parents=True)
+    (gpu_without_toolkit / "bin" / "nvcc").touch()
+    assert _messages(*typed) == []
+
+
+def test_the_cuda_toolkit_is_looked_for_where_torch_does(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    monkeypatch.delenv("CUDA_HOME", raising=False)
+    monkeypatch.delenv("CUDA_PATH", raising=False)
+    _hide_programs(monkeypatch, "nvcc")
+    source = inspect.getsource(cpp_extension._find_cuda_home)
+    assert "'/usr/local/cuda'" in source
+    if not Path("/usr/local/cuda/bin/nvcc").exists():
+        assert deepspeed_check._missing_cuda_home() == "/usr/local/cuda"
+    nvcc = tmp_path / "toolkit" / "bin" / "nvcc"
+    nvcc.parent.mkdir(parents=True)
+    nvcc.touch()
+    monkeypatch.setattr(deepspeed_check.shutil, "which", lambda name: str(nvcc))
+    assert deepspeed_check._missing_cuda_home() is None
+    monkeypatch.setenv("CUDA_PATH", "/no/such")
+    assert deepspeed_check._missing_cuda_home() == "/no/such"
+
+
+def test_weights_in_host_memory_need_no_cuda_toolkit(gpu_without_toolkit: Path) -> None:
+    assert _messages("strategy=deepspeed_stage_3_offload") == []
 
 
 @pytest.mark.skipif(not HAS_COMPILER, reason="no C++ compiler")

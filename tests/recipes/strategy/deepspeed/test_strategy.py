@@ -69,6 +69,32 @@ def test_offloaded_parameters_name_their_device_and_folder(device: str) -> None:
     assert "offload_optimizer" not in zero
 
 
+@pytest.mark.parametrize(
+    ("settings", "num_elements"),
+    [
+        ({"offload_optimizer": "nvme", "offload_parameters": "nvme", "nvme_path": "/disk"}, 10**8),
+        ({"offload_optimizer": "nvme", "nvme_path": "/disk"}, 10**8),
+        ({"offload_optimizer": "cpu", "offload_parameters": "cpu"}, 10**12),
+        ({}, 10**12),
+    ],
+)
+def test_a_disk_keeps_all_but_a_group_of_parameters_out_of_host_memory(
+    settings: dict[str, Any], num_elements: int
+) -> None:
+    """DeepSpeed locks four buffers of a group's size in host memory: with one group for all, 16/N bytes a parameter."""
+    from deepspeed.runtime.zero.config import DeepSpeedZeroConfig
+
+    zero = make_config(stage=3, **settings)["zero_optimization"]
+    assert DeepSpeedZeroConfig(**zero).sub_group_size == num_elements
+
+
+def test_several_threads_read_and_write_the_disk() -> None:
+    from deepspeed.runtime.swap_tensor.aio_config import get_aio_config
+
+    config = make_config(stage=3, offload_optimizer="nvme", nvme_path="/disk")
+    assert get_aio_config(config)["intra_op_parallelism"] == 4
+
+
 def test_any_optimizer_may_be_offloaded() -> None:
     """DeepSpeed would otherwise reject SGD in host memory."""
     assert make_config(offload_optimizer="cpu")["zero_force_ds_cpu_optimizer"] is False
