@@ -34,7 +34,7 @@ from recipes.logger.writers import RowWriter, SummaryWriter
 from recipes.numerics.accumulation import Accumulation, divide
 from recipes.precision import Precision
 from recipes.run_folder import TOKENIZER_FOLDER, find_run_folder
-from recipes.runtime.world import Ranks
+from recipes.runtime.world import Ranks, has_own_gpu
 from recipes.task.base import TrainingTask
 
 SINGLE_DEVICE = {"_target_": "recipes.strategy.single.SingleDevice", "_partial_": True}
@@ -117,10 +117,12 @@ def build(config: Config, folder: Path, overrides: list[str]) -> Run:
         eval_samples=config["eval_samples"] if is_training else None,
     )
     trainer = _build_trainer(config, folder, ranks, devices, precision, accumulation, is_training=is_training)
+    task = _build_task(config, precision)
+    task.awaits_checkpoint = checkpoint is not None  # every mode loads it
     return Run(
         name=config["name"],
         folder=folder,
-        task=_build_task(config, precision),
+        task=task,
         data=data,
         trainer=trainer,
         precision=precision,
@@ -173,10 +175,14 @@ def _build_trainer(
     # other modes run on one device, which reads the checkpoint of any strategy
     node = config["strategy"] if is_training else SINGLE_DEVICE
     strategy = _make(node)(devices=devices, precision=precision, checkpoint_io=saver.checkpoint_io)
+    indices = list(dict.fromkeys(device.index for device in devices))
+    if devices[0].type == "cuda" and len(indices) < len(devices):
+        # each rank sees one GPU alone, under the same index; a Trainer would take no GPU twice
+        strategy.parallel_devices = devices
     make_trainer = _make(config["trainer"] | {"_partial_": True})
     trainer: lightning.Trainer = make_trainer(
         accelerator=devices[0].type,
-        devices=[d.index for d in devices] if devices[0].type == "cuda" else len(devices),
+        devices=indices if devices[0].type == "cuda" else len(devices),
         num_nodes=ranks.num_nodes,
         accumulate_grad_batches=accumulation.num_micro_batches,
         strategy=strategy,
@@ -236,6 +242,8 @@ def _get_devices(trainer: Config, ranks: Ranks) -> list[torch.device]:
         )
     if not has_gpu or accelerator == "cpu":
         return [torch.device("cpu")] * ranks.per_node
+    if ranks.per_node > torch.cuda.device_count() == 1 and has_own_gpu():
+        return [torch.device("cuda", 0)] * ranks.per_node
     indices = requested if isinstance(requested, list) else range(ranks.per_node)
     return [torch.device("cuda", index) for index in indices][: ranks.per_node]
 

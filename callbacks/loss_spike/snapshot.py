@@ -15,11 +15,30 @@ EARLY = "buffer/"  # prefix of tensors that the next forward pass changes: clone
 Named = Iterable[tuple[str, Tensor]]
 
 
+class CopyStream:
+    """One CUDA stream for all copies to the host, made when first needed: torch has a pool of 32 that others use."""
+
+    def __init__(self) -> None:
+        self._stream: Any = None
+
+    def get(self, device: torch.device) -> Any:
+        """Return the stream, which is to wait for what the training stream has been given so far.
+
+        Args:
+            device: Of what is copied; the same at every call.
+        """
+        if self._stream is None:
+            self._stream = torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
+        self._stream.wait_stream(torch.cuda.current_stream(device))
+        return self._stream
+
+
 class Snapshot:
     """One copy of the train state. Its buffers are reused when it is taken again.
 
     Args:
         folder: Where the buffers are files, mapped into memory; None keeps them in memory.
+        copy_stream: Shared with other snapshots; None makes one of its own.
 
     Attributes:
         step: Optimizer steps completed in it; None while it is empty.
@@ -27,11 +46,12 @@ class Snapshot:
         scalars: The state that is not in tensors.
     """
 
-    def __init__(self, folder: Path | None = None) -> None:
+    def __init__(self, folder: Path | None = None, copy_stream: CopyStream | None = None) -> None:
         self.step: int | None = None
         self.taken_at = 0
         self.scalars: dict[str, Any] = {}
         self._folder = folder
+        self._copy_stream = CopyStream() if copy_stream is None else copy_stream
         self._buffers: dict[str, Tensor] = {}
         self._copied: torch.cuda.Event | None = None
 
@@ -52,11 +72,10 @@ class Snapshot:
         for name, tensor in tensors:
             tensor = tensor.detach()
             if tensor.is_cuda and stream is None:
-                stream = torch.cuda.Stream(tensor.device)  # type: ignore[no-untyped-call]
-                stream.wait_stream(torch.cuda.current_stream(tensor.device))
+                stream = self._copy_stream.get(tensor.device)
             if tensor.is_cuda and name.startswith(EARLY):
                 tensor = tensor.clone()  # same shape
-                stream.wait_stream(torch.cuda.current_stream(tensor.device))
+                self._copy_stream.get(tensor.device)  # follows the clone
             buffer = self._buffer(name, tensor)
             if tensor.is_cuda:
                 with torch.cuda.stream(stream):
@@ -133,7 +152,9 @@ class SnapshotRing:
         if size < 2:
             raise ValueError(f"a ring of {size} snapshots: the good one would be overwritten by a new one")
         self.quarantine_steps = quarantine_steps
-        self._slots = [Snapshot(None if folder is None else folder / str(number)) for number in range(size)]
+        folders = [None if folder is None else folder / str(number) for number in range(size)]
+        copy_stream = CopyStream()
+        self._slots = [Snapshot(folder, copy_stream) for folder in folders]
 
     @property
     def held(self) -> list[Snapshot]:

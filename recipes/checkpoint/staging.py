@@ -29,6 +29,7 @@ class HostStaging:
         self._host_copied.set()
         self._device_copied: torch.cuda.Event | None = None  # tensors on the GPU
         self._device: torch.device | None = None  # of that event
+        self._stream: torch.cuda.Stream | None = None  # one for all copies: torch has a pool of 32 that others use
 
     def begin(self, parts: Mapping[str, Part]) -> None:
         """Note what to copy, and clone at once what may change before the next optimizer step."""
@@ -43,7 +44,9 @@ class HostStaging:
     def _enqueue(self, names: list[str]) -> torch.cuda.Event:
         """Start copies on a stream of their own, which follows what the training stream has been given so far."""
         self._device = self._sources[names[0]].tensor.device
-        stream = torch.cuda.Stream()  # type: ignore[no-untyped-call]
+        if self._stream is None:
+            self._stream = torch.cuda.Stream()  # type: ignore[no-untyped-call]
+        stream = self._stream
         stream.wait_stream(torch.cuda.current_stream())
         with torch.cuda.stream(stream):
             for name in names:

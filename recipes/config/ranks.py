@@ -11,6 +11,7 @@ from recipes.runtime.world import (
     Ranks,
     describe_starter,
     existing_ranks,
+    has_own_gpu,
     num_gpus,
 )
 
@@ -43,7 +44,7 @@ def get_ranks(config: Mapping[str, Any], environ: Mapping[str, str] = os.environ
         return Ranks(per_node=1, num_nodes=1, started_by=found.started_by if found else None)
     if found is not None:
         _reject_contradiction(config["trainer"], found)
-        _reject_more_ranks_than_gpus(config["trainer"], found)
+        _reject_more_ranks_than_gpus(config["trainer"], found, environ)
         return found
     per_node = 1 if single else _per_node(config["trainer"])
     num_nodes = int(config["trainer"]["num_nodes"])
@@ -90,17 +91,22 @@ def _reject_contradiction(trainer: Mapping[str, Any], found: Ranks) -> None:
         )
 
 
-def _reject_more_ranks_than_gpus(trainer: Mapping[str, Any], found: Ranks) -> None:
+def _reject_more_ranks_than_gpus(trainer: Mapping[str, Any], found: Ranks, environ: Mapping[str, str]) -> None:
     """Reject more ranks on a node than it has GPUs: each rank needs one of its own."""
     gpus = 0 if trainer["accelerator"] == "cpu" or found.started_by == "spawn" else num_gpus()
-    if 0 < gpus < found.per_node:
-        assert found.started_by is not None
-        has = "1 GPU" if gpus == 1 else f"{gpus} GPUs"
-        raise ConfigError(
-            f"{found.per_node} ranks per node",
-            f"{describe_starter(found.started_by)} them, and this machine has {has}",
-            f"torchrun --nproc-per-node {gpus} train.py …, or trainer.accelerator=cpu",
-        )
+    if not 0 < gpus < found.per_node or (gpus == 1 and has_own_gpu(environ)):
+        return
+    assert found.started_by is not None
+    has = "1 GPU" if gpus == 1 else f"{gpus} GPUs"
+    if found.started_by == "slurm":
+        reason, fix = f"each of them sees {has}", f"srun --gpus-per-task=1, or --ntasks-per-node={gpus}"
+    else:
+        reason, fix = f"this machine has {has}", f"torchrun --nproc-per-node {gpus} train.py …"
+    raise ConfigError(
+        f"{found.per_node} ranks per node",
+        f"{describe_starter(found.started_by)} them, and {reason}",
+        f"{fix}, or trainer.accelerator=cpu",
+    )
 
 
 def _reject_mode(mode: Mapping[str, Any], found: Ranks) -> NoReturn:

@@ -1,5 +1,6 @@
 """The training stream and the validation split as loaders; the position in the stream is one counter of samples."""
 
+import functools
 import itertools
 import logging
 import os
@@ -16,6 +17,7 @@ from recipes.data.batches import Batch, RankShare, TrainingStream
 from recipes.data.loader_process import SignalProofLoader
 from recipes.data.sampler import RepeatedOrder, ShuffledOrder
 from recipes.numerics.accumulation import Accumulation
+from recipes.runtime.world import num_cores
 
 LOGGER = logging.getLogger("lightning_recipes")
 # loader processes per device: enough to hide a memory map or small images behind a 50 ms step
@@ -178,7 +180,7 @@ class StreamDataModule(lightning.LightningDataModule):
         on_gpu = self._trainer().strategy.root_device.type == "cuda"
         workers = self._num_workers
         if workers is None:
-            workers = min(GPU_WORKERS, os.cpu_count() or 1) if on_gpu else 0
+            workers = _choose_workers() if on_gpu else 0
         if "batch_sampler" not in order:
             order |= {"batch_size": self._accumulation.micro_batch_size}
         return SignalProofLoader(
@@ -195,6 +197,19 @@ class StreamDataModule(lightning.LightningDataModule):
     def _trainer(self) -> lightning.Trainer:
         assert self.trainer is not None, "the loaders need the Trainer's ranks and device"
         return self.trainer
+
+
+@functools.cache  # one line, however many loaders
+def _choose_workers() -> int:
+    """Return the loader processes of a rank on a GPU."""
+    cores = num_cores()
+    if cores < GPU_WORKERS:
+        LOGGER.warning(
+            "This rank has %d of the machine's %d cores: %d instead of %d loader processes. More of them:"
+            " launcher.cpus_per_task=%d, or srun --cpus-per-task=%d",
+            *(cores, os.cpu_count() or 1, cores, GPU_WORKERS, 2 * GPU_WORKERS, 2 * GPU_WORKERS),
+        )
+    return min(GPU_WORKERS, cores)
 
 
 def _spread_evenly(dataset: SampleDataset, num_samples: int | None) -> Any:

@@ -18,7 +18,7 @@ from recipes.runtime.exit_codes import ExitCode
 from recipes.runtime.failure import ERROR_FILE, STACK_SUFFIX, Failure, read_failure
 from recipes.runtime.process import python_path
 from recipes.runtime.signals import SecondSignalError, forward_signals_to, signals_blocked
-from recipes.runtime.world import RANK_FILE, Ranks
+from recipes.runtime.world import RANK_FILE, Ranks, num_cores
 
 # -P: a folder named `recipes` in the working directory must not be imported instead of this project
 _RANK_COMMAND = (sys.executable, "-P", "-m", "recipes.entry.rank_main")
@@ -153,7 +153,7 @@ def _start(rank: int, world_size: int, port: int, folder: Path) -> _RankProcess:
     """Start a rank in a process group of its own: a Ctrl-C in the terminal reaches it once, through this process."""
     environ = os.environ | rank_environ(rank, world_size, port, folder / _COMPOSED_FILE)
     environ |= {"PYTHONPATH": python_path()}
-    environ.setdefault("OMP_NUM_THREADS", str(max(1, _num_cores() // world_size)))
+    environ.setdefault("OMP_NUM_THREADS", str(max(1, num_cores() // world_size)))
     log_file = folder / f"rank_{rank}.log" if rank else None
     with contextlib.ExitStack() as files:
         log: BinaryIO | None = files.enter_context(log_file.open("wb")) if log_file else None
@@ -246,11 +246,6 @@ def _kill(processes: Sequence[_RankProcess]) -> None:
         process.process.wait()
         if process.process.stdin is not None:
             process.process.stdin.close()
-
-
-def _num_cores() -> int:
-    affinity = getattr(os, "sched_getaffinity", None)
-    return len(affinity(0)) if affinity else os.cpu_count() or 1
 
 
 def _free_port() -> int:

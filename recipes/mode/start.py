@@ -6,6 +6,7 @@ from pathlib import Path
 from typing import Any
 
 import lightning.pytorch as lightning
+import torch
 from lightning.pytorch.callbacks import Callback
 from typing_extensions import override
 
@@ -145,3 +146,8 @@ def header(run: Run, *, resumed_from: Path | None) -> Iterator[str]:
         yield "float16 is emulated on a CPU, about ten times slower than precision=bf16-mixed"
     if resumed_from is not None:
         yield f"resumed from {resumed_from} at step {trainer.global_step}"
+        if device.type == "cuda" and not torch.are_deterministic_algorithms_enabled():
+            yield (
+                "on a GPU the curve differs in its last bits from that of a run without interruption;"
+                " trainer.deterministic=true makes them equal, with slower backward passes"
+            )

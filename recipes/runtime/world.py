@@ -82,6 +82,26 @@ def num_gpus() -> int:
     return torch.cuda.device_count()
 
 
+def num_cores() -> int:
+    """Return the cores that this process may use: in a container or a SLURM task, fewer than the machine has."""
+    if hasattr(os, "sched_getaffinity"):
+        return len(os.sched_getaffinity(0))
+    return os.cpu_count() or 1
+
+
+def has_own_gpu(environ: Mapping[str, str] = os.environ) -> bool:
+    """Return whether SLURM gives each task a GPU of its own and hides the others, as by `--gpus-per-task=1`.
+
+    Each task then sees one GPU, with the index 0.
+    """
+    if started_by(environ) != "slurm":
+        return False
+    # set by srun where the options of these names are used; SLURM 24.05 writes the first as gres/gpu
+    per_task = environ.get("SLURM_GPUS_PER_TASK", "").rpartition(":")[2]  # a number, or type:number
+    tres = re.search(r"gres/gpu(?::[\w.-]+)?[:=](\d+)", environ.get("SLURM_TRES_PER_TASK", ""))
+    return "1" in (per_task, tres[1] if tres else None, environ.get("SLURM_NTASKS_PER_GPU"))
+
+
 def existing_ranks(environ: Mapping[str, str]) -> Ranks | None:
     """Return the ranks that this process is one of; None if it is not a rank.
 

@@ -17,7 +17,7 @@ from recipes.clipping.none import NoClipping
 from recipes.compile import compile_blocks
 from recipes.lightning_internals import align_row_step
 from recipes.model.flops import CountsFlops
-from recipes.model.weights import initialize
+from recipes.model.weights import await_checkpoint, initialize
 from recipes.numerics.collectives import average_over_ranks
 from recipes.numerics.ema import average_weights
 from recipes.numerics.loss import cross_entropy_sum, regularizer_sum
@@ -119,7 +119,7 @@ class TrainingTask(CountsFlops, Resumable, ABC):
             compile_blocks(model.blocks)  # type: ignore[arg-type]
             self.cross_entropy_sum = torch.compile(cross_entropy_sum, dynamic=False)
         self.model_name = type(model).__name__  # before an engine may change its class
-        first_weights = functools.partial(initialize, seed=self._seed)
+        first_weights = await_checkpoint if self.awaits_checkpoint else functools.partial(initialize, seed=self._seed)
         self.trainer.strategy.materialize(model, first_weights)  # type: ignore[attr-defined]
         self.model = model
 
@@ -144,6 +144,7 @@ class TrainingTask(CountsFlops, Resumable, ABC):
 
     @override
     def on_train_start(self) -> None:
+        assert not self.awaits_checkpoint, "the weights of a checkpoint were to follow, and none was loaded"
         adaptive = None if isinstance(self.clipping, NoClipping) else self.clipping
         self.trainer.strategy.clipping = adaptive  # type: ignore[attr-defined]
         self.resume_optimizer(self._schedule)

@@ -31,7 +31,10 @@ class Resumable(lightning.LightningModule):
     Attributes:
         num_samples: Samples consumed so far over all ranks; a host integer.
         num_tokens: Tokens consumed so far over all ranks; a host integer.
+        awaits_checkpoint: Whether a checkpoint's weights are to follow, so that no first ones are drawn.
     """
+
+    awaits_checkpoint = False
 
     def __init__(self, *, seed: int, clipping: Clipping, keeps_average: bool) -> None:
         super().__init__()
@@ -116,6 +119,7 @@ class Resumable(lightning.LightningModule):
         tensors = self.state_dict(keep_vars=True)
         shapes = {name: unsharded_shape(tensor) for name, tensor in tensors.items()}
         _check_model(shapes, checkpoint["state_dict"])
+        self.awaits_checkpoint = False
         self.num_samples = checkpoint["consumed"]["samples"]
         self.num_tokens = checkpoint["consumed"]["tokens"]
         for logger in self.trainer.loggers:

@@ -1,12 +1,15 @@
 """Mistakes that only the machine can reveal are reported before anything is built, in the same three clauses."""
 
+import os
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
 from support import TINY, composed_config
 
 from recipes.build import build
+from recipes.config import ranks
 from recipes.errors import ConfigError
 
 needs_no_gpu = pytest.mark.skipif(torch.cuda.is_available(), reason="there is a GPU here")
@@ -36,3 +39,41 @@ def test_a_tokenizer_larger_than_the_model_is_found_before_training(tmp_path: Pa
     with pytest.raises(ConfigError) as caught:
         fit(build(config, tmp_path, []))
     assert caught.value.fix == "model.vocab_size=257"
+
+
+@pytest.mark.parametrize(
+    "strategy", ["strategy=ddp", "strategy=hsdp", "strategy=deepspeed_stage_2"], ids=["ddp", "hsdp", "deepspeed"]
+)
+def test_a_slurm_task_that_sees_one_gpu_trains_on_it_whatever_its_local_rank(
+    strategy: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """`srun --gpus-per-task=1`: four ranks of a node, each with a GPU of the index 0."""
+    config = composed_config(strategy, "global_batch_size=8")
+    environ = {
+        "SLURM_STEP_NUM_TASKS": "4",
+        "SLURM_STEP_TASKS_PER_NODE": "4",
+        "SLURM_NTASKS": "4",
+        "SLURM_NTASKS_PER_NODE": "4",
+        "SLURM_PROCID": "3",
+        "SLURM_LOCALID": "3",
+        "SLURM_NODEID": "0",
+        "SLURM_NODELIST": "node0",
+        "SLURM_JOB_ID": "7",
+        "SLURM_GPUS_PER_TASK": "1",
+    }
+    for name, value in environ.items():
+        monkeypatch.setenv(name, value)
+    for name in ("MASTER_ADDR", "MASTER_PORT", "RANK", "WORLD_SIZE", "LOCAL_RANK", "DS_ACCELERATOR", "LOCAL_SIZE"):
+        monkeypatch.setenv(name, "")  # what DeepSpeed and its strategy set is gone after this test
+        monkeypatch.delenv(name)
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 1)
+    monkeypatch.setattr(ranks, "num_gpus", lambda: 1)
+    run = build(config, tmp_path, [])
+    engine: Any = run.trainer.strategy
+    assert (engine.local_rank, engine.root_device) == (3, torch.device("cuda", 0))
+    assert (run.trainer.world_size, engine.num_processes) == (4, 4)
+    assert run.accumulation.micro_batch_size == 2
+    if strategy.startswith("strategy=deepspeed"):
+        engine._set_node_environment_variables()
+        assert os.environ["LOCAL_RANK"] == "0", "DeepSpeed takes the GPU of this index"

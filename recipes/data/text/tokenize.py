@@ -18,6 +18,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from recipes.data.text.corpus import Corpus, Piece
+from recipes.runtime.world import num_cores
 from recipes.tokenizer import Tokenizer
 
 log = logging.getLogger(__name__)
@@ -69,15 +70,8 @@ def num_workers(num_bytes: int, tokenizer: Tokenizer, *, num_processes: int | No
     if multiprocessing.current_process().daemon:
         return 1  # a daemonic process may not have children
     per_process = _MIN_BYTES_PER_PROCESS_OF_BYTES if tokenizer.is_bytes else _MIN_BYTES_PER_PROCESS
-    most = _num_cores() if num_processes is None else num_processes
+    most = num_cores() if num_processes is None else num_processes
     return max(1, min(most, num_bytes // per_process))
-
-
-def _num_cores() -> int:
-    """Return the number of cores that this process may use: in a container, fewer than the machine has."""
-    if hasattr(os, "sched_getaffinity"):
-        return len(os.sched_getaffinity(0))
-    return os.cpu_count() or 1
 
 
 def _group(pieces: Iterable[Piece]) -> Iterator[Task]:

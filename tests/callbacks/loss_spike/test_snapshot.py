@@ -4,6 +4,8 @@ from pathlib import Path
 
 import pytest
 import torch
+from fake_cuda import fake_streams
+from torch._subclasses.fake_tensor import FakeTensorMode
 
 from callbacks.host_memory import available_bytes
 from callbacks.loss_spike.snapshot import Snapshot, SnapshotRing
@@ -69,6 +71,21 @@ def test_snapshots_newer_than_the_restored_one_are_dropped() -> None:
         snapshot.step = snapshot.taken_at = clock
     ring.drop_after(ring.held[1])
     assert [snapshot.step for snapshot in ring.held] == [10, 20]
+
+
+def test_all_snapshots_of_a_ring_are_copied_on_one_stream(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Each new stream would be the next of torch's 32, and soon one on which something else runs."""
+    ring = SnapshotRing(size=2, quarantine_steps=0)
+    with fake_streams() as streams, FakeTensorMode():
+        monkeypatch.setattr(torch.Tensor, "record_stream", lambda tensor, stream: None)
+        monkeypatch.setattr(Snapshot, "_new_buffer", lambda self, number, tensor: torch.empty(tensor.shape))
+        weight = torch.zeros(3, device=torch.device("cuda", 0))
+        for clock in range(40):
+            snapshot = ring.oldest()
+            snapshot.take([("weight", weight), ("buffer/mean", weight)])
+            snapshot.step = snapshot.taken_at = clock
+    assert len(streams) == 1
+    assert streams[0].wait_stream.call_count == 40 * 2, "after the training stream, and after the clone of a buffer"
 
 
 def test_a_ring_of_one_snapshot_is_an_error() -> None:

@@ -2,7 +2,10 @@
 
 import threading
 
+import pytest
 import torch
+from fake_cuda import fake_streams
+from torch._subclasses.fake_tensor import FakeTensorMode
 
 from recipes.checkpoint.shards import unsharded_part
 from recipes.checkpoint.staging import HostStaging
@@ -62,3 +65,17 @@ def test_empty_and_scalar_tensors_are_copied() -> None:
     filled = staging.fill()
     assert filled["empty"].tensor.shape == (0, 3)
     assert float(filled["step"].tensor) == 7
+
+
+def test_all_saves_are_copied_on_one_stream(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Each new stream would be the next of torch's 32, and soon one on which something else runs."""
+    staging = HostStaging()
+    with fake_streams() as streams, FakeTensorMode():
+        monkeypatch.setattr(torch.Tensor, "record_stream", lambda tensor, stream: None)
+        monkeypatch.setattr(staging, "_buffer", lambda name: torch.empty(3))
+        weight = unsharded_part(torch.zeros(3, device=torch.device("cuda", 0)))
+        for _ in range(40):
+            staging.begin({"weight": weight})
+            staging._sources = {}  # as `fill` leaves it
+    assert len(streams) == 1
+    assert streams[0].wait_stream.call_count == 40

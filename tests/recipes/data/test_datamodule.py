@@ -1,6 +1,7 @@
 """The stream of samples is a function of (seed, position), however ranks and micro-batches split it."""
 
 import logging
+import os
 from types import SimpleNamespace
 from typing import Any
 
@@ -8,6 +9,7 @@ import pytest
 import torch
 from support import MaskedTokens
 
+from recipes.data import datamodule
 from recipes.data.datamodule import StreamDataModule
 from recipes.numerics.accumulation import Accumulation
 
@@ -187,3 +189,19 @@ def test_a_position_of_the_full_stream_in_a_repeated_one_logs_a_warning(
     earlier = {key: value for key, value in data.state_dict().items() if key != "period"}
     data.load_state_dict(earlier)  # the files of versions that knew no repetition
     assert "period None -> 2" in caplog.records[-1].getMessage()
+
+
+@pytest.mark.parametrize(("cores", "workers", "num_lines"), [(1, 1, 1), (3, 3, 1), (4, 4, 0), (64, 4, 0)])
+def test_a_rank_on_a_gpu_starts_no_more_loader_processes_than_it_has_cores(
+    cores: int, workers: int, num_lines: int, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """A SLURM task often has one core of a machine of a hundred."""
+    monkeypatch.setattr(os, "sched_getaffinity", lambda process: set(range(cores)))
+    monkeypatch.setattr(os, "cpu_count", lambda: 128)
+    monkeypatch.setattr(datamodule.LOGGER, "propagate", True)
+    datamodule._choose_workers.cache_clear()
+    assert [datamodule._choose_workers() for _ in range(2)] == [workers, workers]
+    datamodule._choose_workers.cache_clear()
+    assert len(caplog.messages) == num_lines
+    assert all(f"{cores} of the machine's 128 cores" in line for line in caplog.messages)
+    assert all("launcher.cpus_per_task=8" in line for line in caplog.messages)

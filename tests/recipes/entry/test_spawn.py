@@ -139,7 +139,7 @@ def test_every_rank_has_its_rank_and_the_same_rendezvous(
 ) -> None:
     monkeypatch.delenv("OMP_NUM_THREADS", raising=False)
     monkeypatch.setenv("PYTHONPATH", "/of/the/user")
-    monkeypatch.setattr(spawn, "_num_cores", lambda: 12)
+    monkeypatch.setattr(spawn, "num_cores", lambda: 12)
     write = """
     seen = {**os.environ, "group": os.getpgid(0) == os.getpid(), "overrides": composed["overrides"]}
     (folder / f"seen_{rank}.json").write_text(json.dumps(seen))

@@ -27,7 +27,7 @@ def main() -> None:
     """Generate on this rank and gather what both have generated."""
     torch.set_num_threads(1)
     # a rank that stops earlier than the other makes it fail, not hang
-    dist.init_process_group("gloo", timeout=timedelta(seconds=20))
+    dist.init_process_group("gloo", timeout=timedelta(minutes=4))
     model = GPT2(vocab_size=8, max_seq_len=64, num_layers=1, num_heads=1, hidden_size=8, dropout=0.0)
     model.init_weights(0)
     fully_shard(model.blocks[0])

@@ -13,7 +13,9 @@ from torch.testing._internal.distributed.fake_pg import FakeStore
 
 from recipes.model.gpt2 import GPT2
 from recipes.model.init import fill, generator_for, named_parameters, normal_
-from recipes.model.weights import initialize
+from recipes.model.llama import Llama
+from recipes.model.resnet18 import ResNet18
+from recipes.model.weights import await_checkpoint, initialize
 
 torch.set_num_threads(1)
 
@@ -131,3 +133,27 @@ def test_each_of_three_ranks_fills_its_own_rows_without_a_collective(rank: int) 
         assert torch.equal(parameter.to_local(), values.chunk(3)[rank])  # 4, 4 and 2 rows
     finally:
         dist.destroy_process_group()
+
+
+def test_where_a_checkpoint_follows_nothing_is_drawn_and_nothing_stays_undefined(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """What a load left out is NaN, so that the first loss is: never a number from undefined memory."""
+    settings = {"vocab_size": 100, "max_seq_len": 16, "num_layers": 2, "num_heads": 4, "hidden_size": 32}
+    monkeypatch.setattr(torch, "randn", None)
+    with torch.device("meta"):
+        models = [
+            small(),
+            Llama(**settings, num_kv_heads=2, ffn_hidden_size=48, rope_theta=1e4),  # type: ignore[arg-type]
+            ResNet18(num_classes=10, in_channels=1, small_images=True),
+        ]
+    for model in models:
+        model.to_empty(device="cpu")
+        for tensor in model.state_dict().values():
+            tensor.fill_(7)
+        await_checkpoint(model)
+        assert all(parameter.isnan().all() for parameter in model.parameters())
+    llama, resnet = models[1:]
+    assert torch.equal(llama.rope_cos[0], torch.ones_like(llama.rope_cos[0])), "the rotary tables are no parameters"
+    buffers = dict(resnet.named_buffers())
+    assert {float(value.float().mean()) for value in buffers.values()} == {0.0, 1.0}, "running means and variances"

@@ -169,3 +169,44 @@ def test_a_contradiction_is_a_mistake_with_its_fix(
     with pytest.raises(ConfigError) as caught:
         get_ranks(config(**settings), environ)
     assert str(caught.value) == mistake
+
+
+SRUN = {"SLURM_STEP_NUM_TASKS": "4", "SLURM_PROCID": "3", "SLURM_LOCALID": "3", "SLURM_STEP_TASKS_PER_NODE": "4"}
+# options of srun -> what it then sets
+OWN_GPU = {
+    "--gpus-per-task=1": {"SLURM_GPUS_PER_TASK": "1"},
+    "--gpus-per-task=h100:1": {"SLURM_GPUS_PER_TASK": "h100:1"},
+    "--gpus-per-task=1 (24.05)": {"SLURM_TRES_PER_TASK": "cpu=8,gres/gpu=1"},
+    "--gpus-per-task=h100:1 (24.05)": {"SLURM_TRES_PER_TASK": "gres/gpu:h100=1"},
+    "--ntasks-per-gpu=1": {"SLURM_NTASKS_PER_GPU": "1"},
+}
+
+
+@pytest.fixture
+def one_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(ranks, "num_gpus", lambda: 1)
+
+
+@pytest.mark.usefixtures("one_gpu")
+@pytest.mark.parametrize("option", OWN_GPU)
+def test_tasks_that_see_one_gpu_each_are_ranks(option: str) -> None:
+    assert get_ranks(config(), SRUN | OWN_GPU[option]) == Ranks(per_node=4, num_nodes=1, started_by="slurm")
+
+
+@pytest.mark.usefixtures("one_gpu")
+@pytest.mark.parametrize(
+    "environ", [{}, {"SLURM_GPUS_PER_TASK": "2"}, {"SLURM_TRES_PER_TASK": "cpu=1"}, {"SLURM_NTASKS_PER_GPU": "4"}]
+)
+def test_tasks_that_would_share_a_gpu_are_told_how_srun_gives_each_its_own(environ: dict[str, str]) -> None:
+    with pytest.raises(ConfigError) as caught:
+        get_ranks(config(), SRUN | environ)
+    assert str(caught.value) == (
+        "4 ranks per node: srun started them, and each of them sees 1 GPU;"
+        " type srun --gpus-per-task=1, or --ntasks-per-node=1, or trainer.accelerator=cpu"
+    )
+
+
+@pytest.mark.usefixtures("one_gpu")
+def test_torchrun_gives_no_rank_a_gpu_of_its_own() -> None:
+    with pytest.raises(ConfigError, match="this machine has 1 GPU; type torchrun --nproc-per-node 1 train.py"):
+        get_ranks(config(), TORCHRUN | OWN_GPU["--gpus-per-task=1"])

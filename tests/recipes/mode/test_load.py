@@ -1,0 +1,44 @@
+"""Weights that a checkpoint will overwrite are not drawn first: on every rank that takes minutes for a large model."""
+
+from pathlib import Path
+
+import pytest
+import torch
+from support import TINY, composed_config
+
+from recipes.build import Run, build
+from recipes.mode.load import load_task
+from recipes.model import init
+
+
+def start(folder: Path, text_folder: str, *overrides: str) -> Run:
+    config = composed_config(
+        *TINY, f"data.path={text_folder}", "trainer.accelerator=cpu", "trainer.max_steps=2", "save_every=1", *overrides
+    )
+    return build(config, folder, [])
+
+
+def test_a_model_that_a_checkpoint_fills_draws_no_weights_of_its_own(
+    tmp_path: Path, text_folder: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    run = start(tmp_path / "first", text_folder)
+    run.trainer.fit(run.task, datamodule=run.data)
+    saved = {name: tensor.clone() for name, tensor in run.task.state_dict().items()}
+
+    def draw(*args: object, **kwargs: object) -> None:
+        raise AssertionError("first weights are drawn")
+
+    monkeypatch.setattr(init, "normal_", draw)
+    resume = f"resume={tmp_path / 'first'}"
+    task, _ = load_task(start(tmp_path / "second", text_folder, resume, "mode=evaluate"), "trained")
+    loaded = task.state_dict()
+    assert all(torch.equal(loaded[name], tensor) for name, tensor in saved.items())
+
+    longer = start(tmp_path / "third", text_folder, resume, "trainer.max_steps=3")
+    longer.trainer.fit(longer.task, datamodule=longer.data, ckpt_path=longer.checkpoint, weights_only=True)
+    assert longer.trainer.global_step == 3
+    assert all(tensor.isfinite().all() for tensor in longer.task.state_dict().values())
+
+    without = start(tmp_path / "fourth", text_folder, resume, "trainer.max_steps=3")
+    with pytest.raises(AssertionError, match="none was loaded"):
+        without.trainer.fit(without.task, datamodule=without.data)

@@ -1,0 +1,36 @@
+"""The lines printed before the first step."""
+
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+
+from recipes.mode.start import header
+
+
+class FakeRun:
+    """A run on a device, at step 7."""
+
+    def __init__(self, device: str) -> None:
+        self.trainer = SimpleNamespace(world_size=1, max_steps=10, global_step=7, strategy=None)
+        self.accumulation = SimpleNamespace(global_batch_size=8, num_micro_batches=1)
+        self.task = SimpleNamespace(device=torch.device(device), parameters=list, model_name="GPT2")
+        self.data = SimpleNamespace(source=SimpleNamespace(train=lambda: range(80)))
+        self.precision = SimpleNamespace(name="bf16-mixed", scales_loss=False)
+
+
+@pytest.mark.parametrize(
+    ("device", "deterministic", "is_told"),
+    [("cuda", False, True), ("cuda", True, False), ("cpu", False, False)],
+)
+def test_a_run_resumed_on_a_gpu_is_told_what_the_same_bits_take(
+    device: str, deterministic: bool, is_told: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(torch, "are_deterministic_algorithms_enabled", lambda: deterministic)
+    run: Any = FakeRun(device)
+    lines = list(header(run, resumed_from=Path("run/checkpoints/step_0000007.ckpt")))
+    assert lines[2] == "resumed from run/checkpoints/step_0000007.ckpt at step 7"
+    assert ["trainer.deterministic=true" in line for line in lines[3:]] == [True] * is_told
+    assert not any("deterministic" in line for line in header(run, resumed_from=None))
