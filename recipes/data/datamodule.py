@@ -204,7 +204,7 @@ def _choose_workers() -> int:
     """Return the loader processes of a rank on a GPU."""
     cores = num_cores()
     if cores < GPU_WORKERS:
-        LOGGER.warning(
+        LOGGER.info(
             "This rank has %d of the machine's %d cores: %d instead of %d loader processes. More of them:"
             " launcher.cpus_per_task=%d, or srun --cpus-per-task=%d",
             *(cores, os.cpu_count() or 1, cores, GPU_WORKERS, 2 * GPU_WORKERS, 2 * GPU_WORKERS),

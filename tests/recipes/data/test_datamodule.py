@@ -199,6 +199,7 @@ def test_a_rank_on_a_gpu_starts_no_more_loader_processes_than_it_has_cores(
     monkeypatch.setattr(os, "sched_getaffinity", lambda process: set(range(cores)))
     monkeypatch.setattr(os, "cpu_count", lambda: 128)
     monkeypatch.setattr(datamodule.LOGGER, "propagate", True)
+    caplog.set_level(logging.INFO, datamodule.LOGGER.name)
     datamodule._choose_workers.cache_clear()
     assert [datamodule._choose_workers() for _ in range(2)] == [workers, workers]
     datamodule._choose_workers.cache_clear()
