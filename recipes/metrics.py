@@ -47,7 +47,10 @@ class MeanLoss(Metric):
 
 
 class Perplexity(MeanLoss):
-    """Exponential of the mean loss; `torchmetrics.text.Perplexity` would compute a second softmax for it."""
+    """Exponential of the mean loss.
+
+    `torchmetrics.text.Perplexity` 1.9 computes a second softmax, and is inf where one probability underflows float32.
+    """
 
     @override
     def compute(self) -> Tensor:
