@@ -12,6 +12,7 @@ from typing import Any
 
 import lightning.pytorch as lightning
 import torch
+from hydra.errors import InstantiationException
 from hydra.utils import instantiate
 from lightning.fabric.plugins.environments import (  # type: ignore[attr-defined]
     ClusterEnvironment,
@@ -21,6 +22,7 @@ from lightning.fabric.plugins.environments import (  # type: ignore[attr-defined
 )
 from lightning.pytorch.callbacks import Callback
 from lightning.pytorch.loggers import Logger
+from torchmetrics import Metric
 
 from recipes.checkpoint.resume import find_checkpoint, names_checkpoint
 from recipes.checkpoint.saver import CheckpointSaver
@@ -31,9 +33,11 @@ from recipes.data.datamodule import StreamDataModule
 from recipes.errors import ConfigError
 from recipes.lightning_internals import disable_signal_handling
 from recipes.logger.writers import RowWriter, SummaryWriter
+from recipes.metrics import check_metric
 from recipes.numerics.accumulation import Accumulation, divide
 from recipes.precision import Precision
 from recipes.run_folder import TOKENIZER_FOLDER, find_run_folder
+from recipes.runtime.console import LOGGER
 from recipes.runtime.world import Ranks, has_own_gpu
 from recipes.task.base import TrainingTask
 
@@ -148,8 +152,37 @@ def _build_task(config: Config, precision: Precision) -> TrainingTask:
         label_smoothing=config["label_smoothing"],
         z_loss=config["z_loss"],
         seed=config["seed"],
+        metrics=_build_metrics(config),
     )
     return task
+
+
+def _build_metrics(config: Config) -> dict[str, Metric]:
+    """Return the validation metrics by name, each tried on the number of classes that the model predicts.
+
+    Raises:
+        ConfigError: A metric rejects its arguments, or what validation gives it.
+    """
+    model = config["model"]
+    num_classes = model.get("vocab_size", model.get("num_classes"))
+    metrics: dict[str, Metric] = {}
+    if "metrics" not in config:
+        LOGGER.warning("The config is from before there were metrics=: validation computes val/loss alone")
+        return metrics
+    for name, node in config["metrics"].items():
+        if node is None:  # `metrics.f1=null`, as for a callback
+            continue
+        try:
+            metric = _make(node)
+        except InstantiationException as error:
+            if isinstance(error.__cause__, ConfigError):
+                raise error.__cause__ from None
+            reason = str(error.__cause__ or error).partition("\n")[0]
+            raise ConfigError(f"metrics.{name}", f"{node['_target_']} says: {reason}", f"'~metrics.{name}'") from error
+        if num_classes is not None:
+            check_metric(name, metric, num_classes=num_classes)
+        metrics[name] = metric
+    return metrics
 
 
 def _build_trainer(

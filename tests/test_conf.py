@@ -43,7 +43,9 @@ def test_an_option_names_the_module_of_its_group(path: Path) -> None:
         if group == "trainer":
             assert target == "lightning.pytorch.Trainer"
             continue
-        if group == "callbacks":
+        if group == "metrics":
+            assert target.startswith(("torchmetrics.", "recipes.metrics."))
+        elif group == "callbacks":
             assert target.startswith(f"callbacks.{option}.")
         elif target.startswith("callbacks."):  # what a mode hands its work to: conf/ alone knows both
             assert group in ("mode", "sweep")

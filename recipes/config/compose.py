@@ -143,6 +143,7 @@ def compose_run(overrides: Sequence[str], *, config_folder: Path = CONF, config_
         frozen.pop("hydra", None)
         before = _to_plain(compose_overrides(earlier, config_folder, config_name))
         frozen |= {key: config[key] for key in ("mode", "resume")}
+        frozen.setdefault("metrics", config["metrics"])  # absent from runs of earlier versions
         config = _apply_changes(frozen, before=before, now=config)
     return Composed(
         config=config,

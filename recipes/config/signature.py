@@ -2,6 +2,7 @@
 
 import ast
 import importlib.util
+import re
 from dataclasses import dataclass, field
 from functools import cache
 from pathlib import Path
@@ -76,6 +77,21 @@ def parse(path: Path) -> ast.Module:
     return ast.parse(path.read_text())
 
 
+def list_names(module: str) -> list[str]:
+    """Return the classes and functions that a module defines or re-exports at its top.
+
+    Raises:
+        TargetNotFoundError: There is no such module.
+    """
+    names: list[str] = []
+    for node in parse(module_file(module)).body:
+        if isinstance(node, ast.ClassDef | ast.FunctionDef):
+            names.append(node.name)
+        elif isinstance(node, ast.ImportFrom):
+            names.extend(alias.asname or alias.name for alias in node.names)
+    return names
+
+
 def find(name: str, body: Scope) -> ast.stmt | None:
     """Return the statement at module level that defines or imports a name, also inside `if` and `try`."""
     for node in body:
@@ -105,8 +121,10 @@ def _class_signature(node: ast.ClassDef, module: str, path: Path) -> Signature:
         if not own.takes_any:
             return Signature(parameters=own.parameters, constants=constants)
         base = _base_signature(node, module, path)
+        passed = _passed_to_base(init, base)
+        inherited = {name: parameter for name, parameter in base.parameters.items() if name not in passed}
         return Signature(
-            parameters=base.parameters | own.parameters,
+            parameters=inherited | own.parameters,
             takes_any=base.takes_any,
             constants=base.constants | constants,
         )
@@ -132,6 +150,16 @@ def _base_signature(node: ast.ClassDef, module: str, path: Path) -> Signature:
             except TargetNotFoundError:
                 break
     return Signature(parameters={}, takes_any=bool(node.bases))
+
+
+def _passed_to_base(init: ast.FunctionDef, base: Signature) -> set[str]:
+    """Return the arguments of the base class that a constructor passes itself; a node that sets one sets it twice."""
+    passed: set[str] = set()
+    for call in ast.walk(init):
+        if isinstance(call, ast.Call) and re.fullmatch(r"super\(.*\)\.__init__", ast.unparse(call.func)):
+            num_positional = sum(not isinstance(argument, ast.Starred) for argument in call.args)
+            passed |= {*list(base.parameters)[:num_positional], *(word.arg for word in call.keywords if word.arg)}
+    return passed
 
 
 def _function_signature(node: ast.FunctionDef, *, skip_first: bool) -> Signature:

@@ -1,4 +1,4 @@
-"""Evaluate a checkpoint on a split: loss, and perplexity or accuracy. One forward pass over the whole split."""
+"""Evaluate a checkpoint on a split: loss and metrics. One forward pass over the whole split."""
 
 import json
 from typing import Literal

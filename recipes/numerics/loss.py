@@ -80,9 +80,3 @@ def mean_per_sample(logits: Tensor, targets: Tensor) -> Tensor:
 def count_targets(targets: Tensor) -> Tensor:
     """Return the number of targets that carry loss, as a 0-dim int64 tensor on the device of `targets`."""
     return (targets != IGNORE_INDEX).sum()
-
-
-def count_correct(logits: Tensor, targets: Tensor) -> Tensor:
-    """Return the number of targets whose class has the largest logit, as a 0-dim int64 tensor."""
-    predictions = logits.argmax(dim=-1)  # [...]
-    return torch.logical_and(predictions == targets, targets != IGNORE_INDEX).sum()

@@ -9,6 +9,7 @@ import torch
 from lightning.pytorch.utilities.types import OptimizerLRScheduler
 from torch import Tensor, nn
 from torch.optim.lr_scheduler import LambdaLR
+from torchmetrics import Metric
 from typing_extensions import override
 
 from recipes.activation_checkpoint import ActivationCheckpoint
@@ -16,6 +17,7 @@ from recipes.clipping import Clipping
 from recipes.clipping.none import NoClipping
 from recipes.compile import compile_blocks
 from recipes.lightning_internals import align_row_step
+from recipes.metrics import ValidationMetrics
 from recipes.model.flops import CountsFlops
 from recipes.model.weights import await_checkpoint, initialize
 from recipes.numerics.collectives import average_over_ranks
@@ -42,6 +44,7 @@ class TrainingTask(CountsFlops, Resumable, ABC):
         label_smoothing: Of the training objective, see `regularizer_sum`; logged losses never include it.
         z_loss: Weight of the z-loss in the training objective; logged losses never include it.
         seed: Of the initial weights and of each rank's random state.
+        metrics: What validation computes in addition to `val/loss`, by name without `val/`.
 
     Attributes:
         row: Metrics of the current step, logged when it ends.
@@ -65,6 +68,7 @@ class TrainingTask(CountsFlops, Resumable, ABC):
         label_smoothing: float,
         z_loss: float,
         seed: int,
+        metrics: Mapping[str, Metric],
     ) -> None:
         super().__init__(seed=seed, clipping=clipping, keeps_average=ema_decay is not None)
         self._ema_decay = ema_decay
@@ -79,7 +83,7 @@ class TrainingTask(CountsFlops, Resumable, ABC):
         self.row: dict[str, float | Tensor] = {}
         self._micro_batches_in_window = self._window_samples = self._window_tokens = 0
         self._window_loss: Tensor | None = None
-        self._val_sums: Tensor | None = None
+        self._val_metrics = ValidationMetrics(metrics)
 
     @abstractmethod
     def loss_sum(self, batch: Batch) -> tuple[Tensor, Tensor]:
@@ -90,22 +94,17 @@ class TrainingTask(CountsFlops, Resumable, ABC):
         loss_sum, logits = self.loss_sum(batch)
         if not any(self._regularizer.values()):
             return loss_sum, loss_sum
-        # without the columns that pad the vocabulary: they are -inf, and label smoothing averages over all columns
-        logits = logits[..., : getattr(self.model, "vocab_size", None)]
-        added = regularizer_sum(logits, batch["targets"], **self._regularizer)
+        # padding columns are -inf, and label smoothing averages over all columns
+        added = regularizer_sum(self._without_padding(logits), batch["targets"], **self._regularizer)
         return loss_sum + added, loss_sum
 
     @abstractmethod
     def sample_losses(self, batch: Batch) -> Tensor:
         """Return the mean loss of each sample over its targets, [B] float32."""
 
-    @abstractmethod
-    def counts(self, logits: Tensor, batch: Batch) -> list[Tensor]:
-        """Return what validation sums in addition to the loss, as 0-dim tensors: the number of targets first."""
-
-    @abstractmethod
-    def val_metrics(self, sums: list[float]) -> dict[str, float]:
-        """Return named metrics, `val/loss` among them, from the sums over the validation split: [loss, *counts]."""
+    def _without_padding(self, logits: Tensor) -> Tensor:
+        """Return a view of logits [..., V] without the columns that pad the vocabulary."""
+        return logits[..., : getattr(self.model, "vocab_size", None)]
 
     @override
     def configure_model(self) -> None:
@@ -208,7 +207,7 @@ class TrainingTask(CountsFlops, Resumable, ABC):
 
     @override
     def on_validation_epoch_start(self) -> None:
-        self._val_sums = None
+        self._val_metrics.reset()
         self.share_statistics()
 
     def share_statistics(self) -> None:
@@ -220,15 +219,11 @@ class TrainingTask(CountsFlops, Resumable, ABC):
     @override
     def validation_step(self, batch: Batch, batch_idx: int) -> None:
         loss_sum, logits = self.loss_sum(batch)
-        # float64: sums over a large validation split stay exact enough to add in any order
-        sums = torch.stack([loss_sum, *self.counts(logits, batch)]).double()  # [1 + counts]
-        self._val_sums = sums if self._val_sums is None else self._val_sums + sums
+        self._val_metrics.update(loss_sum=loss_sum, logits=self._without_padding(logits), targets=batch["targets"])
 
     @override
     def on_validation_epoch_end(self) -> None:
-        assert self._val_sums is not None, "validation ran without a single batch"
-        sums = self._sum_over_ranks(self._val_sums).tolist()  # one collective for all metrics
-        self.log_dict(self.val_metrics(sums))
+        self.log_dict(self._val_metrics.compute())
 
     def _count(self, batch: Batch) -> None:
         num_samples = len(batch["targets"]) * self.trainer.world_size

@@ -1,10 +1,10 @@
-"""Classification: one class per sample, loss and accuracy per sample."""
+"""Classification: one class per sample, loss per sample."""
 
 from typing import ClassVar
 
 from torch import Tensor
 
-from recipes.numerics.loss import count_correct, count_targets, mean_per_sample
+from recipes.numerics.loss import mean_per_sample
 from recipes.task.base import Batch, TrainingTask
 
 
@@ -19,10 +19,3 @@ class Classification(TrainingTask):
 
     def sample_losses(self, batch: Batch) -> Tensor:
         return mean_per_sample(self.model(batch["inputs"]), batch["targets"])
-
-    def counts(self, logits: Tensor, batch: Batch) -> list[Tensor]:
-        return [count_targets(batch["targets"]), count_correct(logits, batch["targets"])]
-
-    def val_metrics(self, sums: list[float]) -> dict[str, float]:
-        loss_sum, num_samples, num_correct = sums
-        return {"val/loss": loss_sum / num_samples, "val/accuracy": num_correct / num_samples}

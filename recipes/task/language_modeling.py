@@ -1,6 +1,5 @@
-"""Next-token prediction: loss per token, perplexity, and generated text if there is a tokenizer."""
+"""Next-token prediction: loss per token, and generated text if there is a tokenizer."""
 
-import math
 from typing import ClassVar, cast
 
 from torch import Tensor
@@ -8,7 +7,7 @@ from typing_extensions import override
 
 from recipes.model import LanguageModel
 from recipes.model.generate import generate
-from recipes.numerics.loss import count_targets, mean_per_sample
+from recipes.numerics.loss import mean_per_sample
 from recipes.task.base import Batch, TrainingTask
 from recipes.tokenizer import Tokenizer
 
@@ -35,15 +34,6 @@ class LanguageModeling(TrainingTask):
 
     def sample_losses(self, batch: Batch) -> Tensor:
         return mean_per_sample(self.model(batch["inputs"]), batch["targets"])
-
-    def counts(self, logits: Tensor, batch: Batch) -> list[Tensor]:
-        return [count_targets(batch["targets"])]
-
-    def val_metrics(self, sums: list[float]) -> dict[str, float]:
-        loss_sum, num_tokens = sums
-        loss = loss_sum / num_tokens
-        # e^710 overflows a float64; a loss that large means a broken model
-        return {"val/loss": loss, "val/perplexity": math.exp(min(loss, 700.0))}
 
     def _tokens_per_sample(self, batch: Batch) -> int:
         return int(batch["inputs"].shape[1])

@@ -9,6 +9,7 @@ from recipes.config.check.batch_size import check_batch_size, count_ranks
 from recipes.config.check.compatibility import check_compatibility, check_kinds
 from recipes.config.check.loss_spike import check_loss_spike
 from recipes.config.check.lr_scaling import check_lr_scaling
+from recipes.config.check.metrics import check_metrics, check_readers
 from recipes.config.check.nodes import check_nodes
 from recipes.config.check.paths import check_paths
 from recipes.config.check.ranges import check_ranges
@@ -36,11 +37,12 @@ def check_config(
         The mistakes in the order of the checks; empty if the run can be built.
     """
     renamed = [*check_renamed(config)]
-    mistakes = drop_consequences([*check_sections(config), *check_nodes(config)], renamed)
+    mistakes = drop_consequences([*check_sections(config), *check_nodes(config), *check_metrics(config)], renamed)
     mistakes = locate_mistakes([*renamed, *mistakes], overrides)
     if mismatches := [*check_kinds(config, choices, overrides)]:
-        # data of the wrong kind has no tokenizer or sequence length: a consequence, not a mistake of its own
-        rest = [m for m in mistakes if not m.setting.startswith(("data.", "tokenizer."))]
+        # data of the wrong kind has no tokenizer or sequence length, metrics no classes: consequences, not mistakes
+        consequences = ("data.", "tokenizer.", "metrics.", "no metrics.")
+        rest = [m for m in mistakes if not m.setting.startswith(consequences)]
         return [*rest, *mismatches]
     scaling = [*check_lr_scaling(config, choices, overrides)]
     if scaling:  # without a reference point there is no learning rate: a consequence as well
@@ -59,6 +61,7 @@ def check_config(
         *check_compatibility(config),
         *check_strategy(config, world_size),
         *check_loss_spike(config, world_size or 1),
+        *check_readers(config),
         *check_paths(config, overrides, run_folder),
     ]
 

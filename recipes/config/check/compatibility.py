@@ -154,7 +154,7 @@ def _nearest_divisor(number: int, wanted: int) -> int:
 def check_kinds(
     config: Mapping[str, Any], choices: Mapping[str, str], overrides: Sequence[str]
 ) -> Iterator[ConfigError]:
-    """Check that model, data and task agree on tokens or images."""
+    """Check that model, data, task and metrics agree on tokens or images."""
     if not all(isinstance(config.get(group), dict) for group in ("task", "model", "data")):
         return
     kinds = {
@@ -185,6 +185,19 @@ def check_kinds(
             f"{named['model']} {named['task']}",
             f"the model takes {kinds['model']}, the task {kinds['task']}",
             fix,
+        )
+    yield from _metrics_of_another_task(choices)
+
+
+def _metrics_of_another_task(choices: Mapping[str, str]) -> Iterator[ConfigError]:
+    """Reject metrics that have the name of a task which is not the chosen one."""
+    task, metrics = choices.get("task"), choices.get("metrics")
+    if None not in (task, metrics) and metrics != task and (CONF / "task" / f"{metrics}.yaml").is_file():
+        fits = (CONF / "metrics" / f"{task}.yaml").is_file()
+        yield ConfigError(
+            f"metrics={metrics} task={task}",
+            f"they are computed from what task={metrics} predicts",
+            f"metrics={task if fits else 'none'}",
         )
 
 

@@ -6,7 +6,7 @@ from typing import Any
 
 from recipes.config.check.deepspeed import misplaced_offload
 from recipes.config.check.types import describe, matches_type, placeholder, to_setting
-from recipes.config.signature import Signature, TargetNotFoundError, read_signature
+from recipes.config.signature import Signature, TargetNotFoundError, list_names, read_signature
 from recipes.errors import ConfigError
 
 # null means that build.py derives the value, whatever the annotation of the target says
@@ -28,6 +28,7 @@ PROVIDED: dict[str, set[str]] = {
         "label_smoothing",
         "z_loss",
         "seed",
+        "metrics",
     },
     "loader": {"source", "accumulation", "seed", "eval_samples"},
     "logger.csv": {"run_folder"},
@@ -61,7 +62,7 @@ def _check_node(path: str, node: Mapping[str, Any]) -> Iterator[ConfigError]:
     try:
         signature = read_signature(target)
     except TargetNotFoundError as error:
-        yield ConfigError(f"{path}._target_={target}", str(error), f"{path}=<an option of conf/{path}/>")
+        yield ConfigError(f"{path}._target_={target}", str(error), _suggest_target(path, target))
         return
     provided = PROVIDED[path] if path in PROVIDED else set()
     for key, value in node.items():
@@ -81,6 +82,19 @@ def _check_node(path: str, node: Mapping[str, Any]) -> Iterator[ConfigError]:
     for key, parameter in signature.parameters.items():
         if parameter.required and key not in node and key not in provided:
             yield ConfigError(f"no {path}.{key}", f"{_get_name(target)} needs it", f"+{path}.{key}=<value>")
+
+
+def _suggest_target(path: str, target: str) -> str:
+    """Return an option of the group or, for an entry of a group without options of its own, a name like the target."""
+    group, _, entry = path.partition(".")
+    if not entry:
+        return f"{path}=<an option of conf/{path}/>"
+    module, _, name = target.rpartition(".")
+    try:
+        near = get_close_matches(name, list_names(module), 1)
+    except TargetNotFoundError:
+        near = []
+    return f"{path}._target_={module}.{near[0]}" if near else f"{path}._target_=<a class>, as in conf/{group}/"
 
 
 def _check_value(where: str, value: object, signature: Signature, key: str) -> Iterator[ConfigError]:

@@ -39,6 +39,7 @@ NEWER = (
     "ignore_slurm",
     "launcher",
     "sweep",
+    "metrics",
 )  # sections that the frozen configs of older runs lack
 
 

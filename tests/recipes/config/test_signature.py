@@ -44,6 +44,12 @@ def test_an_inherited_constructor_is_found_and_kwargs_are_those_of_the_base() ->
     assert not read.takes_any
 
 
+def test_an_argument_that_a_constructor_passes_to_its_base_is_none_of_its_own() -> None:
+    read = read_signature("torchmetrics.classification.MulticlassF1Score")
+    assert [name for name, parameter in read.parameters.items() if parameter.required] == ["num_classes"]
+    assert "beta" not in read.parameters  # which MulticlassF1Score passes as 1.0
+
+
 @pytest.mark.parametrize("target", ["recipes.model.gpt3.GPT3", "recipes.model.gpt2.GPT3", "no_such_package.X", "x"])
 def test_what_does_not_exist_is_not_found(target: str) -> None:
     with pytest.raises(TargetNotFoundError):

@@ -15,7 +15,7 @@ NO_PANEL: dict[str, str] = {}
 
 def written_names() -> set[str]:
     """Return the metric names that the code writes: keys of dicts and rows, names that are yielded or logged."""
-    found: set[str] = set()
+    found = validated_names()
     for path in [*ROOT.glob("recipes/**/*.py"), *ROOT.glob("callbacks/**/*.py")]:
         for node in ast.walk(ast.parse(path.read_text())):
             written: list[ast.expr | None] = []
@@ -31,6 +31,12 @@ def written_names() -> set[str]:
                 written = node.args[:1] if node.func.attr == "log" else []
             found |= {name for node in written if (name := _name(node)) is not None}
     return {name for name in found if re.fullmatch(rf"lr(/\*)?|({_prefixes()})/[\w/*]+", name)}
+
+
+def validated_names() -> set[str]:
+    """Return the metrics of a validation: the loss, and those of every option of conf/metrics."""
+    options = [yaml.safe_load(path.read_text()) for path in (ROOT / "conf" / "metrics").glob("*.yaml")]
+    return {"val/loss"} | {f"val/{name}" for option in options for name in option}
 
 
 def _name(node: ast.expr | None) -> str | None:

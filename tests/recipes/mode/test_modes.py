@@ -1,6 +1,7 @@
 """One small run and everything that is done with it: its files, evaluate, sample, export, resume."""
 
 import json
+import shutil
 from pathlib import Path
 
 import pytest
@@ -149,6 +150,24 @@ def test_evaluate_gives_the_validation_loss_of_the_run(run: Path) -> None:
     assert found["loss"] == pytest.approx(last["val/loss"], rel=1e-7)
     assert found["perplexity"] == pytest.approx(last["val/perplexity"], rel=1e-6)
     (run / "evaluate_val.json").unlink()
+
+
+def test_evaluate_computes_a_metric_that_the_run_did_not_have(run: Path) -> None:
+    top = "{_target_: torchmetrics.classification.MulticlassAccuracy, num_classes: 257, top_k: 20, average: micro}"
+    assert execute(f"resume={run}", "mode=evaluate", f"+metrics.top20={top}") == 0
+    found = json.loads((run / "evaluate_val.json").read_text())
+    assert found["token_accuracy"] == pytest.approx(read_metrics(run)[-1]["val/token_accuracy"], rel=1e-7)
+    assert 0.0 < found["token_accuracy"] < found["top20"] < 1.0
+    (run / "evaluate_val.json").unlink()
+
+
+def test_a_run_from_before_there_were_metrics_is_evaluated_with_those_of_its_task(run: Path, tmp_path: Path) -> None:
+    old = shutil.copytree(run, tmp_path / "old", symlinks=True)
+    frozen = yaml.safe_load((old / "config.yaml").read_text())
+    del frozen["metrics"]
+    (old / "config.yaml").write_text(yaml.safe_dump(frozen, sort_keys=False))
+    config = composed_config(f"resume={old}", "mode=evaluate")
+    assert list(config["metrics"]) == ["perplexity", "token_accuracy"]
 
 
 def test_evaluate_on_other_data_keeps_the_tokenizer_of_the_run(run: Path, tmp_path: Path) -> None:

@@ -11,6 +11,7 @@ from torch import Tensor, nn
 
 from recipes.clipping.none import NoClipping
 from recipes.errors import ConfigError
+from recipes.metrics import Perplexity
 from recipes.model.decoder import hide_padding
 from recipes.task.language_modeling import LanguageModeling
 
@@ -52,7 +53,7 @@ def make_trainer(**more: Any) -> SimpleNamespace:
 
 
 def make_task(trainer: SimpleNamespace, **more: Any) -> LanguageModeling:
-    arguments: dict[str, Any] = {"label_smoothing": 0.0, "z_loss": 0.0, "ema_decay": None} | more
+    arguments: dict[str, Any] = {"label_smoothing": 0.0, "z_loss": 0.0, "ema_decay": None, "metrics": {}} | more
     model = arguments.pop("model", None) or Bigram()
     task = LanguageModeling(
         make_model=lambda: model,
@@ -212,7 +213,7 @@ def test_the_last_step_stops_the_run_and_is_logged_whatever_its_number() -> None
 
 
 def test_validation_adds_up_losses_and_targets_of_uneven_batches() -> None:
-    task = make_task(make_trainer())
+    task = make_task(make_trainer(), metrics={"perplexity": Perplexity()})
     logged: dict[str, float] = {}
     task.log_dict = logged.update  # type: ignore[method-assign, assignment]
     task.on_validation_epoch_start()
@@ -222,6 +223,7 @@ def test_validation_adds_up_losses_and_targets_of_uneven_batches() -> None:
     task.on_validation_epoch_end()
     expected = float(mean_over_targets(task.model, batches))
     assert logged["val/loss"] == pytest.approx(expected, rel=1e-6)
+    assert list(logged) == ["val/loss", "val/perplexity"]
     assert logged["val/perplexity"] == pytest.approx(2.718281828459045**expected, rel=1e-6)
 
 

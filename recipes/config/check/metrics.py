@@ -1,0 +1,62 @@
+"""Check the validation metrics: what a node of `metrics` is, and who reads a metric that no validation computes."""
+
+from collections.abc import Iterator, Mapping
+from difflib import get_close_matches
+from typing import Any
+
+from recipes.config.check.types import to_setting
+from recipes.errors import ConfigError
+
+_PREFIX = "val/"
+# settings that name a metric -> when they are in use
+_READERS = {
+    "checkpoint.best_metric": "checkpoint.keep_best",
+    "callbacks.early_stop.monitor": "callbacks.early_stop.patience",
+}
+
+
+def check_metrics(config: Mapping[str, Any]) -> Iterator[ConfigError]:
+    """Check that each metric is a section with a `_target_`, and that the model has as many classes as it ranks."""
+    metrics, model = config.get("metrics"), config.get("model")
+    for name, node in dict(metrics if isinstance(metrics, Mapping) else {}).items():
+        if name == "loss":
+            yield ConfigError("metrics.loss=…", "every validation computes val/loss", "another name for it")
+        elif node is not None and not (isinstance(node, Mapping) and "_target_" in node):
+            shown = f"metrics.{name}={to_setting(node)}"
+            yield ConfigError(shown, "a metric is a section with a _target_", f"metrics.{name}=null")
+        elif node is not None:
+            top_k, num_classes = node.get("top_k"), _count_classes(model)
+            if isinstance(top_k, int) and num_classes is not None and top_k > num_classes:
+                yield ConfigError(
+                    f"metrics.{name}.top_k={top_k}", f"the model has {num_classes} classes", f"metrics.{name}=null"
+                )
+
+
+def check_readers(config: Mapping[str, Any]) -> Iterator[ConfigError]:
+    """Check that a metric which a setting names is computed, unless code from elsewhere may log it."""
+    callbacks = [node for node in config["callbacks"].values() if node is not None]
+    ours = ("recipes.", "callbacks.")
+    if not all(str(node["_target_"]).startswith(ours) for node in (config["task"], *callbacks)):
+        return
+    computed = [_PREFIX + name for name, node in config.get("metrics", {}).items() if node is not None]
+    computed = [_PREFIX + "loss", *computed]
+    for setting, switch in _READERS.items():
+        name = _select(config, setting)
+        if _select(config, switch) and isinstance(name, str) and name.startswith(_PREFIX) and name not in computed:
+            near = (get_close_matches(name, computed, 1) or computed)[0]
+            yield ConfigError(
+                f"{setting}={name}", f"validation computes {' '.join(computed)}", f"{setting}={near}, or +metrics.…"
+            )
+
+
+def _count_classes(model: object) -> int | None:
+    number = model.get("vocab_size", model.get("num_classes")) if isinstance(model, Mapping) else None
+    return number if isinstance(number, int) else None
+
+
+def _select(config: Mapping[str, Any], key: str) -> object:
+    """Return the value at a dotted key; None where a section is missing or null."""
+    value: object = config
+    for part in key.split("."):
+        value = value.get(part) if isinstance(value, Mapping) else None
+    return value

@@ -1,0 +1,69 @@
+"""Mistakes in `metrics`, and in the settings that name a metric, each with its exact message."""
+
+import pytest
+
+from recipes.config import compose_and_check
+
+F1 = "torchmetrics.classification.MulticlassF1"
+MESSAGES = {
+    "metrics=classification": (
+        "metrics=classification task=language_modeling: they are computed from what task=classification predicts;"
+        " type metrics=language_modeling"
+    ),
+    "model=resnet18 metrics=language_modeling": (
+        "metrics=language_modeling task=classification: they are computed from what task=language_modeling predicts;"
+        " type metrics=classification"
+    ),
+    "+metrics.f1._target_=" + F1: (
+        f"metrics.f1._target_={F1}: {F1}: no class or function 'MulticlassF1' in torchmetrics.classification;"
+        f" type metrics.f1._target_={F1}Score"
+    ),
+    "+metrics.f1._target_=torchmetric.F1": (
+        "metrics.f1._target_=torchmetric.F1: torchmetric: no package 'torchmetric' is installed;"
+        " type metrics.f1._target_=<a class>, as in conf/metrics/"
+    ),
+    f"+metrics.f1._target_={F1}Score": (
+        "no metrics.f1.num_classes: MulticlassF1Score needs it; type +metrics.f1.num_classes=<value>"
+    ),
+    "+metrics.f1=true": "metrics.f1=true: a metric is a section with a _target_; type metrics.f1=null",
+    f"+metrics.loss._target_={F1}Score +metrics.loss.num_classes=3": (
+        "metrics.loss=…: every validation computes val/loss; type another name for it"
+    ),
+    "model=resnet18 model.num_classes=3": (
+        "metrics.accuracy_top5.top_k=5: the model has 3 classes; type metrics.accuracy_top5=null"
+    ),
+    "model=resnet18 metrics.f1.average=maro": (
+        "metrics.f1.average=maro: it takes micro or macro or weighted or none or null;"
+        " type metrics.f1.average=<micro or macro or weighted or none or null>"
+    ),
+    "checkpoint.best_metric=val/acuracy model=resnet18": (
+        "checkpoint.best_metric=val/acuracy: validation computes val/loss val/accuracy val/accuracy_top5 val/f1"
+        " val/calibration_error; type checkpoint.best_metric=val/accuracy, or +metrics.…"
+    ),
+    "callbacks.early_stop.patience=3 callbacks.early_stop.monitor=val/accuracy": (
+        "callbacks.early_stop.monitor=val/accuracy: validation computes val/loss val/perplexity val/token_accuracy;"
+        " type callbacks.early_stop.monitor=val/token_accuracy, or +metrics.…"
+    ),
+}
+VALID = [
+    "model=resnet18 metrics.accuracy_top5=null model.num_classes=2",
+    "model=resnet18 ~metrics.accuracy_top5 model.num_classes=2",
+    "model=resnet18 metrics=none",
+    "model=resnet18 checkpoint.best_metric=val/f1 checkpoint.best_mode=max",
+    f"+metrics.f1={{_target_:{F1}Score,num_classes:2048}} checkpoint.best_metric=val/f1",
+    "checkpoint.best_metric=train/loss",  # what validation does not compute, another may
+    "callbacks.early_stop.monitor=val/accuracy",  # off
+    "checkpoint.best_metric=val/bleu +callbacks.mine._target_=lightning.pytorch.callbacks.Timer",  # which may log it
+]
+
+
+@pytest.mark.parametrize("typed", MESSAGES)
+def test_a_mistake_is_reported_with_the_override_that_fixes_it(typed: str) -> None:
+    _, mistakes = compose_and_check(typed.split())
+    assert [str(mistake) for mistake in mistakes] == [MESSAGES[typed]]
+
+
+@pytest.mark.parametrize("typed", VALID)
+def test_a_choice_of_metrics_that_fits_is_valid(typed: str) -> None:
+    _, mistakes = compose_and_check(typed.split())
+    assert not mistakes, [str(mistake) for mistake in mistakes]
