@@ -5,7 +5,9 @@ from pathlib import Path
 
 from recipes.config.check import check_config
 from recipes.config.check.command_line import compose_overrides
+from recipes.config.check.origin import check_origin
 from recipes.config.compose import CONF, Composed
+from recipes.config.trust import find_origin
 from recipes.errors import ConfigError
 
 
@@ -19,6 +21,9 @@ def compose_and_check(
     """
     composed, mistakes = compose_overrides(overrides, config_folder=config_folder, config_name=config_name)
     if composed is not None:
+        origin = find_origin(config_folder, overrides)
+        if origin is not None and (untrusted := [*check_origin(composed.config, overrides, origin)]):
+            return None, [*mistakes, *untrusted]  # the checks below look for the constructors
         mistakes = [
             *mistakes,
             *check_config(composed.config, composed.choices, overrides, composed.run_folder),

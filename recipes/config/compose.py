@@ -6,7 +6,7 @@ import json
 import os
 import re
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -17,17 +17,19 @@ from hydra.core.override_parser.types import Override
 from hydra.core.utils import setup_globals
 from omegaconf import DictConfig, OmegaConf
 from omegaconf.errors import OmegaConfBaseException
+from omegaconf.resolvers import oc
 
 from recipes.config.cached_compose import compose_overrides
 from recipes.config.overrides import to_overrides
 from recipes.config.traits import trains
+from recipes.config.trust import CONF as CONF
+from recipes.config.trust import find_resumed_run, find_trusted_folders, restrict_variables
 from recipes.errors import ConfigError
 from recipes.lr_scaling import scaled_lr
 from recipes.numerics.accumulation import steps_of
 from recipes.run_folder import CONFIG_FILE, ENVIRONMENT_FILE, find_run_folder
 
 Config = dict[str, Any]
-CONF = Path(__file__).parents[2] / "conf"
 # names of options that Hydra's grammar reads as a number, a boolean or null
 _NOT_TEXT = re.compile(r"\d+|nan|inf|null|true|false", re.IGNORECASE)
 MODE_OF_SWEEPS = "mode=wandb_sweep"  # composes a single run, yet its overrides may hold sweeps
@@ -62,9 +64,14 @@ class Composed:
         return trains(self.config)
 
 
-def register_resolvers() -> None:
-    """Register `${run_folder:…}`, `${scaled_lr:…}`, `${steps_of:…}` and Hydra's `${now:…}`; may be called again."""
+def register_resolvers(read_variable: Callable[..., str | None] = oc.env) -> None:
+    """Register `${run_folder:…}`, `${scaled_lr:…}`, `${steps_of:…}` and Hydra's `${now:…}`; may be called again.
+
+    Args:
+        read_variable: Resolves `${oc.env:…}`.
+    """
     setup_globals()
+    OmegaConf.register_new_resolver("oc.env", read_variable, replace=True)
     OmegaConf.register_new_resolver("run_folder", run_folder, replace=True)
     OmegaConf.register_new_resolver("scaled_lr", scaled_lr, replace=True)
     OmegaConf.register_new_resolver("steps_of", steps_of, replace=True)
@@ -123,9 +130,10 @@ def compose_run(overrides: Sequence[str], *, config_folder: Path = CONF, config_
         hydra.errors.HydraException: A group, option or key does not exist.
         ConfigError: An interpolation refers to a missing key.
     """
-    register_resolvers()
     overrides = quote_options(overrides)
-    resumed = _find_resumed_run(overrides)
+    resumed = find_resumed_run(overrides)
+    is_own = resumed is None and config_folder.resolve() in find_trusted_folders(overrides)
+    register_resolvers(*([] if is_own else [restrict_variables(overrides)]))
     earlier = _read_overrides(resumed) if resumed else []
     overrides, sweeps = _split_off_sweeps(overrides)
     parsed = [parse_override(override) for override in overrides]
@@ -206,14 +214,6 @@ def _to_plain(node: DictConfig) -> Config:
     return config
 
 
-def _find_resumed_run(overrides: Sequence[str]) -> Path | None:
-    for override in overrides:
-        key, _, value = override.partition("=")
-        if key == "resume" and value not in ("null", "auto", ""):
-            return find_run_folder(Path(value.strip("'\"")))
-    return None
-
-
 def _read_overrides(resumed: Path) -> list[str]:
     """Return the overrides that the resumed run was started with, without those that hold for a single start."""
     record = resumed / ENVIRONMENT_FILE
@@ -221,9 +221,11 @@ def _read_overrides(resumed: Path) -> list[str]:
         return []
     typed: list[str] = json.loads(record.read_text())["overrides"]
     keys = {override: parse_override(override).key_or_group for override in typed}
-    single_start = ("hydra.", "mode.")
+    single_start = ("hydra.", "hydra/", "mode.")
     return [
-        override for override, key in keys.items() if key not in ("mode", "resume") and not key.startswith(single_start)
+        override
+        for override, key in keys.items()
+        if key not in ("hydra", "mode", "resume") and not key.startswith(single_start)
     ]
 
 

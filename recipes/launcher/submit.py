@@ -25,8 +25,7 @@ def submit(composed: Composed) -> int:
     Returns:
         The exit code: 0, or 2 if it cannot be submitted.
     """
-    from hydra.utils import instantiate
-
+    from recipes.config.instantiate import make
     from recipes.errors import format_report
     from recipes.launcher.job import JOB_FILE, Job, read_job
     from recipes.runtime.exit_codes import ExitCode
@@ -41,7 +40,7 @@ def submit(composed: Composed) -> int:
         # of an earlier submission, which may still be in the queue
         if (folder / JOB_FILE).is_file():
             job.cluster_job = read_job(folder / JOB_FILE).cluster_job
-        launcher = instantiate(config["launcher"], _convert_="all")
+        launcher = make(config["launcher"])
         job.save()
         earlier_id = job.cluster_job
         launcher.start([job])
