@@ -2,6 +2,7 @@
 
 import dataclasses
 import glob
+import itertools
 import json
 import os
 import re
@@ -32,6 +33,8 @@ from recipes.run_folder import CONFIG_FILE, ENVIRONMENT_FILE, find_run_folder
 Config = dict[str, Any]
 # names of options that Hydra's grammar reads as a number, a boolean or null
 _NOT_TEXT = re.compile(r"\d+|nan|inf|null|true|false", re.IGNORECASE)
+_CLOCK = "%Y-%m-%d_%H-%M-%S"
+_CLOCK_NAME = r"\d{4}(-\d\d){2}_\d\d(-\d\d){2}(_\d+)?"
 MODE_OF_SWEEPS = "mode=wandb_sweep"  # composes a single run, yet its overrides may hold sweeps
 
 
@@ -48,6 +51,7 @@ class Composed:
             `mode=wandb_sweep`.
         config_folder: Folder that the run was composed from.
         config_name: Primary config, without its suffix.
+        continues: Whether what the run folder contains is an earlier start of this very run.
     """
 
     config: Config
@@ -57,6 +61,7 @@ class Composed:
     sweep_overrides: list[str] = field(default_factory=list)
     config_folder: str = str(CONF)
     config_name: str = "config"
+    continues: bool = False
 
     @property
     def trains(self) -> bool:
@@ -104,9 +109,29 @@ def run_folder(name: str, resume: str | None) -> str:
         return str(resumed)
     if job := cluster_job_name():
         return f"logs/{name}/{job}"
-    fresh = f"logs/{name}/{time.strftime('%Y-%m-%d_%H-%M-%S')}"
+    fresh = f"logs/{name}/{time.strftime(_CLOCK)}"
     num_taken = len(glob.glob(f"{fresh}*"))  # runs started in the same second
     return f"{fresh}_{num_taken + 1}" if num_taken else fresh
+
+
+def claim_folder(composed: Composed) -> Composed:
+    """Create the folder of a new run if the clock has named it, under a name that no other start has taken.
+
+    Starts of the same second compose the same name: the first to create the folder has it, the next ones get a number.
+    """
+    folder = composed.run_folder
+    is_named_by_clock = re.fullmatch(_CLOCK_NAME, folder.name) and composed.config["resume"] is None
+    if not is_named_by_clock or any(override.startswith("hydra.run.dir=") for override in composed.overrides):
+        return composed
+    stem = folder.name[: len("2000-01-01_00-00-00")]
+    for number in itertools.count(2):
+        try:
+            folder.mkdir(parents=True)
+        except FileExistsError:
+            folder = folder.with_name(f"{stem}_{number}")
+        else:
+            break
+    return dataclasses.replace(composed, run_folder=folder)
 
 
 def cluster_job_name() -> str | None:

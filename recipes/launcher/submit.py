@@ -2,7 +2,7 @@
 
 import sys
 
-from recipes.config.compose import Composed
+from recipes.config.compose import Composed, claim_folder
 from recipes.errors import ConfigError
 from recipes.runtime.console import LOGGER, open_console
 from recipes.runtime.world import started_by
@@ -31,6 +31,7 @@ def submit(composed: Composed) -> int:
     from recipes.runtime.exit_codes import ExitCode
 
     open_console()
+    composed = claim_folder(composed)
     config = composed.config
     if config["resume"] is None:
         config["resume"] = "auto"

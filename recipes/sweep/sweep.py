@@ -136,13 +136,13 @@ class Sweep:
     def _compose(self, job: Job) -> list[ConfigError]:
         folder = str(job.folder).replace("'", "\\'")
         overrides = [*job.overrides, *_resume_override(job), f"hydra.run.dir='{folder}'"]
-        job.composed, mistakes = compose_and_check(overrides, **self._source)
+        job.composed, mistakes = compose_and_check(overrides, **self._source, continues=True)
         if mistakes or job.composed is None:
             return mistakes
         try:
             # the launcher decides from the composed config, so what it adds needs a second composition
             if extra := self.launcher.extra_overrides(job):
-                job.composed, mistakes = compose_and_check([*overrides, *extra], **self._source)
+                job.composed, mistakes = compose_and_check([*overrides, *extra], **self._source, continues=True)
             if not mistakes:
                 self.launcher.num_devices(job)
         except ConfigError as mistake:

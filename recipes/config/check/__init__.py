@@ -23,6 +23,8 @@ def check_config(
     choices: Mapping[str, str],
     overrides: Sequence[str],
     run_folder: Path,
+    *,
+    continues: bool = False,
 ) -> list[ConfigError]:
     """Report every mistake in a composed config.
 
@@ -31,6 +33,7 @@ def check_config(
         choices: Option chosen for each group, to name it in messages.
         overrides: Command-line overrides.
         run_folder: Folder for the files of the run.
+        continues: Whether what the folder contains is an earlier start of this very run.
 
     Returns:
         The mistakes in the order of the checks; empty if the run can be built.
@@ -59,7 +62,7 @@ def check_config(
         *check_compatibility(config),
         *check_strategy(config, world_size),
         *check_loss_spike(config, world_size or 1),
-        *check_paths(config, overrides, run_folder),
+        *check_paths(config, overrides, run_folder, continues=continues),
     ]
 
 
