@@ -45,9 +45,11 @@ class TrainingTask(CountsFlops, Resumable, ABC):
 
     Attributes:
         row: Metrics of the current step, logged when it ends.
+        val_metric_names: Names that `val_metrics` returns; the config check reads them from the source. Empty: any.
     """
 
     input_kind: ClassVar[str]
+    val_metric_names: ClassVar[tuple[str, ...]] = ()
     writes_rows: ClassVar[bool] = True  # `RowWriter` logs `row` once per step
     model: nn.Module
 

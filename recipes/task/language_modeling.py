@@ -21,6 +21,7 @@ class LanguageModeling(TrainingTask):
     """
 
     input_kind: ClassVar[str] = "tokens"
+    val_metric_names: ClassVar[tuple[str, ...]] = ("val/loss", "val/perplexity")
 
     tokenizer: Tokenizer | None = None
 

@@ -9,10 +9,12 @@ from recipes.config.check.batch_size import check_batch_size, count_ranks
 from recipes.config.check.compatibility import check_compatibility, check_kinds
 from recipes.config.check.loss_spike import check_loss_spike
 from recipes.config.check.lr_scaling import check_lr_scaling
+from recipes.config.check.metrics import check_metrics
 from recipes.config.check.nodes import check_nodes
 from recipes.config.check.paths import check_paths
 from recipes.config.check.ranges import check_ranges
 from recipes.config.check.renamed import check_renamed, drop_consequences
+from recipes.config.check.resumed import check_resumed
 from recipes.config.check.sections import CONF, check_sections
 from recipes.config.check.strategy import check_strategy
 from recipes.errors import ConfigError
@@ -61,7 +63,9 @@ def check_config(
         *check_batch_size(config, world_size),
         *check_compatibility(config),
         *check_strategy(config, world_size),
+        *check_metrics(config),
         *check_loss_spike(config, world_size or 1),
+        *check_resumed(config, run_folder),
         *check_paths(config, overrides, run_folder, continues=continues),
     ]
 
