@@ -20,6 +20,8 @@ from recipes.sweep.pool import Pool, Source, worst_exit_code
 from recipes.sweep.report import Report
 from recipes.sweep.settings import Settings
 
+_MAX_DEPTH = 2  # levels of job folders below the sweep's
+
 
 class Sweep:
     """The jobs of one sweep folder.
@@ -78,12 +80,17 @@ class Sweep:
 
         Returns:
             The job, and all mistakes in its config.
+
+        Raises:
+            ConfigError: The job's folder would not be in the sweep's.
         """
         overrides = job_overrides(overrides)
         job = self._ledger.claim(overrides)
         if job is None:
             number = self._ledger.free_number(number)
-            job = Job(number=number, folder=self.folder / get_folder_name(number), overrides=overrides)
+            name = get_folder_name(number)
+            _check_folder_name(name)
+            job = Job(number=number, folder=self.folder / name, overrides=overrides)
             if owners := [other for other in self.jobs if other.folder == job.folder]:
                 shared_folder = ConfigError(
                     f"hydra.sweep.subdir={job.folder.name}",
@@ -164,6 +171,17 @@ class Sweep:
 
     def _log_job(self, job: Job) -> None:
         self._report.log_job(job, self.launcher.log_path(job))
+
+
+def _check_folder_name(name: str) -> None:
+    """Reject a job's folder outside of its sweep's, or so deep in it that the ledger of a resumed sweep misses it."""
+    parts = Path(name).parts
+    if not parts or Path(name).is_absolute() or ".." in parts or len(parts) > _MAX_DEPTH:
+        raise ConfigError(
+            f"hydra.sweep.subdir={name}",
+            f"a job's folder is in that of its sweep, at most {_MAX_DEPTH} levels deep",
+            "no hydra.sweep.subdir, or a relative one such as '${hydra.job.num}'",
+        )
 
 
 def _resume_override(job: Job) -> list[str]:
