@@ -14,8 +14,9 @@ from typing import Any
 
 import yaml
 from hydra.core.override_parser.overrides_parser import OverridesParser
-from hydra.core.override_parser.types import Override
+from hydra.core.override_parser.types import Override, Quote, QuotedString
 from hydra.core.utils import setup_globals
+from hydra.errors import HydraException
 from omegaconf import DictConfig, OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 from omegaconf.resolvers import oc
@@ -83,16 +84,33 @@ def register_resolvers(read_variable: Callable[..., str | None] = oc.env) -> Non
 
 
 def quote_options(overrides: Sequence[str]) -> list[str]:
-    """Quote option names that Hydra's grammar would not read as text: `debug=nan`, `precision=16`."""
+    """Quote option names that Hydra's grammar would not read as text: `debug=nan`, `precision=16`.
+
+    Text with blanks around it is quoted as well: `mode.prompt='    return x'`.
+    """
     return [_quote_option(override) for override in overrides]
 
 
 def _quote_option(override: str) -> str:
     group, equals, names = override.partition("=")
+    if names != names.strip() and _is_plain_text(
+        f"{group}={names.strip()}"
+    ):  # Hydra's grammar drops blanks around a value
+        return f"{group}={QuotedString(text=names, quote=Quote.single).with_quotes()}"
     if not equals or not group or not (CONF / group).is_dir():
         return override
     quoted = [f"'{name}'" if _NOT_TEXT.fullmatch(name) else name for name in names.split(",")]
     return f"{group}={','.join(quoted)}"
+
+
+def _is_plain_text(override: str) -> bool:
+    """Return whether an override sets a text that is not quoted."""
+    try:
+        parsed = parse_override(override)
+    except HydraException:
+        return False
+    is_quoted = override.endswith(("'", '"'))
+    return not parsed.is_sweep_override() and not is_quoted and isinstance(parsed.value(), str)
 
 
 def run_folder(name: str, resume: str | None) -> str:
@@ -180,7 +198,7 @@ def compose_run(overrides: Sequence[str], *, config_folder: Path = CONF, config_
     return Composed(
         config=config,
         choices={group: str(option) for group, option in node.hydra.runtime.choices.items()},
-        run_folder=Path(node.hydra.run.dir),
+        run_folder=Path(os.path.expanduser(node.hydra.run.dir)),  # a shell leaves the ~ of key=~/x to us
         overrides=[*inherited, *overrides],
         sweep_overrides=[*to_overrides(_get_sweeper_params(node)), *sweeps],
         config_folder=str(config_folder),

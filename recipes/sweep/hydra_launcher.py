@@ -1,5 +1,6 @@
 """Hydra's launcher of this project: every job of `-m` in its own processes, several at a time."""
 
+import os
 from collections.abc import Sequence
 from functools import partial
 from pathlib import Path
@@ -101,7 +102,7 @@ class SubprocessLauncher(Launcher):
 
     @property
     def _folder(self) -> Path:
-        return Path(str(self._config.hydra.sweep.dir))
+        return Path(os.path.expanduser(self._config.hydra.sweep.dir))
 
     def _prepare(self, sweep: Sweep, job_overrides: Sequence[Sequence[str]], first_number: int) -> list[Job]:
         """Compose and check all jobs; reject invalid ones, or stop before the first job starts."""

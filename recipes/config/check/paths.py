@@ -1,12 +1,13 @@
 """Check paths and folders that must exist before a run starts, by name and size; no file is opened."""
 
-import glob
+import os
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 from recipes.config.compose import cluster_job_name
 from recipes.config.traits import trains
+from recipes.data.glob_files import expand_glob
 from recipes.errors import ConfigError
 from recipes.run_folder import CHECKPOINTS, METRICS_FILE, find_run_folder, has_checkpoint
 
@@ -33,8 +34,8 @@ def _check_data_path(data: Mapping[str, Any]) -> Iterator[ConfigError]:
     path = data.get("path")
     if not isinstance(path, str):
         return
-    expanded = str(Path(path).expanduser())
-    if not Path(expanded).exists() and not glob.glob(expanded, recursive=True):
+    expanded = os.path.expanduser(path)
+    if not Path(expanded).exists() and next(expand_glob(expanded), None) is None:
         yield ConfigError(f"data.path={path}", "there is no such file or folder", "data.path=<a path that exists>")
 
 
@@ -75,6 +76,8 @@ def check_run_folder(config: Mapping[str, Any], run_folder: Path, *, continues: 
         run_folder: Folder for the files of the run.
         continues: Whether what the folder contains is an earlier start of this very run.
     """
+    if str(run_folder).startswith("~"):
+        yield ConfigError(f"hydra.run.dir={run_folder}", "there is no such user", "hydra.run.dir=<a folder>")
     resume = config["resume"]
     used = any((run_folder / name).exists() for name in (METRICS_FILE, CHECKPOINTS))
     if continues or not used or not trains(config) or resume == "auto":

@@ -7,8 +7,10 @@ from pathlib import Path
 
 import pytest
 
+from recipes.config.check.compatibility import check_compatibility
 from recipes.config.check.paths import check_run_folder
-from recipes.config.compose import Composed, claim_folder, compose_run
+from recipes.config.check.sections import check_sections
+from recipes.config.compose import Composed, claim_folder, compose_run, parse_override, quote_options
 from recipes.entry.run import run_composed
 
 
@@ -72,3 +74,34 @@ def test_starts_of_the_same_second_get_folders_of_their_own(composed: Composed, 
     typed = replace(composed, run_folder=folder, overrides=[f"hydra.run.dir={folder}"])
     resumed = replace(composed, run_folder=folder, config=composed.config | {"resume": str(folder)})
     assert [claim_folder(run).run_folder for run in (typed, resumed)] == [folder, folder]
+
+
+def test_a_tilde_is_the_home_folder_and_never_a_name(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("HOME", str(tmp_path))
+    run = compose_run(["hydra.run.dir='~/x'"])
+    assert run.run_folder == tmp_path / "x"
+    [mistake] = check_run_folder(run.config, compose_run(["hydra.run.dir='~nobody_here/x'"]).run_folder)
+    assert str(mistake) == "hydra.run.dir=~nobody_here/x: there is no such user; type hydra.run.dir=<a folder>"
+
+
+def test_a_run_cannot_end_before_its_smallest_number_of_steps(composed: Composed) -> None:
+    def settings(**trainer: int) -> list[str]:
+        config = composed.config | {"trainer": composed.config["trainer"] | trainer}
+        return [mistake.setting for mistake in check_compatibility(config)]
+
+    assert settings(min_steps=99, max_steps=3) == ["trainer.min_steps=99 trainer.max_steps=3"]
+    assert settings(min_steps=3, max_steps=3) == []
+
+
+@pytest.mark.parametrize("name", [".", ".."])
+def test_a_name_of_dots_would_be_another_folder(name: str, composed: Composed) -> None:
+    assert [m.setting for m in check_sections(composed.config | {"name": name})] == [f"name={name}"]
+
+
+@pytest.mark.parametrize("prompt", ["    return x", "x  ", " \tit is ", "  ${name}"])
+def test_blanks_around_a_prompt_are_part_of_it(prompt: str) -> None:
+    [override] = quote_options([f"mode.prompt={prompt}"])
+    assert parse_override(override).value() == prompt
+    # a number, a list, a choice of options and a quoted text are what they were
+    for text in ("optimizer.lr= 1e-3", "tags= [a, b]", "model= gpt2,llama_nano", "name= 'x'", "debug= nan"):
+        assert text.endswith("nan") or quote_options([text]) == [text]
