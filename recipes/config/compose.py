@@ -2,7 +2,6 @@
 
 import dataclasses
 import glob
-import itertools
 import json
 import os
 import re
@@ -29,7 +28,7 @@ from recipes.config.trust import find_resumed_run, find_trusted_folders, restric
 from recipes.errors import ConfigError
 from recipes.lr_scaling import scaled_lr
 from recipes.numerics.accumulation import steps_of
-from recipes.run_folder import CONFIG_FILE, ENVIRONMENT_FILE, find_run_folder
+from recipes.run_folder import CONFIG_FILE, ENVIRONMENT_FILE, create_new, find_run_folder
 
 Config = dict[str, Any]
 # names of options that Hydra's grammar reads as a number, a boolean or null
@@ -142,14 +141,7 @@ def claim_folder(composed: Composed) -> Composed:
     if not is_named_by_clock or any(override.startswith("hydra.run.dir=") for override in composed.overrides):
         return composed
     stem = folder.name[: len("2000-01-01_00-00-00")]
-    for number in itertools.count(2):
-        try:
-            folder.mkdir(parents=True)
-        except FileExistsError:
-            folder = folder.with_name(f"{stem}_{number}")
-        else:
-            break
-    return dataclasses.replace(composed, run_folder=folder)
+    return dataclasses.replace(composed, run_folder=create_new(folder, stem=stem))
 
 
 def cluster_job_name() -> str | None:
