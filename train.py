@@ -1,14 +1,16 @@
 """Train, evaluate, sample, sweep: compose one config, check it, run it. `python train.py --help` lists the settings."""
 
 import sys
+from collections.abc import Sequence
 from pathlib import Path
 
 from recipes.config import compose_and_check
+from recipes.config.check.config_folder import check_config_folder
 from recipes.config.compose import quote_options
 from recipes.entry.hydra_main import is_for_hydra, run_through_hydra
 from recipes.entry.run import run_composed
 from recipes.entry.torchrun import compose_on_rank_zero
-from recipes.errors import format_report
+from recipes.errors import ConfigError, format_report
 from recipes.launcher.environ import forget_slurm
 from recipes.launcher.submit import is_for_cluster, submit
 from recipes.runtime.exit_codes import ExitCode
@@ -26,6 +28,8 @@ def main() -> int:
     forget_slurm(args.overrides)
     folder = Path(args.config_path) if args.config_path else Path(__file__).parent / "conf"
     name = args.config_name or "config"
+    if mistakes := check_config_folder(folder, name, args.overrides):
+        return report(mistakes)
     if is_for_hydra(args):
         return run_through_hydra(folder, name, run)
     if args.multirun or is_sweep(args.overrides):
@@ -39,12 +43,17 @@ def run(overrides: list[str], folder: Path, name: str, *, in_sweep: bool = False
         lambda: compose_and_check(overrides, config_folder=folder, config_name=name)
     )
     if mistakes or composed is None:
-        if global_rank() == 0:  # torchrun and srun start one of these per rank
-            print(format_report(mistakes), file=sys.stderr)
-        return ExitCode.INVALID_CONFIG
+        return report(mistakes)
     if not in_sweep and is_for_cluster(composed):
         return submit(composed)
     return run_composed(composed, in_sweep=in_sweep)
+
+
+def report(mistakes: Sequence[ConfigError]) -> int:
+    """Print the mistakes and return the exit code; torchrun and srun start one of these processes per rank."""
+    if global_rank() == 0:
+        print(format_report(mistakes), file=sys.stderr)
+    return ExitCode.INVALID_CONFIG
 
 
 if __name__ == "__main__":

@@ -8,12 +8,10 @@ import inspect
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any
 
 import lightning.pytorch as lightning
 import torch
 from hydra.errors import InstantiationException
-from hydra.utils import instantiate
 from lightning.fabric.plugins.environments import (  # type: ignore[attr-defined]
     ClusterEnvironment,
     LightningEnvironment,
@@ -27,6 +25,7 @@ from torchmetrics import Metric
 from recipes.checkpoint.resume import find_checkpoint, names_checkpoint
 from recipes.checkpoint.saver import CheckpointSaver
 from recipes.config.compose import Composed, Config, freeze
+from recipes.config.instantiate import make
 from recipes.config.ranks import get_ranks
 from recipes.config.traits import trains
 from recipes.data.datamodule import StreamDataModule
@@ -79,7 +78,7 @@ class Run:
 
 def execute(composed: Composed) -> int:
     """Execute the mode of a composed config and return the exit code."""
-    mode = _make(composed.config["mode"])
+    mode = make(composed.config["mode"])
     # modes that only read the folders of earlier runs take the config itself: nothing is built
     if "composed" in inspect.signature(mode).parameters:
         return int(mode(composed))
@@ -105,7 +104,7 @@ def build(config: Config, folder: Path, overrides: list[str]) -> Run:
     if checkpoint is not None:
         config = _with_saved_parts(config, checkpoint)
     lightning.seed_everything(config["seed"], verbose=False)
-    precision: Precision = _make(config["precision"])
+    precision: Precision = make(config["precision"])
     ranks = get_ranks(config)
     devices = _get_devices(config["trainer"], ranks)
     accumulation = divide(
@@ -114,8 +113,8 @@ def build(config: Config, folder: Path, overrides: list[str]) -> Run:
         num_devices=ranks.world_size,
         accumulate_grad_batches=config["trainer"]["accumulate_grad_batches"],
     )
-    data: StreamDataModule = _make(config["loader"])(
-        source=_make(config["data"]),
+    data: StreamDataModule = make(config["loader"])(
+        source=make(config["data"]),
         accumulation=accumulation,
         seed=config["seed"],
         eval_samples=config["eval_samples"] if is_training else None,
@@ -139,15 +138,15 @@ def build(config: Config, folder: Path, overrides: list[str]) -> Run:
 
 
 def _build_task(config: Config, precision: Precision) -> TrainingTask:
-    task: TrainingTask = _make(config["task"])(
+    task: TrainingTask = make(config["task"])(
         # a function, not a model: the task calls it on the meta device once the Trainer has set up the ranks
-        make_model=functools.partial(_make, config["model"]),
-        make_optimizer=_make(config["optimizer"]),
-        schedule=_make(config["scheduler"]),
-        activation_checkpoint=_make(config["activation_checkpoint"]),
+        make_model=functools.partial(make, config["model"]),
+        make_optimizer=make(config["optimizer"]),
+        schedule=make(config["scheduler"]),
+        activation_checkpoint=make(config["activation_checkpoint"]),
         compile_blocks=config["compile"],
         fused_optimizer=not precision.scales_loss,  # a fused step would unscale the gradients after clipping
-        clipping=_make(config["clipping"]),
+        clipping=make(config["clipping"]),
         ema_decay=config["ema_decay"],
         label_smoothing=config["label_smoothing"],
         z_loss=config["z_loss"],
@@ -173,10 +172,10 @@ def _build_metrics(config: Config) -> dict[str, Metric]:
         if node is None:  # `metrics.f1=null`, as for a callback
             continue
         try:
-            metric = _make(node)
-        except InstantiationException as error:
-            if isinstance(error.__cause__, ConfigError):
-                raise error.__cause__ from None
+            metric = make(node)
+        except ConfigError:
+            raise
+        except (InstantiationException, ImportError, TypeError, ValueError) as error:
             reason = str(error.__cause__ or error).partition("\n")[0]
             raise ConfigError(f"metrics.{name}", f"{node['_target_']} says: {reason}", f"'~metrics.{name}'") from error
         if num_classes is not None:
@@ -195,24 +194,24 @@ def _build_trainer(
     *,
     is_training: bool,
 ) -> lightning.Trainer:
-    saver: CheckpointSaver = _make(config["checkpoint"])
+    saver: CheckpointSaver = make(config["checkpoint"])
     # a damaged checkpoint may be replaced by an older one unless the user has named it
     saver.checkpoint_io.falls_back = not names_checkpoint(config["resume"])
     callbacks: list[Callback] = []
     loggers: list[Logger] = []
     if is_training:
-        loggers = [_make(node)(run_folder=folder) for node in config["logger"].values()]
-        configured = [_make(node) for node in config["callbacks"].values() if node is not None]
+        loggers = [make(node)(run_folder=folder) for node in config["logger"].values()]
+        configured = [make(node) for node in config["callbacks"].values() if node is not None]
         # the order matters: callbacks fill the row of a step, it is logged, then the step is saved
         callbacks = [SummaryWriter(run_folder=folder), *configured, RowWriter(), saver]
     # other modes run on one device, which reads the checkpoint of any strategy
     node = config["strategy"] if is_training else SINGLE_DEVICE
-    strategy = _make(node)(devices=devices, precision=precision, checkpoint_io=saver.checkpoint_io)
+    strategy = make(node)(devices=devices, precision=precision, checkpoint_io=saver.checkpoint_io)
     indices = list(dict.fromkeys(device.index for device in devices))
     if devices[0].type == "cuda" and len(indices) < len(devices):
         # each rank sees one GPU alone, under the same index; a Trainer would take no GPU twice
         strategy.parallel_devices = devices
-    make_trainer = _make(config["trainer"] | {"_partial_": True})
+    make_trainer = make(config["trainer"] | {"_partial_": True})
     trainer: lightning.Trainer = make_trainer(
         accelerator=devices[0].type,
         devices=indices if devices[0].type == "cuda" else len(devices),
@@ -279,8 +278,3 @@ def _get_devices(trainer: Config, ranks: Ranks) -> list[torch.device]:
         return [torch.device("cuda", 0)] * ranks.per_node
     indices = requested if isinstance(requested, list) else range(ranks.per_node)
     return [torch.device("cuda", index) for index in indices][: ranks.per_node]
-
-
-def _make(node: dict[str, Any]) -> Any:
-    """Instantiate `_target_` of a config node, with plain lists and dicts as arguments."""
-    return instantiate(node, _convert_="all")

@@ -2,6 +2,10 @@
 
 from collections.abc import Sequence
 
+# C0 and C1 controls other than tab and newline, and those that reorder the text around them: a terminal obeys them
+_CONTROLS = {*range(0x20), *range(0x7F, 0xA0), *range(0x202A, 0x202F), *range(0x2066, 0x206A)} - {0x09, 0x0A}
+_ESCAPES = {code: repr(chr(code))[1:-1] for code in sorted(_CONTROLS)}
+
 
 class ConfigError(ValueError):
     """A wrong setting, in three clauses; all that are found are reported together.
@@ -52,4 +56,9 @@ def format_report(mistakes: Sequence[ConfigError], head: str | None = None) -> s
             f"   {mistake.reason}",
             f"   type: {mistake.fix}",
         ]
-    return "\n".join(lines)
+    return escape_controls("\n".join(lines))  # a config read from a folder may hold any character
+
+
+def escape_controls(text: str) -> str:
+    """Write the characters that control a terminal as escapes, such as `\\x1b`; tabs and newlines stay."""
+    return text.translate(_ESCAPES)

@@ -1,6 +1,7 @@
 """The files of a run folder: their names, one function that writes small files atomically, one reader per file."""
 
 import csv
+import itertools
 import json
 import os
 from collections.abc import Iterable
@@ -39,6 +40,18 @@ def write_atomically(path: Path, text: str, *, fsync: bool = False) -> None:
             file.flush()
             os.fsync(file.fileno())
     unfinished.replace(path)
+
+
+def create_new(folder: Path, *, stem: str) -> Path:
+    """Create a folder that did not exist, `stem` with the next free number if another process is faster; return it."""
+    for number in itertools.count(2):
+        try:
+            folder.mkdir(parents=True)
+        except FileExistsError:
+            folder = folder.with_name(f"{stem}_{number}")
+        else:
+            break
+    return folder
 
 
 def find_run_folder(path: Path) -> Path | None:

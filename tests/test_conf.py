@@ -11,9 +11,10 @@ import torch
 import yaml
 from support import composed_config
 
-from recipes.build import _make, build
+from recipes.build import build
 from recipes.config import compose_and_check
 from recipes.config.check import strategy as engines
+from recipes.config.instantiate import make
 from recipes.sweep.command_line import check_command
 
 ROOT = Path(__file__).parent.parent
@@ -132,7 +133,7 @@ def test_every_recipe_composes_checks_and_builds_every_model_on_the_meta_device(
     run = build(config, tmp_path, [])
     with torch.device("meta"):
         made = run.task._make_model()
-    optimizer = _make(config["optimizer"])(made, fused=False)
+    optimizer = make(config["optimizer"])(made, fused=False)
     assert sum(len(group["params"]) for group in optimizer.param_groups) == len(list(made.parameters()))
     assert 0.0 < run.task._schedule(0) <= 1.0
     assert all(parameter.is_meta for parameter in made.parameters())

@@ -5,6 +5,7 @@ from collections.abc import Iterable, Sequence
 from html import escape
 from pathlib import Path
 from typing import Any
+from urllib.parse import quote
 
 from .charts.axis import value_label
 from .charts.json_data import as_json
@@ -39,6 +40,11 @@ def write_page(path: Path, text: str) -> None:
     partial = path.with_name(f".{path.name}.partial")
     partial.write_text(text, encoding="utf-8")
     partial.replace(path)
+
+
+def quoted_link(path: str) -> str:
+    """Return a relative path as a link: without quoting, a folder named `javascript:…` is a program, `a#b` another."""
+    return escape(quote(path.encode("utf-8", "surrogateescape")))
 
 
 def anchor_id(title: str) -> str:

@@ -6,7 +6,7 @@ from html import escape
 from typing import Any, TypeGuard
 
 from ..progress.text import clock_text
-from .html import flatten, folded, section, table, value_text
+from .html import flatten, folded, quoted_link, section, table, value_text
 from .run_record import RunRecord
 
 MAX_EVENT_ROWS = 200
@@ -137,7 +137,7 @@ def spikes_table(run: RunRecord) -> str:
             _finite_text(spike.get("loss")),
             _finite_text(spike.get("grad_norm")),
             "skipped" if spike.get("skipped") else "applied",
-            f'<a href="{escape(spike["folder"])}">{escape(spike["folder"])}</a>',
+            f'<a href="{quoted_link(str(spike["folder"]))}">{escape(spike["folder"])}</a>',
         ]
         for spike in run.spikes
     ]
@@ -145,7 +145,7 @@ def spikes_table(run: RunRecord) -> str:
         return ""
     heads = ("step", "alarm", "loss", "gradient norm", "update", "dump")
     newest = run.spikes[-1].get("step")
-    command = f"python train.py mode=replay resume={shlex.quote(str(run.folder))} mode.step={newest}"
+    command = f"python train.py mode=replay {shlex.join([f'resume={run.folder}', f'mode.step={newest}'])}"
     replay = f'<p class="replay">Recompute a step: <code>{escape(command)}</code></p>'
     return section("Spike dumps", table(heads, rows) + replay, id_="spikes")
 

@@ -75,9 +75,16 @@ def read_manifest(folder: Path) -> Manifest | None:
         if fields.pop("format") != FORMAT:
             return None
         files = {name: FileRecord(**record) for name, record in fields.pop("files").items()}
+        if not all(_is_file_name(name) for name in files):
+            return None
         return Manifest(files=files, **fields)
     except (OSError, ValueError, AttributeError, KeyError, TypeError):
         return None
+
+
+def _is_file_name(name: str) -> bool:
+    """Return whether a name stays within its folder: a forged manifest could name any file of this machine."""
+    return name not in ("", ".", "..") and not set(name) & {"/", "\\", "\0"}
 
 
 def find_fault(folder: Path) -> str | None:

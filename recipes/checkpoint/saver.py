@@ -20,6 +20,7 @@ from recipes.checkpoint.retention import (
 )
 from recipes.checkpoint.save_log import SaveLog, warn_if_short
 from recipes.checkpoint.writer import CheckpointWriter
+from recipes.errors import ConfigError
 from recipes.lightning_internals import validate_now
 from recipes.run_folder import CHECKPOINTS
 from recipes.runtime.signals import Preempted, requested_by, set_handler
@@ -180,6 +181,7 @@ class CheckpointSaver(Checkpoint):
     @override
     def on_validation_end(self, trainer: lightning.Trainer, pl_module: Any) -> None:
         if trainer.state.fn == "fit":
+            self._check_metric(trainer)
             self._validated_step = trainer.global_step
             self._save_if_due(trainer)  # now that the metrics of its validation are known
 
@@ -261,6 +263,18 @@ class CheckpointSaver(Checkpoint):
         trainer.save_checkpoint(path, weights_only=False)
         self._saved_step, self._saved_at = step, time.monotonic()
         self._save_requested = False
+
+    def _check_metric(self, trainer: lightning.Trainer) -> None:
+        """Reject a metric of validation that the run does not have; for tasks that do not declare theirs."""
+        metric, known = self._retention.metric, trainer.callback_metrics
+        is_of_validation = metric.startswith("val/") or "/" not in metric
+        if self._retention.keep_best and is_of_validation and metric not in known:
+            names = sorted(name for name in known if name.startswith("val/"))
+            raise ConfigError(
+                f"checkpoint.best_metric={metric}",
+                f"validation measures {' '.join(names)}, so no checkpoint would ever be the best",
+                f"checkpoint.best_metric={names[0] if names else 'val/loss'}, or checkpoint.keep_best=0",
+            )
 
     @staticmethod
     def _folder(trainer: lightning.Trainer) -> Path:

@@ -1,26 +1,39 @@
 """Turn the command line into one checked, frozen config. Imports neither torch nor Lightning."""
 
 from collections.abc import Sequence
+from dataclasses import replace
 from pathlib import Path
 
 from recipes.config.check import check_config
 from recipes.config.check.command_line import compose_overrides
+from recipes.config.check.origin import check_origin
 from recipes.config.compose import CONF, Composed
+from recipes.config.trust import find_origin
 from recipes.errors import ConfigError
 
 
 def compose_and_check(
-    overrides: Sequence[str], *, config_folder: Path = CONF, config_name: str = "config"
+    overrides: Sequence[str], *, config_folder: Path = CONF, config_name: str = "config", continues: bool = False
 ) -> tuple[Composed | None, list[ConfigError]]:
     """Compose a run and collect every mistake in it; builds nothing and creates no folder.
+
+    Args:
+        overrides: Overrides typed on this command line.
+        config_folder: Folder that the run is composed from.
+        config_name: Primary config, without its suffix.
+        continues: Whether what the run folder contains is an earlier start of this very run, as in a resumed sweep.
 
     Returns:
         The run, None if it cannot be composed; and the mistakes.
     """
     composed, mistakes = compose_overrides(overrides, config_folder=config_folder, config_name=config_name)
     if composed is not None:
+        origin = find_origin(config_folder, overrides)
+        if origin is not None and (untrusted := [*check_origin(composed.config, overrides, origin)]):
+            return None, [*mistakes, *untrusted]  # the checks below look for the constructors
+        composed = replace(composed, continues=continues)
         mistakes = [
             *mistakes,
-            *check_config(composed.config, composed.choices, overrides, composed.run_folder),
+            *check_config(composed.config, composed.choices, overrides, composed.run_folder, continues=continues),
         ]
     return composed, mistakes

@@ -13,13 +13,13 @@ from hydra.core.override_parser.types import Override
 from omegaconf import DictConfig
 
 
-def compose_overrides(overrides: Sequence[str], folder: Path, name: str) -> DictConfig:
+def compose_overrides(overrides: Sequence[str], folder: Path, name: str | None) -> DictConfig:
     """Compose as `hydra.compose` does: the chosen options first, then the values in the order typed.
 
     Args:
         overrides: Group options and values.
         folder: Folder of the YAML files.
-        name: Primary config, without its suffix.
+        name: Primary config, without its suffix; None: Hydra's own section alone.
 
     Returns:
         The unresolved config with Hydra's own node; the caller may change it.
@@ -43,7 +43,7 @@ def compose_overrides(overrides: Sequence[str], folder: Path, name: str) -> Dict
     return node
 
 
-def compose_options(options: Sequence[str], folder: Path, name: str) -> DictConfig:
+def compose_options(options: Sequence[str], folder: Path, name: str | None) -> DictConfig:
     """Compose the given group options without any value.
 
     Reading and merging some fifty YAML files is nine tenths of a composition. The jobs of a sweep, and the attempts to
@@ -60,7 +60,7 @@ def compose_options(options: Sequence[str], folder: Path, name: str) -> DictConf
 
 
 @functools.lru_cache(maxsize=32)
-def _compose_cached(options: tuple[str, ...], folder: Path, name: str, stamp: object, cwd: Path) -> bytes:
+def _compose_cached(options: tuple[str, ...], folder: Path, name: str | None, stamp: object, cwd: Path) -> bytes:
     """Return a pickle: each caller unpickles a node of its own, in a third of the time of a deep copy."""
     GlobalHydra.instance().clear()
     with initialize_config_dir(str(folder), version_base="1.3"):
@@ -74,7 +74,7 @@ def _stamp(folder: Path) -> tuple[tuple[str, int, int], ...]:
     return tuple((path, stat.st_mtime_ns, stat.st_size) for path, stat in stats)
 
 
-def _is_value(override: Override, folder: Path, name: str) -> bool:
+def _is_value(override: Override, folder: Path, name: str | None) -> bool:
     """Return whether an override sets a value of the composed config rather than choosing what is composed.
 
     In doubt it does not, which is slower and never wrong: Hydra then decides. A sweep is left to Hydra as well, which

@@ -6,30 +6,35 @@ import json
 import os
 import re
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 import yaml
 from hydra.core.override_parser.overrides_parser import OverridesParser
-from hydra.core.override_parser.types import Override
+from hydra.core.override_parser.types import Override, Quote, QuotedString
 from hydra.core.utils import setup_globals
+from hydra.errors import HydraException
 from omegaconf import DictConfig, OmegaConf
 from omegaconf.errors import OmegaConfBaseException
+from omegaconf.resolvers import oc
 
 from recipes.config.cached_compose import compose_overrides
 from recipes.config.overrides import to_overrides
 from recipes.config.traits import trains
+from recipes.config.trust import CONF as CONF
+from recipes.config.trust import find_resumed_run, find_trusted_folders, restrict_variables
 from recipes.errors import ConfigError
 from recipes.lr_scaling import scaled_lr
 from recipes.numerics.accumulation import steps_of
-from recipes.run_folder import CONFIG_FILE, ENVIRONMENT_FILE, find_run_folder
+from recipes.run_folder import CONFIG_FILE, ENVIRONMENT_FILE, create_new, find_run_folder
 
 Config = dict[str, Any]
-CONF = Path(__file__).parents[2] / "conf"
 # names of options that Hydra's grammar reads as a number, a boolean or null
 _NOT_TEXT = re.compile(r"\d+|nan|inf|null|true|false", re.IGNORECASE)
+_CLOCK = "%Y-%m-%d_%H-%M-%S"
+_CLOCK_NAME = r"\d{4}(-\d\d){2}_\d\d(-\d\d){2}(_\d+)?"
 MODE_OF_SWEEPS = "mode=wandb_sweep"  # composes a single run, yet its overrides may hold sweeps
 
 
@@ -46,6 +51,7 @@ class Composed:
             `mode=wandb_sweep`.
         config_folder: Folder that the run was composed from.
         config_name: Primary config, without its suffix.
+        continues: Whether what the run folder contains is an earlier start of this very run.
     """
 
     config: Config
@@ -55,6 +61,7 @@ class Composed:
     sweep_overrides: list[str] = field(default_factory=list)
     config_folder: str = str(CONF)
     config_name: str = "config"
+    continues: bool = False
 
     @property
     def trains(self) -> bool:
@@ -62,25 +69,47 @@ class Composed:
         return trains(self.config)
 
 
-def register_resolvers() -> None:
-    """Register `${run_folder:…}`, `${scaled_lr:…}`, `${steps_of:…}` and Hydra's `${now:…}`; may be called again."""
+def register_resolvers(read_variable: Callable[..., str | None] = oc.env) -> None:
+    """Register `${run_folder:…}`, `${scaled_lr:…}`, `${steps_of:…}` and Hydra's `${now:…}`; may be called again.
+
+    Args:
+        read_variable: Resolves `${oc.env:…}`.
+    """
     setup_globals()
+    OmegaConf.register_new_resolver("oc.env", read_variable, replace=True)
     OmegaConf.register_new_resolver("run_folder", run_folder, replace=True)
     OmegaConf.register_new_resolver("scaled_lr", scaled_lr, replace=True)
     OmegaConf.register_new_resolver("steps_of", steps_of, replace=True)
 
 
 def quote_options(overrides: Sequence[str]) -> list[str]:
-    """Quote option names that Hydra's grammar would not read as text: `debug=nan`, `precision=16`."""
+    """Quote option names that Hydra's grammar would not read as text: `debug=nan`, `precision=16`.
+
+    Text with blanks around it is quoted as well: `mode.prompt='    return x'`.
+    """
     return [_quote_option(override) for override in overrides]
 
 
 def _quote_option(override: str) -> str:
     group, equals, names = override.partition("=")
+    if names != names.strip() and _is_plain_text(
+        f"{group}={names.strip()}"
+    ):  # Hydra's grammar drops blanks around a value
+        return f"{group}={QuotedString(text=names, quote=Quote.single).with_quotes()}"
     if not equals or not group or not (CONF / group).is_dir():
         return override
     quoted = [f"'{name}'" if _NOT_TEXT.fullmatch(name) else name for name in names.split(",")]
     return f"{group}={','.join(quoted)}"
+
+
+def _is_plain_text(override: str) -> bool:
+    """Return whether an override sets a text that is not quoted."""
+    try:
+        parsed = parse_override(override)
+    except HydraException:
+        return False
+    is_quoted = override.endswith(("'", '"'))
+    return not parsed.is_sweep_override() and not is_quoted and isinstance(parsed.value(), str)
 
 
 def run_folder(name: str, resume: str | None) -> str:
@@ -97,9 +126,22 @@ def run_folder(name: str, resume: str | None) -> str:
         return str(resumed)
     if job := cluster_job_name():
         return f"logs/{name}/{job}"
-    fresh = f"logs/{name}/{time.strftime('%Y-%m-%d_%H-%M-%S')}"
+    fresh = f"logs/{name}/{time.strftime(_CLOCK)}"
     num_taken = len(glob.glob(f"{fresh}*"))  # runs started in the same second
     return f"{fresh}_{num_taken + 1}" if num_taken else fresh
+
+
+def claim_folder(composed: Composed) -> Composed:
+    """Create the folder of a new run if the clock has named it, under a name that no other start has taken.
+
+    Starts of the same second compose the same name: the first to create the folder has it, the next ones get a number.
+    """
+    folder = composed.run_folder
+    is_named_by_clock = re.fullmatch(_CLOCK_NAME, folder.name) and composed.config["resume"] is None
+    if not is_named_by_clock or any(override.startswith("hydra.run.dir=") for override in composed.overrides):
+        return composed
+    stem = folder.name[: len("2000-01-01_00-00-00")]
+    return dataclasses.replace(composed, run_folder=create_new(folder, stem=stem))
 
 
 def cluster_job_name() -> str | None:
@@ -123,9 +165,10 @@ def compose_run(overrides: Sequence[str], *, config_folder: Path = CONF, config_
         hydra.errors.HydraException: A group, option or key does not exist.
         ConfigError: An interpolation refers to a missing key.
     """
-    register_resolvers()
     overrides = quote_options(overrides)
-    resumed = _find_resumed_run(overrides)
+    resumed = find_resumed_run(overrides)
+    is_own = resumed is None and config_folder.resolve() in find_trusted_folders(overrides)
+    register_resolvers(*([] if is_own else [restrict_variables(overrides)]))
     earlier = _read_overrides(resumed) if resumed else []
     overrides, sweeps = _split_off_sweeps(overrides)
     parsed = [parse_override(override) for override in overrides]
@@ -148,7 +191,7 @@ def compose_run(overrides: Sequence[str], *, config_folder: Path = CONF, config_
     return Composed(
         config=config,
         choices={group: str(option) for group, option in node.hydra.runtime.choices.items()},
-        run_folder=Path(node.hydra.run.dir),
+        run_folder=Path(os.path.expanduser(node.hydra.run.dir)),  # a shell leaves the ~ of key=~/x to us
         overrides=[*inherited, *overrides],
         sweep_overrides=[*to_overrides(_get_sweeper_params(node)), *sweeps],
         config_folder=str(config_folder),
@@ -207,14 +250,6 @@ def _to_plain(node: DictConfig) -> Config:
     return config
 
 
-def _find_resumed_run(overrides: Sequence[str]) -> Path | None:
-    for override in overrides:
-        key, _, value = override.partition("=")
-        if key == "resume" and value not in ("null", "auto", ""):
-            return find_run_folder(Path(value.strip("'\"")))
-    return None
-
-
 def _read_overrides(resumed: Path) -> list[str]:
     """Return the overrides that the resumed run was started with, without those that hold for a single start."""
     record = resumed / ENVIRONMENT_FILE
@@ -222,9 +257,11 @@ def _read_overrides(resumed: Path) -> list[str]:
         return []
     typed: list[str] = json.loads(record.read_text())["overrides"]
     keys = {override: parse_override(override).key_or_group for override in typed}
-    single_start = ("hydra.", "mode.")
+    single_start = ("hydra.", "hydra/", "mode.")
     return [
-        override for override, key in keys.items() if key not in ("mode", "resume") and not key.startswith(single_start)
+        override
+        for override, key in keys.items()
+        if key not in ("hydra", "mode", "resume") and not key.startswith(single_start)
     ]
 
 

@@ -177,17 +177,18 @@ def _function_signature(node: ast.FunctionDef, *, skip_first: bool) -> Signature
 
 
 def _literals(body: Scope) -> list[tuple[str, object]]:
-    """Return class attributes whose value is a plain literal."""
+    """Return class attributes whose value is a plain literal, or a tuple of them."""
     found: list[tuple[str, object]] = []
     for node in body:
-        target = node.target if isinstance(node, ast.AnnAssign) else None
-        if isinstance(node, ast.AnnAssign) and isinstance(node.value, ast.Constant):
-            if isinstance(target, ast.Name):
-                found.append((target.id, node.value.value))
-        elif (
-            isinstance(node, ast.Assign)
-            and isinstance(node.value, ast.Constant)
-            and isinstance(node.targets[0], ast.Name)
-        ):
-            found.append((node.targets[0].id, node.value.value))
+        if not isinstance(node, ast.AnnAssign | ast.Assign) or not _is_literal(node.value):
+            continue
+        target = node.target if isinstance(node, ast.AnnAssign) else node.targets[0]
+        if isinstance(target, ast.Name) and node.value is not None:
+            found.append((target.id, ast.literal_eval(node.value)))
     return found
+
+
+def _is_literal(node: ast.expr | None) -> bool:
+    if isinstance(node, ast.Tuple):
+        return all(isinstance(element, ast.Constant) for element in node.elts)
+    return isinstance(node, ast.Constant)

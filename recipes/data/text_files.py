@@ -6,6 +6,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Annotated, ClassVar
 
+from recipes.data.glob_files import expand_glob
 from recipes.data.text.corpus import Document
 from recipes.data.text.source import TextSource, list_files
 from recipes.errors import ConfigError
@@ -82,8 +83,7 @@ class TextFiles(TextSource):
     def _matches(self, path: Path) -> tuple[list[Path], Path]:
         if not glob.has_magic(str(path)):
             raise self._error("there is no such file or folder")
-        files = sorted(Path(match) for match in glob.glob(str(path), recursive=True))
-        files = [file for file in files if file.is_file()]
+        files = sorted({file for file in expand_glob(str(path)) if file.is_file()})
         if not files:
             raise self._error("no file matches")
         return files, Path(os.path.commonpath([file.parent for file in files]))

@@ -14,6 +14,9 @@ from recipes.errors import ConfigError
 from recipes.tokenizer import Tokenizer
 
 _CHUNK_TOKENS = 4 * 1024 * 1024
+_PERIOD = 4  # tokens of 16 bits in the widest type that a file may have been written with
+_LARGEST = "largest_tokens"
+_NPY_MAGIC = b"\x93NUMPY"
 _DTYPES = ("uint16", "uint32")
 
 
@@ -82,7 +85,8 @@ class TokenFile:
         """Check the files; the tokens themselves only if the file is new or has changed.
 
         Raises:
-            ConfigError: A file is missing, empty, truncated, too short, or has tokens beyond the vocabulary.
+            ConfigError: A file is missing, empty, truncated, too short, of another type, or has tokens beyond the
+                vocabulary.
         """
         if self._prepared is not None:
             return
@@ -136,7 +140,16 @@ class TokenFile:
     def _check(self, key: str, value: str) -> _Layout:
         """Return the layout of a file whose tokens are all within the model's vocabulary."""
         layout = _layout(key, value, dtype=self.dtype)
-        largest = largest_token(layout, cache_dir=open_cache_dir(self.cache_dir))
+        by_position = largest_tokens(layout, cache_dir=open_cache_dir(self.cache_dir))
+        largest = max(by_position)
+        if layout.path.suffix != ".npy" and (bits := find_wider_type(layout, by_position, vocab_size=self.vocab_size)):
+            raise ConfigError(
+                f"data.{key}={value} data.dtype={layout.dtype}",
+                f"every second token is 0 or the upper half of one: the file holds {bits}-bit integers",
+                "data.dtype=uint32"
+                if bits == 32
+                else f"data.{key}=<the same tokens written as uint32> data.dtype=uint32",
+            )
         if largest >= self.vocab_size:
             raise ConfigError(
                 f"data.{key}={value}",
@@ -152,6 +165,10 @@ def _layout(key: str, value: str, *, dtype: str) -> _Layout:
     if not path.is_file():
         raise ConfigError(f"data.{key}={value}", "there is no such file", fix)
     num_bytes, byte_offset = path.stat().st_size, 0
+    with path.open("rb") as file:
+        is_npy = file.read(len(_NPY_MAGIC)) == _NPY_MAGIC
+    if is_npy and path.suffix != ".npy":
+        raise ConfigError(f"data.{key}={value}", "it is a .npy file", f"mv {path} {path}.npy; data.{key}={value}.npy")
     if path.suffix == ".npy" and num_bytes > 0:
         dtype, byte_offset, num_bytes = _npy_layout(key, path)
     item_bytes = np.dtype(dtype).itemsize
@@ -180,21 +197,46 @@ def _npy_layout(key: str, path: Path) -> tuple[str, int, int]:
     return array.dtype.name, array.offset, array.nbytes
 
 
-def largest_token(layout: _Layout, *, cache_dir: Path) -> int:
-    """Return the largest token of a file, which is read in full once per (path, size, time of change)."""
+def largest_tokens(layout: _Layout, *, cache_dir: Path) -> list[int]:
+    """Return the largest token at the positions 0, 1, 2 and 3 of every four.
+
+    The file is read in full once per (path, size, time of change).
+    """
     status = layout.path.stat()
     state = f"{layout.path.resolve()} {status.st_size} {status.st_mtime_ns} {layout.dtype}"
     key = hashlib.blake2b(state.encode("utf-8", "surrogateescape"), digest_size=12).hexdigest()
     folder = cache_dir / "token_files" / key
 
     def build(temporary: Path) -> None:
-        largest = 0
+        largest = [0] * _PERIOD
         with layout.path.open("rb") as file:
             file.seek(layout.byte_offset)
             dtype = np.dtype(layout.dtype).newbyteorder("<")
             while len(chunk := np.fromfile(file, dtype=dtype, count=_CHUNK_TOKENS)):
-                largest = max(largest, int(chunk.max()))
-        (temporary / "largest_token").write_text(str(largest))
+                parts = (chunk[position::_PERIOD] for position in range(_PERIOD))
+                largest = [max(before, int(part.max(initial=0))) for before, part in zip(largest, parts, strict=True)]
+        (temporary / _LARGEST).write_text(" ".join(map(str, largest)))
 
-    build_once(folder, build, is_complete=lambda path: (path / "largest_token").is_file())
-    return int((folder / "largest_token").read_text())
+    build_once(folder, build, is_complete=lambda path: (path / _LARGEST).is_file())
+    return [int(text) for text in (folder / _LARGEST).read_text().split()]
+
+
+def find_wider_type(layout: _Layout, largest: list[int], *, vocab_size: int) -> int | None:
+    """Return the bits of the numbers in a raw file, if each of them has been read as several tokens; else None.
+
+    A raw file does not say its type. But tokens of uint32 read as uint16 are 1017, 0, 5, 0, …: every second one is the
+    upper half of a token, which is at most that of the largest one in the vocabulary. Of int64, three in four are 0.
+
+    Args:
+        layout: The file, as it is read.
+        largest: Largest token by position, see `largest_tokens`.
+        vocab_size: Every token is below it.
+    """
+    bits = 8 * np.dtype(layout.dtype).itemsize
+    highest_upper_half = (vocab_size - 1) >> bits
+    if largest[0] <= highest_upper_half or layout.num_tokens % 2 or layout.num_tokens < _PERIOD:
+        return None
+    if max(largest[1], largest[3]) > highest_upper_half:
+        return None
+    is_cut_in_four = largest[2] == 0 and layout.num_tokens % _PERIOD == 0 and bits == 16
+    return 64 if is_cut_in_four or bits == 32 else 32

@@ -6,6 +6,7 @@ from pathlib import Path
 
 from recipes.config.compose import from_json
 from recipes.runtime.failure import ERROR_FILE, STACK_SUFFIX
+from recipes.runtime.local_store import serve_local_ranks
 from recipes.runtime.process import die_with_parent, exit_process
 from recipes.runtime.signals import listen
 from recipes.runtime.world import RANK_FILE
@@ -19,6 +20,8 @@ def main() -> int:
     from recipes.runtime.exit_codes import ExitCode
 
     die_with_parent()
+    if os.environ["RANK"] == "0":
+        serve_local_ranks()
     stack_file = Path(os.environ[ERROR_FILE]).with_suffix(STACK_SUFFIX)
     faulthandler.enable(stack_file.open("w"), all_threads=False)  # the file stays open
     try:

@@ -10,7 +10,8 @@ from collections.abc import Iterator
 from dataclasses import replace
 
 from recipes.checkpoint.retention import recover_interrupted
-from recipes.config.compose import Composed
+from recipes.config.check.paths import check_run_folder
+from recipes.config.compose import Composed, claim_folder
 from recipes.config.ranks import get_ranks
 from recipes.entry.out_of_memory import describe_out_of_memory, log_exit
 from recipes.entry.spawn import spawn_ranks
@@ -51,7 +52,7 @@ def run_composed(composed: Composed, *, in_sweep: bool = False) -> int:
 def _launch(composed: Composed, *, in_sweep: bool) -> int:
     try:
         ranks = get_ranks(composed.config)
-        _open_log(composed)
+        composed = _open_log(composed, is_new=started_by() is None)
     except ConfigError as mistake:
         return _report_mistake(mistake)
     is_single = ranks.world_size == 1 and not in_sweep
@@ -77,8 +78,15 @@ def _launch(composed: Composed, *, in_sweep: bool) -> int:
     return result.exit_code
 
 
-def _open_log(composed: Composed) -> None:
+def _open_log(composed: Composed, *, is_new: bool = False) -> Composed:
     """Create the run's folder and open its log. Only rank 0 logs progress, and only rank 0 writes the file.
+
+    Args:
+        composed: The run.
+        is_new: Whether nothing has been started yet, so that a folder named by the clock may still get another name.
+
+    Returns:
+        The run, with the folder that it has got.
 
     Raises:
         ConfigError: The folder cannot be written to.
@@ -86,6 +94,7 @@ def _open_log(composed: Composed) -> None:
     speaks = global_rank() == 0
     try:
         if composed.trains:
+            composed = claim_folder(composed) if is_new else composed
             composed.run_folder.mkdir(parents=True, exist_ok=True)
         open_console(composed.run_folder / LOG_FILE if composed.trains and speaks else None, speaks=speaks)
     except OSError as error:
@@ -94,6 +103,7 @@ def _open_log(composed: Composed) -> None:
             f"the folder cannot be written to: {error.strerror}",
             "hydra.run.dir=<a folder of yours>",
         ) from error
+    return composed
 
 
 @contextlib.contextmanager
@@ -101,12 +111,15 @@ def _locked_folder(composed: Composed) -> Iterator[None]:
     """Lock the folder of a run that trains, on rank 0, and repair what a kill may have left of a checkpoint's renames.
 
     Raises:
-        ConfigError: Another process holds the lock.
+        ConfigError: Another process holds the lock, or has run in the folder since the config was checked.
     """
     if not composed.trains or global_rank() != 0:
         yield
         return
     with lock_run_folder(composed.run_folder):
+        # what the check saw may have changed since: another start may have had the lock until now
+        for mistake in check_run_folder(composed.config, composed.run_folder, continues=composed.continues):
+            raise mistake
         recover_interrupted(composed.run_folder / CHECKPOINTS)
         yield
 

@@ -153,6 +153,7 @@ def _start(rank: int, world_size: int, port: int, folder: Path) -> _RankProcess:
     """Start a rank in a process group of its own: a Ctrl-C in the terminal reaches it once, through this process."""
     environ = os.environ | rank_environ(rank, world_size, port, folder / _COMPOSED_FILE)
     environ |= {"PYTHONPATH": python_path()}
+    environ.setdefault("GLOO_SOCKET_IFNAME", "lo" if sys.platform == "linux" else "lo0")  # nobody else may connect
     environ.setdefault("OMP_NUM_THREADS", str(max(1, num_cores() // world_size)))
     log_file = folder / f"rank_{rank}.log" if rank else None
     with contextlib.ExitStack() as files:

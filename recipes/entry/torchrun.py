@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING
 
 from recipes.config.compose import Composed, from_json, to_json
 from recipes.errors import ConfigError
+from recipes.runtime.local_store import bind_to_loopback
 from recipes.runtime.world import global_rank, started_by
 
 # torch takes a second to import, which runs without torchrun must not wait for: only `_open_store` imports it
@@ -111,9 +112,10 @@ def _has_agent_store() -> bool:
 def _open_store(port: int, *, is_server: bool) -> "TCPStore":
     from torch.distributed import TCPStore  # type: ignore[attr-defined]
 
+    address = os.environ["MASTER_ADDR"]
     store = TCPStore(
-        os.environ["MASTER_ADDR"],
-        port,
+        address,
+        **(bind_to_loopback(address, port) if is_server else {"port": port}),
         is_master=is_server,
         timeout=_WAIT,
         wait_for_workers=False,

@@ -2,7 +2,7 @@
 
 import sys
 
-from recipes.config.compose import Composed
+from recipes.config.compose import Composed, claim_folder
 from recipes.errors import ConfigError
 from recipes.runtime.console import LOGGER, open_console
 from recipes.runtime.world import started_by
@@ -25,13 +25,13 @@ def submit(composed: Composed) -> int:
     Returns:
         The exit code: 0, or 2 if it cannot be submitted.
     """
-    from hydra.utils import instantiate
-
+    from recipes.config.instantiate import make
     from recipes.errors import format_report
     from recipes.launcher.job import JOB_FILE, Job, read_job
     from recipes.runtime.exit_codes import ExitCode
 
     open_console()
+    composed = claim_folder(composed)
     config = composed.config
     if config["resume"] is None:
         config["resume"] = "auto"
@@ -41,7 +41,7 @@ def submit(composed: Composed) -> int:
         # of an earlier submission, which may still be in the queue
         if (folder / JOB_FILE).is_file():
             job.cluster_job = read_job(folder / JOB_FILE).cluster_job
-        launcher = instantiate(config["launcher"], _convert_="all")
+        launcher = make(config["launcher"])
         job.save()
         earlier_id = job.cluster_job
         launcher.start([job])

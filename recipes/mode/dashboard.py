@@ -45,7 +45,7 @@ def dashboard(
         return make_workspace(sections, entity=entity, project=project, title=shown_title)
 
     if path is not None:
-        _write(make(entity or ""), Path(path))
+        _write(make(entity or ""), Path(path).expanduser())
         LOGGER.info(f"The workspace's JSON is in {path}; to send it: the same command without mode.path=")
         return 0
     api, reason = _connect()

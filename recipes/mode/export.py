@@ -24,7 +24,7 @@ def export(run: Run, *, path: str | None, weights: Literal["trained", "ema"]) ->
         ConfigError: There is no checkpoint, or no average in it.
     """
     task, checkpoint = load_task(run, weights)
-    folder = Path(path) if path is not None else run.folder / "export"
+    folder = Path(path).expanduser() if path is not None else run.folder / "export"
     tokenizer = run.tokenizer_folder
     export_pretrained(task.model, folder, tokenizer_folder=tokenizer if tokenizer.is_dir() else None)
     LOGGER.info(f"Exported {checkpoint} to {folder}; every tensor was read back and is equal")

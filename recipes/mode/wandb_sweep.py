@@ -68,7 +68,7 @@ def wandb_sweep(
     )
     command = trial_command(fixed, flags=_flags(composed))
     content = _head(composed, fixed) | sweep_config(space, search, command)
-    _write(content, Path(path))
+    _write(content, Path(path).expanduser())
     return 0
 
 

@@ -5,6 +5,8 @@ import sys
 import warnings
 from pathlib import Path
 
+from recipes.errors import escape_controls
+
 LOGGER = logging.getLogger("lightning_recipes")
 
 # Messages of no use to a user of these recipes, each with its origin.
@@ -37,6 +39,13 @@ _NOISY_WARNINGS = (
 )
 
 
+class _PlainFormatter(logging.Formatter):
+    """Escapes control characters: what a model samples, and what a file is named, may be anything."""
+
+    def format(self, record: logging.LogRecord) -> str:
+        return escape_controls(super().format(record))
+
+
 class _ConsoleFilter(logging.Filter):
     """Drops records meant for the file alone (`extra={"console": False}`)."""
 
@@ -61,6 +70,8 @@ def open_console(log_file: Path | None = None, *, speaks: bool = True) -> None:
     LOGGER.addHandler(console)
     if log_file is not None:
         LOGGER.addHandler(logging.FileHandler(log_file))
+    for handler in LOGGER.handlers:
+        handler.setFormatter(_PlainFormatter())
     for name in _NOISY_LOGGERS:
         logging.getLogger(name).setLevel(logging.ERROR)
     for pattern in _NOISY_WARNINGS:

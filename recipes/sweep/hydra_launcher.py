@@ -1,5 +1,6 @@
 """Hydra's launcher of this project: every job of `-m` in its own processes, several at a time."""
 
+import os
 from collections.abc import Sequence
 from functools import partial
 from pathlib import Path
@@ -8,10 +9,10 @@ from typing import Any
 from hydra.core.utils import JobReturn, JobStatus
 from hydra.plugins.launcher import Launcher
 from hydra.types import HydraContext, TaskFunction
-from hydra.utils import instantiate
 from omegaconf import DictConfig, OmegaConf, open_dict
 from typing_extensions import override
 
+from recipes.config.instantiate import make
 from recipes.errors import ConfigError, ConfigErrors
 from recipes.launcher.job import Job
 from recipes.runtime.console import LOGGER, open_console
@@ -71,11 +72,11 @@ class SubprocessLauncher(Launcher):
             ConfigError: A setting of the sweep or the launcher is invalid.
         """
         open_console(self._folder / LOG_FILE)
-        settings = instantiate(self._config.sweep, _convert_="all")
+        settings = make(self._get_section("sweep"))
         assert isinstance(settings, Settings), type(settings)
         return Sweep(
             folder=self._folder,
-            launcher=instantiate(self._config.launcher, _convert_="all"),
+            launcher=make(self._get_section("launcher")),
             settings=settings,
             config_folder=MULTIRUN.config_folder,
             config_name=MULTIRUN.config_name,
@@ -94,9 +95,14 @@ class SubprocessLauncher(Launcher):
             config.hydra.job.id = str(number)
         return str(config.hydra.sweep.subdir)
 
+    def _get_section(self, name: str) -> dict[str, Any]:
+        """Return a section of the config as plain, resolved values."""
+        section: Any = OmegaConf.to_container(self._config[name], resolve=True)
+        return dict(section)
+
     @property
     def _folder(self) -> Path:
-        return Path(str(self._config.hydra.sweep.dir))
+        return Path(os.path.expanduser(self._config.hydra.sweep.dir))
 
     def _prepare(self, sweep: Sweep, job_overrides: Sequence[Sequence[str]], first_number: int) -> list[Job]:
         """Compose and check all jobs; reject invalid ones, or stop before the first job starts."""

@@ -3,7 +3,7 @@
 import inspect
 from collections.abc import Callable, Mapping
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, get_args
 
 from hydra.core.plugins import Plugins
 from hydra.plugins.sweeper import Sweeper
@@ -69,6 +69,12 @@ class OptunaSweeper(Sweeper):
     @override
     def setup(self, *, hydra_context: HydraContext, task_function: TaskFunction, config: DictConfig) -> None:
         self._context, self._config = hydra_context, config
+        if self._prune_direction not in get_args(Direction):  # Hydra's own section is not checked with the run's
+            raise ConfigError(
+                f"hydra.sweeper.prune_direction={self._prune_direction}",
+                f"it takes {' or '.join(get_args(Direction))}",
+                f"hydra.sweeper.prune_direction={get_args(Direction)[0]}",
+            )
         launcher = Plugins.instance().instantiate_launcher(
             hydra_context=hydra_context, task_function=task_function, config=config
         )

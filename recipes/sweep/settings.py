@@ -2,9 +2,7 @@
 
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any
-
-from recipes.sweep.leaderboard import Direction
+from typing import Any, Literal
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -22,7 +20,7 @@ class Settings:
     """
 
     objective: str
-    direction: Direction
+    direction: Literal["minimize", "maximize"]  # not by an alias: the config check reads this annotation
     retry_failed: bool
     skip_invalid: bool
     compare: Callable[..., None] | None

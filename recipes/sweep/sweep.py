@@ -20,6 +20,8 @@ from recipes.sweep.pool import Pool, Source, worst_exit_code
 from recipes.sweep.report import Report
 from recipes.sweep.settings import Settings
 
+_MAX_DEPTH = 2  # levels of job folders below the sweep's
+
 
 class Sweep:
     """The jobs of one sweep folder.
@@ -78,12 +80,17 @@ class Sweep:
 
         Returns:
             The job, and all mistakes in its config.
+
+        Raises:
+            ConfigError: The job's folder would not be in the sweep's.
         """
         overrides = job_overrides(overrides)
         job = self._ledger.claim(overrides)
         if job is None:
             number = self._ledger.free_number(number)
-            job = Job(number=number, folder=self.folder / get_folder_name(number), overrides=overrides)
+            name = get_folder_name(number)
+            _check_folder_name(name)
+            job = Job(number=number, folder=self.folder / name, overrides=overrides)
             if owners := [other for other in self.jobs if other.folder == job.folder]:
                 shared_folder = ConfigError(
                     f"hydra.sweep.subdir={job.folder.name}",
@@ -136,13 +143,13 @@ class Sweep:
     def _compose(self, job: Job) -> list[ConfigError]:
         folder = str(job.folder).replace("'", "\\'")
         overrides = [*job.overrides, *_resume_override(job), f"hydra.run.dir='{folder}'"]
-        job.composed, mistakes = compose_and_check(overrides, **self._source)
+        job.composed, mistakes = compose_and_check(overrides, **self._source, continues=True)
         if mistakes or job.composed is None:
             return mistakes
         try:
             # the launcher decides from the composed config, so what it adds needs a second composition
             if extra := self.launcher.extra_overrides(job):
-                job.composed, mistakes = compose_and_check([*overrides, *extra], **self._source)
+                job.composed, mistakes = compose_and_check([*overrides, *extra], **self._source, continues=True)
             if not mistakes:
                 self.launcher.num_devices(job)
         except ConfigError as mistake:
@@ -164,6 +171,17 @@ class Sweep:
 
     def _log_job(self, job: Job) -> None:
         self._report.log_job(job, self.launcher.log_path(job))
+
+
+def _check_folder_name(name: str) -> None:
+    """Reject a job's folder outside of its sweep's, or so deep in it that the ledger of a resumed sweep misses it."""
+    parts = Path(name).parts
+    if not parts or Path(name).is_absolute() or ".." in parts or len(parts) > _MAX_DEPTH:
+        raise ConfigError(
+            f"hydra.sweep.subdir={name}",
+            f"a job's folder is in that of its sweep, at most {_MAX_DEPTH} levels deep",
+            "no hydra.sweep.subdir, or a relative one such as '${hydra.job.num}'",
+        )
 
 
 def _resume_override(job: Job) -> list[str]:

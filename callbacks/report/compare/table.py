@@ -9,7 +9,7 @@ from typing import Any
 
 from ...progress.text import clock_text
 from ..header import status_class
-from ..html import folded, table, value_text
+from ..html import folded, quoted_link, table, value_text
 from .runs import ComparedRun, sort_key
 from .values import (
     METRICS_BY_MEASURE,
@@ -107,7 +107,7 @@ def _run_cell(run: ComparedRun, number: int, page: Path) -> str:
     name = escape(run.name)
     if report.exists():
         link = Path(os.path.relpath(report.resolve(), page.resolve().parent)).as_posix()
-        name = f'<a href="{escape(link)}">{name}</a>'
+        name = f'<a href="{quoted_link(link)}">{name}</a>'
     return f'<td data-v="{escape(run.name)}">{swatch}{name}</td>'
 
 

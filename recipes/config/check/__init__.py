@@ -14,6 +14,7 @@ from recipes.config.check.nodes import check_nodes
 from recipes.config.check.paths import check_paths
 from recipes.config.check.ranges import check_ranges
 from recipes.config.check.renamed import check_renamed, drop_consequences
+from recipes.config.check.resumed import check_resumed
 from recipes.config.check.sections import CONF, check_sections
 from recipes.config.check.strategy import check_strategy
 from recipes.errors import ConfigError
@@ -24,6 +25,8 @@ def check_config(
     choices: Mapping[str, str],
     overrides: Sequence[str],
     run_folder: Path,
+    *,
+    continues: bool = False,
 ) -> list[ConfigError]:
     """Report every mistake in a composed config.
 
@@ -32,6 +35,7 @@ def check_config(
         choices: Option chosen for each group, to name it in messages.
         overrides: Command-line overrides.
         run_folder: Folder for the files of the run.
+        continues: Whether what the folder contains is an earlier start of this very run.
 
     Returns:
         The mistakes in the order of the checks; empty if the run can be built.
@@ -62,7 +66,8 @@ def check_config(
         *check_strategy(config, world_size),
         *check_loss_spike(config, world_size or 1),
         *check_readers(config),
-        *check_paths(config, overrides, run_folder),
+        *check_resumed(config, run_folder),
+        *check_paths(config, overrides, run_folder, continues=continues),
     ]
 
 

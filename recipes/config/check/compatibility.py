@@ -48,6 +48,7 @@ _OPTIONS: dict[str, tuple[str | None, ...]] = {
 def check_compatibility(config: Mapping[str, Any]) -> Iterator[ConfigError]:
     """Check Trainer, vocabulary, published weights, shape of the model, schedule and mode against each other."""
     yield from _trainer(config)
+    yield from _check_min_steps(config["trainer"])
     yield from _vocabulary(config)
     yield from _published_weights(config)
     if "tokenizer" in config["data"] and not config["data"]["tokenizer"]:
@@ -79,6 +80,17 @@ def _trainer(config: Mapping[str, Any]) -> Iterator[ConfigError]:
                 f"the options are {listed}",
                 f"trainer.{argument}={options[0]}",
             )
+
+
+def _check_min_steps(trainer: Mapping[str, Any]) -> Iterator[ConfigError]:
+    """Reject more steps at least than at most: Lightning then ends without the last checkpoint and validation."""
+    least, most = trainer.get("min_steps"), trainer.get("max_steps")
+    if isinstance(least, int) and isinstance(most, int) and least > most:
+        yield ConfigError(
+            f"trainer.min_steps={least} trainer.max_steps={most}",
+            "the run would end before its last checkpoint and validation",
+            f"trainer.max_steps={least}, or nothing for trainer.min_steps",
+        )
 
 
 def _published_weights(config: Mapping[str, Any]) -> Iterator[ConfigError]:

@@ -42,8 +42,10 @@ def check_readers(config: Mapping[str, Any]) -> Iterator[ConfigError]:
     computed = [_PREFIX + "loss", *computed]
     for setting, switch in _READERS.items():
         name = _select(config, setting)
-        if _select(config, switch) and isinstance(name, str) and name.startswith(_PREFIX) and name not in computed:
-            near = (get_close_matches(name, computed, 1) or computed)[0]
+        # other prefixes are those of callbacks, and of training
+        is_of_validation = isinstance(name, str) and (name.startswith(_PREFIX) or "/" not in name)
+        if _select(config, switch) and is_of_validation and name not in computed:
+            near = (get_close_matches(str(name), computed, 1) or computed)[0]
             yield ConfigError(
                 f"{setting}={name}", f"validation computes {' '.join(computed)}", f"{setting}={near}, or +metrics.…"
             )

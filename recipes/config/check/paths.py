@@ -1,31 +1,41 @@
 """Check paths and folders that must exist before a run starts, by name and size; no file is opened."""
 
-import glob
+import os
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 from recipes.config.compose import cluster_job_name
 from recipes.config.traits import trains
+from recipes.data.glob_files import expand_glob
 from recipes.errors import ConfigError
-from recipes.run_folder import CHECKPOINTS, METRICS_FILE, has_checkpoint
+from recipes.run_folder import CHECKPOINTS, METRICS_FILE, find_run_folder, has_checkpoint
 
 _NEED_CHECKPOINT = ("evaluate", "sample", "export", "replay")
 
 
-def check_paths(config: Mapping[str, Any], overrides: Sequence[str], run_folder: Path) -> Iterator[ConfigError]:
-    """Check the path of the data, the folder to resume from and the run folder."""
+def check_paths(
+    config: Mapping[str, Any], overrides: Sequence[str], run_folder: Path, *, continues: bool = False
+) -> Iterator[ConfigError]:
+    """Check the path of the data, the folder to resume from and the run folder.
+
+    Args:
+        config: Plain values, every interpolation resolved.
+        overrides: Overrides typed on this command line.
+        run_folder: Folder for the files of the run.
+        continues: Whether what the folder contains is an earlier start of this very run.
+    """
     yield from _check_data_path(config["data"])
     yield from _check_resume(config, overrides)
-    yield from _check_run_folder(config, run_folder)
+    yield from check_run_folder(config, run_folder, continues=continues)
 
 
 def _check_data_path(data: Mapping[str, Any]) -> Iterator[ConfigError]:
     path = data.get("path")
     if not isinstance(path, str):
         return
-    expanded = str(Path(path).expanduser())
-    if not Path(expanded).exists() and not glob.glob(expanded, recursive=True):
+    expanded = os.path.expanduser(path)
+    if not Path(expanded).exists() and next(expand_glob(expanded), None) is None:
         yield ConfigError(f"data.path={path}", "there is no such file or folder", "data.path=<a path that exists>")
 
 
@@ -58,12 +68,25 @@ def _is_repeatable(overrides: Sequence[str]) -> bool:
     return typed or cluster_job_name() is not None
 
 
-def _check_run_folder(config: Mapping[str, Any], run_folder: Path) -> Iterator[ConfigError]:
-    """Reject a new run in the folder of another one, which it would overwrite."""
+def check_run_folder(config: Mapping[str, Any], run_folder: Path, *, continues: bool = False) -> Iterator[ConfigError]:
+    """Reject a run in the folder of another one, which it would overwrite; to be asked again once the folder is locked.
+
+    Args:
+        config: Plain values, every interpolation resolved.
+        run_folder: Folder for the files of the run.
+        continues: Whether what the folder contains is an earlier start of this very run.
+    """
+    if str(run_folder).startswith("~"):
+        yield ConfigError(f"hydra.run.dir={run_folder}", "there is no such user", "hydra.run.dir=<a folder>")
+    resume = config["resume"]
     used = any((run_folder / name).exists() for name in (METRICS_FILE, CHECKPOINTS))
-    if trains(config) and config["resume"] is None and used:
+    if continues or not used or not trains(config) or resume == "auto":
+        return
+    resumed = None if resume is None else find_run_folder(Path(resume))
+    if resumed is None or resumed.resolve() != run_folder.resolve():
+        typed = "" if resume is None else f"resume={resume} "
         yield ConfigError(
-            f"hydra.run.dir={run_folder}",
-            "it contains a run, which this one would overwrite",
+            f"{typed}hydra.run.dir={run_folder}",
+            "the folder contains a run, which this one would overwrite",
             f"resume=auto hydra.run.dir={run_folder} to resume it, or hydra.run.dir=<another folder>",
         )

@@ -76,7 +76,7 @@ def check_sections(config: Mapping[str, Any]) -> Iterator[ConfigError]:
                 f"callbacks.{name}=null",
             )
     name = config.get("name")
-    if isinstance(name, str) and not re.fullmatch(r"[\w.][\w.,=+ -]*", name):
+    if isinstance(name, str) and (not re.fullmatch(r"[\w.][\w.,=+ -]*", name) or set(name) == {"."}):
         yield ConfigError(f"name={name}", "it names a folder under logs/", "name=<letters, digits, . _ ->")
     for key in [*SETTINGS, *sections]:
         if key not in config and key not in NEWER:

@@ -2,6 +2,7 @@
 
 import json
 import re
+from html import escape
 from html.parser import HTMLParser
 from itertools import accumulate
 from pathlib import Path
@@ -256,6 +257,9 @@ def test_a_spike_dump_is_listed_with_the_command_that_recomputes_it(
     assert "norm non finite; loss high, score 12.5" in page
     assert "<td>9.5</td><td>not finite</td><td>skipped</td>" in page
     assert f"python train.py mode=replay resume={tmp_path} mode.step=21" in page
+    (folder / "spike.json").write_text(json.dumps(spike | {"step": "1; touch x"}))
+    page = make_page(write_run(tmp_path, "step,train/loss\n1,3\n"))
+    assert escape("'mode.step=1; touch x'") in page  # a command to copy is one command
 
 
 def test_the_operators_that_took_longest_come_first(tmp_path: Path) -> None:

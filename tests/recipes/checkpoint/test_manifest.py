@@ -1,6 +1,7 @@
 """A manifest that is not exactly the one written is invalid, and the files are compared with what it says."""
 
 import json
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -94,3 +95,14 @@ def test_the_hash_does_not_depend_on_the_chunks_in_which_a_file_is_read(tmp_path
         content = b"\1" * size
         (tmp_path / "file").write_bytes(content)
         assert hash_file(tmp_path / "file") == xxhash.xxh3_128_hexdigest(content)
+
+
+@pytest.mark.parametrize("name", ["../outside.safetensors", "/etc/hostname", "a/b.safetensors", "..", ".", "", "a\\b"])
+def test_a_manifest_that_names_a_file_outside_its_folder_is_damaged(name: str, folder: Path) -> None:
+    manifest = read_manifest(folder)
+    assert manifest is not None
+    (folder.parent / "outside.safetensors").write_bytes(CONTENT)
+    forged = replace(manifest, files={**manifest.files, name: manifest.files["run.pt"]})
+    (folder / "manifest.json").write_text(forged.text())  # its own hash is right
+    assert read_manifest(folder) is None
+    assert find_fault(folder) == "its manifest.json is damaged"

@@ -1,10 +1,15 @@
 """When checkpoints are written, and with which metrics."""
 
 from pathlib import Path
+from types import SimpleNamespace
 
+import pytest
 from support import read_metrics
 
 from recipes.checkpoint.retention import checkpoint_name, get_manifests, resolve_symlink
+from recipes.checkpoint.saver import CheckpointSaver
+from recipes.config.instantiate import make
+from recipes.errors import ConfigError
 
 
 def test_a_time_based_save_at_a_validated_step_has_the_metrics_of_that_validation(train, tmp_path: Path) -> None:
@@ -20,3 +25,19 @@ def test_a_time_based_save_at_a_validated_step_has_the_metrics_of_that_validatio
         assert ("val/loss" in manifest.metrics) == (step in losses)
     best = min(losses, key=lambda step: losses[step])
     assert resolve_symlink(tmp_path / "checkpoints/best") == tmp_path / "checkpoints" / checkpoint_name(int(best))
+
+
+@pytest.mark.parametrize(("metric", "is_known"), [("val/f1", True), ("val/f2", False), ("f1", False), ("x/y", True)])
+def test_a_best_metric_that_the_first_validation_lacks_ends_the_run(metric: str, is_known: bool) -> None:
+    node = {"_target_": "recipes.checkpoint.saver.CheckpointSaver", "save_every": None, "save_every_minutes": None}
+    node |= {"eval_every": 1, "keep_last": 1, "keep_every": None, "best_metric": metric, "best_mode": "max"}
+    node |= {"asynchronous": False, "verify_hashes": True, "on_save_error": "stop"}
+    trainer = SimpleNamespace(state=SimpleNamespace(fn="fit"), global_step=3, callback_metrics={"val/f1": 0.5})
+    ignoring: CheckpointSaver = make(node | {"keep_best": 0})
+    ignoring.on_validation_end(trainer, None)  # type: ignore[arg-type]
+    saver: CheckpointSaver = make(node | {"keep_best": 1})
+    if is_known:
+        saver.on_validation_end(trainer, None)  # type: ignore[arg-type]
+        return
+    with pytest.raises(ConfigError, match=f"checkpoint.best_metric={metric}: validation measures val/f1"):
+        saver.on_validation_end(trainer, None)  # type: ignore[arg-type]

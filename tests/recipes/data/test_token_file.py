@@ -131,3 +131,42 @@ def test_a_dtype_that_is_no_token_type_is_rejected(source):
     with pytest.raises(ConfigError) as caught:
         source("t.bin", dtype="int64")
     assert str(caught.value) == ("data.dtype=int64: tokens are unsigned integers; type data.dtype=uint16 or uint32")
+
+
+@pytest.mark.parametrize(
+    ("written", "read", "vocab_size", "bits"),
+    [
+        ("uint32", "uint16", 1000, 32),
+        ("int32", "uint16", 1000, 32),
+        ("int64", "uint16", 1000, 64),
+        ("int64", "uint32", 1000, 64),
+        ("uint32", "uint16", 128_256, 32),
+    ],
+)
+def test_a_raw_file_of_wider_integers_is_rejected(source, tmp_path, written, read, vocab_size, bits):
+    tokens = np.random.default_rng(0).integers(vocab_size, size=400)
+    path = write(tmp_path / "t.bin", tokens, written)
+    with pytest.raises(ConfigError) as caught:
+        source(path, dtype=read, vocab_size=vocab_size).prepare()
+    assert caught.value.setting == f"data.path={path} data.dtype={read}"
+    assert f"the file holds {bits}-bit integers" in caught.value.reason
+    assert "data.dtype=uint32" in caught.value.fix
+    right = write(tmp_path / "right.bin", tokens, "uint32")
+    source(right, dtype="uint32", vocab_size=vocab_size).prepare()
+
+
+def test_a_file_of_the_right_type_is_not_taken_for_a_wider_one(source, tmp_path):
+    generator = np.random.default_rng(0)
+    for number, vocab_size in enumerate((3, 300, 65_536)):
+        path = write(tmp_path / f"{number}.bin", generator.integers(vocab_size, size=400))
+        source(path, vocab_size=vocab_size).prepare()
+
+
+def test_a_npy_file_of_another_name_is_rejected_and_one_of_int64_names_its_type(source, tmp_path):
+    np.save(tmp_path / "t.npy", np.arange(100, dtype="uint16"))
+    (tmp_path / "t.npy").rename(tmp_path / "t.bin")
+    with pytest.raises(ConfigError, match="it is a .npy file"):
+        source(tmp_path / "t.bin").prepare()
+    np.save(tmp_path / "wide.npy", np.arange(100))
+    with pytest.raises(ConfigError, match=r"it holds int64 \(100,\)"):
+        source(tmp_path / "wide.npy").prepare()

@@ -4,7 +4,7 @@ import pytest
 import torch
 from support import composed_config
 
-from recipes.build import _make
+from recipes.config.instantiate import make
 from recipes.model.gpt2 import GPT2
 from recipes.model.weights import initialize
 from recipes.optimizer.param_groups import decay_groups
@@ -42,7 +42,7 @@ def test_frozen_parameters_are_in_no_group() -> None:
 def test_an_optimizer_instantiated_from_its_config_takes_a_step(option: str, fused: bool) -> None:
     model = small()
     node = composed_config(f"optimizer={option}")["optimizer"]
-    optimizer = _make(node)(model, fused=fused)
+    optimizer = make(node)(model, fused=fused)
     before = [parameter.detach().clone() for parameter in model.parameters()]
     model(torch.arange(8)[None]).logsumexp(-1).sum().backward()
     optimizer.step()

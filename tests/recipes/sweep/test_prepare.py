@@ -10,6 +10,7 @@ from rich.console import Console
 
 from recipes.config import compose_and_check
 from recipes.config.compose import CONF
+from recipes.errors import ConfigError
 from recipes.launcher.job import Job, State
 from recipes.launcher.local import Local
 from recipes.sweep.command_line import check_command, job_overrides, resume_command, train_command
@@ -82,6 +83,22 @@ def test_two_jobs_with_the_same_folder_are_rejected(tmp_path: Path) -> None:
     prepare_job(sweep, "seed=1")
     _, [mistake] = sweep.prepare(["seed=2"], 1, lambda _: "0")
     assert mistake.reason == "jobs 0 and 1 would share this folder"
+
+
+@pytest.mark.parametrize("name", ["/abs", "../x", "a/../../x", "", ".", "a/b/c"])
+def test_a_job_stays_in_the_folder_of_its_sweep(name: str, tmp_path: Path) -> None:
+    sweep = make_sweep(tmp_path / "sweep")
+    with pytest.raises(ConfigError, match=r"hydra\.sweep\.subdir=") as caught:
+        sweep.prepare(["seed=1"], 0, lambda _: name)
+    assert caught.value.setting == f"hydra.sweep.subdir={name}"
+    assert (sweep.jobs, list(tmp_path.glob("**/job.json"))) == ([], [])
+
+
+@pytest.mark.parametrize("direction", ["max", "min", "higher", "maximise", "1"])
+def test_a_direction_that_is_none_is_rejected_and_not_minimized(direction: str) -> None:
+    _, mistakes = compose_and_check([f"sweep.direction={direction}"])
+    reasons = [mistake.reason for mistake in mistakes if mistake.setting == f"sweep.direction={direction}"]
+    assert reasons == ["it takes minimize or maximize"]
 
 
 def test_a_finished_job_is_not_checked_again_when_its_data_is_gone(tmp_path: Path) -> None:

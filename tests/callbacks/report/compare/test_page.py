@@ -3,10 +3,12 @@
 import json
 import random
 import re
+from html import unescape
 from html.parser import HTMLParser
 from itertools import accumulate
 from pathlib import Path
 from typing import Any
+from urllib.parse import unquote, urlsplit
 
 import pytest
 import yaml
@@ -271,6 +273,17 @@ def test_a_run_links_to_its_own_page_by_a_relative_path(three, tmp_path: Path) -
     (three[0] / "report.html").write_text("")
     page = make_page(three, tmp_path / "out" / "all.html")
     assert re.findall(r'href="(\.[^"]*)"', page) == ["../0/report.html"]
+
+
+@pytest.mark.parametrize("name", ["javascript:alert(1)", "data:text,x", "a#b", "a?b", "50%", "%2e%2e", "é ü", '"x'])
+def test_the_link_to_a_run_leads_to_its_page_whatever_the_folder_is_called(name: str, tmp_path: Path) -> None:
+    run = write_run(tmp_path / name, losses=[2.0], config={})
+    (run / "report.html").write_text("")
+    page = make_page([run], tmp_path / "all.html")
+    [link] = [text for text in re.findall(r'href="([^"]*)"', page) if text.endswith("report.html")]
+    parts = urlsplit(unescape(link))
+    assert (parts.scheme, parts.netloc, parts.query, parts.fragment) == ("", "", "", "")
+    assert unquote(parts.path) == f"{name}/report.html"
 
 
 def test_a_single_run_and_runs_without_a_row_have_a_page(tmp_path: Path) -> None:

@@ -40,6 +40,10 @@ MESSAGES = {
         "checkpoint.best_metric=val/acuracy: validation computes val/loss val/accuracy val/accuracy_top5 val/f1"
         " val/calibration_error; type checkpoint.best_metric=val/accuracy, or +metrics.…"
     ),
+    "checkpoint.best_metric=val_loss": (
+        "checkpoint.best_metric=val_loss: validation computes val/loss val/perplexity val/token_accuracy;"
+        " type checkpoint.best_metric=val/loss, or +metrics.…"
+    ),
     "callbacks.early_stop.patience=3 callbacks.early_stop.monitor=val/accuracy": (
         "callbacks.early_stop.monitor=val/accuracy: validation computes val/loss val/perplexity val/token_accuracy;"
         " type callbacks.early_stop.monitor=val/token_accuracy, or +metrics.…"

@@ -1,0 +1,85 @@
+"""Check what `--config-path` says about Hydra itself, before Hydra acts on it: plugins, callbacks, logging, folders."""
+
+from collections.abc import Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import yaml
+from hydra.errors import HydraException
+from omegaconf import OmegaConf
+from omegaconf.errors import OmegaConfBaseException
+
+from recipes.config.cached_compose import compose_overrides
+from recipes.config.compose import CONF, register_resolvers
+from recipes.config.overrides import to_grammar
+from recipes.config.trust import SEARCH_PATH, find_trusted_folders, parse_values
+from recipes.errors import ConfigError
+
+_MISSING = object()
+# what Hydra itself fills in, and the text of --help
+_FREE = ("runtime", "overrides", "help", "job.name", "job.config_name", "job.override_dirname")
+
+
+def check_config_folder(folder: Path, name: str, typed: Sequence[str]) -> list[ConfigError]:
+    """Reject settings of Hydra that the primary config of an untrusted folder changes and the command line does not.
+
+    Hydra imports and calls what its section names (`hydra.callbacks`, `hydra.job_logging`, the sweeper) before a run is
+    composed; the run's folder, too, is one of its settings.
+
+    Args:
+        folder: Of `--config-path`.
+        name: Primary config, without its suffix.
+        typed: Overrides of this command line.
+    """
+    if folder.resolve() in find_trusted_folders(typed):
+        return []
+    trust = f"'{SEARCH_PATH}=[{folder.resolve()}]' if you trust all of it"
+    is_replaced = any(override.key_or_group == SEARCH_PATH for override in parse_values(typed))
+    if _names_search_path(folder / f"{name}.yaml") and not is_replaced:
+        return [ConfigError(f"{SEARCH_PATH}=…", f"{folder} sets it, which only conf/ and the command line may", trust)]
+    overrides = [str(override.input_line) for override in parse_values(typed)]
+    of_hydra = [text for text in overrides if text.lstrip("+").startswith("hydra")]
+    register_resolvers()
+    try:
+        node = compose_overrides(overrides, folder, name)
+        own = compose_overrides(of_hydra, CONF, "config")
+        bare = compose_overrides(of_hydra, CONF, None)
+    except (HydraException, OmegaConfBaseException, yaml.YAMLError, OSError) as error:
+        first_line = str(error).strip().partition("\n")[0]
+        return [ConfigError(f"--config-path {folder}", f"it cannot be composed: {first_line}", "a correction of it")]
+    known = [dict(_flatten(_get_hydra(config))) for config in (own, bare)]
+    return [
+        ConfigError(
+            f"hydra.{key}={to_grammar(value)}",
+            f"{folder} sets it, which only conf/ and the command line may: it says what Hydra executes and where"
+            " a run is written",
+            f"it on this command line, or {trust}",
+        )
+        for key, value in _flatten(_get_hydra(node))
+        if not key.startswith(_FREE) and all(value != (leaves[key] if key in leaves else _MISSING) for leaves in known)
+    ]
+
+
+def _names_search_path(file: Path) -> bool:
+    """Return whether a primary config sets Hydra's search path, which its composition would import packages from."""
+    try:
+        config: Any = yaml.safe_load(file.read_text(encoding="utf-8"))
+    except (OSError, ValueError, yaml.YAMLError):
+        return False  # reported by whoever composes it
+    hydra = config["hydra"] if isinstance(config, dict) and "hydra" in config else None
+    return isinstance(hydra, dict) and "searchpath" in hydra
+
+
+def _get_hydra(config: Any) -> dict[str, Any]:
+    section: Any = OmegaConf.to_container(config.hydra, resolve=False)
+    return dict(section)
+
+
+def _flatten(section: Mapping[str, Any], path: str = "") -> Iterator[tuple[str, object]]:
+    """Yield every value of a section with its key."""
+    for key, value in section.items():
+        full = f"{path}.{key}" if path else str(key)
+        if isinstance(value, dict) and value:
+            yield from _flatten(value, full)
+        else:
+            yield full, value

@@ -1,0 +1,167 @@
+"""What the config of a run folder, or of another config folder, may not decide: which code runs, which files it writes.
+
+Such a folder may have been downloaded. Its config is data as long as it only chooses among the constructors that the
+options of conf/ name, each in its own place. Whatever else it names has to be typed on this command line.
+"""
+
+import re
+import shlex
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import yaml
+
+from recipes.config.instantiate import PARTIAL, TARGET
+from recipes.config.overrides import to_grammar
+from recipes.config.trust import find_trusted_folders, parse_values, read_yaml_files
+from recipes.errors import ConfigError
+
+Place = tuple[str, ...]  # keys from the root of the config to a node
+_ANY = "*"  # in groups of named nodes, such as callbacks, the name is free
+# a YAML file of ten lines can stand for billions of values, or for one that contains itself
+_MAX_VALUES, _MAX_DEPTH = 100_000, 50
+_PACKAGE = re.compile(r"#\s*@package\s+(\S+)")
+_REFERENCE = re.compile(r"\$\{([\w.]+)\}")
+# settings of a launcher go into a shell script: of other characters one could make lines of their own
+_WORD = re.compile(r"[\w.:,@%+-]*")
+_READER: Any = getattr(yaml, "CSafeLoader", yaml.SafeLoader)
+_FIX_OF_A_FORGERY = "another folder: no run writes such a config"
+
+
+@dataclass(frozen=True, kw_only=True)
+class _Admitted:
+    """What trusted files name.
+
+    Attributes:
+        nodes: Places of nodes, their constructors and whether they are partial.
+        texts: Places of other values that are text.
+    """
+
+    nodes: set[tuple[Place, str, bool]]
+    texts: set[tuple[Place, str]]
+
+
+def check_origin(config: Mapping[str, Any], typed: Sequence[str], origin: Path) -> Iterator[ConfigError]:
+    """Reject what the config of a folder names and neither conf/ nor the command line does. Imports nothing.
+
+    Args:
+        config: Composed, plain values.
+        typed: Overrides of this command line.
+        origin: Where the config comes from.
+    """
+    found = list(_walk(config))
+    if len(found) > _MAX_VALUES or any(len(place) > _MAX_DEPTH for place, _ in found):
+        reason = f"it stands for more than {_MAX_VALUES:,} values, or for one that contains itself"
+        yield ConfigError(str(origin), reason, _FIX_OF_A_FORGERY)
+        return
+    admitted = _read_admitted(find_trusted_folders(typed))
+    typed_values = dict(_list_typed(typed))
+    for place, value in found:
+        if isinstance(value, Mapping):
+            yield from _check_node(place, value, admitted, typed_values, origin)
+        is_known = (place, value) in admitted.texts if isinstance(value, str) else False
+        if _is_written_elsewhere(place, value) and not is_known and not _is_typed(place, value, typed_values):
+            why = "a folder may not choose the files and the shell lines that are written outside of it"
+            yield _reject(place, value, why, origin)
+
+
+def _check_node(
+    place: Place,
+    node: Mapping[str, Any],
+    admitted: _Admitted,
+    typed_values: Mapping[Place, object],
+    origin: Path,
+) -> Iterator[ConfigError]:
+    special = [str(key) for key in node if str(key).startswith("_")]
+    if not special:
+        return
+    target = node[TARGET] if TARGET in node else None
+    is_partial = bool(node[PARTIAL]) if PARTIAL in node else False
+    places = [place, (*place[:1], _ANY, *place[2:])] if len(place) > 1 else [place]
+    is_known = isinstance(target, str) and any((known, target, is_partial) in admitted.nodes for known in places)
+    if not is_known and not _is_typed((*place, TARGET), target, typed_values):
+        group = place[0] if place else ""
+        why = f"a folder may not choose the code that runs: no file in conf/{group} names it there"
+        yield _reject((*place, TARGET), target, why, origin)
+    for key in special:
+        if key not in (TARGET, PARTIAL):
+            where = ".".join([*place, key])
+            yield ConfigError(f"{where}=…", f"{origin} sets it, and no node has it", _FIX_OF_A_FORGERY)
+
+
+def _reject(place: Place, value: object, reason: str, origin: Path) -> ConfigError:
+    setting = f"{'.'.join(place)}={to_grammar(value)}"
+    return ConfigError(setting, f"{origin} sets it, and {reason}", f"{shlex.quote(f'++{setting}')} if you trust it")
+
+
+def _is_written_elsewhere(place: Place, value: object) -> bool:
+    """Return whether a value becomes a line of a shell script, or names a file outside the run folder."""
+    if place[:1] == ("mode",):
+        return place[-1] == "path" and value is not None
+    if len(place) != 2 or place[0] != "launcher" or place[1] == TARGET:
+        return False
+    return not _WORD.fullmatch(value) if isinstance(value, str) else bool(value) and isinstance(value, list | Mapping)
+
+
+def _is_typed(place: Place, value: object, typed_values: Mapping[Place, object]) -> bool:
+    """Return whether this value was typed, as a whole or key by key."""
+    if place in typed_values and typed_values[place] == value:
+        return True
+    if not isinstance(value, Mapping) or not value:
+        return False
+    return all(_is_typed((*place, str(key)), child, typed_values) for key, child in value.items())
+
+
+def _walk(value: object, place: Place = ()) -> Iterator[tuple[Place, Any]]:
+    """Yield every value with its place, sections before what they contain, up to one more than a config may have."""
+    waiting: list[tuple[Place, Any]] = [(place, value)]
+    for _ in range(_MAX_VALUES + 1):
+        if not waiting:
+            return
+        place, value = waiting.pop()
+        yield place, value
+        if isinstance(value, Mapping) and len(place) <= _MAX_DEPTH:
+            waiting += [((*place, str(key)), child) for key, child in reversed([*value.items()])]
+        elif isinstance(value, list) and len(place) <= _MAX_DEPTH:
+            waiting += [((*place, str(index)), child) for index, child in reversed([*enumerate(value)])]
+
+
+def _read_admitted(folders: Sequence[Path]) -> _Admitted:
+    """Read which constructors and texts the YAML files of some folders name; 20 ms for conf/."""
+    nodes: set[tuple[Place, str, bool]] = set()
+    texts: set[tuple[Place, str]] = set()
+    for folder in folders:
+        for file, text in read_yaml_files(folder):
+            if TARGET not in text:
+                continue
+            root = yaml.load(text, Loader=_READER)
+            prefix = _get_prefix(file.relative_to(folder), text)
+            is_of_named_nodes = len(prefix) == 1 and TARGET not in root
+            for place, value in _walk(root):
+                full = (*prefix, _ANY, *place[1:]) if is_of_named_nodes else (*prefix, *place)
+                if isinstance(value, str):
+                    texts.add((full, value))
+                elif isinstance(value, dict) and TARGET in value:
+                    nodes.add((full, value[TARGET], PARTIAL in value and value[PARTIAL]))
+    for place, text in texts:  # tokenizer: ${tokenizer}
+        if match := _REFERENCE.fullmatch(text):
+            source = tuple(match[1].split("."))
+            below = [known for known in nodes if known[0][: len(source)] == source]
+            nodes |= {((*place, *known[len(source) :]), target, is_partial) for known, target, is_partial in below}
+    return _Admitted(nodes=nodes, texts=texts)
+
+
+def _get_prefix(file: Path, text: str) -> Place:
+    """Return the section that a file's values go to: that of its group, unless the file names another package."""
+    match = _PACKAGE.search(text)
+    if match is None:
+        return file.parent.parts
+    return () if match[1] == "_global_" else tuple(match[1].split("."))
+
+
+def _list_typed(typed: Sequence[str]) -> Iterator[tuple[Place, object]]:
+    """Yield every typed value with its place, those of a typed section or list one by one."""
+    for override in parse_values(typed):
+        yield from _walk(override.value(), tuple(override.key_or_group.split(".")))

@@ -1,0 +1,33 @@
+"""Call the constructors that a checked config names. Values are taken as they are: `${…}` in them is text by now."""
+
+import functools
+from collections.abc import Mapping
+from typing import Any
+
+TARGET, PARTIAL = "_target_", "_partial_"
+
+
+def make(node: Mapping[str, Any]) -> Any:
+    """Call `_target_` of a node with its other values, nodes among them made first.
+
+    Hydra's own `instantiate` would resolve interpolations once more. In a resolved value `${…}` is text that the user
+    has escaped, or that the config of somebody else's run holds to read an environment variable.
+
+    Args:
+        node: Plain values; with `_partial_: true` the constructor is returned with its arguments bound.
+
+    Raises:
+        hydra.errors.InstantiationException: There is no such constructor, or Hydra blocks it.
+    """
+    from hydra.utils import instantiate
+
+    constructor = instantiate({TARGET: node[TARGET], PARTIAL: True})  # refuses those that run commands
+    arguments = {key: _make_within(value) for key, value in node.items() if key not in (TARGET, PARTIAL)}
+    bound = functools.partial(constructor, **arguments)
+    return bound if node.get(PARTIAL) else bound()
+
+
+def _make_within(value: Any) -> Any:
+    if isinstance(value, Mapping):
+        return make(value) if TARGET in value else {key: _make_within(child) for key, child in value.items()}
+    return [_make_within(child) for child in value] if isinstance(value, list) else value

@@ -1,0 +1,93 @@
+"""Which configs the user has written or typed, and which may be somebody else's: a run folder, `--config-path`."""
+
+import re
+from collections.abc import Callable, Collection, Iterator, Sequence
+from pathlib import Path
+from typing import Any
+
+from hydra.core.override_parser.overrides_parser import OverridesParser
+from hydra.core.override_parser.types import Override
+from hydra.errors import HydraException
+from omegaconf.resolvers import oc
+
+from recipes.run_folder import CONFIG_FILE, find_run_folder
+
+CONF = Path(__file__).parents[2] / "conf"
+SEARCH_PATH = "hydra.searchpath"
+_FILE, _PACKAGE = "file://", "pkg://"
+_VARIABLE = re.compile(r"oc\.env:\s*(\w+)")
+
+
+def find_trusted_folders(typed: Sequence[str]) -> list[Path]:
+    """Return the config folders whose files may name any constructor: conf/, and those of a typed `hydra.searchpath`.
+
+    Args:
+        typed: Overrides of this command line.
+    """
+    folders = [CONF.resolve()]
+    for override in parse_values(typed):
+        paths = override.value()
+        if override.key_or_group == SEARCH_PATH and isinstance(paths, list):
+            texts = [str(path) for path in paths]
+            folders += [Path(text.removeprefix(_FILE)).resolve() for text in texts if not text.startswith(_PACKAGE)]
+    return folders
+
+
+def find_resumed_run(typed: Sequence[str]) -> Path | None:
+    """Return the run folder that `resume=` names, whose frozen config is then the base; else None."""
+    for override in typed:
+        key, _, value = override.partition("=")
+        if key == "resume" and value not in ("null", "auto", ""):
+            return find_run_folder(Path(value.strip("'\"")))
+    return None
+
+
+def find_origin(config_folder: Path, typed: Sequence[str]) -> Path | None:
+    """Return the folder or file that a config comes from, None if that is what this user has written or typed.
+
+    Args:
+        config_folder: Folder that the run is composed from.
+        typed: Overrides of this command line.
+    """
+    if config_folder.resolve() not in find_trusted_folders(typed):
+        return config_folder
+    resumed = find_resumed_run(typed)
+    return None if resumed is None else resumed / CONFIG_FILE
+
+
+def read_yaml_files(folder: Path) -> Iterator[tuple[Path, str]]:
+    """Yield every YAML file below a folder with its text."""
+    for file in sorted(folder.rglob("*.yaml")):
+        yield file, file.read_text(encoding="utf-8")
+
+
+def restrict_variables(typed: Sequence[str]) -> Callable[..., str | None]:
+    """Return an `${oc.env:…}` that answers only for variables that trusted files or the command line name.
+
+    A resolved config is written to the disk, and by a logger to a server: with any other variable, a config from
+    somebody else would carry the secrets of this user there.
+    """
+    texts = [text for folder in find_trusted_folders(typed) for _, text in read_yaml_files(folder)]
+    readable: Collection[str] = {name for text in [*texts, *typed] for name in _VARIABLE.findall(text)}
+
+    def read_variable(name: str, *default: Any) -> str | None:
+        if name in readable:
+            return oc.env(name, *default)
+        raise PermissionError(
+            f"the environment variable {name} may be a secret: neither conf/ nor this command line names it"
+        )
+
+    return read_variable
+
+
+def parse_values(typed: Sequence[str]) -> list[Override]:
+    """Parse the overrides that set a single value or choose an option; what cannot be parsed is reported elsewhere."""
+    parsed: list[Override] = []
+    for text in typed:
+        try:
+            override: Override = OverridesParser.create().parse_override(text)
+        except HydraException:
+            continue
+        if not override.is_delete() and not override.is_sweep_override():
+            parsed.append(override)
+    return parsed

@@ -1,0 +1,30 @@
+"""Files that match a pattern with `**`, each once: as in a folder, links to folders below are not entered."""
+
+import glob
+import re
+from collections.abc import Iterator
+from pathlib import Path
+
+
+def expand_glob(pattern: str) -> Iterator[Path]:
+    """Yield the paths that match, hidden ones only where the pattern has a leading dot.
+
+    `glob.glob` follows links to folders under `**`: one link to a folder above gives every file forty times, and two
+    never end.
+
+    Args:
+        pattern: `*`, `?`, `[a-c]`, and `**` for any number of folders; an absolute or a relative path.
+    """
+    parts = Path(pattern).parts
+    first = next((index for index, part in enumerate(parts) if glob.has_magic(part)), len(parts))
+    root = Path(*parts[:first])
+    # `**` within a name is `*`; at the end it means the files as well
+    rest = [part if part == "**" else re.sub(r"\*{2,}", "*", part) for part in parts[first:]]
+    rest += ["*"] if rest[-1:] == ["**"] else []
+    if not rest:
+        yield from [root] if root.exists() else []
+        return
+    shows_hidden = any(part.startswith(".") for part in rest)
+    for path in root.glob("/".join(rest)):
+        if shows_hidden or not any(part.startswith(".") for part in path.relative_to(root).parts):
+            yield path

@@ -1,0 +1,107 @@
+"""A run folder belongs to one run: no other is started, resumed or finished in it."""
+
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+
+from recipes.config.check.compatibility import check_compatibility
+from recipes.config.check.paths import check_run_folder
+from recipes.config.check.sections import check_sections
+from recipes.config.compose import Composed, claim_folder, compose_run, parse_override, quote_options
+from recipes.entry.run import run_composed
+
+
+@pytest.fixture(scope="module")
+def composed() -> Composed:
+    return compose_run([])
+
+
+@pytest.fixture
+def make_run(tmp_path: Path) -> Callable[[str], Path]:
+    """Make the folder of a run that has written something."""
+
+    def make(name: str) -> Path:
+        checkpoint = tmp_path / name / "checkpoints" / "step_0000001.ckpt"
+        checkpoint.mkdir(parents=True)
+        (tmp_path / name / "config.yaml").write_text("{}")
+        (tmp_path / name / "metrics.csv").write_text("step,train/loss\n1,2.5\n")
+        return tmp_path / name
+
+    return make
+
+
+def test_a_run_is_resumed_in_its_own_folder_or_in_a_new_one_never_in_that_of_another(
+    composed: Composed, make_run: Callable[[str], Path], tmp_path: Path
+) -> None:
+    first, second = make_run("first"), make_run("second")
+
+    def mistakes(resume: str | None, folder: Path, *, continues: bool = False) -> list[str]:
+        config = composed.config | {"resume": resume}
+        return [mistake.setting for mistake in check_run_folder(config, folder, continues=continues)]
+
+    assert mistakes(str(first), second) == [f"resume={first} hydra.run.dir={second}"]
+    assert mistakes(str(first / "checkpoints" / "step_0000001.ckpt"), second)
+    assert mistakes(None, first) == [f"hydra.run.dir={first}"]
+    assert mistakes(str(first), first) == []
+    assert mistakes(str(first / "checkpoints" / "step_0000001.ckpt"), tmp_path / "." / "first") == []
+    assert mistakes(str(first), tmp_path / "new") == []
+    assert mistakes("auto", first) == []
+    # a sweep that goes on starts its own jobs again
+    assert mistakes(str(first), second, continues=True) == []
+
+
+def test_a_run_that_waited_for_the_lock_looks_again_and_leaves_the_folder_as_it_is(
+    composed: Composed, make_run: Callable[[str], Path], capsys: pytest.CaptureFixture[str]
+) -> None:
+    # checked before the other start wrote anything
+    folder = make_run("shared")
+    before = (folder / "metrics.csv").read_bytes()
+    assert run_composed(replace(composed, run_folder=folder)) == 2
+    assert f"hydra.run.dir={folder}" in capsys.readouterr().out
+    assert (folder / "metrics.csv").read_bytes() == before
+
+
+def test_starts_of_the_same_second_get_folders_of_their_own(composed: Composed, tmp_path: Path) -> None:
+    folder = tmp_path / "2026-01-02_03-04-05"
+    starts = [replace(composed, run_folder=folder)] * 8
+    with ThreadPoolExecutor(8) as threads:
+        claimed = {start.run_folder.name for start in threads.map(claim_folder, starts)}
+    assert claimed == {folder.name, *(f"{folder.name}_{number}" for number in range(2, 9))}
+    # a folder that is typed, or resumed, is what was meant
+    typed = replace(composed, run_folder=folder, overrides=[f"hydra.run.dir={folder}"])
+    resumed = replace(composed, run_folder=folder, config=composed.config | {"resume": str(folder)})
+    assert [claim_folder(run).run_folder for run in (typed, resumed)] == [folder, folder]
+
+
+def test_a_tilde_is_the_home_folder_and_never_a_name(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("HOME", str(tmp_path))
+    run = compose_run(["hydra.run.dir='~/x'"])
+    assert run.run_folder == tmp_path / "x"
+    [mistake] = check_run_folder(run.config, compose_run(["hydra.run.dir='~nobody_here/x'"]).run_folder)
+    assert str(mistake) == "hydra.run.dir=~nobody_here/x: there is no such user; type hydra.run.dir=<a folder>"
+
+
+def test_a_run_cannot_end_before_its_smallest_number_of_steps(composed: Composed) -> None:
+    def settings(**trainer: int) -> list[str]:
+        config = composed.config | {"trainer": composed.config["trainer"] | trainer}
+        return [mistake.setting for mistake in check_compatibility(config)]
+
+    assert settings(min_steps=99, max_steps=3) == ["trainer.min_steps=99 trainer.max_steps=3"]
+    assert settings(min_steps=3, max_steps=3) == []
+
+
+@pytest.mark.parametrize("name", [".", ".."])
+def test_a_name_of_dots_would_be_another_folder(name: str, composed: Composed) -> None:
+    assert [m.setting for m in check_sections(composed.config | {"name": name})] == [f"name={name}"]
+
+
+@pytest.mark.parametrize("prompt", ["    return x", "x  ", " \tit is ", "  ${name}"])
+def test_blanks_around_a_prompt_are_part_of_it(prompt: str) -> None:
+    [override] = quote_options([f"mode.prompt={prompt}"])
+    assert parse_override(override).value() == prompt
+    # a number, a list, a choice of options and a quoted text are what they were
+    for text in ("optimizer.lr= 1e-3", "tags= [a, b]", "model= gpt2,llama_nano", "name= 'x'", "debug= nan"):
+        assert text.endswith("nan") or quote_options([text]) == [text]

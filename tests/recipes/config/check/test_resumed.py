@@ -1,0 +1,59 @@
+"""A resumed run has the model and the token ids that its weights were trained with."""
+
+import copy
+from pathlib import Path
+from typing import Any
+
+import pytest
+import yaml
+
+from recipes.config.check.resumed import check_resumed
+from recipes.config.compose import compose_run
+
+CHANGED: dict[str, tuple[dict[str, Any], str]] = {
+    # none of these changes a single shape of GPT-2, so the weights would load
+    "heads": ({"model.num_heads": 3}, "its weights were trained with model.num_heads=6"),
+    "tokenizer": (
+        {"tokenizer": {"_target_": "recipes.tokenizer.bytes.Bytes"}},
+        "its weights were trained with the token ids of Bpe(vocab_size=2048), not of Bytes",
+    ),
+    "ids": (
+        {"tokenizer.vocab_size": 300},
+        "its weights were trained with the token ids of Bpe(vocab_size=2048), not of Bpe(vocab_size=300)",
+    ),
+    "layers": ({"model.num_layers": 12}, "its weights were trained with model.num_layers=3"),
+    "model": ({"model._target_": "recipes.model.llama.Llama"}, "its weights are those of GPT2"),
+}
+
+
+@pytest.fixture(scope="module")
+def config() -> dict[str, Any]:
+    return compose_run([]).config
+
+
+@pytest.mark.parametrize("resume", ["auto", "folder", "checkpoint"])
+def test_another_model_or_tokenizer_is_rejected(resume: str, config: dict[str, Any], tmp_path: Path) -> None:
+    checkpoint = tmp_path / "checkpoints" / "step_0000003.ckpt"
+    checkpoint.mkdir(parents=True)
+    (checkpoint / "manifest.json").write_text("{}")
+    (tmp_path / "config.yaml").write_text(yaml.safe_dump(config))
+    named = {"auto": "auto", "folder": str(tmp_path), "checkpoint": str(checkpoint)}[resume]
+    resumed = config | {"resume": named}
+    assert not list(check_resumed(resumed, tmp_path))
+    for changes, reason in CHANGED.values():
+        other = copy.deepcopy(resumed)
+        for key, value in changes.items():
+            section, _, name = key.partition(".")
+            other[section] = other[section] | {name: value} if name else value
+        [mistake] = check_resumed(other, tmp_path)
+        assert mistake.reason == reason
+        assert mistake.setting.startswith(f"resume={named} ")
+    # what leaves the meaning of the weights as it is
+    regularized = resumed | {"model": config["model"] | {"dropout": 0.1}, "tokenizer": {}}
+    assert not list(check_resumed(regularized, tmp_path))
+
+
+def test_a_folder_without_a_checkpoint_has_no_weights_to_compare_with(config: dict[str, Any], tmp_path: Path) -> None:
+    (tmp_path / "config.yaml").write_text("model: {_target_: x.Other}\n")
+    assert not list(check_resumed(config | {"resume": "auto"}, tmp_path))
+    assert not list(check_resumed(config, tmp_path))

@@ -1,0 +1,26 @@
+"""What a terminal obeys is printed as text."""
+
+import logging
+from pathlib import Path
+
+import pytest
+
+from recipes.errors import ConfigError, escape_controls, format_report
+from recipes.runtime.console import LOGGER, open_console
+
+
+def test_sampled_text_cannot_control_the_terminal(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    open_console(tmp_path / "train.log")
+    LOGGER.info("red \x1b[31m, bell \a, shift out \x0e, return \r, C1 \x9b2J, reversed \u202e; tab\tnewline\né 🙂")
+    expected = (
+        "red \\x1b[31m, bell \\x07, shift out \\x0e, return \\r, C1 \\x9b2J, reversed \\u202e; tab\tnewline\né 🙂\n"
+    )
+    assert capsys.readouterr().out == expected
+    assert (tmp_path / "train.log").read_text() == expected
+    assert logging.getLogger("lightning_recipes").handlers
+
+
+def test_a_reported_value_cannot_control_the_terminal() -> None:
+    report = format_report([ConfigError("name=\x1b]0;x\a", "it is odd", "name=<text>")])
+    assert "1. name=\\x1b]0;x\\x07\n" in report
+    assert escape_controls("plain\n\ttext") == "plain\n\ttext"
