@@ -1,9 +1,10 @@
 """Decide what to do after each step: skip, roll back, also back off the learning rate, stop. Counts, no torch."""
 
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass
 from typing import Any, Literal
 
-Response = Literal["none", "skip", "rollback", "rollback_and_backoff", "stop"]
+Action = Literal["warn", "skip", "rollback"]
+Response = Literal["none", "skip", "relearn", "rollback", "rollback_and_backoff", "stop"]
 
 
 @dataclass(kw_only=True)
@@ -13,7 +14,9 @@ class Counts:
     Attributes:
         clock: Optimizer steps executed, later rolled back or not: it never decreases.
         skipped_steps: Steps whose update was skipped.
-        recent_skips: Clock values of the skips within the window.
+        last_outlier_at: Clock value of the newest finite outlier; None before the first.
+        outliers_in_row: Finite outliers since the newest normal step.
+        non_finite_in_row: Steps with a NaN or inf since the newest finite one.
         rollbacks: In the whole run.
         recent_rollbacks: Rollbacks in a row, each within the cooldown of the previous one.
         last_rollback_at: Clock value; None before the first.
@@ -21,7 +24,9 @@ class Counts:
 
     clock: int = 0
     skipped_steps: int = 0
-    recent_skips: list[int] = field(default_factory=list)
+    last_outlier_at: int | None = None
+    outliers_in_row: int = 0
+    non_finite_in_row: int = 0
     rollbacks: int = 0
     recent_rollbacks: int = 0
     last_rollback_at: int | None = None
@@ -30,9 +35,16 @@ class Counts:
 class SpikeEscalation:
     """Decides from host values alone, so that every rank decides the same.
 
+    A step that is not finite is skipped before it is applied, so it has damaged nothing: it never leads to a rollback.
+    Neither does an outlier between normal steps, which is one of the data. Outliers in a row, while none of them is
+    applied, are those of damaged weights: the run rolls back.
+
     Args:
-        max_skips: Skips within the window before the run rolls back at the next one.
-        skip_window: In optimizer steps.
+        action: What outliers may lead to. `warn`: nothing, `skip`: no rollback; where they continue, a new level of
+            the loss is learned (`relearn`) instead of skipping for ever.
+        max_skips: Outliers in a row before the run rolls back, or learns the new level, at the next one.
+        max_non_finite: Steps in a row that are not finite before the run stops at the next one.
+        quarantine_steps: Steps without an outlier before a snapshot may be taken.
         cooldown_steps: A rollback within this many optimizer steps of the previous one escalates to the next level.
         max_rollbacks: Rollbacks in a row, each within the cooldown of the previous one, before the run stops.
 
@@ -40,35 +52,53 @@ class SpikeEscalation:
         ValueError: `max_rollbacks` is below 1: the first spike would end the run.
     """
 
-    def __init__(self, *, max_skips: int, skip_window: int, cooldown_steps: int, max_rollbacks: int) -> None:
+    def __init__(
+        self,
+        *,
+        action: Action,
+        max_skips: int,
+        max_non_finite: int,
+        quarantine_steps: int,
+        cooldown_steps: int,
+        max_rollbacks: int,
+    ) -> None:
         if max_rollbacks < 1:
             raise ValueError(f"max_rollbacks={max_rollbacks}: the first spike would end the run; type 1 or more")
+        self._action = action
         self._max_skips = max_skips
-        self._skip_window = skip_window
+        self._max_non_finite = max_non_finite
+        self._quarantine_steps = quarantine_steps
         self._cooldown_steps = cooldown_steps
         self._max_rollbacks = max_rollbacks
         self.counts = Counts()
 
-    def step(self, *, skipped: bool, drifts: bool) -> Response:
+    def step(self, *, skipped: bool, outlier: bool = False, non_finite: bool = False, drifts: bool = False) -> Response:
         """Count a step and return what to do about it.
 
         Args:
             skipped: Whether its update was skipped.
+            outlier: Whether its loss or norm was finite and a spike.
+            non_finite: Whether its loss or norm was NaN or inf; takes precedence.
             drifts: Whether the loss has been too high for long.
         """
         counts = self.counts
         counts.clock += 1
         counts.skipped_steps += skipped
-        since = counts.clock - self._skip_window
-        counts.recent_skips = [at for at in counts.recent_skips if at > since]
-        counts.recent_skips += [counts.clock] if skipped else []
-        if drifts or len(counts.recent_skips) > self._max_skips:
-            return self._escalate()
+        if non_finite:
+            counts.non_finite_in_row += 1
+            return "stop" if counts.non_finite_in_row > self._max_non_finite else "skip"
+        counts.non_finite_in_row = 0
+        counts.outliers_in_row = counts.outliers_in_row + 1 if outlier else 0
+        if outlier:
+            counts.last_outlier_at = counts.clock
+        if drifts or counts.outliers_in_row > self._max_skips:
+            counts.outliers_in_row = 0
+            return self._escalate() if self._action == "rollback" else "relearn"
         return "skip" if skipped else "none"
 
     def _escalate(self) -> Response:
         counts = self.counts
-        counts.recent_skips = []
+        counts.last_outlier_at = None  # the state that is restored has none
         last, counts.last_rollback_at = counts.last_rollback_at, counts.clock
         in_cooldown = last is not None and counts.clock - last <= self._cooldown_steps
         counts.recent_rollbacks = counts.recent_rollbacks + 1 if in_cooldown else 1
@@ -79,8 +109,10 @@ class SpikeEscalation:
 
     @property
     def is_quiet(self) -> bool:
-        """Whether no step of the window was skipped: a snapshot taken now is of a healthy run."""
-        return not self.counts.recent_skips
+        """Whether no outlier is younger than the quarantine: a snapshot taken now is of a healthy run."""
+        counts, last = self.counts, self.counts.last_outlier_at
+        is_calm = last is None or counts.clock - last >= self._quarantine_steps
+        return is_calm and not counts.non_finite_in_row
 
     def state_dict(self) -> dict[str, Any]:
         """Return plain data for a checkpoint."""
