@@ -32,9 +32,9 @@ class LossSpikeRollback(Callback):
     Useful in long runs, which a single bad batch or a flipped bit can ruin unattended.
 
     Before each optimizer step its loss over all ranks and its gradient norm are compared with the recent ones. An
-    outlier, NaN or inf is skipped: weights and optimizer state stay as they were. Outliers in a row, or a loss that
-    drifts upward, roll the run back to a snapshot that was followed by a quiet quarantine; the data continues from
-    where it is, after skipping `skip_batches`. A second rollback within the cooldown also lowers the learning rate
+    outlier, NaN or inf is skipped: weights and optimizer state stay as they were. Too many outliers within a window,
+    or a loss that drifts upward, roll the run back to a snapshot that was followed by a quiet quarantine; the data
+    continues from where it is, after skipping `skip_batches`. A second rollback within the cooldown also lowers the learning rate
     for a while, and after `max_rollbacks` in a row the run stops. A step that is not finite has changed nothing: it
     is skipped, and after `max_non_finite` in a row the run stops. Logs `spike/score`, `spike/skipped_steps` and
     `spike/rollbacks`.
@@ -214,8 +214,8 @@ class LossSpikeRollback(Callback):
             return
         log_verdict(trainer, verdict, self._response)
         counts = self._recovery.escalation.counts
-        is_first_in_row = counts.outliers_in_row + counts.non_finite_in_row == 1
-        if verdict.alarms and (is_first_in_row or self._response not in ("none", "skip")):
+        is_first = len(counts.recent_outliers) + counts.non_finite_in_row == 1
+        if verdict.alarms and (is_first or self._response not in ("none", "skip")):
             with get_profiler(trainer).profile("spike"):  # SpeedMonitor excludes this time
                 self._dump.write(trainer, pl_module, verdict, self._monitor)
         if self._response == "stop":

@@ -1,6 +1,6 @@
 """Decide what to do after each step: skip, roll back, also back off the learning rate, stop. Counts, no torch."""
 
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, field
 from typing import Any, Literal
 
 Action = Literal["warn", "skip", "rollback"]
@@ -14,8 +14,7 @@ class Counts:
     Attributes:
         clock: Optimizer steps executed, later rolled back or not: it never decreases.
         skipped_steps: Steps whose update was skipped.
-        last_outlier_at: Clock value of the newest finite outlier; None before the first.
-        outliers_in_row: Finite outliers since the newest normal step.
+        recent_outliers: Clock values of the finite outliers within the window.
         non_finite_in_row: Steps with a NaN or inf since the newest finite one.
         rollbacks: In the whole run.
         recent_rollbacks: Rollbacks in a row, each within the cooldown of the previous one.
@@ -24,8 +23,7 @@ class Counts:
 
     clock: int = 0
     skipped_steps: int = 0
-    last_outlier_at: int | None = None
-    outliers_in_row: int = 0
+    recent_outliers: list[int] = field(default_factory=list)
     non_finite_in_row: int = 0
     rollbacks: int = 0
     recent_rollbacks: int = 0
@@ -36,15 +34,15 @@ class SpikeEscalation:
     """Decides from host values alone, so that every rank decides the same.
 
     A step that is not finite is skipped before it is applied, so it has damaged nothing: it never leads to a rollback.
-    Neither does an outlier between normal steps, which is one of the data. Outliers in a row, while none of them is
-    applied, are those of damaged weights: the run rolls back.
+    Neither does a single outlier, which is one of the data. Many within a window are those of damaged weights, whose
+    loss may look normal in between: the run rolls back.
 
     Args:
         action: What outliers may lead to. `warn`: nothing, `skip`: no rollback; where they continue, a new level of
             the loss is learned (`relearn`) instead of skipping for ever.
-        max_skips: Outliers in a row before the run rolls back, or learns the new level, at the next one.
+        max_skips: Outliers within the window before the run rolls back, or learns the new level, at the next one.
         max_non_finite: Steps in a row that are not finite before the run stops at the next one.
-        quarantine_steps: Steps without an outlier before a snapshot may be taken.
+        window_steps: Optimizer steps; a snapshot may be taken when they hold no outlier.
         cooldown_steps: A rollback within this many optimizer steps of the previous one escalates to the next level.
         max_rollbacks: Rollbacks in a row, each within the cooldown of the previous one, before the run stops.
 
@@ -58,7 +56,7 @@ class SpikeEscalation:
         action: Action,
         max_skips: int,
         max_non_finite: int,
-        quarantine_steps: int,
+        window_steps: int,
         cooldown_steps: int,
         max_rollbacks: int,
     ) -> None:
@@ -67,7 +65,7 @@ class SpikeEscalation:
         self._action = action
         self._max_skips = max_skips
         self._max_non_finite = max_non_finite
-        self._quarantine_steps = quarantine_steps
+        self._window_steps = window_steps
         self._cooldown_steps = cooldown_steps
         self._max_rollbacks = max_rollbacks
         self.counts = Counts()
@@ -88,17 +86,16 @@ class SpikeEscalation:
             counts.non_finite_in_row += 1
             return "stop" if counts.non_finite_in_row > self._max_non_finite else "skip"
         counts.non_finite_in_row = 0
-        counts.outliers_in_row = counts.outliers_in_row + 1 if outlier else 0
-        if outlier:
-            counts.last_outlier_at = counts.clock
-        if drifts or counts.outliers_in_row > self._max_skips:
-            counts.outliers_in_row = 0
+        since = counts.clock - self._window_steps
+        counts.recent_outliers = [at for at in counts.recent_outliers if at > since]
+        counts.recent_outliers += [counts.clock] if outlier else []
+        if drifts or len(counts.recent_outliers) > self._max_skips:
+            counts.recent_outliers = []
             return self._escalate() if self._action == "rollback" else "relearn"
         return "skip" if skipped else "none"
 
     def _escalate(self) -> Response:
         counts = self.counts
-        counts.last_outlier_at = None  # the state that is restored has none
         last, counts.last_rollback_at = counts.last_rollback_at, counts.clock
         in_cooldown = last is not None and counts.clock - last <= self._cooldown_steps
         counts.recent_rollbacks = counts.recent_rollbacks + 1 if in_cooldown else 1
@@ -109,10 +106,8 @@ class SpikeEscalation:
 
     @property
     def is_quiet(self) -> bool:
-        """Whether no outlier is younger than the quarantine: a snapshot taken now is of a healthy run."""
-        counts, last = self.counts, self.counts.last_outlier_at
-        is_calm = last is None or counts.clock - last >= self._quarantine_steps
-        return is_calm and not counts.non_finite_in_row
+        """Whether the window holds no outlier: a snapshot taken now is of a healthy run."""
+        return not self.counts.recent_outliers and not self.counts.non_finite_in_row
 
     def state_dict(self) -> dict[str, Any]:
         """Return plain data for a checkpoint."""

@@ -33,7 +33,7 @@ class Recovery:
     Args:
         monitor: Its state is restored with the run.
         action: What spikes may lead to, see `SpikeEscalation`.
-        max_skips: Spikes in a row before the run rolls back at the next one.
+        max_skips: Spikes within `quarantine_steps` before the run rolls back at the next one.
         max_non_finite: Steps in a row with a NaN or inf before the run stops at the next one.
         snapshot_every: Optimizer steps between snapshots.
         num_snapshots: Snapshots held, each of the size of weights and optimizer state.
@@ -79,7 +79,7 @@ class Recovery:
             action=action,
             max_skips=max_skips,
             max_non_finite=max_non_finite,
-            quarantine_steps=quarantine_steps,
+            window_steps=quarantine_steps,
             cooldown_steps=cooldown_steps,
             max_rollbacks=max_rollbacks,
         )
@@ -200,7 +200,7 @@ def log_verdict(trainer: Trainer, verdict: Verdict, response: Response) -> None:
         line = f"Step {step}: skipped; weights and optimizer state are unchanged"
         log_event(trainer, line if response == "skip" else None, "skip", step)
     if response == "relearn":
-        log_event(trainer, f"Step {step}: too many alarms in a row; what is normal is learned anew", "relearn", step)
+        log_event(trainer, f"Step {step}: too many alarms; what is normal is learned anew", "relearn", step)
 
 
 def get_datamodule(trainer: Trainer) -> Any:

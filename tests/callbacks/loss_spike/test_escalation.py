@@ -8,7 +8,7 @@ from callbacks.loss_spike.escalation import SpikeEscalation
 
 
 def make(**changes: Any) -> SpikeEscalation:
-    rules = {"max_skips": 2, "max_non_finite": 3, "quarantine_steps": 10, "cooldown_steps": 20, "max_rollbacks": 2}
+    rules = {"max_skips": 2, "max_non_finite": 3, "window_steps": 10, "cooldown_steps": 20, "max_rollbacks": 2}
     return SpikeEscalation(**{"action": "rollback", **rules, **changes})
 
 
@@ -29,11 +29,14 @@ def test_skips_then_a_rollback_then_one_with_a_backoff_then_a_stop() -> None:
     assert escalation.counts.rollbacks == 2
 
 
-def test_outliers_between_normal_steps_never_lead_to_a_rollback() -> None:
+def test_outliers_far_apart_are_forgotten() -> None:
     escalation = make()
-    assert set(run(escalation, "ss." * 30)) == {"skip", "none"}
-    assert escalation.counts.skipped_steps == 60
-    assert escalation.counts.rollbacks == 0
+    assert set(run(escalation, "s........." * 10)) == {"skip", "none"}
+    assert escalation.counts.skipped_steps == 10
+
+
+def test_outliers_with_normal_steps_between_them_roll_back_within_the_window() -> None:
+    assert run(make(), "s..s....s")[-1] == "rollback"
 
 
 def test_steps_that_are_not_finite_are_skipped_and_stop_the_run_after_too_many_in_a_row() -> None:
@@ -43,7 +46,7 @@ def test_steps_that_are_not_finite_are_skipped_and_stop_the_run_after_too_many_i
     assert escalation.counts.rollbacks == 0
 
 
-def test_a_step_that_is_not_finite_does_not_end_a_row_of_outliers() -> None:
+def test_steps_that_are_not_finite_do_not_count_as_outliers() -> None:
     assert run(make(), "snsns") == ["skip"] * 4 + ["rollback"]
 
 
