@@ -34,14 +34,15 @@ class LossSpikeRollback(Callback):
     Before each optimizer step its loss over all ranks and its gradient norm are compared with the recent ones. An
     outlier, NaN or inf is skipped: weights and optimizer state stay as they were. Too many outliers within a window,
     or a loss that drifts upward, roll the run back to a snapshot that was followed by a quiet quarantine; the data
-    continues from where it is, after skipping `skip_batches`. A second rollback within the cooldown also lowers the learning rate
-    for a while, and after `max_rollbacks` in a row the run stops. A step that is not finite has changed nothing: it
-    is skipped, and after `max_non_finite` in a row the run stops. Logs `spike/score`, `spike/skipped_steps` and
-    `spike/rollbacks`.
+    continues from where it is, after skipping `skip_batches`. A second rollback within the cooldown also lowers the
+    learning rate for a while, and after `max_rollbacks` in a row the run stops. A step that is not finite has changed
+    nothing: it is skipped, and after `max_non_finite` in a row the run stops. Logs `spike/score`,
+    `spike/skipped_steps` and `spike/rollbacks`.
 
-    By default an outlier must also be far above all that the run has shown, so that hard batches, warm restarts or
-    another augmentation are none. The pre-training of a language model allows more: `min_rise=0` and
-    `drift_threshold=1.75` find its slow divergences too.
+    By default outliers are skipped and nothing is rolled back, and an outlier must also be far above all that the run
+    has shown: hard batches, warm restarts or another augmentation are none. The pre-training of a language model
+    allows more: `action="rollback"`, `min_rise=0` and `drift_threshold=1.75` find damage below the first losses and
+    slow divergence too.
 
     A rollback restores weights, persistent buffers, optimizer state, schedules that step with the optimizer, loss
     scale, and the state of Lightning's `WeightAveraging`, `EarlyStopping` and `ModelCheckpoint`. It does not restore

@@ -1,4 +1,4 @@
-"""Keep the list of Lightning's ModelCheckpoint true after a rollback: no checkpoint of a step that was undone is in it."""
+"""Keep the list of Lightning's ModelCheckpoint true after a rollback: without checkpoints of undone steps."""
 
 import copy
 import logging
