@@ -18,8 +18,27 @@ Series = Sequence[float]
 
 
 def ours(losses: Series, norms: Series) -> list[int]:
-    """Flag 8 deviations of loss, 16 of log norm, or drift, by median and MAD of the last 128 steps not flagged."""
-    watch = SpikeMonitor(window=128, warmup_steps=64, loss_threshold=8.0, norm_threshold=16.0, drift_threshold=1.75)
+    """Flag 8 deviations of loss, 16 of log norm, or drift, by median and MAD of the last 128 steps not flagged.
+
+    As the recipes for language models are set.
+    """
+    return _flag(losses, norms, drift_threshold=1.75, min_rise=0.0)
+
+
+def ours_by_default(losses: Series, norms: Series) -> list[int]:
+    """Flag what is also 3 times as far above the median as any step before, and no drift: `LossSpikeRollback()`."""
+    return _flag(losses, norms, drift_threshold=None, min_rise=3.0)
+
+
+def _flag(losses: Series, norms: Series, *, drift_threshold: float | None, min_rise: float) -> list[int]:
+    watch = SpikeMonitor(
+        window=128,
+        warmup_steps=64,
+        loss_threshold=8.0,
+        norm_threshold=16.0,
+        drift_threshold=drift_threshold,
+        min_rise=min_rise,
+    )
     flagged = []
     for step, (loss, norm) in enumerate(zip(losses, norms, strict=True), start=1):
         reading = StepMeasurement(step=step, loss=loss, norm=norm, skipped=False)
@@ -105,6 +124,7 @@ def zclip(losses: Series, norms: Series) -> list[int]:
 
 RULES: dict[str, Callable[[Series, Series], list[int]]] = {
     "ours": ours,
+    "ours, defaults": ours_by_default,
     "OLMo-core": olmo_core,
     "llm-foundry": llm_foundry,
     "Lightning": lightning,

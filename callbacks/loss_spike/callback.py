@@ -4,7 +4,6 @@ Costs a sum over the ranks and 50 us per step, and a copy of the train state in 
 """
 
 import logging
-import math
 from typing import Annotated, Any, ClassVar, Literal
 
 from lightning.fabric.utilities.exceptions import MisconfigurationException
@@ -13,19 +12,18 @@ from torch import Tensor
 from torch.optim import Optimizer
 from typing_extensions import override
 
-from ..events import EventKind, finite, log_event
+from ..events import EventKind
 from ..logged_step import StepCounter, is_logged_step, log_row
 from ..profiler_hooks import get_profiler
 from .dump import SpikeDump
-from .escalation import Response
+from .escalation import Action, Response
 from .monitor import SpikeMonitor, Verdict
 from .reader import StepReader
-from .recovery import Recovery, get_datamodule
+from .recovery import Recovery, get_datamodule, log_verdict
 from .train_state import is_reachable
 
 log = logging.getLogger("lightning_recipes")
 _LARGEST_SCORE = 1e6  # logged for an infinite score: a curve cannot show infinity
-_SERIES_NAMES = {"loss": "loss", "norm": "gradient norm"}
 
 
 class LossSpikeRollback(Callback):
@@ -34,19 +32,29 @@ class LossSpikeRollback(Callback):
     Useful in long runs, which a single bad batch or a flipped bit can ruin unattended.
 
     Before each optimizer step its loss over all ranks and its gradient norm are compared with the recent ones. An
-    outlier, NaN or inf is skipped: weights and optimizer state stay as they were. Too many skips within a window, or
-    a loss that drifts upward, roll the run back to a snapshot that was followed by a quiet quarantine; the data
+    outlier, NaN or inf is skipped: weights and optimizer state stay as they were. Too many outliers within a window,
+    or a loss that drifts upward, roll the run back to a snapshot that was followed by a quiet quarantine; the data
     continues from where it is, after skipping `skip_batches`. A second rollback within the cooldown also lowers the
-    learning rate for a while, and after `max_rollbacks` in a row the run stops. Logs `spike/score`,
+    learning rate for a while, and after `max_rollbacks` in a row the run stops. A step that is not finite has changed
+    nothing: it is skipped, and after `max_non_finite` in a row the run stops. Logs `spike/score`,
     `spike/skipped_steps` and `spike/rollbacks`.
 
-    Works on one device, DDP and FSDP2 in any Lightning project; another engine's strategy must provide
-    `live_tensors`. A callback, logger, module or data module that has
+    By default outliers are skipped and nothing is rolled back, and an outlier must also be far above all that the run
+    has shown: hard batches, warm restarts or another augmentation are none. The pre-training of a language model
+    allows more: `action="rollback"`, `min_rise=0` and `drift_threshold=1.75` find damage below the first losses and
+    slow divergence too.
+
+    A rollback restores weights, persistent buffers, optimizer state, schedules that step with the optimizer, loss
+    scale, and the state of Lightning's `WeightAveraging`, `EarlyStopping` and `ModelCheckpoint`. It does not restore
+    the order of the data, random states, schedules that step with the epoch, metrics that the module accumulates and
+    other attributes of its own. Works on one device, DDP and FSDP2 in any Lightning project; another engine's
+    strategy must provide `live_tensors`. A callback, logger, module or data module that has
     `on_rollback(trainer, pl_module, from_step, to_step)` is called at every rollback.
 
     Args:
-        window, warmup_steps, loss_threshold, norm_threshold, drift_threshold: See `SpikeMonitor`.
-        max_skips, snapshot_every, num_snapshots, quarantine_steps, snapshot_storage: See `Recovery`.
+        action: What outliers may lead to: `warn` logs them, `skip` also skips their steps, `rollback` all the above.
+        window, warmup_steps, loss_threshold, norm_threshold, drift_threshold, min_rise: See `SpikeMonitor`.
+        max_skips, max_non_finite, snapshot_every, num_snapshots, quarantine_steps, snapshot_storage: See `Recovery`.
         skip_batches, lr_factor, lr_backoff_steps, cooldown_steps, max_rollbacks: See `Recovery`.
         max_dumps: Spikes per run that write a debug dump `spikes/step_N`; later ones are logged only.
         rewind_data: Also rewind the data on a rollback, so that the run repeats the same samples; for tests.
@@ -70,6 +78,7 @@ class LossSpikeRollback(Callback):
         "spike": {},
         "skip": {},
         "rollback": {"mark": "span"},
+        "relearn": {},
         "lr_backoff": {},
         "stop": {"kept_on_resume": True},
     }
@@ -77,12 +86,15 @@ class LossSpikeRollback(Callback):
     def __init__(
         self,
         *,
+        action: Action = "skip",
         window: Annotated[int, ">= 2"] = 128,
         warmup_steps: Annotated[int, ">= 2"] = 64,
         loss_threshold: Annotated[float, "> 0"] = 8.0,
         norm_threshold: Annotated[float, "> 0"] = 16.0,
-        drift_threshold: Annotated[float, "> 0"] | None = 1.75,
+        drift_threshold: Annotated[float, "> 0"] | None = None,
+        min_rise: Annotated[float, ">= 0"] = 3.0,
         max_skips: Annotated[int, ">= 0"] = 3,
+        max_non_finite: Annotated[int, ">= 0"] = 20,
         snapshot_every: Annotated[int, ">= 1"] = 50,
         num_snapshots: Annotated[int, ">= 2"] = 2,
         quarantine_steps: Annotated[int, ">= 1"] = 50,
@@ -101,10 +113,14 @@ class LossSpikeRollback(Callback):
             loss_threshold=loss_threshold,
             norm_threshold=norm_threshold,
             drift_threshold=drift_threshold,
+            min_rise=min_rise,
+            skips_outliers=action != "warn",
         )
         self._recovery = Recovery(
             monitor=self._monitor,
+            action=action,
             max_skips=max_skips,
+            max_non_finite=max_non_finite,
             snapshot_every=snapshot_every,
             num_snapshots=num_snapshots,
             quarantine_steps=quarantine_steps,
@@ -117,6 +133,7 @@ class LossSpikeRollback(Callback):
             rewind_data=rewind_data,
         )
         self._dump = SpikeDump(max_folders=max_dumps)
+        self._action = action
         self._snapshot_every = snapshot_every
         self._skip_batches = skip_batches
         self._steps = StepCounter()
@@ -129,10 +146,10 @@ class LossSpikeRollback(Callback):
     def setup(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
         if stage != "fit":
             return
-        if not is_reachable(trainer):
+        if self._action == "rollback" and not is_reachable(trainer):
             raise MisconfigurationException(
                 f"LossSpikeRollback cannot reach the optimizer state of {type(trainer.strategy).__name__}: use one"
-                " device, DDP or FSDP2, or a strategy that provides live_tensors()"
+                ' device, DDP or FSDP2, or a strategy that provides live_tensors(), or type action="skip"'
             )
         if self._skip_batches and not hasattr(get_datamodule(trainer), "skip_batches"):
             raise MisconfigurationException(
@@ -161,7 +178,7 @@ class LossSpikeRollback(Callback):
             return
         self._has_begun = True
         self._recovery.lr_backoff.reapply_after_resume(trainer)  # modules set up schedules after `on_train_start`
-        if trainer.global_step:  # a checkpoint that was resumed from needs no quarantine
+        if trainer.global_step and self._action == "rollback":  # a checkpoint that was resumed from needs no quarantine
             self._recovery.take_snapshot(trainer, is_good=True)
 
     @override
@@ -184,7 +201,7 @@ class LossSpikeRollback(Callback):
         self._verdict = self._reader.read(trainer)
         self._response = "none"
         if self._verdict is not None:
-            self._response = self._recovery.escalation.step(skipped=self._verdict.skipped, drifts=self._verdict.drifts)
+            self._response = self._recovery.count(self._verdict)
             self._reader.set_limits()
         if is_logged_step(trainer):
             log_row(pl_module, self._get_row())
@@ -198,8 +215,8 @@ class LossSpikeRollback(Callback):
             return
         log_verdict(trainer, verdict, self._response)
         counts = self._recovery.escalation.counts
-        is_first_skip = len(counts.recent_skips) == 1
-        if verdict.alarms and (is_first_skip or self._response not in ("none", "skip")):
+        is_first = len(counts.recent_outliers) + counts.non_finite_in_row == 1
+        if verdict.alarms and (is_first or self._response not in ("none", "skip")):
             with get_profiler(trainer).profile("spike"):  # SpeedMonitor excludes this time
                 self._dump.write(trainer, pl_module, verdict, self._monitor)
         if self._response == "stop":
@@ -212,23 +229,31 @@ class LossSpikeRollback(Callback):
             self._dump.clear()
             self._steps.start(trainer)
             return
+        if self._response == "relearn":
+            self._monitor.forget()
+            self._reader.set_limits()
         self._recovery.end_backoff_if_due(trainer)
         # nothing can have gone wrong yet after the first step: its snapshot needs no quarantine
         is_first_step = counts.clock == 1
         is_due = is_first_step or trainer.global_step % self._snapshot_every == 0
-        if is_due and self._recovery.escalation.is_quiet:
+        if is_due and self._action == "rollback" and self._recovery.escalation.is_quiet:
             self._recovery.take_snapshot(trainer, is_good=is_first_step)
 
     @override
     def on_train_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
         last = None if self._reader is None else self._reader.read_last(trainer)
         if last is not None:
-            self._recovery.escalation.step(skipped=last.skipped, drifts=False)
+            self._recovery.count(last)
             log_verdict(trainer, last, "skip")
-        self._recovery.rollback.drop()
+        self._end()
 
     @override
     def on_exception(self, trainer: Trainer, pl_module: LightningModule, exception: BaseException) -> None:
+        self._end()
+
+    def _end(self) -> None:
+        if self._reader is not None:
+            self._reader.end()
         self._recovery.rollback.drop()
 
     def _get_row(self) -> dict[str, float]:
@@ -260,22 +285,3 @@ class LossSpikeRollback(Callback):
         self._recovery.escalation.load_state_dict(state_dict["ladder"])
         self._recovery.lr_backoff.load_state_dict(state_dict["lr_backoff"])
         self._dump.num_folders = state_dict["num_evidence"]
-
-
-def log_verdict(trainer: Trainer, verdict: Verdict, response: Response) -> None:
-    """Log the alarms and the skip of a step: console lines and events."""
-    step = verdict.measurement.step
-    for series, alarm in verdict.alarms.items():
-        line = f"Step {step}: {_SERIES_NAMES[series]} {alarm.value:.4g}"
-        if alarm.kind == "drift":
-            line = f"Step {step}: the {_SERIES_NAMES[series]} has risen to {alarm.value:.4g}"
-        if not math.isnan(alarm.expected):
-            line += f", expected {alarm.expected:.4g}"
-        if math.isfinite(alarm.score):
-            line += f", {alarm.score:.0f} standard deviations above"
-        fields = {"value": alarm.value, "expected": alarm.expected, "score": alarm.score}
-        values = {name: finite(value) for name, value in fields.items()}
-        log_event(trainer, line, "spike", step, series=series, kind=alarm.kind, **values)
-    if verdict.skipped:
-        line = f"Step {step}: skipped; weights and optimizer state are unchanged"
-        log_event(trainer, line if response == "skip" else None, "skip", step)

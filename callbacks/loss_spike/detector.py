@@ -3,6 +3,10 @@
 The fast rule compares a value with median and MAD (median absolute deviation) of recent normal values: an outlier can
 neither raise the threshold for the next value nor hide it. The slow rule compares the median of recent values with
 the lowest such median so far.
+
+Spread alone tells a spike from noise only where the noise is narrow and its law does not change, as in the
+pre-training of a language model. Elsewhere hard batches, warm restarts or another augmentation are outliers too:
+`min_rise` asks in addition for a value above all that the run has shown.
 """
 
 import math
@@ -48,6 +52,8 @@ class SpikeDetector:
             losses do not.
         drift_patience: Consecutive values above `drift_threshold` before a drift is reported.
         logarithmic: Compare logarithms, for a series in which ratios matter, such as gradient norms.
+        min_rise: How far above the median a spike or a drift must be in addition, as a multiple of the distance from
+            the median to the largest normal value of the run. 0 judges by spread alone.
 
     Raises:
         ValueError: `warmup_steps` exceeds `window`.
@@ -62,6 +68,7 @@ class SpikeDetector:
         drift_threshold: float | None = 1.75,
         drift_patience: int = 20,
         logarithmic: bool = False,
+        min_rise: float = 0.0,
     ) -> None:
         if not 2 <= warmup_steps <= window:
             raise ValueError(f"a warm-up of {warmup_steps} values needs a window of at least as many")
@@ -70,7 +77,10 @@ class SpikeDetector:
         self._drift_threshold = drift_threshold
         self._drift_patience = drift_patience
         self._logarithmic = logarithmic
+        self._min_rise = min_rise
+        self._peak: float | None = None  # the largest normal value so far
         self._values: deque[float] = deque(maxlen=window)  # logarithms, if `logarithmic`
+        self._computed: tuple[float, float] | None = None  # of the present window
         self._lowest: tuple[float, float] | None = None  # median of half a window, and its spread
         self._num_above = 0
 
@@ -79,24 +89,31 @@ class SpikeDetector:
         """The values that a new one is compared with, oldest first."""
         return [self._unscale(value) for value in self._values]
 
+    @property
+    def _normal(self) -> tuple[float, float]:
+        """Median and spread of the window, computed once a step."""
+        if self._computed is None:
+            self._computed = _center_and_spread(self._values)
+        return self._computed
+
     def score(self, value: float) -> float:
         """Return robust standard deviations above the median; 0 during the warm-up, inf for NaN or inf."""
         if not math.isfinite(value):
             return math.inf
         if len(self._values) < self._warmup_steps:
             return 0.0
-        center, spread = _center_and_spread(self._values)
+        center, spread = self._normal
         return (self._scale(value) - center) / spread
 
     def limit(self) -> float:
         """Return the value from which a finite one is a spike; inf during the warm-up."""
         if len(self._values) < self._warmup_steps:
             return math.inf
-        center, spread = _center_and_spread(self._values)
+        center, spread = self._normal
         scaled = center + self._spike_score * spread
         if self._logarithmic and scaled > _LARGEST_LOG:
             return math.inf
-        return self._unscale(scaled)
+        return max(self._unscale(scaled), self._least_spike(self._unscale(center)))
 
     def observe(self, value: float) -> Alarm | None:
         """Judge the next value; a normal one joins the window.
@@ -104,16 +121,21 @@ class SpikeDetector:
         Args:
             value: A mean over all ranks, so that all ranks judge alike.
         """
-        score = self.score(value)
-        if score > self._spike_score:
-            kind: Literal["non_finite", "spike"] = "spike" if math.isfinite(value) else "non_finite"
-            return Alarm(kind=kind, value=value, expected=self._expected(), score=score)
+        score, expected = self.score(value), self._expected()
+        if not math.isfinite(value):
+            return Alarm(kind="non_finite", value=value, expected=expected, score=score)
+        if score > self._spike_score and value > self._least_spike(expected):
+            return Alarm(kind="spike", value=value, expected=expected, score=score)
         self._values.append(self._scale(value))
+        self._computed = None
+        self._peak = value if self._peak is None else max(self._peak, value)
         return self._find_drift()
 
     def forget(self) -> None:
         """Learn from scratch what is normal: after an intended change, such as another learning rate."""
         self._values.clear()
+        self._computed = None
+        self._peak = None
         self._lowest, self._num_above = None, 0
 
     def state_dict(self) -> dict[str, Any]:
@@ -122,15 +144,18 @@ class SpikeDetector:
             "values": list(self._values),
             "lowest": None if self._lowest is None else list(self._lowest),
             "num_above": self._num_above,
+            "peak": self._peak,
         }
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Continue from a `state_dict`; of a longer window the newest values are kept."""
         self._values.clear()
+        self._computed = None
         self._values.extend(state["values"])
         lowest = state["lowest"]
         self._lowest = None if lowest is None else (lowest[0], lowest[1])
         self._num_above = state["num_above"]
+        self._peak = state["peak"]
 
     def _find_drift(self) -> Alarm | None:
         if self._drift_threshold is None or len(self._values) < (self._values.maxlen or 0):
@@ -142,15 +167,20 @@ class SpikeDetector:
             return None
         lowest, spread_there = self._lowest
         score = (center - lowest) / spread_there
-        self._num_above = self._num_above + 1 if score > self._drift_threshold else 0
+        is_above = score > self._drift_threshold and self._unscale(center) >= self._least_spike(self._unscale(lowest))
+        self._num_above = self._num_above + 1 if is_above else 0
         if self._num_above < self._drift_patience:
             return None
         return Alarm(kind="drift", value=self._unscale(center), expected=self._unscale(lowest), score=score)
 
+    def _least_spike(self, center: float) -> float:
+        """Return the value above which `min_rise` allows an alarm, given the median of normal values."""
+        return center if self._peak is None else center + self._min_rise * max(self._peak - center, 0.0)
+
     def _expected(self) -> float:
         if len(self._values) < self._warmup_steps:
             return math.nan
-        return self._unscale(_center_and_spread(self._values)[0])
+        return self._unscale(self._normal[0])
 
     def _scale(self, value: float) -> float:
         if not self._logarithmic:

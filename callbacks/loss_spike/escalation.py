@@ -3,7 +3,8 @@
 from dataclasses import asdict, dataclass, field
 from typing import Any, Literal
 
-Response = Literal["none", "skip", "rollback", "rollback_and_backoff", "stop"]
+Action = Literal["warn", "skip", "rollback"]
+Response = Literal["none", "skip", "relearn", "rollback", "rollback_and_backoff", "stop"]
 
 
 @dataclass(kw_only=True)
@@ -13,7 +14,8 @@ class Counts:
     Attributes:
         clock: Optimizer steps executed, later rolled back or not: it never decreases.
         skipped_steps: Steps whose update was skipped.
-        recent_skips: Clock values of the skips within the window.
+        recent_outliers: Clock values of the finite outliers within the window.
+        non_finite_in_row: Steps with a NaN or inf since the newest finite one.
         rollbacks: In the whole run.
         recent_rollbacks: Rollbacks in a row, each within the cooldown of the previous one.
         last_rollback_at: Clock value; None before the first.
@@ -21,7 +23,8 @@ class Counts:
 
     clock: int = 0
     skipped_steps: int = 0
-    recent_skips: list[int] = field(default_factory=list)
+    recent_outliers: list[int] = field(default_factory=list)
+    non_finite_in_row: int = 0
     rollbacks: int = 0
     recent_rollbacks: int = 0
     last_rollback_at: int | None = None
@@ -30,9 +33,16 @@ class Counts:
 class SpikeEscalation:
     """Decides from host values alone, so that every rank decides the same.
 
+    A step that is not finite is skipped before it is applied, so it has damaged nothing: it never leads to a rollback.
+    Neither does a single outlier, which is one of the data. Many within a window are those of damaged weights, whose
+    loss may look normal in between: the run rolls back.
+
     Args:
-        max_skips: Skips within the window before the run rolls back at the next one.
-        skip_window: In optimizer steps.
+        action: What outliers may lead to. `warn`: nothing, `skip`: no rollback; where they continue, a new level of
+            the loss is learned (`relearn`) instead of skipping for ever.
+        max_skips: Outliers within the window before the run rolls back, or learns the new level, at the next one.
+        max_non_finite: Steps in a row that are not finite before the run stops at the next one.
+        window_steps: Optimizer steps; a snapshot may be taken when they hold no outlier.
         cooldown_steps: A rollback within this many optimizer steps of the previous one escalates to the next level.
         max_rollbacks: Rollbacks in a row, each within the cooldown of the previous one, before the run stops.
 
@@ -40,35 +50,52 @@ class SpikeEscalation:
         ValueError: `max_rollbacks` is below 1: the first spike would end the run.
     """
 
-    def __init__(self, *, max_skips: int, skip_window: int, cooldown_steps: int, max_rollbacks: int) -> None:
+    def __init__(
+        self,
+        *,
+        action: Action,
+        max_skips: int,
+        max_non_finite: int,
+        window_steps: int,
+        cooldown_steps: int,
+        max_rollbacks: int,
+    ) -> None:
         if max_rollbacks < 1:
             raise ValueError(f"max_rollbacks={max_rollbacks}: the first spike would end the run; type 1 or more")
+        self._action = action
         self._max_skips = max_skips
-        self._skip_window = skip_window
+        self._max_non_finite = max_non_finite
+        self._window_steps = window_steps
         self._cooldown_steps = cooldown_steps
         self._max_rollbacks = max_rollbacks
         self.counts = Counts()
 
-    def step(self, *, skipped: bool, drifts: bool) -> Response:
+    def step(self, *, skipped: bool, outlier: bool = False, non_finite: bool = False, drifts: bool = False) -> Response:
         """Count a step and return what to do about it.
 
         Args:
             skipped: Whether its update was skipped.
+            outlier: Whether its loss or norm was finite and a spike.
+            non_finite: Whether its loss or norm was NaN or inf; takes precedence.
             drifts: Whether the loss has been too high for long.
         """
         counts = self.counts
         counts.clock += 1
         counts.skipped_steps += skipped
-        since = counts.clock - self._skip_window
-        counts.recent_skips = [at for at in counts.recent_skips if at > since]
-        counts.recent_skips += [counts.clock] if skipped else []
-        if drifts or len(counts.recent_skips) > self._max_skips:
-            return self._escalate()
+        if non_finite:
+            counts.non_finite_in_row += 1
+            return "stop" if counts.non_finite_in_row > self._max_non_finite else "skip"
+        counts.non_finite_in_row = 0
+        since = counts.clock - self._window_steps
+        counts.recent_outliers = [at for at in counts.recent_outliers if at > since]
+        counts.recent_outliers += [counts.clock] if outlier else []
+        if drifts or len(counts.recent_outliers) > self._max_skips:
+            counts.recent_outliers = []
+            return self._escalate() if self._action == "rollback" else "relearn"
         return "skip" if skipped else "none"
 
     def _escalate(self) -> Response:
         counts = self.counts
-        counts.recent_skips = []
         last, counts.last_rollback_at = counts.last_rollback_at, counts.clock
         in_cooldown = last is not None and counts.clock - last <= self._cooldown_steps
         counts.recent_rollbacks = counts.recent_rollbacks + 1 if in_cooldown else 1
@@ -79,8 +106,8 @@ class SpikeEscalation:
 
     @property
     def is_quiet(self) -> bool:
-        """Whether no step of the window was skipped: a snapshot taken now is of a healthy run."""
-        return not self.counts.recent_skips
+        """Whether the window holds no outlier: a snapshot taken now is of a healthy run."""
+        return not self.counts.recent_outliers and not self.counts.non_finite_in_row
 
     def state_dict(self) -> dict[str, Any]:
         """Return plain data for a checkpoint."""

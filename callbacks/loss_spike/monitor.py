@@ -45,6 +45,17 @@ class Verdict:
         """Whether the loss has been too high for long."""
         return any(alarm.kind == "drift" for alarm in self.alarms.values())
 
+    @property
+    def is_non_finite(self) -> bool:
+        """Whether loss or norm is NaN or inf."""
+        return any(alarm.kind == "non_finite" for alarm in self.alarms.values())
+
+    @property
+    def is_outlier(self) -> bool:
+        """Whether loss and norm are finite and one of them is a spike, or was when the step was to be applied."""
+        is_spike = any(alarm.kind == "spike" for alarm in self.alarms.values())
+        return (is_spike or self.skipped) and not self.is_non_finite
+
 
 class SpikeMonitor:
     """Two detectors, and the limits they set for the next step.
@@ -56,6 +67,9 @@ class SpikeMonitor:
         norm_threshold: The same for the logarithm of the norm, which has heavy tails in healthy runs.
         drift_threshold: For the slow rule, on the loss alone: norms of a healthy run rise for thousands of steps.
             None disables it.
+        min_rise: How far above its median a loss or norm must be in addition, as a multiple of the distance from the
+            median to the largest normal value of the run. 0 judges by spread alone.
+        skips_outliers: Whether `limits` lets finite outliers be skipped.
 
     Raises:
         ValueError: `warmup_steps` exceeds `window`.
@@ -69,13 +83,17 @@ class SpikeMonitor:
         loss_threshold: float,
         norm_threshold: float,
         drift_threshold: float | None,
+        min_rise: float = 0.0,
+        skips_outliers: bool = True,
     ) -> None:
+        self._skips_outliers = skips_outliers
         self.detectors = {
             "loss": SpikeDetector(
                 window=window,
                 warmup_steps=warmup_steps,
                 spike_score=loss_threshold,
                 drift_threshold=drift_threshold,
+                min_rise=min_rise,
             ),
             "norm": SpikeDetector(
                 window=window,
@@ -83,6 +101,7 @@ class SpikeMonitor:
                 spike_score=norm_threshold,
                 drift_threshold=None,
                 logarithmic=True,
+                min_rise=min_rise,
             ),
         }
 
@@ -111,7 +130,14 @@ class SpikeMonitor:
 
     def limits(self) -> tuple[float, float]:
         """Return the loss and the norm from which the next step is skipped."""
+        if not self._skips_outliers:
+            return math.inf, math.inf
         return self.detectors["loss"].limit(), self.detectors["norm"].limit()
+
+    def forget(self) -> None:
+        """Learn from scratch what is normal."""
+        for detector in self.detectors.values():
+            detector.forget()
 
     def state_dict(self) -> dict[str, Any]:
         """Return plain data for a checkpoint."""

@@ -23,9 +23,11 @@ class StepReader:
     def __init__(self, monitor: SpikeMonitor, trainer: Trainer, pl_module: LightningModule) -> None:
         self._monitor = monitor
         self._guard = StepGuard()
-        self._fallback = None if accepts_guard(pl_module) else FallbackGuard(self._guard)
-        if self._fallback is None:
+        self._fallback: FallbackGuard | None = None
+        if accepts_guard(pl_module):
             pl_module.guard_steps(self._guard)  # type: ignore[operator]
+        else:
+            self._fallback = FallbackGuard(self._guard, trainer.optimizers)
         self._readback = DelayedReadback()
         self._num_overflows = _count_overflows(trainer)
         self._buffers: list[tuple[Tensor, Tensor]] = []  # with copies from before the step
@@ -72,6 +74,11 @@ class StepReader:
     def read_last(self, trainer: Trainer) -> Verdict | None:
         """Return the verdict on the pending step when training ends; None if no step is pending."""
         return self._judge(trainer, self._readback.take())
+
+    def end(self) -> None:
+        """Stop guarding steps."""
+        if self._fallback is not None:
+            self._fallback.remove()
 
     def roll_back(self) -> None:
         """Drop the pending step after a rollback: it was rolled back too."""

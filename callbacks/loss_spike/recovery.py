@@ -1,19 +1,20 @@
 """Recover a run that has gone wrong: restore a good state, skip data, lower the learning rate, or stop."""
 
 import logging
+import math
 from collections.abc import Iterator
 from typing import Any, Literal, NoReturn
 
 from lightning.pytorch import LightningModule, Trainer
-from lightning.pytorch.callbacks import ModelCheckpoint
 
-from ..events import log_event
-from .escalation import SpikeEscalation
+from ..events import finite, log_event
+from .escalation import Action, Response, SpikeEscalation
 from .lr_backoff import LearningRateBackoff
 from .monitor import SpikeMonitor, Verdict
 from .rollback import Rollback
 
 log = logging.getLogger("lightning_recipes")
+_SERIES_NAMES = {"loss": "loss", "norm": "gradient norm"}
 
 
 class TrainingDivergedError(RuntimeError):
@@ -31,7 +32,9 @@ class Recovery:
 
     Args:
         monitor: Its state is restored with the run.
-        max_skips: Skipped steps within `quarantine_steps` before the run rolls back at the next one.
+        action: What spikes may lead to, see `SpikeEscalation`.
+        max_skips: Spikes within `quarantine_steps` before the run rolls back at the next one.
+        max_non_finite: Steps in a row with a NaN or inf before the run stops at the next one.
         snapshot_every: Optimizer steps between snapshots.
         num_snapshots: Snapshots held, each of the size of weights and optimizer state.
         quarantine_steps: Optimizer steps after which a snapshot is good, if the run has not rolled back since.
@@ -51,7 +54,9 @@ class Recovery:
         self,
         *,
         monitor: SpikeMonitor,
+        action: Action,
         max_skips: int,
+        max_non_finite: int,
         snapshot_every: int,
         num_snapshots: int,
         quarantine_steps: int,
@@ -71,8 +76,10 @@ class Recovery:
             )
         self.lr_backoff = LearningRateBackoff()
         self.escalation = SpikeEscalation(
+            action=action,
             max_skips=max_skips,
-            skip_window=quarantine_steps,
+            max_non_finite=max_non_finite,
+            window_steps=quarantine_steps,
             cooldown_steps=cooldown_steps,
             max_rollbacks=max_rollbacks,
         )
@@ -86,6 +93,15 @@ class Recovery:
         self._lr_factor = lr_factor
         self._lr_backoff_steps = lr_backoff_steps
         self._rewind_data = rewind_data
+
+    def count(self, verdict: Verdict) -> Response:
+        """Count a step and return what to do about it."""
+        return self.escalation.step(
+            skipped=verdict.skipped,
+            outlier=verdict.is_outlier,
+            non_finite=verdict.is_non_finite,
+            drifts=verdict.drifts,
+        )
 
     def take_snapshot(self, trainer: Trainer, *, is_good: bool = False) -> None:
         """Take a snapshot of the present state.
@@ -125,16 +141,12 @@ class Recovery:
         snapshot = self.rollback.find(clock=clock, oldest=backs_off or verdict.drifts)
         if snapshot is None:
             self.stop(trainer)
-        extras = self.rollback.restore(trainer, snapshot)
+        extras = self.rollback.restore(trainer, snapshot, with_random=self._rewind_data)
         self._monitor.load_state_dict(extras["monitor"])
         self.lr_backoff.reapply_after_rollback(trainer, extras["factor"])
         if backs_off:
             self.lr_backoff.start(trainer, self._lr_factor, end_step=clock + self._lr_backoff_steps)
         to_step = trainer.global_step
-        for callback in trainer.callbacks:  # type: ignore[attr-defined]
-            # Lightning skips saving a step number it has saved before, and now repeats some
-            if isinstance(callback, ModelCheckpoint):
-                callback._last_global_step_saved = min(callback._last_global_step_saved, to_step)
         for listener in _find_listeners(trainer, pl_module):
             listener.on_rollback(trainer, pl_module, from_step, to_step)
         if self._rewind_data:
@@ -151,7 +163,9 @@ class Recovery:
         """
         counts = self.escalation.counts
         why = "the loss has gone wrong and there is no good state to roll back to yet"
-        if counts.recent_rollbacks > 1:
+        if counts.non_finite_in_row:
+            why = f"loss or gradient were NaN or inf in {counts.non_finite_in_row} steps in a row, all skipped"
+        elif counts.recent_rollbacks > 1:
             why = f"{counts.recent_rollbacks - 1} rollbacks in a row did not help"
         step = trainer.global_step
         log_event(trainer, None, "stop", step, why=why)
@@ -166,6 +180,27 @@ class Recovery:
             factor, steps = self.lr_backoff.factor, self._lr_backoff_steps
             line = f"Step {to_step}: learning rate multiplied by {factor:g} for {steps} steps"
             log_event(trainer, line, "lr_backoff", to_step, factor=factor, steps=steps)
+
+
+def log_verdict(trainer: Trainer, verdict: Verdict, response: Response) -> None:
+    """Log the alarms and the skip of a step: console lines and events."""
+    step = verdict.measurement.step
+    for series, alarm in verdict.alarms.items():
+        line = f"Step {step}: {_SERIES_NAMES[series]} {alarm.value:.4g}"
+        if alarm.kind == "drift":
+            line = f"Step {step}: the {_SERIES_NAMES[series]} has risen to {alarm.value:.4g}"
+        if not math.isnan(alarm.expected):
+            line += f", expected {alarm.expected:.4g}"
+        if math.isfinite(alarm.score):
+            line += f", {alarm.score:.0f} standard deviations above"
+        fields = {"value": alarm.value, "expected": alarm.expected, "score": alarm.score}
+        values = {name: finite(value) for name, value in fields.items()}
+        log_event(trainer, line, "spike", step, series=series, kind=alarm.kind, **values)
+    if verdict.skipped:
+        line = f"Step {step}: skipped; weights and optimizer state are unchanged"
+        log_event(trainer, line if response == "skip" else None, "skip", step)
+    if response == "relearn":
+        log_event(trainer, f"Step {step}: too many alarms; what is normal is learned anew", "relearn", step)
 
 
 def get_datamodule(trainer: Trainer) -> Any:

@@ -12,6 +12,7 @@ from torch import Tensor
 from ..host_memory import available_bytes
 from ..logged_step import run_folder
 from ..ranks import all_ranks
+from .checkpoint_list import checkpoint_lists, restore_checkpoint_lists
 from .snapshot import Snapshot, SnapshotRing
 from .train_state import (
     forget_tensors,
@@ -70,7 +71,7 @@ class Rollback:
             self._ring = self._make_ring(trainer)
         snapshot = self._ring.oldest()
         snapshot.take(live_tensors(trainer, writes_back=False))
-        snapshot.scalars = live_scalars(trainer) | {"extras": extras}
+        snapshot.scalars = live_scalars(trainer) | {"checkpoints": checkpoint_lists(trainer), "extras": extras}
         snapshot.step = trainer.global_step
         snapshot.taken_at = clock - self._quarantine_steps if is_good else clock
         self.num_bytes = snapshot.num_bytes
@@ -93,12 +94,13 @@ class Rollback:
         good = self._ring.good(clock)
         return self._ring.held[0] if good is not None and oldest else good
 
-    def restore(self, trainer: Trainer, snapshot: Snapshot) -> dict[str, Any]:
+    def restore(self, trainer: Trainer, snapshot: Snapshot, *, with_random: bool) -> dict[str, Any]:
         """Restore the train state of a snapshot and drop the newer ones.
 
         Args:
             trainer: At the end of a batch in which the optimizer has stepped.
             snapshot: From `find`; it can be restored again later.
+            with_random: Whether to restore the random states too.
 
         Returns:
             The `extras` stored with it.
@@ -107,7 +109,8 @@ class Rollback:
         self._ring.drop_after(snapshot)
         new = snapshot.restore(live_tensors(trainer, writes_back=True))
         forget_tensors(trainer, new)
-        restore_scalars(trainer, snapshot.scalars)
+        restore_scalars(trainer, snapshot.scalars, with_random=with_random)
+        restore_checkpoint_lists(trainer, snapshot.scalars["checkpoints"])
         extras: dict[str, Any] = snapshot.scalars["extras"]
         return extras
 
@@ -141,9 +144,9 @@ class Rollback:
         fits = all_ranks(fits_here, trainer.strategy.root_device)
         if not fits and self._snapshot_storage == "memory":
             raise MisconfigurationException(
-                f"callbacks.loss_spike.snapshot_storage=memory: {self._num_snapshots} snapshots need"
+                f'LossSpikeRollback(snapshot_storage="memory"): {self._num_snapshots} snapshots need'
                 f" {of_node / GIB:.1f} GiB per node, {(available or 0) / GIB:.1f} GiB are left;"
-                " type callbacks.loss_spike.snapshot_storage=disk"
+                " type snapshot_storage=disk"
             )
         if not fits and trainer.is_global_zero:
             left = "" if available is None else f" of {available / GIB:.1f} GiB left"

@@ -1,6 +1,7 @@
 """Decide before an optimizer step, from its loss and gradient norm, whether to skip it. No synchronization."""
 
 import math
+from collections.abc import Iterable
 from typing import Any
 
 import torch
@@ -49,13 +50,33 @@ class StepGuard:
 class FallbackGuard:
     """Guards the steps of a module that takes no guard: costs a norm per step, and one wait for a GPU.
 
+    A skipped step hides the gradients from the optimizer while it steps, so that neither weights nor optimizer state
+    change. Hooks of the module, clipping and whatever runs after the step see the gradients as they are.
+
     Args:
         guard: Judges the steps.
+        optimizers: Those that step.
     """
 
-    def __init__(self, guard: StepGuard) -> None:
+    def __init__(self, guard: StepGuard, optimizers: Iterable[Optimizer]) -> None:
         self._guard = guard
         self._window_loss: Tensor | None = None
+        self._skips = False  # the step under way
+        self._hidden: list[tuple[Tensor, Tensor]] = []  # parameters with their gradients
+        self._hooks = [
+            hook
+            for optimizer in optimizers
+            for hook in (
+                optimizer.register_step_pre_hook(self._begin_step),
+                optimizer.register_step_post_hook(self._end_step),
+            )
+        ]
+
+    def remove(self) -> None:
+        """Leave the optimizers as they were."""
+        for hook in self._hooks:
+            hook.remove()
+        self._hooks = []
 
     def add_loss(self, trainer: Trainer, loss: Tensor) -> None:
         """Add the loss of one micro-batch, as its backward pass takes it; call it in `on_before_backward`."""
@@ -64,24 +85,49 @@ class FallbackGuard:
         self._window_loss = unscaled if self._window_loss is None else self._window_loss + unscaled
 
     def guard_step(self, trainer: Trainer, optimizer: Optimizer) -> None:
-        """Drop the gradients of a step that is to be skipped; call it in `on_before_optimizer_step`."""
+        """Decide whether the step under way is skipped; call it in `on_before_optimizer_step`."""
         loss, self._window_loss = self._window_loss, None
+        self._skips = False
         if loss is None:  # training_step returned None for this batch
             self._guard.loss = self._guard.skipped = None
             return
         self._guard.loss = mean_over_ranks(loss)
         norm = global_norm(optimizer)
+        if norm is None:
+            self._guard.skipped = None
+            return
         scaler: Any = getattr(trainer.precision_plugin, "scaler", None)
         # a fused optimizer unscales inside its kernel, after the scaler has looked for infinities
         is_scaled = scaler is not None and getattr(optimizer, "_step_supports_amp_scaling", False)
-        if norm is None or not bool(self._guard.judge(norm / scaler._scale if is_scaled else norm)):
+        self._skips = bool(self._guard.judge(norm / scaler._scale if is_scaled else norm))
+
+    def _begin_step(self, optimizer: Any, args: Any, kwargs: Any) -> tuple[Any, Any] | None:
+        """Hide the gradients once they are computed: by the closure, or before the step, as under a loss scaler."""
+        closure = kwargs.get("closure", args[1] if len(args) > 1 else None)
+        if closure is None:
+            self._hide_gradients(optimizer)
+            return None
+
+        def compute() -> Any:
+            loss = closure()
+            self._hide_gradients(optimizer)
+            return loss
+
+        return args[:1], kwargs | {"closure": compute}
+
+    def _hide_gradients(self, optimizer: Optimizer) -> None:
+        if not self._skips:
             return
         for group in optimizer.param_groups:
             for parameter in group["params"]:
-                if not is_scaled:
+                if parameter.grad is not None:
+                    self._hidden.append((parameter, parameter.grad))
                     parameter.grad = None
-                elif parameter.grad is not None:
-                    parameter.grad.fill_(torch.inf)  # the scaler skips the step as an overflow
+
+    def _end_step(self, optimizer: Any, args: Any, kwargs: Any) -> None:
+        for parameter, gradient in self._hidden:
+            parameter.grad = gradient
+        self._hidden = []
 
 
 def accepts_guard(pl_module: LightningModule) -> bool:

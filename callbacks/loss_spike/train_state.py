@@ -8,6 +8,8 @@ from typing import Any
 
 import torch
 from lightning.pytorch import Trainer
+from lightning.pytorch import callbacks as lightning_callbacks
+from lightning.pytorch.callbacks import EarlyStopping
 from lightning.pytorch.strategies import (
     DDPStrategy,
     DeepSpeedStrategy,
@@ -19,6 +21,8 @@ from torch.nn import Parameter
 
 _REACHABLE = (SingleDeviceStrategy, DDPStrategy, ModelParallelStrategy)
 _RATES = ("lr", "initial_lr")
+# Lightning 2.5 has no weight averaging; an instance of the empty tuple does not exist
+_WEIGHT_AVERAGING: Any = getattr(lightning_callbacks, "WeightAveraging", ())
 
 
 def is_reachable(trainer: Trainer) -> bool:
@@ -39,9 +43,13 @@ def live_tensors(trainer: Trainer, *, writes_back: bool) -> Iterator[tuple[str, 
         writes_back: Whether the caller overwrites the tensors.
     """
     own = getattr(trainer.strategy, "live_tensors", None)
-    if own is not None:
-        yield from own(writes_back=writes_back)
-        return
+    yield from _torch_tensors(trainer) if own is None else own(writes_back=writes_back)
+    for number, average in enumerate(_find_averages(trainer)):
+        for name, tensor in average.state_dict(keep_vars=True).items():
+            yield f"average/{number}/{name}", _local(tensor)
+
+
+def _torch_tensors(trainer: Trainer) -> Iterator[tuple[str, Tensor]]:
     seen: set[int] = set()
     for name, tensor in trainer.lightning_module.state_dict(keep_vars=True).items():
         if isinstance(tensor, Tensor) and id(tensor) not in seen:  # tied weights have two names
@@ -53,6 +61,13 @@ def live_tensors(trainer: Trainer, *, writes_back: bool) -> Iterator[tuple[str, 
             for key, value in optimizer.state.get(parameter, {}).items():
                 if isinstance(value, Tensor):
                     yield f"optimizer/{number}/{index}/{key}", _local(value)
+
+
+def _find_averages(trainer: Trainer) -> list[Any]:
+    """Return the averaged models of Lightning's `WeightAveraging` callbacks (2.6.6: under a private name only)."""
+    callbacks = trainer.callbacks  # type: ignore[attr-defined]
+    models = (callback._average_model for callback in callbacks if isinstance(callback, _WEIGHT_AVERAGING))
+    return [model for model in models if model is not None]
 
 
 def forget_tensors(trainer: Trainer, names: list[str]) -> None:
@@ -80,7 +95,8 @@ def forget_tensors(trainer: Trainer, names: list[str]) -> None:
 def live_scalars(trainer: Trainer) -> dict[str, Any]:
     """Return a copy of the rest of the train state: schedules, learning rates, loss scale, step counts, random states.
 
-    A strategy or a module that has more provides `live_scalars()` and `restore_scalars(scalars)`.
+    Of the optimizer state it holds what is no tensor, such as the step count of Adafactor or the history of LBFGS. A
+    strategy or a module that has more provides `live_scalars()` and `restore_scalars(scalars)`.
     """
     loop = trainer.fit_loop.epoch_loop
     own = getattr(trainer.strategy, "live_scalars", None)
@@ -89,21 +105,26 @@ def live_scalars(trainer: Trainer) -> dict[str, Any]:
         "step": trainer.global_step,
         "schedulers": [copy.deepcopy(config.scheduler.state_dict()) for config in trainer.lr_scheduler_configs],
         "groups": [_hyperparameters(optimizer) for optimizer in trainer.optimizers],
+        "optimizers": [] if own is not None else [_plain_state(optimizer) for optimizer in trainer.optimizers],
         "precision": copy.deepcopy(trainer.precision_plugin.state_dict()),
         "strategy": None if own is None else own(),
         "optim_progress": copy.deepcopy(loop.automatic_optimization.optim_progress.state_dict()),
         "scheduler_progress": copy.deepcopy(loop.scheduler_progress.state_dict()),
+        "logged_step": loop._batches_that_stepped,  # by which Lightning 2.6 numbers the rows of its loggers
+        "callbacks": [copy.deepcopy(callback.state_dict()) for callback in _find_stateful(trainer)],
         "module": None if of_module is None else of_module(),
         "random": rng_state(),
     }
 
 
-def restore_scalars(trainer: Trainer, scalars: dict[str, Any]) -> None:
+def restore_scalars(trainer: Trainer, scalars: dict[str, Any], *, with_random: bool) -> None:
     """Restore what `live_scalars` returned; it can be restored any number of times.
 
     Args:
         trainer: Of the run.
         scalars: From `live_scalars`.
+        with_random: Whether to restore the random states, for data that is rewound too. Otherwise the data goes on,
+            and with old random states the next epoch would be shuffled like the present one.
     """
     scalars = copy.deepcopy(scalars)  # whoever loads a state may keep and change it
     loop = trainer.fit_loop.epoch_loop
@@ -116,15 +137,47 @@ def restore_scalars(trainer: Trainer, scalars: dict[str, Any]) -> None:
         for group, saved in zip(optimizer.param_groups, groups, strict=False):
             values = {key: value for key, value in saved.items() if not by_epoch or key not in _RATES}
             group.update(values)
+    for optimizer, states in zip(trainer.optimizers, scalars["optimizers"], strict=False):
+        _restore_plain_state(optimizer, states)
     if scalars["precision"]:
         trainer.precision_plugin.load_state_dict(scalars["precision"])
     if scalars["strategy"] is not None:
         trainer.strategy.restore_scalars(scalars["strategy"])  # type: ignore[attr-defined]
     if scalars["module"] is not None:
         trainer.lightning_module.restore_scalars(scalars["module"])  # type: ignore[operator]
+    for callback, state in zip(_find_stateful(trainer), scalars["callbacks"], strict=True):
+        callback.load_state_dict(state)
     loop.automatic_optimization.optim_progress.load_state_dict(scalars["optim_progress"])
     loop.scheduler_progress.load_state_dict(scalars["scheduler_progress"])
-    _restore_rng_state(scalars["random"])
+    loop._batches_that_stepped = scalars["logged_step"]
+    if with_random:
+        _restore_rng_state(scalars["random"])
+
+
+def _find_stateful(trainer: Trainer) -> list[Any]:
+    """Return Lightning's callbacks whose state belongs to the steps: those that average weights or compare scores."""
+    kinds = (EarlyStopping, *([_WEIGHT_AVERAGING] if _WEIGHT_AVERAGING else []))
+    return [callback for callback in trainer.callbacks if isinstance(callback, kinds)]  # type: ignore[attr-defined]
+
+
+def _plain_state(optimizer: Any) -> list[dict[str, Any]]:
+    """Return a copy of the optimizer state that is no tensor, by parameter."""
+    states = (optimizer.state.get(parameter, {}) for parameter in _parameters(optimizer))
+    return [
+        {key: copy.deepcopy(value) for key, value in state.items() if not isinstance(value, Tensor)} for state in states
+    ]
+
+
+def _restore_plain_state(optimizer: Any, states: list[dict[str, Any]]) -> None:
+    for parameter, saved in zip(_parameters(optimizer), states, strict=True):
+        if not saved and parameter not in optimizer.state:
+            continue
+        state = optimizer.state[parameter]
+        for key in [key for key, value in state.items() if not isinstance(value, Tensor) and key not in saved]:
+            del state[key]
+        state.update(saved)
+        if not state:
+            del optimizer.state[parameter]
 
 
 def _hyperparameters(optimizer: Any) -> list[dict[str, Any]]:

@@ -56,7 +56,9 @@ class Damage(Callback):
 def main() -> None:
     torch.set_num_threads(1)
     module = Module()
-    spikes = LossSpikeRollback(window=16, warmup_steps=8, snapshot_every=10, quarantine_steps=10)
+    spikes = LossSpikeRollback(
+        action="rollback", min_rise=0.0, window=16, warmup_steps=8, snapshot_every=10, quarantine_steps=10
+    )
     trainer = Trainer(
         accelerator="cpu",
         devices=2,

@@ -26,6 +26,9 @@ from callbacks.loss_spike.recovery import TrainingDivergedError
 
 CONF = Path(__file__).parents[3] / "conf/callbacks/loss_spike.yaml"
 SMALL: dict[str, Any] = {
+    "action": "rollback",
+    "min_rise": 0.0,
+    "drift_threshold": 1.75,
     "window": 16,
     "warmup_steps": 8,
     "snapshot_every": 10,
@@ -76,11 +79,14 @@ def noisy(plain_module: Any) -> Any:
 
 
 def test_the_defaults_are_those_of_the_config() -> None:
-    """They are in both, because it can be constructed without a config."""
+    """They are in both, because it can be constructed without a config; language models are judged more strictly."""
     node = yaml.safe_load(CONF.read_text())["loss_spike"]
     node.pop("_target_")
     signature = inspect.signature(LossSpikeRollback).parameters
-    assert node == {name: parameter.default for name, parameter in signature.items() if name != "rewind_data"}
+    defaults = {name: parameter.default for name, parameter in signature.items() if name != "rewind_data"}
+    assert node == defaults | {"action": "rollback", "min_rise": 0.0, "drift_threshold": 1.75}
+    other = yaml.safe_load((CONF.parent / "classification.yaml").read_text())["loss_spike"]
+    assert other == {name: defaults[name] for name in ("action", "min_rise", "drift_threshold")}
 
 
 @pytest.mark.parametrize("what", ["huge", "nan"])
@@ -191,15 +197,41 @@ def test_skip_batches_needs_a_datamodule_that_can_skip(noisy: Any, make_trainer:
 
 
 def test_without_a_good_snapshot_it_stops_with_exit_code_3(noisy: Any, make_trainer: Any) -> None:
+    """The first step is not finite, so that even the first snapshot is missing; outliers follow the warm-up."""
     torch.manual_seed(0)
+    faults = [Damage(at=0, what="nan"), Damage(at=9, what="weight")]
     with pytest.raises(TrainingDivergedError, match="no good state") as raised:
-        make_trainer(callbacks=[Damage(at=3, what="weight"), _NanBatches(), LossSpikeRollback(**SMALL)]).fit(noisy())
+        make_trainer(callbacks=[*faults, LossSpikeRollback(**SMALL)]).fit(noisy())
     assert raised.value.exit_code == 3
 
 
-class _NanBatches(Callback):
-    def on_train_batch_start(self, trainer: Any, pl_module: Any, batch: Any, batch_idx: int) -> None:
-        batch[0].fill_(torch.nan)
+def test_twenty_one_nan_in_a_row_stop_the_run_with_the_weights_of_the_last_good_step(
+    noisy: Any, make_trainer: Any
+) -> None:
+    class NanFrom(Callback):
+        def on_train_batch_start(self, trainer: Any, pl_module: Any, batch: Any, batch_idx: int) -> None:
+            if batch_idx == 30:
+                weights.append(pl_module.layer.weight.detach().clone())
+            if batch_idx >= 30:
+                batch[0].fill_(torch.nan)
+
+    torch.manual_seed(0)
+    module, weights = noisy(), list[Tensor]()
+    spikes = LossSpikeRollback(**SMALL)
+    with pytest.raises(TrainingDivergedError, match="step 51: .* NaN or inf in 21 steps in a row"):
+        make_trainer(callbacks=[NanFrom(), spikes]).fit(module)
+    assert spikes.summary() == {"rollbacks": 0, "skipped_steps": 21}
+    assert torch.equal(module.layer.weight, weights[0])
+
+
+def test_seven_nan_batches_of_sixty_cost_seven_steps(noisy: Any, make_trainer: Any) -> None:
+    torch.manual_seed(0)
+    nans = [Damage(at=at, what="nan") for at in range(8, 60, 8)]
+    spikes = LossSpikeRollback(**SMALL)
+    trainer = make_trainer(callbacks=[*nans, spikes])
+    trainer.fit(noisy())
+    assert spikes.summary() == {"rollbacks": 0, "skipped_steps": 7}
+    assert trainer.global_step == 60
 
 
 def test_under_lightnings_ddp_both_ranks_skip_and_roll_back_together(tmp_path: Path) -> None:

@@ -137,6 +137,36 @@ def test_a_detector_that_forgets_learns_the_new_level() -> None:
     assert all(detector.observe(3.0 + 0.01 * (step % 5)) is None for step in range(64))
 
 
+def near_zero(seed: int) -> list[float]:
+    """Return the loss of a classifier that has learned its data: small, and hundreds of times larger where it errs."""
+    rng = random.Random(seed)
+    return [2.3 * math.exp(-step / 50) + 0.01 * math.exp(rng.gauss(0, 1.5)) for step in range(STEPS)]
+
+
+@pytest.mark.parametrize("seed", range(3))
+def test_near_zero_many_steps_are_outliers_by_spread_and_none_by_what_the_run_has_shown(seed: int) -> None:
+    assert len(alarms(near_zero(seed))) > 0.05 * STEPS
+    assert alarms(near_zero(seed), SpikeDetector(min_rise=3.0, drift_threshold=None)) == {}
+
+
+def test_a_lasting_rise_below_the_first_losses_is_no_outlier_of_the_run() -> None:
+    """As when an augmentation is switched on; above them by the same distance again and again it is one."""
+    higher = faulty(0, lambda since: 2.0)
+    assert len(alarms(higher)) > 100
+    assert alarms(higher, SpikeDetector(min_rise=3.0, drift_threshold=None)) == {}
+    far_higher = faulty(0, lambda since: 20.0 if since == 0 else 0.0)
+    assert list(alarms(far_higher, SpikeDetector(min_rise=3.0))) == [ONSET]
+
+
+def test_the_largest_normal_value_survives_a_round_trip() -> None:
+    first, second = (SpikeDetector(min_rise=3.0) for _ in range(2))
+    alarms(curve(0, num_steps=1000), first)
+    second.load_state_dict(first.state_dict())
+    assert second.limit() == first.limit() > 7.7
+    first.forget()
+    assert first.state_dict()["peak"] is None
+
+
 def test_a_warm_up_longer_than_the_window_is_an_error() -> None:
     with pytest.raises(ValueError, match="a warm-up of 64 values needs a window"):
         SpikeDetector(window=32)

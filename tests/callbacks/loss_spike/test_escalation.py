@@ -1,18 +1,23 @@
 """Which response follows which, from counts alone."""
 
+from typing import Any
+
 import pytest
 
 from callbacks.loss_spike.escalation import SpikeEscalation
 
 
-def make(**changes: int) -> SpikeEscalation:
-    rules = {"max_skips": 2, "skip_window": 10, "cooldown_steps": 20, "max_rollbacks": 2}
-    return SpikeEscalation(**rules | changes)
+def make(**changes: Any) -> SpikeEscalation:
+    rules = {"max_skips": 2, "max_non_finite": 3, "window_steps": 10, "cooldown_steps": 20, "max_rollbacks": 2}
+    return SpikeEscalation(**{"action": "rollback", **rules, **changes})
 
 
 def run(escalation: SpikeEscalation, steps: str) -> list[str]:
-    """Return the response to each step; s: a skipped step, d: a drift, .: a quiet step."""
-    return [escalation.step(skipped=kind == "s", drifts=kind == "d") for kind in steps]
+    """Return the response to each step; s: a skipped outlier, n: not finite, d: a drift, .: a quiet step."""
+    return [
+        escalation.step(skipped=kind in "sn", outlier=kind == "s", non_finite=kind == "n", drifts=kind == "d")
+        for kind in steps
+    ]
 
 
 def test_skips_then_a_rollback_then_one_with_a_backoff_then_a_stop() -> None:
@@ -24,10 +29,42 @@ def test_skips_then_a_rollback_then_one_with_a_backoff_then_a_stop() -> None:
     assert escalation.counts.rollbacks == 2
 
 
-def test_skips_far_apart_are_forgotten() -> None:
+def test_outliers_far_apart_are_forgotten() -> None:
     escalation = make()
     assert set(run(escalation, "s........." * 10)) == {"skip", "none"}
     assert escalation.counts.skipped_steps == 10
+
+
+def test_outliers_with_normal_steps_between_them_roll_back_within_the_window() -> None:
+    assert run(make(), "s..s....s")[-1] == "rollback"
+
+
+def test_steps_that_are_not_finite_are_skipped_and_stop_the_run_after_too_many_in_a_row() -> None:
+    escalation = make()
+    assert set(run(escalation, "nnn." * 30)) == {"skip", "none"}
+    assert run(escalation, "nnnn") == ["skip"] * 3 + ["stop"]
+    assert escalation.counts.rollbacks == 0
+
+
+def test_steps_that_are_not_finite_do_not_count_as_outliers() -> None:
+    assert run(make(), "snsns") == ["skip"] * 4 + ["rollback"]
+
+
+@pytest.mark.parametrize("action", ["warn", "skip"])
+def test_without_rollbacks_a_new_level_is_learned_instead(action: str) -> None:
+    escalation = make(action=action)
+    assert run(escalation, "sss") == ["skip", "skip", "relearn"]
+    assert run(escalation, "ss.d" * 20).count("relearn") == 20
+    assert escalation.counts.rollbacks == 0
+
+
+def test_a_snapshot_waits_until_outliers_are_as_old_as_the_quarantine() -> None:
+    escalation = make()
+    quiet = []
+    for kind in "..s" + "." * 11 + "n.":
+        run(escalation, kind)
+        quiet.append(escalation.is_quiet)
+    assert quiet == [True] * 2 + [False] * 10 + [True] * 2 + [False, True]
 
 
 def test_after_the_cooldown_escalation_starts_over() -> None:
@@ -38,7 +75,7 @@ def test_after_the_cooldown_escalation_starts_over() -> None:
 
 @pytest.mark.parametrize("at", range(1, 12))
 def test_the_state_survives_a_round_trip(at: int) -> None:
-    steps = "s.s.ds..sssd"
+    steps = "s.n.dns.sssd"
     expected = run(make(), steps)
     first, second = make(), make()
     run(first, steps[:at])

@@ -1,0 +1,69 @@
+"""Keep the list of Lightning's ModelCheckpoint true after a rollback: without checkpoints of undone steps."""
+
+import copy
+import logging
+from typing import Any
+
+from lightning.fabric.utilities.cloud_io import get_filesystem
+from lightning.pytorch import Trainer
+from lightning.pytorch.callbacks import ModelCheckpoint
+from torch import Tensor
+
+log = logging.getLogger("lightning_recipes")
+
+
+def checkpoint_lists(trainer: Trainer) -> list[dict[str, Any]]:
+    """Return a copy of what every ModelCheckpoint knows about its files: best scores, paths, the newest one."""
+    return [copy.deepcopy(saver.state_dict()) for saver in _find_savers(trainer)]
+
+
+def restore_checkpoint_lists(trainer: Trainer, lists: list[dict[str, Any]]) -> None:
+    """Restore the lists of a snapshot, without files that have been replaced since.
+
+    Files of undone steps stay on disk and are named in a log line: nothing is deleted, but neither `best_model_path`
+    nor `last_model_path` leads to them.
+
+    Args:
+        trainer: Whose `global_step` has been restored.
+        lists: From `checkpoint_lists` at the time of the snapshot.
+    """
+    for saver, before in zip(_find_savers(trainer), lists, strict=True):
+        # Lightning skips saving a step number that it has saved before, and now repeats some (2.6.6: private)
+        saver._last_global_step_saved = min(saver._last_global_step_saved, trainer.global_step)
+        left = sorted(_paths(saver.state_dict()) - _paths(before))
+        missing = trainer.strategy.broadcast(sorted(path for path in _paths(before) if not _exists(path)))
+        saver.load_state_dict(_without(before, missing, lowest_is_best=saver.mode == "min"))
+        saver.current_score = before["current_score"]
+        if left and trainer.is_global_zero:
+            log.warning(f"No longer in the list of ModelCheckpoint, as their steps were undone: {', '.join(left)}")
+
+
+def _find_savers(trainer: Trainer) -> list[ModelCheckpoint]:
+    callbacks = trainer.callbacks  # type: ignore[attr-defined]
+    return [callback for callback in callbacks if isinstance(callback, ModelCheckpoint)]
+
+
+def _paths(state: dict[str, Any]) -> set[str]:
+    return {path for path in (*state["best_k_models"], state["best_model_path"], state["last_model_path"]) if path}
+
+
+def _exists(path: str) -> bool:
+    exists: bool = get_filesystem(path).exists(path)
+    return exists
+
+
+def _without(state: dict[str, Any], missing: list[str], *, lowest_is_best: bool) -> dict[str, Any]:
+    """Return a list without files that are missing; the best and the worst of the others take their places."""
+    if not missing:
+        return state
+    models: dict[str, Tensor] = {path: score for path, score in state["best_k_models"].items() if path not in missing}
+    ranked = sorted(models, key=lambda path: float(models[path]), reverse=not lowest_is_best)
+    best, worst = (ranked[0], ranked[-1]) if ranked else ("", "")
+    return state | {
+        "best_k_models": models,
+        "best_model_path": best if state["best_model_path"] in missing else state["best_model_path"],
+        "best_model_score": models.get(best) if state["best_model_path"] in missing else state["best_model_score"],
+        "kth_best_model_path": worst,
+        "kth_value": models.get(worst, state["kth_value"]),
+        "last_model_path": "" if state["last_model_path"] in missing else state["last_model_path"],
+    }
