@@ -154,7 +154,7 @@ def _record(
     folder = args.results or (RESULTS if is_measurement else None)
     if folder is None:
         return
-    device = machine["gpus"][0]["name"] if settings.accelerator == "gpu" else machine["cpu"]
+    device = machine["gpus"][0]["name"] if settings.accelerator == "gpu" else machine["cpu"] or "cpu"
     path = get_result_file(folder, accelerator=settings.accelerator, device=device, num_gpus=settings.num_gpus)
     section = "throughput" if args.throughput else "checks"
     typed = " ".join(["python benchmarks/gpu_check.py", *args.typed])

@@ -56,29 +56,32 @@ class StateDigests(Callback):
     """Hashes weights and optimizer state after every step, and once more after each rollback.
 
     Attributes:
-        after_step: Digest by step, of the newest time it was executed.
-        rollbacks: (from step, to step, digest of the restored state, digest of that state when it was new).
+        after_step: Digests by step, of the newest time it was executed, and by tensor.
+        rollbacks: (from step, to step, tensors compared, names of those that are not as they were at that step).
     """
 
     def __init__(self) -> None:
-        self.after_step: dict[int, str] = {}
-        self.rollbacks: list[tuple[int, int, str, str]] = []
+        self.after_step: dict[int, dict[str, str]] = {}
+        self.rollbacks: list[tuple[int, int, int, list[str]]] = []
 
     def on_train_batch_end(self, trainer: lightning.Trainer, *_: Any) -> None:
         self.after_step[trainer.global_step] = digest_state(trainer)
 
     def on_rollback(self, trainer: lightning.Trainer, pl_module: Any, from_step: int, to_step: int) -> None:
-        self.rollbacks.append((from_step, to_step, digest_state(trainer), self.after_step[to_step]))
+        restored, original = digest_state(trainer), self.after_step[to_step]
+        # ZeRO-3 keeps gathered copies of some weights, at some times: all others are in both
+        common = sorted(restored.keys() & original.keys())
+        unequal = [name for name in common if restored[name] != original[name]]
+        self.rollbacks.append((from_step, to_step, len(common), unequal))
 
 
-def digest_state(trainer: lightning.Trainer) -> str:
-    """Return the XXH3-128 of this rank's weights, buffers and optimizer state."""
-    digest = xxhash.xxh3_128()
+def digest_state(trainer: lightning.Trainer) -> dict[str, str]:
+    """Return the XXH3-128 of each of this rank's weights, buffers and tensors of optimizer state."""
+    digests = {}
     for name, tensor in live_tensors(trainer, writes_back=False):
-        digest.update(name.encode())
         flat = tensor.detach().cpu().contiguous().reshape(-1)  # [N]
-        digest.update(flat.view(torch.uint8).numpy())
-    return digest.hexdigest()
+        digests[name] = xxhash.xxh3_128_hexdigest(flat.view(torch.uint8).numpy())
+    return digests
 
 
 class SyncRecorder(Callback):

@@ -1,7 +1,6 @@
 """Inject a NaN into a run with snapshots, case by case, as one rank: rollback_ranks.py <cases.json> <results.json>.
 
-The result is what the events say, the final loss, and digests of the state that was restored and of the same state
-when it was new.
+The result is what the events say, the final loss, and which tensors of the restored state are not what they were.
 """
 
 import sys
@@ -32,8 +31,8 @@ def run_case(case: dict[str, Any], folder: Path) -> dict[str, Any]:
         "final_loss": read_metrics(folder)[-1]["train/loss"],
         "skips": [event["step"] for event in events if event["event"] == "skip"],
         "rollbacks": [[event["from"], event["step"]] for event in events if event["event"] == "rollback"],
-        "digests": digests.rollbacks,
-        "num_states": len(set(digests.after_step.values())),
+        "restored": digests.rollbacks,
+        "num_states": len({tuple(state.values()) for state in digests.after_step.values()}),
     }
 
 

@@ -60,8 +60,14 @@ def asynchronous_save(settings: Settings) -> Outcome:
     """Compare how long training stands still at an asynchronous and at a synchronous save of GPT-2 124M."""
     every, num_saves = (2, 3) if settings.is_tiny else (10, 4)
     model = TINY_GPT2 if settings.is_tiny else ["model=gpt2"]
-    overrides = [*model, *QUIET, *settings.on_one_device, "precision=bf16-mixed", "global_batch_size=8"]
-    overrides += [f"trainer.max_steps={every * num_saves + 1}", f"save_every={every}", "checkpoint.keep_last=1"]
+    overrides = [*model, "data=random_tokens", *settings.on_one_device, "precision=bf16-mixed", "global_batch_size=8"]
+    overrides += [
+        "eval_every=1000000",
+        "eval_samples=1",
+        f"trainer.max_steps={every * num_saves + 1}",
+        f"save_every={every}",
+        "checkpoint.keep_last=1",
+    ]
     overrides += ["callbacks=[grad_norm]", "log_every=10"]
     figures: dict[str, Any] = {}
     for name, typed in (("asynchronous", "true"), ("synchronous", "false")):
