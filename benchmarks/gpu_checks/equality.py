@@ -21,9 +21,19 @@ ACROSS_DEVICES = 1e-4  # other kernels than those of a CPU; TF32, which must be 
 ENGINES = ["fsdp", "fsdp, cpu offload", "ZeRO-1", "ZeRO-2", "ZeRO-2, offload", "ZeRO-3", "ZeRO-3, offload"]
 ON_TWO = ["ddp", "fsdp", "fsdp, gradient sync per step", "ZeRO-1", "ZeRO-2", "ZeRO-2, offload", "ZeRO-3"]
 ONE_OF_EACH = ["fsdp", "ZeRO-2", "ZeRO-3"]
+_RESUMED_ON_TWO = ["ddp", "fsdp", "ZeRO-3"]
+# what `--tiny` runs of each list: the others differ in what tests/parity covers on a CPU
+_TINY = {
+    "parity": ["fsdp", "fsdp, cpu offload", "ZeRO-1", "ZeRO-2, offload", "ZeRO-3"],
+    "low precision": ["fsdp", "ZeRO-2"],
+    "resume": ["fsdp", "ZeRO-3"],
+    "rollback": ["fsdp", "ZeRO-3"],
+    "two ranks": ["ddp", "fsdp", "ZeRO-2"],
+    "resume on two": ["fsdp"],
+}
 _PRECISIONS = ("bf16-mixed", "16-mixed")
-_FROM_FLOAT32 = 2e-2  # bfloat16 has eight bits of mantissa and rounds by up to 4e-3
-_SPLITS = (1, 2, 4, 8, 16)
+_FROM_FLOAT32 = 1e-3  # 1e-5 on a CPU: roundings of up to 4e-3 that average out over the targets of eight steps
+_SPLITS, _TINY_SPLITS = (1, 2, 4, 8, 16), (1, 2, 4)
 _FAILED_RANK_SECONDS = 90.0  # for a run to end once a rank has failed, imports included
 _STREAM_WARNING = "AccumulateGrad node's stream does not match"
 _COMPARED = ("train/loss", "grad/norm")
@@ -33,7 +43,7 @@ Differences = dict[str, dict[str, float]]
 
 def parity(settings: Settings) -> Outcome:
     """Compare the curve of every engine on one device with that of `strategy=single`, in float32."""
-    names = only_installed(ENGINES)
+    names = choose_engines(settings, "parity", ENGINES)
     cases = {name: make_case(settings, name) for name in ["single", *names]}
     # its norm is of host tensors, for which a process group that another case has opened with NCCL alone has no backend
     apart = {"fsdp, cpu offload": cases.pop("fsdp, cpu offload")}
@@ -48,13 +58,14 @@ def parity(settings: Settings) -> Outcome:
 def low_precision(settings: Settings) -> Outcome:
     """Compare engines in bfloat16 and float16 with one device, and one device with float32.
 
-    One device splits the batch in five ways: how far its own curves differ, by roundings alone, is the unit.
+    One device splits the batch in several ways: how far its own curves differ, by roundings alone, is the unit.
     """
-    names = only_installed(ONE_OF_EACH)
+    names = choose_engines(settings, "low precision", ONE_OF_EACH)
+    splits = _TINY_SPLITS if settings.is_tiny else _SPLITS
     cases = {"float32": make_case(settings, "single")}
     for precision in _PRECISIONS:
         typed = f"precision={precision}"
-        for split in _SPLITS:
+        for split in splits:
             cases[f"{precision} x{split}"] = make_case(settings, "single", typed, accumulate=split)
         for name in names:
             cases[f"{precision}, {name}"] = make_case(settings, name, typed)
@@ -63,9 +74,9 @@ def low_precision(settings: Settings) -> Outcome:
     failures = []
     for precision in _PRECISIONS:
         alone = rows[f"{precision} x1"]
-        spread = find_differences({f"x{n}": rows[f"{precision} x{n}"] for n in _SPLITS[1:]}, alone)
+        spread = find_differences({f"x{n}": rows[f"{precision} x{n}"] for n in splits[1:]}, alone)
         found = find_differences({f"{precision}, {name}": rows[f"{precision}, {name}"] for name in names}, alone)
-        # the maximum over four orders of summation is itself random: twice as much has the same cause
+        # the maximum over a few orders of summation is itself random: twice as much has the same cause
         limits = {key: 2 * max(values[key] for values in spread.values()) for key in _COMPARED}
         for key in _COMPARED:
             of_key = {name: {key: values[key]} for name, values in found.items()}
@@ -83,7 +94,7 @@ def low_precision(settings: Settings) -> Outcome:
 
 def resume_of_engines(settings: Settings) -> Outcome:
     """Compare the third step after a resume from the second with that of a run without one: the same bits."""
-    names = ["single", *only_installed(ONE_OF_EACH)]
+    names = ["single", *choose_engines(settings, "resume", ONE_OF_EACH)]
     figures, failures = _resume(settings, names, world_size=1)
     headline = f"{len(names)} engines" if not failures else ""
     return judge(failures, headline=headline, figures=figures, note=describe_missing(ONE_OF_EACH))
@@ -97,12 +108,13 @@ def two_ranks(settings: Settings) -> Outcome:
     """
     if settings.accelerator == "gpu" and settings.num_gpus < 2:
         raise Skip(f"needs two GPUs; this machine has {settings.num_gpus}")
-    names = only_installed(ON_TWO)
+    names = choose_engines(settings, "two ranks", ON_TWO)
     alone = run_curves(settings, "one", {"single": make_case(settings, "single")})
     rows = run_curves(settings, "two", {name: make_case(settings, name, world_size=2) for name in names}, world_size=2)
     found = find_differences(rows, alone["single"])
     failures = find_excess(found, dict.fromkeys(names, PROMISED))
-    resumed, unequal = _resume(settings, only_installed(["ddp", "fsdp", "ZeRO-3"]), world_size=2)
+    on_two = choose_engines(settings, "resume on two", _RESUMED_ON_TWO)
+    resumed, unequal = _resume(settings, on_two, world_size=2)
     figures: dict[str, Any] = {"differences": found, "resumed": resumed}
     for starter in ("train.py", "torchrun"):
         ended = _fail_on_rank_1(settings, starter)
@@ -113,6 +125,11 @@ def two_ranks(settings: Settings) -> Outcome:
     figures["warnings of a stream mismatch"] = log.count(_STREAM_WARNING)
     note = f"DDP synchronizes per parameter: {_STREAM_WARNING}" if _STREAM_WARNING in log else ""
     return judge([*failures, *unequal], headline=largest(found), figures=figures, note=note)
+
+
+def choose_engines(settings: Settings, check: str, names: Sequence[str]) -> list[str]:
+    """Return the engines of a check that this environment has; with `--tiny` some of them."""
+    return only_installed(_TINY[check] if settings.is_tiny else names)
 
 
 def _resume(settings: Settings, names: Sequence[str], *, world_size: int) -> tuple[dict[str, Any], list[str]]:

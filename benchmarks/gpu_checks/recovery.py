@@ -10,8 +10,8 @@ import xxhash
 from safetensors.torch import load_file
 
 from gpu_checks.check import Outcome, Settings, judge
-from gpu_checks.equality import ONE_OF_EACH
-from gpu_checks.rank_cases import describe_missing, make_case, only_installed, run_cases
+from gpu_checks.equality import ONE_OF_EACH, choose_engines
+from gpu_checks.rank_cases import describe_missing, make_case, run_cases
 from gpu_checks.runs import TINY_GPT2, Finished, run_train
 from recipes.checkpoint.manifest import find_fault
 from recipes.run_folder import CHECKPOINTS, METRICS_FILE, read_rows
@@ -84,7 +84,7 @@ def _hash_state(run: Finished) -> dict[str, str]:
 
 def rollback(settings: Settings) -> Outcome:
     """Make the loss of one step NaN: it is skipped, the run rolls back, and the restored state has the same bits."""
-    names = ["single", *only_installed(ONE_OF_EACH)]
+    names = ["single", *choose_engines(settings, "rollback", ONE_OF_EACH)]
     steps, fault_after, every = 16, 10, 4
     more = [f"trainer.max_steps={steps}", f"eval_every={steps}", "callbacks=[grad_norm,loss_scale,loss_spike]"]
     more += ["callbacks.loss_spike.max_skips=0", f"callbacks.loss_spike.snapshot_every={every}"]

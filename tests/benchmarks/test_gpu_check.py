@@ -49,17 +49,17 @@ def test_the_file_holds_versions_command_and_date_and_no_path_of_this_machine(ch
 
 def test_engines_equal_one_device(checked: dict[str, Any]) -> None:
     differences = _figures(checked, "parity")
-    assert {"fsdp", "fsdp, cpu offload", "ZeRO-1", "ZeRO-2, offload", "ZeRO-3, offload"} <= set(differences)
+    assert set(differences) == {"fsdp", "fsdp, cpu offload", "ZeRO-1", "ZeRO-2, offload", "ZeRO-3"}
     assert 0 < max(value for found in differences.values() for value in found.values()) <= 1e-5
     low = _figures(checked, "low precision")
     # bfloat16 and float16 are on: they differ from float32 by more than another order of its sums
-    assert 1e-5 < low["bf16-mixed, single, from float32"]["train/loss"] < 2e-2
-    assert 1e-6 < low["16-mixed, single, from float32"]["train/loss"] < 2e-2
+    assert 1e-6 < low["bf16-mixed, single, from float32"]["train/loss"] < 1e-3
+    assert 1e-6 < low["16-mixed, single, from float32"]["train/loss"] < 1e-3
 
 
 def test_two_ranks_equal_one_and_end_when_one_of_them_fails(checked: dict[str, Any]) -> None:
     figures = _figures(checked, "two ranks")
-    assert len(figures["differences"]) == 7
+    assert set(figures["differences"]) == {"ddp", "fsdp", "ZeRO-2"}
     assert set(figures["resumed"].values()) == {"same bits"}
     assert figures["seconds until torchrun ended after a failure"] > 0
 
