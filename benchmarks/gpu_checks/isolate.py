@@ -2,6 +2,7 @@
 
 import contextlib
 import os
+import re
 import shutil
 import signal
 import subprocess
@@ -46,7 +47,8 @@ def run_checks(
             note = f"{LEFT_OUT}: the {total_seconds:.0f} s of all checks are used up"
             yield check, Outcome(verdict="skipped", note=note)
             continue
-        of_check = replace(settings, folder=settings.folder / check.name.replace(" ", "_"))
+        # a comma in a folder would be a sweep of hydra.run.dir
+        of_check = replace(settings, folder=settings.folder / re.sub(r"\W+", "_", check.name))
         of_check.folder.mkdir(parents=True)
         began = clock()
         of_check_seconds = settings.limit(check.limit_seconds)

@@ -33,7 +33,7 @@ def test_a_failure_is_recorded_with_its_last_lines_and_the_next_check_runs(tmp_p
     scripts = {
         "raises": f"print('first')\nraise OSError({str(ROOT / 'train.py')!r})",
         "dies": "import os, signal; os.kill(os.getpid(), signal.SIGKILL)",
-        "writes nothing": "print('forgot')",
+        "writes, then nothing": "print('forgot')",
         "passes": PASSES,
     }
     found = _run(tmp_path, scripts)
@@ -41,10 +41,10 @@ def test_a_failure_is_recorded_with_its_last_lines_and_the_next_check_runs(tmp_p
     assert found["raises"].note.startswith("exit code 1; its last lines: first\nTraceback")
     assert found["raises"].note.endswith("OSError: ./train.py"), "results are published: no path of this machine"
     assert found["dies"].note.startswith("SIGKILL;")
-    assert found["writes nothing"].note == "exit code 0; its last lines: forgot"
+    assert found["writes, then nothing"].note == "exit code 0; its last lines: forgot"
     assert (found["passes"].headline, found["passes"].figures) == ("fine", {"a": 1})
     assert found["passes"].seconds > 0
-    assert sorted(path.name for path in tmp_path.iterdir()) == ["dies", "raises", "writes_nothing"]
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["dies", "raises", "writes_then_nothing"]
 
 
 def test_a_check_that_hangs_is_killed_with_all_it_has_started(tmp_path: Path) -> None:
