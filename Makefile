@@ -2,6 +2,8 @@
 # make test    set up what is missing, then lint, types and tests: what CI runs
 # make test-fast   what starts no process: the inner loop
 # make kill-test   200 kills of real runs, each resumed and compared: six minutes on two cores
+# make gpu-check   on a machine with a GPU: every check that needs one, without a network, ten minutes
+# make bench-gpu   on a machine with a GPU: tokens/s and MFU of recipes, eager and compiled, ten minutes
 # The first two repeat in seconds when pyproject.toml has not changed. PYTHON=python3.12 make train takes another Python;
 # JOBS=8 make test runs eight of the other tests at a time, where there are the cores.
 
@@ -14,7 +16,7 @@ JOBS ?= 2
 # the first two keep two cores busy by themselves, and are slower beside anything else; one SLURM runs at a time
 ALONE := tests/parity tests/kill tests/test_slurm_cluster.py
 
-.PHONY: train test test-fast test-long kill-test lint types benchmark clean
+.PHONY: train test test-fast test-long kill-test lint types benchmark gpu-check bench-gpu clean
 
 train: $(VENV)/.installed
 	$(RUN) train.py
@@ -55,6 +57,12 @@ benchmark: $(VENV)/.installed-test
 	$(RUN) benchmarks/spikes.py
 	$(RUN) benchmarks/spikes.py clean
 	$(RUN) benchmarks/diverging.py
+
+gpu-check: $(VENV)/.installed-test
+	$(RUN) benchmarks/gpu_check.py
+
+bench-gpu: $(VENV)/.installed-test
+	$(RUN) benchmarks/gpu_check.py --throughput
 
 $(VENV)/bin/python:
 	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11))' \

@@ -55,10 +55,25 @@ class Gpt(nn.Module):
 
 
 def train(
-    shape: tuple[int, int, int, int, int], *, batch: int, steps: int, bf16: bool, compile_: bool
+    shape: tuple[int, int, int, int, int],
+    *,
+    batch: int,
+    steps: int,
+    bf16: bool,
+    compile_: bool,
+    device: str | None = None,
 ) -> Iterator[float]:
-    """Yield the seconds of each step on one fixed random batch: no loader, no logging, no callbacks."""
-    device = "cuda" if torch.cuda.is_available() else "cpu"
+    """Yield the seconds of each step on one fixed random batch: no loader, no logging, no callbacks.
+
+    Args:
+        shape: (padded vocabulary, length, layers, heads, channels).
+        batch: Sequences per step.
+        steps: Steps in all.
+        bf16: Whether products are in bfloat16.
+        compile_: Whether the model is compiled.
+        device: `cuda` or `cpu`; None for a GPU if there is one.
+    """
+    device = device or ("cuda" if torch.cuda.is_available() else "cpu")
     torch.manual_seed(0)
     model = Gpt(*shape).to(device)
     if compile_:

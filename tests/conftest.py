@@ -35,6 +35,7 @@ _STARTERS = {"run_group", "rows", "results", "browser", "sweeps", "slurm"}  # an
 
 # the workers of pytest-xdist share the files, the longest first: else one is idle while the other ends its last one
 _LONGEST = (
+    "benchmarks/test_gpu_check.py",
     "test_train.py",
     "test_debug.py",
     "recipes/launcher/test_slurm.py",

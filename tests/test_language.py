@@ -14,7 +14,7 @@ FILES = [
         "conf/**/*.yaml",
         "docs/**/*.md",
         "tests/**/*.py",
-        "benchmarks/*.py",
+        "benchmarks/**/*.py",
     )
     for path in sorted(ROOT.glob(pattern))
 ] + [ROOT / name for name in ("train.py", "README.md", "CHANGELOG.md", "Makefile")]

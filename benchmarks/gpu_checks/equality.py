@@ -1,0 +1,191 @@
+"""The same numbers from every engine: float32, bfloat16 and float16, one rank and two, and after a resume."""
+
+import math
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from gpu_checks.check import Outcome, Settings, Skip, judge
+from gpu_checks.rank_cases import (
+    PARITY,
+    Rows,
+    describe_missing,
+    make_case,
+    only_installed,
+    run_cases,
+    run_curves,
+)
+from gpu_checks.runs import TINY_GPT2, Finished, run_train
+
+PROMISED = 1e-5  # largest relative difference of a loss or norm in float32: sums in another order stay below 1e-6
+ACROSS_DEVICES = 1e-4  # other kernels than those of a CPU; TF32, which must be off, would show as 1e-3
+ENGINES = ["fsdp", "fsdp, cpu offload", "ZeRO-1", "ZeRO-2", "ZeRO-2, offload", "ZeRO-3", "ZeRO-3, offload"]
+ON_TWO = ["ddp", "fsdp", "fsdp, gradient sync per step", "ZeRO-1", "ZeRO-2", "ZeRO-2, offload", "ZeRO-3"]
+ONE_OF_EACH = ["fsdp", "ZeRO-2", "ZeRO-3"]
+_RESUMED_ON_TWO = ["ddp", "fsdp", "ZeRO-3"]
+# what `--tiny` runs of each list: the others differ in what tests/parity covers on a CPU
+_TINY = {
+    "parity": ["fsdp", "fsdp, cpu offload", "ZeRO-1", "ZeRO-2, offload", "ZeRO-3"],
+    "low precision": ["fsdp", "ZeRO-2"],
+    "resume": ["fsdp", "ZeRO-3"],
+    "rollback": ["fsdp", "ZeRO-3"],
+    "two ranks": ["ddp", "fsdp", "ZeRO-2"],
+    "resume on two": ["fsdp"],
+}
+_PRECISIONS = ("bf16-mixed", "16-mixed")
+_FROM_FLOAT32 = 1e-3  # 1e-5 on a CPU: roundings of up to 4e-3 that average out over the targets of eight steps
+_SPLITS, _TINY_SPLITS = (1, 2, 4, 8, 16), (1, 2, 4)
+_FAILED_RANK_SECONDS = 90.0  # for a run to end once a rank has failed, imports included
+_STREAM_WARNING = "AccumulateGrad node's stream does not match"
+_COMPARED = ("train/loss", "grad/norm")
+
+Differences = dict[str, dict[str, float]]
+
+
+def parity(settings: Settings) -> Outcome:
+    """Compare the curve of every engine on one device with that of `strategy=single`, in float32."""
+    names = choose_engines(settings, "parity", ENGINES)
+    cases = {name: make_case(settings, name) for name in ["single", *names]}
+    # its norm is of host tensors, for which a process group that another case has opened with NCCL alone has no backend
+    apart = {"fsdp, cpu offload": cases.pop("fsdp, cpu offload")}
+    if settings.accelerator == "gpu":
+        cases["single on the CPU"] = make_case(settings, "single", "trainer.accelerator=cpu")
+    rows = run_curves(settings, "one", cases) | run_curves(settings, "apart", apart)
+    found = find_differences(rows, rows["single"])
+    limits = dict.fromkeys(names, PROMISED) | {"single on the CPU": ACROSS_DEVICES}
+    return judge(find_excess(found, limits), headline=largest(found), figures=found, note=describe_missing(ENGINES))
+
+
+def low_precision(settings: Settings) -> Outcome:
+    """Compare engines in bfloat16 and float16 with one device, and one device with float32.
+
+    One device splits the batch in several ways: how far its own curves differ, by roundings alone, is the unit.
+    """
+    names = choose_engines(settings, "low precision", ONE_OF_EACH)
+    splits = _TINY_SPLITS if settings.is_tiny else _SPLITS
+    cases = {"float32": make_case(settings, "single")}
+    for precision in _PRECISIONS:
+        typed = f"precision={precision}"
+        for split in splits:
+            cases[f"{precision} x{split}"] = make_case(settings, "single", typed, accumulate=split)
+        for name in names:
+            cases[f"{precision}, {name}"] = make_case(settings, name, typed)
+    rows = run_curves(settings, "low", cases)
+    figures: dict[str, Any] = {}
+    failures = []
+    for precision in _PRECISIONS:
+        alone = rows[f"{precision} x1"]
+        spread = find_differences({f"x{n}": rows[f"{precision} x{n}"] for n in splits[1:]}, alone)
+        found = find_differences({f"{precision}, {name}": rows[f"{precision}, {name}"] for name in names}, alone)
+        # the maximum over a few orders of summation is itself random: twice as much has the same cause
+        limits = {key: 2 * max(values[key] for values in spread.values()) for key in _COMPARED}
+        for key in _COMPARED:
+            of_key = {name: {key: values[key]} for name, values in found.items()}
+            failures += find_excess(of_key, dict.fromkeys(found, limits[key]))
+        from_float32 = find_differences({precision: alone}, rows["float32"])
+        failures += find_excess(
+            {precision: {"loss": from_float32[precision]["train/loss"]}}, {precision: _FROM_FLOAT32}
+        )
+        figures |= found | {f"{precision}, twice the spread of one device": limits}
+        figures[f"{precision}, single, from float32"] = from_float32[precision]
+    far = [f"{name} {figures[f'{name}, single, from float32']['train/loss']:.0e}" for name in _PRECISIONS]
+    headline = f"loss from float32: {', '.join(far)}"
+    return judge(failures, headline=headline, figures=figures, note=describe_missing(ONE_OF_EACH))
+
+
+def resume_of_engines(settings: Settings) -> Outcome:
+    """Compare the third step after a resume from the second with that of a run without one: the same bits."""
+    names = ["single", *choose_engines(settings, "resume", ONE_OF_EACH)]
+    figures, failures = _resume(settings, names, world_size=1)
+    headline = f"{len(names)} engines" if not failures else ""
+    return judge(failures, headline=headline, figures=figures, note=describe_missing(ONE_OF_EACH))
+
+
+def two_ranks(settings: Settings) -> Outcome:
+    """Compare two ranks with one device, resume on two, and let one of two ranks fail; with NCCL on GPUs.
+
+    Raises:
+        Skip: There is one GPU.
+    """
+    if settings.accelerator == "gpu" and settings.num_gpus < 2:
+        raise Skip(f"needs two GPUs; this machine has {settings.num_gpus}")
+    names = choose_engines(settings, "two ranks", ON_TWO)
+    alone = run_curves(settings, "one", {"single": make_case(settings, "single")})
+    rows = run_curves(settings, "two", {name: make_case(settings, name, world_size=2) for name in names}, world_size=2)
+    found = find_differences(rows, alone["single"])
+    failures = find_excess(found, dict.fromkeys(names, PROMISED))
+    on_two = choose_engines(settings, "resume on two", _RESUMED_ON_TWO)
+    resumed, unequal = _resume(settings, on_two, world_size=2)
+    figures: dict[str, Any] = {"differences": found, "resumed": resumed}
+    for starter in ("train.py", "torchrun"):
+        ended = _fail_on_rank_1(settings, starter)
+        figures[f"seconds until {starter} ended after a failure"] = round(ended.seconds, 1)
+        if ended.code != 1 or "as the check demands" not in ended.output:
+            failures.append(f"{starter} ended with {ended.code} after rank 1 had failed: {ended.output[-500:]}")
+    log = "".join(path.read_text() for path in settings.folder.rglob("rank_*.log"))
+    figures["warnings of a stream mismatch"] = log.count(_STREAM_WARNING)
+    note = f"DDP synchronizes per parameter: {_STREAM_WARNING}" if _STREAM_WARNING in log else ""
+    return judge([*failures, *unequal], headline=largest(found), figures=figures, note=note)
+
+
+def choose_engines(settings: Settings, check: str, names: Sequence[str]) -> list[str]:
+    """Return the engines of a check that this environment has; with `--tiny` some of them."""
+    return only_installed(_TINY[check] if settings.is_tiny else names)
+
+
+def _resume(settings: Settings, names: Sequence[str], *, world_size: int) -> tuple[dict[str, Any], list[str]]:
+    """Return for each engine `same bits` or the values of both runs that differ, and a sentence about each."""
+    more = ["trainer.max_steps=3", "save_every=2", "eval_every=3", "trainer.deterministic=true"]
+    cases = {engine: make_case(settings, engine, *more, world_size=world_size) for engine in names}
+    worker = PARITY / "resume_ranks.py"
+    figures: dict[str, Any] = {}
+    failures = []
+    for engine, found in run_cases(settings, "resume", cases, world_size=world_size, worker=worker).items():
+        pairs = {key: [found[run][key] for run in ("uninterrupted", "resumed")] for key in _COMPARED}
+        unequal = {key: pair for key, pair in pairs.items() if pair[0] != pair[1]}
+        figures[engine] = unequal or "same bits"
+        failures += [f"{engine}: {key} is {b!r} after a resume, not {a!r}" for key, (a, b) in unequal.items()]
+    return figures, failures
+
+
+def _fail_on_rank_1(settings: Settings, starter: str) -> Finished:
+    """Start two ranks of which one raises, and wait for both."""
+    torchrun = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
+    overrides = [*TINY_GPT2, "data=random_tokens", "strategy=ddp", f"trainer.accelerator={settings.accelerator}"]
+    overrides += ["trainer.devices=2", "global_batch_size=4", "trainer.max_steps=6", "save_every=null"]
+    overrides += ["callbacks=[grad_norm]", "+callbacks.fail._target_=gpu_checks.callbacks.FailAt"]
+    overrides += ["+callbacks.fail.step=3", "+callbacks.fail.rank=1"]
+    launcher = torchrun if starter == "torchrun" else []
+    return run_train(
+        settings, starter, overrides, launcher=launcher, limit_seconds=settings.limit(_FAILED_RANK_SECONDS)
+    )
+
+
+def find_differences(rows: Mapping[str, Rows], reference: Rows) -> Differences:
+    """Return the largest relative difference of loss and norm of each curve but the reference; inf for a NaN."""
+    found: Differences = {}
+    for name, curve in rows.items():
+        if curve is reference:
+            continue
+        assert len(curve) == len(reference), f"{name}: {len(curve)} rows, not {len(reference)}"
+        found[name] = {}
+        for key in _COMPARED:
+            of_steps = [abs(row[key] / other[key] - 1) for row, other in zip(curve, reference, strict=True)]
+            # a maximum may pass over a NaN
+            found[name][key] = max(of_steps) if all(map(math.isfinite, of_steps)) else math.inf
+    return found
+
+
+def find_excess(differences: Mapping[str, Mapping[str, float]], limits: Mapping[str, float]) -> list[str]:
+    """Return a sentence for each difference above the limit of its name."""
+    return [
+        f"{name}: {key} differs by {value:.1e}, more than {limits[name]:.0e}"
+        for name, found in differences.items()
+        for key, value in found.items()
+        if value > limits[name]
+    ]
+
+
+def largest(differences: Differences) -> str:
+    """Return the largest difference of loss and of norm as text."""
+    loss, norm = (max(found[key] for found in differences.values()) for key in _COMPARED)
+    return f"loss {loss:.0e}, norm {norm:.0e}"
