@@ -219,9 +219,9 @@ def test_a_typo_inside_a_yaml_file_is_found_although_hydra_takes_it(tmp_path: Pa
 
     assert [str(mistake) for mistake in check_config(config, {}, [], tmp_path)] == [
         "strtegy=…: there is no such setting or section; type strategy=…",
-        "model.num_layer=4: GPT2 has no argument 'num_layer'; type model.num_layers=4",
         "callbacks.progress.colour=red: ProgressLine has no argument 'colour';"
         " type '~callbacks.progress.colour' to remove it",
+        "model.num_layer=4: GPT2 has no argument 'num_layer'; type model.num_layers=4",
     ]
 
 
