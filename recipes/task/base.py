@@ -48,7 +48,6 @@ class TrainingTask(CountsFlops, Resumable, ABC):
     """
 
     input_kind: ClassVar[str]
-    writes_rows: ClassVar[bool] = True  # `RowWriter` logs `row` once per step
     model: nn.Module
 
     def __init__(
@@ -268,6 +267,11 @@ class TrainingTask(CountsFlops, Resumable, ABC):
     def log_row(self, metrics: Mapping[str, float | Tensor]) -> None:
         """Add metrics to the row of this step, which `RowWriter` logs when the step is over."""
         self.row |= metrics
+
+    @property
+    def recipes_row(self) -> dict[str, float | Tensor]:
+        """The row of this step, to which callbacks add their metrics."""
+        return self.row
 
     def _learning_rates(self) -> Iterator[tuple[str, float]]:
         groups = self.trainer.optimizers[0].param_groups

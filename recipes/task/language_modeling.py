@@ -83,3 +83,5 @@ class LanguageModeling(TrainingTask):
                 end_of_text=self.tokenizer.end_of_text,
             )
         return self.tokenizer.decode(tokens)
+
+    recipes_generate_text = generate_text  # for the callback that samples

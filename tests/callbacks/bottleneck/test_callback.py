@@ -100,10 +100,8 @@ def test_the_best_speed_survives_a_resume_on_the_same_device(plain_module, make_
 
     def fit(monitor: BottleneckMonitor) -> str:
         caplog.clear()
-        module = Slower()
-        module.num_samples = module.num_tokens = 0
         trainer = make_trainer(callbacks=[monitor_at(clock), monitor], **options)
-        trainer.fit(module)
+        trainer.fit(Slower())
         return caplog.text
 
     assert "they took 1 s" in fit(second)

@@ -166,7 +166,7 @@ def test_a_recompilation_is_excluded(plain_module, make_trainer, read_column, cl
         return x.sum()
 
     class Compiled(plain_module):  # type: ignore[misc]
-        def flops_of(self, batch: Any) -> SimpleNamespace:
+        def recipes_flops(self, batch: Any) -> SimpleNamespace:
             return SimpleNamespace(palm=1.0, causal=1.0)
 
         def training_step(self, batch: list[Tensor], batch_idx: int) -> Tensor:
