@@ -105,6 +105,15 @@ def test_no_callback_imports_recipes_or_hydra() -> None:
             assert {name.partition(".")[0] for name in names} <= allowed, path.name
 
 
+def test_no_module_needs_a_posix_system_to_be_imported() -> None:
+    posix = {"curses", "fcntl", "grp", "posix", "pty", "pwd", "resource", "syslog", "termios"}
+    for path in Path(callbacks.__file__).parent.rglob("*.py"):
+        for node in ast.parse(path.read_text()).body:
+            names = [alias.name for alias in node.names] if isinstance(node, ast.Import) else []
+            names += [str(node.module)] if isinstance(node, ast.ImportFrom) else []
+            assert not posix & set(names), path.name
+
+
 def test_the_report_can_be_written_without_lightning_and_imports_matplotlib_late() -> None:
     code = (
         "import sys; from callbacks import write_report;"
