@@ -68,7 +68,8 @@ def log_row(pl_module: LightningModule, metrics: Mapping[str, float | Tensor]) -
         name: value if isinstance(value, Tensor) else torch.tensor(value, dtype=torch.float64)
         for name, value in metrics.items()
     }
-    pl_module.log_dict(tensors, on_step=True, on_epoch=False)
+    # a batch size has no effect on values of a step, but with a `dataloader_iter` Lightning asks for one
+    pl_module.log_dict(tensors, on_step=True, on_epoch=False, batch_size=1)
     batch, keys = _ROWS.setdefault(pl_module.trainer, (_get_batch(pl_module.trainer), []))
     _ROWS[pl_module.trainer] = (batch, keys + [get_key(pl_module, name) for name in tensors])
 
