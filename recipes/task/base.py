@@ -48,6 +48,7 @@ class TrainingTask(CountsFlops, Resumable, ABC):
     """
 
     input_kind: ClassVar[str]
+    writes_rows: ClassVar[bool] = True  # `RowWriter` logs `row` once per step
     model: nn.Module
 
     def __init__(
