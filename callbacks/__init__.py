@@ -1,8 +1,8 @@
 """Callbacks that monitor a run, for any Lightning project. Importing this package is cheap.
 
 Each callback owns the prefix of its metrics (`grad/`, `throughput/`, `memory/`, …), which its docstring names; no
-other callback logs under it. They use what a module provides (`num_tokens`, `num_samples`, `flops_of`, `grad_norm`,
-`generate_text`) and do without what it does not.
+other callback logs under it. They need nothing of a module; what it may provide stands in `protocols`, as methods whose
+names begin with `recipes_`.
 
 A callback declares its own facts on its class, so that loggers and the report need no list of callbacks:
 
@@ -24,8 +24,14 @@ if TYPE_CHECKING:
     from .grad_norm.callback import GradNormMonitor as GradNormMonitor
     from .loss_scale import LossScaleMonitor as LossScaleMonitor
     from .loss_spike.callback import LossSpikeRollback as LossSpikeRollback
+    from .loss_spike.recovery import TrainingDivergedError as TrainingDivergedError
     from .memory.callback import MemoryMonitor as MemoryMonitor
     from .progress.callback import ProgressLine as ProgressLine
+    from .protocols import SupportsConsumed as SupportsConsumed
+    from .protocols import SupportsFlops as SupportsFlops
+    from .protocols import SupportsMetaForward as SupportsMetaForward
+    from .protocols import SupportsRow as SupportsRow
+    from .protocols import SupportsText as SupportsText
     from .report.callback import RunReport as RunReport
     from .report.compare.page import write_comparison as write_comparison
     from .report.page import write_report as write_report

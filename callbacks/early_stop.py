@@ -1,30 +1,36 @@
 """Stop a run whose validation metric no longer improves: Lightning's EarlyStopping, enabled by one number."""
 
-from typing import Annotated, Any, ClassVar, Literal
+import math
+from typing import Annotated, ClassVar, Literal
 
 from lightning.pytorch import LightningModule, Trainer
 from lightning.pytorch.callbacks import EarlyStopping
+from lightning.pytorch.callbacks.early_stopping import EarlyStoppingReason
 from typing_extensions import override
 
 from .events import EventKind, log_event
+from .logged_step import completed_steps
 
 
 class EarlyStop(EarlyStopping):
     """Stops the run and logs why, as one console line and one event `stop`.
 
-    Useful when a metric may plateau long before `max_steps`, as in a hyperparameter sweep.
+    Useful when a metric may plateau long before `max_steps`, as in a hyperparameter sweep. It checks after each
+    validation; in a run without validation, after each training epoch.
 
     Args:
-        patience: Validations without an improvement before the run stops. None disables early stopping.
         monitor: Name of the metric that must improve.
+        patience: Checks without an improvement before the run stops. None disables early stopping.
         mode: "min" or "max": the direction that counts as an improvement.
         min_delta: Smallest change of the metric that counts as an improvement, in its own unit.
+        check_finite: Stop at once when the metric is NaN or inf.
 
     Raises:
-        RuntimeError: From Lightning, at the first validation: the run logs no metric called `monitor`.
+        ValueError: An argument is outside its range.
+        RuntimeError: From Lightning, at the first check: the run logs no metric called `monitor`.
 
     Example:
-        >>> stop = EarlyStop(patience=5, monitor="val/loss", mode="min", min_delta=0.0)
+        >>> stop = EarlyStop(monitor="val/loss", patience=5)
         >>> trainer = Trainer(callbacks=[stop], accelerator="cpu", logger=False)
         >>> stop in trainer.callbacks
         True
@@ -36,28 +42,55 @@ class EarlyStop(EarlyStopping):
     def __init__(
         self,
         *,
-        patience: Annotated[int, ">= 1"] | None,
         monitor: str,
-        mode: Literal["min", "max"],
-        min_delta: float,
+        patience: Annotated[int, ">= 1"] | None = 3,
+        mode: Literal["min", "max"] = "min",
+        min_delta: Annotated[float, ">= 0"] = 0.0,
+        check_finite: bool = True,
     ) -> None:
-        super().__init__(monitor=monitor, mode=mode, patience=patience or 1, min_delta=min_delta)
+        if patience is not None and patience < 1:
+            raise ValueError(f"patience is {patience}; the run must have 1 or more checks; set None to disable it")
+        if mode not in ("min", "max"):
+            raise ValueError(f"mode is {mode!r}; a metric improves downwards or upwards; set 'min' or 'max'")
+        if not min_delta >= 0:
+            raise ValueError(
+                f"min_delta is {min_delta}; an improvement is 0 or more; set min_delta=0, and mode for its sign"
+            )
+        super().__init__(
+            monitor=monitor, mode=mode, patience=patience or 1, min_delta=min_delta, check_finite=check_finite
+        )
         self._is_on = patience is not None
 
     @override
     def setup(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
         super().setup(trainer, pl_module, stage)
         # Lightning may choose to check at the end of an epoch, which an endless stream of data never reaches
-        self._check_on_train_epoch_end = False
+        self._check_on_train_epoch_end = not trainer.enable_validation
 
     @override
     def on_validation_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        if not self._is_on or trainer.should_stop:
-            return
-        super().on_validation_end(trainer, pl_module)
+        if self._is_on and not trainer.should_stop:
+            super().on_validation_end(trainer, pl_module)
+            self._log_stop(trainer)
+
+    @override
+    def on_train_epoch_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        if self._is_on and not trainer.should_stop:
+            super().on_train_epoch_end(trainer, pl_module)
+            self._log_stop(trainer)
+
+    def _log_stop(self, trainer: Trainer) -> None:
         if trainer.should_stop:
-            step = trainer.global_step
-            why = f"{self.monitor} has not improved for {self.patience} validations"
-            best: Any = float(self.best_score)
-            line = f"Step {step}: {why}, the best was {best:.4f}; the run ends"
-            log_event(trainer, line, "stop", step, why=why)
+            step = completed_steps(trainer)
+            why = self._describe(trainer)
+            best = float(self.best_score)
+            known = f", the best was {best:.4f}" if math.isfinite(best) else ""
+            log_event(trainer, f"Step {step}: {why}{known}; the run ends", "stop", step, why=why)
+
+    def _describe(self, trainer: Trainer) -> str:
+        if self.stopping_reason is EarlyStoppingReason.NON_FINITE_METRIC:
+            return f"{self.monitor} is {float(trainer.callback_metrics[self.monitor])}"
+        if self.stopping_reason is EarlyStoppingReason.PATIENCE_EXHAUSTED:
+            checks = "epochs" if self._check_on_train_epoch_end else "validations"
+            return f"{self.monitor} has not improved for {self.patience} {checks}"
+        return f"{self.monitor} ended the run on another rank"

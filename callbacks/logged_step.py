@@ -2,11 +2,14 @@
 
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Any
+from weakref import WeakKeyDictionary
 
 import torch
 from lightning.pytorch import LightningModule, Trainer
 from torch import Tensor
+
+from .lightning_internals import forget_metrics, get_key, is_accumulating, is_row_due
+from .protocols import SupportsRow
 
 
 class StepCounter:
@@ -26,34 +29,60 @@ class StepCounter:
 
     def stepped(self, trainer: Trainer) -> bool:
         """Return whether the optimizer stepped in this batch; call it once per `on_train_batch_end`."""
+        _forget_earlier_rows(trainer)
         before, self._last = self._last, trainer.global_step
-        return self._last != before and not trainer.fit_loop._should_accumulate()
+        return self._last != before and not is_accumulating(trainer)
 
 
 def is_logged_step(trainer: Trainer) -> bool:
-    """Return whether Lightning writes a row at the end of the current optimizer step.
+    """Return whether Lightning writes a row at the end of the present micro-batch; it reads Lightning's own flags.
 
-    This reads the flag that Lightning itself uses. With one optimizer it is
-    `(steps completed after this one) % log_every_n_steps == 0`, or `trainer.should_stop`.
+    Under manual optimization such a batch need not step any optimizer.
     """
-    return trainer._logger_connector.should_update_logs
+    return is_row_due(trainer) and not is_accumulating(trainer)
+
+
+def completed_steps(trainer: Trainer) -> int:
+    """Return the optimizer steps completed; under manual optimization the training batches.
+
+    There `trainer.global_step` adds up the steps of all optimizers, while loggers count batches.
+    """
+    if trainer.lightning_module.automatic_optimization:
+        return trainer.global_step
+    return trainer.fit_loop.epoch_loop.total_batch_idx + 1
+
+
+# by Trainer: the batch in which callbacks logged a row, and the keys of its metrics
+_ROWS: WeakKeyDictionary[Trainer, tuple[int, list[str]]] = WeakKeyDictionary()
 
 
 def log_row(pl_module: LightningModule, metrics: Mapping[str, float | Tensor]) -> None:
-    """Add metrics to the row of this step. Python numbers stay on the host, in float64.
+    """Add metrics to the row of this step, and of no later one. Python numbers stay on the host, in float64.
 
-    A module whose class sets `writes_rows = True` gathers its rows in a dict `row`, which is written once per step:
-    Lightning's `log` costs about 0.2 ms per metric. Any other module logs through `log_dict`.
+    A module that is `SupportsRow` writes its rows itself. Any other module logs through `log_dict`.
     """
-    if getattr(pl_module, "writes_rows", False):
-        row: Any = pl_module.row
-        row |= metrics
+    if isinstance(pl_module, SupportsRow):
+        pl_module.recipes_row.update(metrics)
         return
     tensors = {
         name: value if isinstance(value, Tensor) else torch.tensor(value, dtype=torch.float64)
         for name, value in metrics.items()
     }
-    pl_module.log_dict(tensors, on_step=True, on_epoch=False)
+    # a batch size has no effect on values of a step, but with a `dataloader_iter` Lightning asks for one
+    pl_module.log_dict(tensors, on_step=True, on_epoch=False, batch_size=1)
+    batch, keys = _ROWS.setdefault(pl_module.trainer, (_get_batch(pl_module.trainer), []))
+    _ROWS[pl_module.trainer] = (batch, keys + [get_key(pl_module, name) for name in tensors])
+
+
+def _forget_earlier_rows(trainer: Trainer) -> None:
+    batch, keys = _ROWS.get(trainer, (None, []))
+    if batch is not None and batch != _get_batch(trainer):
+        forget_metrics(trainer, keys)
+        del _ROWS[trainer]
+
+
+def _get_batch(trainer: Trainer) -> int:
+    return trainer.fit_loop.epoch_loop.total_batch_idx
 
 
 def run_folder(trainer: Trainer) -> Path | None:
@@ -63,3 +92,9 @@ def run_folder(trainer: Trainer) -> Path | None:
         if isinstance(folder, (str, Path)):
             return Path(folder)
     return None
+
+
+def output_folder(trainer: Trainer) -> Path:
+    """Return the run folder, else `trainer.default_root_dir`."""
+    folder = run_folder(trainer)
+    return Path(trainer.default_root_dir) if folder is None else folder

@@ -15,9 +15,8 @@ class LossScaleMonitor(Callback):
     diverges.
 
     `precision/overflow_steps` counts the steps skipped since the run began, resumes included. The counts come from
-    a strategy that provides `current_loss_scale` (None: the loss is not scaled) and `num_overflows` (steps skipped
-    by this process). Under any other strategy Lightning's mixed precision is watched: a scale that has fallen means
-    a skipped step, which reads the scale at every step. DeepSpeed's engine counts for itself.
+    a strategy that is `CountsOverflows`. Under any other strategy Lightning's mixed precision is watched: a scale
+    that has fallen means a skipped step, which reads the scale at every step. DeepSpeed's engine counts for itself.
 
     Example:
         >>> trainer = Trainer(callbacks=[LossScaleMonitor()], accelerator="cpu", logger=False)
@@ -45,13 +44,12 @@ class LossScaleMonitor(Callback):
     def on_train_batch_end(
         self, trainer: Trainer, pl_module: LightningModule, outputs: Any, batch: Any, batch_idx: int
     ) -> None:
-        if not self._steps.stepped(trainer):
-            return
-        counted = _count_overflows(trainer)
-        if counted is not None:
-            self._in_process = counted - self._counted_before
-        else:
-            self._watch_scale(trainer)
+        if self._steps.stepped(trainer):
+            counted = _count_overflows(trainer)
+            if counted is not None:
+                self._in_process = counted - self._counted_before
+            else:
+                self._watch_scale(trainer)
         if is_logged_step(trainer) and (scale := _get_scale(trainer)) is not None:
             row = {"precision/loss_scale": scale, "precision/overflow_steps": self._total()}
             log_row(pl_module, row)

@@ -11,8 +11,9 @@ from lightning.pytorch import Callback, LightningModule, Trainer
 from lightning.pytorch.utilities.seed import isolate_rng
 from typing_extensions import override
 
-from .logged_step import StepCounter, run_folder
+from .logged_step import StepCounter, completed_steps, run_folder
 from .profiler_hooks import get_profiler
+from .protocols import SupportsText
 
 log = logging.getLogger("lightning_recipes")
 
@@ -24,11 +25,10 @@ class SampleText(Callback):
 
     Useful to see what a language model has learned before its loss says so, and to notice broken tokenization.
 
-    Calls `pl_module.generate_text(prompt, num_tokens, temperature=, top_k=, top_p=, seed=) -> str`, which returns
-    the continuation, on every rank (a sharded model needs them all). Rank 0 logs it and appends
-    `{"step", "prompt", "text"}` to `samples.jsonl` in the run folder. A module without `generate_text`, or whose
-    `generate_text` returns None, generates nothing. The module's train and eval modes and all global random states
-    are restored afterwards.
+    Calls `recipes_generate_text` of a module that is `SupportsText`, on every rank (a sharded model needs them all).
+    Rank 0 logs the continuation and appends `{"step", "prompt", "text"}` to `samples.jsonl` in the run folder. Any
+    other module, or one that returns None, generates nothing. The module's train and eval modes and all global random
+    states are restored afterwards.
 
     Args:
         prompts: Texts to continue.
@@ -40,7 +40,7 @@ class SampleText(Callback):
         seed: Of the random numbers, the same each time.
 
     Raises:
-        ValueError: `every_n_steps` is below 1.
+        ValueError: An argument is outside its range.
 
     Example:
         >>> samples = SampleText(
@@ -55,18 +55,28 @@ class SampleText(Callback):
         self,
         *,
         prompts: list[str],
-        num_tokens: Annotated[int, ">= 1"],
-        temperature: Annotated[float, ">= 0"],
-        top_k: Annotated[int, ">= 1"] | None,
-        top_p: Annotated[float, ">= 0.001, <= 1"] | None,
-        every_n_steps: Annotated[int, ">= 1"] | None,
+        num_tokens: Annotated[int, ">= 1"] = 128,
+        temperature: Annotated[float, ">= 0"] = 1.0,
+        top_k: Annotated[int, ">= 1"] | None = None,
+        top_p: Annotated[float, ">= 0.001, <= 1"] | None = None,
+        every_n_steps: Annotated[int, ">= 1"] | None = None,
         seed: int = 0,
     ) -> None:
         if every_n_steps is not None and every_n_steps < 1:
             raise ValueError(
-                f"callbacks.sample_text.every_n_steps is {every_n_steps}; an interval is 1 or more"
-                " optimizer steps; type callbacks.sample_text.every_n_steps=null to sample only at the end"
+                f"every_n_steps is {every_n_steps}; an interval is 1 or more optimizer steps; set None to sample only"
+                " at the end"
             )
+        if num_tokens < 1:
+            raise ValueError(f"num_tokens is {num_tokens}; a sample has 1 or more tokens; set num_tokens=128")
+        if not temperature >= 0:
+            raise ValueError(f"temperature is {temperature}; logits are divided by it; set 0 for the most likely token")
+        if top_k is not None and top_k < 1:
+            raise ValueError(f"top_k is {top_k}; at least 1 token must be left to sample; set None to sample from all")
+        if top_p is not None and not 0 < top_p <= 1:
+            raise ValueError(f"top_p is {top_p}; a probability is above 0 and at most 1; set None to sample from all")
+        if isinstance(prompts, str):
+            raise ValueError(f"prompts is the text {prompts!r}; it is a list of texts; set prompts=[{prompts!r}]")
         self.prompts = list(prompts)
         self.num_tokens = num_tokens
         self.temperature = temperature
@@ -88,23 +98,22 @@ class SampleText(Callback):
     ) -> None:
         if self.every_n_steps is None or not self._steps.stepped(trainer):
             return
-        if trainer.global_step % self.every_n_steps == 0:
+        if completed_steps(trainer) % self.every_n_steps == 0:
             self._sample(trainer, pl_module)
 
     @override
     def on_train_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        if self._sampled_at != trainer.global_step:
+        if self._sampled_at != completed_steps(trainer):
             self._sample(trainer, pl_module)
 
     def _sample(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        generate_text = getattr(pl_module, "generate_text", None)
-        if not callable(generate_text):
+        if not isinstance(pl_module, SupportsText):
             return
-        self._sampled_at = trainer.global_step
+        self._sampled_at = completed_steps(trainer)
         # SpeedMonitor listens to the profiler and excludes this time from the throughput
         with get_profiler(trainer).profile("sample_text"), _inference_state(pl_module):
             for prompt in self.prompts:
-                text = generate_text(
+                text = pl_module.recipes_generate_text(
                     prompt,
                     self.num_tokens,
                     temperature=self.temperature,
@@ -130,7 +139,7 @@ def _inference_state(module: torch.nn.Module) -> Iterator[None]:
 
 
 def _log_sample(trainer: Trainer, *, prompt: str, text: str) -> None:
-    step = trainer.global_step
+    step = completed_steps(trainer)
     log.info("%s", framed(prompt + text, title=f"sample at step {step}, prompt {prompt!r}"))
     folder = run_folder(trainer)
     if folder is not None:

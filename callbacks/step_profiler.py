@@ -3,14 +3,14 @@
 import json
 import logging
 import os
-from typing import Any
+from typing import Annotated, Any
 
 from lightning.pytorch import Callback, LightningModule, Trainer
 from lightning.pytorch.profilers import PyTorchProfiler
 from torch.profiler import ProfilerActivity, profile
 from typing_extensions import override
 
-from .logged_step import StepCounter, run_folder
+from .logged_step import StepCounter, output_folder
 from .profiler_hooks import get_profiler
 
 log = logging.getLogger("lightning_recipes")
@@ -19,7 +19,7 @@ _NUM_OPERATORS = 20
 
 
 class StepProfiler(Callback):
-    """Writes a trace of a few optimizer steps to `profile/` in the run folder.
+    """Writes a trace of a few optimizer steps to `profile/` in the run folder, else in `trainer.default_root_dir`.
 
     Useful to see which operators take the time of a step, and where the device waits for the host.
 
@@ -31,7 +31,7 @@ class StepProfiler(Callback):
         after: Optimizer steps of this process before the first traced one: compilation and warm-up are over then.
 
     Raises:
-        ValueError: `steps` is below 1.
+        ValueError: `steps` is below 1, or `after` below 0.
 
     Example:
         >>> profiler = StepProfiler(steps=3, after=10)
@@ -40,11 +40,11 @@ class StepProfiler(Callback):
         True
     """
 
-    def __init__(self, *, steps: int | None = None, after: int = 10) -> None:
+    def __init__(self, *, steps: Annotated[int, ">= 1"] | None = None, after: Annotated[int, ">= 0"] = 10) -> None:
         if steps is not None and steps < 1:
-            raise ValueError(
-                f"profile={steps}: a trace needs 1 or more optimizer steps; type profile=null to trace none"
-            )
+            raise ValueError(f"steps is {steps}; a trace needs 1 or more optimizer steps; set None to trace none")
+        if after < 0:
+            raise ValueError(f"after is {after}; a trace begins after 0 or more optimizer steps; set after=10")
         self._num_steps = steps
         self._after = after
         self._steps = StepCounter()
@@ -63,7 +63,7 @@ class StepProfiler(Callback):
         if isinstance(get_profiler(trainer), PyTorchProfiler):
             self._num_steps = None
             log.warning(
-                "nothing is traced: trainer.profiler=pytorch traces already, and torch supports one trace at a time"
+                "nothing is traced: the Trainer's PyTorchProfiler traces already, and torch supports one at a time"
             )
             return
         activities = [ProfilerActivity.CPU]
@@ -88,7 +88,7 @@ class StepProfiler(Callback):
     @override
     def on_train_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
         if self._num_steps is not None and self._done <= self._after:
-            log.warning(f"profile={self._num_steps}: the run ended before step {self._after + 1}, so nothing is traced")
+            log.warning(f"the run ended before step {self._after + 1} of this process, so nothing is traced")
         self._end(trainer)
 
     @override
@@ -112,11 +112,7 @@ class StepProfiler(Callback):
             get_profiler(trainer).stop(FOLDER)
 
     def _write(self, trainer: Trainer, trace: Any) -> None:
-        parent = run_folder(trainer)
-        if parent is None:
-            log.warning("the trace is not written: no logger has a folder")
-            return
-        folder = parent / FOLDER
+        folder = output_folder(trainer) / FOLDER
         folder.mkdir(parents=True, exist_ok=True)
         trace.export_chrome_trace(str(folder / f"rank_{trainer.global_rank:05d}.trace.json.gz"))
         if not trainer.is_global_zero:

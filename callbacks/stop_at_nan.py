@@ -6,7 +6,7 @@ For debugging, not for training: each check waits for the device, operation by o
 import re
 import traceback
 import warnings
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -15,6 +15,8 @@ from lightning.pytorch import Callback, LightningModule, Trainer
 from torch import Tensor
 from torch.overrides import TorchFunctionMode, resolve_name
 from typing_extensions import override
+
+from .logged_step import completed_steps
 
 Stack = list[traceback.FrameSummary]
 _TORCH = str(Path(torch.__file__).parent)
@@ -25,16 +27,20 @@ _FRAME = re.compile(r'  File "(.+)", line (\d+), in (.+)\n(?:    (.+)\n)?')
 
 
 class StopAtNan(Callback):
-    """Raises where the loss is NaN, with the operation that produced the first one, its inputs and its line.
+    """Raises where a loss is NaN, with the operation that produced the first one, its inputs and its line.
 
-    Useful when a run turns NaN and nobody knows where.
+    Useful when a run turns NaN and nobody knows where. Every backward pass is checked, several per batch included.
 
     A NaN that begins in the backward pass is found by `Trainer(detect_anomaly=True)`, which should be set together
     with this callback; the line of its forward operation is added to the exception, on whichever rank it occurs.
     Disable any callback that skips steps with a NaN loss. Neither check looks into compiled code.
 
+    Args:
+        check_finite: Also raise where a loss is inf. An operation that is meant to give inf, as a mask does, is then
+            named too if it comes first.
+
     Raises:
-        FloatingPointError: At the first loss that is NaN.
+        FloatingPointError: At the first such loss.
 
     Example:
         >>> trainer = Trainer(callbacks=[StopAtNan()], detect_anomaly=True, accelerator="cpu", logger=False)
@@ -42,8 +48,10 @@ class StopAtNan(Callback):
         'StopAtNan'
     """
 
-    def __init__(self) -> None:
-        self._search: _FirstNan | None = None  # during a forward pass
+    def __init__(self, *, check_finite: bool = False) -> None:
+        self._what = "NaN or inf" if check_finite else "NaN"
+        self._is_bad: Callable[[Tensor], bool] = _has_non_finite if check_finite else _has_nan
+        self._search: _FirstBad | None = None  # during a batch
         self._anomaly: str | None = None
         self._show_warning: Any = None  # the `warnings.showwarning` that ours replaces
 
@@ -54,22 +62,30 @@ class StopAtNan(Callback):
 
     @override
     def on_train_batch_start(self, trainer: Trainer, pl_module: LightningModule, batch: Any, batch_idx: int) -> None:
-        self._search = _FirstNan()
+        self._search = _FirstBad(self._is_bad, self._what)
         self._search.__enter__()  # type: ignore[no-untyped-call]
 
     @override
     def on_before_backward(self, trainer: Trainer, pl_module: LightningModule, loss: Tensor) -> None:
-        first = self._stop_search()
-        if first is None or not bool(loss.isnan().any()):
+        search = self._search
+        if search is None:
+            return
+        search.is_on = False  # during the backward pass, which anomaly detection checks
+        if not self._is_bad(loss):
             return  # a NaN that does not reach the loss may be intended by the model
-        where = f"step {trainer.global_step + 1}, rank {trainer.global_rank}"
-        if first.description is None:
+        where = _describe_step(trainer)
+        if search.description is None:
             raise FloatingPointError(
-                f"{where}: the loss is NaN, and no operation on the weights produced it: look at the batch"
+                f"{where}: the loss is {self._what}, and no operation on the weights produced it: look at the batch"
             )
-        error = FloatingPointError(f"{where}: the loss is NaN; {first.description}")
-        error.add_note(first.path)
+        error = FloatingPointError(f"{where}: the loss is {self._what}; {search.description}")
+        error.add_note(search.path)
         raise error
+
+    @override
+    def on_after_backward(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        if self._search is not None:
+            self._search.restart()  # for another forward pass in this batch
 
     @override
     def on_train_batch_end(
@@ -86,14 +102,12 @@ class StopAtNan(Callback):
         self._stop_search()
         self._restore_warnings()
         if self._anomaly is not None:
-            where = f"step {trainer.global_step + 1}, rank {trainer.global_rank}"
-            exception.add_note(f"{where}: {self._anomaly}")
+            exception.add_note(f"{_describe_step(trainer)}: {self._anomaly}")
 
-    def _stop_search(self) -> "_FirstNan | None":
+    def _stop_search(self) -> None:
         search, self._search = self._search, None
         if search is not None:
             search.__exit__(None, None, None)  # type: ignore[no-untyped-call]
-        return search
 
     def _restore_warnings(self) -> None:
         if self._show_warning is not None:
@@ -112,16 +126,34 @@ class StopAtNan(Callback):
         self._anomaly = f"the backward pass produced the NaN, in {anomaly[1]}; its forward operation is {place}\n{path}"
 
 
-class _FirstNan(TorchFunctionMode):
+def _describe_step(trainer: Trainer) -> str:
+    """Return the step under way, the first is 1, and the rank."""
+    is_automatic = trainer.lightning_module.automatic_optimization  # else the batch under way counts already
+    return f"step {completed_steps(trainer) + is_automatic}, rank {trainer.global_rank}"
+
+
+class _FirstBad(TorchFunctionMode):
     """Finds the first operation whose result depends on the weights and contains a NaN.
 
+    Args:
+        is_bad: Whether a result contains what is searched.
+        what: Its name.
+
     Attributes:
+        is_on: Whether operations are checked.
         description: The operation, its inputs and its line; None before one is found.
         path: The stack from the training step to that line.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, is_bad: Callable[[Tensor], bool], what: str) -> None:
         super().__init__()
+        self._is_bad = is_bad
+        self._what = what
+        self.restart()
+
+    def restart(self) -> None:
+        """Forget what was found, and search again."""
+        self.is_on = True
         self.description: str | None = None
         self.path = ""
 
@@ -129,17 +161,20 @@ class _FirstNan(TorchFunctionMode):
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: dict[str, Any] | None = None) -> Any:
         result = func(*args, **(kwargs or {}))
         # a tensor without a gradient may be uninitialized memory, such as the buffers of some engines
-        if self.description is None and torch.is_grad_enabled() and any(map(_has_nan, _tensors(result))):
+        if self.is_on and self.description is None and torch.is_grad_enabled() and self._contains_bad(result):
             stack = traceback.extract_stack()
             if any(frame.name == _STEP for frame in stack):  # not what is done with its loss afterwards
                 self._describe(func, [*_tensors((args, kwargs or {}))], stack)
         return result
 
+    def _contains_bad(self, result: Any) -> bool:
+        return any(tensor.grad_fn is not None and self._is_bad(tensor) for tensor in _tensors(result))
+
     def _describe(self, func: Any, inputs: list[Tensor], stack: Stack) -> None:
         name = resolve_name(func) or getattr(func, "__name__", str(func))
         place, self.path = _locate(stack)
         operation = f"{name}({', '.join(map(_describe_tensor, inputs))})"
-        self.description = f"the first NaN of the forward pass is from {operation}, {place}"
+        self.description = f"the first {self._what} of the forward pass is from {operation}, {place}"
 
 
 def _tensors(value: Any) -> Iterator[Tensor]:
@@ -154,7 +189,11 @@ def _tensors(value: Any) -> Iterator[Tensor]:
 
 
 def _has_nan(tensor: Tensor) -> bool:
-    return tensor.grad_fn is not None and bool(tensor.isnan().any())
+    return bool(tensor.isnan().any())
+
+
+def _has_non_finite(tensor: Tensor) -> bool:
+    return tensor.is_floating_point() and not bool(tensor.isfinite().all())
 
 
 def _describe_tensor(tensor: Tensor) -> str:

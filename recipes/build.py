@@ -18,7 +18,7 @@ from lightning.fabric.plugins.environments import (  # type: ignore[attr-defined
     SLURMEnvironment,
     TorchElasticEnvironment,
 )
-from lightning.pytorch.callbacks import Callback
+from lightning.pytorch.callbacks import Callback, ProgressBar
 from lightning.pytorch.loggers import Logger
 from torchmetrics import Metric
 
@@ -229,7 +229,7 @@ def _build_trainer(
         default_root_dir=folder,
         use_distributed_sampler=False,  # the data module already slices by rank
         enable_checkpointing=is_training,
-        enable_progress_bar=False,
+        enable_progress_bar=any(isinstance(callback, ProgressBar) for callback in callbacks),
         enable_model_summary=False,
     )
     disable_signal_handling(trainer)

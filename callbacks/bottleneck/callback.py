@@ -17,7 +17,7 @@ from ..logged_step import StepCounter, is_logged_step
 from ..ranks import gather_values
 from ..throughput.callback import SpeedMonitor
 from .phase_timer import PhaseTimes
-from .rules import NUM_SAMPLES, Bottleneck, BottleneckSample, find_bottlenecks, median_sample
+from .rules import KINDS, NUM_SAMPLES, Bottleneck, BottleneckSample, find_bottlenecks, median_sample
 
 log = logging.getLogger("lightning_recipes")
 
@@ -33,6 +33,9 @@ class BottleneckMonitor(Callback):
         advice: What to type about each kind of bottleneck: `data`, `slow_rank`, `sync`, `small_batch`, `slower`. None
             gives no advice.
 
+    Raises:
+        ValueError: `advice` names another kind.
+
     Example:
         >>> monitors = [SpeedMonitor(), BottleneckMonitor(advice={"data": "raise num_workers"})]
         >>> trainer = Trainer(callbacks=monitors, accelerator="cpu", logger=False)
@@ -44,6 +47,8 @@ class BottleneckMonitor(Callback):
 
     def __init__(self, *, advice: Mapping[str, str] | None = None) -> None:
         self._advice = dict(advice) if advice is not None else {}
+        if unknown := self._advice.keys() - set(KINDS):
+            raise ValueError(f"advice is about {sorted(unknown)}; the kinds are {', '.join(KINDS)}; leave others out")
         self.clock: Callable[[], float] = time.perf_counter
         self._steps = StepCounter()
         self._samples: list[BottleneckSample] = []

@@ -4,6 +4,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from statistics import median
 
+KINDS = ("data", "slow_rank", "sync", "small_batch", "slower")
 NUM_SAMPLES = 5  # that must all show it
 MIN_SECONDS = 10.0  # training time in these samples; less may be noise
 DATA_WAIT_THRESHOLD = 0.10  # fraction of a step

@@ -2,7 +2,7 @@
 
 import logging
 import math
-from typing import Any
+from typing import Annotated, Any
 
 import torch
 from lightning.pytorch import Callback, LightningModule, Trainer
@@ -11,7 +11,8 @@ from torch import Tensor
 from torch.optim import Optimizer
 from typing_extensions import override
 
-from ..logged_step import StepCounter, is_logged_step, log_row
+from ..logged_step import StepCounter, completed_steps, is_logged_step, log_row
+from ..protocols import KeepsGradNorm
 from .by_block import sum_by_block
 from .trend import NormTrend
 
@@ -25,15 +26,15 @@ class GradNormMonitor(Callback):
     Useful always: a norm that rises is the earliest sign of divergence, and a run that clips most of its steps
     trains with a smaller learning rate than the one set.
 
-    A strategy or, failing that, a module that sets `grad_norm` (0-dim tensor, the global L2 norm before clipping of
-    the last optimizer step) is read. Otherwise the norm of the optimizer's gradients is computed in
-    `on_before_optimizer_step`, at logged steps only. FSDP1 and DeepSpeed do not expose their sharded gradients and
-    then get no `grad/norm`: the norm of one rank's shard is not the global norm.
+    A strategy that is `KeepsGradNorm` is read. Otherwise the norm of the optimizer's gradients is computed in
+    `on_before_optimizer_step`: at logged steps, and at every step where `trainer.gradient_clip_val` clips by norm. A
+    module with several optimizers gets `grad/norm/optimizer_0`, `grad/norm/optimizer_1` and so on instead of
+    `grad/norm`, of those that stepped in the batch of the row. FSDP1 and DeepSpeed do not expose their sharded
+    gradients and then get no norm: that of one rank's shard is not the global norm.
 
     `grad/clipped_fraction` is the fraction of the optimizer steps since the last row whose norm was above
-    `trainer.gradient_clip_val`, counted on the device. It needs the norm of every step, so it is logged only where
-    `grad_norm` is kept and clipping by norm is on. Where the threshold changes from step to step, the strategy or
-    module sets `clip_threshold` too, logged as `grad/clip_threshold`.
+    `trainer.gradient_clip_val`, counted on the device. Where the threshold changes from step to step, the strategy
+    keeps it too, logged as `grad/clip_threshold`.
 
     Warns once, at a logged step, when the norm vanishes or keeps rising; warns again only after it has recovered.
 
@@ -43,6 +44,9 @@ class GradNormMonitor(Callback):
         vanishing: Warn below this norm.
         rising: Warn when the median of recent norms exceeds the lowest median so far by this factor.
 
+    Raises:
+        ValueError: `vanishing` is below 0, or `rising` not above 1.
+
     Example:
         >>> monitor = GradNormMonitor(per_block=True)
         >>> trainer = Trainer(callbacks=[monitor], gradient_clip_val=1.0, accelerator="cpu", logger=False)
@@ -50,33 +54,54 @@ class GradNormMonitor(Callback):
         0
     """
 
-    def __init__(self, *, per_block: bool = False, vanishing: float = 1e-7, rising: float = 30.0) -> None:
+    def __init__(
+        self,
+        *,
+        per_block: bool = False,
+        vanishing: Annotated[float, ">= 0"] = 1e-7,
+        rising: Annotated[float, "> 1"] = 30.0,
+    ) -> None:
+        if not vanishing >= 0:
+            raise ValueError(f"vanishing is {vanishing}; no norm is below 0; set vanishing=0 for no warning")
+        if not rising > 1:
+            raise ValueError(f"rising is {rising}; a norm rises by a factor above 1; set rising=30")
         self._per_block = per_block
-        self._trend = NormTrend(vanishing=vanishing, rising=rising)
-        self._by_block: dict[str, float | None] = {}
+        self._limits = {"vanishing": vanishing, "rising": rising}
+        self._trends: dict[int, NormTrend] = {}  # by optimizer
         self._steps = StepCounter()
         self._num_steps = 0  # since the last row
         self._num_clipped: Tensor | int = 0  # of these; 0-dim, on the device of the norm
-        self._computed_norm: Tensor | None = None
+        self._keeper: KeepsGradNorm | None = None
+        self._forget_step()
+
+    def _forget_step(self) -> None:
+        self._norms: dict[int, Tensor] = {}  # of the current step, by optimizer
+        self._by_block: dict[str, float | None] = {}
 
     @override
     def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
         self._steps.start(trainer)
+        self._keeper = trainer.strategy if isinstance(trainer.strategy, KeepsGradNorm) else None
+        self._forget_step()
 
     @override
     def on_before_optimizer_step(self, trainer: Trainer, pl_module: LightningModule, optimizer: Optimizer) -> None:
-        if not is_logged_step(trainer):
+        is_logged = is_logged_step(trainer)
+        if not (is_logged or _get_max_norm(trainer) is not None):
             return
         if isinstance(trainer.strategy, (DeepSpeedStrategy, FSDPStrategy)):
             return
+        is_kept = self._keeper is not None and self._keeper.grad_norm is not None
+        if is_kept and not self._per_block:
+            return
         scale = _get_scale_left(trainer, optimizer)
-        if self._per_block:
-            named = pl_module.named_parameters()
-            by_block = sum_by_block((name, parameter.grad) for name, parameter in named if parameter.grad is not None)
-            self._by_block = {block: None if norm is None else norm / scale for block, norm in by_block.items()}
-        if _find_norm_keeper(trainer, pl_module) is None:
-            norm = global_norm(optimizer)
-            self._computed_norm = None if norm is None else norm / scale
+        if self._per_block and is_logged:
+            own = {id(parameter) for group in optimizer.param_groups for parameter in group["params"]}
+            named = [(name, p.grad) for name, p in pl_module.named_parameters() if id(p) in own]
+            by_block = sum_by_block((name, grad) for name, grad in named if grad is not None)
+            self._by_block |= {block: None if norm is None else norm / scale for block, norm in by_block.items()}
+        if not is_kept and (norm := global_norm(optimizer)) is not None:
+            self._norms[_get_index(trainer, optimizer)] = norm / scale
 
     @override
     def on_train_batch_end(
@@ -84,29 +109,35 @@ class GradNormMonitor(Callback):
     ) -> None:
         if not self._steps.stepped(trainer):
             return
-        keeper = _find_norm_keeper(trainer, pl_module)
-        if keeper is None:
-            norm, self._computed_norm = self._computed_norm, None
-        else:
-            norm = keeper.grad_norm.detach() if isinstance(keeper.grad_norm, Tensor) else None
-        threshold = _get_threshold(trainer, keeper)
-        if norm is not None and threshold is not None and keeper is not None:
-            self._num_steps += 1
-            self._num_clipped = self._num_clipped + (norm > threshold).long()
-        if norm is not None and is_logged_step(trainer):
-            row = {"grad/norm": norm, **self._take_clipped_fraction()}
+        norms, by_block = self._norms, self._by_block
+        self._forget_step()
+        threshold: Tensor | float | None = _get_max_norm(trainer)
+        if self._keeper is not None and self._keeper.grad_norm is not None:
+            norms = {0: self._keeper.grad_norm.detach()}
+            if self._keeper.clipping is not None and self._keeper.clip_threshold is not None:
+                threshold = self._keeper.clip_threshold
+        if threshold is not None:
+            for norm in norms.values():
+                self._num_steps += 1
+                self._num_clipped = self._num_clipped + (norm > threshold).long()
+        if norms and is_logged_step(trainer):
+            row: dict[str, Tensor | float] = {}
+            for index, norm in norms.items():
+                row["grad/norm" if len(trainer.optimizers) <= 1 else f"grad/norm/optimizer_{index}"] = norm
+                self._check_trend(trainer, index, norm)
+            row |= self._take_clipped_fraction()
             if isinstance(threshold, Tensor):
                 row["grad/clip_threshold"] = threshold.clamp(max=_NO_LIMIT)
-            for block, block_norm in self._by_block.items():
+            for block, block_norm in by_block.items():
                 row[f"grad/norm/{block}"] = math.nan if block_norm is None else block_norm
             log_row(pl_module, row)
-            self._check_trend(trainer, norm)
 
-    def _check_trend(self, trainer: Trainer, norm: Tensor) -> None:
+    def _check_trend(self, trainer: Trainer, index: int, norm: Tensor) -> None:
         """Warn about the norm of a logged step: its row reads the same value from the device anyway."""
-        warning = self._trend.observe(float(norm))
+        warning = self._trends.setdefault(index, NormTrend(**self._limits)).observe(float(norm))
         if warning is not None and trainer.is_global_zero:
-            log.warning(f"Step {trainer.global_step}: {warning}")
+            of_which = "" if len(trainer.optimizers) <= 1 else f"optimizer {index}: "
+            log.warning(f"Step {completed_steps(trainer)}: {of_which}{warning}")
 
     def _take_clipped_fraction(self) -> dict[str, Tensor | float]:
         """Return the fraction since the last row, if steps were counted, and restart counting."""
@@ -121,15 +152,17 @@ class GradNormMonitor(Callback):
         return {
             "num_steps": self._num_steps,
             "num_clipped": int(self._num_clipped),
-            "trend": self._trend.state_dict(),
+            "trends": {index: trend.state_dict() for index, trend in self._trends.items()},
         }
 
     @override
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         self._num_steps = state_dict["num_steps"]
         self._num_clipped = state_dict["num_clipped"]
-        if "trend" in state_dict:  # not in the checkpoints of earlier versions
-            self._trend.load_state_dict(state_dict["trend"])
+        earlier = {0: state_dict["trend"]} if "trend" in state_dict else {}  # of earlier versions
+        for index, state in state_dict.get("trends", earlier).items():
+            self._trends[index] = NormTrend(**self._limits)
+            self._trends[index].load_state_dict(state)
 
 
 def _get_scale_left(trainer: Trainer, optimizer: Optimizer) -> float:
@@ -144,27 +177,9 @@ def _get_scale_left(trainer: Trainer, optimizer: Optimizer) -> float:
     return float(scaler.get_scale())
 
 
-def _find_norm_keeper(trainer: Trainer, pl_module: LightningModule) -> Any:
-    """Return the object whose `grad_norm` is to be read: the strategy, else the module; None if neither keeps it.
-
-    A strategy counts once it has a value: it keeps none for a module that clips without it. A module counts from
-    the start, when its value is still None; a method of that name is no value.
-    """
-    if isinstance(getattr(trainer.strategy, "grad_norm", None), Tensor):
-        return trainer.strategy
-    if hasattr(pl_module, "grad_norm") and not callable(pl_module.grad_norm):
-        return pl_module
-    return None
-
-
-def _get_threshold(trainer: Trainer, keeper: Any) -> Tensor | float | None:
-    """Return the norm above which the last step was clipped; None without clipping by norm.
-
-    The keeper's own `clip_threshold` counts where an adaptive clipping changes it from step to step.
-    """
-    own = getattr(keeper, "clip_threshold", None)
-    is_adaptive = getattr(trainer.strategy, "clipping", None) is not None
-    return own if isinstance(own, Tensor) and is_adaptive else _get_max_norm(trainer)
+def _get_index(trainer: Trainer, optimizer: Optimizer) -> int:
+    """Return which of the trainer's optimizers this is."""
+    return next((index for index, other in enumerate(trainer.optimizers) if other is optimizer), 0)
 
 
 def _get_max_norm(trainer: Trainer) -> float | None:

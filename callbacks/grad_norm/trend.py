@@ -39,7 +39,7 @@ class NormTrend:
                 state = "rising"
                 warning = (
                     f"the gradient norm has risen to {median:.3g} from {self._lowest:.3g}:"
-                    " try a smaller optimizer.lr or a longer warm-up"
+                    " try a smaller learning rate or a longer warm-up"
                 )
         is_new, self._state = state not in (None, self._state), state
         return warning if is_new else None

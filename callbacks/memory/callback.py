@@ -1,7 +1,7 @@
 """Peak memory of host and device: one system call per logged step, one all-reduce across ranks."""
 
+import contextlib
 import logging
-import resource
 import sys
 from typing import Any, ClassVar
 
@@ -9,7 +9,7 @@ import torch
 from lightning.pytorch import Callback, LightningModule, Trainer
 from typing_extensions import override
 
-from ..logged_step import StepCounter, is_logged_step, log_row, run_folder
+from ..logged_step import StepCounter, is_logged_step, log_row, output_folder
 from ..ranks import max_over_ranks
 from .dump import is_out_of_memory, write_dump
 
@@ -58,18 +58,18 @@ class MemoryMonitor(Callback):
     def on_train_batch_end(
         self, trainer: Trainer, pl_module: LightningModule, outputs: Any, batch: Any, batch_idx: int
     ) -> None:
-        if self._steps.stepped(trainer) and is_logged_step(trainer):
+        self._steps.stepped(trainer)
+        if is_logged_step(trainer):
             device = trainer.strategy.root_device
             self._peaks = max_over_ranks(read_peaks(device), device)
             log_row(pl_module, self._peaks)
 
     @override
     def on_exception(self, trainer: Trainer, pl_module: LightningModule, exception: BaseException) -> None:
-        folder = run_folder(trainer)
-        if folder is None or not is_out_of_memory(exception):
+        if not is_out_of_memory(exception):
             return
         try:
-            write_dump(folder / FOLDER, rank=trainer.global_rank, error=exception)
+            write_dump(output_folder(trainer) / FOLDER, rank=trainer.global_rank, error=exception)
         except (OSError, RuntimeError, MemoryError) as error:  # writing it needs memory too
             log.warning(f"The memory dump could not be written: {error}")
 
@@ -83,12 +83,12 @@ class MemoryMonitor(Callback):
 
 def read_peaks(device: torch.device) -> dict[str, float]:
     """Return this rank's peaks so far; every rank of a run returns the same names in the same order."""
-    peaks = {
-        "memory/host_peak_gib": host_peak_bytes(
-            resource.getrusage(resource.RUSAGE_SELF).ru_maxrss, platform=sys.platform
-        )
-        / GIB
-    }
+    peaks = {}
+    with contextlib.suppress(ImportError):  # Windows has no such module
+        import resource
+
+        max_rss = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+        peaks["memory/host_peak_gib"] = host_peak_bytes(max_rss, platform=sys.platform) / GIB
     if device.type == "cuda":
         stats = torch.cuda.memory_stats(device)
         peaks["memory/allocated_peak_gib"] = stats["allocated_bytes.all.peak"] / GIB

@@ -4,14 +4,19 @@ import logging
 import math
 import sys
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import TYPE_CHECKING, Annotated, Any
 
-from lightning.pytorch import Callback, LightningModule, Trainer
+from lightning.pytorch import LightningModule, Trainer
+from lightning.pytorch.callbacks import ProgressBar
+from torch import Tensor
 from typing_extensions import override
 
-from ..logged_step import StepCounter, is_logged_step
-from .text import VAL_LOSS, clock_text, find_first, step_text, train_text, val_text
+from ..lightning_internals import Row, RowTap, as_floats
+from ..logged_step import StepCounter, completed_steps
+from ..protocols import SupportsRow
+from .console import show_info, stop_showing
+from .text import clock_text, epoch_text, find_val_loss, position_text, shown_text, step_text, train_text, val_text
 
 if TYPE_CHECKING:
     from .bar import LiveBar
@@ -19,154 +24,224 @@ if TYPE_CHECKING:
 log = logging.getLogger("lightning_recipes")
 
 
-class ProgressLine(Callback):
+class ProgressLine(ProgressBar):
     """Shows progress on rank 0: on a terminal a bar redrawn in place, elsewhere a plain line per logged step.
 
-    Useful always; it replaces Lightning's progress bar.
+    Useful always; it is the Trainer's progress bar and takes the place of Lightning's own. `self.log(prog_bar=True)`
+    adds a metric; the loss, the gradient norm, the learning rate and the speed are shown where they are logged.
 
     Every line goes to the logger "lightning_recipes" at INFO in both cases. While there is a bar, its records carry
-    `console=False`, so that a console handler can filter them out and a file handler keep them. A process whose
-    logging is not configured gets a handler to stderr for the duration of `fit`. Metrics are read at logged steps
-    only, after the module's own `on_train_batch_end` has run: when the next batch, a validation or the end of
-    training begins.
+    `console=False`, so that a console handler can filter them out and a file handler keep them. Where the logging of
+    the process would not show them on the console, it does for the duration of `fit`; a level that was set on this
+    logger itself is respected.
 
     Args:
         refresh_per_second: Most redraws of the bar per second.
 
+    Raises:
+        ValueError: `refresh_per_second` is not above 0.
+
     Example:
-        >>> trainer = Trainer(
-        ...     callbacks=[ProgressLine()], enable_progress_bar=False, accelerator="cpu", logger=False
-        ... )
-        >>> trainer.callbacks[0].state_dict()
-        {}
+        >>> trainer = Trainer(callbacks=[ProgressLine()], accelerator="cpu", logger=False)
+        >>> trainer.progress_bar_callback is trainer.callbacks[0]
+        True
     """
 
     def __init__(self, *, refresh_per_second: Annotated[float, "> 0"] = 4.0) -> None:
+        if not refresh_per_second > 0:
+            raise ValueError(
+                f"refresh_per_second is {refresh_per_second}; the bar is redrawn at a rate above 0; set 4, or"
+                " Trainer(enable_progress_bar=False) without this callback for no progress"
+            )
+        super().__init__()
         self.clock: Callable[[], float] = time.monotonic
+        self._is_enabled = True
         self._min_redraw_seconds = 1.0 / refresh_per_second
         self._steps = StepCounter()
-        self._handler: logging.Handler | None = None
+        self._is_showing: logging.Handler | None = None
         self._bar: LiveBar | None = None
-        self._begin(total=None)
+        self._tap: RowTap | None = None
+        self._begin()
 
-    def _begin(self, *, total: int | None) -> None:
-        self._total = total
-        self._pending_step: int | None = None  # logged, not yet written
+    def _begin(self) -> None:
+        self._step = 0
+        self._total: int | None = None
         self._timed_from: tuple[int, float] | None = None  # step and time at the end of the first step
         self._redrawn_at = -math.inf
+        self._module_row: Mapping[str, float | Tensor] = {}  # of the current step, of a module that writes it itself
         self._train_text = ""
         self._val_loss: float | None = None
 
     @override
+    def disable(self) -> None:
+        self._is_enabled = False
+
+    @override
+    def enable(self) -> None:
+        self._is_enabled = True
+
+    @override
     def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        if not trainer.is_global_zero:
+        if not self._is_enabled:
             return
-        self._begin(total=_total_steps(trainer))
+        self._begin()
+        self._step = completed_steps(trainer)
+        self._total = _total_steps(trainer)
         self._steps.start(trainer)
-        if sys.stderr.isatty() and sys.stdout.isatty():  # `| tee log` wants plain lines
+        self._tap = RowTap(trainer, lambda row: self._receive(trainer, pl_module, row))
+        if self._start_bar():
+            self._redraw(trainer, pl_module)
+        else:
+            self._is_showing = show_info(log)
+
+    def _start_bar(self) -> bool:
+        """Draw a bar if this is a terminal, and return whether it is; `| tee log` wants plain lines."""
+        if not (self._is_enabled and sys.stderr.isatty() and sys.stdout.isatty()):
+            return False
+        if self._bar is None:
             from .bar import LiveBar  # rich: 50 ms that only a terminal needs
 
             self._bar = LiveBar()
             self._bar.start()
-            self._redraw(trainer.global_step)
-        elif not log.hasHandlers():
-            self._handler = logging.StreamHandler()
-            log.addHandler(self._handler)
-            log.setLevel(logging.INFO)
+        return True
 
     @override
     def on_train_batch_start(self, trainer: Trainer, pl_module: LightningModule, batch: Any, batch_idx: int) -> None:
-        if self._pending_step is not None:
-            self._write_row(trainer)
-        if self._bar is not None and self.clock() - self._redrawn_at >= self._min_redraw_seconds:
-            self._redraw(trainer.global_step)
+        if self._is_redraw_due():
+            self._redraw(trainer, pl_module)
 
     @override
     def on_train_batch_end(
         self, trainer: Trainer, pl_module: LightningModule, outputs: Any, batch: Any, batch_idx: int
     ) -> None:
-        if not trainer.is_global_zero or not self._steps.stepped(trainer):
+        if not self._is_enabled or not self._steps.stepped(trainer):
             return
-        step = trainer.global_step
+        self._step = completed_steps(trainer)
+        self._total = _total_steps(trainer)
         if self._timed_from is None:
-            self._timed_from = (step, self.clock())
-        if is_logged_step(trainer):
-            self._pending_step = step
+            self._timed_from = (self._step, self.clock())
+        # the dict of this step: later callbacks add to it, then it is written
+        self._module_row = pl_module.recipes_row if isinstance(pl_module, SupportsRow) else {}
+
+    def _receive(self, trainer: Trainer, pl_module: LightningModule, row: Row) -> None:
+        """Log the line of a row that Lightning has just written."""
+        metrics = row.metrics | row.shown
+        if row.kind == "step":
+            self._step = completed_steps(trainer)
+            metrics |= as_floats(self._module_row)
+            shown = shown_text(self._select_shown(trainer, pl_module, row), beside=metrics)
+            parts = [self._where(trainer), train_text(metrics), shown, self._time_left()]
+            self._train_text = "  ".join(part for part in (train_text(metrics, val_loss=self._val_loss), shown) if part)
+        elif row.kind == "evaluation":
+            self._val_loss = find_val_loss(metrics)
+            parts = [self._where(trainer), text] if (text := val_text(metrics)) else []
+        else:
+            # what is logged per epoch and per step has been shown; the names of an epoch's own values differ
+            parts = [self._where(trainer), "epoch mean", text] if (text := epoch_text(metrics)) else []
+        if parts:
+            line = "  ".join(part for part in parts if part)
+            log.info("%s", line, extra={"console": self._bar is None})
+
+    def _select_shown(self, trainer: Trainer, pl_module: LightningModule, row: Row) -> dict[str, Any]:
+        """Return what `get_metrics` shows, without the values of earlier epochs that Lightning keeps."""
+        kept = trainer.progress_bar_metrics
+        items = self.get_metrics(trainer, pl_module).items()
+        return {name: value for name, value in items if name != "v_num" and (name not in kept or name in row.shown)}
+
+    def _where(self, trainer: Trainer) -> str:
+        num_epochs = trainer.max_epochs
+        epoch = f"epoch {trainer.current_epoch + 1}/{num_epochs}  " if num_epochs and num_epochs > 1 else ""
+        return epoch + step_text(self._step, self._total)
 
     @override
-    def on_validation_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        self._write_row(trainer)
+    def on_validation_batch_end(self, trainer: Trainer, *args: Any, **kwargs: Any) -> None:
+        self._draw_evaluation(trainer, "validation", *args, **kwargs)
 
     @override
-    def on_validation_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        if not trainer.is_global_zero or trainer.sanity_checking:
+    def on_test_batch_end(self, trainer: Trainer, *args: Any, **kwargs: Any) -> None:
+        self._draw_evaluation(trainer, "test", *args, **kwargs)
+
+    @override
+    def on_predict_batch_end(self, trainer: Trainer, *args: Any, **kwargs: Any) -> None:
+        self._draw_evaluation(trainer, "prediction", *args, **kwargs)
+
+    def _draw_evaluation(
+        self,
+        trainer: Trainer,
+        name: str,
+        pl_module: LightningModule,
+        outputs: Any,
+        batch: Any,
+        batch_idx: int,
+        dataloader_idx: int = 0,
+    ) -> None:
+        """Draw the batches done of the present data loader."""
+        self.has_dataloader_changed(dataloader_idx)
+        if trainer.sanity_checking or not self._start_bar() or not self._is_redraw_due():
             return
-        metrics = _read_metrics(trainer)
-        self._val_loss = find_first(metrics, VAL_LOSS)
-        text = val_text(metrics)
-        if text:
-            self._log(f"{step_text(trainer.global_step, self._total)}  {text}")
+        total = {
+            "validation": lambda: self.total_val_batches_current_dataloader,
+            "test": lambda: self.total_test_batches_current_dataloader,
+            "prediction": lambda: self.total_predict_batches_current_dataloader,
+        }[name]()
+        assert self._bar is not None, "started above"
+        fraction = (batch_idx + 1) / total if math.isfinite(total) and total else None
+        self._bar.draw(fraction=fraction, before=position_text(name, batch_idx + 1, total), after=self._train_text)
+        self._redrawn_at = self.clock()
 
     @override
     def on_train_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        self._write_row(trainer)
         if self._bar is not None:
-            self._train_text = train_text(_read_metrics(trainer), val_loss=self._val_loss)
-            self._redraw(trainer.global_step)
+            self._redraw(trainer, pl_module)
         self._close()
 
     @override
     def on_exception(self, trainer: Trainer, pl_module: LightningModule, exception: BaseException) -> None:
         self._close()
 
+    @override
+    def teardown(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
+        self._close()
+
     def _close(self) -> None:
+        if self._tap is not None:
+            self._tap.detach()
+            self._tap = None
         if self._bar is not None:
             self._bar.stop()
             self._bar = None
-        if self._handler is not None:
-            log.removeHandler(self._handler)
-            log.setLevel(logging.NOTSET)
-            self._handler = None
+        stop_showing(log, self._is_showing)
+        self._is_showing = None
 
-    def _write_row(self, trainer: Trainer) -> None:
-        """Log the pending row, if there is one."""
-        if self._pending_step is None:
-            return
-        step, self._pending_step = self._pending_step, None
-        metrics = _read_metrics(trainer)
-        parts = [step_text(step, self._total), train_text(metrics), self._time_left(step)]
-        self._log("  ".join(part for part in parts if part))
-        self._train_text = train_text(metrics, val_loss=self._val_loss)
+    def _is_redraw_due(self) -> bool:
+        return self._bar is not None and self.clock() - self._redrawn_at >= self._min_redraw_seconds
 
-    def _log(self, line: str) -> None:
-        log.info("%s", line, extra={"console": self._bar is None})
-
-    def _redraw(self, step: int) -> None:
+    def _redraw(self, trainer: Trainer, pl_module: LightningModule) -> None:
         assert self._bar is not None
-        fraction = step / self._total if self._total is not None else None
-        parts = [self._train_text, self._time_left(step)]
-        self._bar.draw(
-            fraction=fraction,
-            before=step_text(step, self._total),
-            after="  ".join(part for part in parts if part),
-        )
+        fraction = self._step / self._total if self._total else None
+        parts = [self._train_text, self._time_left()]
+        if not self._train_text:  # no row yet
+            parts[0] = shown_text(self.get_metrics(trainer, pl_module), beside={})
+        self._bar.draw(fraction=fraction, before=self._where(trainer), after="  ".join(part for part in parts if part))
         self._redrawn_at = self.clock()
 
-    def _time_left(self, step: int) -> str:
+    def _time_left(self) -> str:
         """Estimate from the pace since the end of the first step, evaluation and saving included; "" if unknown."""
-        if self._total is None or self._timed_from is None or step <= self._timed_from[0]:
+        if self._total is None or self._timed_from is None or self._step <= self._timed_from[0]:
             return ""
         first_step, first_time = self._timed_from
-        step_seconds = (self.clock() - first_time) / (step - first_step)
-        return f"{clock_text(step_seconds * max(0, self._total - step))} left"
+        step_seconds = (self.clock() - first_time) / (self._step - first_step)
+        return f"{clock_text(step_seconds * max(0, self._total - self._step))} left"
 
 
 def _total_steps(trainer: Trainer) -> int | None:
-    """Return the optimizer steps of the whole fit; None if only the user or the data will end it."""
-    total = trainer.estimated_stepping_batches
-    return int(total) if math.isfinite(total) and total > 0 else None
-
-
-def _read_metrics(trainer: Trainer) -> dict[str, float]:
-    """Return the present value of every metric logged so far."""
-    return {name: float(value) for name, value in trainer.callback_metrics.items()}
+    """Return the steps of the whole fit, counted as `completed_steps`; None if they are unknown."""
+    if trainer.lightning_module.automatic_optimization:
+        total = float(trainer.estimated_stepping_batches)
+        return int(total) if math.isfinite(total) and total > 0 else None
+    epochs = trainer.max_epochs if trainer.max_epochs is not None and trainer.max_epochs >= 0 else math.inf
+    batches = trainer.num_training_batches * epochs
+    if trainer.max_steps >= 0:  # of all optimizers together, so many per batch as so far
+        done = trainer.global_step
+        batches = min(batches, math.ceil(trainer.max_steps * completed_steps(trainer) / done) if done else math.inf)
+    return int(batches) if math.isfinite(batches) else None

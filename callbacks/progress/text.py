@@ -1,14 +1,11 @@
 """Text of a progress line: metrics in, one line out. No Lightning."""
 
+import math
 from collections.abc import Mapping
+from typing import Any
 
 TRAIN_LOSS = ("train/loss", "train/loss_step", "train_loss", "train_loss_step", "loss")
 VAL_LOSS = ("val/loss", "val_loss", "val/loss_epoch", "val_loss_epoch")
-
-
-def find_first(metrics: Mapping[str, float], names: tuple[str, ...]) -> float | None:
-    """Return the value of the first of `names` that was logged; None if none was."""
-    return next((metrics[name] for name in names if name in metrics), None)
 
 
 def step_text(step: int, total: int | None) -> str:
@@ -21,7 +18,7 @@ def step_text(step: int, total: int | None) -> str:
 def train_text(metrics: Mapping[str, float], *, val_loss: float | None = None) -> str:
     """Return `loss 3.4512  grad 0.81  lr 9.8e-04  12,345 tok/s`: the available metrics, in this order."""
     parts = []
-    loss = find_first(metrics, TRAIN_LOSS)
+    loss = next((metrics[name] for name in TRAIN_LOSS if name in metrics), None)
     if loss is not None:
         parts.append(f"loss {loss:.4f}")
     if val_loss is not None:
@@ -44,14 +41,51 @@ def _speed(metrics: Mapping[str, float]) -> list[str]:
 
 
 def val_text(metrics: Mapping[str, float]) -> str:
-    """Return `val loss 3.2100  perplexity 24.7791`: every validation metric, by its short name."""
-    parts = []
-    for name, value in metrics.items():
-        for prefix in ("val/", "val_"):
-            if name.startswith(prefix):
-                short = name.removeprefix(prefix)
-                parts.append(f"{short} {value:.4f}" if value < 10 else f"{short} {value:.5g}")
+    """Return `val loss 3.2100  perplexity 24.7791`: every metric of a validation, by its short name."""
+    parts = [f"{_without_prefix(name)} {_number(value)}" for name, value in metrics.items()]
     return "val " + "  ".join(parts) if parts else ""
+
+
+def epoch_text(metrics: Mapping[str, float]) -> str:
+    """Return `train_acc 0.9312  train_loss_epoch 0.1234`: every metric of a training epoch by its own name."""
+    return "  ".join(f"{name} {_number(value)}" for name, value in metrics.items())
+
+
+def shown_text(shown: Mapping[str, Any], *, beside: Mapping[str, float]) -> str:
+    """Return what a module logs with `prog_bar=True`, without what `train_text` shows of the same step.
+
+    Args:
+        shown: By name.
+        beside: What `train_text` is given.
+    """
+    loss = next((name for name in TRAIN_LOSS if name in beside), "")
+    taken = {loss, loss.removesuffix("_step"), "grad/norm", "lr", "v_num"}
+    parts = [
+        f"{name} {_number(value) if isinstance(value, (int, float)) else value}"
+        for name, value in shown.items()
+        if name not in taken and not name.startswith("throughput/")
+    ]
+    return "  ".join(parts)
+
+
+def position_text(name: str, done: int, total: float) -> str:
+    """Return `validation 3/10`; without the total if it is not known."""
+    return f"{name} {done}" if math.isinf(total) else f"{name} {done}/{int(total)}"
+
+
+def find_val_loss(metrics: Mapping[str, float]) -> float | None:
+    """Return the validation loss under any of its usual names; None if it was not logged."""
+    return next((metrics[name] for name in VAL_LOSS if name in metrics), None)
+
+
+def _without_prefix(name: str) -> str:
+    for prefix in ("val/", "val_"):
+        name = name.removeprefix(prefix)
+    return name
+
+
+def _number(value: float) -> str:
+    return f"{value:.4f}" if abs(value) < 10 else f"{value:.5g}"
 
 
 def clock_text(seconds: float) -> str:

@@ -8,18 +8,21 @@ from typing import Any
 from lightning.pytorch import Callback, LightningModule, Trainer
 from typing_extensions import override
 
-from ..logged_step import run_folder
+from ..lightning_internals import Row, RowTap, as_floats
+from ..logged_step import completed_steps, output_folder
+from ..protocols import SupportsRow
 from .page import write_report
 
 log = logging.getLogger("lightning_recipes")
 
 
 class RunReport(Callback):
-    """Writes the report of the run folder, on rank 0, when a fit ends or raises.
+    """Writes the report of a run, on rank 0, when a fit ends or raises.
 
-    Needs a logger that writes `metrics.csv` into its `log_dir`; without one it logs that there is no report. Call
-    `write_report(folder)` again once `summary.json` exists. If the report cannot be written, the traceback is logged
-    and the fit ends as it would have without it.
+    It keeps the rows of this fit itself, whatever loggers there are or none, and writes into the `log_dir` of the first
+    that has one, else into `trainer.default_root_dir`. Of a module that is `SupportsRow` it reads `metrics.csv` there
+    instead, resumes included. Call `write_report(folder)` again once `summary.json` exists. If the report cannot be
+    written, the traceback is logged and the fit ends as it would have without it.
 
     Args:
         dashboard: Sections of panels, as in `conf/dashboard/default.yaml`; None draws every metric, by its prefix.
@@ -31,6 +34,22 @@ class RunReport(Callback):
 
     def __init__(self, *, dashboard: Sequence[Mapping[str, Any]] | None = None) -> None:
         self._dashboard = dashboard
+        self._rows: dict[int, dict[str, float]] | None = None  # by steps completed; None: they are in metrics.csv
+        self._tap: RowTap | None = None
+
+    @override
+    def on_fit_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        self._rows = None
+        if trainer.is_global_zero and not isinstance(pl_module, SupportsRow):
+            self._rows = {}
+            self._tap = RowTap(trainer, lambda row: self._keep(trainer, row))
+
+    def _keep(self, trainer: Trainer, row: Row) -> None:
+        assert self._rows is not None, "the tap is set with the rows"
+        kept = self._rows.setdefault(completed_steps(trainer), {})
+        kept |= row.metrics
+        # LearningRateMonitor writes to the loggers by itself, in an earlier hook of the step
+        kept |= as_floats({name: v for name, v in trainer.callback_metrics.items() if name.startswith("lr-")})
 
     @override
     def teardown(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
@@ -43,20 +62,31 @@ class RunReport(Callback):
             self._write(trainer)
 
     def _write(self, trainer: Trainer) -> None:
+        if self._tap is not None:
+            self._tap.detach()
+            self._tap = None
         if not trainer.is_global_zero:
             return
         for logger in trainer.loggers:
             logger.save()  # flush buffered rows
-        folder = run_folder(trainer)
-        if folder is None or not (folder / "metrics.csv").exists():
-            if trainer.global_step:
-                log.info("no report: no logger wrote a metrics.csv")
-            return
-        self.write_report(folder)
+        folder = output_folder(trainer)
+        if self._rows is None and (folder / "metrics.csv").exists():
+            self.write_report(folder)
+        elif self._rows and any(self._rows.values()):
+            self.write_report(folder, self._rows)
+        elif trainer.global_step:
+            log.info("no report: nothing was logged")
 
-    def write_report(self, folder: Path) -> None:
-        """Call `write_report(folder, dashboard)` and log an exception instead of raising it."""
+    def write_report(self, folder: Path | str, rows: Mapping[int, Mapping[str, float]] | None = None) -> None:
+        """Call `write_report(folder, dashboard)` and log an exception instead of raising it.
+
+        Args:
+            folder: Where to write.
+            rows: Metrics by optimizer step; None: those in `metrics.csv`.
+        """
         try:
-            write_report(folder, self._dashboard)
+            folder = Path(folder)
+            folder.mkdir(parents=True, exist_ok=True)
+            write_report(folder, self._dashboard, rows=rows)
         except Exception:
             log.exception("the report of %s could not be written", folder)

@@ -1,6 +1,7 @@
 """Write the report of one run: one picture, and one page that opens offline. A second or two, no Lightning."""
 
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from html import escape
 from pathlib import Path
 from typing import Any
@@ -26,14 +27,19 @@ from .config import command_line_overrides, config_text
 from .dashboard import get_sections, sections_for
 from .header import diagnosis, head, tiles
 from .html import anchor_id, facts_table, render_page, write_page, zoom_bar
-from .run_record import RunRecord, read_run
+from .run_record import RunRecord, as_series, read_run
 from .tables import events_table, operators_table, plan_table, sample_texts, spikes_table
 
 STYLES = ("page.css", "charts.css")
 SCRIPTS = ("axis.js", "charts.js", "zoom.js")
 
 
-def write_report(run_folder: Path, dashboard: Sequence[Mapping[str, Any]] | None = None) -> None:
+def write_report(
+    run_folder: Path | str,
+    dashboard: Sequence[Mapping[str, Any]] | None = None,
+    *,
+    rows: Mapping[int, Mapping[str, float]] | None = None,
+) -> None:
     """Write `curves.png` and `report.html` into a run folder, from the files in it.
 
     Needs `metrics.csv`; uses `summary.json`, `environment.json`, `config.yaml`, `plan.json`, `events.jsonl`,
@@ -42,12 +48,16 @@ def write_report(run_folder: Path, dashboard: Sequence[Mapping[str, Any]] | None
     Args:
         run_folder: The folder of a run, or any folder with a `metrics.csv`.
         dashboard: Sections of panels, as in `conf/dashboard/default.yaml`; None draws every metric, by its prefix.
+        rows: Metrics by optimizer step; None: those in `metrics.csv`.
 
     Raises:
         FileNotFoundError: There is no `metrics.csv`.
         ValueError: `metrics.csv` has no column `step`.
     """
-    run = read_run(run_folder)
+    run_folder = Path(run_folder)
+    run = read_run(run_folder, needs_metrics=rows is None)
+    if rows is not None:
+        run = replace(run, series=as_series(rows))
     sections = sections_for(run.series) if dashboard is None else get_sections(dashboard)
     groups, marks = get_groups(run, sections), get_marks(run.events)
     pictures = [chart for group in groups for chart in group.charts if chart.picture]

@@ -4,6 +4,7 @@ import csv
 import json
 import math
 import re
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -129,6 +130,15 @@ def read_metrics(path: Path) -> Series:
                 if row[i] != "":
                     series[name].append((step, _parse_number(row[i])))
     return {name: points for name, points in series.items() if points}
+
+
+def as_series(rows: Mapping[int, Mapping[str, float]]) -> Series:
+    """Return the points of every metric of rows, which are given by step."""
+    series: Series = {}
+    for step in sorted(rows):
+        for name, value in rows[step].items():
+            series.setdefault(name, []).append((step, value))
+    return series
 
 
 def metric_names(path: Path) -> list[str]:

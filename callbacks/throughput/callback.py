@@ -7,12 +7,14 @@ from typing import Annotated, Any, ClassVar
 
 import torch
 from lightning.pytorch import Callback, LightningModule, Trainer
+from torch.optim import Optimizer
 from typing_extensions import override
 
 from ..logged_step import StepCounter, is_logged_step, log_row
 from ..profiler_hooks import Listener, ProfilerTap, get_profiler
+from ..protocols import SupportsConsumed
 from .mfu import FlopMeter
-from .stopwatch import CompileListener, Snapshot, Stopwatch
+from .stopwatch import CompileListener, Snapshot, Stopwatch, get_rates
 
 
 class SpeedMonitor(Callback):
@@ -20,15 +22,15 @@ class SpeedMonitor(Callback):
 
     Useful always: to compare settings and machines, and to see a run that has become slower.
 
-    Tokens and samples come from the module's `num_tokens` and `num_samples` (int, consumed so far over all ranks, up
-    to date when `on_train_batch_end` begins); what a module does not count is not logged. FLOPs come from its
-    `flops_of(batch)`, else they are counted, see `FlopMeter`.
+    Samples and tokens come from `batch_size_fn` and `length_fn`, else from the module if it is `SupportsConsumed`; what
+    nobody counts is not logged. FLOPs come from the module if it is `SupportsFlops`, else the operators of one step
+    per shape of a micro-batch are watched: its FLOPs are those of its matmuls, convolutions and attention.
 
-    Excluded from the window and summed in `time/excluded_seconds`: the first step of each process; compilation;
-    evaluation, from the end of the training batch before it to the next fetch of data, so including its worker
-    start-up; every `trainer.save_checkpoint`; and whatever runs inside `trainer.profiler.profile(name)` with one of
-    the names in `EXCLUDED_ACTIONS`. `time/data_wait_fraction` is the fraction of the window that this rank spent in
-    the data loader's `next`.
+    Excluded from the window and summed in `time/excluded_seconds`: the first step of each process; compilation; a
+    micro-batch that is watched; evaluation, from the end of the training batch before it to the next fetch of data,
+    so including its worker start-up; every `trainer.save_checkpoint`; and whatever runs inside
+    `trainer.profiler.profile(name)` with one of the names in `EXCLUDED_ACTIONS`. `time/data_wait_fraction` is the
+    fraction of the window that this rank spent in the data loader's `next`.
 
     `summary()` returns averages over the whole run, earlier parts of a resumed one included.
 
@@ -37,12 +39,14 @@ class SpeedMonitor(Callback):
             of published peaks.
         measure_peak: Time a matmul at the start and log the fraction of its rate, instead of the fraction of
             the published peak.
+        batch_size_fn: Micro-batch of this rank -> its samples. All ranks are taken to have as many.
+        length_fn: Micro-batch of this rank -> tokens in each of its samples, or their mean; needs `batch_size_fn`.
 
     Raises:
-        ValueError: `peak_tflops` is not above 0.
+        ValueError: `peak_tflops` is not above 0, or there is a `length_fn` without a `batch_size_fn`.
 
     Example:
-        >>> monitor = SpeedMonitor(peak_tflops=989.4)
+        >>> monitor = SpeedMonitor(batch_size_fn=lambda batch: len(batch[0]))
         >>> trainer = Trainer(callbacks=[monitor], accelerator="cpu", logger=False)
         >>> monitor.summary()["steps"]
         0
@@ -60,12 +64,24 @@ class SpeedMonitor(Callback):
         "profile",
     )
 
-    def __init__(self, *, peak_tflops: Annotated[float, "> 0"] | None = None, measure_peak: bool = False) -> None:
-        if peak_tflops is not None and peak_tflops <= 0:
+    def __init__(
+        self,
+        *,
+        peak_tflops: Annotated[float, "> 0"] | None = None,
+        measure_peak: bool = False,
+        batch_size_fn: Callable[[Any], int] | None = None,
+        length_fn: Callable[[Any], float] | None = None,
+    ) -> None:
+        if peak_tflops is not None and not peak_tflops > 0:
             raise ValueError(
-                f"callbacks.throughput.peak_tflops is {peak_tflops}; a peak is above 0; type"
-                " callbacks.throughput.peak_tflops=null to take it from the table of devices"
+                f"peak_tflops is {peak_tflops}; a peak is above 0; leave it out to take it from the table of devices"
             )
+        if length_fn is not None and batch_size_fn is None:
+            raise ValueError(
+                "length_fn is set and batch_size_fn is not; tokens are samples times length; set batch_size_fn too"
+            )
+        self._batch_size_fn = batch_size_fn
+        self._length_fn = length_fn
         self.clock: Callable[[], float] = time.perf_counter
         self._meter = FlopMeter(peak_tflops=peak_tflops, measure_peak=measure_peak)
         self._earlier = Snapshot()  # before this process
@@ -80,6 +96,7 @@ class SpeedMonitor(Callback):
         self._now = Snapshot()  # counts of this process; `_read` adds the seconds
         self._row = Snapshot()  # at the last row
         self._is_first = True  # whether this is the first step of this process
+        self._is_step_timed = False  # whether any micro-batch of the current step is
         self._counted = (0, 0)  # the module's samples and tokens after the last batch
         self._wait_seconds = 0.0
         self._fetch_began = 0.0
@@ -129,6 +146,21 @@ class SpeedMonitor(Callback):
             self._wait_seconds += self.clock() - self._fetch_began
 
     @override
+    def on_train_batch_start(self, trainer: Trainer, pl_module: LightningModule, batch: Any, batch_idx: int) -> None:
+        if self._meter.needs_watch(trainer, pl_module, batch):
+            if not self._is_first:  # which is excluded anyway
+                self._pause("count_flops")
+            self._meter.watch()
+
+    @override
+    def on_before_backward(self, trainer: Trainer, pl_module: LightningModule, loss: torch.Tensor) -> None:
+        self._meter.check_loss(loss)
+
+    @override
+    def on_before_optimizer_step(self, trainer: Trainer, pl_module: LightningModule, optimizer: Optimizer) -> None:
+        self._meter.reach_optimizer()
+
+    @override
     def on_validation_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
         if not trainer.sanity_checking and trainer.state.fn == "fit":
             self._pause("validation")
@@ -138,7 +170,7 @@ class SpeedMonitor(Callback):
         self, trainer: Trainer, pl_module: LightningModule, outputs: Any, batch: Any, batch_idx: int
     ) -> None:
         stepped = self._steps.stepped(trainer)
-        logged = stepped and is_logged_step(trainer)
+        logged = is_logged_step(trainer)
         self._count(trainer, pl_module, batch, stepped=stepped)
         if logged or (stepped and self._is_first):
             self._synchronize()
@@ -152,32 +184,47 @@ class SpeedMonitor(Callback):
             self._watch.resume("first_step")
         if logged:
             reading = self._read()
-            self.row = self._rates(reading - self._row, world_size=trainer.world_size)
+            window = reading - self._row
+            self.row = get_rates(window, world_size=trainer.world_size)
+            if "time/step_seconds" in self.row:
+                self.row |= self._meter.row(window)
             log_row(pl_module, self.row)
             self._row = reading
 
     def _count(self, trainer: Trainer, pl_module: LightningModule, batch: Any, *, stepped: bool) -> None:
         """Add what this batch consumed; a counter that was rolled back continues from its lower value."""
         before, self._counted = self._counted, _counters(pl_module)
-        flops, causal_flops = self._get_flops(trainer, pl_module, batch)
-        if self._watch.is_paused:  # the whole step is excluded: the first one, a traced one
-            return
-        samples, tokens = (max(0, b - a) for a, b in zip(before, self._counted, strict=True))
-        self._now += Snapshot(
-            steps=int(stepped),
-            samples=samples,
-            tokens=tokens,
-            flops=flops * trainer.world_size,
-            causal_flops=(causal_flops or 0.0) * trainer.world_size,
-        )
+        flops = self._get_flops(trainer, pl_module, batch)
+        is_timed = not self._watch.is_paused
+        if "count_flops" in self._watch.reasons:
+            self._synchronize()  # what the watched micro-batch has queued is excluded too
+            self._watch.resume("count_flops")
+        if is_timed:  # else it is excluded: of the first step, watched, traced
+            if self._batch_size_fn is None:
+                samples, tokens = (max(0, b - a) for a, b in zip(before, self._counted, strict=True))
+            else:
+                samples = self._batch_size_fn(batch) * trainer.world_size
+                tokens = 0 if self._length_fn is None else round(samples * self._length_fn(batch))
+            known, causal = flops or (0.0, None)
+            self._now += Snapshot(
+                samples=samples,
+                tokens=tokens,
+                flops=known * trainer.world_size,
+                causal_flops=(causal or 0.0) * trainer.world_size,
+                uncounted=int(flops is None),
+            )
+        self._is_step_timed |= is_timed
+        if stepped:
+            self._now += Snapshot(steps=int(self._is_step_timed))
+            self._is_step_timed = False
 
-    def _get_flops(self, trainer: Trainer, pl_module: LightningModule, batch: Any) -> tuple[float, float | None]:
-        """Return remembered FLOPs, else compute them, which is excluded from the training time."""
-        if (known := self._meter.known(batch)) is not None:
-            return known
+    def _get_flops(self, trainer: Trainer, pl_module: LightningModule, batch: Any) -> tuple[float, float | None] | None:
+        """Return the FLOPs of a micro-batch; the time it takes the module to compute them is excluded."""
+        if not self._meter.must_ask(pl_module, batch):
+            return self._meter.get(trainer, pl_module, batch)
         self._watch.pause("count_flops")
         try:
-            return self._meter.compute(trainer, pl_module, batch)
+            return self._meter.get(trainer, pl_module, batch)
         finally:
             self._watch.resume("count_flops")
 
@@ -191,21 +238,6 @@ class SpeedMonitor(Callback):
             excluded_seconds=sum(self._watch.excluded_seconds.values()),
         )
 
-    def _rates(self, window: Snapshot, *, world_size: int) -> dict[str, float]:
-        """Return the metrics of one row; of a window without training, its excluded seconds only."""
-        row = {"time/excluded_seconds": window.excluded_seconds}
-        if window.seconds <= 0 or not window.steps:
-            return row
-        row["time/step_seconds"] = window.seconds / window.steps
-        row["time/data_wait_fraction"] = window.wait_seconds / window.seconds
-        if window.samples:
-            row["throughput/samples_per_second"] = window.samples / window.seconds
-        if window.tokens:
-            tokens_per_second = window.tokens / window.seconds
-            row["throughput/tokens_per_second"] = tokens_per_second
-            row["throughput/device_tokens_per_second"] = tokens_per_second / world_size
-        return row | self._meter.row(window)
-
     @override
     def on_train_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
         self._pause("end")
@@ -213,6 +245,7 @@ class SpeedMonitor(Callback):
 
     @override
     def on_exception(self, trainer: Trainer, pl_module: LightningModule, exception: BaseException) -> None:
+        self._meter.stop()
         self._detach()  # no synchronization here: the device may be what failed
 
     def _detach(self) -> None:
@@ -258,13 +291,8 @@ class SpeedMonitor(Callback):
 
 
 def _counters(pl_module: LightningModule) -> tuple[int, int]:
-    """Return samples and tokens consumed so far over all ranks; 0 for what the module does not count."""
-    samples = getattr(pl_module, "num_samples", None)
-    tokens = getattr(pl_module, "num_tokens", None)
-    return (
-        samples if isinstance(samples, int) else 0,
-        tokens if isinstance(tokens, int) else 0,
-    )
+    """Return samples and tokens consumed so far over all ranks; 0 where the module does not count."""
+    return pl_module.recipes_consumed() if isinstance(pl_module, SupportsConsumed) else (0, 0)
 
 
 def _rate(count: int, seconds: float) -> float | None:

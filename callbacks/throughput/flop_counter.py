@@ -1,46 +1,128 @@
-"""Count the FLOPs of one micro-batch on the meta device: nothing is computed, 10 to 100 ms per shape."""
+"""Count the FLOPs of a micro-batch: by watching its own step, or on a meta copy that a module provides.
 
-import copy
+Nothing runs twice, so counting has no side effect: no random number, no logged value, no replay buffer is touched.
+"""
+
 import dataclasses
-import inspect
+import sys
 from collections.abc import Mapping
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 from torch.nn.attention import SDPBackend, sdpa_kernel
-from torch.utils.flop_counter import FlopCounterMode
+from torch.random import fork_rng
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils.flop_counter import flop_registry, sdpa_backward_flop_count, sdpa_flop_count
+from typing_extensions import override
+
+from ..protocols import SupportsMetaForward
+
+_aten = torch.ops.aten
 
 
-def count_flops(module: nn.Module, batch: Any) -> float:
-    """Return the FLOPs of the matmuls and convolutions that torch runs in a forward and a backward pass.
+class FlopCounter(TorchDispatchMode):  # type: ignore[no-untyped-call]
+    """Adds up the FLOPs of matmuls, convolutions and attention while it is active: microseconds per operator.
 
-    A module may provide `forward_on_meta(batch)`, the outputs of its forward pass on the meta device. Otherwise a
-    copy of the module runs its `training_step`, collectives included: do not call this for one of several ranks.
+    Attention counts in full, whatever its mask; recomputed activations do not count.
+
+    Attributes:
+        flops: Counted so far.
+        error: Why the count is wrong; None if it is right.
+    """
+
+    supports_higher_order_operators = True  # flex attention, activation checkpoints
+
+    def __init__(self) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]
+        self.flops: float = 0.0
+        self.error: str | None = None
+
+    @classmethod
+    @override
+    def ignore_compile_internals(cls) -> bool:
+        # else torch.compile would leave the step of this batch uncompiled, with other rounding errors
+        return True
+
+    @override
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: dict[str, Any] | None = None) -> Any:
+        kwargs = kwargs or {}
+        result = func(*args, **kwargs)
+        operator = getattr(func, "_overloadpacket", func)
+        formula = _CPU_ATTENTION.get(operator) or flop_registry.get(operator)
+        if formula is not None and not _is_recomputing():
+            try:
+                self.flops += float(formula(*args, **kwargs, out_val=result))
+            except Exception as error:  # a formula that does not know these arguments must not end the run
+                self.error = f"{type(error).__name__} in the formula of {operator}"
+        return result
+
+
+def _sdpa(query: Tensor, key: Tensor, value: Tensor, *args: Any, **kwargs: Any) -> int:
+    return int(sdpa_flop_count(query.shape, key.shape, value.shape))  # type: ignore[no-untyped-call]
+
+
+def _sdpa_backward(grad: Tensor, query: Tensor, key: Tensor, value: Tensor, *args: Any, **kwargs: Any) -> int:
+    return int(sdpa_backward_flop_count(grad.shape, query.shape, key.shape, value.shape))  # type: ignore[no-untyped-call]
+
+
+# torch's own registry has no formula for its CPU kernel and counts it as zero (pytorch #195460, 2.13)
+_CPU_ATTENTION: dict[Any, Any] = {
+    _aten._scaled_dot_product_flash_attention_for_cpu: _sdpa,
+    _aten._scaled_dot_product_flash_attention_for_cpu_backward: _sdpa_backward,
+}
+
+
+def _is_recomputing() -> bool:
+    """Return whether a backward pass is recomputing activations: a forward pass inside it, by some checkpoint.py."""
+    if torch._C._current_graph_task_id() == -1 or not torch.is_grad_enabled():
+        return False
+    frame = sys._getframe()
+    while frame.f_back is not None:
+        frame = frame.f_back
+        if "checkpoint" in frame.f_code.co_filename.rpartition("/")[2]:
+            return True
+    return False
+
+
+def is_compiled(loss: Tensor) -> bool:
+    """Return whether part of a loss was computed by compiled code, whose operators no counter sees."""
+    seen = set()
+    nodes = [loss.grad_fn]
+    while nodes:
+        node = nodes.pop()
+        if node is None or node in seen:
+            continue
+        seen.add(node)
+        if node.name() == "CompiledFunctionBackward":
+            return True
+        nodes.extend(parent for parent, _ in node.next_functions)
+    return False
+
+
+def count_flops_on_meta(module: SupportsMetaForward, batch: Any) -> float:
+    """Return the FLOPs of a forward and a backward pass of `recipes_forward_on_meta`: 10 to 100 ms, nothing computed.
+
     Attention counts in full, whatever its mask; recomputation does not count. Random states are restored.
 
     Args:
-        module: With unsharded parameters, on any device; it is not changed.
+        module: Provides the outputs of its forward pass on the meta device.
         batch: As `training_step` takes it.
 
     Raises:
         Exception: Whatever the module raises when it reads a value from a tensor on the meta device.
     """
-    batch = _on_meta(batch)
-    own = getattr(module, "forward_on_meta", None)
     has_cuda = torch.cuda.is_initialized()  # type: ignore[no-untyped-call]
-    cuda = list(range(torch.cuda.device_count())) if has_cuda else []
+    devices = list(range(torch.cuda.device_count())) if has_cuda else []
     # fused attention kernels count as zero on some devices (pytorch #195460, 2.13)
-    with (
-        torch.random.fork_rng(cuda),
-        FlopCounterMode(display=False) as counter,
-        sdpa_kernel(SDPBackend.MATH),
-    ):
-        outputs = own(batch) if callable(own) else _run_step(_meta_copy(module), batch)
-        if isinstance(outputs, Mapping):
-            outputs = outputs["loss"]
-        outputs.float().sum().backward()
-    return float(counter.get_total_flops())
+    with fork_rng(devices), FlopCounter() as counter, sdpa_kernel(SDPBackend.MATH):
+        module.recipes_forward_on_meta(_on_meta(batch)).float().sum().backward()  # type: ignore[no-untyped-call]
+    return float(counter.flops)
+
+
+def has_sharded_parameters(module: nn.Module) -> bool:
+    """Return whether a parameter is a DTensor, whose operators show global shapes on every rank."""
+    return any(hasattr(parameter, "full_tensor") for parameter in module.parameters())
 
 
 def get_shapes(batch: Any) -> tuple[Any, ...]:
@@ -54,27 +136,6 @@ def get_shapes(batch: Any) -> tuple[Any, ...]:
     if isinstance(batch, (list, tuple)):
         return tuple(get_shapes(item) for item in batch)
     return ()
-
-
-def _run_step(module: nn.Module, batch: Any) -> Any:
-    step: Any = module.training_step
-    takes_index = len(inspect.signature(step).parameters) > 1
-    return step(batch, 0) if takes_index else step(batch)
-
-
-def _meta_copy(module: nn.Module) -> nn.Module:
-    """Return a copy with parameters of the same shapes on the meta device, which logs nothing."""
-    memo: dict[int, Any] = {id(tensor): _empty_like(tensor) for tensor in (*module.parameters(), *module.buffers())}
-    copied = copy.deepcopy(module, memo).train(module.training)
-    vars(copied).update(dict.fromkeys(("log", "log_dict"), lambda *_, **__: None))
-    return copied
-
-
-def _empty_like(tensor: Tensor) -> Tensor:
-    empty = torch.empty(tensor.shape, dtype=tensor.dtype, device="meta")  # the shape of `tensor`
-    if isinstance(tensor, nn.Parameter):
-        return nn.Parameter(empty, requires_grad=tensor.requires_grad)
-    return empty
 
 
 def _on_meta(batch: Any) -> Any:

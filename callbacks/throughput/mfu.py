@@ -1,6 +1,6 @@
 """Model FLOPs utilization (MFU): the fraction of a device's peak that the model's own arithmetic uses.
 
-The FLOPs are computed once per shape of a micro-batch.
+The FLOPs are found once per shape of a micro-batch.
 """
 
 import logging
@@ -9,8 +9,10 @@ from typing import Any
 
 import torch
 from lightning.pytorch import LightningModule, Trainer
+from torch import Tensor
 
-from .flop_counter import count_flops, get_shapes
+from ..protocols import SupportsFlops, SupportsMetaForward
+from .flop_counter import FlopCounter, count_flops_on_meta, get_shapes, has_sharded_parameters, is_compiled
 from .peak_flops import Kind, Peak, get_peak
 from .stopwatch import Snapshot
 
@@ -27,7 +29,9 @@ _DTYPES = {
     "fp32": torch.float32,
 }
 _MAX_SHAPES = 256  # whose FLOPs are remembered
-_MAX_COUNTED = 32  # shapes to count on the meta device: each takes as long as a step
+_MAX_WATCHED = 32  # micro-batches whose operators are watched, which slows each of them down
+_HOW = "define recipes_flops(batch), which returns .palm and .causal"
+Flops = tuple[float, float | None]  # with attention in full; with causal attention at half, None if unknown
 
 
 class FlopMeter:
@@ -41,14 +45,19 @@ class FlopMeter:
     def __init__(self, *, peak_tflops: float | None, measure_peak: bool) -> None:
         self._peak_tflops = peak_tflops
         self._measure_peak = measure_peak
-        self._flops: dict[Any, tuple[float, float | None]] = {}  # by shapes of a micro-batch
-        self._num_counted = 0  # on the meta device
-        self._cannot_count = False
+        self._flops: dict[Any, Flops] = {}  # by shapes of a micro-batch
+        self._counter: FlopCounter | None = None  # while a micro-batch is watched
+        self._at_optimizer: float | None = None  # FLOPs counted before the optimizer's own, in that micro-batch
+        self._num_watched = 0
+        self._watches_next = True
+        self._why_not: str | None = None  # why there are no FLOPs; None: there are
         self._peak: Peak | None = None
         self._measured: float | None = None  # TFLOP/s
 
     def start(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        """Find the peak, and log which it is or why there is none."""
+        """Forget the module before; find the peak, and log which it is or why there is none."""
+        self._flops.clear()
+        self._num_watched, self._watches_next, self._why_not = 0, True, None
         device, kind = trainer.strategy.root_device, get_kind(trainer, pl_module)
         if self._measure_peak:
             if kind is None or kind == "fp8" or (kind == "fp16" and device.type == "cpu"):
@@ -64,7 +73,7 @@ class FlopMeter:
         elif device.type != "cuda":
             message = (
                 f"no MFU: a {device.type} has no published peak;"
-                " callbacks.throughput.measure_peak=true logs the fraction of a measured matmul"
+                " measure_peak=True logs the fraction of a measured matmul"
             )
         else:
             self._peak = get_peak(torch.cuda.get_device_name(device), kind)
@@ -72,58 +81,107 @@ class FlopMeter:
         if trainer.is_global_zero:
             log.info(message)
 
-    def known(self, batch: Any) -> tuple[float, float | None] | None:
-        """Return the remembered FLOPs of a micro-batch of these shapes; None if they are new."""
-        if self._cannot_count:
-            return 0.0, None
+    def known(self, batch: Any) -> Flops | None:
+        """Return the remembered FLOPs of a micro-batch of these shapes; None if they are unknown."""
         return self._flops.get(get_shapes(batch))
 
-    def compute(self, trainer: Trainer, pl_module: LightningModule, batch: Any) -> tuple[float, float | None]:
-        """Return the FLOPs of a micro-batch on this rank: with attention in full, and with causal attention at half.
+    def needs_watch(self, trainer: Trainer, pl_module: LightningModule, batch: Any) -> bool:
+        """Return whether the FLOPs of a micro-batch are unknown, and its operators must be watched to know them.
 
-        They come from the module's `flops_of(batch)`, whose result has `palm` and `causal`. Otherwise they are
-        counted, in full only (None for the second); 0 where they cannot be.
+        Args:
+            trainer: Of the run.
+            pl_module: A module that knows its own FLOPs, or can run on the meta device, is not watched.
+            batch: As `on_train_batch_start` has it: with a `dataloader_iter` it is the one before, or None.
         """
-        own = getattr(pl_module, "flops_of", None)
-        if callable(own) and (figures := own(batch)) is not None:
-            flops: tuple[float, float | None] = (float(figures.palm), float(figures.causal))
-        else:
-            flops = (self._count(trainer, pl_module, batch), None)
-        if self._cannot_count:
-            return 0.0, None
+        if self._why_not is not None or isinstance(pl_module, (SupportsFlops, SupportsMetaForward)):
+            return False
+        if self._num_watched >= _MAX_WATCHED or (self.known(batch) is not None and not self._watches_next):
+            return False
+        if has_sharded_parameters(pl_module):
+            self._give_up(trainer, pl_module, "its parameters are DTensors")
+            return False
+        return True
+
+    def watch(self) -> None:
+        """Begin to watch the operators of a micro-batch; call it before the micro-batch is trained."""
+        self._num_watched += 1
+        self._watches_next = False
+        self._at_optimizer = None
+        self._counter = FlopCounter()
+        self._counter.__enter__()  # type: ignore[no-untyped-call]
+
+    def must_ask(self, pl_module: LightningModule, batch: Any) -> bool:
+        """Return whether the module has to compute the FLOPs of a micro-batch."""
+        is_asked = isinstance(pl_module, (SupportsFlops, SupportsMetaForward))
+        return is_asked and self._why_not is None and self.known(batch) is None
+
+    def check_loss(self, loss: Tensor) -> None:
+        """Notice a compiled step, whose operators are not seen; call it before every backward pass."""
+        if self._counter is not None and is_compiled(loss):
+            self._counter.error = "its step is compiled"
+
+    def reach_optimizer(self) -> None:
+        """Note the count before an optimizer steps: what it multiplies is not the model's; call it before each step."""
+        if self._counter is not None:
+            self._at_optimizer = self._counter.flops
+
+    def stop(self) -> FlopCounter | None:
+        """Stop watching; call it after the micro-batch and after an exception."""
+        counter, self._counter = self._counter, None
+        if counter is not None:
+            counter.__exit__(None, None, None)  # type: ignore[no-untyped-call]
+        return counter
+
+    def get(self, trainer: Trainer, pl_module: LightningModule, batch: Any) -> Flops | None:
+        """Return the FLOPs of the micro-batch that has just been trained, on this rank; None where they are unknown."""
+        counter, shapes = self.stop(), get_shapes(batch)
+        if counter is not None and counter.error is not None:
+            self._give_up(trainer, pl_module, counter.error)
+        if self._why_not is not None:
+            return None
+        flops = self._flops.get(shapes)
+        if counter is not None:
+            flops = (counter.flops if self._at_optimizer is None else self._at_optimizer, None)
+        elif flops is None:
+            flops = self._ask(trainer, pl_module, batch)
+        if flops is None:
+            self._watches_next = True
+            return None
         if len(self._flops) >= _MAX_SHAPES:
             self._flops.clear()
-        if shapes := get_shapes(batch):
+        if shapes:
             self._flops[shapes] = flops
         return flops
 
-    def _count(self, trainer: Trainer, pl_module: LightningModule, batch: Any) -> float:
-        self._num_counted += 1
-        why = ""
-        if not hasattr(pl_module, "forward_on_meta"):
-            if trainer.world_size > 1:
-                why = "its training_step may wait for other ranks"
-            if not pl_module.automatic_optimization:
-                why = "its training_step steps its optimizers"
-        if self._num_counted > _MAX_COUNTED:
-            why = f"its batches have more than {_MAX_COUNTED} shapes"
-        if not why:
+    def _ask(self, trainer: Trainer, pl_module: LightningModule, batch: Any) -> Flops | None:
+        """Return what the module itself knows about the FLOPs of a batch; None for a module that is watched instead."""
+        if isinstance(pl_module, SupportsFlops) and (figures := pl_module.recipes_flops(batch)) is not None:
+            return float(figures.palm), float(figures.causal)
+        if isinstance(pl_module, SupportsMetaForward):
             try:
-                return count_flops(pl_module, batch)
-            except Exception as error:
-                # a module may do anything with a tensor that has no values
-                why = f"{type(error).__name__} on the meta device"
-        self._cannot_count = True
+                return count_flops_on_meta(pl_module, batch), None
+            except Exception as error:  # a module may do anything with a tensor that has no values
+                self._give_up(trainer, pl_module, f"{type(error).__name__} on the meta device")
+        elif isinstance(pl_module, SupportsFlops):
+            self._give_up(trainer, pl_module, "its recipes_flops returns None")
+        elif self._num_watched == _MAX_WATCHED:
+            self._num_watched += 1  # once
+            if trainer.is_global_zero:
+                known = f"FLOP/s only in rows whose batches have the first {_MAX_WATCHED} shapes"
+                log.info(f"{known}: to count each takes as long as a step; {_HOW}")
+        return None
+
+    def _give_up(self, trainer: Trainer, pl_module: LightningModule, why: str) -> None:
+        self._why_not = why
         if trainer.is_global_zero:
-            log.info(
-                f"no MFU: the FLOPs of {type(pl_module).__name__} cannot be counted ({why});"
-                " give it flops_of(batch) with .palm and .causal"
-            )
-        return 0.0
+            log.info(f"no MFU: the FLOPs of {type(pl_module).__name__} cannot be counted ({why}); {_HOW}")
 
     def row(self, window: Snapshot) -> dict[str, float]:
-        """Return the metrics of a window over all ranks; its seconds must be above 0."""
-        if window.flops <= 0 or self._cannot_count:
+        """Return the metrics of a window over all ranks; its seconds must be above 0.
+
+        A window with a micro-batch of unknown FLOPs has none.
+        """
+        if window.flops <= 0 or window.uncounted:
             return {}
         row = {
             "throughput/tflops": window.flops / window.device_seconds / 1e12,

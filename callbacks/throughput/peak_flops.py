@@ -260,5 +260,5 @@ def find_rows(words: frozenset[str]) -> list[PeakFlops]:
 
 
 def _unknown(why: str, kind: Kind) -> Peak:
-    what = f"callbacks.throughput.peak_tflops=<dense TFLOP/s of your device in {kind}>"
-    return Peak(None, f"{why}: no MFU unless you type {what}")
+    what = f"peak_tflops=<dense TFLOP/s of your device in {kind}>"
+    return Peak(None, f"{why}: no MFU unless you set {what}")

@@ -21,6 +21,7 @@ class Snapshot:
     tokens: int = 0
     flops: float = 0.0  # attention counted in full, without regard to the causal mask
     causal_flops: float = 0.0  # attention counted at half, for the causal mask
+    uncounted: int = 0  # micro-batches of unknown FLOPs
 
     def __add__(self, other: "Snapshot") -> "Snapshot":
         return _combined(self, other, operator.add)
@@ -32,6 +33,22 @@ class Snapshot:
 def _combined(first: Snapshot, second: Snapshot, combine: Callable[[Any, Any], Any]) -> Snapshot:
     names = [field.name for field in fields(Snapshot)]
     return Snapshot(**{name: combine(getattr(first, name), getattr(second, name)) for name in names})
+
+
+def get_rates(window: Snapshot, *, world_size: int) -> dict[str, float]:
+    """Return the metrics of one row; of a window without training, its excluded seconds only."""
+    row = {"time/excluded_seconds": window.excluded_seconds}
+    if window.seconds <= 0 or not window.steps:
+        return row
+    row["time/step_seconds"] = window.seconds / window.steps
+    row["time/data_wait_fraction"] = window.wait_seconds / window.seconds
+    if window.samples:
+        row["throughput/samples_per_second"] = window.samples / window.seconds
+    if window.tokens:
+        tokens_per_second = window.tokens / window.seconds
+        row["throughput/tokens_per_second"] = tokens_per_second
+        row["throughput/device_tokens_per_second"] = tokens_per_second / world_size
+    return row
 
 
 class Stopwatch:
@@ -57,6 +74,11 @@ class Stopwatch:
     def is_paused(self) -> bool:
         """Whether there is a reason to pause."""
         return bool(self._reasons)
+
+    @property
+    def reasons(self) -> tuple[str, ...]:
+        """The present reasons to pause."""
+        return tuple(self._reasons)
 
     def start(self) -> None:
         """Begin counting."""

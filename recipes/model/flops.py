@@ -70,7 +70,7 @@ class CountsFlops:
     def meta_model(self) -> nn.Module:
         """Return an unsharded model without storage."""
 
-    def flops_of(self, batch: dict[str, Any]) -> Flops | None:
+    def recipes_flops(self, batch: dict[str, Any]) -> Flops | None:
         """Return the FLOPs of a micro-batch, forward and backward; None if the model has no count of its own."""
         num_samples, *shape = batch["inputs"].shape
         per_sample = flops_per_sample(self.meta_model(), shape)
@@ -78,7 +78,7 @@ class CountsFlops:
             return None
         return Flops(palm=num_samples * per_sample.palm, causal=num_samples * per_sample.causal)
 
-    def forward_on_meta(self, batch: dict[str, Any]) -> Tensor:
+    def recipes_forward_on_meta(self, batch: dict[str, Any]) -> Tensor:
         """Return the outputs of a micro-batch on the meta device, for a FLOP counter that watches the operators."""
         outputs: Tensor = self.meta_model()(batch["inputs"])
         return outputs

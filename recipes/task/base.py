@@ -265,6 +265,11 @@ class TrainingTask(CountsFlops, Resumable, ABC):
         """Add metrics to the row of this step, which `RowWriter` logs when the step is over."""
         self.row |= metrics
 
+    @property
+    def recipes_row(self) -> dict[str, float | Tensor]:
+        """The row of this step, to which callbacks add their metrics."""
+        return self.row
+
     def _learning_rates(self) -> Iterator[tuple[str, float]]:
         groups = self.trainer.optimizers[0].param_groups
         yield "lr", groups[0]["lr"]

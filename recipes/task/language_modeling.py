@@ -74,3 +74,5 @@ class LanguageModeling(TrainingTask):
                 agree=self.trainer.strategy.broadcast,
             )
         return self.tokenizer.decode(tokens)
+
+    recipes_generate_text = generate_text  # for the callback that samples

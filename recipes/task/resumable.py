@@ -50,6 +50,10 @@ class Resumable(lightning.LightningModule):
         self._resumed_rng: list[Any] | None = None
         self._rng_is_restored = False
 
+    def recipes_consumed(self) -> tuple[int, int]:
+        """Return samples and tokens consumed so far over all ranks, for callbacks."""
+        return self.num_samples, self.num_tokens
+
     # The optimizer of a run: remembered when it is built, set up when training starts.
 
     def remember_optimizer(self, optimizer: torch.optim.Optimizer) -> None:

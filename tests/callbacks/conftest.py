@@ -7,6 +7,7 @@ from typing import Any
 import pytest
 import torch
 from lightning.pytorch import LightningModule, Trainer
+from lightning.pytorch.callbacks import ProgressBar
 from lightning.pytorch.loggers import CSVLogger
 from torch import Tensor
 from torch.utils.data import DataLoader, TensorDataset
@@ -71,7 +72,7 @@ def make_trainer(tmp_path: Path) -> Callable[..., Trainer]:
             "log_every_n_steps": 1,
             "num_sanity_val_steps": 0,
             "limit_val_batches": 0,
-            "enable_progress_bar": False,
+            "enable_progress_bar": any(isinstance(each, ProgressBar) for each in arguments.get("callbacks", [])),
             "enable_model_summary": False,
             "enable_checkpointing": False,
             "logger": CSVLogger(tmp_path, name="", version="run"),

@@ -47,18 +47,6 @@ def test_a_plain_module_trains_with_all_of_them(plain_module, make_trainer, tmp_
     assert (tmp_path / "run" / "report.html").exists()
 
 
-def test_they_do_not_change_the_weights(plain_module, make_trainer) -> None:
-    import torch
-
-    weights: list[Tensor] = []
-    for watchers in ([], [build(name) for name in DEFAULT]):
-        torch.manual_seed(0)
-        module = plain_module()
-        make_trainer(callbacks=watchers, limit_val_batches=1, gradient_clip_val=0.1).fit(module)
-        weights.append(module.layer.weight.detach())
-    assert torch.equal(*weights)
-
-
 def test_two_optimizers_stepped_by_hand_get_their_rows(plain_module, make_trainer, read_column) -> None:
     import torch
 
@@ -77,7 +65,8 @@ def test_two_optimizers_stepped_by_hand_get_their_rows(plain_module, make_traine
             return [torch.optim.SGD([p], lr=0.01) for p in self.layer.parameters()]
 
     make_trainer(callbacks=[build(name) for name in DEFAULT], log_every_n_steps=4).fit(ByHand())
-    assert len(read_column("grad/norm")) == 2
+    for index in range(2):
+        assert len(read_column(f"grad/norm/optimizer_{index}")) == 2
     assert len(read_column("time/step_seconds")) == 2
 
 
@@ -102,6 +91,15 @@ def test_no_callback_imports_recipes_or_hydra() -> None:
             names = [node.module] if absolute else []
             names += [alias.name for alias in node.names] if isinstance(node, ast.Import) else []
             assert {name.partition(".")[0] for name in names} <= allowed, path.name
+
+
+def test_no_module_needs_a_posix_system_to_be_imported() -> None:
+    posix = {"curses", "fcntl", "grp", "posix", "pty", "pwd", "resource", "syslog", "termios"}
+    for path in Path(callbacks.__file__).parent.rglob("*.py"):
+        for node in ast.parse(path.read_text()).body:
+            names = [alias.name for alias in node.names] if isinstance(node, ast.Import) else []
+            names += [str(node.module)] if isinstance(node, ast.ImportFrom) else []
+            assert not posix & set(names), path.name
 
 
 def test_the_report_can_be_written_without_lightning_and_imports_matplotlib_late() -> None:

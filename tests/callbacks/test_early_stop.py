@@ -1,6 +1,7 @@
 """Training stops when the monitored metric stops improving, but only if `patience` is set."""
 
 import logging
+import math
 from typing import Any
 
 import pytest
@@ -37,3 +38,34 @@ def test_the_count_and_the_best_score_survive_a_resume() -> None:
     resumed.load_state_dict(saved.state_dict())
     assert resumed.wait_count == 2
     assert float(resumed.best_score) == 1.5
+
+
+def test_a_first_nan_is_reported_as_a_nan(plain_module: Any, make_trainer: Any, caplog: Any) -> None:
+    callback = EarlyStop(patience=3, monitor="val/loss")
+    trainer = make_trainer(callbacks=[callback], limit_val_batches=1, val_check_interval=1)
+    trainer.fit(module_with_val_losses(plain_module, [3.0, math.nan, 1.0]))
+    assert trainer.global_step == 2
+    assert "Step 2: val/loss is nan, the best was 3.0000; the run ends" in caplog.text
+    assert "not improved" not in caplog.text
+    patient = EarlyStop(patience=2, monitor="val/loss", check_finite=False)
+    trainer = make_trainer(callbacks=[patient], limit_val_batches=1, val_check_interval=1)
+    trainer.fit(module_with_val_losses(plain_module, [3.0, math.nan, 2.0, 1.0, 0.9, 0.8, 0.7, 0.6]))
+    assert trainer.global_step == 8
+
+
+def test_a_run_without_validation_is_checked_after_each_epoch(
+    plain_module: Any, make_trainer: Any, caplog: Any
+) -> None:
+    callback = EarlyStop(patience=2, monitor="flat")
+    module = plain_module()
+    module.on_train_epoch_end = lambda: module.log("flat", 1.0)
+    trainer = make_trainer(callbacks=[callback], limit_val_batches=0, max_epochs=9)
+    trainer.fit(module)
+    assert trainer.global_step == 3 * 8
+    assert "flat has not improved for 2 epochs" in caplog.text
+
+
+@pytest.mark.parametrize("wrong", [{"patience": 0}, {"mode": "down"}, {"min_delta": -1.0}])
+def test_an_argument_outside_its_range_is_an_error_that_names_it(wrong: dict[str, Any]) -> None:
+    with pytest.raises(ValueError, match=f"{next(iter(wrong))} is"):
+        EarlyStop(monitor="val/loss", **wrong)

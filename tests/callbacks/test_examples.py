@@ -6,10 +6,12 @@ import sys
 from pathlib import Path
 
 import pytest
+from lightning.pytorch import Callback
 
 import callbacks
 
-CALLBACKS = [name for name in callbacks.__all__ if inspect.isclass(getattr(callbacks, name))]
+PUBLIC = {name: getattr(callbacks, name) for name in callbacks.__all__}
+CALLBACKS = [name for name, each in PUBLIC.items() if inspect.isclass(each) and issubclass(each, Callback)]
 
 
 @pytest.mark.parametrize("name", CALLBACKS)

@@ -12,9 +12,7 @@ from callbacks import LossScaleMonitor
 
 
 class RowModule(LightningModule):
-    """Gathers its rows in `row`, as a module with `writes_rows = True` does."""
-
-    writes_rows = True
+    """Gathers its rows in `row`, as a module that is `SupportsRow` does."""
 
     def __init__(self, overflow_at: int | None) -> None:
         super().__init__()
@@ -22,6 +20,10 @@ class RowModule(LightningModule):
         self.overflow_at = overflow_at
         self.row: dict[str, float] = {}
         self.rows: list[dict[str, float]] = []
+
+    @property
+    def recipes_row(self) -> dict[str, float]:
+        return self.row
 
     def training_step(self, batch: Tensor, batch_idx: int) -> Tensor:
         loss = self.layer(batch).square().mean()

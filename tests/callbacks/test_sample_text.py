@@ -1,7 +1,8 @@
-"""SampleText: its calls of `generate_text`, its file, and that training is not affected."""
+"""SampleText: its calls of `recipes_generate_text`, its file, and that training is not affected."""
 
 import json
 import random
+import re
 from typing import Any
 
 import pytest
@@ -28,7 +29,7 @@ def make_writer(base: type, text: str | None = "<{prompt}>") -> Any:
     class Writer(base):  # type: ignore[misc]
         calls: list[Any]
 
-        def generate_text(self, prompt: str, num_tokens: int, **options: Any) -> str | None:
+        def recipes_generate_text(self, prompt: str, num_tokens: int, **options: Any) -> str | None:
             self.calls.append((prompt, num_tokens, options, self.training, torch.is_grad_enabled()))
             torch.manual_seed(options["seed"])
             torch.rand(5)
@@ -103,9 +104,28 @@ def test_both_rules_of_a_frame_are_equally_wide() -> None:
     assert (len(top), text, len(bottom)) == (78, "one line", 78)
 
 
-def test_an_interval_of_zero_is_an_error_that_says_what_to_type() -> None:
-    with pytest.raises(ValueError, match=r"type callbacks\.sample_text\.every_n_steps=null"):
-        make_sampler(every_n_steps=0)
+@pytest.mark.parametrize(
+    ("wrong", "remedy"),
+    [
+        ({"every_n_steps": 0}, "set None to sample only at the end"),
+        ({"num_tokens": 0}, "set num_tokens=128"),
+        ({"temperature": -1.0}, "set 0"),
+        ({"top_k": 0}, "set None"),
+        ({"top_p": 1.5}, "set None"),
+        ({"prompts": "Once"}, "set prompts=['Once']"),
+    ],
+)
+def test_an_argument_outside_its_range_is_an_error_that_says_what_to_set(wrong: dict[str, Any], remedy: str) -> None:
+    with pytest.raises(ValueError, match=re.escape(remedy)):
+        make_sampler(**wrong)
+
+
+def test_a_method_of_another_kind_named_generate_text_is_not_called(plain_module, make_trainer) -> None:
+    class Own(plain_module):  # type: ignore[misc, valid-type]
+        def generate_text(self, ids: torch.Tensor) -> None:
+            raise AssertionError("called")
+
+    make_trainer(callbacks=[make_sampler()], max_steps=1).fit(Own())
 
 
 def test_there_is_no_state_to_save() -> None:

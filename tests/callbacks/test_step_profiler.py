@@ -71,12 +71,17 @@ def test_lightnings_own_profiler_keeps_working(plain_module, make_trainer, tmp_p
 
 
 def test_tracing_zero_steps_is_an_error() -> None:
-    with pytest.raises(ValueError, match="profile=0"):
+    with pytest.raises(ValueError, match="steps is 0"):
         StepProfiler(steps=0)
 
 
 def test_nothing_is_traced_while_lightnings_profiler_traces(plain_module, make_trainer, tmp_path, caplog) -> None:
     profiler = PyTorchProfiler(dirpath=tmp_path, filename="trace")
     make_trainer(callbacks=[StepProfiler(steps=1, after=1)], profiler=profiler).fit(plain_module())
-    assert "trainer.profiler=pytorch traces already" in caplog.text
+    assert "PyTorchProfiler traces already" in caplog.text
     assert not (tmp_path / "run/profile").exists()
+
+
+def test_without_a_logger_the_trace_is_in_the_trainers_own_folder(plain_module, make_trainer, tmp_path) -> None:
+    make_trainer(callbacks=[StepProfiler(steps=1, after=1)], logger=False).fit(plain_module())
+    assert (tmp_path / "profile/operators.json").exists()

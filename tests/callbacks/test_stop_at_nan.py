@@ -108,3 +108,33 @@ def test_it_changes_no_weight(make_trainer, plain_module) -> None:
         make_trainer(callbacks=callbacks, accumulate_grad_batches=2).fit(module)
         weights.append(module.layer.weight.detach())
     assert torch.equal(*weights)
+
+
+def test_a_nan_in_the_second_of_two_backward_passes_is_found(make_trainer, plain_module) -> None:
+    class Gan(plain_module):  # type: ignore[misc, valid-type]
+        def __init__(self) -> None:
+            super().__init__()
+            self.automatic_optimization = False
+
+        def training_step(self, batch: list[Tensor], batch_idx: int) -> None:
+            first = self.layer(batch[0])
+            self.manual_backward(first.square().mean())
+            second = self.layer(batch[0])
+            zero = second - second
+            self.manual_backward((second + zero / zero if batch_idx == 2 else second).mean())
+            self.optimizers().step()
+
+    with pytest.raises(FloatingPointError, match=r"step 3, rank 0: the loss is NaN") as caught:
+        fit(make_trainer, Gan())
+    assert "zero / zero if batch_idx == 2" in format_error(caught.value)
+
+
+def test_inf_ends_the_run_only_if_finite_losses_are_asked_for(make_trainer, forward_of) -> None:
+    def overflow(x: Tensor, index: int) -> Tensor:
+        return x.exp() + (x.abs() + 1e38) * 10 if index == 2 else x
+
+    fit(make_trainer, forward_of(overflow), max_steps=3)
+    with pytest.raises(
+        FloatingPointError, match=r"step 3, rank 0: the loss is NaN or inf; the first .* \* 10 if index"
+    ):
+        make_trainer(callbacks=[StopAtNan(check_finite=True)]).fit(forward_of(overflow))

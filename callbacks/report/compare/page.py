@@ -24,8 +24,8 @@ MAX_NAMED_PARAMETERS = 12
 
 
 def write_comparison(
-    folders: Sequence[Path],
-    path: Path,
+    folders: Sequence[Path | str],
+    path: Path | str,
     *,
     sort: str = "val_loss",
     dashboard: Sequence[Mapping[str, Any]] | None = None,
@@ -40,13 +40,18 @@ def write_comparison(
         dashboard: Sections of panels, as in `conf/dashboard/default.yaml`; None draws every metric, by its prefix.
 
     Raises:
-        ValueError: `folders` is empty.
+        ValueError: `folders` is empty, or one path.
         LookupError: No run has `sort`, though some have other values.
     """
+    if isinstance(folders, (str, Path)):
+        raise ValueError(
+            f"folders is one path, {str(folders)!r}; runs are compared with each other; give a list of paths"
+        )
     if not folders:
         raise ValueError("there is no run to compare")
-    sections = _default_sections(folders, sort) if dashboard is None else get_sections(dashboard)
-    runs = read_runs(in_natural_order(folders), sections, sort=sort)
+    paths, path = [Path(folder) for folder in folders], Path(path)
+    sections = _default_sections(paths, sort) if dashboard is None else get_sections(dashboard)
+    runs = read_runs(in_natural_order(paths), sections, sort=sort)
     path.parent.mkdir(parents=True, exist_ok=True)
     write_page(path, page_html(runs, sections, path, sort=sort))
 

@@ -100,10 +100,8 @@ def test_the_best_speed_survives_a_resume_on_the_same_device(plain_module, make_
 
     def fit(monitor: BottleneckMonitor) -> str:
         caplog.clear()
-        module = Slower()
-        module.num_samples = module.num_tokens = 0
         trainer = make_trainer(callbacks=[monitor_at(clock), monitor], **options)
-        trainer.fit(module)
+        trainer.fit(Slower())
         return caplog.text
 
     assert "they took 1 s" in fit(second)
@@ -133,3 +131,8 @@ def test_a_batch_with_two_backward_passes_has_no_phases(plain_module, make_train
 def test_a_speed_monitor_that_comes_later_is_a_warning(plain_module, make_trainer, clock, caplog) -> None:
     make_trainer(callbacks=[BottleneckMonitor(), monitor_at(clock)]).fit(timed(plain_module, clock))
     assert "it has no SpeedMonitor before it" in caplog.text
+
+
+def test_advice_about_an_unknown_kind_is_an_error_that_lists_the_kinds() -> None:
+    with pytest.raises(ValueError, match=r"advice is about \['disk'\]; the kinds are data, slow_rank"):
+        BottleneckMonitor(advice={"disk": "buy one"})

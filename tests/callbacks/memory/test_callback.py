@@ -2,6 +2,7 @@
 
 import multiprocessing
 import os
+import sys
 
 import pytest
 import torch
@@ -70,3 +71,8 @@ def test_a_quarter_gib_on_the_device_is_in_both_peaks() -> None:
     assert peaks["memory/reserved_peak_gib"] >= peaks["memory/allocated_peak_gib"]
     assert peaks["memory/alloc_retries"] == 0.0
     assert block.numel() == 2**28
+
+
+def test_without_the_module_resource_there_is_no_host_peak(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(sys.modules, "resource", None)  # as on Windows
+    assert read_peaks(torch.device("cpu")) == {}

@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from lightning.pytorch.loggers import CSVLogger, Logger, TensorBoardLogger
 
 from callbacks.report.callback import RunReport
 from callbacks.report.page import write_report
@@ -347,12 +348,54 @@ def test_a_report_that_cannot_be_written_does_not_fail_the_run(
     assert "IsADirectoryError" in caplog.text
 
 
-def test_without_metrics_the_log_says_that_there_is_no_report(
-    plain_module, make_trainer, caplog: pytest.LogCaptureFixture
+def test_a_run_that_logs_nothing_has_no_report_and_says_so(
+    plain_module, make_trainer, caplog: pytest.LogCaptureFixture, tmp_path: Path
 ) -> None:
+    class Silent(plain_module):  # type: ignore[misc, valid-type]
+        def training_step(self, batch: Any, batch_idx: int) -> Any:
+            return self.layer(batch[0]).square().mean()
+
     caplog.set_level("INFO", logger="lightning_recipes")
-    make_trainer(callbacks=[RunReport()], max_steps=1, logger=False).fit(plain_module())
-    assert "no report: no logger wrote a metrics.csv" in caplog.text
+    make_trainer(callbacks=[RunReport()], max_steps=1, logger=False).fit(Silent())
+    assert "no report: nothing was logged" in caplog.text
+    assert not (tmp_path / "report.html").exists()
+
+
+class NoFolder(Logger):
+    """A logger like those of online services: it has no folder."""
+
+    name, version = "service", "1"
+
+    def log_hyperparams(self, *args: Any, **kwargs: Any) -> None: ...
+
+    def log_metrics(self, *args: Any, **kwargs: Any) -> None: ...
+
+
+@pytest.mark.parametrize("which", ["none", "CSV", "TensorBoard", "a service", "a service and CSV"])
+def test_the_rows_of_a_report_are_those_of_the_run_whatever_its_loggers(
+    plain_module, make_trainer, tmp_path: Path, which: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    csv = CSVLogger(tmp_path, name="", version="run")
+    loggers: dict[str, tuple[Any, Path]] = {
+        "none": (False, tmp_path),
+        "CSV": (csv, tmp_path / "run"),
+        "TensorBoard": (TensorBoardLogger(tmp_path, name="", version="board"), tmp_path / "board"),
+        "a service": (NoFolder(), tmp_path),
+        "a service and CSV": ([NoFolder(), csv], tmp_path / "run"),
+    }
+    logger, folder = loggers[which]
+    runs = []
+    monkeypatch.setattr("callbacks.report.page.get_groups", lambda run, sections: runs.append(run) or [])
+    trainer = make_trainer(
+        callbacks=[RunReport()], max_epochs=2, limit_val_batches=1, log_every_n_steps=5, logger=logger
+    )
+    trainer.fit(plain_module())
+    [run] = runs
+    assert (folder / "report.html").exists()
+    assert [step for step, _ in run.series["train_loss"]] == [5, 10, 15]
+    assert [step for step, _ in run.series["val_loss"]] == [8, 16]
+    assert run.last_step == trainer.global_step == 16
+    assert "log_metrics" not in vars(trainer._logger_connector)  # Lightning's own again
 
 
 def test_the_callback_has_no_state_to_restore() -> None:

@@ -166,7 +166,7 @@ def test_a_recompilation_is_excluded(plain_module, make_trainer, read_column, cl
         return x.sum()
 
     class Compiled(plain_module):  # type: ignore[misc]
-        def flops_of(self, batch: Any) -> SimpleNamespace:
+        def recipes_flops(self, batch: Any) -> SimpleNamespace:
             return SimpleNamespace(palm=1.0, causal=1.0)
 
         def training_step(self, batch: list[Tensor], batch_idx: int) -> Tensor:
@@ -188,3 +188,35 @@ def test_the_last_validation_is_part_of_the_excluded_seconds(plain_module, make_
     make_trainer(callbacks=[monitor], **arguments).fit(timed(plain_module, clock))
     excluded = {"first_step": STEP + FETCH, "validation": 2 * 2 * VALIDATION}
     assert monitor.summary()["excluded_seconds"] == excluded
+
+
+def test_a_plain_module_has_samples_and_tokens_by_functions_of_the_batch(
+    plain_module, make_trainer, read_column, clock
+) -> None:
+    monitor = SpeedMonitor(batch_size_fn=len, length_fn=lambda batch: batch.shape[1])
+    monitor.clock = clock
+    make_trainer(callbacks=[monitor]).fit(timed(plain_module, clock, counts=False))
+    assert read_column("throughput/samples_per_second") == [1.0] * 7
+    assert read_column("throughput/tokens_per_second") == [4.0] * 7
+    assert monitor.summary()["tokens_per_second"] == 4.0
+
+
+def test_attributes_of_someone_elses_module_are_not_taken_for_counts(
+    plain_module, make_trainer, tmp_path, clock
+) -> None:
+    class Own(type(timed(plain_module, clock, counts=False))):  # type: ignore[misc]
+        recipes_consumed = None  # as a module without it
+        flops_of = log_row = save_weights = 3
+
+        def training_step(self, batch: Tensor, batch_idx: int) -> Tensor:
+            self.num_samples, self.num_tokens = batch_idx, 50257
+            return super().training_step(batch, batch_idx)
+
+    make_trainer(callbacks=[monitor_at(clock)]).fit(Own())
+    assert "per_second" not in (tmp_path / "run" / "metrics.csv").read_text()
+
+
+@pytest.mark.parametrize("wrong", [{"peak_tflops": 0.0}, {"peak_tflops": float("nan")}, {"length_fn": len}])
+def test_an_argument_that_cannot_work_is_an_error_that_names_it(wrong: dict[str, Any]) -> None:
+    with pytest.raises(ValueError, match=f"{next(iter(wrong))} is"):
+        SpeedMonitor(**wrong)

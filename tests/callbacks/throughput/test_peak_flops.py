@@ -217,7 +217,7 @@ def test_fp8_of_an_rtx_5090_depends_on_the_kernel_and_has_no_figure() -> None:
 def test_the_line_of_an_unknown_peak_says_what_to_type(name: str, kind: Kind) -> None:
     line = get_peak(name, kind).description
     assert "\n" not in line
-    assert line.endswith(f"callbacks.throughput.peak_tflops=<dense TFLOP/s of your device in {kind}>")
+    assert line.endswith(f"you set peak_tflops=<dense TFLOP/s of your device in {kind}>")
 
 
 def test_the_line_of_a_known_peak_names_its_source() -> None:

@@ -292,3 +292,10 @@ def test_a_single_run_and_runs_without_a_row_have_a_page(tmp_path: Path) -> None
     assert "<h1>1 run</h1>" in make_page(folders[:1], tmp_path / "y.html")
     with pytest.raises(ValueError, match="no run"):
         write_comparison([], tmp_path / "z.html")
+
+
+def test_paths_may_be_text_and_one_path_is_no_list_of_them(three: list[Path], tmp_path: Path) -> None:
+    write_comparison([str(folder) for folder in three], str(tmp_path / "page.html"))
+    assert (tmp_path / "page.html").exists()
+    with pytest.raises(ValueError, match="give a list of paths"):
+        write_comparison(str(three[0]), tmp_path / "page.html")

@@ -1,0 +1,105 @@
+"""Every private attribute of Lightning that the callbacks read or replace, one function each; checked with 2.6.6."""
+
+from collections.abc import Callable, Collection, Mapping
+from typing import Any, Literal, NamedTuple
+
+from lightning.pytorch import LightningModule, Trainer
+from torch import Tensor
+
+
+def is_accumulating(trainer: Trainer) -> bool:
+    """Return whether the optimizer does not step after the micro-batch under way."""
+    return trainer.fit_loop._should_accumulate()
+
+
+def is_row_due(trainer: Trainer) -> bool:
+    """Return whether Lightning writes a row at the end of the present step.
+
+    With one optimizer it is `(steps completed after this one) % log_every_n_steps == 0`, or `trainer.should_stop`.
+    """
+    return trainer._logger_connector.should_update_logs
+
+
+def get_key(pl_module: LightningModule, name: str) -> str:
+    """Return under which key Lightning keeps a metric that the present hook logs."""
+    return f"{pl_module._current_fx_name}.{name}"
+
+
+def forget_metrics(trainer: Trainer, keys: Collection[str]) -> None:
+    """Remove metrics from the rows to come: Lightning repeats what was logged once until its epoch ends."""
+    if trainer._results is not None:
+        for key in keys:
+            trainer._results.pop(key, None)
+
+
+class Row(NamedTuple):
+    """What Lightning hands to its loggers at once.
+
+    Attributes:
+        kind: Of a training step, of a training epoch, or of an evaluation.
+        metrics: Logged values.
+        shown: Values logged with `prog_bar=True`.
+    """
+
+    kind: Literal["step", "epoch", "evaluation"]
+    metrics: dict[str, float]
+    shown: dict[str, float]
+
+
+class RowTap:
+    """Hands each row to a function, loggers or not, from construction until `detach`.
+
+    Args:
+        trainer: Its rows.
+        receive: Called after the loggers have got the row.
+    """
+
+    def __init__(self, trainer: Trainer, receive: Callable[[Row], None]) -> None:
+        self._attributes = vars(trainer._logger_connector)
+        self._receive = receive
+        if _RECEIVERS not in self._attributes:
+            self._attributes[_RECEIVERS] = []
+            self._attributes["log_metrics"] = _tapped(trainer)
+        self._attributes[_RECEIVERS].append(receive)
+
+    def detach(self) -> None:
+        """Restore Lightning's method once nobody listens any more; calling it twice is harmless."""
+        receivers = self._attributes.get(_RECEIVERS, [])
+        if self._receive in receivers:
+            receivers.remove(self._receive)
+        if not receivers:
+            for name in (_RECEIVERS, "log_metrics"):
+                self._attributes.pop(name, None)
+
+
+_RECEIVERS = "recipes_receivers"
+
+
+def _tapped(trainer: Trainer) -> Callable[..., None]:
+    connector = trainer._logger_connector
+    log_metrics = connector.log_metrics
+
+    def tapped(metrics: Mapping[str, Any], step: int | None = None) -> None:
+        log_metrics(dict(metrics), step)
+        if trainer.sanity_checking or (step is not None and not trainer.training):
+            return  # a row of one batch of an evaluation has its own x axis
+        is_step = connector._first_loop_iter is not None
+        kind: Literal["step", "epoch", "evaluation"] = "step" if is_step else "epoch"
+        row = Row("evaluation" if not trainer.training else kind, as_floats(metrics), {})
+        if connector.trainer._results is not None:
+            row = row._replace(shown=as_floats(connector.metrics["pbar"]))
+        for receive in [*vars(connector)[_RECEIVERS]]:
+            receive(row)
+
+    return tapped
+
+
+def as_floats(metrics: Mapping[str, Any]) -> dict[str, float]:
+    """Return the numbers among metrics, which may be tensors, nested or text."""
+    floats: dict[str, float] = {}
+    for name, value in metrics.items():
+        if isinstance(value, dict):
+            floats |= as_floats({f"{name}.{key}": nested for key, nested in value.items()})
+        elif isinstance(value, (int, float)) or (isinstance(value, Tensor) and value.numel() == 1):
+            floats[name] = float(value)
+    return floats
