@@ -5,7 +5,7 @@ from pathlib import Path
 
 from recipes.config import compose_and_check
 from recipes.config.compose import quote_options
-from recipes.entry.hydra_main import is_for_hydra, run_through_hydra
+from recipes.entry.hydra_main import find_wrong_flags, is_for_hydra, run_through_hydra
 from recipes.entry.run import run_composed
 from recipes.entry.torchrun import compose_on_rank_zero
 from recipes.errors import format_report
@@ -13,7 +13,7 @@ from recipes.launcher.environ import forget_slurm
 from recipes.launcher.submit import is_for_cluster, submit
 from recipes.runtime.exit_codes import ExitCode
 from recipes.runtime.process import exit_process
-from recipes.runtime.world import global_rank
+from recipes.runtime.world import find_wrong_variables, global_rank
 from recipes.sweep.main import is_sweep, run_sweep
 
 
@@ -24,6 +24,9 @@ def main() -> int:
     sys.argv[1:] = quote_options(sys.argv[1:])  # Hydra reads them too
     args = get_args_parser().parse_args()
     forget_slurm(args.overrides)
+    if mistakes := [*find_wrong_variables(), *find_wrong_flags(args)]:
+        print(format_report(mistakes), file=sys.stderr)
+        return ExitCode.INVALID_CONFIG
     folder = Path(args.config_path) if args.config_path else Path(__file__).parent / "conf"
     name = args.config_name or "config"
     if is_for_hydra(args):

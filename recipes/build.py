@@ -25,6 +25,7 @@ from lightning.pytorch.loggers import Logger
 from recipes.checkpoint.resume import find_checkpoint, names_checkpoint
 from recipes.checkpoint.saver import CheckpointSaver
 from recipes.config.compose import Composed, Config, freeze
+from recipes.config.overrides import escape_interpolations
 from recipes.config.ranks import get_ranks
 from recipes.config.traits import trains
 from recipes.data.datamodule import StreamDataModule
@@ -242,4 +243,4 @@ def _get_devices(trainer: Config, ranks: Ranks) -> list[torch.device]:
 
 def _make(node: dict[str, Any]) -> Any:
     """Instantiate `_target_` of a config node, with plain lists and dicts as arguments."""
-    return instantiate(node, _convert_="all")
+    return instantiate(escape_interpolations(node), _convert_="all")  # a prompt may be about ${HOME}

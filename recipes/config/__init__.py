@@ -19,8 +19,8 @@ def compose_and_check(
     """
     composed, mistakes = compose_overrides(overrides, config_folder=config_folder, config_name=config_name)
     if composed is not None:
-        mistakes = [
-            *mistakes,
-            *check_config(composed.config, composed.choices, overrides, composed.run_folder),
-        ]
+        rejected = {f"no {mistake.setting.partition('=')[0]}" for mistake in mistakes}
+        found = check_config(composed.config, composed.choices, overrides, composed.run_folder)
+        # without a rejected override, its setting may be missing: a consequence
+        mistakes = [*mistakes, *(mistake for mistake in found if mistake.setting not in rejected)]
     return composed, mistakes

@@ -46,6 +46,8 @@ def read_signature(target: str) -> Signature:
         TargetNotFoundError: No such module, or no such name in it.
     """
     module, _, name = target.rpartition(".")
+    if not module or not name:
+        raise TargetNotFoundError(f"{target!r} is no dotted path of a class or function")
     path = module_file(module)
     node = find(name, parse(path).body)
     if isinstance(node, ast.ImportFrom):
@@ -73,7 +75,7 @@ def module_file(module: str) -> Path:
 
 @cache
 def parse(path: Path) -> ast.Module:
-    return ast.parse(path.read_text())
+    return ast.parse(path.read_text(encoding="utf-8"))
 
 
 def find(name: str, body: Scope) -> ast.stmt | None:

@@ -171,7 +171,9 @@ def _npy_layout(key: str, path: Path) -> tuple[str, int, int]:
     fix = f"data.{key}=<one-dimensional .npy of uint16 or uint32>"
     try:
         array = np.load(path, mmap_mode="r")
-    except ValueError as error:
+        if not isinstance(array, np.ndarray):  # an .npz archive under another name
+            raise ValueError("an archive of several arrays")
+    except (ValueError, EOFError, OSError) as error:
         raise ConfigError(f"data.{key}={path}", f"it is no valid .npy file ({error})", fix) from error
     if not isinstance(array, np.memmap) or array.ndim != 1 or array.dtype.str[1:] not in ("u2", "u4"):
         raise ConfigError(f"data.{key}={path}", f"it holds {array.dtype} {array.shape}", fix)
@@ -194,7 +196,12 @@ def largest_token(layout: _Layout, *, cache_dir: Path) -> int:
             dtype = np.dtype(layout.dtype).newbyteorder("<")
             while len(chunk := np.fromfile(file, dtype=dtype, count=_CHUNK_TOKENS)):
                 largest = max(largest, int(chunk.max()))
-        (temporary / "largest_token").write_text(str(largest))
+        (temporary / "largest_token").write_text(str(largest), encoding="utf-8")
 
-    build_once(folder, build, is_complete=lambda path: (path / "largest_token").is_file())
-    return int((folder / "largest_token").read_text())
+    build_once(folder, build, is_complete=_has_largest_token)
+    return int((folder / "largest_token").read_text(encoding="utf-8"))
+
+
+def _has_largest_token(folder: Path) -> bool:
+    path = folder / "largest_token"
+    return path.is_file() and path.read_bytes().isdigit()

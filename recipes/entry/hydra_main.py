@@ -6,15 +6,33 @@ from argparse import Namespace
 from collections.abc import Callable
 from pathlib import Path
 
-from recipes.errors import ConfigError, ConfigErrors, format_report
+from recipes.errors import ConfigError, ConfigErrors, find_mistake, format_report
 from recipes.runtime.exit_codes import ExitCode
 
+CONF = Path(__file__).parents[2] / "conf"
 _FLAGS = ("help", "hydra_help", "cfg", "info", "shell_completion")
 
 
 def is_for_hydra(args: Namespace) -> bool:
     """Return whether the command line has one of Hydra's own flags, which start no run."""
     return any(getattr(args, flag) for flag in _FLAGS)
+
+
+def find_wrong_flags(args: Namespace) -> list[ConfigError]:
+    """Return the mistakes in Hydra's flags that name a folder or a file."""
+    mistakes = []
+    if args.config_dir and not is_for_hydra(args):
+        fix = f"'hydra.searchpath=[file://{Path(args.config_dir).absolute()}]'"
+        mistakes.append(ConfigError(f"--config-dir {args.config_dir}", "it is not read", fix))
+    folder, name = args.config_path, args.config_name or "config"
+    if folder and not os.path.isdir(folder):
+        fix = "--config-path <a run folder or a folder like conf/>"
+        mistakes.append(ConfigError(f"--config-path {folder}", "there is no such folder", fix))
+    elif (folder or args.config_name) and not os.path.isfile(Path(folder or CONF) / f"{name}.yaml"):
+        names = sorted(path.stem for path in Path(folder or CONF).glob("*.yaml"))
+        fix = f"--config-name {names[0]}" if names else "--config-path <a folder with a config.yaml>"
+        mistakes.append(ConfigError(f"--config-name {name}", f"{folder or 'conf'} has no {name}.yaml", fix))
+    return mistakes
 
 
 def run_through_hydra(folder: Path, name: str, run: Callable[..., int]) -> int:
@@ -31,7 +49,9 @@ def run_through_hydra(folder: Path, name: str, run: Callable[..., int]) -> int:
     import hydra
     from hydra.core.hydra_config import HydraConfig
     from hydra.errors import HydraException
+    from omegaconf.errors import OmegaConfBaseException
 
+    from recipes.config.check.composition_errors import explain_broken_file
     from recipes.config.compose import register_resolvers
 
     exit_codes: list[int] = [ExitCode.FINISHED]
@@ -47,15 +67,18 @@ def run_through_hydra(folder: Path, name: str, run: Callable[..., int]) -> int:
     register_resolvers()
     try:
         hydra.main(version_base="1.3", config_path=str(folder.resolve()), config_name=name)(run_job)()
+        sys.stdout.flush()
     except ConfigErrors as error:
         print(format_report(error.mistakes, error.head), file=sys.stderr)
         return ExitCode.INVALID_CONFIG
     except ConfigError as mistake:
         print(format_report([mistake]), file=sys.stderr)
         return ExitCode.INVALID_CONFIG
-    except HydraException as error:
-        print(error, file=sys.stderr)
+    except (HydraException, OmegaConfBaseException) as error:
+        print(format_report([find_mistake(error) or explain_broken_file(error)]), file=sys.stderr)
         return ExitCode.INVALID_CONFIG
+    except BrokenPipeError:  # `--help | head` has seen enough
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
     except KeyboardInterrupt:
         return ExitCode.INTERRUPTED
     return max(exit_codes)

@@ -11,8 +11,8 @@ from hydra.core.config_loader import ConfigLoader
 from hydra.core.global_hydra import GlobalHydra
 
 from recipes.config.check.command_line import compose_overrides
-from recipes.config.compose import CONF, Composed, parse_override
-from recipes.config.overrides import make_override
+from recipes.config.compose import CONF, Composed
+from recipes.config.overrides import make_override, parse_override
 from recipes.errors import ConfigError, format_report
 from recipes.logger.wandb.init import DEFAULT_PROJECT
 from recipes.runtime.console import LOGGER

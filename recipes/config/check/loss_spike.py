@@ -8,6 +8,7 @@ from recipes.config.traits import get_traits
 from recipes.errors import ConfigError
 
 _NODE = "callbacks.loss_spike"
+_READ = {"window", "warmup_steps", "snapshot_every", "num_snapshots", "quarantine_steps", "snapshot_storage"}
 _MEMINFO = Path("/proc/meminfo")
 _BYTES_PER_PARAMETER = 12  # weights and two optimizer states, float32
 _GIB = 2**30
@@ -16,7 +17,7 @@ _GIB = 2**30
 def check_loss_spike(config: Mapping[str, Any], world_size: int, meminfo: Path = _MEMINFO) -> Iterator[ConfigError]:
     """Check warm-up against window, quarantine against snapshots, snapshots against memory."""
     node = (config.get("callbacks") or {}).get("loss_spike")
-    if node is None:
+    if node is None or not node.keys() >= _READ:  # a deleted one has the default of its signature
         return
     window, warmup_steps = node["window"], node["warmup_steps"]
     if warmup_steps > window:
