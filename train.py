@@ -11,6 +11,7 @@ from recipes.entry.torchrun import compose_on_rank_zero
 from recipes.errors import format_report
 from recipes.launcher.environ import forget_slurm
 from recipes.launcher.submit import is_for_cluster, submit
+from recipes.runtime.console import accept_any_text
 from recipes.runtime.exit_codes import ExitCode
 from recipes.runtime.process import exit_process
 from recipes.runtime.world import find_wrong_variables, global_rank
@@ -21,6 +22,7 @@ def main() -> int:
     """Hand the command line to one run, one sweep, or Hydra's own flags; return the exit code."""
     from hydra._internal.utils import get_args_parser
 
+    accept_any_text()
     sys.argv[1:] = quote_options(sys.argv[1:])  # Hydra reads them too
     args = get_args_parser().parse_args()
     forget_slurm(args.overrides)
@@ -30,7 +32,7 @@ def main() -> int:
     folder = Path(args.config_path) if args.config_path else Path(__file__).parent / "conf"
     name = args.config_name or "config"
     if is_for_hydra(args):
-        return run_through_hydra(folder, name, run)
+        return run_through_hydra(folder, name, run, args.overrides)
     if args.multirun or is_sweep(args.overrides):
         return run_sweep(args.overrides, folder, name, run)
     return run(args.overrides, folder, name)

@@ -174,7 +174,7 @@ def read_rows(path: Path) -> list[dict[str, float]]:
     try:
         return [as_numbers(row) for row in rows]
     except (ValueError, TypeError) as error:
-        raise ConfigError(str(path), f"a cell of it is no number: {error}", _fix_metrics(path)) from error
+        raise ConfigError(str(path), f"one of its cells is not a number: {error}", _fix_metrics(path)) from error
 
 
 def as_numbers(row: dict[str, str]) -> dict[str, float]:

@@ -61,7 +61,10 @@ def read_signature(target: str) -> Signature:
 
 def module_file(module: str) -> Path:
     root, *rest = module.split(".")
-    spec = importlib.util.find_spec(root) if root else None
+    try:
+        spec = importlib.util.find_spec(root) if root else None
+    except ValueError:  # a namespace that Hydra has made up for its plugins
+        spec = None
     if spec is not None and spec.origin is not None and not rest and spec.origin.endswith(".py"):
         return Path(spec.origin)
     if spec is None or not spec.submodule_search_locations:

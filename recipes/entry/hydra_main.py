@@ -3,7 +3,7 @@
 import os
 import sys
 from argparse import Namespace
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 
 from recipes.errors import ConfigError, ConfigErrors, find_mistake, format_report
@@ -35,13 +35,14 @@ def find_wrong_flags(args: Namespace) -> list[ConfigError]:
     return mistakes
 
 
-def run_through_hydra(folder: Path, name: str, run: Callable[..., int]) -> int:
+def run_through_hydra(folder: Path, name: str, run: Callable[..., int], overrides: Sequence[str] = ()) -> int:
     """Let Hydra handle the command line.
 
     Args:
         folder: Config folder.
         name: Name of the config file that composition starts from.
         run: Runs one job and returns its exit code; for launchers that run their jobs in this process, one by one.
+        overrides: Those of the command line, to name the wrong one.
 
     Returns:
         The worst exit code of all jobs.
@@ -51,7 +52,8 @@ def run_through_hydra(folder: Path, name: str, run: Callable[..., int]) -> int:
     from hydra.errors import HydraException
     from omegaconf.errors import OmegaConfBaseException
 
-    from recipes.config.check.composition_errors import explain_broken_file
+    from recipes.config.check.command_line import compose_overrides
+    from recipes.config.check.composition_errors import explain_broken_file, explain_typed
     from recipes.config.compose import register_resolvers
 
     exit_codes: list[int] = [ExitCode.FINISHED]
@@ -75,7 +77,9 @@ def run_through_hydra(folder: Path, name: str, run: Callable[..., int]) -> int:
         print(format_report([mistake]), file=sys.stderr)
         return ExitCode.INVALID_CONFIG
     except (HydraException, OmegaConfBaseException) as error:
-        print(format_report([find_mistake(error) or explain_broken_file(error)]), file=sys.stderr)
+        _, mistakes = compose_overrides(overrides, config_folder=folder, config_name=name) if overrides else (None, [])
+        named = find_mistake(error) or explain_typed(error, overrides)
+        print(format_report([named] if named else mistakes or [explain_broken_file(error)]), file=sys.stderr)
         return ExitCode.INVALID_CONFIG
     except BrokenPipeError:  # `--help | head` has seen enough
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())

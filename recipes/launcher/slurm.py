@@ -109,7 +109,7 @@ class Slurm:
         submitit = _import_submitit()
         folder.mkdir(parents=True, exist_ok=True)
         task = folder.resolve() / "task.sh"
-        task.write_text(TASK)
+        task.write_text(TASK, encoding="utf-8")
         python = [sys.executable, "-P", "-m", "recipes.launcher.job_main"]
         nodes, per_node, on_gpus = request
         options = {name: value for name, value in self._options.items() if value is not None}

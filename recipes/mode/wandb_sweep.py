@@ -151,7 +151,7 @@ def _write(content: dict[str, Any], path: Path) -> None:
     )
     text = yaml.safe_dump(content, sort_keys=False, allow_unicode=True, width=1000)
     try:
-        path.write_text(header + text)
+        path.write_text(header + text, encoding="utf-8")
     except OSError as error:
         raise ConfigError(
             f"mode.path={path}", f"it cannot be written: {error.strerror}", "mode.path=<a file>"

@@ -1,6 +1,7 @@
 """The command line of a sweep: checked as that of its first job before Hydra runs; the commands that it prints."""
 
 import importlib.util
+import os
 import shlex
 from collections.abc import Collection, Sequence
 from dataclasses import dataclass
@@ -71,7 +72,7 @@ def check_command(typed: Sequence[str], *, config_folder: Path, config_name: str
     return SweepCommand(
         for_hydra=[_to_hydra(text, first, added, param_keys) for text, first in zip(typed, first_job, strict=True)],
         keys=[override.key_or_group for override in swept.values()],
-        mistakes=[*mistakes, *_check_values(swept), *_check_sweeper(swept, sweeper)],
+        mistakes=[*mistakes, *_check_values(swept), *_check_sweeper(swept, sweeper), *_check_folder(typed)],
     )
 
 
@@ -149,6 +150,21 @@ def _check_sweeper(swept: dict[str, Override], sweeper: str) -> list[ConfigError
         fix = "pip install -e '.[optuna]'"
         mistakes.append(ConfigError("hydra/sweeper=optuna", "Optuna is not installed", fix))
     return mistakes
+
+
+def _check_folder(typed: Sequence[str]) -> list[ConfigError]:
+    """Check that the folder of the sweep can be created: Hydra does it before anything of this project runs."""
+    setting = next((text for text in reversed(typed) if _key(text) == "hydra.sweep.dir"), None)
+    folder = parse_override(setting).value() if setting is not None else "logs/sweep"
+    if not isinstance(folder, str) or "${" in folder:
+        return []  # checked when it is resolved
+    nearest = next(path for path in (Path(folder).absolute(), *Path(folder).absolute().parents) if os.path.exists(path))
+    fix = "hydra.sweep.dir=<a folder of yours>"
+    if not nearest.is_dir():
+        return [ConfigError(setting or f"hydra.sweep.dir={folder}", f"{nearest} is a file", fix)]
+    if not os.access(nearest, os.W_OK | os.X_OK):
+        return [ConfigError(setting or f"hydra.sweep.dir={folder}", f"{nearest} cannot be written to", fix)]
+    return []
 
 
 def _is_empty(override: Override) -> bool:

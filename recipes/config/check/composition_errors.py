@@ -1,6 +1,7 @@
 """Turn what Hydra, OmegaConf and the YAML reader raise into a sentence about what was typed, or about a file."""
 
 import re
+from collections.abc import Sequence
 
 from hydra.errors import HydraException
 from omegaconf.errors import OmegaConfBaseException
@@ -36,6 +37,15 @@ def explain_override(override: str, error: Exception, composed: Composed) -> Con
     annotation = find_annotation(composed.config, key)
     if annotation is not None:
         return ConfigError(typed, f"it takes {describe(annotation)}", f"{key}=<{placeholder(annotation)}>")
+    return ConfigError(typed, _last_line(error), f"{key}=<another value>")
+
+
+def explain_typed(error: BaseException, overrides: Sequence[str]) -> ConfigError | None:
+    """Return the mistake in the override of the key that OmegaConf names; None if nobody has typed it."""
+    key = str(getattr(error, "full_key", None) or "")
+    typed = next((override for override in overrides if override.lstrip("+").partition("=")[0] == key), None)
+    if typed is None or not isinstance(error, Exception):
+        return None
     return ConfigError(typed, _last_line(error), f"{key}=<another value>")
 
 

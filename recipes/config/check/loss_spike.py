@@ -48,7 +48,7 @@ def _check_memory(config: Mapping[str, Any], count: int, world_size: int, meminf
     # a copy on every rank of a node, or a single copy sharded over all ranks
     copies = world_size / nodes if get_traits(config["strategy"]).replicates_state else 1 / nodes
     needed = parameters * _BYTES_PER_PARAMETER * count * copies
-    available = int(meminfo.read_text().split("MemTotal:")[1].split()[0]) * 1024
+    available = int(meminfo.read_text(encoding="utf-8").split("MemTotal:")[1].split()[0]) * 1024
     if needed > available:
         yield ConfigError(
             f"{_NODE}.snapshot_storage=memory",
