@@ -19,6 +19,7 @@ from lightning.fabric.plugins.environments import (  # type: ignore[attr-defined
     SLURMEnvironment,
     TorchElasticEnvironment,
 )
+from lightning.fabric.utilities.exceptions import MisconfigurationException
 from lightning.pytorch.callbacks import Callback
 from lightning.pytorch.loggers import Logger
 
@@ -174,8 +175,8 @@ def _build_trainer(
     # other modes run on one device, which reads the checkpoint of any strategy
     node = config["strategy"] if is_training else SINGLE_DEVICE
     strategy = _make(node)(devices=devices, precision=precision, checkpoint_io=saver.checkpoint_io)
-    make_trainer = _make(config["trainer"] | {"_partial_": True})
-    trainer: lightning.Trainer = make_trainer(
+    trainer = _make_trainer(
+        config["trainer"],
         accelerator=devices[0].type,
         devices=[d.index for d in devices] if devices[0].type == "cuda" else len(devices),
         num_nodes=ranks.num_nodes,
@@ -196,6 +197,22 @@ def _build_trainer(
         enable_model_summary=False,
     )
     disable_signal_handling(trainer)
+    return trainer
+
+
+def _make_trainer(node: Config, **arguments: Any) -> lightning.Trainer:
+    """Instantiate the Trainer.
+
+    Raises:
+        ConfigError: Lightning rejects an argument.
+    """
+    try:
+        trainer: lightning.Trainer = _make(node | {"_partial_": True})(**arguments)
+    except (MisconfigurationException, TypeError, ValueError) as error:
+        typed = ", ".join(f"trainer.{name}" for name in node if not name.startswith("_"))
+        raise ConfigError(
+            f"one of {typed}", " ".join(str(error).split()), "trainer.<setting>=<another value>"
+        ) from error
     return trainer
 
 
@@ -243,4 +260,5 @@ def _get_devices(trainer: Config, ranks: Ranks) -> list[torch.device]:
 
 def _make(node: dict[str, Any]) -> Any:
     """Instantiate `_target_` of a config node, with plain lists and dicts as arguments."""
-    return instantiate(escape_interpolations(node), _convert_="all")  # a prompt may be about ${HOME}
+    # a prompt may be about ${HOME}; `instantiate` resolves twice
+    return instantiate(escape_interpolations(escape_interpolations(node)), _convert_="all")

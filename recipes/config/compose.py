@@ -182,6 +182,8 @@ def _get_sweeper_params(node: DictConfig) -> Config:
 
 def _get_run_folder(node: DictConfig) -> Path:
     try:
+        if node.hydra.run.dir == "":
+            raise ConfigError("hydra.run.dir=", "a run needs a folder", "hydra.run.dir=<folder>")
         return Path(node.hydra.run.dir)
     except OmegaConfBaseException as error:
         reason = str(error).splitlines()[0]

@@ -40,7 +40,7 @@ class Slurm:
         self,
         *,
         partition: str | None,
-        time: int | str | None,
+        time: Annotated[int, ">= 1"] | str | None,
         cpus_per_task: int | None,
         gpus_per_node: int | None,
         max_jobs: Annotated[int, ">= 1"] | None,

@@ -6,7 +6,7 @@ import pytest
 import torch
 from support import TINY, composed_config
 
-from recipes.build import build
+from recipes.build import _make, _make_trainer, build
 from recipes.errors import ConfigError
 
 needs_no_gpu = pytest.mark.skipif(torch.cuda.is_available(), reason="there is a GPU here")
@@ -36,3 +36,18 @@ def test_a_tokenizer_larger_than_the_model_is_found_before_training(tmp_path: Pa
     with pytest.raises(ConfigError) as caught:
         fit(build(config, tmp_path, []))
     assert caught.value.fix == "model.vocab_size=257"
+
+
+@pytest.mark.parametrize("partial", [False, True])
+def test_text_that_looks_like_a_reference_reaches_a_constructor_as_it_is(partial: bool) -> None:
+    arguments = {"a": "${HOME}", "l": ["${x}", {"y": "z${q}"}], "d": {"k": "\\${b}"}, "p": "\\x $ {a}"}
+    made = _make({"_target_": "builtins.dict", "_partial_": partial} | arguments)
+    assert (made() if partial else made) == arguments
+
+
+def test_an_argument_that_lightning_rejects_is_a_mistake() -> None:
+    node = {"_target_": "lightning.pytorch.Trainer", "max_steps": 3, "benchmark": True, "deterministic": "warn"}
+    with pytest.raises(ConfigError, match=r"one of trainer\.max_steps, trainer\.benchmark"):
+        _make_trainer(
+            node, accelerator="cpu", logger=False, max_epochs="many", barebones=True, enable_progress_bar=True
+        )

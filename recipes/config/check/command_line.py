@@ -125,6 +125,11 @@ def _split_valid(typed: Sequence[str], folder: Path, name: str) -> tuple[list[st
         if override is None:
             mistakes.append(ConfigError(text, "it is not key=value", "key=value"))
             continue
+        if override.package is not None and folder == CONF:
+            group = override.key_or_group
+            reason, fix = "the place of a group in the config is fixed", f"{group}=<{' | '.join(list_options(group))}>"
+            mistakes.append(ConfigError(text, reason, fix))
+            continue
         is_option = folder == CONF and (CONF / override.key_or_group).is_dir() and not override.is_delete()
         if is_option and not isinstance(override.value(), dict):
             mistake = _find_unknown_option(override, quoted, good, folder, name)

@@ -42,9 +42,10 @@ _CONTROLLED = {
 
 
 # Trainer arguments of which only some values are supported
-_OPTIONS: dict[str, tuple[str | None, ...]] = {
+_OPTIONS: dict[str, tuple[str | bool | None, ...]] = {
     "accelerator": ("auto", "cpu", "gpu", "cuda"),
     "gradient_clip_algorithm": ("norm", "value", None),
+    "deterministic": (False, True, "warn", None),
     "profiler": (None, "simple", "advanced", "pytorch", "xla"),
 }
 _MAX_TIME = re.compile(r"\d+:\d\d:\d\d:\d\d")
@@ -80,7 +81,7 @@ def _trainer(config: Mapping[str, Any]) -> Iterator[ConfigError]:
             yield ConfigError(f"trainer.{argument}={to_setting(trainer[argument])}", "another setting controls it", fix)
     for argument, options in _OPTIONS.items():
         if argument in trainer and trainer[argument] not in options:
-            listed = " ".join(str(option) for option in options if option is not None)
+            listed = " ".join(to_setting(option) for option in options if option is not None)
             yield ConfigError(
                 f"trainer.{argument}={to_setting(trainer[argument])}",
                 f"the options are {listed}",

@@ -108,7 +108,7 @@ def check_settings(config: Mapping[str, Any]) -> Iterator[ConfigError]:
             yield ConfigError(f"{key}=…", "there is no such setting or section", fix)
     name = config.get("name")
     if isinstance(name, str):
-        if not re.fullmatch(r"[\w.][\w.,=+ -]*", name):
+        if not re.fullmatch(r"[\w.][\w.,=+ -]*", name) or name.strip(".") == "":
             yield ConfigError(f"name={name}", "it names a folder under logs/", "name=<letters, digits, . _ ->")
         elif len(os.fsencode(name)) > _MAX_NAME_BYTES:
             shown = f"name={name[:40]}…"
