@@ -205,7 +205,9 @@ def _find_unwritable_path(error: OSError, mode: Mapping[str, Any]) -> ConfigErro
     if not isinstance(path, str) or not isinstance(error.filename, str):
         return None
     wanted, failed = Path(path).expanduser().absolute(), Path(error.filename).absolute()
-    if wanted not in (failed, *failed.parents) and failed not in wanted.parents:
+    # the path, a file below it, a folder above it, or a temporary file beside it
+    is_beside = failed.parent == wanted.parent and wanted.name in failed.name
+    if wanted not in (failed, *failed.parents) and failed not in wanted.parents and not is_beside:
         return None
     return ConfigError(f"mode.path={path}", f"it cannot be written to: {error.strerror}", "mode.path=<another path>")
 
