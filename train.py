@@ -7,15 +7,16 @@ from pathlib import Path
 from recipes.config import compose_and_check
 from recipes.config.check.config_folder import check_config_folder
 from recipes.config.compose import quote_options
-from recipes.entry.hydra_main import is_for_hydra, run_through_hydra
+from recipes.entry.hydra_main import find_wrong_flags, is_for_hydra, run_through_hydra
 from recipes.entry.run import run_composed
 from recipes.entry.torchrun import compose_on_rank_zero
 from recipes.errors import ConfigError, format_report
 from recipes.launcher.environ import forget_slurm
 from recipes.launcher.submit import is_for_cluster, submit
+from recipes.runtime.console import accept_any_text
 from recipes.runtime.exit_codes import ExitCode
 from recipes.runtime.process import exit_process
-from recipes.runtime.world import global_rank
+from recipes.runtime.world import find_wrong_variables, global_rank
 from recipes.sweep.main import is_sweep, run_sweep
 
 
@@ -23,15 +24,19 @@ def main() -> int:
     """Hand the command line to one run, one sweep, or Hydra's own flags; return the exit code."""
     from hydra._internal.utils import get_args_parser
 
+    accept_any_text()
     sys.argv[1:] = quote_options(sys.argv[1:])  # Hydra reads them too
     args = get_args_parser().parse_args()
     forget_slurm(args.overrides)
+    if mistakes := [*find_wrong_variables(), *find_wrong_flags(args)]:
+        print(format_report(mistakes), file=sys.stderr)
+        return ExitCode.INVALID_CONFIG
     folder = Path(args.config_path) if args.config_path else Path(__file__).parent / "conf"
     name = args.config_name or "config"
     if mistakes := check_config_folder(folder, name, args.overrides):
         return report(mistakes)
     if is_for_hydra(args):
-        return run_through_hydra(folder, name, run)
+        return run_through_hydra(folder, name, run, args.overrides)
     if args.multirun or is_sweep(args.overrides):
         return run_sweep(args.overrides, folder, name, run)
     return run(args.overrides, folder, name)

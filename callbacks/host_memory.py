@@ -20,7 +20,7 @@ def available_bytes(meminfo: Path = MEMINFO, cgroup: Path = CGROUP) -> int | Non
 def _of_machine(meminfo: Path) -> int | None:
     if not meminfo.is_file():
         return None
-    for line in meminfo.read_text().splitlines():
+    for line in meminfo.read_text(encoding="utf-8").splitlines():
         if line.startswith("MemAvailable:"):
             return int(line.split()[1]) * 1024
     return None
@@ -34,12 +34,12 @@ def _of_container(cgroup: Path) -> int | None:
     ):
         if not (cgroup / limit_file).is_file() or not (cgroup / used_file).is_file():
             continue
-        limit = (cgroup / limit_file).read_text().strip()
+        limit = (cgroup / limit_file).read_text(encoding="utf-8").strip()
         if limit == "max" or int(limit) >= _UNLIMITED:
             return None
-        used = int((cgroup / used_file).read_text())
+        used = int((cgroup / used_file).read_text(encoding="utf-8"))
         stat_file = (cgroup / used_file).with_name("memory.stat")
-        fields = stat_file.read_text().split() if stat_file.is_file() else []  # name, value, …
+        fields = stat_file.read_text(encoding="utf-8").split() if stat_file.is_file() else []  # name, value, …
         reclaimable = int(fields[fields.index(cache) + 1]) if cache in fields else 0
         return int(limit) - used + reclaimable
     return None

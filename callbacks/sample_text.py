@@ -56,7 +56,7 @@ class SampleText(Callback):
         *,
         prompts: list[str],
         num_tokens: Annotated[int, ">= 1"] = 128,
-        temperature: Annotated[float, ">= 0"] = 1.0,
+        temperature: Annotated[float, ">= 0, <= 1000"] = 1.0,
         top_k: Annotated[int, ">= 1"] | None = None,
         top_p: Annotated[float, ">= 0.001, <= 1"] | None = None,
         every_n_steps: Annotated[int, ">= 1"] | None = None,

@@ -118,7 +118,7 @@ class StepProfiler(Callback):
         if not trainer.is_global_zero:
             return
         operators = top_operators(trace)
-        (folder / "operators.json").write_text(json.dumps(operators, indent=2) + "\n")
+        (folder / "operators.json").write_text(json.dumps(operators, indent=2) + "\n", encoding="utf-8")
         top = ", ".join(f"{operator['name']} {operator['share']:.0%}" for operator in operators[:3])
         num_steps = self._done - self._after
         steps = "1 step" if num_steps == 1 else f"{num_steps} steps"

@@ -8,6 +8,7 @@ import inspect
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 from pathlib import Path
+from typing import Any
 
 import lightning.pytorch as lightning
 import torch
@@ -18,6 +19,7 @@ from lightning.fabric.plugins.environments import (  # type: ignore[attr-defined
     SLURMEnvironment,
     TorchElasticEnvironment,
 )
+from lightning.fabric.utilities.exceptions import MisconfigurationException
 from lightning.pytorch.callbacks import Callback, ProgressBar
 from lightning.pytorch.loggers import Logger
 from torchmetrics import Metric
@@ -175,7 +177,7 @@ def _build_metrics(config: Config) -> dict[str, Metric]:
             metric = make(node)
         except ConfigError:
             raise
-        except (InstantiationException, ImportError, TypeError, ValueError) as error:
+        except (InstantiationException, ImportError) as error:
             reason = str(error.__cause__ or error).partition("\n")[0]
             raise ConfigError(f"metrics.{name}", f"{node['_target_']} says: {reason}", f"'~metrics.{name}'") from error
         if num_classes is not None:
@@ -211,8 +213,8 @@ def _build_trainer(
     if devices[0].type == "cuda" and len(indices) < len(devices):
         # each rank sees one GPU alone, under the same index; a Trainer would take no GPU twice
         strategy.parallel_devices = devices
-    make_trainer = make(config["trainer"] | {"_partial_": True})
-    trainer: lightning.Trainer = make_trainer(
+    trainer = _make_trainer(
+        config["trainer"],
         accelerator=devices[0].type,
         devices=indices if devices[0].type == "cuda" else len(devices),
         num_nodes=ranks.num_nodes,
@@ -233,6 +235,22 @@ def _build_trainer(
         enable_model_summary=False,
     )
     disable_signal_handling(trainer)
+    return trainer
+
+
+def _make_trainer(node: Config, **arguments: Any) -> lightning.Trainer:
+    """Instantiate the Trainer.
+
+    Raises:
+        ConfigError: Lightning rejects an argument.
+    """
+    try:
+        trainer: lightning.Trainer = make(node | {"_partial_": True})(**arguments)
+    except (MisconfigurationException, TypeError, ValueError) as error:
+        typed = ", ".join(f"trainer.{name}" for name in node if not name.startswith("_"))
+        raise ConfigError(
+            f"one of {typed}", " ".join(str(error).split()), "trainer.<setting>=<another value>"
+        ) from error
     return trainer
 
 

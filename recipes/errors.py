@@ -40,6 +40,13 @@ class ConfigErrors(Exception):  # noqa: N818  a collection of ConfigError
         self.head = head
 
 
+def find_mistake(error: BaseException | None) -> ConfigError | None:
+    """Return the mistake that an error is or wraps, as Hydra wraps whatever a constructor raises; None if none."""
+    while error is not None and not isinstance(error, ConfigError):
+        error = error.__cause__
+    return error
+
+
 def format_report(mistakes: Sequence[ConfigError], head: str | None = None) -> str:
     """Format all mistakes, numbered, three lines each.
 

@@ -8,6 +8,8 @@ from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
+from recipes.errors import ConfigError
+
 CONFIG_FILE = "config.yaml"
 ENVIRONMENT_FILE = "environment.json"
 EVENTS_FILE = "events.jsonl"
@@ -57,7 +59,7 @@ def create_new(folder: Path, *, stem: str) -> Path:
 def find_run_folder(path: Path) -> Path | None:
     """Return the run folder that `path` is, or that it is a checkpoint of; None if neither has a config."""
     for candidate in (path, path.parent.parent):
-        if (candidate / CONFIG_FILE).is_file():
+        if os.path.isfile(candidate / CONFIG_FILE):  # unlike Path.is_file, false for a name that is too long
             return candidate
     return None
 
@@ -67,42 +69,125 @@ def has_checkpoint(run_folder: Path) -> bool:
     return any((run_folder / CHECKPOINTS).glob("step_*.ckpt/manifest.json"))
 
 
+# Each reader raises a ConfigError that names the file, what is wrong with it and what to do: people edit these files,
+# copy them half and open them in spreadsheets.
+
+
 def read_config(run_folder: Path) -> dict[str, Any]:
-    """Read the frozen config, without Hydra's own node."""
+    """Read the frozen config, without Hydra's own node.
+
+    Raises:
+        ConfigError: It cannot be read, or is no YAML mapping.
+    """
     import yaml
 
-    config: dict[str, Any] = yaml.safe_load((run_folder / CONFIG_FILE).read_text(encoding="utf-8"))
+    path = run_folder / CONFIG_FILE
+    fix = f"a copy of the {CONFIG_FILE} that the run wrote, or a new run without this folder"
+    try:
+        config = yaml.safe_load(_read_text(path, fix))
+    except yaml.YAMLError as error:
+        raise ConfigError(str(path), f"it is no valid YAML: {' '.join(str(error).split())}", fix) from error
+    if not isinstance(config, dict):
+        raise ConfigError(str(path), f"it {_describe(config)}, not settings", fix)
     return {key: value for key, value in config.items() if key != "hydra"}
 
 
 def read_environment(run_folder: Path) -> dict[str, Any]:
-    """Read environment.json."""
-    environment: dict[str, Any] = json.loads((run_folder / ENVIRONMENT_FILE).read_text())
-    return environment
+    """Read environment.json.
+
+    Raises:
+        ConfigError: It cannot be read, or is no JSON object.
+    """
+    path = run_folder / ENVIRONMENT_FILE
+    return read_json(path, fix=f"rm {path}, and the run resumes from its {CONFIG_FILE} alone")
 
 
 def read_summary(run_folder: Path) -> dict[str, Any] | None:
-    """Read summary.json; None if the run has not ended."""
+    """Read summary.json; None if the run has not ended.
+
+    Raises:
+        ConfigError: It cannot be read, or is no JSON object.
+    """
     path = run_folder / SUMMARY_FILE
-    if not path.is_file():
-        return None
-    summary: dict[str, Any] = json.loads(path.read_text())
-    return summary
+    return read_json(path, fix=f"rm {path}, and the run counts as not ended") if path.is_file() else None
+
+
+def read_json(path: Path, *, fix: str) -> dict[str, Any]:
+    """Read a file with one JSON object.
+
+    Args:
+        path: The file.
+        fix: What to type if it is damaged.
+
+    Raises:
+        ConfigError: It cannot be read, or is no JSON object.
+    """
+    text = _read_text(path, fix)
+    try:
+        content = json.loads(text)
+    except ValueError as error:
+        raise ConfigError(str(path), f"it is no valid JSON: {error}" if text.strip() else "it is empty", fix) from error
+    if not isinstance(content, dict):
+        raise ConfigError(str(path), f"it {_describe(content)}, not an object", fix)
+    return content
 
 
 def read_json_lines(path: Path) -> list[dict[str, Any]]:
-    """Read a file of JSON lines (events.jsonl, samples.jsonl); empty if there is none."""
-    return [json.loads(line) for line in complete_lines(path)]
+    """Read a file of JSON lines (events.jsonl, samples.jsonl), without blank ones; empty if there is none.
+
+    Raises:
+        ConfigError: A line is no JSON object.
+    """
+    return [read_json_line(line, number, path) for number, line in enumerate(complete_lines(path), 1) if line.strip()]
+
+
+def read_json_line(line: str, number: int, path: Path) -> dict[str, Any]:
+    """Read one line of a file of JSON lines.
+
+    Raises:
+        ConfigError: It is no JSON object.
+    """
+    fix = f"the file without that line, or mv {path} {path}.old"
+    try:
+        content = json.loads(line)
+    except ValueError as error:
+        raise ConfigError(str(path), f"line {number} is no valid JSON: {error}", fix) from error
+    if not isinstance(content, dict):
+        raise ConfigError(str(path), f"line {number} {_describe(content)}, not an object", fix)
+    return content
+
+
+def check_metrics(path: Path) -> None:
+    """Check that every row of a metrics.csv begins with its step, without reading the numbers; nothing without a file.
+
+    Raises:
+        ConfigError: Another program has rewritten it.
+    """
+    _check_steps(list(complete_lines(path)), path)
 
 
 def read_cells(path: Path) -> list[dict[str, str]]:
-    """Read the rows of a metrics.csv as text, empty cells included; empty if there is no file."""
-    return list(csv.DictReader(complete_lines(path)))
+    """Read the rows of a metrics.csv as text, empty cells included; empty if there is no file.
+
+    Raises:
+        ConfigError: Another program has rewritten it.
+    """
+    lines = list(complete_lines(path))
+    _check_steps(lines, path)
+    return list(csv.DictReader(lines))
 
 
 def read_rows(path: Path) -> list[dict[str, float]]:
-    """Read the rows of a metrics.csv as numbers, without empty cells; empty if there is no file."""
-    return [as_numbers(row) for row in read_cells(path)]
+    """Read the rows of a metrics.csv as numbers, without empty cells; empty if there is no file.
+
+    Raises:
+        ConfigError: Another program has rewritten it.
+    """
+    rows = read_cells(path)
+    try:
+        return [as_numbers(row) for row in rows]
+    except (ValueError, TypeError) as error:
+        raise ConfigError(str(path), f"one of its cells is not a number: {error}", _fix_metrics(path)) from error
 
 
 def as_numbers(row: dict[str, str]) -> dict[str, float]:
@@ -111,8 +196,42 @@ def as_numbers(row: dict[str, str]) -> dict[str, float]:
 
 
 def complete_lines(path: Path) -> Iterable[str]:
-    """Return the complete lines of a text file; a killed run may leave an incomplete last line."""
+    """Return the complete lines of a text file; a killed run may leave an incomplete last line.
+
+    Raises:
+        ConfigError: It cannot be read, or is not UTF-8.
+    """
     if not path.is_file():
         return []
-    lines = path.read_text(encoding="utf-8").splitlines(keepends=True)
+    lines = _read_text(path, f"mv {path} {path}.old").splitlines(keepends=True)
     return [line for line in lines if line.endswith("\n")]
+
+
+def _read_text(path: Path, fix: str) -> str:
+    try:
+        return path.read_text(encoding="utf-8")
+    except UnicodeDecodeError as error:
+        raise ConfigError(str(path), f"byte {error.start} of it is not UTF-8 text", fix) from error
+    except OSError as error:
+        raise ConfigError(str(path), f"it cannot be read: {error.strerror}", fix) from error
+
+
+def _check_steps(lines: list[str], path: Path) -> None:
+    """Check the first column, which a spreadsheet changes: `;` between the columns, a byte order mark, 1.0 for 1."""
+    for number, line in enumerate(lines, start=1):
+        first = line.strip().partition(",")[0]
+        if number == 1 and first != "step":
+            raise ConfigError(str(path), f"its first column is {first[:60]!r}, not step", _fix_metrics(path))
+        if number > 1 and not first.isdecimal():
+            raise ConfigError(str(path), f"line {number} begins with {first[:60]!r}, not a step", _fix_metrics(path))
+
+
+def _fix_metrics(path: Path) -> str:
+    return f"a copy that no other program has saved, or mv {path} {path}.old: the run then begins a new one"
+
+
+def _describe(content: object) -> str:
+    """Describe what a file holds instead of a mapping."""
+    if content is None:
+        return "is empty"
+    return f"holds a {'list' if isinstance(content, list) else 'single value'}"

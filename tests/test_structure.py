@@ -76,3 +76,28 @@ def test_every_module_opens_with_a_line_that_says_what_it_is() -> None:
         docstring = ast.get_docstring(ast.parse(path.read_text()))
         assert docstring, f"{path} has no docstring"
         assert len(docstring.splitlines()[0]) > 20, f"{path}: {docstring.splitlines()[0]!r}"
+
+
+def test_every_text_file_is_opened_with_its_encoding() -> None:
+    """The default is that of the locale, which may be ASCII."""
+    wrong = [
+        f"{path.relative_to(ROOT)}:{node.lineno}"
+        for path in FILES
+        for node in ast.walk(ast.parse(path.read_text()))
+        if isinstance(node, ast.Call) and _opens_text(node)
+    ]
+    assert not wrong
+
+
+def _opens_text(call: ast.Call) -> bool:
+    """Return whether a call reads or writes text in the encoding of the locale."""
+    function = call.func
+    name = getattr(function, "attr", None) or getattr(function, "id", None)
+    if any(keyword.arg in ("encoding", None) for keyword in call.keywords):
+        return False
+    if name in ("read_text", "write_text"):
+        return len(call.args) == (0 if name == "read_text" else 1)
+    if name != "open" or (isinstance(function, ast.Attribute) and ast.unparse(function.value) == "os"):
+        return False
+    mode = call.args[0 if isinstance(function, ast.Attribute) else 1 :][:1]
+    return not mode or (isinstance(mode[0], ast.Constant) and "b" not in str(mode[0].value))

@@ -103,7 +103,7 @@ class SpikeDump:
             content = _describe(trainer, verdict, monitor) | {"weight_norms": weight_norms}
             with contextlib.suppress(OSError):  # logged above
                 folder.mkdir(parents=True, exist_ok=True)
-                (folder / "spike.json").write_text(json.dumps(content, indent=2) + "\n")
+                (folder / "spike.json").write_text(json.dumps(content, indent=2) + "\n", encoding="utf-8")
                 _write_samples(folder / "samples.jsonl", trainer, parts, losses_by_rank)
                 log.warning(f"Step {step}: its batch and losses are in {folder}")
 
@@ -182,7 +182,7 @@ def _write_samples(
         sample["loss"] = None if losses is None else finite(losses[sample["row"]])
     # NaN and inf are None by now, and the worst
     samples.sort(key=lambda sample: -math.inf if sample["loss"] is None else -sample["loss"])
-    path.write_text("".join(json.dumps(sample, ensure_ascii=False) + "\n" for sample in samples))
+    path.write_text("".join(json.dumps(sample, ensure_ascii=False) + "\n" for sample in samples), encoding="utf-8")
 
 
 @torch.no_grad()

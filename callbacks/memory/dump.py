@@ -44,7 +44,7 @@ def write_dump(folder: Path, *, rank: int, error: BaseException) -> None:
         snapshot = str(folder / f"{name}.pickle")
         torch.cuda.memory._dump_snapshot(snapshot)  # type: ignore[no-untyped-call]
         parts.append(torch.cuda.memory_summary())
-    (folder / f"{name}.txt").write_text("\n".join(parts) + "\n")
+    (folder / f"{name}.txt").write_text("\n".join(parts) + "\n", encoding="utf-8")
 
 
 def _describe_host() -> str:

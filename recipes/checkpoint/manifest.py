@@ -65,7 +65,7 @@ class Manifest:
 def read_manifest(folder: Path) -> Manifest | None:
     """Return the manifest of a checkpoint folder; None if it is missing, damaged or of another format."""
     try:
-        text = (folder / MANIFEST_FILE).read_text()
+        text = (folder / MANIFEST_FILE).read_text(encoding="utf-8")
         fields = json.loads(text)
         own_hash = fields.pop(_OWN_HASH)
         as_written = _dump(fields | {_OWN_HASH: own_hash})

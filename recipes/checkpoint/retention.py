@@ -149,7 +149,7 @@ def update_symlink(link: Path, name: str) -> None:
     try:
         unfinished.symlink_to(name)
     except OSError:
-        unfinished.write_text(name + "\n")
+        unfinished.write_text(name + "\n", encoding="utf-8")
     # replaces the old link in one step: a reader always finds one
     unfinished.replace(link)
 
@@ -157,6 +157,6 @@ def update_symlink(link: Path, name: str) -> None:
 def resolve_symlink(link: Path) -> Path | None:
     """Return the folder that a link points to; None if there is no such folder."""
     target = link
-    if link.is_file() and _NAME.fullmatch(name := link.read_text(errors="replace").strip()):
+    if link.is_file() and _NAME.fullmatch(name := link.read_text(errors="replace", encoding="utf-8").strip()):
         target = link.with_name(name)
     return target.resolve() if target.is_dir() else None

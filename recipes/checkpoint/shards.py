@@ -14,6 +14,7 @@ from torch.distributed.tensor._utils import compute_local_shape_and_global_offse
 
 from recipes.checkpoint.shard_file import Part, SavedTensor, flat_start
 from recipes.lightning_internals import unwrap_optimizer
+from recipes.numerics.ema import NAME as EMA_KEY
 
 
 class PerRankSavingMixin:
@@ -130,7 +131,7 @@ def load_module(module: nn.Module, saved: Mapping[str, SavedTensor]) -> None:
 
 @torch.no_grad()
 def load_optimizer(optimizer: torch.optim.Optimizer, saved: dict[str, Any]) -> None:
-    """Load saved optimizer state; hyper-parameters stay those of this run.
+    """Load saved optimizer state in the dtype of the weights; hyper-parameters stay those of this run.
 
     Args:
         optimizer: Of unsharded parameters or of shards.
@@ -151,8 +152,9 @@ def load_optimizer(optimizer: torch.optim.Optimizer, saved: dict[str, Any]) -> N
     for index, values in state.items():
         loaded = inner.state[parameters[index]]
         for key, value in values.items():
-            # torch casts all state to the parameter's dtype: a float32 average of bfloat16 weights would be rounded
-            if isinstance(value, Tensor) and loaded[key].dtype != value.dtype:
+            # torch casts all state to the parameter's dtype, which a run resumed in another precision needs: but a
+            # float32 average of bfloat16 weights would be rounded
+            if key == EMA_KEY and isinstance(value, Tensor) and loaded[key].dtype != value.dtype:
                 loaded[key] = value.to(loaded[key].device)
 
 

@@ -32,8 +32,8 @@ def compose_and_check(
         if origin is not None and (untrusted := [*check_origin(composed.config, overrides, origin)]):
             return None, [*mistakes, *untrusted]  # the checks below look for the constructors
         composed = replace(composed, continues=continues)
-        mistakes = [
-            *mistakes,
-            *check_config(composed.config, composed.choices, overrides, composed.run_folder, continues=continues),
-        ]
+        rejected = {f"no {mistake.setting.partition('=')[0]}" for mistake in mistakes}
+        found = check_config(composed.config, composed.choices, overrides, composed.run_folder, continues=continues)
+        # without a rejected override, its setting may be missing: a consequence
+        mistakes = [*mistakes, *(mistake for mistake in found if mistake.setting not in rejected)]
     return composed, mistakes

@@ -10,6 +10,7 @@ from hydra._internal.config_loader_impl import ConfigLoaderImpl, get_overrides_d
 from hydra.core.global_hydra import GlobalHydra
 from hydra.core.override_parser.overrides_parser import OverridesParser
 from hydra.core.override_parser.types import Override
+from hydra.errors import ConfigCompositionException
 from omegaconf import DictConfig
 
 
@@ -28,8 +29,7 @@ def compose_overrides(overrides: Sequence[str], folder: Path, name: str | None) 
         hydra.errors.HydraException: A group, option or key does not exist.
     """
     parsed: list[Override] = OverridesParser.create().parse_overrides(list(overrides))
-    values = [override for override in parsed if _is_value(override, folder, name)]
-    options = [str(override.input_line) for override in parsed if override not in values]
+    options, values = _split(parsed, folder, name)
     node = compose_options(options, folder, name)
     if not values:
         return node
@@ -41,6 +41,13 @@ def compose_overrides(overrides: Sequence[str], folder: Path, name: str | None) 
         overrides=task_overrides, **node.hydra.job.config.override_dirname
     )
     return node
+
+
+def split_overrides(overrides: Sequence[str], folder: Path, name: str | None) -> tuple[list[str], list[str]]:
+    """Split overrides into options of groups, which choose the files that are read, and values."""
+    parsed: list[Override] = OverridesParser.create().parse_overrides(list(overrides))
+    options, values = _split(parsed, folder, name)
+    return options, [str(override.input_line) for override in values]
 
 
 def compose_options(options: Sequence[str], folder: Path, name: str | None) -> DictConfig:
@@ -64,7 +71,10 @@ def _compose_cached(options: tuple[str, ...], folder: Path, name: str | None, st
     """Return a pickle: each caller unpickles a node of its own, in a third of the time of a deep copy."""
     GlobalHydra.instance().clear()
     with initialize_config_dir(str(folder), version_base="1.3"):
-        return pickle.dumps(compose(name, list(options), return_hydra_config=True))
+        try:
+            return pickle.dumps(compose(name, list(options), return_hydra_config=True))
+        except (AttributeError, TypeError, ValueError) as error:  # Hydra's own, about an option that is no text
+            raise ConfigCompositionException(f"not an option: {error}") from error
 
 
 def _stamp(folder: Path) -> tuple[tuple[str, int, int], ...]:
@@ -72,6 +82,11 @@ def _stamp(folder: Path) -> tuple[tuple[str, int, int], ...]:
     paths = [path for depth in ("*", "*/*", "*/*/*") for path in folder.glob(f"{depth}.yaml")]
     stats = [(str(path), path.stat()) for path in paths]
     return tuple((path, stat.st_mtime_ns, stat.st_size) for path, stat in stats)
+
+
+def _split(parsed: Sequence[Override], folder: Path, name: str | None) -> tuple[list[str], list[Override]]:
+    values = [override for override in parsed if _is_value(override, folder, name)]
+    return [str(override.input_line) for override in parsed if override not in values], values
 
 
 def _is_value(override: Override, folder: Path, name: str | None) -> bool:
@@ -85,6 +100,6 @@ def _is_value(override: Override, folder: Path, name: str | None) -> bool:
     if override.is_sweep_override() or may_be_group or key == "hydra.searchpath":
         return False
     primary = folder / f"{name}.yaml"
-    if "." not in key and primary.is_file() and "searchpath" in primary.read_text():
+    if "." not in key and primary.is_file() and "searchpath" in primary.read_text(encoding="utf-8"):
         return False  # a group of another folder
     return not (folder / key).is_dir() or isinstance(override.value(), dict)

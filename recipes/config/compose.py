@@ -12,8 +12,7 @@ from pathlib import Path
 from typing import Any
 
 import yaml
-from hydra.core.override_parser.overrides_parser import OverridesParser
-from hydra.core.override_parser.types import Override, Quote, QuotedString
+from hydra.core.override_parser.types import Quote, QuotedString
 from hydra.core.utils import setup_globals
 from hydra.errors import HydraException
 from omegaconf import DictConfig, OmegaConf
@@ -21,14 +20,15 @@ from omegaconf.errors import OmegaConfBaseException
 from omegaconf.resolvers import oc
 
 from recipes.config.cached_compose import compose_overrides
-from recipes.config.overrides import to_overrides
+from recipes.config.overrides import escape_interpolations, parse_override, to_overrides
+from recipes.config.resume import apply_changes, read_resumed_run, select_inherited
 from recipes.config.traits import trains
 from recipes.config.trust import CONF as CONF
-from recipes.config.trust import find_resumed_run, find_trusted_folders, restrict_variables
+from recipes.config.trust import find_trusted_folders, restrict_variables
 from recipes.errors import ConfigError
 from recipes.lr_scaling import scaled_lr
 from recipes.numerics.accumulation import steps_of
-from recipes.run_folder import CONFIG_FILE, ENVIRONMENT_FILE, create_new, find_run_folder
+from recipes.run_folder import CONFIG_FILE, create_new, find_run_folder
 
 Config = dict[str, Any]
 # names of options that Hydra's grammar reads as a number, a boolean or null
@@ -46,6 +46,7 @@ class Composed:
         config: Plain values, every interpolation resolved; without Hydra's own node.
         run_folder: Folder for the files of the run.
         overrides: Command-line overrides, for the record; those of the resumed run come first.
+        dropped_overrides: Those of the resumed run that no longer apply, because another option was chosen.
         choices: Option chosen for each group, to name it in messages.
         sweep_overrides: Overrides that a sweep varies: `hydra.sweeper.params`, then those typed with
             `mode=wandb_sweep`.
@@ -58,6 +59,7 @@ class Composed:
     choices: dict[str, str]
     run_folder: Path
     overrides: list[str]
+    dropped_overrides: list[str] = field(default_factory=list)
     sweep_overrides: list[str] = field(default_factory=list)
     config_folder: str = str(CONF)
     config_name: str = "config"
@@ -98,8 +100,10 @@ def _quote_option(override: str) -> str:
         return f"{group}={QuotedString(text=names, quote=Quote.single).with_quotes()}"
     if not equals or not group or not (CONF / group).is_dir():
         return override
-    quoted = [f"'{name}'" if _NOT_TEXT.fullmatch(name) else name for name in names.split(",")]
-    return f"{group}={','.join(quoted)}"
+    is_list = names.startswith("[") and names.endswith("]")
+    inner = names[1:-1] if is_list else names
+    quoted = ",".join(f"'{name}'" if _NOT_TEXT.fullmatch(name.strip()) else name for name in inner.split(","))
+    return f"{group}=[{quoted}]" if is_list else f"{group}={quoted}"
 
 
 def _is_plain_text(override: str) -> bool:
@@ -163,59 +167,49 @@ def compose_run(overrides: Sequence[str], *, config_folder: Path = CONF, config_
 
     Raises:
         hydra.errors.HydraException: A group, option or key does not exist.
-        ConfigError: An interpolation refers to a missing key.
+        omegaconf.errors.OmegaConfBaseException: A value is of the wrong type.
+        ConfigError: An interpolation refers to a missing key, or a file of the resumed run is damaged.
     """
     overrides = quote_options(overrides)
-    resumed = find_resumed_run(overrides)
+    resumed = read_resumed_run(overrides)
     is_own = resumed is None and config_folder.resolve() in find_trusted_folders(overrides)
     register_resolvers(*([] if is_own else [restrict_variables(overrides)]))
-    earlier = _read_overrides(resumed) if resumed else []
     overrides, sweeps = _split_off_sweeps(overrides)
-    parsed = [parse_override(override) for override in overrides]
-    overridden = {override.key_or_group for override in parsed if not override.is_delete()}
-    repeated = set(overrides)  # Hydra rejects the same deletion twice
-    inherited = [
-        override
-        for override in earlier
-        if override not in repeated and parse_override(override).key_or_group not in overridden
-    ]
+    inherited, dropped = select_inherited(resumed, overrides, config_folder, config_name) if resumed else ([], [])
     node = compose_overrides([*inherited, *overrides], config_folder, config_name)
     config = _to_plain(node)
     if resumed:
-        frozen: Config = yaml.safe_load((resumed / CONFIG_FILE).read_text())
-        frozen.pop("hydra", None)
-        before = _to_plain(compose_overrides(earlier, config_folder, config_name))
-        frozen |= {key: config[key] for key in ("mode", "resume")}
+        before = _to_plain(compose_overrides(resumed.overrides, config_folder, config_name))
+        frozen = resumed.config | {key: config[key] for key in ("mode", "resume")}
         frozen.setdefault("metrics", config["metrics"])  # absent from runs of earlier versions
-        config = _apply_changes(frozen, before=before, now=config)
+        config = _use_cache_of(config, apply_changes(frozen, before=before, now=config))
     return Composed(
         config=config,
         choices={group: str(option) for group, option in node.hydra.runtime.choices.items()},
-        run_folder=Path(os.path.expanduser(node.hydra.run.dir)),  # a shell leaves the ~ of key=~/x to us
+        run_folder=_get_run_folder(node),
         overrides=[*inherited, *overrides],
+        dropped_overrides=dropped,
         sweep_overrides=[*to_overrides(_get_sweeper_params(node)), *sweeps],
         config_folder=str(config_folder),
         config_name=config_name,
     )
 
 
+def _use_cache_of(now: Config, resumed: Config) -> Config:
+    """Return a resumed config with the cache folder of this start: it belongs to the machine, not to the run."""
+    data, cache_dir = resumed.get("data"), (now.get("data") or {}).get("cache_dir")
+    if not isinstance(data, dict) or "cache_dir" not in data or cache_dir is None:
+        return resumed
+    return resumed | {"data": data | {"cache_dir": cache_dir}}
+
+
 def freeze(composed: Composed) -> None:
     """Write the config into the run folder, in a form that starts the same run again from its first step."""
     again = {"run": {"dir": "${run_folder:${name},${resume}}"}, "output_subdir": None}
     config = composed.config | {"resume": None, "hydra": again}
-    text = yaml.safe_dump(config, sort_keys=False, allow_unicode=True)
+    text = yaml.safe_dump(escape_interpolations(config), sort_keys=False, allow_unicode=True)
     header = "# Run it again: python train.py --config-path <this folder> --config-name config\n"
-    (composed.run_folder / CONFIG_FILE).write_text(header + text)
-
-
-def parse_override(override: str) -> Override:
-    """Parse a `key=value` with Hydra's grammar.
-
-    Raises:
-        hydra.errors.HydraException: The grammar cannot read it.
-    """
-    parsed: Override = OverridesParser.create().parse_override(override)
-    return parsed
+    (composed.run_folder / CONFIG_FILE).write_text(header + text, encoding="utf-8")
 
 
 def _split_off_sweeps(overrides: Sequence[str]) -> tuple[list[str], list[str]]:
@@ -229,6 +223,16 @@ def _get_sweeper_params(node: DictConfig) -> Config:
     params = OmegaConf.select(node, "hydra.sweeper.params")
     plain: Any = {} if params is None else OmegaConf.to_container(params, resolve=True)
     return dict(plain)
+
+
+def _get_run_folder(node: DictConfig) -> Path:
+    try:
+        if node.hydra.run.dir == "":
+            raise ConfigError("hydra.run.dir=", "a run needs a folder", "hydra.run.dir=<folder>")
+        return Path(os.path.expanduser(node.hydra.run.dir))  # a shell leaves the ~ of key=~/x to us
+    except OmegaConfBaseException as error:
+        reason = str(error).splitlines()[0]
+        raise ConfigError("hydra.run.dir=…", reason, "hydra.run.dir=<folder>") from error
 
 
 def _to_plain(node: DictConfig) -> Config:
@@ -247,41 +251,8 @@ def _to_plain(node: DictConfig) -> Config:
                 str(error).splitlines()[0],
                 f"{full_key}=<value> on the command line",
             ) from error
+    config.setdefault("callbacks", {})  # `callbacks=[]` and `~callbacks` leave none
     return config
-
-
-def _read_overrides(resumed: Path) -> list[str]:
-    """Return the overrides that the resumed run was started with, without those that hold for a single start."""
-    record = resumed / ENVIRONMENT_FILE
-    if not record.is_file():
-        return []
-    typed: list[str] = json.loads(record.read_text())["overrides"]
-    keys = {override: parse_override(override).key_or_group for override in typed}
-    single_start = ("hydra.", "hydra/", "mode.")
-    return [
-        override
-        for override, key in keys.items()
-        if key not in ("hydra", "mode", "resume") and not key.startswith(single_start)
-    ]
-
-
-def _apply_changes(frozen: Config, *, before: Config, now: Config) -> Config:
-    """Return the frozen config with every value that the new overrides change, directly or by interpolation.
-
-    Defaults of conf/ that have changed since the run was frozen are the same in `before` and `now`, and so do not
-    reach it.
-    """
-    if before.get("_target_") != now.get("_target_"):
-        return now  # another option replaces the node
-    changed = dict(frozen)
-    for key in now:
-        if key in before and before[key] == now[key]:
-            continue
-        if all(isinstance(config.get(key), dict) for config in (changed, before, now)):
-            changed[key] = _apply_changes(changed[key], before=before[key], now=now[key])
-        else:
-            changed[key] = now[key]
-    return {key: value for key, value in changed.items() if key in now or key not in before}
 
 
 def to_json(composed: Composed) -> str:

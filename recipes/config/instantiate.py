@@ -4,6 +4,8 @@ import functools
 from collections.abc import Mapping
 from typing import Any
 
+from recipes.errors import ConfigError
+
 TARGET, PARTIAL = "_target_", "_partial_"
 
 
@@ -17,14 +19,22 @@ def make(node: Mapping[str, Any]) -> Any:
         node: Plain values; with `_partial_: true` the constructor is returned with its arguments bound.
 
     Raises:
-        hydra.errors.InstantiationException: There is no such constructor, or Hydra blocks it.
+        hydra.errors.InstantiationException: There is no such constructor, Hydra blocks it, or it rejects a value.
     """
+    from hydra.errors import InstantiationException
     from hydra.utils import instantiate
 
     constructor = instantiate({TARGET: node[TARGET], PARTIAL: True})  # refuses those that run commands
     arguments = {key: _make_within(value) for key, value in node.items() if key not in (TARGET, PARTIAL)}
     bound = functools.partial(constructor, **arguments)
-    return bound if node.get(PARTIAL) else bound()
+    if node.get(PARTIAL):
+        return bound
+    try:
+        return bound()
+    except ConfigError:
+        raise
+    except (TypeError, ValueError) as error:
+        raise InstantiationException(f"Error in call to target '{node[TARGET]}': {error!r}") from error
 
 
 def _make_within(value: Any) -> Any:

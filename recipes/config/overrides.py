@@ -1,14 +1,40 @@
-"""Write values as overrides, `key=value`, that Hydra reads back exactly; about 1 ms each."""
+"""Read overrides, and write values as overrides, `key=value`, that Hydra reads back exactly; about 1 ms each."""
 
+import re
+import shlex
 from collections.abc import Mapping
 from numbers import Integral, Real
 from typing import Any
 
 from hydra.core.override_parser.overrides_parser import OverridesParser
-from hydra.core.override_parser.types import Quote, QuotedString
+from hydra.core.override_parser.types import Override, Quote, QuotedString
 from hydra.errors import HydraException
 
 from recipes.errors import ConfigError
+
+_REFERENCE = re.compile(r"(\\*)\$\{")
+_SPECIAL = re.compile(r"[\s()\[\]{}*?$&;|<>'\"\\#~]")  # to a shell
+_ESCAPED = re.compile(r"((?:\\\\)*)\\\$\{")  # an odd number of backslashes before it
+
+
+def parse_override(override: str) -> Override:
+    """Parse a `key=value` with Hydra's grammar.
+
+    Raises:
+        hydra.errors.HydraException: The grammar cannot read it.
+    """
+    parsed: Override = OverridesParser.create().parse_override(override)
+    return parsed
+
+
+def quote(text: str) -> str:
+    """Quote a text, so that Hydra's grammar reads it as it is."""
+    return QuotedString(text=text, quote=Quote.single).with_quotes()
+
+
+def for_shell(override: str) -> str:
+    """Quote an override for a shell, if it needs it."""
+    return shlex.quote(override) if _SPECIAL.search(override) else override
 
 
 def to_overrides(params: Mapping[str, Any] | None) -> list[str]:
@@ -41,7 +67,7 @@ def to_grammar(value: object) -> str:
     if value is None:
         return "null"
     if isinstance(value, str):
-        return value if _reads_as(f"x={value}", value) else _quoted(value)
+        return value if _reads_as(f"x={value}", value) else quote(value)
     if isinstance(value, list):
         return f"[{','.join(map(to_grammar, value))}]"
     if isinstance(value, dict):
@@ -74,13 +100,28 @@ def to_plain(key: str, value: object) -> Any:
     raise ConfigError(f"{key}={value}", "only plain values can be swept over", f"{key}=choice(<values>)")
 
 
-def _quoted(text: str) -> str:
-    return QuotedString(text=text, quote=Quote.single).with_quotes()
+def escape_interpolations(value: Any) -> Any:
+    """Return plain values in which OmegaConf reads every `${` as text: a config that is resolved already."""
+    if isinstance(value, str):
+        # the backslashes before a `${` are halved when it is read, and one more makes it text
+        return _REFERENCE.sub(r"\1\1\\${", value)
+    if isinstance(value, Mapping):
+        return {key: escape_interpolations(child) for key, child in value.items()}
+    return [escape_interpolations(child) for child in value] if isinstance(value, list) else value
+
+
+def unescape_interpolations(value: Any) -> Any:
+    """Return what `escape_interpolations` was given; a `${` that is not escaped stays as it is."""
+    if isinstance(value, str):
+        return _ESCAPED.sub(lambda found: found[1][: len(found[1]) // 2] + "${", value)
+    if isinstance(value, Mapping):
+        return {key: unescape_interpolations(child) for key, child in value.items()}
+    return [unescape_interpolations(child) for child in value] if isinstance(value, list) else value
 
 
 def _reads_as(override: str, value: object) -> bool:
     try:
-        parsed = OverridesParser.create().parse_override(override)
+        parsed = parse_override(override)
     except HydraException:
         return False
     # compare what they print: 1, 1.0 and True are equal

@@ -47,6 +47,8 @@ def read_signature(target: str) -> Signature:
         TargetNotFoundError: No such module, or no such name in it.
     """
     module, _, name = target.rpartition(".")
+    if not module or not name:
+        raise TargetNotFoundError(f"{target!r} is no dotted path of a class or function")
     path = module_file(module)
     node = find(name, parse(path).body)
     if isinstance(node, ast.ImportFrom):
@@ -60,7 +62,10 @@ def read_signature(target: str) -> Signature:
 
 def module_file(module: str) -> Path:
     root, *rest = module.split(".")
-    spec = importlib.util.find_spec(root) if root else None
+    try:
+        spec = importlib.util.find_spec(root) if root else None
+    except ValueError:  # a namespace that Hydra has made up for its plugins
+        spec = None
     if spec is not None and spec.origin is not None and not rest and spec.origin.endswith(".py"):
         return Path(spec.origin)
     if spec is None or not spec.submodule_search_locations:
@@ -74,7 +79,7 @@ def module_file(module: str) -> Path:
 
 @cache
 def parse(path: Path) -> ast.Module:
-    return ast.parse(path.read_text())
+    return ast.parse(path.read_text(encoding="utf-8"))
 
 
 def list_names(module: str) -> list[str]:

@@ -5,11 +5,11 @@ from collections.abc import Callable, Collection, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
-from hydra.core.override_parser.overrides_parser import OverridesParser
 from hydra.core.override_parser.types import Override
 from hydra.errors import HydraException
 from omegaconf.resolvers import oc
 
+from recipes.config.overrides import parse_override
 from recipes.run_folder import CONFIG_FILE, find_run_folder
 
 CONF = Path(__file__).parents[2] / "conf"
@@ -37,9 +37,17 @@ def find_resumed_run(typed: Sequence[str]) -> Path | None:
     """Return the run folder that `resume=` names, whose frozen config is then the base; else None."""
     for override in typed:
         key, _, value = override.partition("=")
-        if key == "resume" and value not in ("null", "auto", ""):
-            return find_run_folder(Path(value.strip("'\"")))
+        if key.lstrip("+") == "resume" and value not in ("null", "auto", ""):
+            return find_run_folder(Path(_unquote(override, value)))
     return None
+
+
+def _unquote(override: str, value: str) -> str:
+    try:
+        parsed = parse_override(override)
+    except HydraException:  # reported when it is composed
+        return value
+    return value if parsed.is_sweep_override() else str(parsed.value())
 
 
 def find_origin(config_folder: Path, typed: Sequence[str]) -> Path | None:
@@ -85,7 +93,7 @@ def parse_values(typed: Sequence[str]) -> list[Override]:
     parsed: list[Override] = []
     for text in typed:
         try:
-            override: Override = OverridesParser.create().parse_override(text)
+            override = parse_override(text)
         except HydraException:
             continue
         if not override.is_delete() and not override.is_sweep_override():

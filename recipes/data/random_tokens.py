@@ -1,6 +1,6 @@
 """Reproducible random tokens in place of text, to measure speed and memory: ~10 ns per token, no file."""
 
-from typing import ClassVar
+from typing import Annotated, ClassVar
 
 import numpy as np
 import torch
@@ -68,7 +68,7 @@ class RandomTokens:
         *,
         vocab_size: int,
         seq_len: int,
-        num_samples: int,
+        num_samples: Annotated[int, ">= 1"],
         num_val_samples: int = 64,
         seed: int = 0,
     ) -> None:

@@ -188,7 +188,9 @@ def _npy_layout(key: str, path: Path) -> tuple[str, int, int]:
     fix = f"data.{key}=<one-dimensional .npy of uint16 or uint32>"
     try:
         array = np.load(path, mmap_mode="r")
-    except ValueError as error:
+        if not isinstance(array, np.ndarray):  # an .npz archive under another name
+            raise ValueError("an archive of several arrays")
+    except (ValueError, EOFError, OSError) as error:
         raise ConfigError(f"data.{key}={path}", f"it is no valid .npy file ({error})", fix) from error
     if not isinstance(array, np.memmap) or array.ndim != 1 or array.dtype.str[1:] not in ("u2", "u4"):
         raise ConfigError(f"data.{key}={path}", f"it holds {array.dtype} {array.shape}", fix)
@@ -215,10 +217,10 @@ def largest_tokens(layout: _Layout, *, cache_dir: Path) -> list[int]:
             while len(chunk := np.fromfile(file, dtype=dtype, count=_CHUNK_TOKENS)):
                 parts = (chunk[position::_PERIOD] for position in range(_PERIOD))
                 largest = [max(before, int(part.max(initial=0))) for before, part in zip(largest, parts, strict=True)]
-        (temporary / _LARGEST).write_text(" ".join(map(str, largest)))
+        (temporary / _LARGEST).write_text(" ".join(map(str, largest)), encoding="utf-8")
 
-    build_once(folder, build, is_complete=lambda path: (path / _LARGEST).is_file())
-    return [int(text) for text in (folder / _LARGEST).read_text().split()]
+    build_once(folder, build, is_complete=_has_largest)
+    return [int(text) for text in (folder / _LARGEST).read_text(encoding="utf-8").split()]
 
 
 def find_wider_type(layout: _Layout, largest: list[int], *, vocab_size: int) -> int | None:
@@ -240,3 +242,9 @@ def find_wider_type(layout: _Layout, largest: list[int], *, vocab_size: int) -> 
         return None
     is_cut_in_four = largest[2] == 0 and layout.num_tokens % _PERIOD == 0 and bits == 16
     return 64 if is_cut_in_four or bits == 32 else 32
+
+
+def _has_largest(folder: Path) -> bool:
+    path = folder / _LARGEST
+    numbers = path.read_bytes().split() if path.is_file() else []
+    return len(numbers) == _PERIOD and all(number.isdigit() for number in numbers)

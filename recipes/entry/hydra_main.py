@@ -3,12 +3,13 @@
 import os
 import sys
 from argparse import Namespace
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 
-from recipes.errors import ConfigError, ConfigErrors, format_report
+from recipes.errors import ConfigError, ConfigErrors, find_mistake, format_report
 from recipes.runtime.exit_codes import ExitCode
 
+CONF = Path(__file__).parents[2] / "conf"
 _FLAGS = ("help", "hydra_help", "cfg", "info", "shell_completion")
 
 
@@ -17,13 +18,31 @@ def is_for_hydra(args: Namespace) -> bool:
     return any(getattr(args, flag) for flag in _FLAGS)
 
 
-def run_through_hydra(folder: Path, name: str, run: Callable[..., int]) -> int:
+def find_wrong_flags(args: Namespace) -> list[ConfigError]:
+    """Return the mistakes in Hydra's flags that name a folder or a file."""
+    mistakes = []
+    if args.config_dir and not is_for_hydra(args):
+        fix = f"'hydra.searchpath=[file://{Path(args.config_dir).absolute()}]'"
+        mistakes.append(ConfigError(f"--config-dir {args.config_dir}", "it is not read", fix))
+    folder, name = args.config_path, args.config_name or "config"
+    if folder and not os.path.isdir(folder):
+        fix = "--config-path <a run folder or a folder like conf/>"
+        mistakes.append(ConfigError(f"--config-path {folder}", "there is no such folder", fix))
+    elif (folder or args.config_name) and not os.path.isfile(Path(folder or CONF) / f"{name}.yaml"):
+        names = sorted(path.stem for path in Path(folder or CONF).glob("*.yaml"))
+        fix = f"--config-name {names[0]}" if names else "--config-path <a folder with a config.yaml>"
+        mistakes.append(ConfigError(f"--config-name {name}", f"{folder or 'conf'} has no {name}.yaml", fix))
+    return mistakes
+
+
+def run_through_hydra(folder: Path, name: str, run: Callable[..., int], overrides: Sequence[str] = ()) -> int:
     """Let Hydra handle the command line.
 
     Args:
         folder: Config folder.
         name: Name of the config file that composition starts from.
         run: Runs one job and returns its exit code; for launchers that run their jobs in this process, one by one.
+        overrides: Those of the command line, to name the wrong one.
 
     Returns:
         The worst exit code of all jobs.
@@ -31,7 +50,10 @@ def run_through_hydra(folder: Path, name: str, run: Callable[..., int]) -> int:
     import hydra
     from hydra.core.hydra_config import HydraConfig
     from hydra.errors import HydraException
+    from omegaconf.errors import OmegaConfBaseException
 
+    from recipes.config.check.command_line import compose_overrides
+    from recipes.config.check.composition_errors import explain_broken_file, explain_typed
     from recipes.config.compose import register_resolvers
 
     exit_codes: list[int] = [ExitCode.FINISHED]
@@ -47,15 +69,20 @@ def run_through_hydra(folder: Path, name: str, run: Callable[..., int]) -> int:
     register_resolvers()
     try:
         hydra.main(version_base="1.3", config_path=str(folder.resolve()), config_name=name)(run_job)()
+        sys.stdout.flush()
     except ConfigErrors as error:
         print(format_report(error.mistakes, error.head), file=sys.stderr)
         return ExitCode.INVALID_CONFIG
     except ConfigError as mistake:
         print(format_report([mistake]), file=sys.stderr)
         return ExitCode.INVALID_CONFIG
-    except HydraException as error:
-        print(error, file=sys.stderr)
+    except (HydraException, OmegaConfBaseException) as error:
+        _, mistakes = compose_overrides(overrides, config_folder=folder, config_name=name) if overrides else (None, [])
+        named = find_mistake(error) or explain_typed(error, overrides)
+        print(format_report([named] if named else mistakes or [explain_broken_file(error)]), file=sys.stderr)
         return ExitCode.INVALID_CONFIG
+    except BrokenPipeError:  # `--help | head` has seen enough
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
     except KeyboardInterrupt:
         return ExitCode.INTERRUPTED
     return max(exit_codes)

@@ -137,10 +137,10 @@ def log_exit(run_folder: Path, events_file: Path) -> None:
     event = read_oom_of_other_rank(run_folder)
     if event is None or not events_file.exists():
         return
-    known = [line for line in events_file.read_text().splitlines() if '"event": "oom"' in line]
+    known = [line for line in events_file.read_text(encoding="utf-8").splitlines() if '"event": "oom"' in line]
     if any(f'"rank": {event["rank"]}' in line for line in known):
         return
     end = {key: event[key] for key in ("time", "step")} | {"event": "end"}
     end |= {"status": "out_of_memory", "error": event["error"]}
-    with contextlib.suppress(OSError), events_file.open("a") as file:
+    with contextlib.suppress(OSError), events_file.open("a", encoding="utf-8") as file:
         file.write(json.dumps(event) + "\n" + json.dumps(end) + "\n")

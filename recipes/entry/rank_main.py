@@ -23,9 +23,9 @@ def main() -> int:
     if os.environ["RANK"] == "0":
         serve_local_ranks()
     stack_file = Path(os.environ[ERROR_FILE]).with_suffix(STACK_SUFFIX)
-    faulthandler.enable(stack_file.open("w"), all_threads=False)  # the file stays open
+    faulthandler.enable(stack_file.open("w", encoding="utf-8"), all_threads=False)  # the file stays open
     try:
-        return run_composed(from_json(Path(os.environ[RANK_FILE]).read_text()))
+        return run_composed(from_json(Path(os.environ[RANK_FILE]).read_text(encoding="utf-8")))
     except KeyboardInterrupt:  # before the run began or after it ended
         return ExitCode.INTERRUPTED
 

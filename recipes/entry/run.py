@@ -2,12 +2,15 @@
 
 import contextlib
 import os
+import re
 import signal
 import sys
 import time
 import traceback
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from dataclasses import replace
+from pathlib import Path
+from typing import Any
 
 from recipes.checkpoint.retention import recover_interrupted
 from recipes.config.check.paths import check_run_folder
@@ -15,7 +18,7 @@ from recipes.config.compose import Composed, claim_folder
 from recipes.config.ranks import get_ranks
 from recipes.entry.out_of_memory import describe_out_of_memory, log_exit
 from recipes.entry.spawn import spawn_ranks
-from recipes.errors import ConfigError, format_report
+from recipes.errors import ConfigError, find_mistake, format_report
 from recipes.run_folder import CHECKPOINTS, EVENTS_FILE, LOG_FILE, has_checkpoint
 from recipes.runtime.console import LOGGER, open_console
 from recipes.runtime.exit_codes import ExitCode
@@ -55,6 +58,8 @@ def _launch(composed: Composed, *, in_sweep: bool) -> int:
         composed = _open_log(composed, is_new=started_by() is None)
     except ConfigError as mistake:
         return _report_mistake(mistake)
+    if composed.dropped_overrides and global_rank() == 0:
+        LOGGER.info(f"Of the resumed run, replaced by another option: {' '.join(composed.dropped_overrides)}")
     is_single = ranks.world_size == 1 and not in_sweep
     if is_single or ranks.started_by is not None:
         return _execute(composed, ranks)
@@ -156,7 +161,7 @@ def _execute(composed: Composed, ranks: Ranks) -> int:
             text = describe_out_of_memory(error, composed, world_size=ranks.world_size)
             failure = failure_from_exception(error, exit_code=ExitCode.OUT_OF_MEMORY, report=text)
             last_line = f"The run ended early; its folder is {_describe_folder(composed)}"
-        elif (mistake := _find_mistake(error)) is not None:
+        elif (mistake := _find_mistake(error, composed)) is not None:
             failure = _failure_from_mistake(mistake)
             last_line = None
         else:
@@ -190,11 +195,48 @@ def _report_failure(failure: Failure, last_line: str | None, ranks: Ranks) -> No
             LOGGER.error(last_line)
 
 
-def _find_mistake(error: BaseException | None) -> ConfigError | None:
-    """Return the mistake that an error is or wraps: Hydra wraps whatever a constructor raises."""
-    while error is not None and not isinstance(error, ConfigError):
-        error = error.__cause__
-    return error
+def _find_mistake(error: BaseException, composed: Composed) -> ConfigError | None:
+    """Return the mistake that an error is or wraps, or that a constructor has found in its arguments."""
+    if (mistake := find_mistake(error)) is not None:
+        return mistake
+    if isinstance(error, OSError) and (mistake := _find_unwritable_path(error, composed.config["mode"])) is not None:
+        return mistake
+    # Hydra's, by name: it is not imported here
+    if type(error).__name__ != "InstantiationException" or not isinstance(error.__cause__, TypeError | ValueError):
+        return None
+    target = re.search(r"call to target '([^']+)'", str(error))
+    section = _find_section(composed.config, target[1]) if target else None
+    if section is None:
+        return None
+    reason = " ".join(str(error.__cause__).split())
+    return ConfigError(f"{section}.…", reason, f"{section}.<setting>=<another value>")
+
+
+def _find_unwritable_path(error: OSError, mode: Mapping[str, Any]) -> ConfigError | None:
+    """Return the mistake if the error is about the file or folder that `mode.path` names, or a folder above it."""
+    path = mode.get("path")
+    if not isinstance(path, str) or not isinstance(error.filename, str):
+        return None
+    wanted, failed = Path(path).expanduser().absolute(), Path(error.filename).absolute()
+    # the path, a file below it, a folder above it, or a temporary file beside it
+    is_beside = failed.parent == wanted.parent and wanted.name in failed.name
+    if wanted not in (failed, *failed.parents) and failed not in wanted.parents and not is_beside:
+        return None
+    return ConfigError(f"mode.path={path}", f"it cannot be written to: {error.strerror}", "mode.path=<another path>")
+
+
+def _find_section(config: Mapping[str, Any], target: str, path: str = "") -> str | None:
+    """Return the key of the section whose target is built; a re-exported name ends alike."""
+    for key, node in config.items():
+        if not isinstance(node, Mapping):
+            continue
+        here = f"{path}.{key}" if path else str(key)
+        own = str(node.get("_target_"))
+        if own == target or own.rpartition(".")[2] == target.rpartition(".")[2]:
+            return here
+        if (found := _find_section(node, target, here)) is not None:
+            return found
+    return None
 
 
 def _describe_folder(composed: Composed) -> str:

@@ -78,11 +78,11 @@ class _RankProcess:
     def _tail(self) -> str:
         """Return the stack of a segmentation fault; else the last lines that the rank printed."""
         stack_file = self.error_file.with_suffix(STACK_SUFFIX)
-        if stack_file.is_file() and (stack := stack_file.read_text(errors="replace")):
+        if stack_file.is_file() and (stack := stack_file.read_text(errors="replace", encoding="utf-8")):
             return stack.partition("\nExtension modules:")[0]
         if self.log_file is None:
             return ""
-        lines = self.log_file.read_text(errors="replace").splitlines()
+        lines = self.log_file.read_text(errors="replace", encoding="utf-8").splitlines()
         return "\n".join(lines[-_LOG_TAIL_LINES:])
 
     def forward(self, number: int) -> None:
@@ -109,7 +109,7 @@ def spawn_ranks(composed: Composed, ranks: Ranks) -> ProcessExit:
 
     with tempfile.TemporaryDirectory(prefix="recipes_ranks_") as name, forward_signals_to(forward):
         folder = Path(name)
-        (folder / _COMPOSED_FILE).write_text(to_json(composed))
+        (folder / _COMPOSED_FILE).write_text(to_json(composed), encoding="utf-8")
         port = _free_port()
         try:
             # blocked here until every rank can be reached, and in each rank, which inherits the mask, until it listens

@@ -125,14 +125,14 @@ def read_job(file: Path) -> Job:
         ConfigError: The file is damaged.
     """
     try:
-        fields: dict[str, Any] = json.loads(file.read_text())
-    except json.JSONDecodeError as error:
+        fields: dict[str, Any] = json.loads(file.read_text(encoding="utf-8"))
+        composed = fields.pop("composed")
+        job = Job(**fields | {"folder": file.parent, "state": State(fields["state"])})
+        job.composed = None if composed is None else from_json(json.dumps(composed))
+    except (AttributeError, KeyError, OSError, TypeError, ValueError) as error:  # no JSON, or of other fields
         raise ConfigError(
             f"hydra.sweep.dir={file.parent.parent}",
-            f"{file} is damaged",
+            f"{file} is damaged: {error}",
             f"rm {file}, and the job starts again as a new one",
         ) from error
-    composed = fields.pop("composed")
-    job = Job(**fields | {"folder": file.parent, "state": State(fields["state"])})
-    job.composed = None if composed is None else from_json(json.dumps(composed))
     return job

@@ -40,7 +40,7 @@ class Slurm:
         self,
         *,
         partition: str | None,
-        time: int | str | None,
+        time: Annotated[int, ">= 1"] | str | None,
         cpus_per_task: int | None,
         gpus_per_node: int | None,
         max_jobs: Annotated[int, ">= 1"] | None,
@@ -109,7 +109,7 @@ class Slurm:
         submitit = _import_submitit()
         folder.mkdir(parents=True, exist_ok=True)
         task = folder.resolve() / "task.sh"
-        task.write_text(TASK)
+        task.write_text(TASK, encoding="utf-8")
         python = [sys.executable, "-P", "-m", "recipes.launcher.job_main"]
         nodes, per_node, on_gpus = request
         options = {name: value for name, value in self._options.items() if value is not None}

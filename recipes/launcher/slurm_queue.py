@@ -107,7 +107,7 @@ class Queue:
     def _read_exit_code(self, job_id: str) -> int | None:
         """Read what the batch script has written (see slurm_script.py), as the run's own exit code."""
         try:
-            text = (self._folder / f"code_{job_id}").read_text().strip()
+            text = (self._folder / f"code_{job_id}").read_text(encoding="utf-8").strip()
         except FileNotFoundError:
             return None
         if not re.fullmatch(r"\d+", text):

@@ -21,6 +21,7 @@ from recipes.run_folder import (
     METRICS_FILE,
     ROLLED_BACK_FOLDER,
     as_numbers,
+    check_metrics,
     complete_lines,
     read_cells,
     read_json_lines,
@@ -143,6 +144,7 @@ class CsvLogger(Logger):
 
     def _drop_rows_after(self, step: int) -> None:
         """Cut rows off the end of the file: that needs no space, so it succeeds on a full disk."""
+        check_metrics(self._path)
         unwritten = [] if self._is_written else [row for row in self._rows if row["step"] <= step]
         content = self._path.read_bytes() if self._path.is_file() else b""
         complete = [line for line in content.splitlines(keepends=True) if line.endswith(b"\n")]
@@ -237,8 +239,8 @@ class EventFile:
         """
         if not self._path.is_file():
             return
-        lines = list(complete_lines(self._path))
-        events = [json.loads(line) for line in lines]
+        lines = [line for line in complete_lines(self._path) if line.strip()]
+        events = read_json_lines(self._path)
         rollbacks = [n for n, event in enumerate(events) if event["event"] == "rollback"]
         last_rollback = [-1, *rollbacks][min(num_rollbacks, len(rollbacks))]
         valid = [

@@ -197,7 +197,7 @@ class TensorBoardLogger(Logger):
     def _write_file(self, tag: str, name: str, step: int) -> None:
         path = self._run_folder / name
         if path.is_file():
-            self._write_text(tag, _verbatim(path.read_text()), step)
+            self._write_text(tag, _verbatim(path.read_text(encoding="utf-8")), step)
 
     def _write_hyperparameters(self) -> None:
         """Write the values of config.yaml, so that TensorBoard can compare runs by them.
@@ -209,7 +209,7 @@ class TensorBoardLogger(Logger):
         path = self._run_folder / CONFIG_FILE
         if not path.is_file():
             return
-        config = yaml.safe_load(path.read_text())
+        config = yaml.safe_load(path.read_text(encoding="utf-8"))
         values = {key: node for key, node in config.items() if key not in _NO_HYPERPARAMETERS}
         metrics = dict.fromkeys(_SHOWN_WITH_HYPERPARAMETERS, 0.0)
         experiment, session_start, _ = hparams(dict(_leaves(values)), metrics)  # type: ignore[no-untyped-call]

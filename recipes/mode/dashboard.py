@@ -93,7 +93,7 @@ def _connect() -> tuple[Any, str]:
 def _without_terminal() -> Iterator[None]:
     """Hide the terminal from wandb, which otherwise prompts for a key."""
     terminal = sys.stdin
-    with open(os.devnull) as sys.stdin:
+    with open(os.devnull, encoding="utf-8") as sys.stdin:
         try:
             yield
         finally:
@@ -124,4 +124,4 @@ def _default_file(composed: Composed) -> Path:
 
 def _write(workspace: Any, path: Path) -> None:
     path.parent.mkdir(parents=True, exist_ok=True)
-    path.write_text(as_json(workspace) + "\n")
+    path.write_text(as_json(workspace) + "\n", encoding="utf-8")

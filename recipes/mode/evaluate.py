@@ -36,7 +36,7 @@ def evaluate(run: Run, *, split: Literal["train", "val"], weights: Literal["trai
         "weights": weights,
     }
     text = json.dumps(record | results, indent=2) + "\n"
-    (run.folder / f"evaluate_{split}.json").write_text(text)
+    (run.folder / f"evaluate_{split}.json").write_text(text, encoding="utf-8")
     shown = ", ".join(f"{name} {value:.4f}" for name, value in results.items())
     LOGGER.info(f"{checkpoint} on the {num_samples:,} samples of {split}: {shown}")
     return 0

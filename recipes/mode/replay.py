@@ -37,7 +37,7 @@ def replay(run: Run, *, step: int | None) -> int:
     """
     task, checkpoint = load_task(run, "trained")
     dump = _find_dump(checkpoint.parents[1] / SPIKES_FOLDER, step)
-    recorded = json.loads((dump / "spike.json").read_text())
+    recorded = json.loads((dump / "spike.json").read_text(encoding="utf-8"))
     weights = dump / "weights"
     if weights.is_dir():
         files = [path for path in sorted(weights.iterdir()) if is_shard(path.name)]
@@ -55,7 +55,7 @@ def replay(run: Run, *, step: int | None) -> int:
     loss, norm_by_block, norm = _recompute(run, task, rank_states)
     _print(recorded, dump, loss, norm, norm_by_block)
     result = {"loss": _finite(loss), "grad_norm": _finite(norm), "grad_norms": norm_by_block}
-    (dump / "replay.json").write_text(json.dumps(result, indent=2) + "\n")
+    (dump / "replay.json").write_text(json.dumps(result, indent=2) + "\n", encoding="utf-8")
     return 0
 
 
@@ -129,7 +129,7 @@ def _print(
     for block, value in norm_by_block.items():
         weight = recorded["weight_norms"].get(block)
         LOGGER.info(f"  {block:<16} gradient {_number(value):>10}   weights {_number(weight):>10}")
-    lines = (dump / "samples.jsonl").read_text().splitlines()
+    lines = (dump / "samples.jsonl").read_text(encoding="utf-8").splitlines()
     for line in lines[:SHOWN_SAMPLES]:
         sample = json.loads(line)
         documents = ", ".join(

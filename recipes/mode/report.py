@@ -95,7 +95,7 @@ def _runs_below(folder: Path, *, depth: int) -> list[Path]:
 def _is_run(folder: Path) -> bool:
     config = folder / CONFIG_FILE
     # a config with a defaults list, as conf/ has it, is not yet composed and belongs to no run
-    is_frozen = config.is_file() and "\ndefaults:" not in config.read_text(errors="replace")
+    is_frozen = config.is_file() and "\ndefaults:" not in config.read_text(errors="replace", encoding="utf-8")
     return is_frozen or any((folder / name).is_file() for name in _RUN_FILES)
 
 

@@ -15,7 +15,7 @@ def sample(
     prompt: str,
     num_tokens: Annotated[int, ">= 1"],
     num_samples: Annotated[int, ">= 1"],
-    temperature: Annotated[float, ">= 0"],
+    temperature: Annotated[float, ">= 0, <= 1000"],
     top_k: Annotated[int, ">= 1"] | None,
     top_p: Annotated[float, ">= 0.001, <= 1"] | None,
     seed: int,

@@ -61,7 +61,7 @@ class RunStartCallback(Callback):
             "tags": run.tags,
             "num_ranks": trainer.world_size,
         }
-        (run.folder / ENVIRONMENT_FILE).write_text(json.dumps(record, indent=2) + "\n")
+        (run.folder / ENVIRONMENT_FILE).write_text(json.dumps(record, indent=2) + "\n", encoding="utf-8")
         tokenizer = run.data.source.tokenizer
         if tokenizer is not None:
             tokenizer.save(run.folder / TOKENIZER_FOLDER)

@@ -11,8 +11,8 @@ from hydra.core.config_loader import ConfigLoader
 from hydra.core.global_hydra import GlobalHydra
 
 from recipes.config.check.command_line import compose_overrides
-from recipes.config.compose import CONF, Composed, parse_override
-from recipes.config.overrides import make_override
+from recipes.config.compose import CONF, Composed
+from recipes.config.overrides import make_override, parse_override
 from recipes.errors import ConfigError, format_report
 from recipes.logger.wandb.init import DEFAULT_PROJECT
 from recipes.runtime.console import LOGGER
@@ -151,7 +151,7 @@ def _write(content: dict[str, Any], path: Path) -> None:
     )
     text = yaml.safe_dump(content, sort_keys=False, allow_unicode=True, width=1000)
     try:
-        path.write_text(header + text)
+        path.write_text(header + text, encoding="utf-8")
     except OSError as error:
         raise ConfigError(
             f"mode.path={path}", f"it cannot be written: {error.strerror}", "mode.path=<a file>"

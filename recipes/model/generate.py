@@ -5,6 +5,7 @@ A full window slides by half. Positions are absolute (learned, or rotated keys i
 """
 
 import inspect
+import logging
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 
@@ -13,6 +14,9 @@ from torch import Tensor
 
 from recipes.errors import ConfigError
 from recipes.model import KeyValueCache, LanguageModel
+
+log = logging.getLogger("lightning_recipes")
+_GREEDY_BELOW = 1e-6  # float32 cannot hold logits divided by less; the likeliest token has all the probability anyway
 
 
 @torch.no_grad()
@@ -47,7 +51,7 @@ def generate(
             collective. None: this process generates alone.
 
     Returns:
-        Only the new tokens.
+        Only the new tokens; fewer if the logits of a diverged model are NaN or inf.
 
     Raises:
         ValueError: A setting is out of range.
@@ -61,6 +65,9 @@ def generate(
         for step in range(num_tokens):
             logits = window.read(prompt_tokens if step == 0 else new_tokens[-1:])  # [V]
             probabilities = sampling_probabilities(logits, temperature=temperature, top_k=top_k, top_p=top_p)
+            if not probabilities.isfinite().all():
+                log.warning("The model's logits are NaN or inf: no more text is generated")
+                break
             token = int(torch.multinomial(probabilities, 1, generator=rng))
             if agree is not None:
                 token = agree(token)
@@ -76,7 +83,7 @@ def sampling_probabilities(logits: Tensor, *, temperature: float, top_k: int | N
     All tokens tied with the k-th likeliest stay, and so does the token that crosses `top_p`.
     """
     logits = logits.float().cpu()
-    if temperature == 0.0:
+    if temperature < _GREEDY_BELOW:
         return torch.zeros_like(logits).index_fill_(0, logits.argmax(), 1.0)
     logits = logits / temperature
     if top_k is not None and top_k < len(logits):

@@ -11,7 +11,7 @@ from recipes.optimizer.param_groups import decay_groups
 def adam(
     model: nn.Module,
     *,
-    lr: Annotated[float, "> 0"],
+    lr: Annotated[float, "> 0, < inf"],
     betas: tuple[Annotated[float, ">= 0, < 1"], Annotated[float, ">= 0, < 1"]],
     eps: Annotated[float, "> 0"],
     weight_decay: Annotated[float, ">= 0"],
@@ -28,4 +28,4 @@ def adam(
         fused: One kernel per group; not under a loss scaler, because it would unscale gradients out of reach.
     """
     groups = decay_groups(model, weight_decay=weight_decay)
-    return torch.optim.Adam(groups, lr=lr, betas=(betas[0], betas[1]), eps=eps, fused=fused)
+    return torch.optim.Adam(groups, lr=lr, betas=(float(betas[0]), float(betas[1])), eps=eps, fused=fused)

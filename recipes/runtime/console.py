@@ -1,5 +1,6 @@
 """The log of a run: one logger that writes to the console and to train.log, with known noise filtered out."""
 
+import io
 import logging
 import sys
 import warnings
@@ -53,6 +54,12 @@ class _ConsoleFilter(logging.Filter):
         return getattr(record, "console", True)
 
 
+def accept_any_text() -> None:
+    """Print what the locale's encoding cannot express, ASCII for one, as an escape instead of an error."""
+    if isinstance(sys.stdout, io.TextIOWrapper):
+        sys.stdout.reconfigure(errors="backslashreplace")
+
+
 def open_console(log_file: Path | None = None, *, speaks: bool = True) -> None:
     """Send the run's log to the console and, if given, to a file as well; silence known noise.
 
@@ -65,11 +72,12 @@ def open_console(log_file: Path | None = None, *, speaks: bool = True) -> None:
     for handler in list(LOGGER.handlers):
         LOGGER.removeHandler(handler)
         handler.close()
+    accept_any_text()
     console = logging.StreamHandler(sys.stdout)
     console.addFilter(_ConsoleFilter())
     LOGGER.addHandler(console)
     if log_file is not None:
-        LOGGER.addHandler(logging.FileHandler(log_file))
+        LOGGER.addHandler(logging.FileHandler(log_file, encoding="utf-8"))
     for handler in LOGGER.handlers:
         handler.setFormatter(_PlainFormatter())
     for name in _NOISY_LOGGERS:

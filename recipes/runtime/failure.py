@@ -90,7 +90,7 @@ def read_oom_of_other_rank(run_folder: Path) -> dict[str, Any] | None:
     """Return the first complete out-of-memory report of a rank other than 0; None if there is none."""
     for path in sorted((run_folder / OOM_FOLDER).glob("rank_*.json")):
         with contextlib.suppress(OSError, json.JSONDecodeError):
-            report: dict[str, Any] = json.loads(path.read_text())
+            report: dict[str, Any] = json.loads(path.read_text(encoding="utf-8"))
             if report["rank"] > 0:
                 return report
     return None
@@ -125,7 +125,7 @@ def read_failure(path: Path) -> Failure | None:
     """Read what `write_failure` wrote; None if there is no such file."""
     if not path.is_file():
         return None
-    fields: dict[str, Any] = json.loads(path.read_text())
+    fields: dict[str, Any] = json.loads(path.read_text(encoding="utf-8"))
     return Failure(
         exit_code=fields["exit_code"],
         message=fields["message"]["message"],

@@ -7,6 +7,7 @@ import os
 import socket
 import time
 from collections.abc import Iterator
+from io import FileIO
 from pathlib import Path
 
 from recipes.errors import ConfigError
@@ -26,25 +27,39 @@ def lock_run_folder(folder: Path, *, setting: str = "hydra.run.dir") -> Iterator
         setting: Config key of that folder, for the error.
 
     Raises:
-        ConfigError: Another process holds the lock.
+        ConfigError: Another process holds the lock, or the folder cannot be written to.
     """
     # a POSIX record lock: unlike flock, it is not inherited by loader workers forked from this process,
     # so a worker that outlives its run cannot hold on to the folder
-    with (folder / LOCK_FILE).open("a+") as file:
+    with _open_lock(folder, setting) as file:
         deadline = time.monotonic() + _WAIT_SECONDS
         while not _try_lock(file.fileno()):
             if time.monotonic() > deadline:
                 file.seek(0)
                 raise ConfigError(
                     f"{setting}={folder}",
-                    f"another process is training in it: {file.read().strip()}",
+                    f"another process is training in it: {file.read().decode().strip()}",
                     f"{setting}=<another folder>, or end that process",
                 )
             time.sleep(_POLL_SECONDS)
-        file.truncate(0)
-        file.write(f"process {os.getpid()} on {socket.gethostname()}\n")
-        file.flush()
+        try:
+            file.truncate(0)
+            file.write(f"process {os.getpid()} on {socket.gethostname()}\n".encode())
+        except OSError as error:
+            raise _unwritable(folder, setting, error) from error
         yield
+
+
+def _open_lock(folder: Path, setting: str) -> FileIO:
+    try:
+        return FileIO(folder / LOCK_FILE, "a+")  # without a buffer, which a full disk would reject a second time
+    except OSError as error:
+        raise _unwritable(folder, setting, error) from error
+
+
+def _unwritable(folder: Path, setting: str, error: OSError) -> ConfigError:
+    reason = f"{folder / LOCK_FILE} cannot be written: {error.strerror}"
+    return ConfigError(f"{setting}={folder}", reason, f"{setting}=<a folder of yours on a disk with space>")
 
 
 def _try_lock(descriptor: int) -> bool:

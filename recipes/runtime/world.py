@@ -21,6 +21,10 @@ TORCHRUN_VARIABLES = (
     "MASTER_ADDR",
     "MASTER_PORT",
 )
+_SLURM_COUNTS = ("SLURM_STEP_NUM_TASKS", "SLURM_NTASKS_PER_NODE")
+_COUNTS = ("WORLD_SIZE", "LOCAL_WORLD_SIZE", "GROUP_WORLD_SIZE", "MASTER_PORT", *_SLURM_COUNTS)
+# variable -> the one that it is smaller than
+_INDICES = {"RANK": "WORLD_SIZE", "LOCAL_RANK": "LOCAL_WORLD_SIZE"}
 _GPU_DRIVER_PATHS = ("/dev/nvidiactl", "/proc/driver/nvidia", "/dev/kfd", "/dev/dxg")
 
 
@@ -53,6 +57,35 @@ def started_by(environ: Mapping[str, str] = os.environ) -> Starter | None:
     if int(environ.get("SLURM_STEP_NUM_TASKS", "1")) > 1 and "SLURM_PROCID" in environ:
         return "slurm"
     return None
+
+
+def find_wrong_variables(environ: Mapping[str, str] = os.environ) -> list[ConfigError]:
+    """Return the variables of ranks that cannot be what torchrun or SLURM has set: they are left from something else.
+
+    Everything below reads them as numbers; the entry point calls this first.
+    """
+    if environ.get(RANK_FILE):  # ranks of this project start in recipes/entry/rank_main.py
+        reason = "it marks a process that a run has started, and this one was not"
+        return [ConfigError(f"{RANK_FILE}={environ[RANK_FILE]}", reason, f"unset {RANK_FILE}")]
+    is_rank = all(name in environ for name in TORCHRUN_VARIABLES)
+    read = [*_COUNTS, *_INDICES] if is_rank else ["WORLD_SIZE", *_SLURM_COUNTS]
+    wrong = []
+    for name in read:
+        least, most = (0, environ.get(_INDICES[name])) if name in _INDICES else (1, None)
+        value = environ.get(name)
+        if value is None:
+            continue
+        if not value.isdecimal() or int(value) < least:
+            what = f"a whole number from {least} on"
+            wrong.append(ConfigError(f"{name}={value}", f"torchrun and srun set {what}", f"unset {name}"))
+        elif most is not None and most.isdecimal() and int(value) >= int(most):
+            reason = f"ranks count from 0, and {_INDICES[name]} is {most}"
+            wrong.append(ConfigError(f"{name}={value}", reason, f"unset {name}"))
+    tasks = environ.get("SLURM_STEP_TASKS_PER_NODE")
+    if tasks is not None and not re.fullmatch(r"\d+(\(x\d+\))?(,\d+(\(x\d+\))?)*", tasks):
+        reason = "SLURM sets numbers such as 2(x3),1"
+        wrong.append(ConfigError(f"SLURM_STEP_TASKS_PER_NODE={tasks}", reason, "ignore_slurm=true"))
+    return wrong
 
 
 def describe_starter(starter: Starter) -> str:

@@ -1,20 +1,22 @@
 """The command line of a sweep: checked as that of its first job before Hydra runs; the commands that it prints."""
 
 import importlib.util
+import os
 import shlex
 from collections.abc import Collection, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from hydra.core.override_parser.types import Glob, IntervalSweep, Override, RangeSweep
+from hydra.core.override_parser.types import ChoiceSweep, Glob, IntervalSweep, Override, RangeSweep
 from hydra.errors import HydraException
 
 from recipes.config import compose_and_check
-from recipes.config.check.command_line import compose_overrides
+from recipes.config.check.command_line import compose_overrides, parse_or_quote
 from recipes.config.check.renamed import restore_sweeps
-from recipes.config.compose import CONF, parse_override
-from recipes.config.overrides import make_override
+from recipes.config.check.suggestions import list_options, suggest_option
+from recipes.config.compose import CONF
+from recipes.config.overrides import make_override, parse_override
 from recipes.errors import ConfigError
 
 _GRID = "basic"  # Hydra's own sweeper
@@ -54,6 +56,7 @@ def check_command(typed: Sequence[str], *, config_folder: Path, config_name: str
         config_name: The primary config.
     """
     source: dict[str, Any] = {"config_folder": config_folder, "config_name": config_name}
+    typed = [parse_or_quote(text)[1] for text in typed]  # what Hydra's grammar cannot read, as a single run does
     swept = {text: parsed for text in typed if (parsed := _parse_sweep(text)) is not None}
     first_job = [_first_value(swept[text]) if text in swept else text for text in typed]
     composed, _ = compose_overrides(first_job, **source)
@@ -69,7 +72,7 @@ def check_command(typed: Sequence[str], *, config_folder: Path, config_name: str
     return SweepCommand(
         for_hydra=[_to_hydra(text, first, added, param_keys) for text, first in zip(typed, first_job, strict=True)],
         keys=[override.key_or_group for override in swept.values()],
-        mistakes=[*mistakes, *_check_values(swept), *_check_sweeper(swept, sweeper)],
+        mistakes=[*mistakes, *_check_values(swept), *_check_sweeper(swept, sweeper), *_check_folder(typed)],
     )
 
 
@@ -121,12 +124,19 @@ def _first_value(override: Override) -> str:
 
 
 def _check_values(swept: dict[str, Override]) -> list[ConfigError]:
-    """Check that each sweep has a value."""
-    return [
-        ConfigError(text, "the sweep has no values", f"{override.key_or_group}=<values>")
-        for text, override in swept.items()
-        if _is_empty(override)
-    ]
+    """Check that each sweep has a value, and that the options of a swept group exist."""
+    mistakes = []
+    for text, override in swept.items():
+        group = override.key_or_group
+        if _is_empty(override):
+            mistakes.append(ConfigError(text, "the sweep has no values", f"{group}=<values>"))
+        elif (CONF / group).is_dir() and isinstance(override.value(), ChoiceSweep):
+            options = list_options(group)
+            # the check of the first job has reported its own option
+            unknown = [name for name in list(override.sweep_string_iterator())[1:] if name.strip("'") not in options]
+            reason = f"the options are {' '.join(options)}"
+            mistakes += [ConfigError(f"{group}={name}", reason, suggest_option(group, name)) for name in unknown]
+    return mistakes
 
 
 def _check_sweeper(swept: dict[str, Override], sweeper: str) -> list[ConfigError]:
@@ -142,6 +152,21 @@ def _check_sweeper(swept: dict[str, Override], sweeper: str) -> list[ConfigError
     return mistakes
 
 
+def _check_folder(typed: Sequence[str]) -> list[ConfigError]:
+    """Check that the folder of the sweep can be created: Hydra does it before anything of this project runs."""
+    setting = next((text for text in reversed(typed) if _key(text) == "hydra.sweep.dir"), None)
+    folder = parse_override(setting).value() if setting is not None else "logs/sweep"
+    if not isinstance(folder, str) or "${" in folder:
+        return []  # checked when it is resolved
+    nearest = next(path for path in (Path(folder).absolute(), *Path(folder).absolute().parents) if os.path.exists(path))
+    fix = "hydra.sweep.dir=<a folder of yours>"
+    if not nearest.is_dir():
+        return [ConfigError(setting or f"hydra.sweep.dir={folder}", f"{nearest} is a file", fix)]
+    if not os.access(nearest, os.W_OK | os.X_OK):
+        return [ConfigError(setting or f"hydra.sweep.dir={folder}", f"{nearest} cannot be written to", fix)]
+    return []
+
+
 def _is_empty(override: Override) -> bool:
     sweep = override.value()
     if isinstance(sweep, RangeSweep):
@@ -155,8 +180,7 @@ def _matching_options(override: Override) -> list[str]:
     """Return the options of a config group that match a glob."""
     glob = override.value()
     assert isinstance(glob, Glob), override.input_line
-    options = sorted(path.stem for path in (CONF / override.key_or_group).glob("*.yaml"))
-    return [str(option) for option in glob.filter(options)]
+    return [str(option) for option in glob.filter(list_options(override.key_or_group))]
 
 
 def _to_hydra(text: str, first: str, added: Collection[str], param_keys: Collection[str]) -> str:
@@ -167,7 +191,7 @@ def _to_hydra(text: str, first: str, added: Collection[str], param_keys: Collect
     """
     if _key(text) in param_keys:
         return text.lstrip("+")
-    return f"+{text}" if f"+{first}" in added else text
+    return next((f"{marks}{text}" for marks in ("+", "++") if f"{marks}{first}" in added), text)
 
 
 def _is_about_sweep(text: str) -> bool:

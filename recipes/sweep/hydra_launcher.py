@@ -60,9 +60,21 @@ class SubprocessLauncher(Launcher):
             return [self._job_return(sweep, job, is_grid=is_grid) for job in jobs]
 
     def create_folder(self) -> Path:
-        """Create the sweep's folder and return its path."""
+        """Create the sweep's folder and return its path.
+
+        Raises:
+            ConfigError: It cannot be created or written to.
+        """
         folder = self._folder
-        folder.mkdir(parents=True, exist_ok=True)
+        try:
+            folder.mkdir(parents=True, exist_ok=True)
+            open_console(folder / LOG_FILE)
+        except OSError as error:
+            raise ConfigError(
+                f"hydra.sweep.dir={folder}",
+                f"the folder cannot be written to: {error.strerror}",
+                "hydra.sweep.dir=<a folder of yours>",
+            ) from error
         return folder
 
     def open_sweep(self) -> Sweep:
@@ -71,7 +83,6 @@ class SubprocessLauncher(Launcher):
         Raises:
             ConfigError: A setting of the sweep or the launcher is invalid.
         """
-        open_console(self._folder / LOG_FILE)
         settings = make(self._get_section("sweep"))
         assert isinstance(settings, Settings), type(settings)
         return Sweep(

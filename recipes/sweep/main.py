@@ -47,7 +47,7 @@ def run_sweep(overrides: list[str], folder: Path, name: str, run: Callable[..., 
     if not any(override.startswith("hydra/launcher=") for override in overrides):
         flags.append(f"hydra/launcher={PLUGIN_NAME}")
     sys.argv[1:] = [*flags, *command.for_hydra]
-    return run_through_hydra(folder, name, run) or MULTIRUN.exit_code
+    return run_through_hydra(folder, name, run, command.for_hydra) or MULTIRUN.exit_code
 
 
 def _launcher_error() -> ConfigError:

@@ -54,6 +54,9 @@ class OptunaSweeper(Sweeper):
         seed: int | None,
         storage: str | None,
     ) -> None:
+        if isinstance(n_trials, bool) or not isinstance(n_trials, int) or n_trials < 1:
+            what = "it takes a whole number, at least 1"
+            raise ConfigError(f"hydra.sweeper.n_trials={n_trials}", what, "hydra.sweeper.n_trials=20")
         self._params = params
         self._num_trials = n_trials
         self._sampler_factory = sampler
@@ -92,7 +95,7 @@ class OptunaSweeper(Sweeper):
 
         Raises:
             ConfigErrors: The search space is invalid.
-            ConfigError: The study cannot run with this launcher, sampler or folder.
+            ConfigError: The study cannot run with this launcher, sampler, storage or folder.
             KeyboardInterrupt: On Ctrl-C, after all runs have ended.
         """
         assert self._launcher is not None, "Hydra calls setup first"
@@ -142,14 +145,26 @@ class OptunaSweeper(Sweeper):
         import optuna
 
         optuna.logging.set_verbosity(optuna.logging.WARNING)
-        return optuna.create_study(
-            storage=self._storage or f"sqlite:///{folder.resolve() / STUDY_FILE}",
-            study_name=_STUDY_NAME if self._storage is None else f"{self._config.name}_{folder.name}",
-            direction=direction,
-            sampler=self._make_sampler(0),
-            pruner=self._pruner or optuna.pruners.NopPruner(),
-            load_if_exists=True,
-        )
+        file = folder.resolve() / STUDY_FILE
+        sampler, pruner = self._make_sampler(0), self._pruner or optuna.pruners.NopPruner()
+        try:
+            return optuna.create_study(
+                storage=self._storage or f"sqlite:///{file}",
+                study_name=_STUDY_NAME if self._storage is None else f"{self._config.name}_{folder.name}",
+                direction=direction,
+                sampler=sampler,
+                pruner=pruner,
+                load_if_exists=True,
+            )
+        except Exception as error:  # those of every kind of storage: SQLAlchemy's, Redis', gRPC's, Optuna's
+            what = f"hydra.sweeper.storage={self._storage}" if self._storage else f"hydra.sweep.dir={folder}"
+            fix = (
+                "hydra.sweeper.storage=<another one>"
+                if self._storage
+                else f"hydra.sweep.dir=<another folder>, or rm {file}"
+            )
+            reason = str(error).strip().splitlines()[0] if str(error).strip() else type(error).__name__
+            raise ConfigError(what, f"the study cannot be opened: {reason}", fix) from error
 
     def _make_sampler(self, trial: int) -> Any:
         """Return a sampler whose state depends only on the seed and the trial's number, as after a restart."""

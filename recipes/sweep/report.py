@@ -148,6 +148,6 @@ def _plain(state: State) -> str:
 
 def _tail(log: Path) -> str:
     """Return the last lines of a job's log."""
-    lines = log.read_text(errors="replace").splitlines() if log.is_file() else []
+    lines = log.read_text(errors="replace", encoding="utf-8").splitlines() if log.is_file() else []
     lines = [line for line in lines if line and not line.startswith(_SRUN_PREFIXES)]
     return "\n".join(f"  {line}" for line in [*lines[-_TAIL_LINES:], f"full log: {log}"])

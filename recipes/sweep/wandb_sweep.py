@@ -7,7 +7,8 @@ from typing import Any
 
 from hydra.errors import HydraException
 
-from recipes.config.compose import MODE_OF_SWEEPS, parse_override
+from recipes.config.compose import MODE_OF_SWEEPS
+from recipes.config.overrides import parse_override
 from recipes.errors import ConfigError
 from recipes.sweep.search_space import Choice, Interval, SearchSpace
 

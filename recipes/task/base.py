@@ -16,6 +16,7 @@ from recipes.activation_checkpoint import ActivationCheckpoint
 from recipes.clipping import Clipping
 from recipes.clipping.none import NoClipping
 from recipes.compile import compile_blocks
+from recipes.errors import ConfigError
 from recipes.lightning_internals import align_row_step
 from recipes.metrics import ValidationMetrics
 from recipes.model.flops import CountsFlops
@@ -129,7 +130,10 @@ class TrainingTask(CountsFlops, Resumable, ABC):
 
     @override
     def configure_optimizers(self) -> OptimizerLRScheduler:
-        optimizer = self._make_optimizer(self.model, fused=self._fused_optimizer)
+        try:
+            optimizer = self._make_optimizer(self.model, fused=self._fused_optimizer)
+        except ValueError as error:  # torch's own checks of its arguments
+            raise ConfigError("optimizer=…", str(error), "optimizer.<setting>=<value>, or another optimizer") from error
         self.remember_optimizer(optimizer)
         optimizer = self.trainer.strategy.prepare_optimizer(optimizer)  # type: ignore[attr-defined]
         self.remember_hyperparameters(optimizer)

@@ -17,6 +17,8 @@ import numpy as np
 from numpy.typing import NDArray
 from tokenizers import Tokenizer as Backend
 
+from recipes.errors import ConfigError
+
 END_OF_TEXT = "<|endoftext|>"
 NUM_BYTES = 256
 
@@ -118,12 +120,31 @@ class Tokenizer:
 
     @classmethod
     def load(cls, folder: Path) -> Tokenizer:
-        """Load a tokenizer that `save` wrote."""
-        settings = json.loads((folder / _SETTINGS_FILE).read_text(encoding="utf-8"))
-        backend = Backend.from_file(str(folder / _TOKENIZER_FILE))
-        end_of_text = backend.token_to_id(token_text(settings["eos_token"]))
-        assert end_of_text is not None, f"{folder} has no {settings['eos_token']}"
+        """Load a tokenizer that `save` wrote.
+
+        Raises:
+            ConfigError: A file of it is missing or damaged.
+        """
+        try:
+            settings = json.loads((folder / _SETTINGS_FILE).read_text(encoding="utf-8"))
+            backend = Backend.from_file(str(folder / _TOKENIZER_FILE))
+            end_of_text = backend.token_to_id(token_text(settings["eos_token"]))
+        except Exception as error:  # `tokenizers` raises no narrower class
+            raise _damaged(folder, str(error)) from error
+        if end_of_text is None:
+            raise _damaged(folder, f"its vocabulary has no {settings['eos_token']}")
         return cls(backend, end_of_text=end_of_text, settings=settings)
+
+    @classmethod
+    def is_complete(cls, folder: Path) -> bool:
+        """Return whether a folder holds a tokenizer that can be loaded; about 10 ms."""
+        if not (folder / _TOKENIZER_FILE).is_file():
+            return False
+        try:
+            cls.load(folder)
+        except ConfigError:
+            return False
+        return True
 
     def to_json(self) -> str:
         """Return the content of `tokenizer.json`."""
@@ -133,6 +154,11 @@ class Tokenizer:
     def __reduce__(self) -> tuple[Any, ...]:
         """Pickle as JSON."""
         return _from_json, (self.to_json(), self.end_of_text, self._settings)
+
+
+def _damaged(folder: Path, reason: str) -> ConfigError:
+    fix = f"the {_TOKENIZER_FILE} and {_SETTINGS_FILE} that were written there, from a copy"
+    return ConfigError(str(folder), f"its tokenizer is damaged: {reason}", fix)
 
 
 def token_text(token: str | dict[str, Any]) -> str:

@@ -62,7 +62,7 @@ class Bpe:
         def build(temporary: Path) -> None:
             train_bpe(corpus.texts(self.max_training_bytes), vocab_size=self.vocab_size).save(temporary)
 
-        build_once(folder, build, is_complete=lambda path: (path / "tokenizer.json").is_file())
+        build_once(folder, build, is_complete=Tokenizer.is_complete)
         return Tokenizer.load(folder)
 
 

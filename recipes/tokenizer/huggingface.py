@@ -35,7 +35,10 @@ class HuggingFace:
             raise self._error(f"{tokenizer_file} is not a valid tokenizer file ({error})") from error
         settings: dict[str, Any] = {}
         if settings_file is not None:
-            settings = json.loads(settings_file.read_text(encoding="utf-8"))
+            try:
+                settings = json.loads(settings_file.read_text(encoding="utf-8"))
+            except ValueError as error:
+                raise self._error(f"{settings_file} is no valid JSON ({error})") from error
         eos_token = END_OF_TEXT
         if "eos_token" in settings and settings["eos_token"] is not None:
             eos_token = token_text(settings["eos_token"])

@@ -8,8 +8,9 @@ import pytest
 import torch
 from support import TINY, composed_config
 
-from recipes.build import build
+from recipes.build import _make_trainer, build
 from recipes.config import ranks
+from recipes.config.instantiate import make
 from recipes.errors import ConfigError
 
 needs_no_gpu = pytest.mark.skipif(torch.cuda.is_available(), reason="there is a GPU here")
@@ -77,3 +78,18 @@ def test_a_slurm_task_that_sees_one_gpu_trains_on_it_whatever_its_local_rank(
     if strategy.startswith("strategy=deepspeed"):
         engine._set_node_environment_variables()
         assert os.environ["LOCAL_RANK"] == "0", "DeepSpeed takes the GPU of this index"
+
+
+@pytest.mark.parametrize("partial", [False, True])
+def test_text_that_looks_like_a_reference_reaches_a_constructor_as_it_is(partial: bool) -> None:
+    arguments = {"a": "${HOME}", "l": ["${x}", {"y": "z${q}"}], "d": {"k": "\\${b}"}, "p": "\\x $ {a}"}
+    made = make({"_target_": "builtins.dict", "_partial_": partial} | arguments)
+    assert (made() if partial else made) == arguments
+
+
+def test_an_argument_that_lightning_rejects_is_a_mistake() -> None:
+    node = {"_target_": "lightning.pytorch.Trainer", "max_steps": 3, "benchmark": True, "deterministic": "warn"}
+    with pytest.raises(ConfigError, match=r"one of trainer\.max_steps, trainer\.benchmark"):
+        _make_trainer(
+            node, accelerator="cpu", logger=False, max_epochs="many", barebones=True, enable_progress_bar=True
+        )

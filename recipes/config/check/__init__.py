@@ -15,7 +15,7 @@ from recipes.config.check.paths import check_paths
 from recipes.config.check.ranges import check_ranges
 from recipes.config.check.renamed import check_renamed, drop_consequences
 from recipes.config.check.resumed import check_resumed
-from recipes.config.check.sections import CONF, check_sections
+from recipes.config.check.sections import CONF, check_settings, check_structure
 from recipes.config.check.strategy import check_strategy
 from recipes.errors import ConfigError
 
@@ -41,8 +41,12 @@ def check_config(
         The mistakes in the order of the checks; empty if the run can be built.
     """
     renamed = [*check_renamed(config)]
-    mistakes = drop_consequences([*check_sections(config), *check_nodes(config), *check_metrics(config)], renamed)
+    structure = [*check_structure(config)]
+    found = [*structure, *check_settings(config), *check_nodes(config), *check_metrics(config)]
+    mistakes = drop_consequences(found, renamed)
     mistakes = locate_mistakes([*renamed, *mistakes], overrides)
+    if structure:
+        return mistakes  # the checks below read these sections
     if mismatches := [*check_kinds(config, choices, overrides)]:
         # data of the wrong kind has no tokenizer or sequence length, metrics no classes: consequences, not mistakes
         consequences = ("data.", "tokenizer.", "metrics.", "no metrics.")
@@ -80,6 +84,8 @@ def locate_mistakes(mistakes: Sequence[ConfigError], overrides: Sequence[str]) -
     """
     typed_keys = {override.lstrip("+~").partition("=")[0] for override in overrides}
     typed_values = {m.setting.partition("=")[2] for m in mistakes if _get_key(m) in typed_keys}
+    if any(mistake.setting.startswith("no ") for mistake in mistakes):
+        typed_values.add("null")  # what refers to a missing setting
     located: list[ConfigError] = []
     for mistake in mistakes:
         if _get_key(mistake) in typed_keys:
@@ -103,7 +109,7 @@ def _find_place(key: str) -> str | None:
     places = [
         f"in {path.relative_to(CONF.parent)}, line {number}"
         for path in sorted(Path(CONF).rglob("*.yaml"))
-        for number, line in enumerate(path.read_text().splitlines(), start=1)
+        for number, line in enumerate(path.read_text(encoding="utf-8").splitlines(), start=1)
         if pattern.match(line)
     ]
     return places[0] if len(places) == 1 else None

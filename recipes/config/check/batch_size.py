@@ -15,9 +15,10 @@ def check_batch_size(config: Mapping[str, Any], world_size: int | None) -> Itera
         config: Composed config whose nodes match their signatures.
         world_size: Ranks of the run; None if they are a mistake of their own.
     """
-    positive = (config["global_batch_size"], config["micro_batch_size"] or 1)
     accumulate = config["trainer"]["accumulate_grad_batches"]
-    if world_size is not None and min(*positive, accumulate or 1) > 0:
+    counts = (config["global_batch_size"], config["micro_batch_size"], accumulate)
+    # 0 is out of range and reported by that check
+    if world_size is not None and all(count is None or count > 0 for count in counts):
         try:
             divide(
                 global_batch_size=config["global_batch_size"],

@@ -1,8 +1,11 @@
 """Check choices that are valid by themselves but do not work together."""
 
+import re
 from collections.abc import Iterator, Mapping, Sequence
+from difflib import get_close_matches
 from typing import Any
 
+from recipes.config.check.types import to_setting
 from recipes.config.compose import CONF
 from recipes.config.signature import TargetNotFoundError, read_signature
 from recipes.errors import ConfigError
@@ -39,10 +42,13 @@ _CONTROLLED = {
 
 
 # Trainer arguments of which only some values are supported
-_OPTIONS: dict[str, tuple[str | None, ...]] = {
+_OPTIONS: dict[str, tuple[str | bool | None, ...]] = {
     "accelerator": ("auto", "cpu", "gpu", "cuda"),
     "gradient_clip_algorithm": ("norm", "value", None),
+    "deterministic": (False, True, "warn", None),
+    "profiler": (None, "simple", "advanced", "pytorch", "xla"),
 }
+_MAX_TIME = re.compile(r"\d+:\d\d:\d\d:\d\d")
 
 
 def check_compatibility(config: Mapping[str, Any]) -> Iterator[ConfigError]:
@@ -53,6 +59,8 @@ def check_compatibility(config: Mapping[str, Any]) -> Iterator[ConfigError]:
     yield from _published_weights(config)
     if "tokenizer" in config["data"] and not config["data"]["tokenizer"]:
         yield ConfigError("tokenizer=none", "text needs a tokenizer", "tokenizer=bpe or tokenizer=bytes")
+    yield from _optimizer(config["optimizer"])
+    yield from _monitored_metric(config)
     yield from _model_shape(config["model"])
     yield from _schedule(config)
     if config["mode"]["_target_"].endswith((".sample", ".export")):
@@ -71,15 +79,48 @@ def _trainer(config: Mapping[str, Any]) -> Iterator[ConfigError]:
         if argument in trainer:
             if (CONF / argument / f"{trainer[argument]}.yaml").is_file():
                 fix = f"{argument}={trainer[argument]}"
-            yield ConfigError(f"trainer.{argument}={trainer[argument]}", "another setting controls it", fix)
+            yield ConfigError(f"trainer.{argument}={to_setting(trainer[argument])}", "another setting controls it", fix)
     for argument, options in _OPTIONS.items():
         if argument in trainer and trainer[argument] not in options:
-            listed = " ".join(str(option) for option in options if option is not None)
+            listed = " ".join(to_setting(option) for option in options if option is not None)
             yield ConfigError(
-                f"trainer.{argument}={trainer[argument]}",
+                f"trainer.{argument}={to_setting(trainer[argument])}",
                 f"the options are {listed}",
-                f"trainer.{argument}={options[0]}",
+                f"trainer.{argument}={to_setting(options[0])}",
             )
+    max_time = trainer.get("max_time")
+    if isinstance(max_time, int | float) or (isinstance(max_time, str) and not _MAX_TIME.fullmatch(max_time)):
+        yield ConfigError(
+            f"trainer.max_time={max_time}",
+            "it takes days, hours, minutes and seconds",
+            "trainer.max_time=00:08:00:00, which is 8 hours",
+        )
+
+
+def _optimizer(optimizer: Mapping[str, Any]) -> Iterator[ConfigError]:
+    if optimizer.get("nesterov") and optimizer.get("momentum") == 0:
+        yield ConfigError(
+            "optimizer.momentum=0 optimizer.nesterov=true",
+            "Nesterov's method looks ahead along the momentum, and there is none",
+            "optimizer.nesterov=false, or optimizer.momentum=0.9",
+        )
+
+
+def _monitored_metric(config: Mapping[str, Any]) -> Iterator[ConfigError]:
+    """Check the metric that may stop the run: without this, a wrong name ends it at the first validation."""
+    node = config["callbacks"].get("early_stop")
+    monitor = node.get("monitor") if node else None
+    known = _read_kind(config["task"]["_target_"], "val_metric_names")
+    if not isinstance(monitor, str) or not isinstance(known, str) or node.get("patience") is None:
+        return
+    # of the other prefixes, callbacks decide
+    if monitor not in known.split() and (monitor.startswith("val/") or "/" not in monitor) and monitor != "lr":
+        near = get_close_matches(monitor.replace("_", "/", 1), known.split(), 1)
+        yield ConfigError(
+            f"callbacks.early_stop.monitor={monitor}",
+            f"the validation of this task has {' and '.join(known.split())}",
+            f"callbacks.early_stop.monitor={near[0] if near else 'val/loss'}",
+        )
 
 
 def _check_min_steps(trainer: Mapping[str, Any]) -> Iterator[ConfigError]:
@@ -159,8 +200,11 @@ def _schedule(config: Mapping[str, Any]) -> Iterator[ConfigError]:
 
 
 def _nearest_divisor(number: int, wanted: int) -> int:
-    divisors = [candidate for candidate in range(1, number + 1) if number % candidate == 0]
-    return min(divisors, key=lambda divisor: (abs(divisor - wanted), divisor))
+    """Return the divisor closest to a number, the smaller of two; looks no further than the distance to 1."""
+    if wanted >= number:
+        return number
+    distances = range(wanted)
+    return next(near for step in distances for near in (wanted - step, wanted + step) if number % near == 0)
 
 
 def check_kinds(

@@ -184,7 +184,7 @@ def has_libaio() -> bool:
     flags = [shlex.split(os.environ.get(name, "")) for name in ("CFLAGS", "LDFLAGS")]
     with tempfile.TemporaryDirectory() as folder:
         source = Path(folder) / "uses_libaio.cpp"
-        source.write_text(_LIBAIO_PROGRAM)
+        source.write_text(_LIBAIO_PROGRAM, encoding="utf-8")
         command = [*_compiler(), *flags[0], str(source), "-o", f"{folder}/out", *flags[1], "-laio"]
         return subprocess.run(command, capture_output=True, check=False).returncode == 0
 

@@ -8,6 +8,7 @@ from recipes.config.traits import get_traits
 from recipes.errors import ConfigError
 
 _NODE = "callbacks.loss_spike"
+_READ = {"window", "warmup_steps", "snapshot_every", "num_snapshots", "quarantine_steps", "snapshot_storage"}
 _MEMINFO = Path("/proc/meminfo")
 _BYTES_PER_PARAMETER = 12  # weights and two optimizer states, float32
 _GIB = 2**30
@@ -16,7 +17,7 @@ _GIB = 2**30
 def check_loss_spike(config: Mapping[str, Any], world_size: int, meminfo: Path = _MEMINFO) -> Iterator[ConfigError]:
     """Check warm-up against window, quarantine against snapshots, snapshots against memory."""
     node = (config.get("callbacks") or {}).get("loss_spike")
-    if node is None:
+    if node is None or not node.keys() >= _READ:  # a deleted one has the default of its signature
         return
     window, warmup_steps = node["window"], node["warmup_steps"]
     if warmup_steps > window:
@@ -47,7 +48,7 @@ def _check_memory(config: Mapping[str, Any], count: int, world_size: int, meminf
     # a copy on every rank of a node, or a single copy sharded over all ranks
     copies = world_size / nodes if get_traits(config["strategy"]).replicates_state else 1 / nodes
     needed = parameters * _BYTES_PER_PARAMETER * count * copies
-    available = int(meminfo.read_text().split("MemTotal:")[1].split()[0]) * 1024
+    available = int(meminfo.read_text(encoding="utf-8").split("MemTotal:")[1].split()[0]) * 1024
     if needed > available:
         yield ConfigError(
             f"{_NODE}.snapshot_storage=memory",

@@ -9,7 +9,15 @@ from recipes.config.compose import cluster_job_name
 from recipes.config.traits import trains
 from recipes.data.glob_files import expand_glob
 from recipes.errors import ConfigError
-from recipes.run_folder import CHECKPOINTS, METRICS_FILE, find_run_folder, has_checkpoint
+from recipes.run_folder import (
+    CHECKPOINTS,
+    EVENTS_FILE,
+    METRICS_FILE,
+    check_metrics,
+    find_run_folder,
+    has_checkpoint,
+    read_json_lines,
+)
 
 _NEED_CHECKPOINT = ("evaluate", "sample", "export", "replay")
 
@@ -34,8 +42,8 @@ def _check_data_path(data: Mapping[str, Any]) -> Iterator[ConfigError]:
     path = data.get("path")
     if not isinstance(path, str):
         return
-    expanded = os.path.expanduser(path)
-    if not Path(expanded).exists() and next(expand_glob(expanded), None) is None:
+    expanded = os.path.expanduser(path)  # unlike Path's, it accepts a user that does not exist
+    if not os.path.exists(expanded) and next(expand_glob(expanded), None) is None:
         yield ConfigError(f"data.path={path}", "there is no such file or folder", "data.path=<a path that exists>")
 
 
@@ -52,7 +60,7 @@ def _check_resume(config: Mapping[str, Any], overrides: Sequence[str]) -> Iterat
             )
         return
     folder = Path(resume)
-    if not folder.is_dir():
+    if not os.path.isdir(folder):  # unlike Path.is_dir, false for a name that is too long
         yield ConfigError(f"resume={resume}", "there is no such folder", "resume=<a run folder or a checkpoint>")
     elif not (folder / "manifest.json").is_file() and not has_checkpoint(folder):
         yield ConfigError(
@@ -60,6 +68,17 @@ def _check_resume(config: Mapping[str, Any], overrides: Sequence[str]) -> Iterat
             "it contains no valid checkpoint",
             "resume=<a run that saved one>",
         )
+    elif (run := find_run_folder(folder)) is not None and trains(config):
+        yield from _check_run_files(run)
+
+
+def _check_run_files(run: Path) -> Iterator[ConfigError]:
+    """Check the files that a resumed run goes on writing; found later, the run would already have replaced others."""
+    try:
+        check_metrics(run / METRICS_FILE)
+        read_json_lines(run / EVENTS_FILE)
+    except ConfigError as mistake:
+        yield mistake
 
 
 def _is_repeatable(overrides: Sequence[str]) -> bool:
@@ -79,7 +98,7 @@ def check_run_folder(config: Mapping[str, Any], run_folder: Path, *, continues: 
     if str(run_folder).startswith("~"):
         yield ConfigError(f"hydra.run.dir={run_folder}", "there is no such user", "hydra.run.dir=<a folder>")
     resume = config["resume"]
-    used = any((run_folder / name).exists() for name in (METRICS_FILE, CHECKPOINTS))
+    used = any(os.path.exists(run_folder / name) for name in (METRICS_FILE, CHECKPOINTS))
     if continues or not used or not trains(config) or resume == "auto":
         return
     resumed = None if resume is None else find_run_folder(Path(resume))

@@ -1,12 +1,13 @@
 """Check the settings at the top of the config, and the sections that hold nodes: which exist, and of what type."""
 
+import os
 import re
 from collections.abc import Iterator, Mapping
 from difflib import get_close_matches
 from pathlib import Path
 from typing import Any
 
-from recipes.config.check.types import annotation_from, describe, matches_type, placeholder
+from recipes.config.check.types import annotation_from, describe, matches_type, placeholder, to_setting
 from recipes.errors import ConfigError
 
 CONF = Path(__file__).parents[3] / "conf"
@@ -41,6 +42,9 @@ NEWER = (
     "sweep",
     "metrics",
 )  # sections that the frozen configs of older runs lack
+_WITHOUT_TARGET = ("callbacks", "dashboard", "logger", "lr_scaling", "tokenizer")  # or with one only sometimes
+_NEEDED_OF_TRAINER = ("max_steps", "accelerator", "devices", "num_nodes", "accumulate_grad_batches")
+_MAX_NAME_BYTES = 200  # file systems have 255; W&B and the sweep add to it
 
 
 def list_groups() -> list[str]:
@@ -49,40 +53,75 @@ def list_groups() -> list[str]:
     return sorted(name for name in folders if name not in COMPOSING)
 
 
-def check_sections(config: Mapping[str, Any]) -> Iterator[ConfigError]:
-    """Check for unknown and missing sections, and for settings of the wrong type."""
+def check_structure(config: Mapping[str, Any]) -> Iterator[ConfigError]:
+    """Check that every section is there, with a target and the keys that every run needs: later checks read them."""
+    for key in [*SETTINGS, *list_groups(), *NODES]:
+        if key not in config:
+            if key not in NEWER:
+                yield ConfigError(f"no {key}", "every run has one", suggest_value(key))
+        elif key in SETTINGS:
+            continue
+        elif not isinstance(config[key], dict):
+            yield ConfigError(f"{key}={to_setting(config[key])}", "it is a section of settings", suggest_value(key))
+        elif key not in _WITHOUT_TARGET and not isinstance(config[key].get("_target_"), str):
+            target = to_setting(config[key].get("_target_"))
+            yield ConfigError(f"{key}._target_={target}", "it names the class or function to call", suggest_value(key))
+    trainer = config.get("trainer")
+    missing = [key for key in _NEEDED_OF_TRAINER if isinstance(trainer, dict) and key not in trainer]
+    for key in missing:
+        yield ConfigError(f"no trainer.{key}", "every run has one", f"trainer.{key}=<value>")
+    yield from _check_members(config)
+
+
+def _check_members(config: Mapping[str, Any]) -> Iterator[ConfigError]:
+    """Check the callbacks and loggers: each is a section with a target; null switches a callback off."""
+    for group, kind in (("callbacks", "callback"), ("logger", "logger")):
+        members = config.get(group)
+        for name, node in members.items() if isinstance(members, dict) else ():
+            if isinstance(node, dict) and isinstance(node.get("_target_"), str):
+                continue
+            if group == "logger" and name == "csv":
+                yield ConfigError("logger.csv=null", "every run writes metrics.csv", "logger=none for nothing else")
+            elif node is not None or group == "logger":
+                shown = "…" if isinstance(node, dict) else to_setting(node)
+                fix = f"{group}.{name}=null" if group == "callbacks" else f"'~{group}.{name}'"
+                yield ConfigError(f"{group}.{name}={shown}", f"a {kind} is a section with a _target_", fix)
+    loggers = config.get("logger")
+    if isinstance(loggers, dict) and "csv" not in loggers:
+        yield ConfigError("no logger.csv", "every run writes metrics.csv", "logger=none for nothing else")
+
+
+def check_settings(config: Mapping[str, Any]) -> Iterator[ConfigError]:
+    """Check for unknown sections, and for settings of the wrong type."""
     sections = [*list_groups(), *NODES]
     for key, value in config.items():
         if key in SETTINGS:
             annotation = annotation_from(SETTINGS[key])
             if not matches_type(value, annotation):
                 yield ConfigError(
-                    f"{key}={value}",
+                    f"{key}={to_setting(value)}",
                     f"it takes {describe(annotation)}",
                     f"{key}=<{placeholder(annotation)}>",
                 )
-        elif key in sections:
-            if not isinstance(value, dict):
-                yield ConfigError(f"{key}={value}", "it is a section of settings", _suggest_section(key))
-        else:
+        elif key not in sections:
             near = get_close_matches(key, [*SETTINGS, *sections], 1)
             fix = f"{near[0]}=…" if near else f"one of {', '.join([*SETTINGS, *sections])}"
             yield ConfigError(f"{key}=…", "there is no such setting or section", fix)
-    for name, node in dict(config.get("callbacks") or {}).items():
-        if node is not None and not (isinstance(node, dict) and "_target_" in node):
-            yield ConfigError(
-                f"callbacks.{name}={node}",
-                "a callback is a section with a _target_",
-                f"callbacks.{name}=null",
-            )
     name = config.get("name")
-    if isinstance(name, str) and (not re.fullmatch(r"[\w.][\w.,=+ -]*", name) or set(name) == {"."}):
-        yield ConfigError(f"name={name}", "it names a folder under logs/", "name=<letters, digits, . _ ->")
-    for key in [*SETTINGS, *sections]:
-        if key not in config and key not in NEWER:
-            yield ConfigError(f"no {key}", "every run has one", f"{key}=… (see conf/config.yaml)")
+    if isinstance(name, str):
+        if not re.fullmatch(r"[\w.][\w.,=+ -]*", name) or name.strip(".") == "":
+            yield ConfigError(f"name={name}", "it names a folder under logs/", "name=<letters, digits, . _ ->")
+        elif len(os.fsencode(name)) > _MAX_NAME_BYTES:
+            shown = f"name={name[:40]}…"
+            yield ConfigError(shown, f"it names a folder: {_MAX_NAME_BYTES} bytes at most", "name=<a shorter name>")
 
 
-def _suggest_section(key: str) -> str:
+def suggest_value(key: str) -> str:
+    """Return the override that gives a setting or a section its plainest value."""
+    if key in SETTINGS:
+        annotation = annotation_from(SETTINGS[key])
+        return f"{key}=null" if matches_type(None, annotation) else f"{key}=<{placeholder(annotation)}>"
     options = sorted(path.stem for path in (CONF / key).glob("*.yaml"))
+    if "none" in options or "default" in options:
+        return f"{key}={'none' if 'none' in options else 'default'}"
     return f"{key}=<{' | '.join(options)}>" if options else f"{key}.<setting>=<value>"

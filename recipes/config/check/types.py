@@ -82,6 +82,8 @@ def describe_range(text: str) -> str:
     """Describe a declared range: `> 0, < 1` is "above 0 and below 1"."""
     lowest, *highest = text.split(", ")
     sign, number = lowest.split(" ", 1)
+    if highest == ["< inf"]:
+        return f"finite and {describe_range(lowest)}"
     if not highest:
         return f"at least {number}" if sign == ">=" else f"above {number}"
     other, bound = highest[0].split(" ", 1)
@@ -136,6 +138,10 @@ def to_setting(value: object) -> str:
     """Return a value as it is typed on the command line."""
     if value is None:
         return "null"
+    if isinstance(value, list):
+        return f"[{','.join(map(to_setting, value))}]"
+    if isinstance(value, dict):
+        return f"{{{','.join(f'{key}:{to_setting(child)}' for key, child in value.items())}}}"
     return str(value).lower() if isinstance(value, bool) else str(value)
 
 

@@ -2,6 +2,7 @@
 
 import hashlib
 import json
+import logging
 import os
 import re
 import time
@@ -13,6 +14,8 @@ from itertools import pairwise
 from pathlib import Path
 
 from recipes.errors import ConfigError
+
+log = logging.getLogger(__name__)
 
 PIECE_BYTES = 256 * 1024  # encoding takes ~170 bytes of memory per byte of text
 # how far to search for a good place to cut: a piece is at most twice as long
@@ -41,8 +44,15 @@ class Document:
 
     @classmethod
     def of(cls, path: Path, *, name: str) -> "Document":
-        """Return the document of a file, with its current size and change time."""
-        status = path.stat()
+        """Return the document of a file, with its current size and change time.
+
+        Raises:
+            ConfigError: It cannot be read, or is a link to nothing.
+        """
+        try:
+            status = path.stat()
+        except OSError as error:
+            raise unreadable(path, error) from error
         return cls(name, path, status.st_size, status.st_mtime_ns)
 
 
@@ -65,9 +75,12 @@ class Piece:
         Raises:
             ConfigError: The bytes are not UTF-8; names the file and the offset of the first wrong byte.
         """
-        with self.document.path.open("rb") as file:
-            file.seek(self.start)
-            data = file.read(self.stop - self.start)
+        try:
+            with self.document.path.open("rb") as file:
+                file.seek(self.start)
+                data = file.read(self.stop - self.start)
+        except OSError as error:
+            raise unreadable(self.document.path, error) from error
         try:
             return data.decode("utf-8")
         except UnicodeDecodeError as error:
@@ -208,7 +221,7 @@ def content_digests(files: Sequence[FileState], *, cache_dir: Path) -> list[str]
     names = "\n".join(sorted(str(path.absolute()) for path, _, _ in files))
     key = hashlib.blake2b(names.encode("utf-8", "surrogateescape"), digest_size=10).hexdigest()
     memory = cache_dir / "digests" / f"{key}.json"
-    known: dict[str, str] = json.loads(memory.read_text()) if memory.is_file() else {}
+    known = _read_digests(memory)
     started_ns = time.time_ns()
     digests: list[str] = []
     settled: dict[str, str] = {}
@@ -223,14 +236,36 @@ def content_digests(files: Sequence[FileState], *, cache_dir: Path) -> list[str]
     return digests
 
 
+def _read_digests(memory: Path) -> dict[str, str]:
+    """Return the cached hashes; none, and a line in the log, if their file is damaged."""
+    try:
+        known = json.loads(memory.read_text(encoding="utf-8")) if memory.is_file() else {}
+    except ValueError:
+        known = None
+    if not isinstance(known, dict):
+        log.warning("%s is damaged and is replaced", memory)
+        return {}
+    return known
+
+
 def file_digest(path: Path) -> str:
     """Return the hash of one file, read in bounded memory."""
-    with path.open("rb") as file:
-        return hashlib.file_digest(file, lambda: hashlib.blake2b(digest_size=16)).hexdigest()
+    try:
+        with path.open("rb") as file:
+            return hashlib.file_digest(file, lambda: hashlib.blake2b(digest_size=16)).hexdigest()
+    except OSError as error:
+        raise unreadable(path, error) from error
+
+
+def unreadable(path: Path, error: OSError) -> ConfigError:
+    """Return the error about a file or folder of text that cannot be read."""
+    reason = "it is a link to a file that does not exist" if path.is_symlink() and not path.exists() else None
+    fix = "data.path=<text that can be read>, or the same command when this file is gone"
+    return ConfigError(f"data.path={path}", reason or f"it cannot be read: {error.strerror}", fix)
 
 
 def _write(path: Path, text: str) -> None:
     path.parent.mkdir(parents=True, exist_ok=True)
     temporary = path.with_name(f".{path.name}.{uuid.uuid4().hex}")
-    temporary.write_text(text)
+    temporary.write_text(text, encoding="utf-8")
     os.replace(temporary, path)

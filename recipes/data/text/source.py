@@ -4,10 +4,10 @@ import os
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Annotated, Any, NoReturn
 
 from recipes.cache import open_cache_dir
-from recipes.data.text.corpus import Corpus, Document
+from recipes.data.text.corpus import Corpus, Document, unreadable
 from recipes.data.text.sequences import TokenWindows, check_length
 from recipes.data.text.token_cache import Split, TokenCache, cached_tokens
 from recipes.errors import ConfigError
@@ -160,10 +160,15 @@ def check_windows(*, seq_len: int, val_fraction: float) -> None:
         )
 
 
+def _reject_folder(error: OSError) -> NoReturn:
+    """Reject a folder that cannot be listed: `os.walk` would leave out its texts without a word."""
+    raise unreadable(Path(error.filename), error) from error
+
+
 def list_files(folder: Path, *, suffixes: frozenset[str], skipped_folders: frozenset[str] = frozenset()) -> list[Path]:
     """Return the files with one of the suffixes, sorted by relative path, without hidden files and folders."""
     found = []
-    for directory, subfolders, names in os.walk(folder):
+    for directory, subfolders, names in os.walk(folder, onerror=_reject_folder):
         subfolders[:] = [name for name in subfolders if name not in skipped_folders and not name.startswith(".")]
         for name in names:
             path = Path(directory, name)

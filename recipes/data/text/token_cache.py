@@ -118,7 +118,10 @@ def is_complete(folder: Path) -> bool:
     """Return whether a folder has its files, with the sizes given by `meta.json`."""
     if not (folder / "meta.json").is_file() or not (folder / "documents.jsonl").is_file():
         return False
-    cache = TokenCache(folder)
+    try:
+        cache = TokenCache(folder)
+    except (TypeError, ValueError):  # no JSON, or of other fields
+        return False
     item_bytes = np.dtype(cache.meta.dtype).itemsize
     splits: tuple[Split, Split] = ("train", "val")
     return all(

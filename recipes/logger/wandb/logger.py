@@ -204,7 +204,7 @@ class WandbLogger(Logger):
         run.summary.update({"status": "running"})
         if run.offline and (diff := get_code_diff()):  # online W&B adds it by itself
             path = Path(run.dir) / "diff.patch"
-            path.write_text(diff)
+            path.write_text(diff, encoding="utf-8")
             run.save(str(path), base_path=run.dir, policy="now")
 
     def _complete_row(self) -> None:

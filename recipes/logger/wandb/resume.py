@@ -33,7 +33,7 @@ class SentRows:
         self._folder = folder
         self._resumed_at = resumed_at
         path = folder / ID_FILE
-        record = json.loads(path.read_text()) if path.is_file() else {}
+        record = json.loads(path.read_text(encoding="utf-8")) if path.is_file() else {}
         # an id in the environment (a W&B sweep sets one) wins over the folder's
         kept_id = record.get("id") or saved_id
         self.run_id: str = os.environ.get("WANDB_RUN_ID") or kept_id or secrets.token_hex(4)

@@ -116,7 +116,7 @@ def _weight_files(folder: Path) -> list[Path]:
         if (folder / name).is_file():
             return [folder / name]
         if index.is_file():
-            files = sorted(set(json.loads(index.read_text())["weight_map"].values()))
+            files = sorted(set(json.loads(index.read_text(encoding="utf-8"))["weight_map"].values()))
             missing = [file for file in files if not (folder / file).is_file()]
             if missing:
                 raise ConfigError(

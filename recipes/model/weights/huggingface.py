@@ -42,7 +42,7 @@ def load_pretrained(model: nn.Module, name_or_folder: str | Path) -> None:
     """
     folder = locate(str(name_or_folder))
     layout = _format(model)
-    config = json.loads((folder / "config.json").read_text())
+    config = json.loads((folder / "config.json").read_text(encoding="utf-8"))
     _check_config(layout, config=config, folder=folder)
     with open_weights(folder) as weights:
         names = _check_names(layout, weights=weights, folder=folder)
@@ -87,7 +87,7 @@ def export_pretrained(model: nn.Module, folder: str | Path, *, tokenizer_folder:
     end_of_text = None if tokenizer_folder is None else _copy_tokenizer(tokenizer_folder, target)
     special = {"bos_token_id": end_of_text, "eos_token_id": end_of_text}
     config = layout.config() | special | {"torch_dtype": dtype}
-    (target / "config.json").write_text(json.dumps(config, indent=2, sort_keys=True) + "\n")
+    (target / "config.json").write_text(json.dumps(config, indent=2, sort_keys=True) + "\n", encoding="utf-8")
     _verify(layout, parameters=parameters, folder=target)
 
 
@@ -143,7 +143,7 @@ def _copy_tokenizer(source: str | Path, target: Path) -> int | None:
     for name in _TOKENIZER_FILES:
         if (source / name).is_file() and source.resolve() != target.resolve():
             shutil.copyfile(source / name, target / name)
-    settings = json.loads((source / "tokenizer_config.json").read_text())
+    settings = json.loads((source / "tokenizer_config.json").read_text(encoding="utf-8"))
     token = {"eos_token": None, **settings}["eos_token"]
     if isinstance(token, dict):  # older files have the token with its flags
         token = token["content"]
@@ -154,7 +154,7 @@ def _copy_tokenizer(source: str | Path, target: Path) -> int | None:
 
 
 def _verify(layout: Format, *, parameters: dict[str, nn.Parameter], folder: Path) -> None:
-    _check_config(layout, config=json.loads((folder / "config.json").read_text()), folder=folder)
+    _check_config(layout, config=json.loads((folder / "config.json").read_text(encoding="utf-8")), folder=folder)
     entries: list[Entry] = layout.entries()
     with open_weights(folder) as weights:
         for entry in entries:

@@ -38,7 +38,7 @@ def load_op(builder: Any) -> Any:
     if installed_ops.get(builder.name):  # compiled when DeepSpeed was installed
         return builder.load()
     folder = Path(cpp_extension._get_build_directory(builder.name, verbose=False))
-    with (folder / _LOCK_FILE).open("a+") as file:
+    with (folder / _LOCK_FILE).open("a+", encoding="utf-8") as file:
         compiled = folder / f"{builder.name}.so"
         # without the lock, the process named there may be alive
         dead = _read(file) if _lock(file, compiled) else ""

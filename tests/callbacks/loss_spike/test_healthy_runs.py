@@ -11,7 +11,7 @@ from callbacks import LossSpikeRollback
 
 sys.path.append(str(Path(__file__).parents[3] / "benchmarks"))
 
-from healthy_runs import KINDS, record  # noqa: E402
+from healthy_runs import KINDS, record
 
 STEPS = 180
 

@@ -4,6 +4,7 @@ import torch
 from torch import nn
 
 from recipes.checkpoint.shards import load_optimizer
+from recipes.numerics.ema import NAME as EMA_KEY
 
 
 def test_state_is_loaded_and_hyper_parameters_stay() -> None:
@@ -19,3 +20,20 @@ def test_state_is_loaded_and_hyper_parameters_stay() -> None:
     state = loading.state[weight]
     assert float(state["step"]) == 1
     assert torch.equal(state["exp_avg"], saving.state[weight]["exp_avg"])
+
+
+def test_state_takes_the_dtype_of_the_weights_when_a_run_resumes_in_another_precision() -> None:
+    for saved_dtype, dtype in ((torch.float32, torch.bfloat16), (torch.bfloat16, torch.float32)):
+        saved_weight, weight = (nn.Parameter(torch.ones(4, dtype=kind)) for kind in (saved_dtype, dtype))
+        saving, loading = (torch.optim.AdamW([each], lr=0.5, fused=True) for each in (saved_weight, weight))
+        saved_weight.grad = torch.full_like(saved_weight, 2.0)
+        saving.step()
+        state = saving.state_dict()
+        state["state"][0][EMA_KEY] = torch.full((4,), 3.0, dtype=torch.float32)
+        load_optimizer(loading, state)
+        loaded = loading.state[weight]
+        assert loaded["exp_avg"].dtype == dtype
+        assert loaded[EMA_KEY].dtype == torch.float32, "an average of bfloat16 weights is kept in float32"
+        weight.grad = torch.full_like(weight, 2.0)
+        loading.step()
+        assert float(loaded["step"]) == 2

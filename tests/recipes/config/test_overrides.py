@@ -8,8 +8,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from recipes.config.compose import parse_override
-from recipes.config.overrides import make_override, to_overrides
+from recipes.config.overrides import make_override, parse_override, to_overrides
 from recipes.errors import ConfigError
 
 

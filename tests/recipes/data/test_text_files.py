@@ -1,5 +1,7 @@
 """Text from a file, a folder or a glob; every error says what to type."""
 
+import os
+
 import pytest
 
 from recipes.data.text_files import TEXT_SUFFIXES, TextFiles
@@ -123,3 +125,22 @@ def test_settings_out_of_range_are_rejected(source, changes, message):
     with pytest.raises(ConfigError) as caught:
         source("anything", **changes)
     assert str(caught.value) == message
+
+
+def test_a_link_to_nothing_is_named(source, folder):
+    (folder / "gone.txt").symlink_to(folder / "nowhere.txt")
+    with pytest.raises(ConfigError, match=r"gone\.txt.*it is a link to a file that does not exist"):
+        source(folder).list_documents()
+
+
+def test_a_folder_that_cannot_be_listed_is_named(source, folder, monkeypatch):
+    listed = os.scandir
+
+    def scandir(path):
+        if os.fspath(path).endswith("/a"):
+            raise PermissionError(13, "Permission denied", os.fspath(path))
+        return listed(path)
+
+    monkeypatch.setattr(os, "scandir", scandir)
+    with pytest.raises(ConfigError, match=r"/a: it cannot be read: Permission denied"):
+        source(folder).list_documents()

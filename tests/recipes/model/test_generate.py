@@ -240,3 +240,16 @@ def test_a_task_samples_the_tokens_of_rank_0() -> None:
     )
     assert text == "[5, 5, 5]"
     assert len(sent) == 3
+
+
+def test_a_diverged_model_generates_nothing_instead_of_ending_the_run() -> None:
+    model = model_of("gpt2")
+    with torch.no_grad():
+        next(model.parameters()).fill_(float("nan"))
+    assert generate(model, [1, 2], 5, temperature=1.0, top_k=None, top_p=0.9, seed=0) == []
+
+
+def test_a_temperature_that_float32_cannot_divide_by_is_greedy() -> None:
+    logits = torch.tensor([1.0, 3.0, 2.0])
+    probabilities = sampling_probabilities(logits, temperature=1e-300, top_k=None, top_p=None)
+    assert probabilities.tolist() == [0.0, 1.0, 0.0]

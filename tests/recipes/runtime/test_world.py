@@ -7,7 +7,7 @@ import pytest
 from recipes.config import ranks
 from recipes.config.ranks import get_ranks
 from recipes.errors import ConfigError
-from recipes.runtime.world import RANK_FILE, Ranks, global_rank
+from recipes.runtime.world import RANK_FILE, Ranks, find_wrong_variables, global_rank
 
 TORCHRUN = {
     "RANK": "3",
@@ -210,3 +210,33 @@ def test_tasks_that_would_share_a_gpu_are_told_how_srun_gives_each_its_own(envir
 def test_torchrun_gives_no_rank_a_gpu_of_its_own() -> None:
     with pytest.raises(ConfigError, match="this machine has 1 GPU; type torchrun --nproc-per-node 1 train.py"):
         get_ranks(config(), TORCHRUN | OWN_GPU["--gpus-per-task=1"])
+
+
+@pytest.mark.parametrize(
+    ("environ", "setting"),
+    [
+        ({"WORLD_SIZE": ""}, "WORLD_SIZE="),
+        ({"WORLD_SIZE": "abc"}, "WORLD_SIZE=abc"),
+        ({"WORLD_SIZE": "0"}, "WORLD_SIZE=0"),
+        (TORCHRUN | {"LOCAL_WORLD_SIZE": "0"}, "LOCAL_WORLD_SIZE=0"),
+        (TORCHRUN | {"RANK": "x"}, "RANK=x"),
+        (TORCHRUN | {"RANK": "4"}, "RANK=4"),
+        (TORCHRUN | {"RANK": "-1"}, "RANK=-1"),
+        (TORCHRUN | {"MASTER_PORT": "http"}, "MASTER_PORT=http"),
+        (TORCHRUN | {"GROUP_WORLD_SIZE": "two"}, "GROUP_WORLD_SIZE=two"),
+        (SLURM | {"SLURM_STEP_NUM_TASKS": "many"}, "SLURM_STEP_NUM_TASKS=many"),
+        (SLURM | {"SLURM_STEP_TASKS_PER_NODE": ""}, "SLURM_STEP_TASKS_PER_NODE="),
+        (SPAWNED, f"{RANK_FILE}=composed.json"),
+    ],
+)
+def test_a_variable_left_from_something_else_is_named_before_anything_reads_it(
+    environ: dict[str, str], setting: str
+) -> None:
+    wrong = find_wrong_variables(environ)
+    assert setting in [mistake.setting for mistake in wrong]
+    assert all(mistake.fix.startswith(("unset ", "ignore_slurm=true")) for mistake in wrong)
+
+
+@pytest.mark.parametrize("environ", [{}, {"LOCAL_RANK": "x"}, {"WORLD_SIZE": "1"}, TORCHRUN, SLURM])
+def test_variables_of_a_launcher_and_those_that_nobody_reads_are_not_wrong(environ: dict[str, str]) -> None:
+    assert find_wrong_variables(environ) == []

@@ -113,3 +113,11 @@ def test_a_job_is_read_back_from_a_folder_that_was_moved(tmp_path: Path) -> None
 def test_each_exit_code_maps_to_a_state_that_is_either_final_resumable_or_failed(exit_code: int, state: State) -> None:
     assert state_from_exit_code(exit_code) is state
     assert [state.is_over, state.is_cut, state.has_failed].count(True) == 1
+
+
+@pytest.mark.parametrize("content", ["", "{", "{}", "[]", '{"composed": null}', '{"composed": 3, "state": "x"}'])
+def test_a_damaged_job_is_named_with_what_to_do(tmp_path: Path, content: str) -> None:
+    (tmp_path / "0").mkdir()
+    (tmp_path / "0/job.json").write_text(content)
+    with pytest.raises(ConfigError, match="rm .*job.json"):
+        read_job(tmp_path / "0/job.json")

@@ -8,7 +8,8 @@ from hydra._internal.core_plugins.basic_sweeper import BasicSweeper
 from hydra.core.global_hydra import GlobalHydra
 from hydra.core.override_parser.overrides_parser import OverridesParser
 
-from recipes.config.compose import CONF, parse_override
+from recipes.config.compose import CONF
+from recipes.config.overrides import parse_override
 from recipes.sweep.search_space import Choice, Interval, SearchSpace, read_space
 
 INT_RANGES = ["range(5)", "range(1,10)", "range(1,10,3)", "range(10,1,-2)", "range(-3,3)"]

@@ -109,3 +109,13 @@ def test_a_fork_after_training_is_silent():
     environment = {k: v for k, v in os.environ.items() if k != "TOKENIZERS_PARALLELISM"}
     result = subprocess.run([sys.executable, "-c", code], cwd=ROOT, env=environment, capture_output=True, text=True)
     assert (result.returncode, result.stderr) == (0, "")
+
+
+@pytest.mark.parametrize("file", ["tokenizer.json", "tokenizer_config.json"])
+def test_a_damaged_tokenizer_in_the_cache_is_trained_again(corpus, tokenizer, file):
+    [folder] = (corpus.cache_dir / "tokenizers").glob("bpe_*")
+    (folder / file).write_text("{", encoding="utf-8")
+    assert Bpe(vocab_size=320).make(corpus).fingerprint == tokenizer.fingerprint
+    (folder / file).write_text("{", encoding="utf-8")
+    with pytest.raises(ConfigError, match="its tokenizer is damaged"):
+        Tokenizer.load(folder)

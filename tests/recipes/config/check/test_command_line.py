@@ -2,8 +2,10 @@
 
 import pytest
 
-from recipes.config.check.command_line import _find_nearest, _parse, _split_valid, compose_overrides
+from recipes.config.check.command_line import _split_valid, compose_overrides, parse_or_quote
 from recipes.config.check.sections import CONF
+from recipes.config.check.suggestions import find_nearest
+from recipes.config.overrides import for_shell
 from recipes.errors import ConfigError
 
 
@@ -64,14 +66,14 @@ def test_an_argument_that_the_yaml_does_not_list_is_added_with_a_plus(typed: str
     ],
 )
 def test_only_values_that_hydra_cannot_parse_are_quoted(typed: str, expected: str) -> None:
-    override, rendered = _parse(typed)
+    override, rendered = parse_or_quote(typed)
     assert override is not None
     assert rendered == expected
     assert override.value() == typed.partition("=")[2] or rendered == typed
 
 
 def test_a_bare_word_is_rejected() -> None:
-    assert _parse("foo") == (None, "foo")
+    assert parse_or_quote("foo") == (None, "foo")
     assert error_fields("foo") == [("foo", "it is not key=value", "key=value")]
 
 
@@ -122,7 +124,7 @@ def test_an_unknown_option_gets_its_alias_or_the_closest_name_suggested(typed: s
             "strategy.offload=true",
             "strategy=fsdp strategy.cpu_offload=true, or strategy=deepspeed_stage_2_offload",
         ),
-        ("callbacks.stop_at_nan.x=1", "+callbacks=stop_at_nan, which adds it"),
+        ("callbacks.stop_at_nan.x=1", "callbacks=[default,stop_at_nan] callbacks.stop_at_nan.x=1"),
         ("strategy.buckets=3", "nothing for strategy.buckets"),
         ("qqqq=1", "python train.py --help for the list of settings"),
         (
@@ -139,9 +141,9 @@ def test_an_unknown_setting_gets_the_closest_one_suggested(typed: str, fix: str)
 
 
 def test_a_group_with_the_option_is_preferred_over_a_closer_spelling() -> None:
-    assert _find_nearest([], ["modl"], ["mode", "model"], "gpt2") == "model=gpt2"
-    assert _find_nearest([], ["modl"], ["mode", "model"], "evaluate") == "mode=evaluate"
-    assert _find_nearest(["a"], ["lr", "x"], ["lrr"], "1") == "a.lrr.x=1"
+    assert find_nearest([], ["modl"], ["mode", "model"], "gpt2") == "model=gpt2"
+    assert find_nearest([], ["modl"], ["mode", "model"], "evaluate") == "mode=evaluate"
+    assert find_nearest(["a"], ["lr", "x"], ["lrr"], "1") == "a.lrr.x=1"
 
 
 @pytest.mark.parametrize(
@@ -153,12 +155,12 @@ def test_a_group_with_the_option_is_preferred_over_a_closer_spelling() -> None:
     ],
 )
 def test_a_sweep_requires_the_flag_m(typed: str, reason: str) -> None:
-    assert error_fields(typed) == [(typed, reason, f"python train.py -m {typed}")]
+    assert error_fields(typed) == [(typed, reason, f"python train.py -m {for_shell(typed)}")]
 
 
 def test_an_unresolved_interpolation_names_the_setting_that_contains_it() -> None:
     [(setting, reason, fix)] = error_fields("seed=${nothing}")
-    assert (setting, fix) == ("seed=…", "seed=<value> on the command line")
+    assert (setting, fix) == ("seed=${nothing}", "seed=<value>, or \\${ instead of ${ where it is text")
     assert "nothing" in reason
 
 

@@ -46,7 +46,7 @@ MESSAGES = {
     ),
     "callbacks=[grad_norm] callbacks.sample_text.num_tokens=8": (
         "callbacks.sample_text.num_tokens=8: there is no 'callbacks.sample_text.num_tokens';"
-        " type +callbacks=sample_text, which adds it"
+        " type callbacks=[grad_norm,sample_text] callbacks.sample_text.num_tokens=8"
     ),
     "optimizer.lr.warm=3": (
         "optimizer.lr.warm=3: there is no 'optimizer.lr.warm'; type one of optimizer.lr="
@@ -71,7 +71,7 @@ MESSAGES = {
         "trainer.limit_val_batches=3: another setting controls it; type eval_samples=<samples>"
     ),
     "optimizer.lr=fast": ("optimizer.lr=fast: it takes a number; type optimizer.lr=<number>"),
-    "optimizer.lr=-1": ("optimizer.lr=-1: it must be above 0; type optimizer.lr=<above 0>"),
+    "optimizer.lr=-1": ("optimizer.lr=-1: it must be finite and above 0; type optimizer.lr=<finite and above 0>"),
     "'optimizer.betas=[0.9,1.5]'": (
         "optimizer.betas[1]=1.5: it must be at least 0 and below 1;"
         " type 'optimizer.betas=[…]', each at least 0 and below 1"
@@ -133,7 +133,7 @@ MESSAGES = {
         "mode=export: it is for language models only; type mode=evaluate resume=<run folder>"
     ),
     "mode=sample mode.temperature=-1 resume=auto hydra.run.dir=x": (
-        "mode.temperature=-1: it must be at least 0; type mode.temperature=<at least 0>"
+        "mode.temperature=-1: it must be from 0 to 1000; type mode.temperature=<from 0 to 1000>"
     ),
     "mode=sample mode.top_p=1.5 resume=auto hydra.run.dir=x": (
         "mode.top_p=1.5: it must be from 0.001 to 1; type mode.top_p=<from 0.001 to 1>"
@@ -152,8 +152,8 @@ MESSAGES = {
     "+model.nonsense=3": ("model.nonsense=3: GPT2 has no argument 'nonsense'; type '~model.nonsense' to remove it"),
     "~optimizer.lr": ("no optimizer.lr: adamw needs it; type +optimizer.lr=<value>"),
     "checkpoint.keep_last=0": ("checkpoint.keep_last=0: it must be at least 1; type checkpoint.keep_last=<at least 1>"),
-    "name=[a]": ("name=['a']: it takes text; type name=<text>"),
-    "resume=3": ("resume=3: it takes text or null; type resume=<text or null>"),
+    "name=[a]": ("name=[a]: it names a folder under logs/; type name=<letters, digits, . _ ->"),
+    "resume=3": ("resume=3: there is no such folder; type resume=<a run folder or a checkpoint>"),
     "trainer.devices=0": (
         "trainer.devices=0: it takes a positive number, a list of GPUs, or auto; type trainer.devices=auto"
     ),
@@ -254,12 +254,12 @@ def test_a_mistake_in_a_recipe_of_ones_own_names_its_file(
     text: str, fix: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     import recipes.config.check as origin
-    from recipes.config.check import command_line, sections
+    from recipes.config.check import command_line, sections, suggestions
 
     conf = tmp_path / "conf"
     shutil.copytree(ROOT / "conf", conf)
     (conf / "recipe" / "mine.yaml").write_text(f"# @package _global_\n{text}")
-    for module in (command_line, origin, sections):
+    for module in (command_line, origin, sections, suggestions):
         monkeypatch.setattr(module, "CONF", conf)
     _, mistakes = compose_and_check(["recipe=mine"], config_folder=conf)
     assert [mistake.fix for mistake in mistakes] == [fix]

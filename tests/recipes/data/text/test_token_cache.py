@@ -13,6 +13,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
+from recipes.data.text.corpus import Corpus, Document
 from recipes.data.text.token_cache import cached_tokens
 from recipes.errors import ConfigError
 from recipes.tokenizer.bytes import byte_tokenizer
@@ -177,3 +178,14 @@ def test_a_second_machine_without_this_cache_writes_the_same_bytes(tmp_path, tex
         (tokens,) = tokens_folders(folder)
         digests.append((tokens.name, hashlib.sha256((tokens / "train.bin").read_bytes()).hexdigest()))
     assert digests[0] == digests[1]
+
+
+@pytest.mark.parametrize("content", ["", "{", "[]", "{}", '{"dtype": "uint16"}'])
+def test_a_damaged_description_of_the_tokens_is_written_again(tmp_path, content):
+    path = tmp_path / "a.txt"
+    path.write_text("some text\n" * 50, encoding="utf-8")
+    corpus = Corpus([Document.of(path, name="a.txt")], cache_dir=tmp_path / "cache")
+    cache = cached_tokens(corpus, byte_tokenizer(), val_fraction=0.1, num_processes=1)
+    (cache.folder / "meta.json").write_text(content, encoding="utf-8")
+    again = cached_tokens(corpus, byte_tokenizer(), val_fraction=0.1, num_processes=1)
+    assert again.meta == cache.meta

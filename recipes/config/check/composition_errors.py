@@ -1,0 +1,79 @@
+"""Turn what Hydra, OmegaConf and the YAML reader raise into a sentence about what was typed, or about a file."""
+
+import re
+from collections.abc import Sequence
+
+from hydra.errors import HydraException
+from omegaconf.errors import OmegaConfBaseException
+from yaml import YAMLError
+
+from recipes.config.check.renamed import RENAMED_OPTIONS
+from recipes.config.check.text_values import find_annotation
+from recipes.config.check.types import describe, placeholder
+from recipes.config.compose import Composed
+from recipes.errors import ConfigError
+
+COMPOSITION_ERRORS = (HydraException, OmegaConfBaseException, YAMLError)
+_REFERENCE = re.compile(r"(?<!\\)\$\{")
+
+
+def explain_override(override: str, error: Exception, composed: Composed) -> ConfigError:
+    """Return the mistake in an override without which the others can be composed.
+
+    Args:
+        override: Its key exists; a `++` may have been added to it.
+        error: What composing with it has raised.
+        composed: The run without it.
+    """
+    if isinstance(error, ConfigError) and not error.setting.endswith("=…"):
+        return error  # of a file of the resumed run
+    typed = override.removeprefix("++")
+    key, _, value = typed.lstrip("+~").partition("=")
+    if _REFERENCE.search(value):
+        reason = f"`${{` begins a reference to another setting: {_last_line(error)}"
+        return ConfigError(typed, reason, f"{key}=<value>, or \\${{ instead of ${{ where it is text")
+    if typed.startswith("~"):
+        return ConfigError(typed, f"other settings refer to it: {_last_line(error)}", f"{key}=<value>")
+    annotation = find_annotation(composed.config, key)
+    if annotation is not None:
+        return ConfigError(typed, f"it takes {describe(annotation)}", f"{key}=<{placeholder(annotation)}>")
+    return ConfigError(typed, _last_line(error), f"{key}=<another value>")
+
+
+def explain_typed(error: BaseException, overrides: Sequence[str]) -> ConfigError | None:
+    """Return the mistake in the override of the key that OmegaConf names; None if nobody has typed it."""
+    key = str(getattr(error, "full_key", None) or "")
+    typed = next((override for override in overrides if override.lstrip("+").partition("=")[0] == key), None)
+    if typed is None or not isinstance(error, Exception):
+        return None
+    return ConfigError(typed, _last_line(error), f"{key}=<another value>")
+
+
+def explain_broken_file(error: BaseException) -> ConfigError:
+    """Return the message of Hydra or the YAML reader with its causes: the innermost names the file."""
+    lines = [line.strip() for text in _messages(error) for line in text.splitlines() if line.strip()]
+    reason = " ".join(dict.fromkeys(lines))
+    unknown = re.search(r"Could not find '(\w+)/(\w+)'", reason)
+    if unknown and unknown[2] in RENAMED_OPTIONS.get(unknown[1], {}):
+        group, old = unknown.groups()
+        now = RENAMED_OPTIONS[group][old]
+        reason = f"{lines[0].partition(':')[0]}: `{group}={old}` is now `{group}={now}`"
+        return ConfigError("a file under conf/", reason, f"{group}: {now} in that file")
+    return ConfigError("a file under conf/", reason, "a correction of that file")
+
+
+def _messages(error: BaseException) -> list[str]:
+    messages = [str(error)]
+    while error.__cause__ is not None:
+        error = error.__cause__
+        messages.append(str(error))
+    return messages
+
+
+def _last_line(error: Exception) -> str:
+    """Return what the innermost cause says, in one line without OmegaConf's details."""
+    if isinstance(error, ConfigError):
+        return error.reason
+    lines = [line.strip() for line in _messages(error)[-1].splitlines()]
+    details = ("full_key:", "object_type=", "reference_type=")
+    return " ".join(line for line in lines if line and not line.startswith(details))

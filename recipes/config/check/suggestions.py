@@ -1,0 +1,190 @@
+"""What to type instead of a setting or an option that does not exist: the nearest name, or the option that has it."""
+
+from difflib import get_close_matches
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+import yaml
+from hydra.core.override_parser.types import Override
+from omegaconf import OmegaConf
+
+from recipes.config.check.sections import CONF
+from recipes.config.overrides import for_shell
+
+# common names of a precision or a strategy -> option
+_OPTION_ALIASES = {
+    "bf16": "bf16-mixed",
+    "fp16": "16-mixed",
+    "16": "16-mixed",
+    "fp32": "32-true",
+    "32": "32-true",
+    "fsdp2": "fsdp",
+    "deepspeed": "deepspeed_stage_2",
+    "zero1": "deepspeed_stage_1",
+    "zero2": "deepspeed_stage_2",
+    "zero3": "deepspeed_stage_3",
+}
+# a strategy's name typed as a recipe -> the recipe for a modern GPU
+_RECIPE_ALIASES = {name: f"{name}_bf16" for name in ("single", "ddp", "fsdp", "hsdp", "zero1", "zero2", "zero3")}
+# common names of settings elsewhere -> setting
+_SETTING_ALIASES = {
+    "batch_size": "global_batch_size",
+    "learning_rate": "optimizer.lr",
+    "gpus": "trainer.devices",
+    "steps": "trainer.max_steps",
+    "epochs": "trainer.max_steps",
+    "max_epochs": "trainer.max_steps",
+    "checkpoint_every": "save_every",
+    "ckpt_path": "resume",
+}
+# settings that no other single setting replaces -> what to type
+_REPLACED = {
+    "strategy.offload": "strategy=fsdp strategy.cpu_offload=true, or strategy=deepspeed_stage_2_offload",
+}
+_MAX_OPTIONS = 2  # named in a suggestion
+
+
+def list_options(group: str) -> list[str]:
+    """Return the options of a config group."""
+    return sorted(path.stem for path in (CONF / group).glob("*.yaml"))
+
+
+def suggest_option(group: str, wrong: str) -> str:
+    """Return the override with the option that is meant: the same in other letters, an alias, the closest name."""
+    options = list_options(group)
+    aliases = _RECIPE_ALIASES if group == "recipe" else _OPTION_ALIASES
+    same = [option for option in options if option.lower() == wrong.lower()]
+    alias = aliases.get(wrong.lower())
+    near = same or ([alias] if alias in options else get_close_matches(wrong.lower(), options, 1, cutoff=0.5))
+    return f"{group}={near[0]}" if near else f"{group}=<option>"
+
+
+def suggest_addition(group: str, option: str, chosen: str) -> str:
+    """Return the override that chooses one more option of a group beside the chosen ones.
+
+    Args:
+        group: Of which several options can be chosen, such as callbacks.
+        option: The one to add.
+        chosen: What is chosen, `default` or `[csv,wandb]`.
+    """
+    present = _split_options(chosen)
+    if includes(group, option, chosen):
+        return f"the same command without it: {group}={','.join(present)} includes it"
+    others = [name for name in present if name not in _included(group, option)]
+    return f"{group}=[{','.join([*others, option])}]" if others else f"{group}={option}"
+
+
+def includes(group: str, option: str, chosen: str) -> bool:
+    """Return whether what is chosen of a group, `default` or `[csv,wandb]`, includes an option."""
+    present = _split_options(chosen)
+    return option in present or any(option in _included(group, name) for name in present)
+
+
+def is_list_of_options(group: str) -> bool:
+    """Return whether several options of a group can be chosen at a time: each has one section, with its own name."""
+    contents = [_read_option(group, option) for option in list_options(group)]
+    pairs = zip(list_options(group), contents, strict=True)
+    return any(set(content) - {"defaults"} == {option} for option, content in pairs)
+
+
+def suggest_setting(
+    override: Override,
+    typed: str,
+    config: Any,
+    section: list[str],
+    missing: list[str],
+    names: list[str],
+) -> str:
+    """Return what to type instead of a key that does not exist.
+
+    Args:
+        override: The override as parsed.
+        typed: The override as text.
+        config: All keys there are.
+        section: Parts of the key that exist.
+        missing: Parts of the key that do not exist.
+        names: Names in that section.
+    """
+    value = typed.partition("=")[2]
+    wrong = missing[-1]
+    owners = [str(name) for name in config if OmegaConf.is_dict(config[name]) and wrong in config[name]]
+    if override.key_or_group in _REPLACED:
+        fix = _REPLACED[override.key_or_group]
+    elif wrong in _SETTING_ALIASES:
+        fix = f"{_SETTING_ALIASES[wrong]}={value}"
+    elif not section and owners and owners != ["hydra"]:
+        fix = f"{owners[0]}.{wrong}={value}"
+    elif options := _find_options(override, config, section, missing):
+        fix = ", or ".join(
+            f"{choice} {for_shell(typed.lstrip('+'))}" for choice in _choose(section[0], options, config)
+        )
+    else:
+        fix = find_nearest(section, missing, names, value)
+    if override.is_delete() and not fix.startswith("nothing"):
+        fix = f"'~{fix.removesuffix('=')}'"
+    return fix
+
+
+def find_nearest(section: list[str], missing: list[str], names: list[str], value: str) -> str:
+    """Return the override with the nearest name, else the names there are."""
+    wrong, *below = missing
+    near = get_close_matches(wrong, [name for name in names if name != wrong], 3)
+    if near:
+        near.sort(key=lambda name: not (CONF / name / f"{value}.yaml").is_file())
+        return f"{'.'.join([*section, near[0], *below])}={value}"
+    if not section:
+        return "python train.py --help for the list of settings"
+    offered = " ".join(f"{'.'.join([*section, name])}=" for name in names)
+    return f"one of {offered}" if offered else f"nothing for {'.'.join([*section, *missing])}"
+
+
+def get_choice(group: str, config: Any) -> str:
+    """Return what is chosen of a group as it is typed, `default` or `[csv,wandb]`; Hydra records no list."""
+    typed = [text.partition("=")[2] for text in config.hydra.overrides.task if text.startswith(f"{group}=")]
+    return str(typed[-1] if typed else config.hydra.runtime.choices[group]).replace("'", "")
+
+
+def _find_options(override: Override, config: Any, section: list[str], missing: list[str]) -> list[str]:
+    """Return the options of a group that have a key which the chosen one lacks; none if its value asks for nothing."""
+    asks = not override.is_delete() and override.value() not in (False, None)
+    if len(section) != 1 or missing[0] in config[section[0]] or not asks:
+        return []
+    return _options_with(section[0], missing[0])
+
+
+def _options_with(group: str, key: str) -> list[str]:
+    """Return the options of a group whose files set a key, the shortest name first."""
+    options = [option for option in list_options(group) if key in _read_option(group, option)]
+    return sorted(options, key=lambda option: (option != key, len(option), option))[:_MAX_OPTIONS]
+
+
+def _choose(group: str, options: list[str], config: Any) -> list[str]:
+    """Return the overrides that choose each of these options, beside those that are chosen if there can be several."""
+    if not is_list_of_options(group):
+        return [f"{group}={option}" for option in options]
+    return [suggest_addition(group, options[0], get_choice(group, config))]
+
+
+def _split_options(chosen: str) -> list[str]:
+    return [name.strip() for name in chosen.strip("[]").split(",") if name.strip()]
+
+
+def _included(group: str, option: str) -> set[str]:
+    """Return the options that the file of another one includes."""
+    return {str(name) for name in _read_option(group, option).get("defaults", ())}
+
+
+@cache
+def _read(path: Path) -> dict[str, Any]:
+    content = yaml.safe_load(path.read_text(encoding="utf-8"))
+    return content if isinstance(content, dict) else {}
+
+
+def _read_option(group: str, option: str) -> dict[str, Any]:
+    """Return the content of an option's file; of a recipe or a file that cannot be read, nothing."""
+    path = CONF / group / f"{option}.yaml"
+    try:
+        return _read(path)
+    except (OSError, yaml.YAMLError):  # a broken file is reported where it is composed
+        return {}

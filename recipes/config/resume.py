@@ -1,0 +1,145 @@
+"""The run that `resume=` names: its frozen config, and which of its overrides still apply. Imports no torch."""
+
+import os
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from hydra.errors import HydraException
+from omegaconf import DictConfig, OmegaConf
+
+from recipes.config.cached_compose import compose_options, split_overrides
+from recipes.config.overrides import parse_override, unescape_interpolations
+from recipes.config.trust import find_resumed_run
+from recipes.errors import ConfigError
+from recipes.run_folder import CONFIG_FILE, ENVIRONMENT_FILE, read_config, read_environment
+
+Config = dict[str, Any]
+_SINGLE_START = ("hydra.", "mode.")  # sections that hold for one start of a run, not for the run
+
+
+@dataclass(frozen=True, kw_only=True)
+class ResumedRun:
+    """A run to continue.
+
+    Attributes:
+        config: Its frozen config, every interpolation resolved.
+        overrides: Those it was started with, without those that hold for a single start.
+    """
+
+    config: Config
+    overrides: list[str]
+
+
+def read_resumed_run(overrides: Sequence[str]) -> ResumedRun | None:
+    """Read the run that `resume=` names; None if there is no `resume=` or it names no run.
+
+    Raises:
+        ConfigError: A file of the run is damaged.
+    """
+    folder = find_resumed_run(overrides)
+    if folder is None:
+        return None
+    return ResumedRun(config=unescape_interpolations(read_config(folder)), overrides=_read_overrides(folder))
+
+
+def select_inherited(
+    resumed: ResumedRun, typed: Sequence[str], folder: Path, name: str | None
+) -> tuple[list[str], list[str]]:
+    """Split the overrides of a resumed run into those that still apply and those that do not.
+
+    One that is typed again is replaced. One of a section whose `_target_` another option has replaced would set an
+    argument of something else: `strategy.gradient_sync` after `strategy=single`.
+
+    Args:
+        resumed: The run.
+        typed: The overrides of this start.
+        folder: Folder of the YAML files.
+        name: Primary config, without its suffix.
+
+    Returns:
+        The inherited ones, in their order; and those that no longer apply because of another option.
+
+    Raises:
+        hydra.errors.HydraException: A group or option does not exist.
+    """
+    parsed = [parse_override(override) for override in typed]
+    overridden = {override.key_or_group for override in parsed if not override.is_delete()}
+    repeated = set(typed)  # Hydra rejects the same deletion twice
+    candidates = [
+        override
+        for override in resumed.overrides
+        if override not in repeated and parse_override(override).key_or_group not in overridden
+    ]
+    before = compose_options(split_overrides(resumed.overrides, folder, name)[0], folder, name)
+    now = compose_options(split_overrides([*candidates, *typed], folder, name)[0], folder, name)
+    dropped = [override for override in candidates if not _still_applies(override, before, now)]
+    return [override for override in candidates if override not in dropped], dropped
+
+
+def apply_changes(frozen: Config, *, before: Config, now: Config) -> Config:
+    """Return the frozen config with every value that the new overrides change, directly or by interpolation.
+
+    Defaults of conf/ that have changed since the run was frozen are the same in `before` and `now`, and so do not
+    reach it.
+    """
+    if before.get("_target_") != now.get("_target_"):
+        return now  # another option replaces the node
+    changed = dict(frozen)
+    for key in now:
+        if key in before and before[key] == now[key]:
+            continue
+        if all(isinstance(config.get(key), dict) for config in (changed, before, now)):
+            changed[key] = apply_changes(changed[key], before=before[key], now=now[key])
+        else:
+            changed[key] = now[key]
+    return {key: value for key, value in changed.items() if key in now or key not in before}
+
+
+def _read_overrides(folder: Path) -> list[str]:
+    """Return the overrides that a run was started with, without those that hold for a single start."""
+    if not os.path.isfile(folder / ENVIRONMENT_FILE):
+        return []
+    typed = read_environment(folder).get("overrides")
+    fix = f"rm {folder / ENVIRONMENT_FILE}, and the run resumes from its {CONFIG_FILE} alone"
+    if not isinstance(typed, list):
+        raise ConfigError(str(folder / ENVIRONMENT_FILE), "its `overrides` is not a list", fix)
+    kept = []
+    for override in typed:
+        try:
+            key = parse_override(override).key_or_group
+        except (HydraException, TypeError, AttributeError) as error:
+            raise ConfigError(str(folder / ENVIRONMENT_FILE), f"{override!r} is no override", fix) from error
+        if key not in ("mode", "resume") and not key.startswith(_SINGLE_START):
+            kept.append(override)
+    return kept
+
+
+def _still_applies(override: str, before: DictConfig, now: DictConfig) -> bool:
+    """Return whether the section that an override belongs to is still of the same kind."""
+    parsed = parse_override(override)
+    parts = parsed.key_or_group.split(".")
+    if parsed.is_delete():
+        return len(parts) == 1 or _has(now, parts)
+    return _nearest_target(before, parts[:-1]) == _nearest_target(now, parts[:-1])
+
+
+def _has(config: DictConfig, parts: Sequence[str]) -> bool:
+    node: Any = config
+    for part in parts:
+        if not OmegaConf.is_dict(node) or part not in node:
+            return False
+        node = node._get_node(part)
+    return True
+
+
+def _nearest_target(config: DictConfig, parts: Sequence[str]) -> object:
+    """Return the `_target_` of the deepest section on the way to a key; None if no section has one."""
+    node: Any = config
+    target: object = None
+    for part in parts:
+        node = node._get_node(part) if OmegaConf.is_dict(node) else None
+        if OmegaConf.is_dict(node) and "_target_" in node:
+            target = node._get_node("_target_")._value()
+    return target

@@ -1,0 +1,174 @@
+"""Obvious command lines either work or are answered with one that does; none is blamed on a file nobody has touched."""
+
+import shlex
+from pathlib import Path
+
+import pytest
+
+from recipes.config import compose_and_check
+from recipes.config.check.command_line import compose_overrides
+from recipes.config.compose import CONF
+from recipes.sweep.command_line import SweepCommand, check_command
+
+SAMPLE = "mode=sample resume=auto hydra.run.dir=x"
+# command line -> dotted key, and the value that it must have
+WORKS = {
+    "launcher=slurm 'launcher.directives={account: mine}'": ("launcher.directives", {"account": "mine"}),
+    "launcher=slurm launcher.directives.account=mine": ("launcher.directives", {"account": "mine"}),
+    f"{SAMPLE} mode.prompt='Once upon a time, there was'": ("mode.prompt", "Once upon a time, there was"),
+    f"{SAMPLE} mode.prompt='cd \\${{HOME}}, then ls'": ("mode.prompt", "cd ${HOME}, then ls"),
+    f"{SAMPLE} mode.prompt=1984": ("mode.prompt", "1984"),
+    f"{SAMPLE} mode.prompt='{{a: b}}'": ("mode.prompt", "{a: b}"),
+    "data=text_files data.path=x,y.txt": ("data.path", "x,y.txt"),
+    'data=text_files "data.path=it\'s.txt"': ("data.path", "it's.txt"),
+    "name=2024": ("name", "2024"),
+    "optimizer={lr:1}": ("optimizer.lr", 1),
+    "callbacks=[]": ("callbacks", {}),
+    "debug=[nan,fast_dev_run]": ("trainer.max_steps", 1),
+}
+# reported together, in any order
+TOGETHER = {
+    "data.path=nope,y.txt": "data.path=nope,y.txt: there is no 'data.path'; type data=text_files data.path=nope,y.txt,"
+    " or data=token_file data.path=nope,y.txt",
+    "name=nope,y": "name=nope,y: a single run takes one value; type \"name='nope,y'\" for one text,"
+    " or python train.py -m name=nope,y",
+    "optimizer.lr=0,001": "optimizer.lr=0,001: a single run takes one value; type optimizer.lr=0.001,"
+    " or python train.py -m optimizer.lr=0,001",
+    "lr=0,001": "lr=0,001: there is no 'lr'; type optimizer.lr=0.001",
+    "tags=a,b": "tags=a,b: it takes a list; type 'tags=[a,b]'",
+    "optimizer.betas=0.9,0.95": "optimizer.betas=0.9,0.95: it takes a list; type 'optimizer.betas=[0.9,0.95]'",
+    "logger.wandb.project=x": (
+        "logger.wandb.project=x: there is no 'logger.wandb.project'; type logger=wandb logger.wandb.project=x"
+    ),
+    "+logger=wandb": (
+        "+logger=wandb: logger=csv is chosen already, and + adds a setting, not an option; type logger=wandb"
+    ),
+    "+callbacks=stop_at_nan": "+callbacks=stop_at_nan: callbacks=default is chosen already,"
+    " and + adds a setting, not an option; type callbacks=[default,stop_at_nan]",
+    "+callbacks=memory": "+callbacks=memory: callbacks=default is chosen already, and + adds a setting, not an option;"
+    " type the same command without it: callbacks=default includes it",
+    "data.path=t.txt": "data.path=t.txt: there is no 'data.path';"
+    " type data=text_files data.path=t.txt, or data=token_file data.path=t.txt",
+    "optimizer.momentum=0.9": (
+        "optimizer.momentum=0.9: there is no 'optimizer.momentum'; type optimizer=sgd optimizer.momentum=0.9"
+    ),
+    "mode.prompt=a b": "mode.prompt=a b: there is no 'mode.prompt'; type mode=sample 'mode.prompt=a b'",
+    "optimizer=AdamW": "optimizer=AdamW: the options are adam adamw adamw_nano sgd; type optimizer=adamw",
+    "+optimizer.lr=1": "+optimizer.lr=1: it exists already; type optimizer.lr=1",
+    "~resume": "~resume: every run has one; type resume=null",
+    "~trainer": "~trainer: every run has one; type trainer=default",
+    "~name": "~name: every run has one; type name=<text>",
+    "~loader": "~loader: every run has one; type nothing for loader",
+    "=3": "=3: it is not key=value; type key=value",
+    "micro_batch_size=0": "micro_batch_size=0: it must be at least 1; type micro_batch_size=<at least 1>",
+    "optimizer.lr=inf": "optimizer.lr=inf: it must be finite and above 0; type optimizer.lr=<finite and above 0>",
+    "scheduler._target_=x": "scheduler._target_=x: 'x' is no dotted path of a class or function;"
+    " type scheduler=<an option of conf/scheduler/>",
+}
+ALONE = {
+    "~trainer.devices": "no trainer.devices: every run has one; type trainer.devices=<value>",
+    "~model.vocab_size": "no model.vocab_size: GPT2 needs it; type +model.vocab_size=<value>",
+    "tags={a:1}": "tags={a:1}: it takes a list of texts; type tags=<list of texts>",
+    "hydra.run.dir=null": (
+        "hydra.run.dir=null: field 'hydra.run.dir' is not Optional; type hydra.run.dir=<another value>"
+    ),
+    "hydra.run.dir='${nope}'": (
+        "hydra.run.dir=${nope}: `${` begins a reference to another setting: Interpolation key 'nope' not found;"
+        " type hydra.run.dir=<value>, or \\${ instead of ${ where it is text"
+    ),
+    "mode._target_=null": (
+        "mode._target_=null: it names the class or function to call;"
+        " type mode=<dashboard | evaluate | export | fit | replay | report | sample | wandb_sweep>"
+    ),
+    "logger.csv=null": "logger.csv=null: every run writes metrics.csv; type logger=none for nothing else",
+    "data=text_files data.path='~nouser/x'": (
+        "data.path=~nouser/x: there is no such file or folder; type data.path=<a path that exists>"
+    ),
+    "model.hidden_size=99999999 model.num_heads=4": (
+        "model.num_heads=4: model.hidden_size=99999999 does not divide into 4 heads; type model.num_heads=3"
+    ),
+    "callbacks.early_stop.patience=3 callbacks.early_stop.monitor=val_loss": (
+        "callbacks.early_stop.monitor=val_loss: the validation of this task has val/loss and val/perplexity;"
+        " type callbacks.early_stop.monitor=val/loss"
+    ),
+    "trainer.max_time=abc": (
+        "trainer.max_time=abc: it takes days, hours, minutes and seconds;"
+        " type trainer.max_time=00:08:00:00, which is 8 hours"
+    ),
+    "optimizer=sgd optimizer.momentum=0": (
+        "optimizer.momentum=0 optimizer.nesterov=true: Nesterov's method looks ahead along the momentum, and there is"
+        " none; type optimizer.nesterov=false, or optimizer.momentum=0.9"
+    ),
+    f"name={'a' * 300}": f"name={'a' * 40}…: it names a folder: 200 bytes at most; type name=<a shorter name>",
+}
+# of composed values, reported if nothing else is wrong
+FOUND_LATER = ["micro_batch_size=0", "optimizer.lr=inf", "scheduler._target_=x"]
+# without their exact words
+READABLE = ("name=${", "callbacks=[null]", "model=[]", "model={a:1}", f"resume={'a' * 300}", "data._target_=3")
+
+
+@pytest.fixture(autouse=True)
+def _files(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    for name in ("x,y.txt", "it's.txt"):
+        (tmp_path / name).touch()
+    monkeypatch.chdir(tmp_path)
+
+
+@pytest.mark.parametrize("typed", WORKS)
+def test_an_obvious_command_line_works(typed: str) -> None:
+    composed, mistakes = compose_and_check(shlex.split(typed))
+    assert [str(mistake) for mistake in mistakes] == []
+    assert composed is not None
+    key, expected = WORKS[typed]
+    value: object = composed.config
+    for part in key.split("."):
+        assert isinstance(value, dict)
+        value = value[part]
+    assert value == expected
+
+
+def test_mistakes_of_one_command_line_are_each_answered_with_what_works() -> None:
+    _, mistakes = compose_overrides([typed for typed in TOGETHER if typed not in FOUND_LATER])
+    assert {str(mistake) for mistake in mistakes} == {TOGETHER[typed] for typed in TOGETHER if typed not in FOUND_LATER}
+    _, mistakes = compose_and_check(FOUND_LATER)
+    assert {str(mistake) for mistake in mistakes} == {TOGETHER[typed] for typed in FOUND_LATER}
+
+
+@pytest.mark.parametrize("typed", ALONE)
+def test_a_mistake_is_answered_with_what_works(typed: str) -> None:
+    _, mistakes = compose_and_check(shlex.split(typed))
+    assert [str(mistake) for mistake in mistakes] == [ALONE[typed]]
+
+
+@pytest.mark.parametrize("typed", READABLE)
+def test_a_mistake_names_what_was_typed(typed: str) -> None:
+    _, [mistake] = compose_and_check(words := shlex.split(typed))
+    keys = {word.lstrip("+~").partition("=")[0] for word in words}
+    assert mistake.setting.lstrip("+~").removeprefix("no ").partition("=")[0].partition(".")[0] in {
+        key.partition(".")[0] for key in keys
+    }
+    assert "\n" not in str(mistake)
+
+
+def sweep(*typed: str) -> SweepCommand:
+    return check_command(typed, config_folder=CONF, config_name="config")
+
+
+def test_a_sweep_quotes_what_hydra_cannot_read_as_a_single_run_does() -> None:
+    command = sweep("data=text_files", "data.path=it's.txt", "optimizer.lr=1e-3,1e-2")
+    assert command.mistakes == []
+    assert command.for_hydra == ["data=text_files", "data.path='it\\'s.txt'", "optimizer.lr=1e-3,1e-2"]
+
+
+def test_every_option_of_a_sweep_over_a_group_is_checked_before_its_folder_exists() -> None:
+    assert [mistake.setting for mistake in sweep("model=gpt2_nano,nope,llama_nano").mistakes] == ["model=nope"]
+
+
+def test_what_is_typed_with_a_mistake_and_without_is_composed_the_same() -> None:
+    typed = ["launcher=slurm", "launcher.directives={account: mine}", "name=2024"]
+    right, _ = compose_overrides(typed)
+    wrong, mistakes = compose_overrides([*typed, "optimizer.lrr=3"])
+    assert len(mistakes) == 1
+    assert right is not None
+    assert wrong is not None
+    assert right.config | {"name": "2024"} == wrong.config | {"name": "2024"}

@@ -1,0 +1,115 @@
+"""What a resumed run keeps of its command line, and damaged files of its folder."""
+
+import json
+from pathlib import Path
+
+import pytest
+
+from recipes.config import compose_and_check
+from recipes.config.compose import compose_run, freeze
+from recipes.errors import ConfigError
+
+FSDP = ["tokenizer=bytes", "strategy=fsdp", "strategy.gradient_sync=per_micro_batch", "trainer.accelerator=cpu"]
+
+
+def start(folder: Path, *typed: str) -> Path:
+    """Write what a run with these overrides leaves in its folder, and a checkpoint by name."""
+    folder.mkdir(exist_ok=True)
+    began = compose_run([*typed, f"hydra.run.dir={folder}"])
+    freeze(began)
+    (folder / "environment.json").write_text(json.dumps({"overrides": began.overrides}))
+    checkpoint = folder / "checkpoints/step_0000002.ckpt"
+    checkpoint.mkdir(parents=True)
+    (checkpoint / "manifest.json").write_text("{}")
+    return folder
+
+
+def resume(folder: Path, *typed: str) -> tuple[dict[str, object], list[str], list[str]]:
+    """Return the config of a resumed run, its overrides and the mistakes."""
+    composed, mistakes = compose_and_check([f"resume={folder}", *typed])
+    assert composed is not None
+    return composed.config, composed.overrides, [str(mistake) for mistake in mistakes]
+
+
+def test_an_override_of_a_replaced_option_is_dropped_and_every_other_one_stays(tmp_path: Path) -> None:
+    run = start(tmp_path / "run", *FSDP, "optimizer.lr=7e-4", "callbacks.memory=null", "logger=tensorboard")
+    composed, mistakes = compose_and_check([f"resume={run}", "strategy=single", "logger=csv"])
+    assert mistakes == []
+    assert composed is not None
+    assert composed.dropped_overrides == ["strategy.gradient_sync=per_micro_batch"]
+    assert "gradient_sync" not in composed.config["strategy"]
+    assert (composed.config["optimizer"]["lr"], composed.config["callbacks"]["memory"]) == (7e-4, None)
+    config, overrides, mistakes = resume(run, "optimizer=sgd", "callbacks=[default,stop_at_nan]")
+    assert config["optimizer"]["lr"] == 0.1, "that of AdamW is not one for SGD"
+    assert config["callbacks"]["memory"] is None
+    assert "stop_at_nan" in config["callbacks"]
+    assert "strategy.gradient_sync=per_micro_batch" in overrides
+    # the same option again keeps what was set for it, and so does a recipe that chooses it
+    assert resume(run, "strategy=fsdp")[0]["strategy"] == config["strategy"]
+    assert "strategy.gradient_sync=per_micro_batch" not in resume(run, "recipe=ddp_bf16", "strategy=ddp")[1]
+
+
+def test_a_typo_in_a_resume_is_reported_without_losing_what_the_run_was_started_with(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    for name in ("a.txt", "b.txt"):
+        Path(name).touch()
+    run = start(tmp_path / "run", "data=text_files", "data.path=a.txt", "+trainer.benchmark=true")
+    *_, mistakes = resume(run, "data.path=b.txt", "trainer.benchmark=false", "optimizer.lrr=3")
+    assert mistakes == ["optimizer.lrr=3: there is no 'optimizer.lrr'; type optimizer.lr=3"]
+    config, _, mistakes = resume(run, "data.path=b.txt", "trainer.deterministic=true")
+    assert mistakes == []
+    assert (config["data"]["path"], config["trainer"]["benchmark"]) == ("b.txt", True)
+    assert config["trainer"]["deterministic"] is True
+
+
+def test_text_that_looks_like_a_reference_survives_a_freeze(tmp_path: Path) -> None:
+    typed = ["tags=['\\${HOME}','a \\\\\\${x}','$5 {b}']"]
+    run = start(tmp_path / "run", *typed)
+    expected = ["${HOME}", "a \\${x}", "$5 {b}"]
+    assert compose_run(typed).config["tags"] == expected
+    assert resume(run)[0]["tags"] == expected
+    again = compose_run([], config_folder=run, config_name="config")
+    assert again.config["tags"] == expected
+
+
+@pytest.mark.parametrize(
+    ("file", "content", "reason"),
+    [
+        ("config.yaml", b"", "it is empty"),
+        ("config.yaml", b"- a\n- b\n", "it holds a list"),
+        ("config.yaml", b"just words", "it holds a single value"),
+        ("config.yaml", b"seed: 1\n\tname: x\n", "it is no valid YAML"),
+        ("config.yaml", b"\x00\xff\xfe\x80", "is not UTF-8"),
+        ("environment.json", b"", "it is empty"),
+        ("environment.json", b"{", "it is no valid JSON"),
+        ("environment.json", b"[]", "it holds a list"),
+        ("environment.json", b"{}", "`overrides` is not a list"),
+        ("environment.json", b'{"overrides": [3]}', "3 is no override"),
+        ("environment.json", b'{"overrides": ["=="]}', "'==' is no override"),
+        ("metrics.csv", b"\xef\xbb\xbfstep,train/loss\n1,2.0\n", "its first column is"),
+        ("metrics.csv", b"step;train/loss\n1;2.0\n", "its first column is 'step;train/loss', not step"),
+        ("metrics.csv", b"step,train/loss\n1.0,2.0\n", "line 2 begins with '1.0', not a step"),
+        ("events.jsonl", b'{"event": "start", "step": 0}\n{\n', "line 2 is no valid JSON"),
+        ("events.jsonl", b"3\n", "line 1 holds a single value"),
+    ],
+)
+def test_a_damaged_file_of_a_run_is_named_with_what_to_do(
+    file: str, content: bytes, reason: str, tmp_path: Path
+) -> None:
+    run = start(tmp_path / "run", "tokenizer=bytes")
+    (run / file).write_bytes(content)
+    _, mistakes = compose_and_check([f"resume={run}"])
+    [mistake] = mistakes
+    assert mistake.setting == str(run / file)
+    assert reason in mistake.reason
+    assert mistake.fix
+    assert isinstance(mistake, ConfigError)
+    assert (run / file).read_bytes() == content
+
+
+def test_a_blank_line_among_the_events_is_none(tmp_path: Path) -> None:
+    run = start(tmp_path / "run", "tokenizer=bytes")
+    (run / "events.jsonl").write_text('{"event": "start", "step": 0}\n\n')
+    assert resume(run)[2] == []

@@ -1,0 +1,34 @@
+"""What a constructor or a file system rejects is a mistake about the setting, not a crash."""
+
+import pytest
+from hydra.errors import InstantiationException
+from support import composed_config
+
+from recipes.config import compose_and_check
+from recipes.config.instantiate import make
+from recipes.entry.run import _find_mistake
+
+
+def test_a_value_that_a_constructor_rejects_is_a_mistake_of_its_section() -> None:
+    composed, _ = compose_and_check(["callbacks.sample_text.num_tokens=8"])
+    assert composed is not None
+    node = composed_config()["callbacks"]["sample_text"] | {"every_n_steps": 0}
+    with pytest.raises(InstantiationException) as raised:
+        make(node)
+    mistake = _find_mistake(raised.value, composed)
+    assert mistake is not None
+    assert mistake.setting == "callbacks.sample_text.…"
+    assert "every_n_steps is 0" in mistake.reason
+
+
+def test_a_path_of_a_mode_that_cannot_be_written_is_a_mistake() -> None:
+    composed, _ = compose_and_check(["mode=report", "mode.runs=[x]", "mode.path=/proc/nope/x.html"])
+    assert composed is not None
+    error = OSError(13, "Permission denied", "/proc/nope/.x.html.tmp")
+    assert _find_mistake(OSError(13, "Permission denied", "/elsewhere/x"), composed) is None
+    mistake = _find_mistake(OSError(13, "Permission denied", "/proc/nope"), composed)
+    assert mistake is not None
+    assert str(mistake) == (
+        "mode.path=/proc/nope/x.html: it cannot be written to: Permission denied; type mode.path=<another path>"
+    )
+    assert _find_mistake(error, composed) is not None, "a temporary file beside it"

@@ -1,0 +1,49 @@
+"""Hydra's own flags and sweeps: each mistake is one report and exit code 2, in process."""
+
+from pathlib import Path
+
+import pytest
+
+import train
+from recipes.runtime.exit_codes import ExitCode
+
+
+@pytest.fixture(autouse=True)
+def _folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "file").touch()
+    monkeypatch.chdir(tmp_path)
+
+
+@pytest.mark.parametrize(
+    ("command", "setting"),
+    [
+        ("--config-dir nope", "--config-dir nope"),
+        ("--config-path nope", "--config-path nope"),
+        ("--config-path . --config-name nope", "--config-name nope"),
+        ("--cfg job optimizer.lrr=3", "optimizer.lrr=3"),
+        ("--cfg job model=gpt9", "model=gpt9"),
+        ("-m seed=1,2 hydra.sweep.dir=file", "hydra.sweep.dir=file"),
+        ("-m seed=1,2 hydra.sweep.dir=file/x", "hydra.sweep.dir=file/x"),
+        ("-m seed=1,2 hydra.sweep.dir=${nope}", "hydra.sweep.dir=${nope}"),
+        ("-m seed=1,2 optimizer.lrr=3", "optimizer.lrr=3"),
+    ],
+)
+def test_a_mistake_is_named_as_it_was_typed(
+    command: str, setting: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr("sys.argv", ["train.py", *command.split()])
+    assert train.main() == ExitCode.INVALID_CONFIG
+    printed = capsys.readouterr().err
+    assert f"1. {setting}\n" in printed
+    assert "type: " in printed
+    assert [path.name for path in tmp_path.iterdir()] == ["file"]
+
+
+@pytest.mark.parametrize("value", ["", "abc", "0"])
+def test_a_variable_of_ranks_that_cannot_be_one_is_named(
+    value: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setenv("WORLD_SIZE", value)
+    monkeypatch.setattr("sys.argv", ["train.py"])
+    assert train.main() == ExitCode.INVALID_CONFIG
+    assert "type: unset WORLD_SIZE" in capsys.readouterr().err
