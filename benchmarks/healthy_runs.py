@@ -297,7 +297,7 @@ class MultiTask(HealthyRun):
 
 
 class VerySmallData(HealthyRun):
-    """Sixteen samples, learned by heart."""
+    """Sixteen samples, memorized."""
 
     batch_size = 4
 

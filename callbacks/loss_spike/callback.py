@@ -83,6 +83,11 @@ class LossSpikeRollback(Callback):
         "stop": {"kept_on_resume": True},
     }
 
+    _reader: StepReader | None = None  # while training with automatic optimization
+    _verdict: Verdict | None = None  # on the newest step that has been read
+    _response: Response = "none"
+    _has_begun = False
+
     def __init__(
         self,
         *,
@@ -107,17 +112,16 @@ class LossSpikeRollback(Callback):
         max_dumps: Annotated[int, ">= 0"] = 3,
         rewind_data: bool = False,
     ) -> None:
-        self._monitor = SpikeMonitor(
-            window=window,
-            warmup_steps=warmup_steps,
-            loss_threshold=loss_threshold,
-            norm_threshold=norm_threshold,
-            drift_threshold=drift_threshold,
-            min_rise=min_rise,
-            skips_outliers=action != "warn",
-        )
         self._recovery = Recovery(
-            monitor=self._monitor,
+            monitor=SpikeMonitor(
+                window=window,
+                warmup_steps=warmup_steps,
+                loss_threshold=loss_threshold,
+                norm_threshold=norm_threshold,
+                drift_threshold=drift_threshold,
+                min_rise=min_rise,
+                skips_outliers=action != "warn",
+            ),
             action=action,
             max_skips=max_skips,
             max_non_finite=max_non_finite,
@@ -133,27 +137,20 @@ class LossSpikeRollback(Callback):
             rewind_data=rewind_data,
         )
         self._dump = SpikeDump(max_folders=max_dumps)
-        self._action = action
-        self._snapshot_every = snapshot_every
-        self._skip_batches = skip_batches
         self._steps = StepCounter()
-        self._reader: StepReader | None = None  # while training with automatic optimization
-        self._verdict: Verdict | None = None  # on the newest step that has been read
-        self._response: Response = "none"
-        self._has_begun = False
 
     @override
     def setup(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
         if stage != "fit":
             return
-        if self._action == "rollback" and not is_reachable(trainer):
+        if self._recovery.action == "rollback" and not is_reachable(trainer):
             raise MisconfigurationException(
                 f"LossSpikeRollback cannot reach the optimizer state of {type(trainer.strategy).__name__}: use one"
                 ' device, DDP or FSDP2, or a strategy that provides live_tensors(), or type action="skip"'
             )
-        if self._skip_batches and not hasattr(get_datamodule(trainer), "skip_batches"):
+        if self._recovery.skip_batches and not hasattr(get_datamodule(trainer), "skip_batches"):
             raise MisconfigurationException(
-                f"LossSpikeRollback(skip_batches={self._skip_batches}): the data cannot skip, which takes a"
+                f"LossSpikeRollback(skip_batches={self._recovery.skip_batches}): the data cannot skip, which takes a"
                 " LightningDataModule with skip_batches(n); type skip_batches=0: after a rollback the run then"
                 " continues with the next batch"
             )
@@ -164,7 +161,7 @@ class LossSpikeRollback(Callback):
         self._verdict, self._response, self._has_begun = None, "none", False
         self._reader = None
         if pl_module.automatic_optimization:
-            self._reader = StepReader(self._monitor, trainer, pl_module)
+            self._reader = StepReader(self._recovery.monitor, trainer, pl_module)
         elif trainer.is_global_zero:
             log.warning("LossSpikeRollback is off: the module uses manual optimization")
 
@@ -178,7 +175,9 @@ class LossSpikeRollback(Callback):
             return
         self._has_begun = True
         self._recovery.lr_backoff.reapply_after_resume(trainer)  # modules set up schedules after `on_train_start`
-        if trainer.global_step and self._action == "rollback":  # a checkpoint that was resumed from needs no quarantine
+        if (
+            trainer.global_step and self._recovery.action == "rollback"
+        ):  # a checkpoint that was resumed from needs no quarantine
             self._recovery.take_snapshot(trainer, is_good=True)
 
     @override
@@ -218,7 +217,7 @@ class LossSpikeRollback(Callback):
         is_first = len(counts.recent_outliers) + counts.non_finite_in_row == 1
         if verdict.alarms and (is_first or self._response not in ("none", "skip")):
             with get_profiler(trainer).profile("spike"):  # SpeedMonitor excludes this time
-                self._dump.write(trainer, pl_module, verdict, self._monitor)
+                self._dump.write(trainer, pl_module, verdict, self._recovery.monitor)
         if self._response == "stop":
             self._recovery.stop(trainer)
         if self._response in ("rollback", "rollback_and_backoff"):
@@ -230,13 +229,13 @@ class LossSpikeRollback(Callback):
             self._steps.start(trainer)
             return
         if self._response == "relearn":
-            self._monitor.forget()
+            self._recovery.monitor.forget()
             self._reader.set_limits()
         self._recovery.end_backoff_if_due(trainer)
         # nothing can have gone wrong yet after the first step: its snapshot needs no quarantine
         is_first_step = counts.clock == 1
-        is_due = is_first_step or trainer.global_step % self._snapshot_every == 0
-        if is_due and self._action == "rollback" and self._recovery.escalation.is_quiet:
+        is_due = is_first_step or trainer.global_step % self._recovery.snapshot_every == 0
+        if is_due and self._recovery.action == "rollback" and self._recovery.escalation.is_quiet:
             self._recovery.take_snapshot(trainer, is_good=is_first_step)
 
     @override
@@ -273,7 +272,7 @@ class LossSpikeRollback(Callback):
     @override
     def state_dict(self) -> dict[str, Any]:
         return {
-            "watch": self._monitor.state_dict(),
+            "watch": self._recovery.monitor.state_dict(),
             "ladder": self._recovery.escalation.state_dict(),
             "lr_backoff": self._recovery.lr_backoff.state_dict(),
             "num_evidence": self._dump.num_folders,
@@ -281,7 +280,7 @@ class LossSpikeRollback(Callback):
 
     @override
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        self._monitor.load_state_dict(state_dict["watch"])
+        self._recovery.monitor.load_state_dict(state_dict["watch"])
         self._recovery.escalation.load_state_dict(state_dict["ladder"])
         self._recovery.lr_backoff.load_state_dict(state_dict["lr_backoff"])
         self._dump.num_folders = state_dict["num_evidence"]

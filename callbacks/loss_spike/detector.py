@@ -4,7 +4,7 @@ The fast rule compares a value with median and MAD (median absolute deviation) o
 neither raise the threshold for the next value nor hide it. The slow rule compares the median of recent values with
 the lowest such median so far.
 
-Spread alone tells a spike from noise only where the noise is narrow and its law does not change, as in the
+Spread alone separates a spike from noise only where the noise is narrow and its law does not change, as in the
 pre-training of a language model. Elsewhere hard batches, warm restarts or another augmentation are outliers too:
 `min_rise` asks in addition for a value above all that the run has shown.
 """

@@ -39,7 +39,7 @@ class SpikeEscalation:
 
     Args:
         action: What outliers may lead to. `warn`: nothing, `skip`: no rollback; where they continue, a new level of
-            the loss is learned (`relearn`) instead of skipping for ever.
+            the loss is learned (`relearn`) instead of skipping without end.
         max_skips: Outliers within the window before the run rolls back, or learns the new level, at the next one.
         max_non_finite: Steps in a row that are not finite before the run stops at the next one.
         window_steps: Optimizer steps; a snapshot may be taken when they hold no outlier.

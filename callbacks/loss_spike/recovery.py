@@ -88,8 +88,10 @@ class Recovery:
             quarantine_steps=quarantine_steps,
             snapshot_storage=snapshot_storage,
         )
-        self._monitor = monitor
-        self._skip_batches = skip_batches
+        self.monitor = monitor
+        self.action = action
+        self.snapshot_every = snapshot_every
+        self.skip_batches = skip_batches
         self._lr_factor = lr_factor
         self._lr_backoff_steps = lr_backoff_steps
         self._rewind_data = rewind_data
@@ -114,7 +116,7 @@ class Recovery:
             trainer,
             clock=self.escalation.counts.clock,
             is_good=is_good,
-            monitor=self._monitor.state_dict(),
+            monitor=self.monitor.state_dict(),
             factor=self.lr_backoff.factor,
             position=get_datamodule(trainer).position if self._rewind_data else None,
         )
@@ -142,7 +144,7 @@ class Recovery:
         if snapshot is None:
             self.stop(trainer)
         extras = self.rollback.restore(trainer, snapshot, with_random=self._rewind_data)
-        self._monitor.load_state_dict(extras["monitor"])
+        self.monitor.load_state_dict(extras["monitor"])
         self.lr_backoff.reapply_after_rollback(trainer, extras["factor"])
         if backs_off:
             self.lr_backoff.start(trainer, self._lr_factor, end_step=clock + self._lr_backoff_steps)
@@ -151,8 +153,8 @@ class Recovery:
             listener.on_rollback(trainer, pl_module, from_step, to_step)
         if self._rewind_data:
             get_datamodule(trainer).move_to(extras["position"])
-        if self._skip_batches:
-            get_datamodule(trainer).skip_batches(self._skip_batches)
+        if self.skip_batches:
+            get_datamodule(trainer).skip_batches(self.skip_batches)
         self._log_rollback(trainer, from_step, to_step, backs_off=backs_off)
 
     def stop(self, trainer: Trainer) -> NoReturn:
@@ -172,9 +174,9 @@ class Recovery:
         raise TrainingDivergedError(f"Diverged at step {step}: {why}")
 
     def _log_rollback(self, trainer: Trainer, from_step: int, to_step: int, *, backs_off: bool) -> None:
-        skipped = f", {self._skip_batches} batches skipped" if self._skip_batches else ""
+        skipped = f", {self.skip_batches} batches skipped" if self.skip_batches else ""
         line = f"Step {from_step}: rolled back to step {to_step}{skipped}"
-        fields: dict[str, Any] = {"from": from_step, "skipped_batches": self._skip_batches}
+        fields: dict[str, Any] = {"from": from_step, "skipped_batches": self.skip_batches}
         log_event(trainer, line, "rollback", to_step, **fields)
         if backs_off:
             factor, steps = self.lr_backoff.factor, self._lr_backoff_steps
@@ -200,7 +202,7 @@ def log_verdict(trainer: Trainer, verdict: Verdict, response: Response) -> None:
         line = f"Step {step}: skipped; weights and optimizer state are unchanged"
         log_event(trainer, line if response == "skip" else None, "skip", step)
     if response == "relearn":
-        log_event(trainer, f"Step {step}: too many alarms; what is normal is learned anew", "relearn", step)
+        log_event(trainer, f"Step {step}: too many alarms; the present level is normal from now on", "relearn", step)
 
 
 def get_datamodule(trainer: Trainer) -> Any:

@@ -139,7 +139,7 @@ def _nearest_target(config: DictConfig, parts: Sequence[str]) -> object:
     node: Any = config
     target: object = None
     for part in parts:
-        node = node._get_node(part) if OmegaConf.is_dict(node) else None
+        node = node._get_node(part) if OmegaConf.is_dict(node) and part in node else None
         if OmegaConf.is_dict(node) and "_target_" in node:
             target = node._get_node("_target_")._value()
     return target

@@ -13,7 +13,7 @@ from hydra.errors import HydraException
 
 from recipes.config import compose_and_check
 from recipes.config.check.command_line import compose_overrides, parse_or_quote
-from recipes.config.check.renamed import restore_sweeps
+from recipes.config.check.renamed import answer_renamed_option, restore_sweeps
 from recipes.config.check.suggestions import list_options, suggest_option
 from recipes.config.compose import CONF
 from recipes.config.overrides import make_override, parse_override
@@ -134,6 +134,10 @@ def _check_values(swept: dict[str, Override]) -> list[ConfigError]:
             options = list_options(group)
             # the check of the first job has reported its own option
             unknown = [name for name in list(override.sweep_string_iterator())[1:] if name.strip("'") not in options]
+            renamed = answer_renamed_option(text)
+            if unknown and renamed is not None:
+                mistakes.append(renamed)
+                continue
             reason = f"the options are {' '.join(options)}"
             mistakes += [ConfigError(f"{group}={name}", reason, suggest_option(group, name)) for name in unknown]
     return mistakes

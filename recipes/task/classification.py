@@ -12,7 +12,6 @@ class Classification(TrainingTask):
     """Trains a model of images [B, C, H, W] -> logits [B, V]. Arguments: see `TrainingTask`."""
 
     input_kind: ClassVar[str] = "images"
-    val_metric_names: ClassVar[str] = "val/loss val/accuracy"  # of `val_metrics`; the config check reads it from source
 
     def loss_sum(self, batch: Batch) -> tuple[Tensor, Tensor]:
         logits = self.model(batch["inputs"])  # [B, V], compute dtype

@@ -20,9 +20,6 @@ class LanguageModeling(TrainingTask):
     """
 
     input_kind: ClassVar[str] = "tokens"
-    val_metric_names: ClassVar[str] = (
-        "val/loss val/perplexity"  # of `val_metrics`; the config check reads it from source
-    )
 
     tokenizer: Tokenizer | None = None
 

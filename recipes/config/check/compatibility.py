@@ -2,7 +2,6 @@
 
 import re
 from collections.abc import Iterator, Mapping, Sequence
-from difflib import get_close_matches
 from typing import Any
 
 from recipes.config.check.types import to_setting
@@ -60,7 +59,6 @@ def check_compatibility(config: Mapping[str, Any]) -> Iterator[ConfigError]:
     if "tokenizer" in config["data"] and not config["data"]["tokenizer"]:
         yield ConfigError("tokenizer=none", "text needs a tokenizer", "tokenizer=bpe or tokenizer=bytes")
     yield from _optimizer(config["optimizer"])
-    yield from _monitored_metric(config)
     yield from _model_shape(config["model"])
     yield from _schedule(config)
     if config["mode"]["_target_"].endswith((".sample", ".export")):
@@ -103,23 +101,6 @@ def _optimizer(optimizer: Mapping[str, Any]) -> Iterator[ConfigError]:
             "optimizer.momentum=0 optimizer.nesterov=true",
             "Nesterov's method looks ahead along the momentum, and there is none",
             "optimizer.nesterov=false, or optimizer.momentum=0.9",
-        )
-
-
-def _monitored_metric(config: Mapping[str, Any]) -> Iterator[ConfigError]:
-    """Check the metric that may stop the run: without this, a wrong name ends it at the first validation."""
-    node = config["callbacks"].get("early_stop")
-    monitor = node.get("monitor") if node else None
-    known = _read_kind(config["task"]["_target_"], "val_metric_names")
-    if not isinstance(monitor, str) or not isinstance(known, str) or node.get("patience") is None:
-        return
-    # of the other prefixes, callbacks decide
-    if monitor not in known.split() and (monitor.startswith("val/") or "/" not in monitor) and monitor != "lr":
-        near = get_close_matches(monitor.replace("_", "/", 1), known.split(), 1)
-        yield ConfigError(
-            f"callbacks.early_stop.monitor={monitor}",
-            f"the validation of this task has {' and '.join(known.split())}",
-            f"callbacks.early_stop.monitor={near[0] if near else 'val/loss'}",
         )
 
 

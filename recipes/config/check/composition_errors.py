@@ -25,9 +25,9 @@ def explain_override(override: str, error: Exception, composed: Composed) -> Con
         error: What composing with it has raised.
         composed: The run without it.
     """
-    if isinstance(error, ConfigError) and not error.setting.endswith("=…"):
-        return error  # of a file of the resumed run
     typed = override.removeprefix("++")
+    if isinstance(error, ConfigError) and (not error.setting.endswith("=…") or typed.startswith("resume=")):
+        return error  # of a file of the resumed run, or of one of its overrides
     key, _, value = typed.lstrip("+~").partition("=")
     if _REFERENCE.search(value):
         reason = f"`${{` begins a reference to another setting: {_last_line(error)}"

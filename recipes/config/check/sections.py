@@ -42,7 +42,8 @@ NEWER = (
     "sweep",
     "metrics",
 )  # sections that the frozen configs of older runs lack
-_WITHOUT_TARGET = ("callbacks", "dashboard", "logger", "lr_scaling", "tokenizer")  # or with one only sometimes
+# or with one only sometimes
+_WITHOUT_TARGET = ("callbacks", "dashboard", "logger", "lr_scaling", "metrics", "tokenizer")
 _NEEDED_OF_TRAINER = ("max_steps", "accelerator", "devices", "num_nodes", "accumulate_grad_batches")
 _MAX_NAME_BYTES = 200  # file systems have 255; W&B and the sweep add to it
 

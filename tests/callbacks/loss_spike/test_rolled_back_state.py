@@ -31,7 +31,7 @@ class CountingSGD(torch.optim.SGD):
 
 
 class Shuffled(LightningModule):
-    """Least squares on noise, shuffled anew in every epoch; it is damaged once, in the second one."""
+    """Least squares on noise, shuffled again in every epoch; it is damaged once, in the second one."""
 
     def __init__(self, damaged_at: int = 35) -> None:
         super().__init__()

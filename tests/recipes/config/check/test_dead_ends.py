@@ -88,8 +88,8 @@ ALONE = {
         "model.num_heads=4: model.hidden_size=99999999 does not divide into 4 heads; type model.num_heads=3"
     ),
     "callbacks.early_stop.patience=3 callbacks.early_stop.monitor=val_loss": (
-        "callbacks.early_stop.monitor=val_loss: the validation of this task has val/loss and val/perplexity;"
-        " type callbacks.early_stop.monitor=val/loss"
+        "callbacks.early_stop.monitor=val_loss: validation computes val/loss val/perplexity val/token_accuracy;"
+        " type callbacks.early_stop.monitor=val/loss, or +metrics.…"
     ),
     "trainer.max_time=abc": (
         "trainer.max_time=abc: it takes days, hours, minutes and seconds;"

@@ -9,7 +9,7 @@ import pytest
 
 from recipes.config.check.compatibility import check_compatibility
 from recipes.config.check.paths import check_run_folder
-from recipes.config.check.sections import check_sections
+from recipes.config.check.sections import check_settings
 from recipes.config.compose import Composed, claim_folder, compose_run, parse_override, quote_options
 from recipes.entry.run import run_composed
 
@@ -95,7 +95,7 @@ def test_a_run_cannot_end_before_its_smallest_number_of_steps(composed: Composed
 
 @pytest.mark.parametrize("name", [".", ".."])
 def test_a_name_of_dots_would_be_another_folder(name: str, composed: Composed) -> None:
-    assert [m.setting for m in check_sections(composed.config | {"name": name})] == [f"name={name}"]
+    assert [m.setting for m in check_settings(composed.config | {"name": name})] == [f"name={name}"]
 
 
 @pytest.mark.parametrize("prompt", ["    return x", "x  ", " \tit is ", "  ${name}"])

@@ -94,6 +94,7 @@ def test_all_values_of_a_sweep_are_carried_over() -> None:
             "strategy.reduce_every=window,micro_batch",
             "strategy.gradient_sync=per_step,per_micro_batch",
         ),
+        ("optimizer=sgd,adamw_small", "optimizer=sgd,adamw_nano"),
     ]
     mistakes = check_command(["optimizer=adamw_small,sgd"], config_folder=CONF, config_name="config").mistakes
     assert [mistake.fix for mistake in mistakes] == ["optimizer=adamw_nano,sgd"]
