@@ -4,6 +4,7 @@ Every name that is looked up on a module begins with `recipes_`, so that no attr
 one of these by chance. Inherit from a protocol, or just define its members.
 """
 
+from pathlib import Path
 from typing import Any, Protocol, runtime_checkable
 
 from torch import Tensor
@@ -62,6 +63,22 @@ class SupportsRow(Protocol):
     @property
     def recipes_row(self) -> dict[str, float | Tensor]:
         """Return the metrics of the current step, a new dict for each step; callbacks add theirs to it."""
+
+
+@runtime_checkable
+class SupportsSampleLosses(Protocol):
+    """A module that knows the loss of each sample, for the debug dump of a spike."""
+
+    def recipes_sample_losses(self, batch: Any) -> Tensor:
+        """Return the losses of a micro-batch, [B]."""
+
+
+@runtime_checkable
+class SupportsSavedWeights(Protocol):
+    """A module that writes its weights itself, sharded ones included, for the debug dump of a spike."""
+
+    def recipes_save_weights(self, folder: Path) -> None:
+        """Write the weights into a folder; called on every rank."""
 
 
 @runtime_checkable

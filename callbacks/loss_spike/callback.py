@@ -15,8 +15,9 @@ from typing_extensions import override
 from ..events import EventKind
 from ..logged_step import StepCounter, is_logged_step, log_row
 from ..profiler_hooks import get_profiler
+from ..protocols import SupportsRow
 from .dump import SpikeDump
-from .escalation import Action, Response
+from .escalation import Response
 from .monitor import SpikeMonitor, Verdict
 from .reader import StepReader
 from .recovery import Recovery, get_datamodule, log_verdict
@@ -91,7 +92,7 @@ class LossSpikeRollback(Callback):
     def __init__(
         self,
         *,
-        action: Action = "skip",
+        action: Literal["warn", "skip", "rollback"] = "skip",
         window: Annotated[int, ">= 2"] = 128,
         warmup_steps: Annotated[int, ">= 2"] = 64,
         loss_threshold: Annotated[float, "> 0"] = 8.0,
@@ -204,7 +205,7 @@ class LossSpikeRollback(Callback):
             self._reader.set_limits()
         if is_logged_step(trainer):
             log_row(pl_module, self._get_row())
-        if not getattr(pl_module, "writes_rows", False):  # else the writer of the row calls it
+        if not isinstance(pl_module, SupportsRow):  # else the writer of the row calls it
             self.after_row(trainer, pl_module)
 
     def after_row(self, trainer: Trainer, pl_module: LightningModule) -> None:

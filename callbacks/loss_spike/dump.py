@@ -17,6 +17,7 @@ from torch import Tensor
 from ..events import finite
 from ..grad_norm.by_block import norms_by_block
 from ..logged_step import run_folder
+from ..protocols import SupportsSampleLosses, SupportsSavedWeights
 from ..ranks import gather_objects
 from .monitor import SpikeMonitor, Verdict
 from .train_state import rng_state
@@ -40,7 +41,7 @@ class SpikeDump:
     windows), `samples.jsonl` (largest losses first), a `rank_N.pt` per rank (batches, losses, random states) and,
     where they still are those of the step, `weights/`.
 
-    A module may provide `sample_losses(batch) -> [B]` and `save_weights(folder)`, and a data module
+    A module may provide `recipes_sample_losses(batch) -> [B]` and `recipes_save_weights(folder)`, and a data module
     `samples_of_step(position) -> list of dicts`, each with `rank`, `micro_batch` and `row` plus a description.
 
     Args:
@@ -125,11 +126,10 @@ class SpikeDump:
             },
             folder / f"rank_{trainer.global_rank:05d}.pt",
         )
-        save_weights = getattr(pl_module, "save_weights", None)
         # on a GPU the next step has run by now, and if it was applied the weights are no longer those of this step
         is_unchanged = verdict.skipped and verdict.measurement.step == trainer.global_step
-        if callable(save_weights) and is_unchanged:
-            save_weights(folder / "weights")
+        if isinstance(pl_module, SupportsSavedWeights) and is_unchanged:
+            pl_module.recipes_save_weights(folder / "weights")
 
 
 def _describe(trainer: Trainer, verdict: Verdict, monitor: SpikeMonitor) -> dict[str, Any]:
@@ -188,15 +188,14 @@ def _write_samples(
 @torch.no_grad()
 def _get_sample_losses(trainer: Trainer, pl_module: LightningModule, batch: Any) -> Tensor | None:
     """Return the losses of one micro-batch, [B] float32 on the host, without dropout; None if the module has none."""
-    sample_losses = getattr(pl_module, "sample_losses", None)
-    if not callable(sample_losses):
+    if not isinstance(pl_module, SupportsSampleLosses):
         return None
     modes = [(module, module.training) for module in pl_module.modules()]
     pl_module.eval()
     try:
         # FSDP gathers shards in the compute dtype: outside this context their dtypes would not match
         with trainer.precision_plugin.forward_context():
-            losses: Tensor = sample_losses(batch)
+            losses = pl_module.recipes_sample_losses(batch)
         return losses.detach().float().cpu()
     finally:
         for module, training in modes:

@@ -72,7 +72,7 @@ class SpikeMonitor:
         skips_outliers: Whether `limits` lets finite outliers be skipped.
 
     Raises:
-        ValueError: `warmup_steps` exceeds `window`.
+        ValueError: A setting is out of range, or `warmup_steps` exceeds `window`.
     """
 
     def __init__(
@@ -86,6 +86,13 @@ class SpikeMonitor:
         min_rise: float = 0.0,
         skips_outliers: bool = True,
     ) -> None:
+        thresholds = {"loss_threshold": loss_threshold, "norm_threshold": norm_threshold}
+        thresholds |= {} if drift_threshold is None else {"drift_threshold": drift_threshold}
+        for name, value in thresholds.items():
+            if not value > 0:
+                raise ValueError(f"{name}={value}: normal steps would be outliers; type a number above 0")
+        if min_rise < 0:
+            raise ValueError(f"min_rise={min_rise}: it is a multiple of a distance; type 0 or more")
         self._skips_outliers = skips_outliers
         self.detectors = {
             "loss": SpikeDetector(

@@ -8,7 +8,7 @@ from torch import Tensor
 from torch.optim import Optimizer
 
 from .monitor import SpikeMonitor, StepMeasurement, Verdict
-from .step_guard import FallbackGuard, StepGuard, accepts_guard, restore_buffers
+from .step_guard import FallbackGuard, StepGuard, SupportsStepGuard, restore_buffers
 
 
 class StepReader:
@@ -17,15 +17,15 @@ class StepReader:
     Args:
         monitor: Judges steps and sets the guard's limits.
         trainer: Of the run.
-        pl_module: Takes the guard if it has `guard_steps(guard)`; otherwise its steps are guarded from outside.
+        pl_module: Takes the guard if it can; otherwise its steps are guarded from outside.
     """
 
     def __init__(self, monitor: SpikeMonitor, trainer: Trainer, pl_module: LightningModule) -> None:
         self._monitor = monitor
         self._guard = StepGuard()
         self._fallback: FallbackGuard | None = None
-        if accepts_guard(pl_module):
-            pl_module.guard_steps(self._guard)  # type: ignore[operator]
+        if isinstance(pl_module, SupportsStepGuard):
+            pl_module.recipes_guard_steps(self._guard)
         else:
             self._fallback = FallbackGuard(self._guard, trainer.optimizers)
         self._readback = DelayedReadback()

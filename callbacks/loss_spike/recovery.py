@@ -14,6 +14,16 @@ from .monitor import SpikeMonitor, Verdict
 from .rollback import Rollback
 
 log = logging.getLogger("lightning_recipes")
+_SMALLEST = {
+    "max_skips": 0,
+    "max_non_finite": 0,
+    "snapshot_every": 1,
+    "num_snapshots": 2,
+    "quarantine_steps": 1,
+    "skip_batches": 0,
+    "cooldown_steps": 1,
+    "lr_backoff_steps": 1,
+}
 _SERIES_NAMES = {"loss": "loss", "norm": "gradient norm"}
 
 
@@ -47,7 +57,7 @@ class Recovery:
         rewind_data: Also rewind the data, which then has a `position` and `move_to(position)`.
 
     Raises:
-        ValueError: Every snapshot would be overwritten before its quarantine is over.
+        ValueError: A setting is out of range, or every snapshot would be overwritten before its quarantine is over.
     """
 
     def __init__(
@@ -68,6 +78,13 @@ class Recovery:
         max_rollbacks: int,
         rewind_data: bool,
     ) -> None:
+        counts = (max_skips, max_non_finite, snapshot_every, num_snapshots)
+        counts += (quarantine_steps, skip_batches, cooldown_steps, lr_backoff_steps)
+        for (name, smallest), value in zip(_SMALLEST.items(), counts, strict=True):
+            if value < smallest:
+                raise ValueError(f"{name}={value}: it is a number of steps or snapshots; type {smallest} or more")
+        if not 0 < lr_factor < 1:
+            raise ValueError(f"lr_factor={lr_factor}: it is to lower the learning rate; type a number between 0 and 1")
         longest = snapshot_every * (num_snapshots - 1)
         if quarantine_steps > longest:
             raise ValueError(

@@ -2,10 +2,10 @@
 
 import math
 from collections.abc import Iterable
-from typing import Any
+from typing import Any, Protocol, runtime_checkable
 
 import torch
-from lightning.pytorch import LightningModule, Trainer
+from lightning.pytorch import Trainer
 from torch import Tensor
 from torch.optim import Optimizer
 
@@ -45,6 +45,14 @@ class StepGuard:
             allowed = allowed & (self.loss.detach().to(norm.device) < self.max_loss)
         self.norm, self.skipped = norm.detach(), ~allowed
         return self.skipped
+
+
+@runtime_checkable
+class SupportsStepGuard(Protocol):
+    """A module whose optimizer step asks a guard, without a wait for a GPU."""
+
+    def recipes_guard_steps(self, guard: StepGuard) -> None:
+        """Let this guard decide before each optimizer step whether the step is skipped."""
 
 
 class FallbackGuard:
@@ -100,6 +108,9 @@ class FallbackGuard:
         # a fused optimizer unscales inside its kernel, after the scaler has looked for infinities
         is_scaled = scaler is not None and getattr(optimizer, "_step_supports_amp_scaling", False)
         self._skips = bool(self._guard.judge(norm / scaler._scale if is_scaled else norm))
+        if scaler is not None and self._skips and bool(norm.isfinite().logical_not() & loss.isfinite()):
+            # an overflow: the scaler skips the step, and running statistics are those of a finite forward pass
+            self._guard.skipped, self._skips = torch.zeros_like(norm, dtype=torch.bool), False
 
     def _begin_step(self, optimizer: Any, args: Any, kwargs: Any) -> tuple[Any, Any] | None:
         """Hide the gradients once they are computed: by the closure, or before the step, as under a loss scaler."""
@@ -128,12 +139,6 @@ class FallbackGuard:
         for parameter, gradient in self._hidden:
             parameter.grad = gradient
         self._hidden = []
-
-
-def accepts_guard(pl_module: LightningModule) -> bool:
-    """Return whether a module takes a guard: it has `guard_steps(guard)`."""
-    own: Any = getattr(pl_module, "guard_steps", None)
-    return callable(own)
 
 
 @torch.no_grad()

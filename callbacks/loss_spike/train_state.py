@@ -96,11 +96,11 @@ def live_scalars(trainer: Trainer) -> dict[str, Any]:
     """Return a copy of the rest of the train state: schedules, learning rates, loss scale, step counts, random states.
 
     Of the optimizer state it holds what is no tensor, such as the step count of Adafactor or the history of LBFGS. A
-    strategy or a module that has more provides `live_scalars()` and `restore_scalars(scalars)`.
+    strategy that has more provides `live_scalars()` and `restore_scalars(scalars)`, a module the same after `recipes_`.
     """
     loop = trainer.fit_loop.epoch_loop
     own = getattr(trainer.strategy, "live_scalars", None)
-    of_module = getattr(trainer.lightning_module, "live_scalars", None)
+    of_module = getattr(trainer.lightning_module, "recipes_live_scalars", None)
     return {
         "step": trainer.global_step,
         "schedulers": [copy.deepcopy(config.scheduler.state_dict()) for config in trainer.lr_scheduler_configs],
@@ -144,7 +144,7 @@ def restore_scalars(trainer: Trainer, scalars: dict[str, Any], *, with_random: b
     if scalars["strategy"] is not None:
         trainer.strategy.restore_scalars(scalars["strategy"])  # type: ignore[attr-defined]
     if scalars["module"] is not None:
-        trainer.lightning_module.restore_scalars(scalars["module"])  # type: ignore[operator]
+        trainer.lightning_module.recipes_restore_scalars(scalars["module"])  # type: ignore[operator]
     for callback, state in zip(_find_stateful(trainer), scalars["callbacks"], strict=True):
         callback.load_state_dict(state)
     loop.automatic_optimization.optim_progress.load_state_dict(scalars["optim_progress"])

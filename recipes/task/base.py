@@ -52,7 +52,6 @@ class TrainingTask(CountsFlops, Resumable, ABC):
     """
 
     input_kind: ClassVar[str]
-    writes_rows: ClassVar[bool] = True  # `RowWriter` logs `row` once per step
     model: nn.Module
 
     def __init__(
@@ -100,7 +99,7 @@ class TrainingTask(CountsFlops, Resumable, ABC):
         return loss_sum + added, loss_sum
 
     @abstractmethod
-    def sample_losses(self, batch: Batch) -> Tensor:
+    def recipes_sample_losses(self, batch: Batch) -> Tensor:
         """Return the mean loss of each sample over its targets, [B] float32."""
 
     def _without_padding(self, logits: Tensor) -> Tensor:
@@ -195,7 +194,7 @@ class TrainingTask(CountsFlops, Resumable, ABC):
             max_value=gradient_clip_val if by_value else None,
         )
 
-    def guard_steps(self, guard: StepGuard) -> None:
+    def recipes_guard_steps(self, guard: StepGuard) -> None:
         """Let this guard decide before each optimizer step whether the step is skipped."""
         self.trainer.strategy.guard = guard  # type: ignore[attr-defined]
 

@@ -17,5 +17,5 @@ class Classification(TrainingTask):
         logits = self.model(batch["inputs"])  # [B, V], compute dtype
         return self.cross_entropy_sum(logits, batch["targets"]), logits
 
-    def sample_losses(self, batch: Batch) -> Tensor:
+    def recipes_sample_losses(self, batch: Batch) -> Tensor:
         return mean_per_sample(self.model(batch["inputs"]), batch["targets"])

@@ -116,7 +116,7 @@ class Resumable(lightning.LightningModule):
         checkpoint["parameters"] = self._parameters_in_order
         checkpoint["tied"] = self._tied_names()
         checkpoint["rng"] = rng_state()
-        checkpoint["clipping"] = self.live_scalars()
+        checkpoint["clipping"] = self.recipes_live_scalars()
 
     @override
     def on_load_checkpoint(self, checkpoint: dict[str, Any]) -> None:
@@ -133,13 +133,13 @@ class Resumable(lightning.LightningModule):
         if self._optimizer is not None:  # some engines load after the optimizer is built
             _check_optimizer(self._optimizer, self._resumed_optimizer)
         self._resumed_rng = checkpoint["rng"]
-        self.restore_scalars(checkpoint.get("clipping", {}))  # absent from files of earlier versions
+        self.recipes_restore_scalars(checkpoint.get("clipping", {}))  # absent from files of earlier versions
         if not self._keeps_average:
             for state in checkpoint["optimizer_states"][0]["state"].values():
                 state.pop(AVERAGE, None)
         _recount_micro_batches(checkpoint, self.trainer.accumulate_grad_batches)
 
-    def save_weights(self, folder: Path) -> None:
+    def recipes_save_weights(self, folder: Path) -> None:
         """Write this rank's part of the weights alone, in the file format of a checkpoint."""
         folder.mkdir(parents=True, exist_ok=True)
         shards = self.trainer.strategy.lightning_module_state_dict()
@@ -161,12 +161,12 @@ class Resumable(lightning.LightningModule):
 
     # Rollbacks.
 
-    def live_scalars(self) -> dict[str, Any]:
+    def recipes_live_scalars(self) -> dict[str, Any]:
         """Return what a rollback restores in addition to tensors: the clipping history, by the name of its class."""
         return {type(self.clipping).__name__: self.clipping.state_dict()}
 
-    def restore_scalars(self, scalars: dict[str, Any]) -> None:
-        """Restore what `live_scalars` returned; the history of another kind of clipping is ignored."""
+    def recipes_restore_scalars(self, scalars: dict[str, Any]) -> None:
+        """Restore what `recipes_live_scalars` returned; the history of another kind of clipping is ignored."""
         history = scalars.get(type(self.clipping).__name__)
         if history is not None:
             self.clipping.load_state_dict(history)

@@ -89,6 +89,28 @@ def test_the_defaults_are_those_of_the_config() -> None:
     assert other == {name: defaults[name] for name in ("action", "min_rise", "drift_threshold")}
 
 
+@pytest.mark.parametrize(
+    "setting",
+    [
+        {"lr_factor": -1.0},
+        {"lr_factor": 1.0},
+        {"loss_threshold": 0.0},
+        {"drift_threshold": -1.0},
+        {"min_rise": -1.0},
+        {"snapshot_every": 0},
+        {"num_snapshots": 1},
+        {"max_non_finite": -1},
+        {"max_rollbacks": 0},
+        {"window": 8},
+    ],
+    ids=str,
+)
+def test_an_argument_out_of_range_is_an_error_that_names_it(setting: dict[str, Any]) -> None:
+    [name] = setting
+    with pytest.raises(ValueError, match=f"{name}={setting[name]}|a warm-up of 64 values needs a window"):
+        LossSpikeRollback(**setting)
+
+
 @pytest.mark.parametrize("what", ["huge", "nan"])
 @pytest.mark.parametrize("precision", ["32-true", "bf16-mixed", "16-mixed"])
 def test_a_bad_batch_is_skipped(noisy: Any, make_trainer: Any, what: str, precision: str, read_column: Any) -> None:

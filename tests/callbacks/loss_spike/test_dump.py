@@ -22,11 +22,11 @@ class Model(torch.nn.Module):
         self.layer = torch.nn.Linear(2, 2)
         self.modes: list[bool] = []
 
-    def sample_losses(self, batch: Tensor) -> Tensor:
+    def recipes_sample_losses(self, batch: Tensor) -> Tensor:
         self.modes.append(self.training)
         return batch
 
-    def save_weights(self, folder: Path) -> None:
+    def recipes_save_weights(self, folder: Path) -> None:
         folder.mkdir()
         torch.save(self.state_dict(), folder / "weights.pt")
 
