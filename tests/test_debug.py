@@ -42,7 +42,7 @@ ONCE = set(zip(RECIPES, itertools.cycle(OPTIONS), strict=False))
 def test_every_recipe_takes_every_debug_option(
     recipe: str, option: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(engines, "check_toolchain", lambda *_: ())
+    monkeypatch.setattr(engines, "check_toolchain", lambda *_, **__: ())
     disk = [f"strategy.nvme_path={tmp_path}"] if recipe.endswith("_nvme") else []
     composed, mistakes = compose_and_check([f"recipe={recipe}", f"debug={option}", *disk])
     assert composed is not None

@@ -47,7 +47,7 @@ CHECKS = (
     ),
     Check(
         name="rollback",
-        passes_if="a NaN is skipped, and the state restored has the bits it had",
+        passes_if="an outlier is skipped, and the state restored has the bits it had",
         function="recovery:rollback",
         limit_seconds=90.0,
     ),

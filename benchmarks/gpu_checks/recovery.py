@@ -83,12 +83,15 @@ def _hash_state(run: Finished) -> dict[str, str]:
 
 
 def rollback(settings: Settings) -> Outcome:
-    """Make the loss of one step NaN: it is skipped, the run rolls back, and the restored state has the same bits."""
+    """Make the loss of one step an outlier: it is skipped, the run rolls back, and the restored state has the same bits."""
     names = ["single", *choose_engines(settings, "rollback", ONE_OF_EACH)]
     steps, fault_after, every = 16, 10, 4
     more = [f"trainer.max_steps={steps}", f"eval_every={steps}", "callbacks=[grad_norm,loss_scale,loss_spike]"]
     more += ["callbacks.loss_spike.max_skips=0", f"callbacks.loss_spike.snapshot_every={every}"]
     more += [f"callbacks.loss_spike.quarantine_steps={every}", "callbacks.loss_spike.snapshot_storage=memory"]
+    # ten steps are enough to know a loss a thousand times too large
+    more += ["callbacks.loss_spike.window=8", "callbacks.loss_spike.warmup_steps=8"]
+    more += ["callbacks.loss_spike.loss_threshold=50", "callbacks.loss_spike.drift_threshold=null"]
     cases = {name: make_case(settings, name, *more) | {"fault_after": fault_after} for name in names}
     worker = Path(__file__).with_name("rollback_ranks.py")
     figures: dict[str, Any] = run_cases(settings, "rollback", cases, worker=worker)

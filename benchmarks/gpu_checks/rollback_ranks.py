@@ -1,4 +1,4 @@
-"""Inject a NaN into a run with snapshots, case by case, as one rank: rollback_ranks.py <cases.json> <results.json>.
+"""Inject an outlier into a run with snapshots, case by case, as one rank: rollback_ranks.py <cases.json> <results.json>.
 
 The result is what the events say, the final loss, and which tensors of the restored state are not what they were.
 """
@@ -23,7 +23,7 @@ def run_case(case: dict[str, Any], folder: Path) -> dict[str, Any]:
     """Train through the fault."""
     run = build(composed_config(*case["overrides"]) | {"data": case["data"]}, folder, [])
     digests = StateDigests()
-    run.trainer.callbacks[:0] = [FaultAt(kind="nan_batch", step=case["fault_after"]), digests]  # type: ignore[attr-defined]
+    run.trainer.callbacks[:0] = [FaultAt(kind="inputs", step=case["fault_after"]), digests]  # type: ignore[attr-defined]
     run.trainer.fit(run.task, datamodule=run.data)
     events = read_json_lines(folder / EVENTS_FILE)
     return {

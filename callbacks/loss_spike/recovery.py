@@ -2,7 +2,7 @@
 
 import logging
 import math
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from typing import Any, Literal, NoReturn
 
 from lightning.pytorch import LightningModule, Trainer
@@ -14,7 +14,7 @@ from .monitor import SpikeMonitor, Verdict
 from .rollback import Rollback
 
 log = logging.getLogger("lightning_recipes")
-_SMALLEST = {
+_SMALLEST = {  # in the order in which `Recovery` checks them
     "max_skips": 0,
     "max_non_finite": 0,
     "snapshot_every": 1,
@@ -78,11 +78,8 @@ class Recovery:
         max_rollbacks: int,
         rewind_data: bool,
     ) -> None:
-        counts = (max_skips, max_non_finite, snapshot_every, num_snapshots)
-        counts += (quarantine_steps, skip_batches, cooldown_steps, lr_backoff_steps)
-        for (name, smallest), value in zip(_SMALLEST.items(), counts, strict=True):
-            if value < smallest:
-                raise ValueError(f"{name}={value}: it is a number of steps or snapshots; type {smallest} or more")
+        steps = (quarantine_steps, skip_batches, cooldown_steps, lr_backoff_steps)
+        _check_counts((max_skips, max_non_finite, snapshot_every, num_snapshots, *steps))
         if not 0 < lr_factor < 1:
             raise ValueError(f"lr_factor={lr_factor}: it is to lower the learning rate; type a number between 0 and 1")
         longest = snapshot_every * (num_snapshots - 1)
@@ -199,6 +196,12 @@ class Recovery:
             factor, steps = self.lr_backoff.factor, self._lr_backoff_steps
             line = f"Step {to_step}: learning rate multiplied by {factor:g} for {steps} steps"
             log_event(trainer, line, "lr_backoff", to_step, factor=factor, steps=steps)
+
+
+def _check_counts(counts: Sequence[int]) -> None:
+    for (name, smallest), value in zip(_SMALLEST.items(), counts, strict=True):
+        if value < smallest:
+            raise ValueError(f"{name}={value}: it is a number of steps or snapshots; type {smallest} or more")
 
 
 def log_verdict(trainer: Trainer, verdict: Verdict, response: Response) -> None:

@@ -206,8 +206,8 @@ def _use_cache_of(now: Config, resumed: Config) -> Config:
 def freeze(composed: Composed) -> None:
     """Write the config into the run folder, in a form that starts the same run again from its first step."""
     again = {"run": {"dir": "${run_folder:${name},${resume}}"}, "output_subdir": None}
-    config = composed.config | {"resume": None, "hydra": again}
-    text = yaml.safe_dump(escape_interpolations(config), sort_keys=False, allow_unicode=True)
+    config = escape_interpolations(composed.config | {"resume": None}) | {"hydra": again}
+    text = yaml.safe_dump(config, sort_keys=False, allow_unicode=True)
     header = "# Run it again: python train.py --config-path <this folder> --config-name config\n"
     (composed.run_folder / CONFIG_FILE).write_text(header + text, encoding="utf-8")
 

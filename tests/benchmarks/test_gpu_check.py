@@ -72,7 +72,7 @@ def test_a_killed_run_and_every_engine_resume_with_the_same_bits(checked: dict[s
     assert set(_figures(checked, "resume of engines").values()) == {"same bits"}
 
 
-def test_a_nan_is_rolled_back_and_a_full_memory_ends_with_71(checked: dict[str, Any]) -> None:
+def test_an_outlier_is_rolled_back_and_a_full_memory_ends_with_71(checked: dict[str, Any]) -> None:
     for name, found in _figures(checked, "rollback").items():
         assert found["skips"] == [11], name
         [[from_step, to_step]] = found["rollbacks"]
