@@ -1,4 +1,4 @@
-"""Healthy trainings of many kinds, small enough for 100,000 steps in two minutes: none needs a response to a spike.
+"""Healthy trainings of many kinds, small enough for 20,000 steps in half a minute: none needs a response to a spike.
 
 Each is a LightningModule that draws its own batches, so that it trains in a Trainer as well as in a plain loop
 (`record`), which is faster and yields loss and gradient norm of every step.

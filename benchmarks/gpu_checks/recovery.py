@@ -83,7 +83,7 @@ def _hash_state(run: Finished) -> dict[str, str]:
 
 
 def rollback(settings: Settings) -> Outcome:
-    """Make the loss of one step an outlier: it is skipped, the run rolls back, and the restored state has the same bits."""
+    """Make the loss of one step an outlier: it is skipped, the run rolls back, the restored state has the same bits."""
     names = ["single", *choose_engines(settings, "rollback", ONE_OF_EACH)]
     steps, fault_after, every = 16, 10, 4
     more = [f"trainer.max_steps={steps}", f"eval_every={steps}", "callbacks=[grad_norm,loss_scale,loss_spike]"]

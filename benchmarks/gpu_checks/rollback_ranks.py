@@ -1,4 +1,4 @@
-"""Inject an outlier into a run with snapshots, case by case, as one rank: rollback_ranks.py <cases.json> <results.json>.
+"""Inject an outlier into a run with snapshots, case by case, as one rank: rollback_ranks.py <cases> <results>.
 
 The result is what the events say, the final loss, and which tensors of the restored state are not what they were.
 """

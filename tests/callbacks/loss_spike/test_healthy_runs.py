@@ -1,4 +1,4 @@
-"""LossSpikeRollback changes nothing in healthy training of any kind; 100,000 steps of each are in benchmarks/."""
+"""LossSpikeRollback changes nothing in healthy training of any kind; 20,000 steps of each are in benchmarks/."""
 
 import sys
 from pathlib import Path
