@@ -36,7 +36,7 @@ SHORTER = {
 
 def shortened(command: list[str]) -> list[str]:
     """A command with fewer steps, less data and a schedule that fits into it."""
-    if "--help" in command or "--config-path" in command or any("mode=" in w for w in command):
+    if "--help" in command or "--config-path" in command or any(w.startswith("mode=") for w in command):
         return command
     typed = {override.split("=")[0] for override in command}
     overrides = [override for override in SHORT if override.split("=")[0] not in typed]
