@@ -27,7 +27,7 @@ MODELS = sorted(path.stem for path in (CONF / "model").glob("*.yaml"))
 @pytest.fixture(autouse=True)
 def _complete_toolchain(monkeypatch: pytest.MonkeyPatch) -> None:
     """Pretend that everything DeepSpeed compiles with is installed."""
-    monkeypatch.setattr(engines, "check_toolchain", lambda *_: ())
+    monkeypatch.setattr(engines, "check_toolchain", lambda *_, **__: ())
 
 
 def _targets(node: object) -> list[str]:
