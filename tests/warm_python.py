@@ -294,7 +294,7 @@ def _become(request: dict[str, Any], fds: list[int], address: str) -> NoReturn:
             os.dup2(fd, standard)
         os.closerange(3, 4096)
         # Python's own ones remember what they were opened on: a file can seek, a pipe cannot
-        sys.stdout = open(1, "w", encoding="utf-8", closefd=False)  # noqa: SIM115
+        sys.stdout = open(1, "w", buffering=1, encoding="utf-8", closefd=False)  # noqa: SIM115
         sys.stderr = open(2, "w", buffering=1, encoding="utf-8", errors="backslashreplace", closefd=False)  # noqa: SIM115
         _take_environ(request["environ"])
         # where W&B writes a table before it copies it: the server's folder would be deleted by whoever ends first

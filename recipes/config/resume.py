@@ -74,7 +74,7 @@ def select_inherited(
     ]
     before = compose_options(split_overrides(resumed.overrides, folder, name)[0], folder, name)
     now = compose_options(split_overrides([*candidates, *typed], folder, name)[0], folder, name)
-    dropped = [override for override in candidates if not _still_applies(override, before, now)]
+    dropped = [override for override in candidates if not _still_applies(override, candidates, before, now)]
     return [override for override in candidates if override not in dropped], dropped
 
 
@@ -116,12 +116,13 @@ def _read_overrides(folder: Path) -> list[str]:
     return kept
 
 
-def _still_applies(override: str, before: DictConfig, now: DictConfig) -> bool:
-    """Return whether the section that an override belongs to is still of the same kind."""
+def _still_applies(override: str, others: Sequence[str], before: DictConfig, now: DictConfig) -> bool:
+    """Return whether the section that an override belongs to is still of the same kind, or what it deletes is there."""
     parsed = parse_override(override)
     parts = parsed.key_or_group.split(".")
     if parsed.is_delete():
-        return len(parts) == 1 or _has(now, parts)
+        is_added = any(other.startswith(f"+{parsed.key_or_group}{end}") for other in others for end in "=.")
+        return len(parts) == 1 or is_added or _has(now, parts)
     return _nearest_target(before, parts[:-1]) == _nearest_target(now, parts[:-1])
 
 

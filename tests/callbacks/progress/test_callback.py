@@ -93,6 +93,10 @@ def test_lightnings_usual_metric_names_are_understood(
 def reset_logging(monkeypatch: pytest.MonkeyPatch, root_handlers: list[logging.Handler]) -> logging.Logger:
     """Configure the root logger as `logging.basicConfig()` does, with these handlers and at WARNING."""
     log = logging.getLogger(LOGGER)
+    # a run in this process may have opened its console
+    monkeypatch.setattr(log, "handlers", [])
+    monkeypatch.setattr(log, "propagate", True)
+    monkeypatch.setattr(log, "level", logging.NOTSET)
     monkeypatch.setattr(logging.root, "handlers", root_handlers)
     monkeypatch.setattr(logging.root, "level", logging.WARNING)
     log.manager._clear_cache()  # type: ignore[attr-defined]

@@ -113,3 +113,12 @@ def test_a_blank_line_among_the_events_is_none(tmp_path: Path) -> None:
     run = start(tmp_path / "run", "tokenizer=bytes")
     (run / "events.jsonl").write_text('{"event": "start", "step": 0}\n\n')
     assert resume(run)[2] == []
+
+
+def test_a_callback_that_was_added_and_deleted_again_stays_deleted(tmp_path: Path) -> None:
+    added = ["+callbacks.mine._target_=lightning.pytorch.callbacks.Timer", "+callbacks.mine.interval=step"]
+    run = start(tmp_path / "run", "tokenizer=bytes", *added, "~callbacks.mine")
+    config, overrides, mistakes = resume(run)
+    assert mistakes == []
+    assert "~callbacks.mine" in overrides
+    assert "mine" not in config["callbacks"]
