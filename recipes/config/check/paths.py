@@ -101,8 +101,9 @@ def check_run_folder(config: Mapping[str, Any], run_folder: Path, *, continues: 
     used = any(os.path.exists(run_folder / name) for name in (METRICS_FILE, CHECKPOINTS))
     if continues or not used or not trains(config) or resume == "auto":
         return
-    resumed = None if resume is None else find_run_folder(Path(resume))
-    if resumed is None or resumed.resolve() != run_folder.resolve():
+    # a run folder, a checkpoint in it, or one whose run has no config.yaml
+    resumed = None if resume is None else find_run_folder(Path(resume)) or Path(resume)
+    if resumed is None or not resumed.resolve().is_relative_to(run_folder.resolve()):
         typed = "" if resume is None else f"resume={resume} "
         yield ConfigError(
             f"{typed}hydra.run.dir={run_folder}",
