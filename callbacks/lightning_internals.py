@@ -4,12 +4,35 @@ from collections.abc import Callable, Collection, Mapping
 from typing import Any, Literal, NamedTuple
 
 from lightning.pytorch import LightningModule, Trainer
+from lightning.pytorch.callbacks import ModelCheckpoint
 from torch import Tensor
+from torch.nn import Module
 
 
 def is_accumulating(trainer: Trainer) -> bool:
     """Return whether the optimizer does not step after the micro-batch under way."""
     return trainer.fit_loop._should_accumulate()
+
+
+def get_logged_step(trainer: Trainer) -> int:
+    """Return the number by which Lightning counts the rows of its loggers; `set_logged_step` restores it."""
+    return trainer.fit_loop.epoch_loop._batches_that_stepped
+
+
+def set_logged_step(trainer: Trainer, step: int) -> None:
+    """Let the rows of the loggers be counted from here on."""
+    trainer.fit_loop.epoch_loop._batches_that_stepped = step
+
+
+def get_averaged_model(callback: Any) -> Module | None:
+    """Return the averaged model of a `WeightAveraging` callback; None before it is set up."""
+    model: Module | None = callback._average_model
+    return model
+
+
+def allow_saves_after(saver: ModelCheckpoint, step: int) -> None:
+    """Let a ModelCheckpoint save step numbers above this one again: it skips those that it has saved before."""
+    saver._last_global_step_saved = min(saver._last_global_step_saved, step)
 
 
 def is_row_due(trainer: Trainer) -> bool:

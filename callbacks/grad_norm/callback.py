@@ -123,7 +123,10 @@ class GradNormMonitor(Callback):
         if norms and is_logged_step(trainer):
             row: dict[str, Tensor | float] = {}
             for index, norm in norms.items():
-                row["grad/norm" if len(trainer.optimizers) <= 1 else f"grad/norm/optimizer_{index}"] = norm
+                if len(trainer.optimizers) <= 1:
+                    row["grad/norm"] = norm
+                else:
+                    row[f"grad/norm/optimizer_{index}"] = norm
                 self._check_trend(trainer, index, norm)
             row |= self._take_clipped_fraction()
             if isinstance(threshold, Tensor):

@@ -9,6 +9,8 @@ from lightning.pytorch import Trainer
 from lightning.pytorch.callbacks import ModelCheckpoint
 from torch import Tensor
 
+from ..lightning_internals import allow_saves_after
+
 log = logging.getLogger("lightning_recipes")
 
 
@@ -28,8 +30,7 @@ def restore_checkpoint_lists(trainer: Trainer, lists: list[dict[str, Any]]) -> N
         lists: From `checkpoint_lists` at the time of the snapshot.
     """
     for saver, before in zip(_find_savers(trainer), lists, strict=True):
-        # Lightning skips saving a step number that it has saved before, and now repeats some (2.6.6: private)
-        saver._last_global_step_saved = min(saver._last_global_step_saved, trainer.global_step)
+        allow_saves_after(saver, trainer.global_step)
         left = sorted(_paths(saver.state_dict()) - _paths(before))
         missing = trainer.strategy.broadcast(sorted(path for path in _paths(before) if not _exists(path)))
         saver.load_state_dict(_without(before, missing, lowest_is_best=saver.mode == "min"))

@@ -19,6 +19,8 @@ from lightning.pytorch.strategies import (
 from torch import Tensor
 from torch.nn import Parameter
 
+from ..lightning_internals import get_averaged_model, get_logged_step, set_logged_step
+
 _REACHABLE = (SingleDeviceStrategy, DDPStrategy, ModelParallelStrategy)
 _RATES = ("lr", "initial_lr")
 # Lightning 2.5 has no weight averaging; an instance of the empty tuple does not exist
@@ -64,9 +66,9 @@ def _torch_tensors(trainer: Trainer) -> Iterator[tuple[str, Tensor]]:
 
 
 def _find_averages(trainer: Trainer) -> list[Any]:
-    """Return the averaged models of Lightning's `WeightAveraging` callbacks (2.6.6: under a private name only)."""
+    """Return the averaged models of Lightning's `WeightAveraging` callbacks."""
     callbacks = trainer.callbacks  # type: ignore[attr-defined]
-    models = (callback._average_model for callback in callbacks if isinstance(callback, _WEIGHT_AVERAGING))
+    models = (get_averaged_model(callback) for callback in callbacks if isinstance(callback, _WEIGHT_AVERAGING))
     return [model for model in models if model is not None]
 
 
@@ -110,7 +112,7 @@ def live_scalars(trainer: Trainer) -> dict[str, Any]:
         "strategy": None if own is None else own(),
         "optim_progress": copy.deepcopy(loop.automatic_optimization.optim_progress.state_dict()),
         "scheduler_progress": copy.deepcopy(loop.scheduler_progress.state_dict()),
-        "logged_step": loop._batches_that_stepped,  # by which Lightning 2.6 numbers the rows of its loggers
+        "logged_step": get_logged_step(trainer),
         "callbacks": [copy.deepcopy(callback.state_dict()) for callback in _find_stateful(trainer)],
         "module": None if of_module is None else of_module(),
         "random": rng_state(),
@@ -149,7 +151,7 @@ def restore_scalars(trainer: Trainer, scalars: dict[str, Any], *, with_random: b
         callback.load_state_dict(state)
     loop.automatic_optimization.optim_progress.load_state_dict(scalars["optim_progress"])
     loop.scheduler_progress.load_state_dict(scalars["scheduler_progress"])
-    loop._batches_that_stepped = scalars["logged_step"]
+    set_logged_step(trainer, scalars["logged_step"])
     if with_random:
         _restore_rng_state(scalars["random"])
 

@@ -128,4 +128,4 @@ def test_optimizer_state_is_loaded_to_where_its_parameter_is(gpus: FakeGpus, dty
         assert state[name].shape == (64, 8)
         assert state[name].to_local().shape == (8, 8)
         assert state[name].to_local().device == HOST
-        assert state[name].dtype == torch.float32
+        assert state[name].dtype == dtype
