@@ -6,6 +6,7 @@ from typing import Any
 
 import pytest
 import torch
+from lightning.fabric.utilities.rank_zero import rank_zero_only
 from support import TINY, composed_config
 
 from recipes.build import _make_trainer, build
@@ -64,6 +65,7 @@ def test_a_slurm_task_that_sees_one_gpu_trains_on_it_whatever_its_local_rank(
     }
     for name, value in environ.items():
         monkeypatch.setenv(name, value)
+    monkeypatch.setattr(rank_zero_only, "rank", 0)  # the Trainer sets it, and later runs of this process read it
     for name in ("MASTER_ADDR", "MASTER_PORT", "RANK", "WORLD_SIZE", "LOCAL_RANK", "DS_ACCELERATOR", "LOCAL_SIZE"):
         monkeypatch.setenv(name, "")  # what DeepSpeed and its strategy set is gone after this test
         monkeypatch.delenv(name)
