@@ -121,7 +121,7 @@ class FineTuning(HealthyRun):
     def setup_run(self) -> None:
         super().setup_run()
         optimizer = Adam(self.net.parameters(), 1e-3)
-        for _ in range(300):
+        for _ in range(200):
             optimizer.zero_grad()
             HealthyRun.loss(self).backward()
             optimizer.step()

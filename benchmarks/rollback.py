@@ -131,7 +131,9 @@ def run_case(case: dict[str, Any], folder: Path) -> dict[str, Any]:
 
     run = build(composed_config(*case["overrides"]), folder, [])
     every = case["every"]
-    spikes = LossSpikeRollback(snapshot_every=every, quarantine_steps=every, snapshot_storage="memory")
+    spikes = LossSpikeRollback(
+        action="rollback", snapshot_every=every, quarantine_steps=every, snapshot_storage="memory"
+    )
     rollbacks: list[float] = []
     spent = _time_hooks(spikes)
     snapshots = _time_snapshots(spikes)
@@ -142,9 +144,9 @@ def run_case(case: dict[str, Any], folder: Path) -> dict[str, Any]:
             for _ in range(3):
                 trainer.strategy.barrier()
                 began = time.perf_counter()
-                snapshot = rollback.find(clock=10**9, furthest=False)
+                snapshot = rollback.find(clock=10**9, oldest=False)
                 assert snapshot is not None
-                rollback.go_back(trainer, snapshot)
+                rollback.restore(trainer, snapshot, with_random=True)
                 rollbacks.append(time.perf_counter() - began)
 
     run.trainer.callbacks[1:1] = [RollBack(), spikes]  # type: ignore[attr-defined]

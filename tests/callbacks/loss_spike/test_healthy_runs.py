@@ -13,7 +13,7 @@ sys.path.append(str(Path(__file__).parents[3] / "benchmarks"))
 
 from healthy_runs import KINDS, record
 
-STEPS = 180
+STEPS = 120
 
 
 class LossesSeen(LossSpikeRollback):
