@@ -37,7 +37,7 @@ class LossSpikeRollback(Callback):
     or a loss that drifts upward, roll the run back to a snapshot that was followed by a quiet quarantine; the data
     continues from where it is, after skipping `skip_batches`. A second rollback within the cooldown also lowers the
     learning rate for a while, and after `max_rollbacks` in a row the run stops. A step that is not finite has changed
-    nothing: it is skipped, and after `max_non_finite` in a row the run stops. Logs `spike/score`,
+    nothing: it is skipped, and more than `max_non_finite` in a row count as damage. Logs `spike/score`,
     `spike/skipped_steps` and `spike/rollbacks`.
 
     By default outliers are skipped and nothing is rolled back, and an outlier must also be far above all that the run

@@ -33,15 +33,15 @@ class Counts:
 class SpikeEscalation:
     """Decides from host values alone, so that every rank decides the same.
 
-    A step that is not finite is skipped before it is applied, so it has damaged nothing: it never leads to a rollback.
-    Neither does a single outlier, which is one of the data. Many within a window are those of damaged weights, whose
-    loss may look normal in between: the run rolls back.
+    A step that is not finite is skipped before it is applied, so it has damaged nothing; many in a row, whatever the
+    batch, come from damaged weights. So do many outliers within a window, whose loss may look normal in between, while
+    a single one is one of the data. The response to damage is a rollback.
 
     Args:
         action: What outliers may lead to. `warn`: nothing, `skip`: no rollback; where they continue, a new level of
             the loss is learned (`relearn`) instead of skipping without end.
         max_skips: Outliers within the window before the run rolls back, or learns the new level, at the next one.
-        max_non_finite: Steps in a row that are not finite before the run stops at the next one.
+        max_non_finite: Steps in a row that are not finite before the run rolls back, or stops, at the next one.
         window_steps: Optimizer steps; a snapshot may be taken when they hold no outlier.
         cooldown_steps: A rollback within this many optimizer steps of the previous one escalates to the next level.
         max_rollbacks: Rollbacks in a row, each within the cooldown of the previous one, before the run stops.
@@ -84,7 +84,12 @@ class SpikeEscalation:
         counts.skipped_steps += skipped
         if non_finite:
             counts.non_finite_in_row += 1
-            return "stop" if counts.non_finite_in_row > self._max_non_finite else "skip"
+            if counts.non_finite_in_row <= self._max_non_finite:
+                return "skip"
+            if self._action != "rollback":
+                return "stop"
+            counts.non_finite_in_row = 0  # whatever the batch: steps before them have damaged the weights
+            return self._escalate()
         counts.non_finite_in_row = 0
         since = counts.clock - self._window_steps
         counts.recent_outliers = [at for at in counts.recent_outliers if at > since]

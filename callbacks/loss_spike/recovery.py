@@ -44,7 +44,7 @@ class Recovery:
         monitor: Its state is restored with the run.
         action: What spikes may lead to, see `SpikeEscalation`.
         max_skips: Spikes within `quarantine_steps` before the run rolls back at the next one.
-        max_non_finite: Steps in a row with a NaN or inf before the run stops at the next one.
+        max_non_finite: Steps in a row with a NaN or inf before the run rolls back, or stops, at the next one.
         snapshot_every: Optimizer steps between snapshots.
         num_snapshots: Snapshots held, each of the size of weights and optimizer state.
         quarantine_steps: Optimizer steps after which a snapshot is good, if the run has not rolled back since.

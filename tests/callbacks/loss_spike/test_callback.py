@@ -84,9 +84,10 @@ def test_the_defaults_are_those_of_the_config() -> None:
     node.pop("_target_")
     signature = inspect.signature(LossSpikeRollback).parameters
     defaults = {name: parameter.default for name, parameter in signature.items() if name != "rewind_data"}
-    assert node == defaults | {"action": "rollback", "min_rise": 0.0, "drift_threshold": 1.75}
+    strict = {"action": "rollback", "min_rise": 0.0, "drift_threshold": 1.75, "max_non_finite": 3}
+    assert node == defaults | strict
     other = yaml.safe_load((CONF.parent / "classification.yaml").read_text())["loss_spike"]
-    assert other == {name: defaults[name] for name in ("action", "min_rise", "drift_threshold")}
+    assert other == {name: defaults[name] for name in strict}
 
 
 @pytest.mark.parametrize(
@@ -239,7 +240,7 @@ def test_twenty_one_nan_in_a_row_stop_the_run_with_the_weights_of_the_last_good_
 
     torch.manual_seed(0)
     module, weights = noisy(), list[Tensor]()
-    spikes = LossSpikeRollback(**SMALL)
+    spikes = LossSpikeRollback(**SMALL | {"action": "skip"})
     with pytest.raises(TrainingDivergedError, match="step 51: .* NaN or inf in 21 steps in a row"):
         make_trainer(callbacks=[NanFrom(), spikes]).fit(module)
     assert spikes.summary() == {"rollbacks": 0, "skipped_steps": 21}

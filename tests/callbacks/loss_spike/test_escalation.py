@@ -39,11 +39,11 @@ def test_outliers_with_normal_steps_between_them_roll_back_within_the_window() -
     assert run(make(), "s..s....s")[-1] == "rollback"
 
 
-def test_steps_that_are_not_finite_are_skipped_and_stop_the_run_after_too_many_in_a_row() -> None:
-    escalation = make()
+@pytest.mark.parametrize(("action", "last"), [("rollback", "rollback"), ("skip", "stop"), ("warn", "stop")])
+def test_steps_that_are_not_finite_are_skipped_unless_too_many_follow_each_other(action: str, last: str) -> None:
+    escalation = make(action=action)
     assert set(run(escalation, "nnn." * 30)) == {"skip", "none"}
-    assert run(escalation, "nnnn") == ["skip"] * 3 + ["stop"]
-    assert escalation.counts.rollbacks == 0
+    assert run(escalation, "nnnn") == ["skip"] * 3 + [last]
 
 
 def test_steps_that_are_not_finite_do_not_count_as_outliers() -> None:
