@@ -62,12 +62,10 @@ def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 
 def start(folder: Path, *, seconds: float) -> "subprocess.Popen[str]":
-    script = folder / "process.py"
-    script.write_text(PROCESS)
+    # `-c`: a script written here again would be empty for a process that starts at that moment
+    command = [sys.executable, "-c", PROCESS, str(folder), str(seconds)]
     environ = os.environ | {"PYTHONPATH": str(ROOT)}
-    return subprocess.Popen(
-        [sys.executable, str(script), str(folder), str(seconds)], env=environ, stdout=subprocess.PIPE, text=True
-    )
+    return subprocess.Popen(command, env=environ, stdout=subprocess.PIPE, text=True)
 
 
 def make_builder(folder: Path, *, seconds: float = 0.0) -> object:
