@@ -28,22 +28,23 @@ _LARGEST_SCORE = 1e6  # logged for an infinite score: a curve cannot show infini
 
 
 class LossSpikeRollback(Callback):
-    """Skips spikes; if they continue, rolls back, then also lowers the learning rate, then stops.
+    """Skips NaN and inf and reports spikes; skips them too, rolls back, lowers the learning rate and stops if allowed.
 
     Useful in long runs, which a single bad batch or a flipped bit can ruin unattended.
 
-    Before each optimizer step its loss over all ranks and its gradient norm are compared with the recent ones. An
-    outlier, NaN or inf is skipped: weights and optimizer state stay as they were. Too many outliers within a window,
-    or a loss that drifts upward, roll the run back to a snapshot that was followed by a quiet quarantine; the data
-    continues from where it is, after skipping `skip_batches`. A second rollback within the cooldown also lowers the
-    learning rate for a while, and after `max_rollbacks` in a row the run stops. A step that is not finite has changed
-    nothing: it is skipped, and more than `max_non_finite` in a row count as damage. Logs `spike/score`,
-    `spike/skipped_steps` and `spike/rollbacks`.
+    Before each optimizer step its loss over all ranks and its gradient norm are compared with the recent ones. NaN and
+    inf are skipped: weights and optimizer state stay as they were. So are outliers with `action="skip"`. With
+    `action="rollback"`, too many outliers within a window, or a loss that drifts upward, roll the run back to a
+    snapshot that was followed by a quiet quarantine; the data continues from where it is, after skipping
+    `skip_batches`. A second rollback within the cooldown also lowers the learning rate for a while, and after
+    `max_rollbacks` in a row the run stops. A step that is not finite has changed nothing: it is skipped, and more than
+    `max_non_finite` in a row count as damage. Logs `spike/score`, `spike/skipped_steps` and `spike/rollbacks`.
 
-    By default outliers are skipped and nothing is rolled back, and an outlier must also be far above all that the run
-    has shown: hard batches, warm restarts or another augmentation are none. The pre-training of a language model
-    allows more: `action="rollback"`, `min_rise=0` and `drift_threshold=1.75` find damage below the first losses and
-    slow divergence too.
+    By default a finite outlier costs no step, since nothing tells a bad batch from a term of the loss that is switched
+    on: it is a warning, and only what is also far above all that the run has shown is one; hard batches, warm restarts
+    or another augmentation are not. `action="skip"` suits a loss whose scale stays the same. The pre-training of a
+    language model allows more: `action="rollback"`, `min_rise=0` and `drift_threshold=1.75` find damage below the first
+    losses and slow divergence too.
 
     A rollback restores weights, persistent buffers, optimizer state, schedules that step with the optimizer, loss
     scale, and the state of Lightning's `WeightAveraging`, `EarlyStopping` and `ModelCheckpoint`. It does not restore
@@ -92,7 +93,7 @@ class LossSpikeRollback(Callback):
     def __init__(
         self,
         *,
-        action: Literal["warn", "skip", "rollback"] = "skip",
+        action: Literal["warn", "skip", "rollback"] = "warn",
         window: Annotated[int, ">= 2"] = 128,
         warmup_steps: Annotated[int, ">= 2"] = 64,
         loss_threshold: Annotated[float, "> 0"] = 8.0,

@@ -11,7 +11,7 @@ from callbacks import LossSpikeRollback
 
 sys.path.append(str(Path(__file__).parents[3] / "benchmarks"))
 
-from healthy_runs import KINDS, record
+from healthy_runs import GROWING, KINDS, record
 
 STEPS = 120
 
@@ -28,12 +28,26 @@ class LossesSeen(LossSpikeRollback):
         super().on_before_backward(trainer, pl_module, loss)
 
 
-@pytest.mark.parametrize("kind", KINDS)
-def test_every_step_of_a_healthy_run_is_that_of_a_plain_loop(kind: str, make_trainer: Any) -> None:
+def losses_under(spikes: LossesSeen, make_trainer: Any, kind: str, *, num_steps: int) -> list[float]:
+    trainer = make_trainer(callbacks=[spikes], max_steps=num_steps, logger=False)
+    trainer.fit(KINDS[kind](num_steps, 1), DataLoader(range(num_steps)))  # type: ignore[arg-type]
+    assert trainer.global_step == num_steps
+    return spikes.losses
+
+
+@pytest.mark.parametrize("kind", [kind for kind in KINDS if kind not in GROWING])
+def test_every_step_of_a_healthy_run_is_that_of_a_plain_loop_even_with_rollbacks(kind: str, make_trainer: Any) -> None:
     spikes = LossesSeen(action="rollback")
-    module = KINDS[kind](STEPS, 1)
-    trainer = make_trainer(callbacks=[spikes], max_steps=STEPS, logger=False)
-    trainer.fit(module, DataLoader(range(STEPS)))  # type: ignore[arg-type]
-    assert trainer.global_step == STEPS
+    losses = losses_under(spikes, make_trainer, kind, num_steps=STEPS)
     assert spikes.summary() == {"rollbacks": 0, "skipped_steps": 0}
-    assert spikes.losses == [loss for loss, _, _ in record(kind, num_steps=STEPS, seed=1)]
+    assert losses == [loss for loss, _, _ in record(kind, num_steps=STEPS, seed=1)]
+
+
+@pytest.mark.parametrize("kind", GROWING)
+def test_where_the_loss_grows_beyond_all_before_only_the_default_costs_no_step(kind: str, make_trainer: Any) -> None:
+    steps = 4 * STEPS
+    default, skipping = LossesSeen(), LossesSeen(action="skip")
+    losses = losses_under(default, make_trainer, kind, num_steps=steps)
+    assert losses == [loss for loss, _, _ in record(kind, num_steps=steps, seed=1)]
+    losses_under(skipping, make_trainer, kind, num_steps=steps)
+    assert default.summary()["skipped_steps"] == 0 < skipping.summary()["skipped_steps"]
