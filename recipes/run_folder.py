@@ -36,6 +36,7 @@ def write_atomically(path: Path, text: str, *, fsync: bool = False) -> None:
         OSError: The disk is full or the folder cannot be written to; the old content is still there.
     """
     unfinished = path.with_name(f".{path.name}.tmp")
+    unfinished.unlink(missing_ok=True)  # a killed process left it, or a folder from elsewhere has a link there
     with unfinished.open("w", encoding="utf-8", newline="") as file:
         file.write(text)
         if fsync:

@@ -165,8 +165,11 @@ def _layout(key: str, value: str, *, dtype: str) -> _Layout:
     if not path.is_file():
         raise ConfigError(f"data.{key}={value}", "there is no such file", fix)
     num_bytes, byte_offset = path.stat().st_size, 0
-    with path.open("rb") as file:
-        is_npy = file.read(len(_NPY_MAGIC)) == _NPY_MAGIC
+    try:
+        with path.open("rb") as file:
+            is_npy = file.read(len(_NPY_MAGIC)) == _NPY_MAGIC
+    except OSError as error:
+        raise ConfigError(f"data.{key}={value}", f"it cannot be read: {error.strerror}", fix) from error
     if is_npy and path.suffix != ".npy":
         raise ConfigError(f"data.{key}={value}", "it is a .npy file", f"mv {path} {path}.npy; data.{key}={value}.npy")
     if path.suffix == ".npy" and num_bytes > 0:

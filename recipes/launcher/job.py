@@ -1,6 +1,7 @@
 """The jobs of a sweep, each with a `job.json` in its run folder, from which a resumed sweep reads it again."""
 
 import json
+import re
 import signal
 from dataclasses import asdict, dataclass, field
 from enum import StrEnum
@@ -13,6 +14,7 @@ from recipes.run_folder import write_atomically
 from recipes.runtime.exit_codes import ExitCode
 
 JOB_FILE = "job.json"
+_CLUSTER_JOB = re.compile(r"\d+(_\d+)?")
 
 
 class State(StrEnum):
@@ -127,6 +129,8 @@ def read_job(file: Path) -> Job:
     try:
         fields: dict[str, Any] = json.loads(file.read_text(encoding="utf-8"))
         composed = fields.pop("composed")
+        if not (fields["cluster_job"] is None or _CLUSTER_JOB.fullmatch(fields["cluster_job"])):
+            raise ValueError(f"{fields['cluster_job']!r} is no id of a job")  # it is a part of a file's name
         job = Job(**fields | {"folder": file.parent, "state": State(fields["state"])})
         job.composed = None if composed is None else from_json(json.dumps(composed))
     except (AttributeError, KeyError, OSError, TypeError, ValueError) as error:  # no JSON, or of other fields

@@ -136,7 +136,8 @@ class Sweep:
     def reject(self, job: Job, mistakes: Sequence[ConfigError]) -> None:
         """Record that a job's config is invalid."""
         job.state, job.exit_code = State.REFUSED, ExitCode.INVALID_CONFIG
-        job.save()
+        if job in self.jobs:  # else its folder is that of another job
+            job.save()
         LOGGER.error(f"job {job.number} has an invalid config: {mistakes[0]}")
         self._report.write(with_page=False)
 

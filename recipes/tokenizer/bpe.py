@@ -20,11 +20,13 @@ log = logging.getLogger(__name__)
 SMALLEST_VOCABULARY = NUM_BYTES + 1  # every byte, and the end of a document
 
 # Merges never cross these groups. A word includes one character before it (" the", "_name", ".join"), so that code has
-# few tokens; digits come in pairs; punctuation includes the newline after it; indentation is one token.
-_WORDS = r"[^\r\n\p{L}\p{N}]?\p{L}+"
+# few tokens; digits come in pairs; punctuation includes the newline after it; indentation is one token. Training takes
+# the square of a group's length: a genome without a space would never end, so a group ends after 200 characters.
+_MOST = "{1,200}"
+_WORDS = rf"[^\r\n\p{{L}}\p{{N}}]?\p{{L}}{_MOST}"
 _NUMBERS = r"\p{N}{1,2}"
-_SIGNS = r" ?[^\s\p{L}\p{N}]+[\r\n]*"
-_SPACES = r"\s*[\r\n]+|\s+(?!\S)|\s+"
+_SIGNS = rf" ?[^\s\p{{L}}\p{{N}}]{_MOST}[\r\n]{{0,200}}"
+_SPACES = rf"\s{{0,200}}[\r\n]{_MOST}|\s{_MOST}(?!\S)|\s{_MOST}"
 _PATTERN = "|".join((_WORDS, _NUMBERS, _SIGNS, _SPACES))
 
 # in the name of the cache folder: to be increased when the same corpus gives another tokenizer

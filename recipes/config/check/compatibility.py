@@ -48,12 +48,14 @@ _OPTIONS: dict[str, tuple[str | bool | None, ...]] = {
     "profiler": (None, "simple", "advanced", "pytorch", "xla"),
 }
 _MAX_TIME = re.compile(r"\d+:\d\d:\d\d:\d\d")
+_SBATCH_TIME = re.compile(r"(\d+-\d+|\d+)(:\d+){0,2}|UNLIMITED|INFINITE", re.IGNORECASE)
 
 
 def check_compatibility(config: Mapping[str, Any]) -> Iterator[ConfigError]:
     """Check Trainer, vocabulary, published weights, shape of the model, schedule and mode against each other."""
     yield from _trainer(config)
     yield from _check_min_steps(config["trainer"])
+    yield from _check_job_time(config["launcher"])
     yield from _vocabulary(config)
     yield from _published_weights(config)
     if "tokenizer" in config["data"] and not config["data"]["tokenizer"]:
@@ -92,6 +94,17 @@ def _trainer(config: Mapping[str, Any]) -> Iterator[ConfigError]:
             f"trainer.max_time={max_time}",
             "it takes days, hours, minutes and seconds",
             "trainer.max_time=00:08:00:00, which is 8 hours",
+        )
+
+
+def _check_job_time(launcher: Mapping[str, Any]) -> Iterator[ConfigError]:
+    """Reject a time limit that sbatch would, after all jobs of a sweep have been checked."""
+    limit = launcher.get("time")
+    if isinstance(limit, str) and not _SBATCH_TIME.fullmatch(limit):
+        yield ConfigError(
+            f"launcher.time={limit}",
+            "it is no time limit of sbatch",
+            "launcher.time=240 in minutes, or launcher.time=1-12:00:00 in days, hours, minutes and seconds",
         )
 
 

@@ -81,6 +81,21 @@ def _check_run_files(run: Path) -> Iterator[ConfigError]:
         yield mistake
 
 
+def _check_links(run_folder: Path) -> Iterator[ConfigError]:
+    """Reject a link in place of a file that the run writes: in a folder from elsewhere it leads to any file there is.
+
+    A link to a folder is allowed: checkpoints may be on another disk.
+    """
+    entries = sorted(run_folder.iterdir()) if run_folder.is_dir() else []
+    for path in entries:
+        if path.is_symlink() and not path.is_dir():
+            yield ConfigError(
+                f"hydra.run.dir={run_folder}",
+                f"{path.name} is a link to {os.readlink(path)}, where this run would write",
+                f"rm {path}, or hydra.run.dir=<another folder>",
+            )
+
+
 def _is_repeatable(overrides: Sequence[str]) -> bool:
     """Return whether the same command gets the same run folder again: typed, or keyed by a cluster job."""
     typed = any(override.startswith("hydra.run.dir=") for override in overrides)
@@ -97,6 +112,7 @@ def check_run_folder(config: Mapping[str, Any], run_folder: Path, *, continues: 
     """
     if str(run_folder).startswith("~"):
         yield ConfigError(f"hydra.run.dir={run_folder}", "there is no such user", "hydra.run.dir=<a folder>")
+    yield from _check_links(run_folder)
     resume = config["resume"]
     used = any(os.path.exists(run_folder / name) for name in (METRICS_FILE, CHECKPOINTS))
     if continues or not used or not trains(config) or resume == "auto":

@@ -108,12 +108,12 @@ def suggest_setting(
     """
     value = typed.partition("=")[2]
     wrong = missing[-1]
-    owners = [str(name) for name in config if OmegaConf.is_dict(config[name]) and wrong in config[name]]
+    owners = [key for key in _find_sections_with(wrong, config) if key.partition(".")[0] != "hydra"]
     if override.key_or_group in _REPLACED:
         fix = _REPLACED[override.key_or_group]
     elif wrong in _SETTING_ALIASES:
         fix = f"{_SETTING_ALIASES[wrong]}={value}"
-    elif not section and owners and owners != ["hydra"]:
+    elif not section and owners:
         fix = f"{owners[0]}.{wrong}={value}"
     elif options := _find_options(override, config, section, missing):
         fix = ", or ".join(
@@ -143,6 +143,13 @@ def get_choice(group: str, config: Any) -> str:
     """Return what is chosen of a group as it is typed, `default` or `[csv,wandb]`; Hydra records no list."""
     typed = [text.partition("=")[2] for text in config.hydra.overrides.task if text.startswith(f"{group}=")]
     return str(typed[-1] if typed else config.hydra.runtime.choices[group]).replace("'", "")
+
+
+def _find_sections_with(name: str, config: Any) -> list[str]:
+    """Return the sections, and the sections in them, that have a setting of this name."""
+    sections = [str(key) for key in config if OmegaConf.is_dict(config[key])]
+    deeper = [f"{key}.{part}" for key in sections for part in config[key] if OmegaConf.is_dict(config[key][part])]
+    return [key for key in [*sections, *deeper] if name in OmegaConf.select(config, key)]
 
 
 def _find_options(override: Override, config: Any, section: list[str], missing: list[str]) -> list[str]:

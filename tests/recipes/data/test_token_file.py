@@ -170,3 +170,17 @@ def test_a_npy_file_of_another_name_is_rejected_and_one_of_int64_names_its_type(
     np.save(tmp_path / "wide.npy", np.arange(100))
     with pytest.raises(ConfigError, match=r"it holds int64 \(100,\)"):
         source(tmp_path / "wide.npy").prepare()
+
+
+def test_a_file_that_cannot_be_read_is_named(source, tmp_path, monkeypatch):
+    path = write(tmp_path / "t.bin", range(100))
+
+    def refuse(file, *_, **__):  # root may read anything
+        raise PermissionError(13, "Permission denied", str(file))
+
+    monkeypatch.setattr(type(path), "open", refuse)
+    with pytest.raises(ConfigError) as caught:
+        source(path).prepare()
+    assert str(caught.value) == (
+        f"data.path={path}: it cannot be read: Permission denied; type data.path=<file of uint16 tokens>"
+    )

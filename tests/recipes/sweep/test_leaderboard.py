@@ -121,3 +121,13 @@ def test_a_damaged_job_is_named_with_what_to_do(tmp_path: Path, content: str) ->
     (tmp_path / "0/job.json").write_text(content)
     with pytest.raises(ConfigError, match="rm .*job.json"):
         read_job(tmp_path / "0/job.json")
+
+
+@pytest.mark.parametrize("name", ["../../secret", "7_x", "", 7, ["7"]])
+def test_an_id_in_the_queue_that_no_cluster_gives_is_not_made_part_of_a_path(tmp_path: Path, name: object) -> None:
+    job = Job(number=0, folder=tmp_path / "0", overrides=[], cluster_job="7_0")
+    job.save()
+    assert read_job(job.file).cluster_job == "7_0"
+    job.file.write_text(json.dumps(json.loads(job.file.read_text()) | {"cluster_job": name}))
+    with pytest.raises(ConfigError, match=r"is damaged: .*; type rm .*job\.json"):
+        read_job(job.file)

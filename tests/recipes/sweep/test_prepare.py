@@ -11,7 +11,7 @@ from rich.console import Console
 from recipes.config import compose_and_check
 from recipes.config.compose import CONF
 from recipes.errors import ConfigError
-from recipes.launcher.job import Job, State
+from recipes.launcher.job import Job, State, read_job
 from recipes.launcher.local import Local
 from recipes.sweep.command_line import check_command, job_overrides, resume_command, train_command
 from recipes.sweep.live_table import make_table
@@ -81,8 +81,12 @@ def test_a_job_is_identified_without_its_launcher_objective_or_folder() -> None:
 def test_two_jobs_with_the_same_folder_are_rejected(tmp_path: Path) -> None:
     sweep = make_sweep(tmp_path)
     prepare_job(sweep, "seed=1")
-    _, [mistake] = sweep.prepare(["seed=2"], 1, lambda _: "0")
+    first = sweep.jobs[0]
+    first.save()
+    rejected, [mistake] = sweep.prepare(["seed=2"], 1, lambda _: "0")
     assert mistake.reason == "jobs 0 and 1 would share this folder"
+    sweep.reject(rejected, [mistake])  # as with sweep.skip_invalid=true
+    assert read_job(first.file) == first, "the job that has the folder keeps its file"
 
 
 @pytest.mark.parametrize("name", ["/abs", "../x", "a/../../x", "", ".", "a/b/c"])

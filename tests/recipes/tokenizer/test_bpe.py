@@ -47,6 +47,15 @@ def test_decoding_gives_the_text(tokenizer, text):
     assert tokenizer.decode(tokenizer.encode(text)) == text
 
 
+def test_no_token_is_longer_than_400_characters_so_that_long_words_take_linear_time():
+    words = ["a" * 3000, "=" * 3000, " " * 3000, "\n" * 3000]
+    tokenizer = train_bpe(words * 3, vocab_size=320)
+    for text in words:
+        longest = max(len(tokenizer.decode([token])) for token in tokenizer.encode(text))
+        assert 100 < longest <= 400  # 200 blanks and 200 newlines are one group
+        assert tokenizer.decode(tokenizer.encode(text)) == text
+
+
 def test_merges_shorten_the_text_they_were_learned_from(tokenizer):
     text = "def name_1(self, value): return 5 + self.value_1\n"
     assert len(tokenizer.encode(text)) < len(text) / 2

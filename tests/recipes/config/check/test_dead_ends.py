@@ -91,6 +91,14 @@ ALONE = {
         "callbacks.early_stop.monitor=val_loss: validation computes val/loss val/perplexity val/token_accuracy;"
         " type callbacks.early_stop.monitor=val/loss, or +metrics.…"
     ),
+    "launcher=slurm launcher.time=abc": (
+        "launcher.time=abc: it is no time limit of sbatch; type launcher.time=240 in minutes,"
+        " or launcher.time=1-12:00:00 in days, hours, minutes and seconds"
+    ),
+    "launcher=slurm launcher.signal_seconds=0": (
+        "launcher.signal_seconds=0: it must be above or equal to 1; type launcher.signal_seconds=<1 or more>"
+    ),
+    "measure_peak=True": "measure_peak=True: there is no 'measure_peak'; type callbacks.throughput.measure_peak=True",
     "trainer.max_time=abc": (
         "trainer.max_time=abc: it takes days, hours, minutes and seconds;"
         " type trainer.max_time=00:08:00:00, which is 8 hours"

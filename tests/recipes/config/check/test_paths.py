@@ -53,6 +53,19 @@ def test_a_run_is_resumed_in_its_own_folder_or_in_a_new_one_never_in_that_of_ano
     assert mistakes(str(first), second, continues=True) == []
 
 
+@pytest.mark.parametrize("name", ["metrics.csv", "train.log", ".lock", ".summary.json.tmp"])
+def test_a_link_in_place_of_a_file_of_the_run_is_not_followed(
+    composed: Composed, make_run: Callable[[str], Path], tmp_path: Path, name: str
+) -> None:
+    folder, outside = make_run("from_elsewhere"), tmp_path / "profile"
+    (folder / name).unlink(missing_ok=True)
+    (folder / name).symlink_to(outside)  # which need not exist: it would be created
+    (folder / "more_checkpoints").symlink_to(tmp_path, target_is_directory=True)
+    config = composed.config | {"resume": str(folder)}
+    [mistake] = check_run_folder(config, folder)
+    assert mistake.reason == f"{name} is a link to {outside}, where this run would write"
+
+
 def test_a_run_that_waited_for_the_lock_looks_again_and_leaves_the_folder_as_it_is(
     composed: Composed, make_run: Callable[[str], Path], capsys: pytest.CaptureFixture[str]
 ) -> None:
