@@ -39,7 +39,7 @@ KINDS: dict[str, Callable[[int, int], HealthyRun]] = {
     "a term of weight 50 switched on": losses.SwitchedTerm,
     "returns growing tenfold": losses.GrowingReturns,
 }
-# the scale of the loss grows far beyond all before: nothing tells that moment from a fault
+# the scale of the loss grows far beyond all before: a fault looks the same at that moment
 GROWING = ("a term of weight 50 switched on", "returns growing tenfold")
 
 

@@ -192,13 +192,13 @@ def _get_max_norm(trainer: Trainer) -> float | None:
     return float(max_norm)
 
 
-def global_norm(optimizer: Optimizer) -> Tensor | None:
-    """Return the L2 norm over every gradient the optimizer is about to use, 0-dim; None if there is none yet."""
+def global_norm(optimizer: Optimizer, norm_type: float = 2.0) -> Tensor | None:
+    """Return the norm over every gradient the optimizer is about to use, 0-dim; None if there is none yet."""
     grads = [p.grad for group in optimizer.param_groups for p in group["params"]]
-    present = [grad for grad in grads if grad is not None]
+    present = [grad.coalesce().values() if grad.is_sparse else grad for grad in grads if grad is not None]
     if not present:
         return None
-    norm = torch.nn.utils.get_total_norm(present)  # [], dtype of the gradients
+    norm = torch.nn.utils.get_total_norm(present, norm_type)  # [], dtype of the gradients
     # Gradients sharded as DTensors: the norm is a partial sum on each rank until it is gathered.
     full_tensor = getattr(norm, "full_tensor", None)
     return norm if full_tensor is None else full_tensor()

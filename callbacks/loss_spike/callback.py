@@ -33,18 +33,19 @@ class LossSpikeRollback(Callback):
     Useful in long runs, which a single bad batch or a flipped bit can ruin unattended.
 
     Before each optimizer step its loss over all ranks and its gradient norm are compared with the recent ones. NaN and
-    inf are skipped: weights and optimizer state stay as they were. So are outliers with `action="skip"`. With
-    `action="rollback"`, too many outliers within a window, or a loss that drifts upward, roll the run back to a
-    snapshot that was followed by a quiet quarantine; the data continues from where it is, after skipping
+    inf are skipped: weights and optimizer state stay as they were. (Where every gradient is finite when the optimizer
+    begins, because the module or the clipping has replaced NaN, the step is applied.) So are outliers with
+    `action="skip"`. With `action="rollback"`, too many outliers within a window, or a loss that drifts upward, roll the
+    run back to a snapshot that was followed by a quiet quarantine; the data continues from where it is, after skipping
     `skip_batches`. A second rollback within the cooldown also lowers the learning rate for a while, and after
     `max_rollbacks` in a row the run stops. A step that is not finite has changed nothing: it is skipped, and more than
     `max_non_finite` in a row count as damage. Logs `spike/score`, `spike/skipped_steps` and `spike/rollbacks`.
 
-    By default a finite outlier costs no step, since nothing tells a bad batch from a term of the loss that is switched
-    on: it is a warning, and only what is also far above all that the run has shown is one; hard batches, warm restarts
-    or another augmentation are not. `action="skip"` suits a loss whose scale stays the same. The pre-training of a
-    language model allows more: `action="rollback"`, `min_rise=0` and `drift_threshold=1.75` find damage below the first
-    losses and slow divergence too.
+    By default a finite outlier costs no step, since nothing distinguishes a bad batch from a term of the loss that is
+    switched on: it is a warning, and only what is also far above all that the run has shown is one; hard batches, warm
+    restarts or another augmentation are not. `action="skip"` suits a loss whose scale stays the same. The pre-training
+    of a language model allows more: `action="rollback"`, `min_rise=0` and `drift_threshold=1.75` find damage below the
+    first losses and slow divergence too.
 
     A rollback restores weights, persistent buffers, optimizer state, schedules that step with the optimizer, loss
     scale, and the state of Lightning's `WeightAveraging`, `EarlyStopping` and `ModelCheckpoint`. It does not restore
@@ -89,6 +90,7 @@ class LossSpikeRollback(Callback):
     _verdict: Verdict | None = None  # on the newest step that has been read
     _response: Response = "none"
     _has_begun = False
+    _was_harmless = False  # the step before
 
     def __init__(
         self,
@@ -214,7 +216,8 @@ class LossSpikeRollback(Callback):
         verdict, self._verdict = self._verdict, None
         if verdict is None or self._reader is None:
             return
-        log_verdict(trainer, verdict, self._response)
+        log_verdict(trainer, verdict, self._response, is_repeated=verdict.is_harmless and self._was_harmless)
+        self._was_harmless = verdict.is_harmless
         counts = self._recovery.escalation.counts
         is_first = len(counts.recent_outliers) + counts.non_finite_in_row == 1
         if verdict.alarms and (is_first or self._response not in ("none", "skip")):

@@ -51,6 +51,11 @@ class Verdict:
         return any(alarm.kind == "non_finite" for alarm in self.alarms.values())
 
     @property
+    def is_harmless(self) -> bool:
+        """Whether loss or norm is NaN or inf and the step was applied all the same: its gradients were finite."""
+        return self.is_non_finite and not self.skipped
+
+    @property
     def is_outlier(self) -> bool:
         """Whether loss and norm are finite and one of them is a spike, or was when the step was to be applied."""
         is_spike = any(alarm.kind == "spike" for alarm in self.alarms.values())

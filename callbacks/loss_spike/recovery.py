@@ -115,7 +115,7 @@ class Recovery:
         return self.escalation.step(
             skipped=verdict.skipped,
             outlier=verdict.is_outlier,
-            non_finite=verdict.is_non_finite,
+            non_finite=verdict.is_non_finite and not verdict.is_harmless,
             drifts=verdict.drifts,
         )
 
@@ -204,8 +204,8 @@ def _check_counts(counts: Sequence[int]) -> None:
             raise ValueError(f"{name}={value}: it is a number of steps or snapshots; type {smallest} or more")
 
 
-def log_verdict(trainer: Trainer, verdict: Verdict, response: Response) -> None:
-    """Log the alarms and the skip of a step: console lines and events."""
+def log_verdict(trainer: Trainer, verdict: Verdict, response: Response, *, is_repeated: bool = False) -> None:
+    """Log the alarms and the skip of a step: console lines and events; of a repeated harmless alarm, the event only."""
     step = verdict.measurement.step
     for series, alarm in verdict.alarms.items():
         line = f"Step {step}: {_SERIES_NAMES[series]} {alarm.value:.4g}"
@@ -215,9 +215,11 @@ def log_verdict(trainer: Trainer, verdict: Verdict, response: Response) -> None:
             line += f", expected {alarm.expected:.4g}"
         if math.isfinite(alarm.score):
             line += f", {alarm.score:.0f} standard deviations above"
+        if verdict.is_harmless:
+            line += "; its gradients are finite, so the step is applied, and such steps in a row are not reported again"
         fields = {"value": alarm.value, "expected": alarm.expected, "score": alarm.score}
         values = {name: finite(value) for name, value in fields.items()}
-        log_event(trainer, line, "spike", step, series=series, kind=alarm.kind, **values)
+        log_event(trainer, None if is_repeated else line, "spike", step, series=series, kind=alarm.kind, **values)
     if verdict.skipped:
         line = f"Step {step}: skipped; weights and optimizer state are unchanged"
         log_event(trainer, line if response == "skip" else None, "skip", step)

@@ -46,6 +46,11 @@ class StepGuard:
         self.norm, self.skipped = norm.detach(), ~allowed
         return self.skipped
 
+    def is_above_limit(self) -> bool:
+        """Return whether the loss or the norm of the current step is above a limit that was set. Waits for a GPU."""
+        pairs = ((self.loss, self.max_loss), (self.norm, self.max_norm))
+        return any(value is not None and limit < math.inf and bool(value >= limit) for value, limit in pairs)
+
 
 @runtime_checkable
 class SupportsStepGuard(Protocol):
@@ -61,6 +66,10 @@ class FallbackGuard:
     A skipped step hides the gradients from the optimizer while it steps, so that neither weights nor optimizer state
     change. Hooks of the module, clipping and whatever runs after the step see the gradients as they are.
 
+    Only gradients can damage weights. So a step whose loss or norm is NaN or inf is applied after all if every gradient
+    is finite when the optimizer begins: the module or the clipping may have replaced NaN, a NaN in the loss may have no
+    gradient, and the squares of large gradients overflow before these do.
+
     Args:
         guard: Judges the steps.
         optimizers: Those that step.
@@ -70,6 +79,8 @@ class FallbackGuard:
         self._guard = guard
         self._window_loss: Tensor | None = None
         self._skips = False  # the step under way
+        self._depends_on_gradients = False  # it is skipped only if one of them is not finite
+        self._num_evaluations = 0  # of the closure, in the step under way
         self._hidden: list[tuple[Tensor, Tensor]] = []  # parameters with their gradients
         self._hooks = [
             hook
@@ -88,12 +99,16 @@ class FallbackGuard:
 
     def add_loss(self, trainer: Trainer, loss: Tensor) -> None:
         """Add the loss of one micro-batch, as its backward pass takes it; call it in `on_before_backward`."""
+        if self._num_evaluations:  # a line search tries other weights: those may be as bad as they like
+            return
         scaler = getattr(trainer.precision_plugin, "scaler", None)
-        unscaled = loss.detach() if scaler is None else loss.detach() / scaler._scale
+        unscaled = loss.detach().reshape(()) if scaler is None else loss.detach().reshape(()) / scaler._scale
         self._window_loss = unscaled if self._window_loss is None else self._window_loss + unscaled
 
     def guard_step(self, trainer: Trainer, optimizer: Optimizer) -> None:
         """Decide whether the step under way is skipped; call it in `on_before_optimizer_step`."""
+        if self._num_evaluations:
+            return
         loss, self._window_loss = self._window_loss, None
         self._skips = False
         if loss is None:  # training_step returned None for this batch
@@ -108,6 +123,7 @@ class FallbackGuard:
         # a fused optimizer unscales inside its kernel, after the scaler has looked for infinities
         is_scaled = scaler is not None and getattr(optimizer, "_step_supports_amp_scaling", False)
         self._skips = bool(self._guard.judge(norm / scaler._scale if is_scaled else norm))
+        self._depends_on_gradients = self._skips and not self._guard.is_above_limit()
         if scaler is not None and self._skips and bool(norm.isfinite().logical_not() & loss.isfinite()):
             # an overflow: the scaler skips the step, and running statistics are those of a finite forward pass
             self._guard.skipped, self._skips = torch.zeros_like(norm, dtype=torch.bool), False
@@ -121,12 +137,19 @@ class FallbackGuard:
 
         def compute() -> Any:
             loss = closure()
-            self._hide_gradients(optimizer)
+            if self._num_evaluations == 0:
+                self._hide_gradients(optimizer)
+            self._num_evaluations += 1
             return loss
 
         return args[:1], kwargs | {"closure": compute}
 
     def _hide_gradients(self, optimizer: Optimizer) -> None:
+        if self._skips and self._depends_on_gradients:
+            largest = global_norm(optimizer, norm_type=math.inf)
+            assert largest is not None, "a norm was computed before"
+            self._skips = not bool(largest.isfinite())
+            self._guard.skipped = torch.full_like(largest, self._skips, dtype=torch.bool)
         if not self._skips:
             return
         for group in optimizer.param_groups:
@@ -139,6 +162,7 @@ class FallbackGuard:
         for parameter, gradient in self._hidden:
             parameter.grad = gradient
         self._hidden = []
+        self._num_evaluations = 0
 
 
 @torch.no_grad()

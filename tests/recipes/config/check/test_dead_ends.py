@@ -96,7 +96,7 @@ ALONE = {
         " or launcher.time=1-12:00:00 in days, hours, minutes and seconds"
     ),
     "launcher=slurm launcher.signal_seconds=0": (
-        "launcher.signal_seconds=0: it must be above or equal to 1; type launcher.signal_seconds=<1 or more>"
+        "launcher.signal_seconds=0: it must be at least 1; type launcher.signal_seconds=<at least 1>"
     ),
     "measure_peak=True": "measure_peak=True: there is no 'measure_peak'; type callbacks.throughput.measure_peak=True",
     "trainer.max_time=abc": (
