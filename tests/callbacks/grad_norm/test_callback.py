@@ -93,7 +93,7 @@ def test_there_is_no_clipped_fraction_without_clipping_by_norm(plain_module, mak
 def test_the_norm_is_computed_at_logged_steps_only(plain_module, make_trainer, monkeypatch) -> None:
     calls = []
     compute = torch.nn.utils.get_total_norm
-    monkeypatch.setattr(torch.nn.utils, "get_total_norm", lambda grads: calls.append(1) or compute(grads))
+    monkeypatch.setattr(torch.nn.utils, "get_total_norm", lambda *arguments: calls.append(1) or compute(*arguments))
     make_trainer(callbacks=[GradNormMonitor()], log_every_n_steps=4).fit(plain_module())
     assert len(calls) == 2  # steps 4 and 8
 
