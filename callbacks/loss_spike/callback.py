@@ -30,16 +30,13 @@ _LARGEST_SCORE = 1e6  # logged for an infinite score: a curve cannot show infini
 class LossSpikeRollback(Callback):
     """Skips NaN and inf and reports spikes; skips them too, rolls back, lowers the learning rate and stops if allowed.
 
-    Useful in long runs, which a single bad batch or a flipped bit can ruin unattended.
-
-    Before each optimizer step its loss over all ranks and its gradient norm are compared with the recent ones. NaN and
-    inf are skipped: weights and optimizer state stay as they were. (Where every gradient is finite when the optimizer
-    begins, because the module or the clipping has replaced NaN, the step is applied.) So are outliers with
-    `action="skip"`. With `action="rollback"`, too many outliers within a window, or a loss that drifts upward, roll the
-    run back to a snapshot that was followed by a quiet quarantine; the data continues from where it is, after skipping
-    `skip_batches`. A second rollback within the cooldown also lowers the learning rate for a while, and after
-    `max_rollbacks` in a row the run stops. A step that is not finite has changed nothing: it is skipped, and more than
-    `max_non_finite` in a row count as damage. Logs `spike/score`, `spike/skipped_steps` and `spike/rollbacks`.
+    Useful in long runs, which a single bad batch or a flipped bit can ruin unattended. Before each optimizer step its
+    loss over all ranks and its gradient norm are compared with the recent ones. NaN and inf are skipped: weights and
+    optimizer state stay as they were. (Where every gradient is finite when the optimizer begins, because the module or
+    the clipping has replaced NaN, the step is applied.) So are outliers with `action="skip"`. With `action="rollback"`,
+    too many outliers within a window, or a loss that drifts upward, roll the run back to a snapshot that was followed
+    by a quiet quarantine; a second rollback within the cooldown also lowers the learning rate for a while, and after
+    `max_rollbacks` in a row the run stops. Logs `spike/score`, `spike/skipped_steps` and `spike/rollbacks`.
 
     By default a finite outlier costs no step, since nothing distinguishes a bad batch from a term of the loss that is
     switched on: it is a warning, and only what is also far above all that the run has shown is one; hard batches, warm
@@ -50,15 +47,29 @@ class LossSpikeRollback(Callback):
     A rollback restores weights, persistent buffers, optimizer state, schedules that step with the optimizer, loss
     scale, and the state of Lightning's `WeightAveraging`, `EarlyStopping` and `ModelCheckpoint`. It does not restore
     the order of the data, random states, schedules that step with the epoch, metrics that the module accumulates and
-    other attributes of its own. Works on one device, DDP and FSDP2 in any Lightning project; another engine's
-    strategy must provide `live_tensors`. A callback, logger, module or data module that has
-    `on_rollback(trainer, pl_module, from_step, to_step)` is called at every rollback.
+    other attributes of its own. Works on one device, DDP and FSDP2 in any Lightning project; another engine's strategy
+    must provide `live_tensors`. `on_rollback(trainer, pl_module, from_step, to_step)` of callbacks, loggers, module and
+    data module is called at every rollback.
 
     Args:
         action: What outliers may lead to: `warn` logs them, `skip` also skips their steps, `rollback` all the above.
-        window, warmup_steps, loss_threshold, norm_threshold, drift_threshold, min_rise: See `SpikeMonitor`.
-        max_skips, max_non_finite, snapshot_every, num_snapshots, quarantine_steps, snapshot_storage: See `Recovery`.
-        skip_batches, lr_factor, lr_backoff_steps, cooldown_steps, max_rollbacks: See `Recovery`.
+        window: Recent normal steps that each step is compared with.
+        warmup_steps: Steps before the first possible spike; NaN and inf are found from the first one on.
+        loss_threshold: Robust standard deviations above the median from which a loss is a spike.
+        norm_threshold: The same for the logarithm of the gradient norm, which has heavy tails in healthy runs.
+        drift_threshold: The same for the median of half a window above its lowest so far; None looks for no drift.
+        min_rise: How often as far above the median as any normal step before; 0 judges by standard deviations alone.
+        max_skips: Outliers within `quarantine_steps` before the run rolls back, or learns the new level, at the next.
+        max_non_finite: Skipped steps with NaN or inf in a row before the run rolls back, or stops, at the next.
+        snapshot_every: Optimizer steps between snapshots.
+        num_snapshots: Snapshots held, each as large as weights and optimizer state.
+        quarantine_steps: Optimizer steps after which a snapshot is good, if no spike has followed it.
+        snapshot_storage: `memory` of the host, `disk` (the run folder), or `auto`: memory if they fit.
+        skip_batches: Optimizer steps' worth of data to skip after a rollback; needs a data module that can.
+        lr_factor: Factor for the learning rates, from the second rollback in a row on.
+        lr_backoff_steps: Optimizer steps for which it applies.
+        cooldown_steps: A rollback within this many optimizer steps of the one before is one more in a row.
+        max_rollbacks: Rollbacks in a row before the run stops.
         max_dumps: Spikes per run that write a debug dump `spikes/step_N`; later ones are logged only.
         rewind_data: Also rewind the data on a rollback, so that the run repeats the same samples; for tests.
 
@@ -179,10 +190,8 @@ class LossSpikeRollback(Callback):
             return
         self._has_begun = True
         self._recovery.lr_backoff.reapply_after_resume(trainer)  # modules set up schedules after `on_train_start`
-        if (
-            trainer.global_step and self._recovery.action == "rollback"
-        ):  # a checkpoint that was resumed from needs no quarantine
-            self._recovery.take_snapshot(trainer, is_good=True)
+        if trainer.global_step and self._recovery.action == "rollback":
+            self._recovery.take_snapshot(trainer, is_good=True)  # it was resumed from: that needs no quarantine
 
     @override
     def on_before_backward(self, trainer: Trainer, pl_module: LightningModule, loss: Tensor) -> None:
