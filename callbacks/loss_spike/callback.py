@@ -19,7 +19,7 @@ from ..protocols import SupportsRow
 from .dump import SpikeDump
 from .escalation import Response
 from .monitor import SpikeMonitor, Verdict
-from .reader import StepReader
+from .reader import StepReader, why_not_guarded
 from .recovery import Recovery, get_datamodule, log_verdict
 from .train_state import is_reachable
 
@@ -174,11 +174,11 @@ class LossSpikeRollback(Callback):
     def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
         self._steps.start(trainer)
         self._verdict, self._response, self._has_begun = None, "none", False
-        self._reader = None
-        if pl_module.automatic_optimization:
+        self._reader, why_not = None, why_not_guarded(trainer, pl_module)
+        if why_not is None:
             self._reader = StepReader(self._recovery.monitor, trainer, pl_module)
         elif trainer.is_global_zero:
-            log.warning("LossSpikeRollback is off: the module uses manual optimization")
+            log.warning(f"LossSpikeRollback is off: {why_not}")
 
     @override
     def on_train_batch_start(self, trainer: Trainer, pl_module: LightningModule, batch: Any, batch_idx: int) -> None:

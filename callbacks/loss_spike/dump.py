@@ -96,8 +96,9 @@ class SpikeDump:
         losses = [_get_sample_losses(trainer, pl_module, part.batch) for part in parts]
         try:
             self._write_rank(trainer, pl_module, folder, parts, losses, verdict)
-        except OSError as error:  # must not leave the other ranks waiting in the collectives below
-            log.warning(f"{folder} could not be written: {error.strerror}")
+        # a full disk, a batch that cannot be pickled: must neither end the run nor leave the other ranks waiting below
+        except Exception as error:
+            log.warning(f"{folder} could not be written: {type(error).__name__}: {error}")
         losses_by_rank = gather_objects([None if loss is None else loss.tolist() for loss in losses])
         weight_norms = norms_by_block(pl_module)
         if trainer.is_global_zero:

@@ -8,7 +8,7 @@ from torch import Tensor
 from torch.optim import Optimizer
 
 from .monitor import SpikeMonitor, StepMeasurement, Verdict
-from .step_guard import FallbackGuard, StepGuard, SupportsStepGuard, restore_buffers
+from .step_guard import FallbackGuard, StepGuard, SupportsStepGuard, copy_buffers, has_step_hooks, restore_buffers
 
 
 class StepReader:
@@ -45,7 +45,7 @@ class StepReader:
     def begin_batch(self, pl_module: LightningModule) -> None:
         """Copy the buffers before the first micro-batch of a step changes them; call it at every micro-batch."""
         if not self._buffers:
-            self._buffers = [(buffer, buffer.clone()) for buffer in pl_module.buffers()]
+            self._buffers = copy_buffers(pl_module)
 
     def add_loss(self, trainer: Trainer, loss: Tensor) -> None:
         """Add the loss of a micro-batch; call it before every backward pass."""
@@ -95,6 +95,15 @@ class StepReader:
             # Lightning's own strategies count no overflows
             overflowed = getattr(trainer.precision_plugin, "scaler", None) is not None
         return self._monitor.judge(measurement, overflowed=overflowed)
+
+
+def why_not_guarded(trainer: Trainer, pl_module: LightningModule) -> str | None:
+    """Return why the steps of a run cannot be guarded; None if they can."""
+    if not pl_module.automatic_optimization:
+        return "the module uses manual optimization"
+    if isinstance(pl_module, SupportsStepGuard) or all(map(has_step_hooks, trainer.optimizers)):
+        return None
+    return "an optimizer has no step hooks, as torch.optim.Optimizer has once its __init__ was called"
 
 
 def _count_overflows(trainer: Trainer) -> int:

@@ -221,7 +221,7 @@ def log_verdict(trainer: Trainer, verdict: Verdict, response: Response, *, is_re
         values = {name: finite(value) for name, value in fields.items()}
         log_event(trainer, None if is_repeated else line, "spike", step, series=series, kind=alarm.kind, **values)
     if verdict.skipped:
-        line = f"Step {step}: skipped; weights and optimizer state are unchanged"
+        line = f"Step {step}: skipped; weights, buffers and optimizer state are as before"
         log_event(trainer, line if response == "skip" else None, "skip", step)
     if response == "relearn":
         log_event(trainer, f"Step {step}: too many alarms; the present level is normal from now on", "relearn", step)

@@ -6,7 +6,8 @@ from typing import Any, Protocol, runtime_checkable
 
 import torch
 from lightning.pytorch import Trainer
-from torch import Tensor
+from torch import Tensor, nn
+from torch.nn.parameter import is_lazy
 from torch.optim import Optimizer
 
 from ..grad_norm.callback import global_norm
@@ -101,7 +102,7 @@ class FallbackGuard:
         """Add the loss of one micro-batch, as its backward pass takes it; call it in `on_before_backward`."""
         if self._num_evaluations:  # a line search tries other weights: those may be as bad as they like
             return
-        scaler = getattr(trainer.precision_plugin, "scaler", None)
+        scaler = _get_scaler(trainer)
         unscaled = loss.detach().reshape(()) if scaler is None else loss.detach().reshape(()) / scaler._scale
         self._window_loss = unscaled if self._window_loss is None else self._window_loss + unscaled
 
@@ -119,7 +120,7 @@ class FallbackGuard:
         if norm is None:
             self._guard.skipped = None
             return
-        scaler: Any = getattr(trainer.precision_plugin, "scaler", None)
+        scaler = _get_scaler(trainer)
         # a fused optimizer unscales inside its kernel, after the scaler has looked for infinities
         is_scaled = scaler is not None and getattr(optimizer, "_step_supports_amp_scaling", False)
         self._skips = bool(self._guard.judge(norm / scaler._scale if is_scaled else norm))
@@ -163,6 +164,23 @@ class FallbackGuard:
             parameter.grad = gradient
         self._hidden = []
         self._num_evaluations = 0
+
+
+def has_step_hooks(optimizer: object) -> bool:
+    """Return whether the steps of an optimizer can be guarded: it is one of torch's, and was constructed as one."""
+    return isinstance(optimizer, Optimizer) and hasattr(optimizer, "_optimizer_step_pre_hooks")
+
+
+def _get_scaler(trainer: Trainer) -> Any:
+    """Return the loss scaler of float16; None without one, or with one that is switched off."""
+    scaler = getattr(trainer.precision_plugin, "scaler", None)
+    return scaler if scaler is not None and scaler.is_enabled() else None
+
+
+def copy_buffers(module: nn.Module) -> list[tuple[Tensor, Tensor]]:
+    """Return the buffers of a module with copies; without those that have no values yet, or share them (`expand`)."""
+    present = (buffer for buffer in module.buffers() if not is_lazy(buffer))
+    return [(buffer, buffer.clone()) for buffer in present if 0 not in buffer.stride() or buffer.numel() == 0]
 
 
 @torch.no_grad()

@@ -3,6 +3,7 @@
 Each run here handles its own NaN or inf, and trains without the callback: with it, it has the same weights to the bit.
 """
 
+import threading
 import warnings
 from collections.abc import Callable
 from typing import Any
@@ -10,8 +11,9 @@ from typing import Any
 import pytest
 import torch
 from lightning.pytorch import LightningModule
+from lightning.pytorch.plugins import MixedPrecision
 from torch import Tensor, nn
-from torch.utils.data import DataLoader
+from torch.utils.data import DataLoader, Dataset
 
 from callbacks import LossSpikeRollback
 
@@ -134,9 +136,46 @@ class LineSearch(Linear):
         return Backtracking(self.parameters())
 
 
+class LazyBuffers(Linear):
+    """Has buffers without values until its first batch, and a large one that shares a single value."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.norm = nn.LazyBatchNorm1d(affine=False)
+        self.register_buffer("mask", torch.ones(1).expand(2**40))
+
+    def loss(self) -> Tensor:
+        return self.layer(self.norm(torch.randn(8, 4, generator=self.random))).sub(1).square().mean()
+
+
+class NotTorchs:
+    """An optimizer that has the members which Lightning asks for, and no hooks."""
+
+    def __init__(self, inner: torch.optim.Optimizer) -> None:
+        for name in ("param_groups", "defaults", "state", "state_dict", "load_state_dict", "zero_grad"):
+            setattr(self, name, getattr(inner, name))
+        self.inner = inner
+
+    def step(self, closure: Any = None) -> Any:
+        return self.inner.step(closure)
+
+
+class WithoutHooks(Linear):
+    def configure_optimizers(self) -> Any:
+        return NotTorchs(torch.optim.Adam(self.parameters(), lr=0.01))
+
+
+class SwitchedOffScaler(Linear):
+    pass
+
+
 def train(make_trainer: Callable[..., Any], kind: type[Linear], spikes: LossSpikeRollback | None) -> Tensor:
     module = kind()
-    clipping = {"gradient_clip_val": 0.5, "gradient_clip_algorithm": "value"} if kind is ClippedByValue else {}
+    clipping: dict[str, Any] = {}
+    if kind is ClippedByValue:
+        clipping = {"gradient_clip_val": 0.5, "gradient_clip_algorithm": "value"}
+    if kind is SwitchedOffScaler:
+        clipping = {"plugins": [MixedPrecision("16-mixed", "cpu", torch.amp.GradScaler("cpu", enabled=False))]}
     callbacks = [] if spikes is None else [spikes]
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
@@ -149,6 +188,7 @@ def train(make_trainer: Callable[..., Any], kind: type[Linear], spikes: LossSpik
     [
         *((kind, "rollback") for kind in (ReplacedByTheModule, NanInTheLossAlone, ShapedLoss, Sparse, LineSearch)),
         *((kind, "warn") for kind in (ReplacedWhileClipping, LineSearch)),
+        *((kind, "warn") for kind in (LazyBuffers, WithoutHooks, SwitchedOffScaler)),
         # an infinite norm is above any limit, which `rollback` sets and `warn` does not
         (ClippedByValue, "warn"),
     ],
@@ -178,3 +218,25 @@ def test_what_nobody_replaces_is_skipped(make_trainer: Callable[..., Any]) -> No
     spikes = LossSpikeRollback()
     assert bool(train(make_trainer, NanGradient, spikes).isfinite().all())
     assert spikes.summary()["skipped_steps"] == sum(step % 7 == 3 for step in range(STEPS))
+
+
+def test_a_batch_that_cannot_be_pickled_costs_its_dump_alone(
+    make_trainer: Callable[..., Any], caplog: pytest.LogCaptureFixture
+) -> None:
+    class Outlier(Linear):
+        def damage(self, loss: Tensor, now: bool) -> Tensor:
+            return loss * 1e4 if self.global_step == 100 else loss
+
+    class Locks(Dataset[Any]):
+        def __len__(self) -> int:
+            return STEPS
+
+        def __getitem__(self, index: int) -> Any:
+            return threading.Lock()
+
+    module = Outlier()
+    trainer = make_trainer(callbacks=[LossSpikeRollback()], max_steps=STEPS)
+    with caplog.at_level("WARNING", "lightning_recipes"):
+        trainer.fit(module, DataLoader(Locks(), collate_fn=lambda locks: locks[0]))
+    assert trainer.global_step == STEPS
+    assert any("could not be written: TypeError: cannot pickle" in line for line in caplog.messages)
