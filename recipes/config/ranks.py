@@ -4,7 +4,7 @@ import os
 from collections.abc import Mapping
 from typing import Any, NoReturn
 
-from recipes.config.traits import get_traits, trains
+from recipes.config.traits import get_traits, runs_elsewhere, trains
 from recipes.errors import ConfigError
 from recipes.runtime.world import (
     TORCHRUN_VARIABLES,
@@ -46,8 +46,12 @@ def get_ranks(config: Mapping[str, Any], environ: Mapping[str, str] = os.environ
         _reject_contradiction(config["trainer"], found)
         _reject_more_ranks_than_gpus(config["trainer"], found, environ)
         return found
-    per_node = 1 if single else _per_node(config["trainer"])
     num_nodes = int(config["trainer"]["num_nodes"])
+    if runs_elsewhere(config):  # on a login node: the cluster has the nodes and the GPUs
+        return Ranks(
+            per_node=1 if single else _requested_devices(config["trainer"]), num_nodes=num_nodes, started_by=None
+        )
+    per_node = 1 if single else _per_node(config["trainer"])
     if num_nodes > 1:
         raise ConfigError(
             f"trainer.num_nodes={num_nodes}",

@@ -53,6 +53,16 @@ def get_traits(strategy: Mapping[str, Any]) -> StrategyTraits:
     return StrategyTraits(**declared)
 
 
+def runs_elsewhere(config: Mapping[str, Any]) -> bool:
+    """Return whether the launcher gives the run to other machines, whose GPUs this one does not know."""
+    launcher = config.get("launcher")
+    target = launcher.get("_target_") if isinstance(launcher, Mapping) else None
+    try:
+        return isinstance(target, str) and read_signature(target).constants.get("runs_elsewhere") is True
+    except TargetNotFoundError:  # reported by the check of nodes
+        return False
+
+
 def trains(config: Mapping[str, Any]) -> bool:
     """Return whether a composed config trains; every other mode runs once, on one device."""
     return bool(config["mode"]["_target_"] == _FIT)

@@ -8,7 +8,7 @@ import subprocess
 import sys
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Annotated, Any, ClassVar
 
 from recipes.config.traits import get_traits
 from recipes.errors import ConfigError
@@ -35,6 +35,8 @@ class Slurm:
         directives: Further options of sbatch by their long names: `{account: a, constraint: h100}`.
         wait: Whether to follow a sweep's jobs until they have ended; False submits them and returns.
     """
+
+    runs_elsewhere: ClassVar[bool] = True  # read from source by the config check
 
     def __init__(
         self,
