@@ -4,6 +4,8 @@
 # make kill-test   200 kills of real runs, each resumed and compared: six minutes on two cores
 # make gpu-check   on a machine with a GPU: every check that needs one, without a network, ten minutes
 # make bench-gpu   on a machine with a GPU: tokens/s and MFU of recipes, eager and compiled, ten minutes
+# make docs    write the generated pages, then build the documentation into site/: no network, half a minute
+# make docs-serve   show the documentation at http://127.0.0.1:8000 while you write
 # The first two repeat in seconds when pyproject.toml has not changed. PYTHON=python3.12 make train takes another Python;
 # JOBS=8 make test runs eight of the other tests at a time, where there are the cores.
 
@@ -16,7 +18,7 @@ JOBS ?= 2
 # the first two keep two cores busy by themselves, and are slower beside anything else; one SLURM runs at a time
 ALONE := tests/parity tests/kill tests/test_slurm_cluster.py
 
-.PHONY: train test test-fast test-long kill-test lint types benchmark gpu-check bench-gpu clean
+.PHONY: train test test-fast test-long kill-test lint types benchmark gpu-check bench-gpu docs docs-serve clean
 
 train: $(VENV)/.installed
 	$(RUN) train.py
@@ -33,7 +35,7 @@ test-long: $(VENV)/.installed-test
 	LONG_TESTS=1 $(RUN) -m pytest
 
 kill-test: $(VENV)/.installed-test
-	LONG_TESTS=1 $(RUN) tests/kill/kill_runs.py --kills 200
+	LONG_TESTS=1 $(RUN) tests/kill/kill_runs.py --kills 200 --record
 
 lint: $(VENV)/.installed-test
 	$(RUN) -m ruff check .
@@ -64,6 +66,14 @@ gpu-check: $(VENV)/.installed-test
 bench-gpu: $(VENV)/.installed-test
 	$(RUN) benchmarks/gpu_check.py --throughput
 
+docs: $(VENV)/.installed-test
+	$(RUN) -m docs.generator
+	NO_MKDOCS_2_WARNING=1 $(RUN) -m mkdocs build --quiet
+
+docs-serve: $(VENV)/.installed-test
+	$(RUN) -m docs.generator
+	NO_MKDOCS_2_WARNING=1 $(RUN) -m mkdocs serve
+
 $(VENV)/bin/python:
 	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11))' \
 	  || { echo "Python 3.11 or later is needed: PYTHON=python3.11 make $(MAKECMDGOALS)"; exit 1; }
@@ -81,4 +91,4 @@ $(VENV)/.installed-test: pyproject.toml setup.py | $(VENV)/bin/python
 	@touch $(VENV)/.installed $@
 
 clean:
-	rm -rf $(VENV) logs build *.egg-info
+	rm -rf $(VENV) logs build site *.egg-info

@@ -81,7 +81,7 @@ def in_turn(num_rounds: int) -> Iterator[int]:
 
 
 def report(name: str, rows: list[dict[str, Any]], *, command: str | None = None) -> None:
-    """Print a table and write it to a file with the machine, the versions and the command.
+    """Print a table and write it to a file with the machine, the versions, the command and the date.
 
     Args:
         name: Name of the file in `results/`, without its suffix.
@@ -100,5 +100,5 @@ def report(name: str, rows: list[dict[str, Any]], *, command: str | None = None)
     environment = describe_environment([])
     machine = {key: environment[key] for key in ("devices", "num_cpus", "num_threads", "python", "packages")}
     typed = command or f"python benchmarks/{name}.py"
-    record = {"command": typed, "rows": rows} | machine
+    record = {"command": typed, "date": time.strftime("%Y-%m-%d"), "rows": rows} | machine
     (RESULTS / f"{name}.json").write_text(json.dumps(record, indent=2) + "\n")

@@ -13,6 +13,7 @@ os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
 import pytest
 import torch
 import warm_python
+from browser import Chromium, Tab
 from slurm_cluster import Cluster
 from slurm_install import missing
 from support import write_texts
@@ -123,3 +124,19 @@ def slurm(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Cluster]:
     yield cluster
     cluster.end()
     assert cluster.living() == []
+
+
+@pytest.fixture(scope="session")
+def chromium(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Chromium]:
+    """Start the browser once for all tests."""
+    started = Chromium(tmp_path_factory.mktemp("profile"))
+    yield started
+    started.close()
+
+
+@pytest.fixture
+def tab(chromium: Chromium) -> Iterator[Tab]:
+    """Open a tab of its own for each test: no pointer, zoom or console of another one."""
+    opened = chromium.new_tab()
+    yield opened
+    opened.close()

@@ -1,7 +1,6 @@
-"""Every command of the README runs in a subprocess, as typed."""
+"""Every command of README.md and the pages that this machine can run does, in a subprocess, as typed."""
 
 import os
-import re
 import shlex
 import subprocess
 import sys
@@ -10,12 +9,13 @@ from array import array
 from pathlib import Path
 
 import pytest
+from doc_pages import BLOCKS, read_commands
 from support import ROOT, read_metrics, run_train
 
-README = (ROOT / "README.md").read_text()
-BLOCKS = "\n".join(re.findall(r"```sh\n(.*?)```", README, re.DOTALL))
-COMMANDS = [shlex.split(line, comments=True)[2:] for line in BLOCKS.splitlines() if line.startswith("python train.py")]
-# what keeps a command of the README to some seconds here; what it says itself stays
+RUN = [block for block in BLOCKS if block.language == "sh" and block.reason is None]
+# what several pages name is run once
+COMMANDS = [shlex.split(line) for line in dict.fromkeys(shlex.join(c) for block in RUN for c in read_commands(block))]
+# what keeps a command to some seconds here; what it says itself stays
 SHORT = [
     "trainer.max_steps=2",
     "global_batch_size=2",
@@ -73,13 +73,13 @@ LONG = ("sweep=lr", "hydra.sweep.dir=logs/my_sweep")
         for command in COMMANDS
     ],
 )
-def test_a_command_of_the_readme_works(command: list[str], workplace: Path) -> None:
+def test_a_command_of_the_documentation_works(command: list[str], workplace: Path) -> None:
     done = run_train(shortened(command), folder=workplace)
     assert done.returncode == 0, done.stdout + done.stderr
 
 
-def test_the_readme_names_enough_commands_to_be_worth_testing() -> None:
-    assert len(COMMANDS) >= 14
+def test_the_documentation_names_enough_commands_to_be_worth_testing() -> None:
+    assert len(COMMANDS) >= 25
 
 
 def test_a_run_prints_only_its_own_lines(workplace: Path) -> None:

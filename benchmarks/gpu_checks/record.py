@@ -10,7 +10,7 @@ from gpu_checks.check import Check, Outcome
 from gpu_checks.plan import CHECKS, THROUGHPUT
 
 RESULTS = Path(__file__).parents[1] / "results"
-DOCS = Path(__file__).parents[1] / "README.md"
+DOCS = Path(__file__).parents[2] / "docs/measurements/gpus.md"
 BEGIN, END = "<!-- gpu tables: begin -->", "<!-- gpu tables: end -->"
 SECTIONS: dict[str, tuple[str, tuple[Check, ...]]] = {
     "checks": ("make gpu-check", CHECKS),

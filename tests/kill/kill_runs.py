@@ -20,7 +20,7 @@ sys.path[:0] = [str(folder) for folder in Path(__file__).parents[1:3]]
 from kill.cases import CASES, compose, get_overrides  # noqa: E402
 from kill.killer import Killer, Result  # noqa: E402
 from kill.lives import Zygote  # noqa: E402
-from support import write_texts  # noqa: E402
+from support import ROOT, write_texts  # noqa: E402
 
 # one kill in this many hits the real command instead of a fork
 KILLS_PER_COMMAND = 12
@@ -44,6 +44,7 @@ def main() -> int:
     parser.add_argument("--seed", type=int, default=1)
     parser.add_argument("--case", choices=CASES, action="append", help="default: all")
     parser.add_argument("--out", type=Path, help="a JSON file of every kill")
+    parser.add_argument("--record", action="store_true", help="write benchmarks/results/kills.json")
     parser.add_argument("--folder", type=Path, help="where the runs go; default: a new one")
     options = parser.parse_args()
     names = options.case or list(CASES)
@@ -54,6 +55,12 @@ def main() -> int:
     print(table(results))
     if options.out is not None:
         options.out.write_text(json.dumps([asdict(result) for result in results], indent=2, default=str) + "\n")
+    if options.record:
+        sys.path.append(str(ROOT / "benchmarks"))
+        from measure import report
+
+        typed = f"python tests/kill/kill_runs.py --record --kills {options.kills} --seed {options.seed}"
+        report("kills", [record_row(result) for result in results], command=typed)
     for failure in (text for result in results for text in [*result.lost, *result.broken]):
         print(f"\n{failure}", file=sys.stderr)
     return int(any(result.lost or result.broken for result in results))
@@ -91,6 +98,20 @@ def row(result: Result) -> list[str]:
         f"{max(seconds):.2f}" if seconds else "",
         f"{result.seconds:.0f}",
     ]
+
+
+def record_row(result: Result) -> dict[str, object]:
+    """Return a case as the documentation shows it."""
+    seconds = result.recovery_seconds
+    return {
+        "case": result.name,
+        "kills": result.num_kills,
+        "in a save": result.num_kills_in_saves,
+        "checkpoints lost": len(result.lost),
+        "runs equal to the last bit": f"{result.num_finished} of {len(result.victims)}",
+        "seconds from restart to training, median": round(statistics.median(seconds), 2) if seconds else None,
+        "longest": round(max(seconds), 2) if seconds else None,
+    }
 
 
 def line(cells: Sequence[str]) -> str:

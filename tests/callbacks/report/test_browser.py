@@ -2,13 +2,12 @@
 
 import json
 import re
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
 import yaml
-from browser import PROGRAM, Chromium, Tab
+from browser import PROGRAM, Tab
 
 from callbacks.report.compare.page import write_comparison
 from callbacks.report.page import write_report
@@ -46,22 +45,6 @@ def write_run(folder: Path, number: int = 0) -> Path:
     (folder / "profile").mkdir()
     (folder / "profile" / "operators.json").write_text(json.dumps(operators))
     return folder
-
-
-@pytest.fixture(scope="session")
-def chromium(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Chromium]:
-    """Start the browser once for all tests."""
-    started = Chromium(tmp_path_factory.mktemp("profile"))
-    yield started
-    started.close()
-
-
-@pytest.fixture
-def tab(chromium: Chromium) -> Iterator[Tab]:
-    """Open a tab of its own for each test: no pointer, zoom or console of another one."""
-    opened = chromium.new_tab()
-    yield opened
-    opened.close()
 
 
 @pytest.fixture(scope="module")

@@ -1,0 +1,1 @@
+"""Pages and tables of the documentation that are made from conf/, the source and benchmarks/results/."""

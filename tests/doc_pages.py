@@ -1,0 +1,55 @@
+"""Code blocks and commands of README.md and the pages of docs/: which are run, which are composed, and why."""
+
+import re
+import shlex
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+
+from support import ROOT
+
+PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").glob("**/*.md"))]
+
+_BLOCK = re.compile(
+    r"(?:<!-- (?P<comment>[^>]*?) -->\n)?^(?P<indent> *)```(?P<language>[\w-]*)[^\n]*\n(?P<text>.*?)^(?P=indent)```",
+    re.DOTALL | re.MULTILINE,
+)
+_PROGRAM = re.compile(r"(?:\w+=\S* )*(?:srun .*)?(?:python|torchrun)\b.*?train\.py(?=\s|$)")
+_NOT_RUN = "not run: "
+
+
+@dataclass(frozen=True, kw_only=True)
+class Block:
+    """A fenced block of a page, with the comment in the line before it."""
+
+    page: Path
+    language: str
+    text: str
+    comment: str | None
+
+    @property
+    def reason(self) -> str | None:
+        """Why its commands are not run; None: they are."""
+        if self.comment is None or not self.comment.startswith(_NOT_RUN):
+            return None
+        return self.comment.removeprefix(_NOT_RUN)
+
+
+def read_blocks(page: Path) -> Iterator[Block]:
+    """Yield the fenced blocks of a page."""
+    for found in _BLOCK.finditer(page.read_text(encoding="utf-8")):
+        yield Block(page=page, language=found["language"], text=found["text"], comment=found["comment"])
+
+
+def read_commands(block: Block) -> list[list[str]]:
+    """Return the overrides of every line that starts train.py, however; a backslash continues a line."""
+    lines = block.text.replace("\\\n", " ").splitlines()
+    found = []
+    for line in lines:
+        words = shlex.split(line, comments=True) if _PROGRAM.match(line) else []
+        if "train.py" in words:
+            found.append(words[words.index("train.py") + 1 :])
+    return found
+
+
+BLOCKS = [block for page in PAGES for block in read_blocks(page)]

@@ -1,0 +1,97 @@
+"""Every command of README.md and the pages is run (tests/test_train.py) or composed and checked, with the reason."""
+
+import os
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+from doc_pages import BLOCKS, PAGES, Block, read_commands
+from support import ROOT
+
+from recipes.config import compose_and_check
+from recipes.config.compose import CONF
+from recipes.run_folder import CONFIG_FILE
+from recipes.sweep.command_line import check_command
+
+CHECKED = [block for block in BLOCKS if block.language == "sh" and block.reason is not None and read_commands(block)]
+PYTHON_PAGES = sorted({block.page for block in BLOCKS if block.language == "python" and block.comment != "excerpt"})
+
+
+def name(page: Path) -> str:
+    return str(page.relative_to(ROOT))
+
+
+def test_a_command_is_in_a_block_that_the_tests_read() -> None:
+    """In another language it would be checked by nobody."""
+    hidden = [
+        f"{name(block.page)}: {block.text}" for block in BLOCKS if block.language != "sh" and read_commands(block)
+    ]
+    assert hidden == []
+
+
+def test_a_reason_is_given_where_a_command_is_not_run() -> None:
+    assert all(len(block.reason or "") > 8 for block in CHECKED)
+    assert len(CHECKED) >= 10
+
+
+@pytest.mark.parametrize("block", CHECKED, ids=lambda block: f"{name(block.page)}: {block.text[:60]!r}")
+def test_a_command_that_needs_more_than_this_machine_composes_and_is_valid(
+    block: Block, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(_make_workplace(tmp_path))
+    for overrides in read_commands(block):
+        mistakes = _check(overrides)
+        if any(override.startswith("strategy.nvme_path=") for override in overrides):  # a disk, and a library for it
+            mistakes = [mistake for mistake in mistakes if not re.search("nvme_path|libaio", mistake)]
+        assert mistakes == [], overrides
+
+
+def _check(overrides: list[str]) -> list[str]:
+    if "--help" in overrides or any(word.startswith("--config") for word in overrides):
+        return []
+    if "-m" in overrides or "--multirun" in overrides:
+        typed = [word for word in overrides if word not in ("-m", "--multirun")]
+        return [str(mistake) for mistake in check_command(typed, config_folder=CONF, config_name="config").mistakes]
+    return [str(mistake) for mistake in compose_and_check(overrides)[1]]
+
+
+def _make_workplace(folder: Path) -> Path:
+    """Make the files that the pages name: texts, tokens and a finished run."""
+    (folder / "my_texts").mkdir()
+    (folder / "my_texts/a.txt").write_text("text\n" * 100)
+    (folder / "tokens.bin").write_bytes(bytes(2000))
+    composed, _ = compose_and_check(["hydra.run.dir=logs/mine"])
+    assert composed is not None
+    from omegaconf import OmegaConf
+
+    for run in ("mine", "long", "run1"):
+        checkpoint = folder / f"logs/{run}/checkpoints/step_0000700.ckpt"
+        checkpoint.mkdir(parents=True)
+        (checkpoint / "manifest.json").write_text("{}")
+        (checkpoint.parent / "last").symlink_to(checkpoint.name)
+        OmegaConf.save(OmegaConf.create(composed.config), folder / "logs" / run / CONFIG_FILE)
+        (folder / "logs" / run / "environment.json").write_text('{"overrides": []}')
+    return folder
+
+
+@pytest.mark.parametrize("page", PYTHON_PAGES, ids=name)
+def test_the_python_of_a_page_runs(page: Path, tmp_path: Path) -> None:
+    blocks = [block for block in BLOCKS if block.page == page and block.language == "python"]
+    program = "\n".join(block.text for block in blocks if block.comment != "excerpt")
+    (tmp_path / "page.py").write_text(program)
+    done = subprocess.run(
+        [sys.executable, "page.py"],
+        cwd=tmp_path,
+        env=os.environ | {"PYTHONPATH": str(ROOT)},
+        capture_output=True,
+        text=True,
+        check=False,
+        timeout=300,
+    )
+    assert done.returncode == 0, done.stdout + done.stderr
+
+
+def test_the_readme_is_short() -> None:
+    assert len(PAGES[0].read_text().splitlines()) <= 150
