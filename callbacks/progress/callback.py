@@ -127,7 +127,8 @@ class ProgressLine(ProgressBar):
         """Log the line of a row that Lightning has just written."""
         metrics = row.metrics | row.shown
         if row.kind == "step":
-            self._step = completed_steps(trainer)
+            # the count may be lower by now: a rollback after this step, whose row comes after it
+            self._step = max(self._step, completed_steps(trainer))
             metrics |= as_floats(self._module_row)
             shown = shown_text(self._select_shown(trainer, pl_module, row), beside=metrics)
             parts = [self._where(trainer), train_text(metrics), shown, self._time_left()]

@@ -2,9 +2,13 @@
 
 import io
 import logging
+import os
 import sys
 import warnings
 from pathlib import Path
+from typing import TextIO
+
+from typing_extensions import override
 
 from recipes.errors import escape_controls
 
@@ -47,6 +51,20 @@ class _PlainFormatter(logging.Formatter):
         return escape_controls(super().format(record))
 
 
+class _ConsoleHandler(logging.StreamHandler[TextIO]):
+    """Stops writing once nobody reads: after `| head` the run goes on, and its file has the lines."""
+
+    @override
+    def handleError(self, record: logging.LogRecord) -> None:
+        if not isinstance(sys.exc_info()[1], BrokenPipeError):
+            super().handleError(record)
+            return
+        self.setLevel(logging.CRITICAL + 1)  # not removed: the logger is going through its handlers
+        # what is buffered would fail again when the interpreter ends
+        os.dup2(os.open(os.devnull, os.O_WRONLY), self.stream.fileno())
+        LOGGER.warning("Nobody reads the console any more: further lines are in the file alone")
+
+
 class _ConsoleFilter(logging.Filter):
     """Drops records meant for the file alone (`extra={"console": False}`)."""
 
@@ -73,7 +91,7 @@ def open_console(log_file: Path | None = None, *, speaks: bool = True) -> None:
         LOGGER.removeHandler(handler)
         handler.close()
     accept_any_text()
-    console = logging.StreamHandler(sys.stdout)
+    console = _ConsoleHandler(sys.stdout)
     console.addFilter(_ConsoleFilter())
     LOGGER.addHandler(console)
     if log_file is not None:

@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 import torch
-from lightning.pytorch.callbacks import ProgressBar
+from lightning.pytorch.callbacks import Callback, ProgressBar
 from lightning.pytorch.utilities.exceptions import MisconfigurationException
 from rich.console import Console
 
@@ -62,6 +62,21 @@ def test_a_line_has_the_values_of_the_row_of_its_step(
         "step 8/8  val loss 3.2500",
     ]
     assert {vars(r)["console"] for r in caplog.records if r.name == LOGGER} == {True}
+
+
+def test_the_row_of_a_step_that_was_rolled_back_has_the_number_of_that_step(
+    plain_module, make_trainer, clock, caplog: pytest.LogCaptureFixture
+) -> None:
+    class RollBack(Callback):
+        def on_train_batch_end(self, trainer: Any, pl_module: Any, outputs: Any, batch: Any, batch_idx: int) -> None:
+            if batch_idx == 4:  # after step 5, whose row is written after this hook
+                progress = trainer.fit_loop.epoch_loop.automatic_optimization.optim_progress.optimizer.step.total
+                progress.completed = progress.ready = 2
+
+    caplog.set_level(logging.INFO, logger=LOGGER)
+    make_trainer(callbacks=[progress_at(clock), RollBack()]).fit(make_module(plain_module, clock))
+    steps = [r.getMessage().partition("  ")[0] for r in caplog.records if r.name == LOGGER]
+    assert steps == [f"step {number}/8" for number in (1, 2, 3, 4, 5, 3, 4, 5)]
 
 
 def test_without_an_end_there_is_no_total_and_no_time_left(

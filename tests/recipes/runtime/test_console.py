@@ -1,6 +1,7 @@
 """What a terminal obeys is printed as text."""
 
 import logging
+import os
 from pathlib import Path
 
 import pytest
@@ -18,6 +19,22 @@ def test_sampled_text_cannot_control_the_terminal(tmp_path: Path, capsys: pytest
     assert capsys.readouterr().out == expected
     assert (tmp_path / "train.log").read_text() == expected
     assert logging.getLogger("lightning_recipes").handlers
+
+
+def test_a_run_goes_on_when_nobody_reads_its_console_any_more(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+) -> None:
+    """As after `python train.py | head -7`."""
+    reader, writer = os.pipe()
+    with os.fdopen(writer, "w") as console:
+        monkeypatch.setattr("sys.stdout", console)
+        open_console(tmp_path / "train.log")
+        os.close(reader)
+        for number in range(3):
+            LOGGER.info(f"line {number}")
+    assert capfd.readouterr().err == ""
+    gone = "Nobody reads the console any more: further lines are in the file alone"
+    assert sorted((tmp_path / "train.log").read_text().splitlines()) == sorted([gone, "line 0", "line 1", "line 2"])
 
 
 def test_a_reported_value_cannot_control_the_terminal() -> None:
