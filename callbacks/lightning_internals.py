@@ -55,6 +55,15 @@ def forget_metrics(trainer: Trainer, keys: Collection[str]) -> None:
             trainer._results.pop(key, None)
 
 
+def forget_row(trainer: Trainer) -> None:
+    """Log nothing at the end of the present batch: after a rollback the number of the step is that of another one.
+
+    The next `log` of a metric makes it valid again; means over the epoch keep what they have.
+    """
+    for metric in () if trainer._results is None else trainer._results.values():
+        metric.has_reset = metric.has_reset or metric.meta.on_step
+
+
 class Row(NamedTuple):
     """What Lightning hands to its loggers at once.
 

@@ -8,6 +8,7 @@ from typing import Any, Literal, NoReturn
 from lightning.pytorch import LightningModule, Trainer
 
 from ..events import finite, log_event
+from ..lightning_internals import forget_row
 from .escalation import Action, Response, SpikeEscalation
 from .lr_backoff import LearningRateBackoff
 from .monitor import SpikeMonitor, Verdict
@@ -163,6 +164,7 @@ class Recovery:
         if backs_off:
             self.lr_backoff.start(trainer, self._lr_factor, end_step=clock + self._lr_backoff_steps)
         to_step = trainer.global_step
+        forget_row(trainer)
         for listener in _find_listeners(trainer, pl_module):
             listener.on_rollback(trainer, pl_module, from_step, to_step)
         if self._rewind_data:

@@ -30,6 +30,7 @@ _RECIPE_ALIASES = {name: f"{name}_bf16" for name in ("single", "ddp", "fsdp", "h
 # common names of settings elsewhere -> setting
 _SETTING_ALIASES = {
     "batch_size": "global_batch_size",
+    "block_size": "model.max_seq_len",
     "learning_rate": "optimizer.lr",
     "gpus": "trainer.devices",
     "steps": "trainer.max_steps",
@@ -148,7 +149,12 @@ def get_choice(group: str, config: Any) -> str:
 def _find_sections_with(name: str, config: Any) -> list[str]:
     """Return the sections, and the sections in them, that have a setting of this name."""
     sections = [str(key) for key in config if OmegaConf.is_dict(config[key])]
-    deeper = [f"{key}.{part}" for key in sections for part in config[key] if OmegaConf.is_dict(config[key][part])]
+    deeper = [
+        f"{key}.{part}"
+        for key in sections
+        for part in config[key]
+        if not OmegaConf.is_missing(config[key], part) and OmegaConf.is_dict(config[key][part])
+    ]
     return [key for key in [*sections, *deeper] if name in OmegaConf.select(config, key)]
 
 

@@ -1,5 +1,6 @@
 """What a rollback restores in someone else's project besides weights and moments, and what goes on."""
 
+import csv
 import itertools
 from pathlib import Path
 from typing import Any
@@ -8,6 +9,7 @@ import pytest
 import torch
 from lightning.pytorch import Callback, LightningModule
 from lightning.pytorch.callbacks import EarlyStopping, EMAWeightAveraging, ModelCheckpoint
+from lightning.pytorch.loggers import CSVLogger
 from torch import Tensor
 from torch.utils.data import DataLoader, TensorDataset
 
@@ -117,8 +119,12 @@ def test_early_stopping_forgets_the_scores_of_undone_steps(rolled_back: Any) -> 
 
 
 def test_rows_of_other_loggers_have_the_numbers_of_the_steps(rolled_back: Any, tmp_path: Path) -> None:
-    trainer = rolled_back()
+    trainer = rolled_back(logger=CSVLogger(tmp_path, name="", version="rows"), log_every_n_steps=10)
     assert trainer.fit_loop.epoch_loop._batches_that_stepped == trainer.global_step
+    with (tmp_path / "rows/metrics.csv").open(newline="") as file:
+        steps = [int(row["step"]) + 1 for row in csv.DictReader(file)]
+    # back to step 20 at the end of step 38, whose own row is not one of step 20
+    assert steps == [10, 20, 30, *range(30, trainer.global_step + 1, 10)]
 
 
 def test_no_checkpoint_of_an_undone_step_stays_the_best_or_the_last(

@@ -98,6 +98,9 @@ ALONE = {
     "launcher=slurm launcher.signal_seconds=0": (
         "launcher.signal_seconds=0: it must be at least 1; type launcher.signal_seconds=<at least 1>"
     ),
+    "data=text_files data.path=. bogus=1": (
+        "bogus=1: there is no 'bogus'; type python train.py --help for the list of settings"
+    ),
     "measure_peak=True": "measure_peak=True: there is no 'measure_peak'; type callbacks.throughput.measure_peak=True",
     "trainer.max_time=abc": (
         "trainer.max_time=abc: it takes days, hours, minutes and seconds;"
