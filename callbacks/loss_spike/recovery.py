@@ -79,6 +79,12 @@ class Recovery:
         max_rollbacks: int,
         rewind_data: bool,
     ) -> None:
+        for name, value, choices in (
+            ("action", action, ("warn", "skip", "rollback")),
+            ("snapshot_storage", snapshot_storage, ("auto", "memory", "disk")),
+        ):
+            if value not in choices:
+                raise ValueError(f"{name}={value}: there is no such choice; type {' or '.join(choices)}")
         steps = (quarantine_steps, skip_batches, cooldown_steps, lr_backoff_steps)
         _check_counts((max_skips, max_non_finite, snapshot_every, num_snapshots, *steps))
         if not 0 < lr_factor < 1:

@@ -99,6 +99,12 @@ class FSDP2Strategy(TorchNativeMixin, ShardSavingMixin, ModelParallelStrategy):
             # norms and embeddings first, as a float32 group of their own: in the block's group they would be gathered
             # in the low precision, and the result would no longer be that of autocast on one device
             full = [module for module in block.modules() if _stays_in_full_precision(module)]
+            if block in full:  # parameters of its own: its group takes all that a group of the matrices has not
+                matrices: list[nn.Module] = [module for module in block.modules() if isinstance(module, _LOW_PRECISION)]
+                if matrices:
+                    self._shard(matrices, low_precision=True, reshard_after_forward=reshard_after_forward)
+                self._shard([block], low_precision=False, reshard_after_forward=reshard_after_forward)
+                return
             if full:
                 self._shard(full, low_precision=False, reshard_after_forward=reshard_after_forward)
         self._shard([block], low_precision=True, reshard_after_forward=reshard_after_forward)

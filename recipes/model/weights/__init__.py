@@ -6,6 +6,7 @@ from typing import Any
 
 import torch
 
+from recipes.errors import ConfigError
 from recipes.model import Model
 from recipes.model.init import constant_
 
@@ -22,8 +23,16 @@ def initialize(model: Model, seed: int) -> None:
         seed: Of the run.
 
     Raises:
+        ConfigError: The model lacks a method that a resume will call.
         ValueError: The weights named by `model.pretrained` do not fit the model; nothing was loaded.
     """
+    if not hasattr(model, "init_buffers"):
+        name = type(model).__name__
+        raise ConfigError(
+            f"model._target_={type(model).__module__}.{name}",
+            f"{name} has no init_buffers(), which a resume calls to set what a checkpoint does not hold",
+            "def init_buffers(self): in that class, empty if there are no such buffers",
+        )
     pretrained: str | None = getattr(model, "pretrained", None)
     if pretrained is None:
         model.init_weights(seed)

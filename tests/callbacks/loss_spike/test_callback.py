@@ -102,6 +102,8 @@ def test_the_defaults_are_those_of_the_config() -> None:
         {"num_snapshots": 1},
         {"max_non_finite": -1},
         {"max_rollbacks": 0},
+        {"action": "rollbak"},
+        {"snapshot_storage": "ram"},
         {"window": 8},
     ],
     ids=str,
