@@ -10,6 +10,7 @@ pre-training of a language model. Elsewhere hard batches, warm restarts or anoth
 """
 
 import math
+import sys
 from collections import deque
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
@@ -19,7 +20,7 @@ from typing import Any, Literal
 _MAD_TO_SD = 1.4826
 # least standard deviation, as a fraction of the median: equal values have no spread of their own
 _SMALLEST_SD = 1e-3
-_SMALLEST = 5e-324  # the smallest float above zero
+_SMALLEST = sys.float_info.min  # above zero also where denormal numbers are flushed to it
 _LARGEST_LOG = 709.0  # its exponential is still a float
 
 

@@ -25,6 +25,7 @@ _SMALLEST = {  # in the order in which `Recovery` checks them
     "cooldown_steps": 1,
     "lr_backoff_steps": 1,
 }
+_CHOICES = {"action": ("warn", "skip", "rollback"), "snapshot_storage": ("auto", "memory", "disk")}
 _SERIES_NAMES = {"loss": "loss", "norm": "gradient norm"}
 
 
@@ -79,12 +80,7 @@ class Recovery:
         max_rollbacks: int,
         rewind_data: bool,
     ) -> None:
-        for name, value, choices in (
-            ("action", action, ("warn", "skip", "rollback")),
-            ("snapshot_storage", snapshot_storage, ("auto", "memory", "disk")),
-        ):
-            if value not in choices:
-                raise ValueError(f"{name}={value}: there is no such choice; type {' or '.join(choices)}")
+        _check_choices(action=action, snapshot_storage=snapshot_storage)
         steps = (quarantine_steps, skip_batches, cooldown_steps, lr_backoff_steps)
         _check_counts((max_skips, max_non_finite, snapshot_every, num_snapshots, *steps))
         if not 0 < lr_factor < 1:
@@ -204,6 +200,12 @@ class Recovery:
             factor, steps = self.lr_backoff.factor, self._lr_backoff_steps
             line = f"Step {to_step}: learning rate multiplied by {factor:g} for {steps} steps"
             log_event(trainer, line, "lr_backoff", to_step, factor=factor, steps=steps)
+
+
+def _check_choices(**typed: str) -> None:
+    for name, value in typed.items():
+        if value not in _CHOICES[name]:
+            raise ValueError(f"{name}={value}: there is no such choice; type {' or '.join(_CHOICES[name])}")
 
 
 def _check_counts(counts: Sequence[int]) -> None:

@@ -5,6 +5,7 @@ import random
 from collections.abc import Callable
 
 import pytest
+import torch
 
 from callbacks.loss_spike.detector import Alarm, SpikeDetector
 
@@ -170,3 +171,13 @@ def test_the_largest_normal_value_survives_a_round_trip() -> None:
 def test_a_warm_up_longer_than_the_window_is_an_error() -> None:
     with pytest.raises(ValueError, match="a warm-up of 64 values needs a window"):
         SpikeDetector(window=32)
+
+
+def test_losses_of_exactly_zero_are_normal_also_where_denormal_numbers_are_flushed() -> None:
+    flushed = torch.set_flush_denormal(True)
+    try:
+        assert alarms([0.0] * 300, SpikeDetector(min_rise=0.0)) == {}
+        assert alarms([1.0] * 100 + [0.0] * 300, SpikeDetector(logarithmic=True)) == {}
+    finally:
+        torch.set_flush_denormal(False)
+    assert flushed, "this processor cannot"
