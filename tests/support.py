@@ -1,6 +1,7 @@
 """Helpers of several tests: composed configs, runs, faults at a step, data with uneven masks."""
 
 import csv
+import os
 import subprocess
 import sys
 from collections.abc import Sequence
@@ -41,12 +42,13 @@ def composed_config(*overrides: str) -> dict[str, Any]:
 
 
 def run_train(
-    overrides: Sequence[str], *, folder: Path = ROOT, timeout: float = 240.0
+    overrides: Sequence[str], *, folder: Path = ROOT, timeout: float = 240.0, python_path: str | None = None
 ) -> subprocess.CompletedProcess[str]:
     """Run `python train.py …` and return its output."""
     return subprocess.run(
         [sys.executable, str(ROOT / "train.py"), *overrides],
         cwd=folder,
+        env=None if python_path is None else os.environ | {"PYTHONPATH": python_path},
         capture_output=True,
         text=True,
         timeout=timeout,

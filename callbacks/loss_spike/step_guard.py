@@ -180,7 +180,11 @@ def _get_scaler(trainer: Trainer) -> Any:
 def copy_buffers(module: nn.Module) -> list[tuple[Tensor, Tensor]]:
     """Return the buffers of a module with copies; without those that have no values yet, or share them (`expand`)."""
     present = (buffer for buffer in module.buffers() if not is_lazy(buffer))
-    return [(buffer, buffer.clone()) for buffer in present if 0 not in buffer.stride() or buffer.numel() == 0]
+    return [(buffer, buffer.clone()) for buffer in present if not _is_expanded(buffer)]
+
+
+def _is_expanded(buffer: Tensor) -> bool:
+    return any(stride == 0 and size > 1 for stride, size in zip(buffer.stride(), buffer.shape, strict=True))
 
 
 @torch.no_grad()

@@ -86,7 +86,10 @@ def _check_links(run_folder: Path) -> Iterator[ConfigError]:
 
     A link to a folder is allowed: checkpoints may be on another disk.
     """
-    entries = sorted(run_folder.iterdir()) if run_folder.is_dir() else []
+    try:
+        entries = sorted(run_folder.iterdir())
+    except OSError:  # not there yet; or whoever locks it reports why it cannot be used
+        return
     for path in entries:
         if path.is_symlink() and not path.is_dir():
             yield ConfigError(

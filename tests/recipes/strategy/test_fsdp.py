@@ -1,12 +1,10 @@
 """FSDP2 on real ranks, with models whose blocks are of another kind than those of conf/model/."""
 
-import os
-import subprocess
-import sys
 from pathlib import Path
+from subprocess import CompletedProcess
 
 import pytest
-from support import ROOT, read_metrics, write_texts
+from support import read_metrics, run_train, write_texts
 
 # parameters on the block itself, a vector and a matrix, beside those of modules in it
 MODEL = """
@@ -64,19 +62,11 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder
 
 
-def train(folder: Path, name: str, *overrides: str) -> "subprocess.CompletedProcess[str]":
+def train(folder: Path, name: str, *overrides: str) -> "CompletedProcess[str]":
     common = ["model=mine", "hydra.searchpath=[conf]", "data=text_files", "data.path=texts", "tokenizer=bytes"]
     common += ["trainer.max_steps=4", "warmup_steps=1", "global_batch_size=4", "save_every=null", "log_every=1"]
     common += ["trainer.accelerator=cpu", "callbacks=[grad_norm]", f"hydra.run.dir={name}"]
-    return subprocess.run(
-        [sys.executable, str(ROOT / "train.py"), *common, *overrides],
-        cwd=folder,
-        env=os.environ | {"PYTHONPATH": str(folder)},
-        capture_output=True,
-        text=True,
-        check=False,
-        timeout=240,
-    )
+    return run_train([*common, *overrides], folder=folder, python_path=str(folder))
 
 
 def test_parameters_on_the_block_itself_train_as_on_one_device(folder: Path) -> None:

@@ -118,3 +118,8 @@ def test_blanks_around_a_prompt_are_part_of_it(prompt: str) -> None:
     # a number, a list, a choice of options and a quoted text are what they were
     for text in ("optimizer.lr= 1e-3", "tags= [a, b]", "model= gpt2,llama_nano", "name= 'x'", "debug= nan"):
         assert text.endswith("nan") or quote_options([text]) == [text]
+
+
+def test_a_folder_that_cannot_be_listed_is_left_to_whoever_locks_it(composed: Composed, tmp_path: Path) -> None:
+    for folder in (tmp_path / ("a" * 300), tmp_path / "missing"):
+        assert list(check_run_folder(composed.config, folder)) == []
