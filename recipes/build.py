@@ -122,7 +122,7 @@ def build(config: Config, folder: Path, overrides: list[str]) -> Run:
         eval_samples=config["eval_samples"] if is_training else None,
     )
     trainer = _build_trainer(config, folder, ranks, devices, precision, accumulation, is_training=is_training)
-    task = _build_task(config, precision)
+    task = build_task(config, precision)
     task.awaits_checkpoint = checkpoint is not None  # every mode loads it
     return Run(
         name=config["name"],
@@ -139,7 +139,8 @@ def build(config: Config, folder: Path, overrides: list[str]) -> Run:
     )
 
 
-def _build_task(config: Config, precision: Precision) -> TrainingTask:
+def build_task(config: Config, precision: Precision) -> TrainingTask:
+    """Return the task of a config, without a model: it is constructed once the Trainer has set up the ranks."""
     task: TrainingTask = make(config["task"])(
         # a function, not a model: the task calls it on the meta device once the Trainer has set up the ranks
         make_model=functools.partial(make, config["model"]),

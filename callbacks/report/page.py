@@ -27,6 +27,7 @@ from .config import command_line_overrides, config_text
 from .dashboard import get_sections, sections_for
 from .header import diagnosis, head, tiles
 from .html import anchor_id, facts_table, render_page, write_page, zoom_bar
+from .plan_page import memory_section
 from .run_record import RunRecord, as_series, read_run
 from .tables import events_table, operators_table, plan_table, sample_texts, spikes_table
 
@@ -75,6 +76,7 @@ def page_html(run: RunRecord, groups: Sequence[Group], marks: Sequence[Mark]) ->
         operators_table(run),
         spikes_table(run),
         plan_table(run),
+        memory_section(run.plan),
         f'<div class="pair">{facts}</div>',
         events_table(run),
         config_text(run),

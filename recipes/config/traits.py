@@ -18,6 +18,7 @@ class StrategyTraits:
         needs_process_group: Whether it runs on several ranks.
         shards_weights: Whether each rank keeps a shard of the weights, block by block.
         replicates_state: Whether every rank keeps all weights and optimizer state.
+        state_layout: How weights, gradients and optimizer state lie on the ranks: `whole`, `fsdp` or `zero`.
         clips_by_value: Whether it can clip each gradient value, not only the global norm.
         accepts_device_list: Whether `trainer.devices` may list GPUs whose indices do not start at 0.
         syncs_batch_norm: Whether Lightning can synchronize batch norm statistics over its ranks.
@@ -27,6 +28,7 @@ class StrategyTraits:
     needs_process_group: bool = True
     shards_weights: bool = False
     replicates_state: bool = False
+    state_layout: str = "whole"
     clips_by_value: bool = True
     accepts_device_list: bool = True
     syncs_batch_norm: bool = False

@@ -8,6 +8,7 @@ import torch
 from lightning.pytorch.plugins.io import CheckpointIO
 from lightning.pytorch.strategies import ModelParallelStrategy
 from torch import nn
+from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule, OffloadPolicy, fully_shard
 from typing_extensions import override
 
@@ -40,6 +41,7 @@ class FSDP2Strategy(TorchNativeMixin, ShardSavingMixin, ModelParallelStrategy):
 
     option: ClassVar[str] = "fsdp"
     shards_weights: ClassVar[bool] = True
+    state_layout: ClassVar[str] = "fsdp"
 
     _root: FSDPModule
 
@@ -76,13 +78,9 @@ class FSDP2Strategy(TorchNativeMixin, ShardSavingMixin, ModelParallelStrategy):
 
     def materialize(self, model: nn.Module, initialize: Callable[[nn.Module], None]) -> None:
         """Shard block by block, then give each shard storage and weights: no rank ever holds the full model."""
-        *others, last = get_blocks(model, self.option)
-        for block in others:
-            self._shard_block(block, reshard_after_forward=True)
-        # the backward pass starts with the last block: freed, it would be gathered again at once
-        self._shard_block(last, reshard_after_forward=False)
-        # last: FSDP2 assigns to a module what no module below it has claimed, here embedding, norm and head
-        self._shard([model], low_precision=False, reshard_after_forward=False)
+        shard_blocks(
+            model, mesh=self.device_mesh, precision=self._precision, offload_policy=self._offload, option=self.option
+        )
         offloaded = isinstance(self._offload, CPUOffloadPolicy)
         model.to_empty(device="cpu" if offloaded else self.root_device)
         if offloaded:
@@ -93,31 +91,6 @@ class FSDP2Strategy(TorchNativeMixin, ShardSavingMixin, ModelParallelStrategy):
         initialize(model)
         assert isinstance(model, FSDPModule)
         self._root = model
-
-    def _shard_block(self, block: nn.Module, *, reshard_after_forward: bool) -> None:
-        if self._precision.is_mixed:
-            # norms and embeddings first, as a float32 group of their own: in the block's group they would be gathered
-            # in the low precision, and the result would no longer be that of autocast on one device
-            full = [module for module in block.modules() if _stays_in_full_precision(module)]
-            if block in full:  # parameters of its own: its group takes all that a group of the matrices has not
-                matrices: list[nn.Module] = [module for module in block.modules() if isinstance(module, _LOW_PRECISION)]
-                if matrices:
-                    self._shard(matrices, low_precision=True, reshard_after_forward=reshard_after_forward)
-                self._shard([block], low_precision=False, reshard_after_forward=reshard_after_forward)
-                return
-            if full:
-                self._shard(full, low_precision=False, reshard_after_forward=reshard_after_forward)
-        self._shard([block], low_precision=True, reshard_after_forward=reshard_after_forward)
-
-    def _shard(self, modules: list[nn.Module], *, low_precision: bool, reshard_after_forward: bool) -> None:
-        """Make one group of the modules' parameters, gathered and reduced together."""
-        fully_shard(
-            modules if len(modules) > 1 else modules[0],  # type: ignore[arg-type]
-            mesh=self.device_mesh,
-            mp_policy=to_fsdp_policy(self._precision, gather_low_precision=low_precision),
-            offload_policy=self._offload,
-            reshard_after_forward=reshard_after_forward,
-        )
 
     @override
     def model_to_device(self) -> None:
@@ -167,6 +140,55 @@ class HSDPStrategy(FSDP2Strategy):
         """Return the number of replicas, then of shards."""
         shard_size = self._shard_size or self.num_processes
         return {"replicate": self.world_size // shard_size, "shard": shard_size}
+
+
+def shard_blocks(
+    model: nn.Module, *, mesh: DeviceMesh, precision: Precision, offload_policy: OffloadPolicy, option: str
+) -> None:
+    """Make groups of parameters that are gathered and reduced together: one or two a block, one of all the rest.
+
+    Args:
+        model: Not yet sharded, on any device.
+        mesh: The ranks; the last axis shards, one before it replicates.
+        precision: Dtypes of weights and products.
+        offload_policy: Where the shards live.
+        option: Of the strategy, to name it in messages.
+
+    Raises:
+        ConfigError: The model has no `blocks`.
+    """
+
+    def shard(modules: list[nn.Module], *, low_precision: bool, reshard_after_forward: bool) -> None:
+        fully_shard(
+            modules if len(modules) > 1 else modules[0],  # type: ignore[arg-type]
+            mesh=mesh,
+            mp_policy=to_fsdp_policy(precision, gather_low_precision=low_precision),
+            offload_policy=offload_policy,
+            reshard_after_forward=reshard_after_forward,
+        )
+
+    blocks = list(get_blocks(model, option))
+    for block in blocks:
+        # the backward pass starts with the last block: freed, it would be gathered again at once
+        reshard = block is not blocks[-1]
+        groups = _split_by_precision(block) if precision.is_mixed else [([block], True)]
+        for modules, low_precision in groups:
+            shard(modules, low_precision=low_precision, reshard_after_forward=reshard)
+    # last: FSDP2 assigns to a module what no module below it has claimed, here embedding, norm and head
+    shard([model], low_precision=False, reshard_after_forward=False)
+
+
+def _split_by_precision(block: nn.Module) -> list[tuple[list[nn.Module], bool]]:
+    """Return the groups of a block's modules in order, each with whether its weights are gathered in low precision.
+
+    Norms and embeddings are a float32 group of their own: in the block's group they would be gathered in the low
+    precision, and the result would no longer be that of autocast on one device.
+    """
+    full = [module for module in block.modules() if _stays_in_full_precision(module)]
+    if block in full:  # parameters of its own: its group takes all that a group of the matrices has not
+        matrices = [module for module in block.modules() if isinstance(module, _LOW_PRECISION)]
+        return [*([(matrices, True)] if matrices else []), ([block], False)]
+    return [*([(full, False)] if full else []), ([block], True)]
 
 
 def _stays_in_full_precision(module: nn.Module) -> bool:

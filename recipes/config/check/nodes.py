@@ -35,7 +35,9 @@ PROVIDED: dict[str, set[str]] = {
     "logger.tensorboard": {"run_folder"},
     "logger.wandb": {"run_folder"},
     "mode": {"run", "composed"},
+    "mode.find_peak": {"device_name", "kind"},
     "mode.write": {"folders", "path"},
+    "mode.write_page": {"path", "plan", "lines"},
     "sweep.compare": {"folders", "path", "sort", "dashboard"},
 }
 _INSTANTIATE = {"_target_", "_partial_", "_convert_", "_recursive_", "_args_"}

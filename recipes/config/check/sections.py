@@ -41,6 +41,7 @@ NEWER = (
     "launcher",
     "sweep",
     "metrics",
+    "plan",
 )  # sections that the frozen configs of older runs lack
 # or with one only sometimes
 _WITHOUT_TARGET = ("callbacks", "dashboard", "logger", "lr_scaling", "metrics", "tokenizer")

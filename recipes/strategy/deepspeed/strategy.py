@@ -55,6 +55,7 @@ class DeepSpeedZero(StepGuardMixin, TrainStateMixin, PerRankSavingMixin, DeepSpe
 
     option: ClassVar[str] = "deepspeed_stage_{stage}"
     clips_by_value: ClassVar[bool] = False
+    state_layout: ClassVar[str] = "zero"
     accepts_device_list: ClassVar[bool] = False  # a rank's GPU is its local rank
 
     frees_gradients = True

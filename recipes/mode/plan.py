@@ -1,0 +1,106 @@
+"""Plan a run: its memory, time and disk, before anything is paid for. No GPU, seconds for any model."""
+
+import json
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any
+
+from recipes.config.compose import Composed
+from recipes.config.instantiate import make
+from recipes.plan.advice import advise_settings
+from recipes.plan.assumptions import Assumptions
+from recipes.plan.hardware import Cluster, find_cluster
+from recipes.plan.plan import make_plan
+from recipes.plan.roofline import Rates, get_rates
+from recipes.plan.run_length import measure_run
+from recipes.plan.table import as_json, describe_memory, describe_rules, describe_time
+from recipes.precision import Precision
+from recipes.run_folder import PLAN_FILE, write_atomically
+from recipes.runtime.console import LOGGER
+
+PAGE = "plan.html"
+_KINDS = {"bfloat16": "bf16", "float16": "fp16", "float32": "fp32"}
+
+
+def plan(
+    composed: Composed,
+    *,
+    path: str | None,
+    advise: bool,
+    find_peak: Callable[[str, str], Any],
+    write_page: Callable[..., None],
+) -> int:
+    """Print what a run will need, and write it as JSON and as a page.
+
+    Args:
+        composed: The run to plan.
+        path: Folder for `plan.json` and `plan.html`; None: print only.
+        advise: Try other strategies and micro-batch sizes.
+        find_peak: (device, kind of arithmetic) -> its dense peak.
+        write_page: (file, plan as JSON, lines that were printed) -> writes the page.
+
+    Returns:
+        The exit code, 0, whether the run fits or not.
+
+    Raises:
+        ConfigError: There is no such device, or the batch does not divide over its ranks.
+    """
+    config = composed.config
+    assumed: Assumptions = make(config["plan"])
+    cluster = find_cluster(
+        assumed.hardware,
+        per_node=_requested_per_node(config["trainer"]["devices"]),
+        num_nodes=int(config["trainer"]["num_nodes"]),
+        interconnect=assumed.interconnect,
+        memory_gib=assumed.memory_gib,
+    )
+    rates = _find_rates(cluster, find_peak)
+    precision: Precision = make(config["precision"])
+    planned = make_plan(config, cluster, rates=rates)
+    kind = _KINDS[str(precision.compute_dtype).removeprefix("torch.")]
+    length = measure_run(
+        planned,
+        config,
+        peak_tflops=None if rates is None else rates.tflops.get(kind),
+        expect_mfu=assumed.expect_mfu,
+        dollars_per_hour=assumed.dollars_per_hour,
+    )
+    lines = [
+        f"plan: {planned.num_parameters:,} parameters on {cluster.num_devices} x {cluster.device.name},"
+        f" {precision.name}",
+        *describe_memory(planned),
+        *describe_rules(planned, config),
+        *describe_time(planned, length, rates),
+    ]
+    if advise:
+        lines += advise_settings(composed, cluster, planned)
+    for line in lines:
+        LOGGER.info(line)
+    if path is not None:
+        _write(Path(path).expanduser(), as_json(planned, length, planned.flops), lines, write_page)
+    return 0
+
+
+def _requested_per_node(devices: Any) -> int | None:
+    """Return the ranks per node that `trainer.devices` asks for; None: as many as a node has devices."""
+    if isinstance(devices, list):
+        return len(devices)
+    return devices if isinstance(devices, int) and devices > 0 else None
+
+
+def _find_rates(cluster: Cluster, find_peak: Callable[[str, str], Any]) -> Rates | None:
+    """Return what a device reaches; None for a CPU and for a device without a published peak or bandwidth."""
+    device = cluster.device
+    if device.full_name is None or device.bandwidth is None:
+        return None
+    peaks = {kind: find_peak(device.full_name, kind).tflops for kind in ("bf16", "fp16", "fp32")}
+    if any(value is None for value in peaks.values()):
+        return None
+    return get_rates(device.full_name, tflops=peaks, bandwidth=device.bandwidth)
+
+
+def _write(folder: Path, record: dict[str, Any], lines: Sequence[str], write_page: Callable[..., None]) -> None:
+    folder.mkdir(parents=True, exist_ok=True)
+    write_atomically(folder / PLAN_FILE, json.dumps(record, indent=2) + "\n")
+    write_page(folder / PAGE, record, lines)
+    LOGGER.info(str(folder / PAGE))

@@ -1,0 +1,160 @@
+"""Which settings fit: the least sharding, then the largest micro-batch, and what each measure saves."""
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+from recipes.config import compose_and_check
+from recipes.config.compose import Composed, Config
+from recipes.config.traits import get_traits
+from recipes.errors import ConfigError
+from recipes.plan.hardware import Cluster
+from recipes.plan.plan import Plan, gib, make_plan
+
+# what a rank holds less of, one after the other; the first is the fastest
+_LADDER = (
+    ("strategy=single",),
+    ("strategy=ddp",),
+    ("strategy=deepspeed_stage_1",),
+    ("strategy=fsdp",),
+    ("strategy=fsdp", "strategy.cpu_offload=true"),
+)
+_RECOMPUTE = "activation_checkpoint=every_block"
+
+
+@dataclass(frozen=True, kw_only=True)
+class Advice:
+    """Settings that fit.
+
+    Attributes:
+        overrides: To add to the command.
+        plan: Of the run with them.
+    """
+
+    overrides: list[str]
+    plan: Plan
+
+
+def advise_settings(composed: Composed, cluster: Cluster, planned: Plan) -> Iterator[str]:
+    """Yield lines: settings that fit with the least sharding and the largest micro-batch, and what measures save.
+
+    Args:
+        composed: The run.
+        cluster: The devices.
+        planned: Its plan as it is.
+    """
+    advice = find_settings(composed, cluster, planned)
+    if advice is None:
+        yield "advice: nothing fits on these devices; what each measure alone saves, in GiB at the fullest moment:"
+        yield from (f"  {line}" for line in measures(composed, cluster, planned))
+        return
+    total = advice.plan.peak.moment.total
+    shown = " ".join(advice.overrides)
+    yield f"advice: {shown}"
+    yield f"  fills {gib(total):.2f} of {gib(advice.plan.limit_bytes):.2f} GiB, the least sharding that fits"
+    if not planned.fits:
+        yield "what each measure alone saves, in GiB at the fullest moment:"
+        yield from (f"  {line}" for line in measures(composed, cluster, planned))
+
+
+def find_settings(composed: Composed, cluster: Cluster, planned: Plan) -> Advice | None:
+    """Return the least sharding that fits, without recomputation if that fits, and its largest micro-batch.
+
+    Args:
+        composed: The run; its global batch stays as it is.
+        cluster: The devices.
+        planned: Its plan as it is.
+    """
+    for strategy in _LADDER:
+        is_for_one = strategy[0] == "strategy=single"
+        if is_for_one != (cluster.num_devices == 1) and "strategy.cpu_offload=true" not in strategy:
+            continue
+        if _least_bytes(strategy, planned, num_ranks=cluster.num_devices) > planned.limit_bytes:
+            continue  # not even without any activations
+        for recompute in ("activation_checkpoint=none", _RECOMPUTE):
+            overrides = [*strategy, recompute]
+            config = _with_overrides(composed, overrides)
+            if config is None:
+                continue
+            found = _largest_micro_batch(config, cluster)
+            if found is not None:
+                size, plan = found
+                return Advice(overrides=[*overrides, f"micro_batch_size={size}"], plan=plan)
+    return None
+
+
+def _least_bytes(strategy: tuple[str, ...], planned: Plan, *, num_ranks: int) -> float:
+    """Return the bytes of weights, gradients and optimizer state on a rank, in float32."""
+    whole, optimizer = 4.0 * planned.num_parameters, float(planned.optimizer_bytes)
+    if len(strategy) > 1:  # offloaded
+        return 0.0
+    return {
+        "strategy=deepspeed_stage_1": 2 * whole + (whole + optimizer) / num_ranks,
+        "strategy=fsdp": (2 * whole + optimizer) / num_ranks,
+    }.get(strategy[0], 2 * whole + optimizer)
+
+
+def _largest_micro_batch(config: Config, cluster: Cluster) -> tuple[int, Plan] | None:
+    """Return the largest micro-batch that fits and divides the global batch; None if one sample does not fit."""
+    needs_group = get_traits(config["strategy"]).needs_process_group
+    num_ranks = cluster.num_devices if needs_group else 1
+    per_rank, rest = divmod(int(config["global_batch_size"]), num_ranks)
+    if rest or per_rank == 0:
+        return None
+
+    def plan_with(size: int) -> Plan:
+        trainer = config["trainer"] | {"accumulate_grad_batches": None}
+        return make_plan(config | {"micro_batch_size": size, "trainer": trainer}, cluster, rates=None)
+
+    sizes = [size for size in range(1, per_rank + 1) if per_rank % size == 0]
+    smallest = plan_with(1)
+    if not smallest.fits:
+        return None
+    if len(sizes) == 1:
+        return 1, smallest
+    # memory grows by the same amount with each sample, once the peak is where the activations are
+    second = plan_with(sizes[1])
+    growth = max((second.peak.moment.total - smallest.peak.moment.total) / (sizes[1] - 1), 1.0)
+    room = 1 + (smallest.limit_bytes - smallest.peak.moment.total) / growth
+    for size in reversed([size for size in sizes if size <= room]):
+        plan = smallest if size == 1 else second if size == sizes[1] else plan_with(size)
+        if plan.fits:
+            return size, plan
+    return 1, smallest
+
+
+def measures(composed: Composed, cluster: Cluster, planned: Plan) -> Iterator[str]:
+    """Yield what each measure alone saves, the cheapest first."""
+    config, before = composed.config, planned.peak.moment.total
+    size, seq_len = planned.accumulation.micro_batch_size, config["seq_len"]
+    candidates: list[list[str]] = []
+    if size > 1:
+        smaller = next(number for number in range(size // 2, 0, -1) if size % number == 0)
+        candidates.append([f"micro_batch_size={smaller}", "trainer.accumulate_grad_batches=null"])
+    if config["precision"]["name"] == "32-true":
+        candidates.append(["precision=bf16-mixed"])
+    candidates.append([_RECOMPUTE])
+    candidates += [[*strategy] for strategy in _LADDER[1:]] if planned.num_ranks > 1 else [[*_LADDER[-1]]]
+    if seq_len is not None and int(seq_len) > 1:
+        candidates.append([f"seq_len={int(seq_len) // 2}"])
+    for overrides in candidates:
+        changed = _with_overrides(composed, overrides)
+        if changed is None:
+            continue
+        try:
+            total = make_plan(changed, cluster, rates=None).peak.moment.total
+        except ConfigError:  # the batch does not divide: no measure
+            continue
+        if total < before:
+            yield f"{' '.join(overrides):<52} {gib(before - total):8.2f}  leaves {gib(total):.2f}"
+
+
+def _with_overrides(composed: Composed, overrides: list[str]) -> Config | None:
+    """Return the config of the same command with more overrides; None if they contradict it."""
+    changed, mistakes = compose_and_check([*_without(composed.overrides, overrides), *overrides])
+    return None if changed is None or mistakes else changed.config
+
+
+def _without(typed: list[str], added: list[str]) -> list[str]:
+    """Return the typed overrides without those of sections that another option replaces."""
+    groups = {override.partition("=")[0] for override in added if "." not in override.partition("=")[0]}
+    return [override for override in typed if override.lstrip("+~").partition("=")[0].partition(".")[0] not in groups]

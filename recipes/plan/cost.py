@@ -1,0 +1,119 @@
+"""FLOPs and bytes of one operator, from the shapes of its arguments and results. Nothing is run."""
+
+import math
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any, Literal
+
+import torch
+from torch import Tensor
+from torch.utils._pytree import tree_leaves
+from torch.utils.flop_counter import flop_registry
+
+Kind = Literal["view", "memory", "matmul", "attention", "collective"]
+
+# operators that return a view or uninitialized memory: nothing is read or written
+_FREE = {
+    *("alias", "as_strided", "detach", "empty", "empty_like", "empty_strided", "expand", "lift_fresh", "new_empty"),
+    *("new_empty_strided", "permute", "reshape", "resize_", "select", "set_", "slice", "split", "split_with_sizes"),
+    *("squeeze", "t", "transpose", "unbind", "unfold", "unsqueeze", "view", "view_as_real", "_reshape_alias"),
+    "_unsafe_view",
+}
+# operators that write their result and read nothing
+_FILLS = {
+    *("arange", "fill_", "full", "full_like", "new_zeros", "ones", "ones_like", "scalar_tensor", "zero_", "zeros"),
+    "zeros_like",
+}
+
+
+@dataclass(frozen=True, slots=True)
+class Cost:
+    """What one operator takes.
+
+    Attributes:
+        kind: Which limit applies.
+        flops: Floating-point operations of matrix products; elementwise arithmetic is not counted.
+        num_bytes: Bytes read and written; of a collective, bytes of its result.
+        dtype: Of the result.
+        num_launches: Kernels started.
+    """
+
+    kind: Kind = "view"
+    flops: float = 0.0
+    num_bytes: float = 0.0
+    dtype: torch.dtype = torch.float32
+    num_launches: int = 0
+
+
+def cost_of(func: Any, args: Sequence[Any], kwargs: dict[str, Any], out: Any) -> Cost:
+    """Return the cost of an operator that has run, on any tensors.
+
+    Args:
+        func: The operator, an overload of `torch.ops`.
+        args: As it was called.
+        kwargs: As it was called.
+        out: What it returned.
+    """
+    name = func._schema.name.partition("::")[2]
+    if name in _FREE:
+        return Cost()
+    inputs = [leaf for leaf in tree_leaves((args, kwargs)) if isinstance(leaf, Tensor)]
+    outputs = [leaf for leaf in tree_leaves(out) if isinstance(leaf, Tensor)]
+    dtype = outputs[0].dtype if outputs else inputs[0].dtype if inputs else torch.float32
+    if func.namespace in ("c10d", "_c10d_functional"):
+        return Cost("collective", num_bytes=max(map(bytes_of, [*inputs, *outputs]), default=0), dtype=dtype)
+    if "attention" in name and "scaled_dot_product" in name:
+        return Cost("attention", _attention_flops(name, inputs), _traffic(inputs, outputs), inputs[0].dtype, 1)
+    if func._overloadpacket in flop_registry:
+        flops = float(flop_registry[func._overloadpacket](*args, **kwargs, out_val=out))
+        return Cost("matmul", flops, _traffic(inputs, outputs), dtype, 1)
+    count = _BYTES.get(name)
+    if count is not None:
+        traffic = count(inputs, outputs)
+    elif name in _FILLS:
+        traffic = sum(map(bytes_of, outputs))
+    else:
+        traffic = _traffic(inputs, outputs)
+    return Cost("memory", 0.0, traffic, dtype, 1)
+
+
+def bytes_of(tensor: Tensor) -> float:
+    """Return the bytes of a tensor's elements."""
+    return float(tensor.numel() * tensor.element_size())
+
+
+def distinct_bytes(tensor: Tensor) -> float:
+    """Return the bytes of a tensor, where an expanded axis is read once."""
+    counted = math.prod(size if stride else 1 for size, stride in zip(tensor.shape, tensor.stride(), strict=True))
+    return float(counted * tensor.element_size())
+
+
+def _traffic(inputs: Sequence[Tensor], outputs: Sequence[Tensor]) -> float:
+    return sum(map(distinct_bytes, inputs)) + sum(map(bytes_of, outputs))
+
+
+def _attention_flops(name: str, inputs: Sequence[Tensor]) -> float:
+    """Return the FLOPs of causal attention: half of all scores; the backward pass has five products, not two."""
+    is_backward = "backward" in name
+    query, key = inputs[1:3] if is_backward else inputs[:2]
+    batch, heads, num_tokens, size = query.shape
+    per_product = 2.0 * batch * heads * num_tokens * key.shape[2] * size / 2
+    return per_product * (5 if is_backward else 2)
+
+
+# Operators that read or write more or less than each argument once. Rows of a softmax over a vocabulary do not fit a
+# cache: maximum, sum and result are three passes.
+_BYTES: dict[str, Callable[[Sequence[Tensor], Sequence[Tensor]], float]] = {
+    "embedding": lambda inputs, outputs: 2 * bytes_of(outputs[0]) + bytes_of(inputs[1]),
+    "embedding_dense_backward": lambda inputs, outputs: 2 * bytes_of(inputs[0]) + 2 * bytes_of(outputs[0]),
+    "nll_loss_forward": lambda inputs, outputs: 3 * bytes_of(inputs[1]),
+    "nll_loss_backward": lambda inputs, outputs: bytes_of(outputs[0]),
+    "_log_softmax": lambda inputs, outputs: 3 * bytes_of(inputs[0]) + bytes_of(outputs[0]),
+    "_softmax": lambda inputs, outputs: 3 * bytes_of(inputs[0]) + bytes_of(outputs[0]),
+    "_log_softmax_backward_data": lambda inputs, outputs: (
+        2 * (bytes_of(inputs[0]) + bytes_of(inputs[1])) + bytes_of(outputs[0])
+    ),
+    "native_layer_norm_backward": lambda inputs, outputs: (
+        _traffic(inputs, outputs) + bytes_of(inputs[0]) + bytes_of(inputs[1])
+    ),
+}

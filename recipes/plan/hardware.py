@@ -1,0 +1,166 @@
+"""Devices that a plan can be made for: memory, bandwidth, links. Peak FLOP/s are the table of the throughput callback.
+
+Memory is what the driver reports (nvidia-smi; thundergolfer.com/blog/nvidia-gpu-memory-capacity lists most), bandwidth
+and links are those of the vendor's data sheets, in one direction.
+"""
+
+import os
+import re
+from dataclasses import dataclass
+
+import torch
+
+from recipes.errors import ConfigError
+
+GIB = 2**30
+# the CUDA context, cuBLAS and NCCL workspaces: between half a GiB and one lies beside the allocator's memory
+CONTEXT_BYTES = int(0.8 * GIB)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Device:
+    """One kind of device.
+
+    Attributes:
+        name: In `plan.hardware=`.
+        full_name: As torch reports it, the key of the table of peaks; None: a CPU.
+        memory_bytes: That the driver reports.
+        bandwidth: Of its memory, bytes per second.
+        link: Name of the link to the other devices of a node.
+    """
+
+    name: str
+    full_name: str | None
+    memory_bytes: int
+    bandwidth: float | None
+    link: str
+
+
+def _gpu(name: str, full_name: str, *, mib: int, gb_per_second: float, link: str) -> Device:
+    return Device(name=name, full_name=full_name, memory_bytes=mib * 2**20, bandwidth=gb_per_second * 1e9, link=link)
+
+
+DEVICES = {
+    device.name: device
+    for device in (
+        _gpu("a100_40", "NVIDIA A100-SXM4-40GB", mib=40_960, gb_per_second=1555, link="nvlink3"),
+        _gpu("a100_80", "NVIDIA A100-SXM4-80GB", mib=81_920, gb_per_second=2039, link="nvlink3"),
+        _gpu("b200", "NVIDIA B200", mib=183_359, gb_per_second=8000, link="nvlink5"),
+        _gpu("h100", "NVIDIA H100 80GB HBM3", mib=81_559, gb_per_second=3350, link="nvlink4"),
+        _gpu("h100_pcie", "NVIDIA H100 PCIe", mib=81_559, gb_per_second=2039, link="pcie5"),
+        _gpu("h200", "NVIDIA H200", mib=143_771, gb_per_second=4800, link="nvlink4"),
+        _gpu("l4", "NVIDIA L4", mib=23_034, gb_per_second=300, link="pcie4"),
+        _gpu("l40s", "NVIDIA L40S", mib=46_068, gb_per_second=864, link="pcie4"),
+        _gpu("rtx3090", "NVIDIA GeForce RTX 3090", mib=24_576, gb_per_second=936, link="pcie4"),
+        _gpu("rtx4090", "NVIDIA GeForce RTX 4090", mib=24_564, gb_per_second=1008, link="pcie4"),
+    )
+}
+# bytes per second and direction, of one device
+LINKS = {
+    "nvlink3": 300e9,
+    "nvlink4": 450e9,
+    "nvlink5": 900e9,
+    "pcie4": 32e9,
+    "pcie5": 64e9,
+    "ib200": 25e9,
+    "ib400": 50e9,
+    "ethernet100": 12.5e9,
+}
+# what of a link or a memory a kernel gets: nccl-tests on NVLink and stream benchmarks on HBM reach 75 to 90 %
+LINK_EFFICIENCY = 0.75
+
+
+@dataclass(frozen=True, kw_only=True)
+class Cluster:
+    """Devices of one kind.
+
+    Attributes:
+        device: Each of them.
+        per_node: Devices in a node.
+        num_nodes: Nodes.
+        link: Between the devices of a node.
+        network: Between nodes, per device.
+        memory_bytes: Of one device that a run can have.
+    """
+
+    device: Device
+    per_node: int
+    num_nodes: int
+    link: str
+    network: str
+    memory_bytes: int
+
+    @property
+    def num_devices(self) -> int:
+        """Devices in all nodes."""
+        return self.per_node * self.num_nodes
+
+    def bandwidth_between(self, num_ranks: int) -> float:
+        """Return bytes per second and direction of a ring through a number of neighbouring ranks."""
+        slowest = LINKS[self.link] if num_ranks <= self.per_node else min(LINKS[self.link], LINKS[self.network])
+        return slowest * LINK_EFFICIENCY
+
+
+def find_cluster(
+    hardware: str, *, per_node: int | None, num_nodes: int, interconnect: str | None, memory_gib: float | None
+) -> Cluster:
+    """Return what `plan.hardware=` names.
+
+    Args:
+        hardware: `h100x8`: a device and how many of them a node has; `auto`: this machine.
+        per_node: Ranks per node that the run asks for; None: all devices of a node.
+        num_nodes: Nodes that the run asks for.
+        interconnect: Link between devices, of a node or, with several nodes, between them; None: the usual one.
+        memory_gib: Memory of a device, instead of the table's; None: the table's.
+
+    Raises:
+        ConfigError: There is no such device or link.
+    """
+    device, count = _this_machine() if hardware == "auto" else _parse(hardware)
+    if interconnect is not None and interconnect not in LINKS:
+        raise ConfigError(
+            f"plan.interconnect={interconnect}",
+            "no such link is known",
+            f"plan.interconnect=<{' | '.join(LINKS)}>",
+        )
+    link, network = device.link, "ib400"
+    if interconnect is not None:
+        link, network = (link, interconnect) if num_nodes > 1 else (interconnect, network)
+    usable = device.memory_bytes - (CONTEXT_BYTES if device.full_name is not None else 0)
+    return Cluster(
+        device=device,
+        per_node=count if per_node is None else per_node,
+        num_nodes=num_nodes,
+        link=link,
+        network=network,
+        memory_bytes=usable if memory_gib is None else int(memory_gib * GIB),
+    )
+
+
+def _parse(hardware: str) -> tuple[Device, int]:
+    match = re.fullmatch(r"(?P<name>[a-z0-9_]+?)(?:x(?P<count>[1-9][0-9]{0,4}))?", hardware)
+    if match is None or match["name"] not in DEVICES:
+        raise ConfigError(
+            f"plan.hardware={hardware}",
+            "no such device is known",
+            f"plan.hardware=auto, or <{' | '.join(DEVICES)}>, with x8 for eight in a node",
+        )
+    return DEVICES[match["name"]], int(match["count"] or 1)
+
+
+def _this_machine() -> tuple[Device, int]:
+    if not torch.cuda.is_available():
+        memory = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
+        return Device(name="cpu", full_name=None, memory_bytes=memory, bandwidth=None, link="pcie4"), 1
+    full_name, memory = torch.cuda.get_device_name(0), torch.cuda.get_device_properties(0).total_memory
+    known = next((device for device in DEVICES.values() if device.full_name == full_name), None)
+    return (
+        Device(
+            name=full_name,
+            full_name=full_name,
+            memory_bytes=memory,
+            bandwidth=known.bandwidth if known else None,
+            link=known.link if known else "pcie4",
+        ),
+        torch.cuda.device_count(),
+    )

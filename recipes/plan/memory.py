@@ -1,0 +1,145 @@
+"""Bytes on a rank over one step, by what they hold: the recorded operators, and what an engine adds to them."""
+
+from collections import Counter
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass
+from typing import Literal
+
+from recipes.plan.trace import GATHERED, GRADIENTS, OPTIMIZER, WEIGHTS, Op
+
+MASTER = "master weights"
+# DeepSpeed's defaults, in elements (0.19.8): weights that stage 3 keeps gathered, and those it gathers ahead at once
+_MAX_LIVE, _PREFETCH = 1_000_000_000, 50_000_000
+_FLOAT32 = 4
+
+
+@dataclass(frozen=True, kw_only=True)
+class Zero:
+    """How DeepSpeed partitions.
+
+    Attributes:
+        stage: 1: optimizer state; 2: also gradients; 3: also weights.
+        num_ranks: That share a copy.
+        bucket: Elements that are reduced at once.
+        num_buckets: 2 where communication overlaps with the backward pass.
+        offloads_optimizer: Master weights, optimizer state and gradients are in host memory.
+        offloads_weights: The partitions of the weights are, too.
+        is_half: The weights are bfloat16, with a float32 master copy.
+    """
+
+    stage: Literal[1, 2, 3]
+    num_ranks: int
+    bucket: int
+    num_buckets: int
+    offloads_optimizer: bool
+    offloads_weights: bool
+    is_half: bool
+
+
+@dataclass(frozen=True, kw_only=True)
+class Moment:
+    """What is live while one operator runs.
+
+    Attributes:
+        section: Part of the step.
+        op: The operator.
+        held: Bytes by category.
+    """
+
+    section: str
+    op: str
+    held: dict[str, int]
+
+    @property
+    def total(self) -> int:
+        """Bytes of all categories."""
+        return sum(self.held.values())
+
+
+def timeline(ops: Iterable[Op]) -> Iterator[Moment]:
+    """Yield what is live during each operator, in order."""
+    held: Counter[str] = Counter()
+    for op in ops:
+        held.update(op.allocated)
+        yield Moment(section=op.section, op=op.name, held={key: value for key, value in held.items() if value > 0})
+        held.subtract(op.freed)
+
+
+def with_zero(
+    moments: Iterable[Moment], zero: Zero, *, num_parameters: int, accumulates: bool
+) -> Iterator[Moment]:
+    """Yield the moments of a step under ZeRO, from those of one device whose optimizer does not step.
+
+    What DeepSpeed 0.19.8 allocates was read off profiles of its steps: benchmarks/plan_accuracy.py compares.
+
+    Args:
+        moments: Of one device; at stage 2 and 3 of one that gives each gradient away as soon as it is complete.
+        zero: Stage and ranks.
+        num_parameters: Of the unsharded model.
+        accumulates: Whether gradients of earlier micro-batches are there already.
+    """
+    share = -(-num_parameters // zero.num_ranks)
+    weight_bytes = 2 if zero.is_half else _FLOAT32
+    bucket = zero.bucket * weight_bytes * zero.num_buckets
+    gathered, gathered_ahead = min(num_parameters, _MAX_LIVE), min(num_parameters, _PREFETCH)
+    optimizer = buffers = 0
+    has_gradient = False
+    static: dict[str, int] = {}
+    for moment in moments:
+        held = dict(moment.held)
+        if not static:
+            optimizer = -(-held.get(OPTIMIZER, 0) // zero.num_ranks)
+            buffers = max(held.get(WEIGHTS, 0) - num_parameters * weight_bytes, 0)  # what is no parameter
+            static = {WEIGHTS: held.get(WEIGHTS, 0), OPTIMIZER: optimizer, MASTER: share * _FLOAT32}
+            if zero.stage == 3:
+                static |= {WEIGHTS: share * weight_bytes + buffers, GRADIENTS: share * weight_bytes}
+        is_forward = moment.section.startswith("forward")
+        # those of earlier micro-batches are no reason for a bucket
+        has_gradient = has_gradient or (not is_forward and held.get(GRADIENTS, 0) > 0)
+        held |= static | {GRADIENTS: static.get(GRADIENTS, 0) + held.get(GRADIENTS, 0)}
+        communication = bucket if has_gradient or zero.stage == 3 else 0
+        if zero.stage == 2:
+            # a buffer for the gradients of this micro-batch, beside the sums of those before
+            held[GRADIENTS] += share * weight_bytes * (has_gradient + accumulates)
+        if zero.stage == 3:
+            # what was gathered ahead lies in one buffer until each weight has been copied out of it
+            is_fetching = (is_forward and "head" not in moment.section) or num_parameters > _MAX_LIVE
+            communication += (gathered + gathered_ahead * is_fetching) * weight_bytes
+        held[GATHERED] = held.get(GATHERED, 0) + communication
+        yield Moment(section=moment.section, op=moment.op, held=held)
+    if zero.stage == 1:
+        # the step copies this rank's share of the gradients together, while all of them are still there
+        flattened = {GRADIENTS: num_parameters * weight_bytes + share * _FLOAT32, GATHERED: bucket}
+        yield Moment(section="optimizer", op="flatten", held=static | flattened)
+
+
+def with_unsharded_gradients(moments: Iterable[Moment], *, num_bytes: int) -> Iterator[Moment]:
+    """Yield the moments of FSDP2 that reduces once a step: each rank keeps the gradients of the full model until then.
+
+    Args:
+        moments: Of a micro-batch that reduces its own gradients.
+        num_bytes: Of the gradients of the full model.
+    """
+    for moment in moments:
+        is_computing = "/" in moment.section
+        added = {GATHERED: moment.held.get(GATHERED, 0) + num_bytes} if is_computing else {}
+        yield Moment(section=moment.section, op=moment.op, held=moment.held | added)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Peak:
+    """The moment of a step at which a rank holds most.
+
+    Attributes:
+        moment: What is live then.
+        index: Its number among the moments.
+    """
+
+    moment: Moment
+    index: int
+
+
+def find_peak(moments: Sequence[Moment]) -> Peak:
+    """Return the moment with the most bytes."""
+    index = max(range(len(moments)), key=lambda number: moments[number].total)
+    return Peak(moment=moments[index], index=index)

@@ -1,0 +1,173 @@
+"""Seconds of a step: each operator takes as long as its arithmetic or its memory traffic, whichever is more.
+
+What is assumed stands in `Rates` and is shown with every plan. Left out: power limits, congested networks, stragglers,
+loading of data, the allocator.
+"""
+
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, field
+from typing import Literal
+
+import torch
+
+from recipes.plan.trace import Op
+
+_FUSES_NOT = ("embedding", "_fused_", "_foreach_", "index", "nll_loss", "storage")
+
+
+@dataclass(frozen=True, kw_only=True)
+class Rates:
+    """What a device reaches.
+
+    Attributes:
+        tflops: Dense peak by kind of arithmetic: `bf16`, `fp16`, `fp32`.
+        bandwidth: Peak of its memory, bytes per second.
+        matmul: Fraction of the peak that matrix products reach.
+        attention: Fraction that fused attention reaches in the forward pass, and in the backward pass.
+        memory: Fraction of the bandwidth that elementwise kernels reach.
+        kernel_seconds: Least time of a kernel on the device.
+        launch_seconds: Time in which the host starts a kernel, eager and compiled.
+    """
+
+    tflops: dict[str, float]
+    bandwidth: float
+    matmul: float
+    attention: tuple[float, float]
+    memory: float = 0.80
+    kernel_seconds: float = 2e-6
+    launch_seconds: tuple[float, float] = (9e-6, 5e-6)
+
+
+# Fractions of the dense peak. Ceilings of matrix products as measured (stas00/ml-engineering, MAMF): A100 0.87,
+# H100 and H200 0.80, B200 0.78; shapes of a transformer reach about nine tenths of these. Attention: FlashAttention-2
+# as published (arXiv 2307.08691), causal, with heads of 64 to 128 channels.
+_FRACTIONS: dict[str, tuple[float, tuple[float, float]]] = {
+    "A100": (0.78, (0.55, 0.48)),
+    "H100": (0.66, (0.40, 0.34)),
+    "H200": (0.68, (0.40, 0.34)),
+    "B200": (0.65, (0.40, 0.34)),
+}
+_OTHER = (0.70, (0.45, 0.38))
+
+
+def get_rates(full_name: str, *, tflops: dict[str, float], bandwidth: float) -> Rates:
+    """Return what a device is assumed to reach.
+
+    Args:
+        full_name: As torch reports it.
+        tflops: Dense peak by kind of arithmetic.
+        bandwidth: Of its memory, bytes per second.
+    """
+    matmul, attention = next((row for name, row in _FRACTIONS.items() if name in full_name), _OTHER)
+    return Rates(tflops=tflops, bandwidth=bandwidth, matmul=matmul, attention=attention)
+
+
+@dataclass
+class Seconds:
+    """Where the time of a part of a step goes.
+
+    Attributes:
+        matmul: Matrix products.
+        attention: Fused attention.
+        memory: Everything limited by memory traffic.
+        waiting: The device waits for the host to start kernels.
+        num_launches: Kernels.
+    """
+
+    matmul: float = 0.0
+    attention: float = 0.0
+    memory: float = 0.0
+    waiting: float = 0.0
+    num_launches: int = 0
+
+    @property
+    def total(self) -> float:
+        """All of it."""
+        return self.matmul + self.attention + self.memory + self.waiting
+
+
+@dataclass
+class StepSeconds:
+    """The parts of a step, by section."""
+
+    sections: dict[str, Seconds] = field(default_factory=dict)
+
+    def of(self, start: str) -> Seconds:
+        """Return the sum over all sections that begin with a word."""
+        total = Seconds()
+        for name, part in self.sections.items():
+            if name.startswith(start):
+                total.matmul += part.matmul
+                total.attention += part.attention
+                total.memory += part.memory
+                total.waiting += part.waiting
+                total.num_launches += part.num_launches
+        return total
+
+
+def time_step(ops: Sequence[Op], rates: Rates, *, is_compiled: bool) -> StepSeconds:
+    """Return the seconds of each section, without communication.
+
+    Args:
+        ops: Of one step.
+        rates: Of the device.
+        is_compiled: Whether the blocks and the loss are: elementwise operators between two others are one kernel.
+    """
+    step = StepSeconds()
+    fused: list[Op] = []
+    for op in ops:
+        place = op.section.partition("/")[2]
+        fuses = is_compiled and (place not in ("", "embedding"))
+        part = step.sections.setdefault(op.section, Seconds())
+        if fused and (fused[0].section != op.section or not _is_fusible(op)):
+            _add_fused(step.sections[fused[0].section], fused, rates)
+            fused = []
+        if fuses and _is_fusible(op):
+            fused.append(op)
+        else:
+            _add(part, op, rates)
+    if fused:
+        _add_fused(step.sections[fused[0].section], fused, rates)
+    for name, part in step.sections.items():
+        launch = rates.launch_seconds[is_compiled and "/" in name]
+        part.waiting = max(part.num_launches * launch - part.total, 0.0)
+    return step
+
+
+def _is_fusible(op: Op) -> bool:
+    name = op.name.partition("::")[2]
+    return op.cost.kind == "memory" and not any(word in name for word in _FUSES_NOT)
+
+
+def _add(part: Seconds, op: Op, rates: Rates) -> None:
+    cost = op.cost
+    if cost.num_launches == 0 or cost.kind == "collective":
+        return
+    part.num_launches += cost.num_launches
+    traffic = cost.num_bytes / (rates.bandwidth * rates.memory) + rates.kernel_seconds
+    peak = rates.tflops[_kind_of(cost.dtype)] * 1e12
+    if cost.kind == "matmul":
+        part.matmul += max(cost.flops / (peak * rates.matmul), traffic)
+    elif cost.kind == "attention":
+        fraction = rates.attention["backward" in op.name]
+        part.attention += max(cost.flops / (peak * fraction), traffic)
+    else:
+        part.memory += traffic
+
+
+def _add_fused(part: Seconds, ops: Iterable[Op], rates: Rates) -> None:
+    """Add a run of elementwise operators as one kernel: it reads what it did not make, and writes what is kept."""
+    made: set[int] = set()
+    traffic = 0.0
+    for op in ops:
+        traffic += sum(size for number, size in op.reads.items() if number not in made)
+        made |= op.writes.keys() | op.reads.keys()
+        traffic += sum(size for number, size in op.writes.items() if number not in op.temporary)
+    part.num_launches += 1
+    part.memory += traffic / (rates.bandwidth * rates.memory) + rates.kernel_seconds
+
+
+def _kind_of(dtype: torch.dtype) -> Literal["bf16", "fp16", "fp32"]:
+    if dtype == torch.bfloat16:
+        return "bf16"
+    return "fp16" if dtype == torch.float16 else "fp32"

@@ -1,0 +1,281 @@
+"""Run a training step of a config on fake tensors, as rank 0 of any number of ranks, and record its operators.
+
+The model, the loss, activation checkpointing, FSDP2, clipping and the optimizer are the real ones; only the tensors
+have no storage and the collectives do nothing. Engines other than FSDP2 are recorded as one device: what they add is
+arithmetic in `recipes.plan.memory`.
+"""
+
+import contextlib
+import functools
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.distributed.fsdp import CPUOffloadPolicy, OffloadPolicy
+from torch.distributed.tensor import DTensor
+from torch.utils._pytree import tree_leaves
+
+from recipes.activation_checkpoint import ActivationCheckpoint
+from recipes.numerics.ema import average_weights
+from recipes.plan.trace import GRADIENTS, OPTIMIZER, WEIGHTS, Op, StepTracer
+from recipes.precision import Precision
+from recipes.strategy.fsdp import shard_blocks
+
+Batch = dict[str, Any]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Sharding:
+    """How FSDP2 shards.
+
+    Attributes:
+        mesh: Ranks along each axis, the last one shards.
+        cpu_offload: Keep shards in host memory.
+        syncs_each_micro_batch: Reduce gradients after every backward pass, not once a step.
+    """
+
+    mesh: tuple[int, ...]
+    cpu_offload: bool = False
+    syncs_each_micro_batch: bool = True
+
+
+@dataclass(frozen=True, kw_only=True)
+class Step:
+    """Everything that a training step depends on.
+
+    Attributes:
+        make_model: Returns the model, on the default device.
+        objective: (model, batch) -> the sum that is minimized.
+        make_batch: Number of samples -> a micro-batch, on the current default device.
+        make_optimizer: (model, fused=bool) -> optimizer.
+        precision: Dtypes.
+        activation_checkpoint: Which blocks are recomputed.
+        micro_batch_size: Samples per rank per forward pass.
+        accumulates: Whether gradients of earlier micro-batches are there already.
+        frees_gradients: Whether gradients are freed, not zeroed, before they are computed again.
+        drops_gradients: Whether each gradient is taken away as soon as it is complete, as ZeRO 2 and 3 do.
+        engine_steps: Whether gradients are clipped and the optimizer steps elsewhere, as under ZeRO.
+        ema_decay: Of an average of the weights; None: there is none.
+        sharding: Of FSDP2; None: each rank holds everything.
+        fused: Whether the optimizer is one kernel.
+        on_gpu: Record the operators of a GPU where they differ from those of a CPU.
+    """
+
+    make_model: Callable[[], nn.Module]
+    objective: Callable[[nn.Module, Batch], Tensor]
+    make_batch: Callable[[int], Batch]
+    make_optimizer: Callable[..., torch.optim.Optimizer]
+    precision: Precision
+    activation_checkpoint: ActivationCheckpoint
+    micro_batch_size: int
+    accumulates: bool
+    frees_gradients: bool = True
+    drops_gradients: bool = False
+    engine_steps: bool = False
+    ema_decay: float | None = None
+    sharding: Sharding | None = None
+    fused: bool = True
+    on_gpu: bool = False
+
+
+def record_step(step: Step, *, blocks: Sequence[int] | None = None, keep_calls: bool = False) -> list[Op]:
+    """Return the operators of one step of a run that has taken others before, in order.
+
+    Of several micro-batches one is recorded: not the first, which has no gradients to add to.
+
+    Args:
+        step: What to run.
+        blocks: Indices of the blocks to keep; None: all.
+        keep_calls: Keep the arguments of each operator.
+    """
+    world_size = 1
+    if step.sharding is not None:
+        for size in step.sharding.mesh:
+            world_size *= size
+    with _fake_ranks(world_size if step.sharding else 0), contextlib.ExitStack() as fakes:
+        mesh = _make_mesh(step.sharding)
+        fakes.enter_context(FakeTensorMode(allow_non_fake_inputs=True))
+        model = _build_model(step, blocks, mesh)
+        optimizer = step.make_optimizer(model, fused=step.fused)
+        if step.on_gpu and not step.fused:  # torch's own choice there
+            for group in optimizer.param_groups:
+                group["foreach"] = True
+        if step.ema_decay is not None:
+            average_weights(optimizer, decay=step.ema_decay, step=lambda: 0)
+        parameters = [parameter for parameter in model.parameters() if parameter.requires_grad]
+        for parameter in parameters:
+            parameter.grad = torch.zeros_like(parameter)
+        optimizer.step()  # creates its state
+        if step.drops_gradients or (step.engine_steps and not step.accumulates):
+            optimizer.zero_grad()
+        with StepTracer(keep_calls=keep_calls) as tracer, _gpu_operators(step.on_gpu):
+            for tensor in [*model.parameters(), *model.buffers()]:
+                tracer.add(tensor, category=WEIGHTS)
+            _mark(tracer, parameters, optimizer)
+            _mark_blocks(model, tracer)
+            if step.drops_gradients:
+                for parameter in parameters:
+                    parameter.register_post_accumulate_grad_hook(functools.partial(_drop_gradient, tracer))
+            _run(step, model, optimizer, parameters, tracer)
+        return tracer.ops()
+
+
+def _run(
+    step: Step,
+    model: nn.Module,
+    optimizer: torch.optim.Optimizer,
+    parameters: list[nn.Parameter],
+    tracer: StepTracer,
+) -> None:
+    tracer.section = "forward/embedding"
+    batch = step.make_batch(step.micro_batch_size)
+    with _autocast(step.precision):
+        loss = step.objective(model, batch)
+    tracer.end_forward()
+    if not step.accumulates:  # Lightning does so between the forward and the backward pass
+        optimizer.zero_grad(set_to_none=step.frees_gradients)
+    tracer.section = tracer.section.replace("forward", "backward")
+    loss.backward()  # type: ignore[no-untyped-call]
+    del loss, batch
+    _mark(tracer, parameters, optimizer)
+    if step.engine_steps:
+        return  # DeepSpeed clips and steps on its own partitions
+    tracer.section = "clipping"
+    _clip(parameters)
+    tracer.section = "optimizer"
+    optimizer.step()
+    _mark(tracer, parameters, optimizer)
+
+
+def _mark(tracer: StepTracer, parameters: list[nn.Parameter], optimizer: torch.optim.Optimizer) -> None:
+    for parameter in parameters:
+        if parameter.grad is not None:
+            tracer.add(parameter.grad, category=GRADIENTS)
+        for value in optimizer.state.get(parameter, {}).values():
+            if isinstance(value, Tensor):
+                tracer.add(value, category=OPTIMIZER)
+
+
+def _make_mesh(sharding: Sharding | None) -> DeviceMesh | None:
+    if sharding is None:
+        return None
+    return init_device_mesh("cpu", sharding.mesh, mesh_dim_names=("replicate", "shard")[-len(sharding.mesh) :])
+
+
+@torch.no_grad()
+def _clip(parameters: list[nn.Parameter]) -> None:
+    """Do what clipping does on a GPU: one pass over this rank's gradients for the norm, one to scale them."""
+    grads = [parameter.grad for parameter in parameters if parameter.grad is not None]
+    local = [grad.to_local() if isinstance(grad, DTensor) else grad for grad in grads]
+    norm = nn.utils.get_total_norm(local, foreach=True)
+    torch._foreach_mul_(local, (1.0 / norm).clamp(max=1.0))
+
+
+def _drop_gradient(tracer: StepTracer, parameter: Tensor) -> None:
+    assert parameter.grad is not None
+    tracer.add(parameter.grad, category=GRADIENTS)
+    parameter.grad = None
+
+
+def _build_model(step: Step, blocks: Sequence[int] | None, mesh: DeviceMesh | None) -> nn.Module:
+    with _default_dtype(step.precision.param_dtype):
+        model = step.make_model()
+    if step.activation_checkpoint.every_nth_block:
+        step.activation_checkpoint.apply(model.blocks)  # type: ignore[arg-type]
+    if blocks is not None:
+        model.blocks = nn.ModuleList([model.blocks[index] for index in blocks])  # type: ignore[index]
+    if step.sharding is not None and mesh is not None:
+        policy = CPUOffloadPolicy(pin_memory=False) if step.sharding.cpu_offload else OffloadPolicy()
+        shard_blocks(model, mesh=mesh, precision=step.precision, offload_policy=policy, option="fsdp")
+    return model.train()
+
+
+@contextlib.contextmanager
+def _default_dtype(dtype: torch.dtype) -> Iterator[None]:
+    before = torch.get_default_dtype()
+    torch.set_default_dtype(dtype)
+    try:
+        yield
+    finally:
+        torch.set_default_dtype(before)
+
+
+def _mark_blocks(model: nn.Module, tracer: StepTracer) -> None:
+    """Let the tracer know which block is running, forward and backward."""
+    blocks = list(getattr(model, "blocks", []))
+
+    def enter(name: str) -> None:
+        direction = tracer.section.partition("/")[0]
+        tracer.section = f"{direction}/{name}"
+
+    def before(name: str, is_first: bool, module: nn.Module, inputs: Any) -> None:
+        enter(name)
+        if is_first:
+            for tensor in tree_leaves(inputs):
+                if isinstance(tensor, Tensor) and tensor.requires_grad:
+                    tensor.register_hook(lambda _: enter("embedding"))
+                    break
+
+    def after(name: str, is_last: bool, module: nn.Module, inputs: Any, output: Any) -> None:
+        for tensor in tree_leaves(output):
+            if isinstance(tensor, Tensor) and tensor.requires_grad:
+                tensor.register_hook(lambda _: enter(name))
+                break
+        if is_last:
+            enter("head")
+
+    for index, block in enumerate(blocks):
+        name = f"block {index}"
+        block.register_forward_pre_hook(functools.partial(before, name, index == 0))
+        block.register_forward_hook(functools.partial(after, name, index == len(blocks) - 1))
+
+
+@contextlib.contextmanager
+def _autocast(precision: Precision) -> Iterator[None]:
+    """Enter autocast as Lightning's plugin does, for fake tensors, which lie on the CPU."""
+    if not precision.is_mixed:
+        yield
+        return
+    with torch.autocast("cpu", precision.compute_dtype, cache_enabled=False):
+        yield
+
+
+@contextlib.contextmanager
+def _fake_ranks(world_size: int) -> Iterator[None]:
+    """Be rank 0 of a process group whose collectives do nothing; 0: none is needed."""
+    if world_size == 0:
+        yield
+        return
+    from torch.testing._internal.distributed.fake_pg import FakeStore
+
+    dist.init_process_group("fake", rank=0, world_size=world_size, store=FakeStore())
+    try:
+        yield
+    finally:
+        dist.destroy_process_group()
+
+
+@contextlib.contextmanager
+def _gpu_operators(on_gpu: bool) -> Iterator[None]:
+    """Replace what torch does otherwise on a GPU: dropout keeps a mask of one byte an element there."""
+    if not on_gpu:
+        yield
+        return
+    functional = nn.functional
+    dropout = functional.dropout
+
+    def native(input: Tensor, p: float = 0.5, training: bool = True, inplace: bool = False) -> Tensor:
+        if not training or p == 0.0:
+            return input
+        return torch.native_dropout(input, p, True)[0]
+
+    functional.dropout = native  # type: ignore[assignment]
+    try:
+        yield
+    finally:
+        functional.dropout = dropout

@@ -1,0 +1,145 @@
+"""A plan as lines of text for the console, and as JSON."""
+
+from collections.abc import Iterator, Mapping
+from typing import Any
+
+from recipes.model.flops import Flops
+from recipes.plan.memory import Moment
+from recipes.plan.plan import Plan, gib
+from recipes.plan.roofline import Rates, Seconds
+from recipes.plan.run_length import RunLength
+from recipes.plan.trace import CATEGORIES
+
+_POINTS = 400  # of the picture of a step
+
+
+def describe_memory(plan: Plan) -> Iterator[str]:
+    """Yield the lines about what a rank holds at the fullest moment of a step."""
+    moment = plan.peak.moment
+    accumulation = plan.accumulation
+    yield (
+        f"batch: {accumulation.global_batch_size} samples per step, in {accumulation.num_micro_batches} micro-batch"
+        f"{'es' if accumulation.num_micro_batches > 1 else ''} of {accumulation.micro_batch_size} on each of"
+        f" {plan.num_ranks} rank{'s' if plan.num_ranks > 1 else ''}"
+    )
+    yield f"memory of a rank in GiB, when it is fullest ({describe_place(moment)}):"
+    shown = {name: moment.held[name] for name in sorted(moment.held, key=_order) if moment.held[name] > 0}
+    for name, num_bytes in shown.items():
+        yield f"  {name:<17} {gib(num_bytes):9.2f}"
+    verdict = "fits" if plan.fits else "DOES NOT FIT"
+    yield f"  {'total':<17} {gib(moment.total):9.2f}  of {gib(plan.limit_bytes):.2f} usable: {verdict}"
+    if plan.host:
+        parts = ", ".join(f"{name} {gib(num_bytes):.2f}" for name, num_bytes in plan.host.items())
+        yield f"host memory of a rank in GiB: {parts}"
+    if plan.disk_bytes:
+        yield f"disk: {gib(plan.checkpoint_bytes):.2f} GiB a checkpoint, {gib(plan.disk_bytes):.2f} GiB for all kept"
+
+
+def describe_place(moment: Moment) -> str:
+    """Return where in a step a moment is, in words."""
+    direction, _, place = moment.section.partition("/")
+    words = {"embedding": "before the first block", "head": "head and loss"}
+    where = words.get(place, "blocks" if place else "")
+    return ", ".join(part for part in (direction, where) if part)
+
+
+def describe_time(plan: Plan, length: RunLength, rates: Rates | None) -> Iterator[str]:
+    """Yield the lines about the time of a step and of the run."""
+    tokens = "" if length.tokens is None else f", {length.tokens:,} tokens"
+    yield f"run: {length.steps:,} steps, {length.samples:,} samples{tokens}, {length.evaluations:,} validations"
+    if length.step_seconds is None:
+        yield "time: unknown for this device; plan.hardware=<a GPU of the table>, or plan.hardware=measured"
+        return
+    speed = "" if length.tokens_per_second is None else f", {length.tokens_per_second:,.0f} tokens/s"
+    mfu = "" if length.mfu is None else f", MFU {length.mfu:.2f}"
+    yield f"time: {length.step_seconds:.3g} s a step{speed}{mfu}; {length.hours:.3g} h in all"
+    if length.eval_fraction is not None:
+        yield f"  of it {length.eval_fraction:.0%} in validations of {length.eval_seconds:.3g} s each"
+    else:
+        yield "  and validation: eval_samples=null reads the whole split, whose size is known once it is prepared"
+    if length.dollars is not None:
+        yield f"price: {length.dollars:,.0f} dollars"
+    if plan.step is not None and rates is not None:
+        yield from _describe_parts(plan, plan.step.of(""), rates)
+
+
+def _describe_parts(plan: Plan, parts: Seconds, rates: Rates) -> Iterator[str]:
+    total = parts.total or 1.0
+    shares = ", ".join(
+        f"{name} {value / total:.0%}"
+        for name, value in (
+            ("matrix products", parts.matmul),
+            ("attention", parts.attention),
+            ("memory traffic", parts.memory),
+            ("waiting for the host", parts.waiting),
+        )
+    )
+    yield f"  computing: {shares}"
+    if plan.communication is not None and plan.communication.num_bytes:
+        sent = plan.communication
+        yield (
+            f"  communication: {gib(sent.num_bytes):.2f} GiB sent by a rank in a step, {sent.seconds:.3g} s,"
+            f" of which {sent.exposed_seconds:.3g} s not hidden by computation"
+        )
+    yield (
+        f"  assumed: matrix products at {rates.matmul:.0%} of the peak, attention {rates.attention[0]:.0%} and"
+        f" {rates.attention[1]:.0%}, memory traffic {rates.memory:.0%}; data ready in time; plan.expect_mfu= overrules"
+    )
+
+
+def describe_rules(plan: Plan, config: Mapping[str, Any]) -> Iterator[str]:
+    """Yield the rules of thumb beside what was computed."""
+    held = plan.peak.moment.held
+    state = sum(held.get(name, 0) for name in ("weights", "gradients", "optimizer", "master weights"))
+    yield f"rule of thumb: 16 bytes a parameter are {gib(16 * plan.num_parameters):.2f} GiB; here {gib(state):.2f}"
+    model, seq_len = config["model"], config["seq_len"]
+    if seq_len is not None and "hidden_size" in model and "num_layers" in model:
+        tokens = plan.accumulation.micro_batch_size * int(seq_len)
+        rule = 34 * tokens * model["hidden_size"] * model["num_layers"]
+        yield (
+            f"rule of thumb: 34 bytes a token, layer and channel (arXiv 2205.05198, 16 bits) are {gib(rule):.2f} GiB of"
+            f" activations; here {gib(held.get('activations', 0)):.2f}"
+        )
+
+
+def as_json(plan: Plan, length: RunLength, flops: Flops | None) -> dict[str, Any]:
+    """Return a plan for `plan.json`: values under the names of `summary.json`, and the memory of a step."""
+    moments = plan.moments
+    stride = max(-(-len(moments) // _POINTS), 1)
+    # of each stretch the fullest moment, so that no peak is lost
+    picked = [max(moments[i : i + stride], key=lambda moment: moment.total) for i in range(0, len(moments), stride)]
+    names = sorted({key for moment in picked for key in moment.held}, key=_order)
+    values: dict[str, Any] = {
+        "steps": length.steps,
+        "samples": length.samples,
+        "tokens": length.tokens,
+        "global_batch_size": plan.accumulation.global_batch_size,
+        "peak_memory_gib": round(gib(plan.peak.moment.total), 4),
+        "tokens_per_second": length.tokens_per_second,
+        "mfu": length.mfu,
+        "step_seconds": length.step_seconds,
+        "hours": length.hours,
+        "dollars": length.dollars,
+        "num_parameters": plan.num_parameters,
+        "num_ranks": plan.num_ranks,
+        "checkpoint_gib": round(gib(plan.checkpoint_bytes), 4),
+        "disk_gib": round(gib(plan.disk_bytes), 4),
+        "flops_per_sample": None if flops is None else flops.palm,
+    }
+    known = {name: value for name, value in values.items() if value is not None}
+    return known | {
+        "fits": plan.fits,
+        "hardware": plan.cluster.device.name,
+        "usable_gib": round(gib(plan.limit_bytes), 4),
+        "peak_gib": {name: round(gib(size), 4) for name, size in plan.peak.moment.held.items() if size > 0},
+        "host_gib": {name: round(gib(size), 4) for name, size in plan.host.items()},
+        "timeline": {
+            "sections": [describe_place(moment) for moment in picked],
+            "gib": {name: [round(gib(moment.held.get(name, 0)), 5) for moment in picked] for name in names},
+        },
+    }
+
+
+def _order(name: str) -> tuple[int, str]:
+    known = ("weights", "master weights", *CATEGORIES[1:])
+    return (known.index(name) if name in known else len(known), name)

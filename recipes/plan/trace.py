@@ -1,0 +1,240 @@
+"""Record the operators of a step and the bytes that are live after each; the tensors may be fakes without storage."""
+
+import weakref
+from collections import defaultdict
+from collections.abc import Iterable
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.distributed.tensor import DTensor
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
+from typing_extensions import override
+
+from recipes.plan.cost import Cost, bytes_of, cost_of, distinct_bytes
+
+WEIGHTS, GRADIENTS, OPTIMIZER, ACTIVATIONS, LOSS, GATHERED, TEMPORARY = CATEGORIES = (
+    "weights",
+    "gradients",
+    "optimizer",
+    "activations",
+    "logits and loss",
+    "communication",
+    "temporary",
+)
+BEFORE = "before"  # the section of what exists when the step begins
+# namespaces of operators that move no data
+_BOOKKEEPING = frozenset({"prim", "profiler"})
+_COLLECTIVES = frozenset({"c10d", "fsdp", "_c10d_functional"})
+
+
+@dataclass(frozen=True, kw_only=True)
+class Op:
+    """One operator.
+
+    Attributes:
+        name: Its name in torch, with the namespace.
+        section: The part of the step that it belongs to.
+        cost: FLOPs and bytes that it reads and writes.
+        allocated: Bytes that it created, by category.
+        freed: Bytes that were freed between it and the next operator, by category.
+        reads: Storages that it reads, by number, with the bytes.
+        writes: Storages that it writes, likewise.
+        temporary: Those of `writes` that are freed before the section is over.
+        call: The operator and its arguments, to run it again; None unless calls are kept.
+    """
+
+    name: str
+    section: str
+    cost: Cost
+    allocated: dict[str, int]
+    freed: dict[str, int]
+    reads: dict[int, float] = field(default_factory=dict)
+    writes: dict[int, float] = field(default_factory=dict)
+    temporary: frozenset[int] = frozenset()
+    call: Any = None
+
+
+@dataclass(eq=False)
+class _Block:
+    """A storage: how large it is and what it holds."""
+
+    num_bytes: int
+    section: str
+    by_collective: bool
+    category: str | None = None
+    outlives_forward: bool = False
+    freed_in: str | None = None
+
+
+@dataclass
+class _Record:
+    name: str
+    section: str
+    cost: Cost
+    call: Any
+    changes: list[tuple[_Block, int]] = field(default_factory=list)
+    reads: dict[_Block, float] = field(default_factory=dict)
+    writes: dict[_Block, float] = field(default_factory=dict)
+
+
+class StepTracer(TorchDispatchMode):
+    """Records every operator that runs while it is active.
+
+    A storage counts from the operator that creates it to the moment when nothing refers to it any more, as with
+    torch's allocators. What an operator allocates and frees within itself is not seen.
+
+    Args:
+        keep_calls: Keep the arguments of each operator.
+
+    Attributes:
+        section: The part of the step that is running; set by the caller.
+    """
+
+    def __init__(self, *, keep_calls: bool = False) -> None:
+        super().__init__()
+        self.section = BEFORE
+        self._keep_calls = keep_calls
+        self._records: list[_Record] = [_Record("start", BEFORE, Cost(), None)]
+        self._blocks: weakref.WeakKeyDictionary[torch.UntypedStorage, _Block] = weakref.WeakKeyDictionary()
+        self._refs: dict[int, tuple[Any, _Block]] = {}
+
+    @override
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if any(issubclass(kind, DTensor) for kind in types):
+            return NotImplemented  # its operators on local tensors come back here
+        kwargs = kwargs or {}
+        out = func(*args, **kwargs)
+        namespace = func.namespace
+        if namespace in _BOOKKEEPING:
+            return out
+        call = (func, args, kwargs) if self._keep_calls else None
+        record = _Record(str(func._schema.name), self.section, cost_of(func, args, kwargs, out), call)
+        self._records.append(record)
+        for tensor in tree_leaves(out):
+            if isinstance(tensor, Tensor):
+                block = self.add(tensor, by_collective=namespace in _COLLECTIVES)
+                record.writes[block] = bytes_of(tensor)
+        if record.cost.kind == "memory":
+            for tensor in tree_leaves((args, kwargs)):
+                known = self._refs.get(tensor.untyped_storage()._cdata) if isinstance(tensor, Tensor) else None
+                if known is not None:
+                    record.reads[known[1]] = distinct_bytes(tensor)
+        return out
+
+    def add(self, tensor: Tensor, *, category: str | None = None, by_collective: bool = False) -> _Block:
+        """Count the storage of a tensor from here on; name what it holds.
+
+        Args:
+            tensor: Any; a `DTensor` counts with this rank's part.
+            category: What it holds; None: decided when the step is over.
+            by_collective: Whether a collective created it.
+        """
+        local = tensor.to_local() if isinstance(tensor, DTensor) else tensor
+        storage = local.untyped_storage()
+        key = storage._cdata
+        known = self._refs.get(key)
+        if known is None:
+            block = _Block(storage.nbytes(), self.section, by_collective)
+            self._refs[key] = (weakref.ref(storage, lambda _: self._free(key)), block)
+            self._change(block, block.num_bytes)
+        else:
+            block = known[1]
+        if category is not None:
+            block.category = category
+        return block
+
+    def _free(self, key: int) -> None:
+        _, block = self._refs.pop(key)
+        block.freed_in = self.section
+        self._change(block, -block.num_bytes)
+
+    def _change(self, block: _Block, num_bytes: int) -> None:
+        if num_bytes:
+            self._records[-1].changes.append((block, num_bytes))
+
+    def _resize(self, storage: torch.UntypedStorage) -> None:
+        known = self._refs.get(storage._cdata)
+        if known is not None:
+            block, size = known[1], storage.nbytes()
+            block.by_collective = True  # FSDP2 is who resizes: what it gathered
+            if size > block.num_bytes:  # an allocation between two operators
+                self._records.append(_Record("storage::resize", self.section, Cost(), None))
+            self._change(block, size - block.num_bytes)
+            block.num_bytes = size
+
+    @override
+    def __enter__(self) -> "StepTracer":
+        self._resize_storage = torch.UntypedStorage.resize_
+        tracer = self
+
+        def resize_(storage: torch.UntypedStorage, size: int) -> None:
+            tracer._resize_storage(storage, size)
+            tracer._resize(storage)
+
+        torch.UntypedStorage.resize_ = resize_  # type: ignore[method-assign]
+        super().__enter__()
+        return self
+
+    @override
+    def __exit__(self, *error: Any) -> None:
+        super().__exit__(*error)
+        torch.UntypedStorage.resize_ = self._resize_storage  # type: ignore[method-assign]
+
+    def end_forward(self) -> None:
+        """Note that what is live now and was created in the forward pass is kept for the backward pass."""
+        for _, block in self._refs.values():
+            block.outlives_forward = True
+
+    def ops(self) -> list[Op]:
+        """Return what was recorded, with every storage's category; views, which cost nothing, are left out."""
+        ops: list[Op] = []
+        numbers: dict[_Block, int] = {}
+
+        def number(block: _Block) -> int:
+            return numbers.setdefault(block, len(numbers))
+
+        for record in self._records:
+            allocated = _sum_by_category((block, size) for block, size in record.changes if size > 0)
+            freed = _sum_by_category((block, -size) for block, size in record.changes if size < 0)
+            if record.cost.kind == "view" and not allocated and ops and ops[-1].section == record.section:
+                for category, num_bytes in freed.items():
+                    ops[-1].freed[category] = ops[-1].freed.get(category, 0) + num_bytes
+                continue
+            if record.section == BEFORE and ops:
+                for category, num_bytes in allocated.items():
+                    ops[0].allocated[category] = ops[0].allocated.get(category, 0) + num_bytes
+                continue
+            ops.append(
+                Op(
+                    name=record.name,
+                    section=record.section,
+                    cost=record.cost,
+                    call=record.call,
+                    allocated=allocated,
+                    freed=freed,
+                    reads={number(block): size for block, size in record.reads.items()},
+                    writes={number(block): size for block, size in record.writes.items()},
+                    temporary=frozenset(number(b) for b in record.writes if b.freed_in == record.section),
+                )
+            )
+        return ops
+
+
+def _sum_by_category(changes: Iterable[tuple[_Block, int]]) -> dict[str, int]:
+    sums: dict[str, int] = defaultdict(int)
+    for block, num_bytes in changes:
+        sums[_categorize(block)] += num_bytes
+    return {category: total for category, total in sums.items() if total}
+
+
+def _categorize(block: _Block) -> str:
+    if block.category is not None:
+        return block.category
+    if block.by_collective:
+        return GATHERED
+    if block.section.endswith("head"):
+        return LOSS
+    return ACTIVATIONS if block.outlives_forward and block.section.startswith("forward") else TEMPORARY

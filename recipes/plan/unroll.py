@@ -1,0 +1,159 @@
+"""The operators of a deep model from two shallow copies of it: blocks of the same kind repeat, all else is linear.
+
+A copy of a few blocks takes a fraction of a second to record, whatever the depth of the model, so that dozens of
+settings can be compared. What the shallow copies do not confirm is recorded in full.
+"""
+
+import itertools
+from collections import Counter
+from collections.abc import Callable, Sequence
+from dataclasses import replace
+
+from torch import nn
+
+from recipes.plan.cost import Cost
+from recipes.plan.trace import Op
+
+Recorder = Callable[[Sequence[int] | None], list[Op]]
+
+
+def record_unrolled(record: Recorder, kinds: Sequence[object]) -> list[Op]:
+    """Return the operators of a step of the full model.
+
+    Args:
+        record: Indices of the blocks to keep, None for all -> operators of that model.
+        kinds: The kind of each block; blocks of one kind run the same operators.
+    """
+    num_blocks, period = len(kinds), find_period(kinds)
+    if period is None or num_blocks <= 3 * period + 2:
+        return record(None)
+    last = num_blocks - 1
+    short = record([*range(1 + 2 * period), last])
+    long = record([*range(1 + 3 * period), last])
+    num_copies = (num_blocks - 2) // period
+    unrolled = _unroll(short, long, period=period, num_copies=num_copies)
+    return record(None) if unrolled is None else unrolled
+
+
+def find_period(kinds: Sequence[object]) -> int | None:
+    """Return after how many blocks the kinds between the first and the last repeat; None if they do not."""
+    middle = kinds[1:-1]
+    for period in range(1, len(middle) // 3 + 1):
+        repeats = all(kind == middle[index % period] for index, kind in enumerate(middle))
+        if len(middle) % period == 0 and repeats:
+            return period
+    return None
+
+
+def block_kinds(model: nn.Module, *, every_nth: int) -> list[object]:
+    """Return the kind of each block: its modules, the shapes of its parameters, whether it is recomputed.
+
+    Args:
+        model: On any device.
+        every_nth: Every n-th block is recomputed; 0: none.
+    """
+    kinds: list[object] = []
+    for index, block in enumerate(getattr(model, "blocks", [])):
+        modules = tuple((type(module), module.extra_repr()) for module in block.modules())
+        shapes = tuple(tuple(parameter.shape) for parameter in block.parameters())
+        kinds.append((modules, shapes, bool(every_nth) and index % every_nth == 0))
+    return kinds
+
+
+def _unroll(short: list[Op], long: list[Op], *, period: int, num_copies: int) -> list[Op] | None:
+    """Return the operators for `num_copies` periods between first and last block; None if it cannot be told.
+
+    Args:
+        short: Operators with two periods.
+        long: Operators with three.
+        period: Blocks in a period.
+        num_copies: Periods wanted.
+    """
+    short_parts, long_parts = _split(short, period=period), _split(long, period=period)
+    middle = [part for part in long_parts if part[0].endswith("/middle 1")]
+    others = [part for part in long_parts if "/middle " not in part[0]]
+    short_others = [part for part in short_parts if "/middle " not in part[0]]
+    if [name for name, _ in others] != [name for name, _ in short_others]:
+        return None
+    repeated = {name.partition("/")[0]: ops for name, ops in middle}
+    for name, ops in [*short_parts, *long_parts]:
+        direction, _, place = name.partition("/")
+        if place.startswith("middle") and not _are_alike(ops, repeated.get(direction, [])):
+            return None
+    extra = num_copies - 2
+    result: list[Op] = []
+    changed = dict(_extrapolated(others, short_others, extra))
+    if len(changed) != len(others):
+        return None
+    for name, _ in long_parts:
+        direction, _, place = name.partition("/")
+        if not place.startswith("middle"):
+            result += changed[name]
+        elif place == "middle 1":
+            for copy in range(num_copies):
+                result += [replace(op, section=f"{direction}/middle {copy}") for op in repeated[direction]]
+    return result
+
+
+def _split(ops: list[Op], *, period: int) -> list[tuple[str, list[Op]]]:
+    """Return the parts of a step in order, the blocks of a period as one: `forward/middle 1`."""
+    last = max(_index(op.section) for op in ops)
+
+    def part(op: Op) -> str:
+        index = _index(op.section)
+        direction = op.section.partition("/")[0]
+        if index == last:
+            return f"{direction}/last block"
+        return op.section if index <= 0 else f"{direction}/middle {(index - 1) // period}"
+
+    return [(name, list(group)) for name, group in itertools.groupby(ops, key=part)]
+
+
+def _index(section: str) -> int:
+    _, _, place = section.partition("/")
+    return int(place.removeprefix("block ")) if place.startswith("block ") else -1
+
+
+def _are_alike(first: list[Op], second: list[Op]) -> bool:
+    return [_signature(op) for op in first] == [_signature(op) for op in second]
+
+
+def _signature(op: Op) -> tuple[object, ...]:
+    return op.name, op.cost, sum(op.allocated.values()), sum(op.freed.values())
+
+
+def _extrapolated(
+    long: list[tuple[str, list[Op]]], short: list[tuple[str, list[Op]]], extra: int
+) -> list[tuple[str, list[Op]]]:
+    """Return what is not part of a period, with what grows with their number: gradients, optimizer, clipping."""
+    results = []
+    for (name, ops), (_, before) in zip(long, short, strict=True):
+        if [op.name for op in ops] != [op.name for op in before]:
+            break
+        pairs = zip(ops, before, strict=True)
+        results.append((name, [_grow(op, previous, extra) for op, previous in pairs]))
+    return results
+
+
+def _grow(op: Op, previous: Op, extra: int) -> Op:
+    """Return an operator of the three-period model as it is with `extra` periods more than two."""
+
+    def sums(now: dict[str, int], before: dict[str, int]) -> dict[str, int]:
+        counted = Counter(before)
+        for key in {*now, *before}:
+            counted[key] += extra * (now.get(key, 0) - before.get(key, 0))
+        return {key: value for key, value in counted.items() if value}
+
+    cost, old = op.cost, previous.cost
+    return replace(
+        op,
+        allocated=sums(op.allocated, previous.allocated),
+        freed=sums(op.freed, previous.freed),
+        cost=Cost(
+            cost.kind,
+            old.flops + extra * (cost.flops - old.flops),
+            old.num_bytes + extra * (cost.num_bytes - old.num_bytes),
+            cost.dtype,
+            cost.num_launches,
+        ),
+    )
