@@ -53,6 +53,8 @@ benchmark: $(VENV)/.installed-test
 	$(RUN) benchmarks/sweep.py
 	$(RUN) benchmarks/parity.py
 	$(RUN) benchmarks/memory.py
+	$(RUN) benchmarks/plan_accuracy.py
+	$(RUN) benchmarks/plan_published.py
 	$(RUN) benchmarks/checkpoint.py
 	$(RUN) benchmarks/resume.py
 	$(RUN) benchmarks/rollback.py

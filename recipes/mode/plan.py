@@ -7,7 +7,7 @@ from typing import Any
 
 from recipes.config.compose import Composed
 from recipes.config.instantiate import make
-from recipes.plan.advice import advise_settings
+from recipes.plan.advice import Planner, advise_settings
 from recipes.plan.assumptions import Assumptions
 from recipes.plan.hardware import Cluster, find_cluster
 from recipes.plan.plan import make_plan
@@ -66,16 +66,17 @@ def plan(
         dollars_per_hour=assumed.dollars_per_hour,
     )
     lines = [
-        f"plan: {planned.num_parameters:,} parameters on {cluster.num_devices} x {cluster.device.name},"
-        f" {precision.name}",
+        f"plan: {planned.num_parameters:,} parameters on {planned.num_ranks} x {cluster.device.name}, {precision.name}",
         *describe_memory(planned),
         *describe_rules(planned, config),
         *describe_time(planned, length, rates),
     ]
-    if advise:
-        lines += advise_settings(composed, cluster, planned)
     for line in lines:
         LOGGER.info(line)
+    if advise:  # takes longer than all of the above
+        for line in advise_settings(composed, Planner(cluster)):
+            lines.append(line)
+            LOGGER.info(line)
     if path is not None:
         _write(Path(path).expanduser(), as_json(planned, length, planned.flops), lines, write_page)
     return 0

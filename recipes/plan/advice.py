@@ -1,5 +1,6 @@
 """Which settings fit: the least sharding, then the largest micro-batch, and what each measure saves."""
 
+import json
 from collections.abc import Iterator
 from dataclasses import dataclass
 
@@ -34,18 +35,38 @@ class Advice:
     plan: Plan
 
 
-def advise_settings(composed: Composed, cluster: Cluster, planned: Plan) -> Iterator[str]:
+class Planner:
+    """Plans configs for some devices, each once.
+
+    Args:
+        cluster: The devices.
+    """
+
+    def __init__(self, cluster: Cluster) -> None:
+        self.cluster = cluster
+        self._plans: dict[str, Plan] = {}
+
+    def plan(self, config: Config) -> Plan:
+        """Return the plan of a config, without times."""
+        relevant = {key: value for key, value in config.items() if key not in ("hydra", "mode", "name", "plan")}
+        key = json.dumps(relevant, sort_keys=True, default=str)
+        if key not in self._plans:
+            self._plans[key] = make_plan(config, self.cluster, rates=None)
+        return self._plans[key]
+
+
+def advise_settings(composed: Composed, planner: Planner) -> Iterator[str]:
     """Yield lines: settings that fit with the least sharding and the largest micro-batch, and what measures save.
 
     Args:
         composed: The run.
-        cluster: The devices.
-        planned: Its plan as it is.
+        planner: For its devices.
     """
-    advice = find_settings(composed, cluster, planned)
+    planned = planner.plan(composed.config)
+    advice = find_settings(composed, planner)
     if advice is None:
         yield "advice: nothing fits on these devices; what each measure alone saves, in GiB at the fullest moment:"
-        yield from (f"  {line}" for line in measures(composed, cluster, planned))
+        yield from (f"  {line}" for line in measures(composed, planner))
         return
     total = advice.plan.peak.moment.total
     shown = " ".join(advice.overrides)
@@ -53,17 +74,17 @@ def advise_settings(composed: Composed, cluster: Cluster, planned: Plan) -> Iter
     yield f"  fills {gib(total):.2f} of {gib(advice.plan.limit_bytes):.2f} GiB, the least sharding that fits"
     if not planned.fits:
         yield "what each measure alone saves, in GiB at the fullest moment:"
-        yield from (f"  {line}" for line in measures(composed, cluster, planned))
+        yield from (f"  {line}" for line in measures(composed, planner))
 
 
-def find_settings(composed: Composed, cluster: Cluster, planned: Plan) -> Advice | None:
+def find_settings(composed: Composed, planner: Planner) -> Advice | None:
     """Return the least sharding that fits, without recomputation if that fits, and its largest micro-batch.
 
     Args:
         composed: The run; its global batch stays as it is.
-        cluster: The devices.
-        planned: Its plan as it is.
+        planner: For its devices.
     """
+    planned, cluster = planner.plan(composed.config), planner.cluster
     for strategy in _LADDER:
         is_for_one = strategy[0] == "strategy=single"
         if is_for_one != (cluster.num_devices == 1) and "strategy.cpu_offload=true" not in strategy:
@@ -75,7 +96,7 @@ def find_settings(composed: Composed, cluster: Cluster, planned: Plan) -> Advice
             config = _with_overrides(composed, overrides)
             if config is None:
                 continue
-            found = _largest_micro_batch(config, cluster)
+            found = _largest_micro_batch(config, planner)
             if found is not None:
                 size, plan = found
                 return Advice(overrides=[*overrides, f"micro_batch_size={size}"], plan=plan)
@@ -93,17 +114,17 @@ def _least_bytes(strategy: tuple[str, ...], planned: Plan, *, num_ranks: int) ->
     }.get(strategy[0], 2 * whole + optimizer)
 
 
-def _largest_micro_batch(config: Config, cluster: Cluster) -> tuple[int, Plan] | None:
+def _largest_micro_batch(config: Config, planner: Planner) -> tuple[int, Plan] | None:
     """Return the largest micro-batch that fits and divides the global batch; None if one sample does not fit."""
     needs_group = get_traits(config["strategy"]).needs_process_group
-    num_ranks = cluster.num_devices if needs_group else 1
+    num_ranks = planner.cluster.num_devices if needs_group else 1
     per_rank, rest = divmod(int(config["global_batch_size"]), num_ranks)
     if rest or per_rank == 0:
         return None
 
     def plan_with(size: int) -> Plan:
         trainer = config["trainer"] | {"accumulate_grad_batches": None}
-        return make_plan(config | {"micro_batch_size": size, "trainer": trainer}, cluster, rates=None)
+        return planner.plan(config | {"micro_batch_size": size, "trainer": trainer})
 
     sizes = [size for size in range(1, per_rank + 1) if per_rank % size == 0]
     smallest = plan_with(1)
@@ -122,8 +143,9 @@ def _largest_micro_batch(config: Config, cluster: Cluster) -> tuple[int, Plan] |
     return 1, smallest
 
 
-def measures(composed: Composed, cluster: Cluster, planned: Plan) -> Iterator[str]:
+def measures(composed: Composed, planner: Planner) -> Iterator[str]:
     """Yield what each measure alone saves, the cheapest first."""
+    planned = planner.plan(composed.config)
     config, before = composed.config, planned.peak.moment.total
     size, seq_len = planned.accumulation.micro_batch_size, config["seq_len"]
     candidates: list[list[str]] = []
@@ -141,7 +163,7 @@ def measures(composed: Composed, cluster: Cluster, planned: Plan) -> Iterator[st
         if changed is None:
             continue
         try:
-            total = make_plan(changed, cluster, rates=None).peak.moment.total
+            total = planner.plan(changed).peak.moment.total
         except ConfigError:  # the batch does not divide: no measure
             continue
         if total < before:

@@ -138,14 +138,16 @@ def find_cluster(
 
 
 def _parse(hardware: str) -> tuple[Device, int]:
-    match = re.fullmatch(r"(?P<name>[a-z0-9_]+?)(?:x(?P<count>[1-9][0-9]{0,4}))?", hardware)
-    if match is None or match["name"] not in DEVICES:
+    name, _, count = hardware.rpartition("x")
+    if hardware in DEVICES:  # rtx4090: its x is no count
+        name, count = hardware, "1"
+    if name not in DEVICES or re.fullmatch(r"[1-9][0-9]{0,4}", count) is None:
         raise ConfigError(
             f"plan.hardware={hardware}",
             "no such device is known",
             f"plan.hardware=auto, or <{' | '.join(DEVICES)}>, with x8 for eight in a node",
         )
-    return DEVICES[match["name"]], int(match["count"] or 1)
+    return DEVICES[name], int(count)
 
 
 def _this_machine() -> tuple[Device, int]:

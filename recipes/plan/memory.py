@@ -65,9 +65,7 @@ def timeline(ops: Iterable[Op]) -> Iterator[Moment]:
         held.subtract(op.freed)
 
 
-def with_zero(
-    moments: Iterable[Moment], zero: Zero, *, num_parameters: int, accumulates: bool
-) -> Iterator[Moment]:
+def with_zero(moments: Iterable[Moment], zero: Zero, *, num_parameters: int, accumulates: bool) -> Iterator[Moment]:
     """Yield the moments of a step under ZeRO, from those of one device whose optimizer does not step.
 
     What DeepSpeed 0.19.8 allocates was read off profiles of its steps: benchmarks/plan_accuracy.py compares.

@@ -1,49 +1,29 @@
 """Plan a run from its config: memory of a rank, seconds of a step, sizes on the disk. Nothing of the run is built."""
 
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass, replace
 
 import torch
-from torch import Tensor, nn
+from torch import nn
 
-from recipes.build import build_task
 from recipes.config.compose import Config
 from recipes.config.instantiate import make
-from recipes.config.signature import read_signature
-from recipes.config.traits import StrategyTraits, get_traits
 from recipes.model.flops import Flops, flops_per_sample
 from recipes.numerics.accumulation import Accumulation, divide
 from recipes.plan.communication import Communication, of_partitions, of_replicas, of_shards
+from recipes.plan.config_step import Engine, describe_step, find_engine, find_sample_shape
 from recipes.plan.hardware import GIB, Cluster
-from recipes.plan.memory import MASTER, Moment, Peak, Zero, find_peak, timeline, with_unsharded_gradients, with_zero
+from recipes.plan.memory import MASTER, Moment, Peak, find_peak, timeline, with_unsharded_gradients, with_zero
 from recipes.plan.roofline import Rates, StepSeconds, time_step
-from recipes.plan.step import Batch, Sharding, Step, record_step
+from recipes.plan.step import record_step
 from recipes.plan.trace import GRADIENTS, OPTIMIZER, WEIGHTS, Op
 from recipes.plan.unroll import block_kinds, record_unrolled
 from recipes.precision import Precision
-from recipes.strategy.deepspeed.partition import ALIGNMENT, BUCKET_ELEMENTS
 
 # kept free for what the allocator cannot use: blocks of other sizes than those asked for
 FRAGMENTATION = 0.05
 _HOST_ADAM_BYTES_PER_SECOND = 20e9  # of one rank, weights and state in host memory; depends on the host
 _PCIE_BYTES_PER_SECOND = 20e9
-
-
-@dataclass(frozen=True, kw_only=True)
-class Engine:
-    """What the strategy of a config does to a step.
-
-    Attributes:
-        num_ranks: Of the run.
-        sharding: Of FSDP2; None: another.
-        zero: Of DeepSpeed; None: another.
-        offloads: Whether the optimizer steps in host memory.
-    """
-
-    num_ranks: int
-    sharding: Sharding | None = None
-    zero: Zero | None = None
-    offloads: bool = False
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -107,28 +87,25 @@ def make_plan(config: Config, cluster: Cluster, *, rates: Rates | None) -> Plan:
     Raises:
         ConfigError: The global batch does not divide over the ranks.
     """
-    traits = get_traits(config["strategy"])
-    num_ranks = cluster.num_devices if traits.needs_process_group else 1
+    precision: Precision = make(config["precision"])
+    with torch.device("meta"):
+        model: nn.Module = make(config["model"])
+    num_parameters = sum(parameter.numel() for parameter in model.parameters())
+    engine = find_engine(config, precision, cluster, num_parameters=num_parameters)
+    num_ranks = engine.num_ranks
     accumulation = divide(
         global_batch_size=config["global_batch_size"],
         micro_batch_size=config["micro_batch_size"],
         num_devices=num_ranks,
         accumulate_grad_batches=config["trainer"]["accumulate_grad_batches"],
     )
-    precision: Precision = make(config["precision"])
-    with torch.device("meta"):
-        model: nn.Module = make(config["model"])
-    num_parameters = sum(parameter.numel() for parameter in model.parameters())
-    engine = _find_engine(config, traits, precision, cluster, num_ranks, num_parameters)
-    shape = _sample_shape(config)
-    step = _describe_step(config, precision, accumulation, engine, shape, on_gpu=cluster.device.full_name is not None)
+    shape = find_sample_shape(config)
+    step = describe_step(config, precision, accumulation, engine, shape, on_gpu=cluster.device.full_name is not None)
     kinds = block_kinds(model, every_nth=step.activation_checkpoint.every_nth_block)
     ops = record_unrolled(lambda blocks: record_step(step, blocks=blocks), kinds)
     moments = list(timeline(ops))
     if engine.zero is not None:
-        moments = list(
-            with_zero(moments, engine.zero, num_parameters=num_parameters, accumulates=step.accumulates)
-        )
+        moments = list(with_zero(moments, engine.zero, num_parameters=num_parameters, accumulates=step.accumulates))
     elif engine.sharding is not None and step.accumulates and not engine.sharding.syncs_each_micro_batch:
         unsharded = num_parameters * precision.param_dtype.itemsize
         moments = list(with_unsharded_gradients(moments, num_bytes=unsharded))
@@ -151,94 +128,6 @@ def make_plan(config: Config, cluster: Cluster, *, rates: Rates | None) -> Plan:
         flops=flops_per_sample(model, shape),
     )
     return plan if rates is None else _with_times(plan, config, ops, engine, rates)
-
-
-def _find_engine(
-    config: Config,
-    traits: StrategyTraits,
-    precision: Precision,
-    cluster: Cluster,
-    num_ranks: int,
-    num_parameters: int,
-) -> Engine:
-    node = config["strategy"]
-    if traits.state_layout == "fsdp":
-        shard_size = node.get("shard_size", num_ranks) or cluster.per_node
-        mesh = (num_ranks,) if "shard_size" not in node else (num_ranks // shard_size, shard_size)
-        sharding = Sharding(
-            mesh=mesh,
-            cpu_offload=node["cpu_offload"],
-            syncs_each_micro_batch=node["gradient_sync"] == "per_micro_batch",
-        )
-        return Engine(num_ranks=num_ranks, sharding=sharding, offloads=node["cpu_offload"])
-    if traits.state_layout == "zero":
-        bucket = max(min(BUCKET_ELEMENTS, num_parameters // 8) // ALIGNMENT * ALIGNMENT, ALIGNMENT)
-        zero = Zero(
-            stage=node["stage"],
-            num_ranks=num_ranks,
-            bucket=bucket,
-            num_buckets=2 if cluster.device.full_name is not None else 1,
-            offloads_optimizer=node["offload_optimizer"] is not None,
-            offloads_weights=node["offload_parameters"] is not None,
-            is_half=not precision.is_mixed and precision.param_dtype != torch.float32,
-        )
-        return Engine(num_ranks=num_ranks, zero=zero, offloads=zero.offloads_optimizer)
-    return Engine(num_ranks=num_ranks)
-
-
-def _describe_step(
-    config: Config,
-    precision: Precision,
-    accumulation: Accumulation,
-    engine: Engine,
-    shape: tuple[int, ...],
-    *,
-    on_gpu: bool,
-) -> Step:
-    task = build_task(config | {"metrics": {}, "compile": False}, precision)
-
-    def objective(model: nn.Module, batch: Batch) -> Tensor:
-        task.model = model
-        objective_sum, _ = task.objective_sum(batch)
-        return objective_sum * (1.0 / batch["num_targets"])
-
-    return Step(
-        make_model=lambda: make(config["model"]),
-        objective=objective,
-        make_batch=_batch_maker(task.input_kind, shape, precision),
-        make_optimizer=make(config["optimizer"]),
-        precision=precision,
-        activation_checkpoint=make(config["activation_checkpoint"]),
-        micro_batch_size=accumulation.micro_batch_size,
-        accumulates=accumulation.num_micro_batches > 1,
-        frees_gradients=bool(read_signature(config["strategy"]["_target_"]).constants.get("frees_gradients", True)),
-        engine_steps=engine.zero is not None,
-        drops_gradients=engine.zero is not None and engine.zero.stage > 1,
-        ema_decay=config["ema_decay"],
-        sharding=engine.sharding,
-        fused=not precision.scales_loss,
-        on_gpu=on_gpu,
-    )
-
-
-def _sample_shape(config: Config) -> tuple[int, ...]:
-    """Return the shape of one sample: [T] of text, which need not be read; else that of the first sample."""
-    if config["seq_len"] is not None:
-        return (int(config["seq_len"]),)
-    source = make(config["data"])
-    source.prepare()
-    return tuple(source.train()[0]["inputs"].shape)
-
-
-def _batch_maker(kind: str, shape: tuple[int, ...], precision: Precision) -> Callable[[int], Batch]:
-    def make_batch(size: int) -> Batch:
-        if kind == "tokens":
-            tokens = torch.zeros(size, *shape, dtype=torch.int64)  # [B, T]
-            return {"inputs": tokens, "targets": torch.zeros_like(tokens), "num_targets": size * shape[0]}
-        images = torch.zeros(size, *shape, dtype=precision.param_dtype)  # [B, C, H, W]
-        return {"inputs": images, "targets": torch.zeros(size, dtype=torch.int64), "num_targets": size}
-
-    return make_batch
 
 
 def _state_bytes(first: Moment, engine: Engine) -> int:

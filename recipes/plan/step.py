@@ -120,7 +120,8 @@ def record_step(step: Step, *, blocks: Sequence[int] | None = None, keep_calls: 
             _mark_blocks(model, tracer)
             if step.drops_gradients:
                 for parameter in parameters:
-                    parameter.register_post_accumulate_grad_hook(functools.partial(_drop_gradient, tracer))
+                    drop = functools.partial(_drop_gradient, tracer)
+                    parameter.register_post_accumulate_grad_hook(drop)  # type: ignore[no-untyped-call]
             _run(step, model, optimizer, parameters, tracer)
         return tracer.ops()
 
@@ -188,7 +189,7 @@ def _build_model(step: Step, blocks: Sequence[int] | None, mesh: DeviceMesh | No
     if step.activation_checkpoint.every_nth_block:
         step.activation_checkpoint.apply(model.blocks)  # type: ignore[arg-type]
     if blocks is not None:
-        model.blocks = nn.ModuleList([model.blocks[index] for index in blocks])  # type: ignore[index]
+        model.blocks = nn.ModuleList([model.blocks[index] for index in blocks])  # type: ignore[index, misc]
     if step.sharding is not None and mesh is not None:
         policy = CPUOffloadPolicy(pin_memory=False) if step.sharding.cpu_offload else OffloadPolicy()
         shard_blocks(model, mesh=mesh, precision=step.precision, offload_policy=policy, option="fsdp")
@@ -218,13 +219,13 @@ def _mark_blocks(model: nn.Module, tracer: StepTracer) -> None:
         if is_first:
             for tensor in tree_leaves(inputs):
                 if isinstance(tensor, Tensor) and tensor.requires_grad:
-                    tensor.register_hook(lambda _: enter("embedding"))
+                    tensor.register_hook(lambda _: enter("embedding"))  # type: ignore[no-untyped-call]
                     break
 
     def after(name: str, is_last: bool, module: nn.Module, inputs: Any, output: Any) -> None:
         for tensor in tree_leaves(output):
             if isinstance(tensor, Tensor) and tensor.requires_grad:
-                tensor.register_hook(lambda _: enter(name))
+                tensor.register_hook(lambda _: enter(name))  # type: ignore[no-untyped-call]
                 break
         if is_last:
             enter("head")

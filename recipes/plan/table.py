@@ -4,6 +4,7 @@ from collections.abc import Iterator, Mapping
 from typing import Any
 
 from recipes.model.flops import Flops
+from recipes.plan.hardware import GIB
 from recipes.plan.memory import Moment
 from recipes.plan.plan import Plan, gib
 from recipes.plan.roofline import Rates, Seconds
@@ -22,12 +23,13 @@ def describe_memory(plan: Plan) -> Iterator[str]:
         f"{'es' if accumulation.num_micro_batches > 1 else ''} of {accumulation.micro_batch_size} on each of"
         f" {plan.num_ranks} rank{'s' if plan.num_ranks > 1 else ''}"
     )
-    yield f"memory of a rank in GiB, when it is fullest ({describe_place(moment)}):"
+    unit, size_of = ("GiB", gib) if moment.total >= GIB else ("MiB", _mib)
+    yield f"memory of a rank in {unit}, when it is fullest ({describe_place(moment)}):"
     shown = {name: moment.held[name] for name in sorted(moment.held, key=_order) if moment.held[name] > 0}
     for name, num_bytes in shown.items():
-        yield f"  {name:<17} {gib(num_bytes):9.2f}"
+        yield f"  {name:<17} {size_of(num_bytes):9.2f}"
     verdict = "fits" if plan.fits else "DOES NOT FIT"
-    yield f"  {'total':<17} {gib(moment.total):9.2f}  of {gib(plan.limit_bytes):.2f} usable: {verdict}"
+    yield f"  {'total':<17} {size_of(moment.total):9.2f}  of {size_of(plan.limit_bytes):,.2f} usable: {verdict}"
     if plan.host:
         parts = ", ".join(f"{name} {gib(num_bytes):.2f}" for name, num_bytes in plan.host.items())
         yield f"host memory of a rank in GiB: {parts}"
@@ -48,7 +50,7 @@ def describe_time(plan: Plan, length: RunLength, rates: Rates | None) -> Iterato
     tokens = "" if length.tokens is None else f", {length.tokens:,} tokens"
     yield f"run: {length.steps:,} steps, {length.samples:,} samples{tokens}, {length.evaluations:,} validations"
     if length.step_seconds is None:
-        yield "time: unknown for this device; plan.hardware=<a GPU of the table>, or plan.hardware=measured"
+        yield "time: unknown for this device; plan.hardware=h100, or another of the table, has one"
         return
     speed = "" if length.tokens_per_second is None else f", {length.tokens_per_second:,.0f} tokens/s"
     mfu = "" if length.mfu is None else f", MFU {length.mfu:.2f}"
@@ -58,7 +60,7 @@ def describe_time(plan: Plan, length: RunLength, rates: Rates | None) -> Iterato
     else:
         yield "  and validation: eval_samples=null reads the whole split, whose size is known once it is prepared"
     if length.dollars is not None:
-        yield f"price: {length.dollars:,.0f} dollars"
+        yield f"price: ${length.dollars:,.2f}"
     if plan.step is not None and rates is not None:
         yield from _describe_parts(plan, plan.step.of(""), rates)
 
@@ -91,13 +93,14 @@ def describe_rules(plan: Plan, config: Mapping[str, Any]) -> Iterator[str]:
     """Yield the rules of thumb beside what was computed."""
     held = plan.peak.moment.held
     state = sum(held.get(name, 0) for name in ("weights", "gradients", "optimizer", "master weights"))
-    yield f"rule of thumb: 16 bytes a parameter are {gib(16 * plan.num_parameters):.2f} GiB; here {gib(state):.2f}"
+    rule = gib(16 * plan.num_parameters)
+    yield f"rule of thumb: 16 bytes a parameter are {rule:.2f} GiB over all ranks; here {gib(state):.2f} on each"
     model, seq_len = config["model"], config["seq_len"]
     if seq_len is not None and "hidden_size" in model and "num_layers" in model:
         tokens = plan.accumulation.micro_batch_size * int(seq_len)
-        rule = 34 * tokens * model["hidden_size"] * model["num_layers"]
+        rule = gib(34 * tokens * model["hidden_size"] * model["num_layers"])
         yield (
-            f"rule of thumb: 34 bytes a token, layer and channel (arXiv 2205.05198, 16 bits) are {gib(rule):.2f} GiB of"
+            f"rule of thumb: 34 bytes a token, layer and channel (arXiv 2205.05198, 16 bits) are {rule:.2f} GiB of"
             f" activations; here {gib(held.get('activations', 0)):.2f}"
         )
 
@@ -138,6 +141,10 @@ def as_json(plan: Plan, length: RunLength, flops: Flops | None) -> dict[str, Any
             "gib": {name: [round(gib(moment.held.get(name, 0)), 5) for moment in picked] for name in names},
         },
     }
+
+
+def _mib(num_bytes: float) -> float:
+    return num_bytes / 2**20
 
 
 def _order(name: str) -> tuple[int, str]:

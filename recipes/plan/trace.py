@@ -15,10 +15,11 @@ from typing_extensions import override
 
 from recipes.plan.cost import Cost, bytes_of, cost_of, distinct_bytes
 
-WEIGHTS, GRADIENTS, OPTIMIZER, ACTIVATIONS, LOSS, GATHERED, TEMPORARY = CATEGORIES = (
+WEIGHTS, GRADIENTS, OPTIMIZER, CASTS, ACTIVATIONS, LOSS, GATHERED, TEMPORARY = CATEGORIES = (
     "weights",
     "gradients",
     "optimizer",
+    "autocast copies",
     "activations",
     "logits and loss",
     "communication",
@@ -80,7 +81,7 @@ class _Record:
     writes: dict[_Block, float] = field(default_factory=dict)
 
 
-class StepTracer(TorchDispatchMode):
+class StepTracer(TorchDispatchMode):  # type: ignore[no-untyped-call]
     """Records every operator that runs while it is active.
 
     A storage counts from the operator that creates it to the moment when nothing refers to it any more, as with
@@ -94,7 +95,7 @@ class StepTracer(TorchDispatchMode):
     """
 
     def __init__(self, *, keep_calls: bool = False) -> None:
-        super().__init__()
+        super().__init__()  # type: ignore[no-untyped-call]
         self.section = BEFORE
         self._keep_calls = keep_calls
         self._records: list[_Record] = [_Record("start", BEFORE, Cost(), None)]
@@ -117,6 +118,9 @@ class StepTracer(TorchDispatchMode):
             if isinstance(tensor, Tensor):
                 block = self.add(tensor, by_collective=namespace in _COLLECTIVES)
                 record.writes[block] = bytes_of(tensor)
+        if record.name == "aten::_to_copy" and self._is_weight(args[0]):
+            for block in record.writes:
+                block.category = CASTS
         if record.cost.kind == "memory":
             for tensor in tree_leaves((args, kwargs)):
                 known = self._refs.get(tensor.untyped_storage()._cdata) if isinstance(tensor, Tensor) else None
@@ -146,6 +150,10 @@ class StepTracer(TorchDispatchMode):
             block.category = category
         return block
 
+    def _is_weight(self, tensor: Tensor) -> bool:
+        known = self._refs.get(tensor.untyped_storage()._cdata)
+        return known is not None and (known[1].category == WEIGHTS or known[1].by_collective)
+
     def _free(self, key: int) -> None:
         _, block = self._refs.pop(key)
         block.freed_in = self.section
@@ -174,13 +182,13 @@ class StepTracer(TorchDispatchMode):
             tracer._resize_storage(storage, size)
             tracer._resize(storage)
 
-        torch.UntypedStorage.resize_ = resize_  # type: ignore[method-assign]
-        super().__enter__()
+        torch.UntypedStorage.resize_ = resize_  # type: ignore[method-assign, assignment]
+        super().__enter__()  # type: ignore[no-untyped-call]
         return self
 
     @override
     def __exit__(self, *error: Any) -> None:
-        super().__exit__(*error)
+        super().__exit__(*error)  # type: ignore[no-untyped-call]
         torch.UntypedStorage.resize_ = self._resize_storage  # type: ignore[method-assign]
 
     def end_forward(self) -> None:

@@ -61,7 +61,7 @@ def block_kinds(model: nn.Module, *, every_nth: int) -> list[object]:
 
 
 def _unroll(short: list[Op], long: list[Op], *, period: int, num_copies: int) -> list[Op] | None:
-    """Return the operators for `num_copies` periods between first and last block; None if it cannot be told.
+    """Return the operators for `num_copies` periods between first and last block; None if they do not repeat.
 
     Args:
         short: Operators with two periods.

@@ -186,7 +186,7 @@ def _split_by_precision(block: nn.Module) -> list[tuple[list[nn.Module], bool]]:
     """
     full = [module for module in block.modules() if _stays_in_full_precision(module)]
     if block in full:  # parameters of its own: its group takes all that a group of the matrices has not
-        matrices = [module for module in block.modules() if isinstance(module, _LOW_PRECISION)]
+        matrices: list[nn.Module] = [module for module in block.modules() if isinstance(module, _LOW_PRECISION)]
         return [*([(matrices, True)] if matrices else []), ([block], False)]
     return [*([(full, False)] if full else []), ([block], True)]
 

@@ -1,0 +1,52 @@
+"""Planned against measured: the most bytes of tensors that a rank holds in a step, on CPU ranks of real runs."""
+
+import statistics
+import sys
+import tempfile
+from pathlib import Path
+from typing import Any
+
+from measure import report
+
+TESTS = Path(__file__).parents[1] / "tests"
+sys.path[:0] = [str(TESTS / folder) for folder in ("parity", "")]
+
+from plan_cases import CASES, PEAK_RANKS, cpu_cluster, get_overrides  # noqa: E402
+from ranks import run_on_ranks  # noqa: E402
+from support import composed_config  # noqa: E402
+
+from recipes.plan.plan import make_plan  # noqa: E402
+
+MIB = 2**20
+
+
+def main() -> None:
+    names = sys.argv[1:] or list(CASES)
+    rows: list[dict[str, Any]] = []
+    for num_ranks in (1, 2):
+        chosen = {name: {"overrides": get_overrides(name)} for name in names if CASES[name][0] == num_ranks}
+        folder = Path(tempfile.mkdtemp(prefix="plan_accuracy_"))
+        results = run_on_ranks(chosen, world_size=num_ranks, folder=folder, timeout_seconds=1800, worker=PEAK_RANKS)
+        for name, result in results.items():
+            assert "error" not in result, f"{name}: {result['error']}"
+            plan = make_plan(composed_config(*get_overrides(name)), cpu_cluster(num_ranks), rates=None)
+            planned, measured = plan.peak.moment.total, result["peak_bytes"]
+            rows.append(
+                {
+                    "run": name,
+                    "ranks": num_ranks,
+                    "planned_mib": round(planned / MIB, 1),
+                    "measured_mib": round(measured / MIB, 1),
+                    "error_percent": round(100 * (planned / measured - 1), 2),
+                }
+            )
+    errors = [abs(row["error_percent"]) for row in rows]
+    print(f"median error {statistics.median(errors):.2f} %, worst {max(errors):.2f} %, of {len(rows)} runs")
+    if len(names) == len(CASES):
+        report("plan_accuracy", rows)
+    else:
+        print(*rows, sep="\n")
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,105 @@
+"""Planned against published: MFU of runs on A100 and H100 that others have reported, by the roofline of mode=plan.
+
+The settings are the nearest that this collection has; what differs stands beside each row.
+"""
+
+from typing import Any
+
+from measure import report
+
+from callbacks.throughput.peak_flops import get_peak
+from recipes.config import compose_and_check
+from recipes.plan.hardware import find_cluster
+from recipes.plan.plan import make_plan
+from recipes.plan.roofline import get_rates
+
+LLAMA = ["model=llama_8b", "activation_checkpoint=every_block"]
+# who, device and how many, published MFU by PaLM's count in per cent, overrides, what differs
+RUNS: tuple[tuple[str, str, float, list[str], str], ...] = (
+    ("build-nanogpt", "a100_80", 50.2, ["model=gpt2", "micro_batch_size=16", "compile=true"], ""),
+    ("llm.c", "a100_80x8", 60.2, ["model=gpt2", "micro_batch_size=64", "compile=true"], "own CUDA kernels"),
+    ("llm.c", "a100_80x8", 62.3, ["model=gpt2_medium", "micro_batch_size=64", "compile=true"], "own CUDA kernels"),
+    ("llm.c", "a100_80x8", 64.4, ["model=gpt2_large", "micro_batch_size=32", "compile=true"], "own CUDA kernels"),
+    ("llm.c", "h100x8", 40.7, ["model=gpt2", "micro_batch_size=64", "compile=true"], "own CUDA kernels"),
+    (
+        "llm.c",
+        "h100x8",
+        49.6,
+        ["model=gpt2_xl", "micro_batch_size=16", "global_batch_size=1024", "compile=true"],
+        "own CUDA kernels; published as 48.7 to 50.5",
+    ),
+    ("llm-foundry", "a100_80x8", 43.2, ["model=gpt2", "micro_batch_size=64"], "MPT 125m, ALiBi"),
+    ("llm-foundry", "a100_80x8", 50.5, ["model=gpt2_medium", "micro_batch_size=32"], "MPT 350m, ALiBi"),
+    (
+        "torchtitan",
+        "h100x8",
+        33.7,
+        [*LLAMA, "micro_batch_size=2", "global_batch_size=16"],
+        "HBM2e, 500 W; recomputes selected operators",
+    ),
+    (
+        "torchtitan",
+        "h100x8",
+        39.0,
+        [
+            "model=llama_8b",
+            "micro_batch_size=2",
+            "global_batch_size=16",
+            "activation_checkpoint=every_block",
+            "compile=true",
+        ],
+        "HBM2e, 500 W; recomputes selected operators",
+    ),
+    (
+        "torchtitan",
+        "a100_80x8",
+        58.2,
+        [
+            "model=llama_8b",
+            "micro_batch_size=1",
+            "global_batch_size=8",
+            "activation_checkpoint=every_block",
+            "compile=true",
+        ],
+        "64 GPUs; recomputes selected operators",
+    ),
+)
+
+
+def main() -> None:
+    rows: list[dict[str, Any]] = []
+    for who, hardware, published, overrides, differs in RUNS:
+        sharded = "model=llama_8b" in overrides
+        recipe = "recipe=single_bf16" if "x" not in hardware else f"recipe={'fsdp' if sharded else 'ddp'}_bf16"
+        batch = [] if any(item.startswith("global") for item in overrides) else ["global_batch_size=512"]
+        composed, mistakes = compose_and_check(["mode=plan", "data=random_tokens", recipe, *batch, *overrides])
+        assert composed is not None
+        assert not mistakes, mistakes
+        cluster = find_cluster(hardware, per_node=None, num_nodes=1, interconnect=None, memory_gib=None)
+        device = cluster.device
+        assert device.full_name is not None
+        assert device.bandwidth is not None
+        peaks = {kind: get_peak(device.full_name, kind).tflops or 0.0 for kind in ("bf16", "fp16", "fp32")}  # type: ignore[arg-type]
+        rates = get_rates(device.full_name, tflops=peaks, bandwidth=device.bandwidth)
+        plan = make_plan(composed.config, cluster, rates=rates)
+        assert plan.flops is not None
+        assert plan.step_seconds is not None
+        flops = plan.flops.palm * plan.accumulation.global_batch_size
+        planned = 100 * flops / plan.step_seconds / (peaks["bf16"] * 1e12 * plan.num_ranks)
+        rows.append(
+            {
+                "published by": who,
+                "model": overrides[0].removeprefix("model="),
+                "devices": hardware,
+                "compiled": "yes" if "compile=true" in overrides else "no",
+                "published MFU, %": published,
+                "planned MFU, %": round(planned, 1),
+                "difference, points": round(planned - published, 1),
+                "differs": differs,
+            }
+        )
+    report("plan_published", rows)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,138 @@
+"""What a config means for one step: what its strategy does to it, and everything that the step depends on."""
+
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor, nn
+
+from recipes.build import build_task
+from recipes.config.compose import Config
+from recipes.config.instantiate import make
+from recipes.config.signature import read_signature
+from recipes.config.traits import get_traits
+from recipes.numerics.accumulation import Accumulation
+from recipes.plan.hardware import Cluster
+from recipes.plan.memory import Zero
+from recipes.plan.step import Batch, Sharding, Step
+from recipes.precision import Precision
+from recipes.strategy.deepspeed.partition import ALIGNMENT, BUCKET_ELEMENTS
+
+
+@dataclass(frozen=True, kw_only=True)
+class Engine:
+    """What the strategy of a config does to a step.
+
+    Attributes:
+        num_ranks: Of the run.
+        sharding: Of FSDP2; None: another.
+        zero: Of DeepSpeed; None: another.
+        offloads: Whether the optimizer steps in host memory.
+    """
+
+    num_ranks: int
+    sharding: Sharding | None = None
+    zero: Zero | None = None
+    offloads: bool = False
+
+
+def find_engine(config: Config, precision: Precision, cluster: Cluster, *, num_parameters: int) -> Engine:
+    """Return what the strategy of a config does on these devices.
+
+    Args:
+        config: Composed and checked.
+        precision: Of the run.
+        cluster: The devices.
+        num_parameters: Of the unsharded model.
+    """
+    node = config["strategy"]
+    traits = get_traits(node)
+    num_ranks = cluster.num_devices if traits.needs_process_group else 1
+    if traits.state_layout == "fsdp":
+        shard_size = node.get("shard_size", num_ranks) or cluster.per_node
+        mesh = (num_ranks,) if "shard_size" not in node else (num_ranks // shard_size, shard_size)
+        sharding = Sharding(
+            mesh=mesh,
+            cpu_offload=node["cpu_offload"],
+            syncs_each_micro_batch=node["gradient_sync"] == "per_micro_batch",
+        )
+        return Engine(num_ranks=num_ranks, sharding=sharding, offloads=node["cpu_offload"])
+    if traits.state_layout == "zero":
+        bucket = max(min(BUCKET_ELEMENTS, num_parameters // 8) // ALIGNMENT * ALIGNMENT, ALIGNMENT)
+        zero = Zero(
+            stage=node["stage"],
+            num_ranks=num_ranks,
+            bucket=bucket,
+            num_buckets=2 if cluster.device.full_name is not None else 1,
+            offloads_optimizer=node["offload_optimizer"] is not None,
+            offloads_weights=node["offload_parameters"] is not None,
+            is_half=not precision.is_mixed and precision.param_dtype != torch.float32,
+        )
+        return Engine(num_ranks=num_ranks, zero=zero, offloads=zero.offloads_optimizer)
+    return Engine(num_ranks=num_ranks)
+
+
+def describe_step(
+    config: Config,
+    precision: Precision,
+    accumulation: Accumulation,
+    engine: Engine,
+    shape: tuple[int, ...],
+    *,
+    on_gpu: bool,
+) -> Step:
+    """Return everything that a step of a config depends on.
+
+    Args:
+        config: Composed and checked.
+        precision: Of the run.
+        accumulation: Global batch and micro-batches.
+        engine: What its strategy does.
+        shape: Of one sample.
+        on_gpu: Whether the operators are those of a GPU.
+    """
+    task = build_task(config | {"metrics": {}, "compile": False}, precision)
+
+    def objective(model: nn.Module, batch: Batch) -> Tensor:
+        task.model = model
+        objective_sum, _ = task.objective_sum(batch)
+        loss: Tensor = objective_sum * (1.0 / batch["num_targets"])
+        return loss
+
+    return Step(
+        make_model=lambda: make(config["model"]),
+        objective=objective,
+        make_batch=_batch_maker(task.input_kind, shape, precision),
+        make_optimizer=make(config["optimizer"]),
+        precision=precision,
+        activation_checkpoint=make(config["activation_checkpoint"]),
+        micro_batch_size=accumulation.micro_batch_size,
+        accumulates=accumulation.num_micro_batches > 1,
+        frees_gradients=bool(read_signature(config["strategy"]["_target_"]).constants.get("frees_gradients", True)),
+        engine_steps=engine.zero is not None,
+        drops_gradients=engine.zero is not None and engine.zero.stage > 1,
+        ema_decay=config["ema_decay"],
+        sharding=engine.sharding,
+        fused=not precision.scales_loss,
+        on_gpu=on_gpu,
+    )
+
+
+def find_sample_shape(config: Config) -> tuple[int, ...]:
+    """Return the shape of one sample: [T] of text, which need not be read; else that of the first sample."""
+    if config["seq_len"] is not None:
+        return (int(config["seq_len"]),)
+    source = make(config["data"])
+    source.prepare()
+    return tuple(source.train()[0]["inputs"].shape)
+
+
+def _batch_maker(kind: str, shape: tuple[int, ...], precision: Precision) -> Callable[[int], Batch]:
+    def make_batch(size: int) -> Batch:
+        if kind == "tokens":
+            tokens = torch.zeros(size, *shape, dtype=torch.int64)  # [B, T]
+            return {"inputs": tokens, "targets": torch.zeros_like(tokens), "num_targets": size * shape[0]}
+        images = torch.zeros(size, *shape, dtype=precision.param_dtype)  # [B, C, H, W]
+        return {"inputs": images, "targets": torch.zeros(size, dtype=torch.int64), "num_targets": size}
+
+    return make_batch

@@ -1,0 +1,94 @@
+"""Runs whose planned memory is compared with what torch's allocator gave out, on 1 and 2 ranks."""
+
+from pathlib import Path
+
+from recipes.plan.hardware import Cluster, find_cluster
+
+PEAK_RANKS = Path(__file__).parent / "parity/peak_ranks.py"  # the worker that measures them
+
+COMMON = [
+    "recipe=single_fp32",
+    "callbacks=[grad_norm]",
+    "logger=none",
+    "save_every=null",
+    "trainer.max_steps=4",
+    "eval_every=4",
+    "eval_samples=4",
+    "trainer.accelerator=cpu",
+    "global_batch_size=8",
+]
+_TEXT = ["data=random_tokens", "model.vocab_size=2048", "seq_len=128", "model.max_seq_len=128"]
+_SMALL = ["model.hidden_size=256", "model.num_heads=4", "model.num_layers=4"]
+GPT = ["model=gpt2_nano", *_TEXT, *_SMALL]
+LLAMA = ["model=llama_nano", *_TEXT, *_SMALL, "model.num_kv_heads=2", "model.ffn_hidden_size=512"]
+DEEP = [*GPT, "model.num_layers=12", "model.hidden_size=128"]
+WIDE = [*GPT, "model.num_layers=2", "model.hidden_size=512"]
+RESNET = ["model=resnet18", "data=digits", "metrics=classification", "callbacks=[grad_norm]"]
+RECOMPUTE = "activation_checkpoint=every_block"
+
+# name -> ranks, overrides
+CASES: dict[str, tuple[int, list[str]]] = {
+    "gpt2": (1, GPT),
+    "gpt2, batch 2": (1, [*GPT, "global_batch_size=2"]),
+    "gpt2, 64 tokens": (1, [*GPT, "seq_len=64"]),
+    "gpt2, 4 micro-batches": (1, [*GPT, "micro_batch_size=2"]),
+    "gpt2, recomputed": (1, [*GPT, RECOMPUTE]),
+    "gpt2, every second block recomputed": (1, [*GPT, RECOMPUTE, "activation_checkpoint.every_nth_block=2"]),
+    "gpt2, bf16-mixed": (1, [*GPT, "precision=bf16-mixed"]),
+    "gpt2, bf16-mixed, recomputed, 2 micro-batches": (
+        1,
+        [*GPT, "precision=bf16-mixed", RECOMPUTE, "micro_batch_size=4"],
+    ),
+    "gpt2, 16-mixed": (1, [*GPT, "precision=16-mixed"]),
+    "gpt2, bf16-true": (1, [*GPT, "precision=bf16-true"]),
+    "gpt2, dropout": (1, [*GPT, "model.dropout=0.1"]),
+    "gpt2, average of the weights": (1, [*GPT, "ema_decay=0.99"]),
+    "gpt2, SGD": (1, [*GPT, "optimizer=sgd"]),
+    "gpt2, label smoothing and z-loss": (1, [*GPT, "label_smoothing=0.1", "z_loss=1e-4"]),
+    "gpt2, 12 layers": (1, DEEP),
+    "gpt2, 12 layers, recomputed": (1, [*DEEP, RECOMPUTE]),
+    "gpt2, wide": (1, WIDE),
+    "gpt2, wide, bf16-mixed": (1, [*WIDE, "precision=bf16-mixed"]),
+    "llama": (1, LLAMA),
+    "llama, bf16-mixed": (1, [*LLAMA, "precision=bf16-mixed"]),
+    "llama, recomputed, 2 micro-batches": (1, [*LLAMA, RECOMPUTE, "micro_batch_size=4"]),
+    "llama, untied": (1, [*LLAMA, "model.tie_embeddings=false"]),
+    "resnet18": (1, [*RESNET, "global_batch_size=64"]),
+    "resnet18, bf16-mixed": (1, [*RESNET, "global_batch_size=64", "precision=bf16-mixed"]),
+    "ddp": (2, [*GPT, "strategy=ddp"]),
+    "ddp, bf16-mixed, 2 micro-batches": (2, [*GPT, "strategy=ddp", "precision=bf16-mixed", "micro_batch_size=2"]),
+    "ddp, llama, recomputed": (2, [*LLAMA, "strategy=ddp", RECOMPUTE]),
+    "ddp, resnet18": (2, [*RESNET, "global_batch_size=64", "strategy=ddp"]),
+    "fsdp": (2, [*GPT, "strategy=fsdp"]),
+    "fsdp, bf16-mixed": (2, [*GPT, "strategy=fsdp", "precision=bf16-mixed"]),
+    "fsdp, bf16-mixed, recomputed": (2, [*GPT, "strategy=fsdp", "precision=bf16-mixed", RECOMPUTE]),
+    "fsdp, 2 micro-batches": (2, [*GPT, "strategy=fsdp", "micro_batch_size=2"]),
+    "fsdp, reduced once a step": (
+        2,
+        [*GPT, "strategy=fsdp", "micro_batch_size=2", "strategy.gradient_sync=per_step"],
+    ),
+    "fsdp, offloaded": (2, [*GPT, "strategy=fsdp", "strategy.cpu_offload=true"]),
+    "fsdp, 12 layers, batch 2": (2, [*DEEP, "strategy=fsdp", "global_batch_size=2"]),
+    "fsdp, llama, bf16-mixed": (2, [*LLAMA, "strategy=fsdp", "precision=bf16-mixed"]),
+    "hsdp": (2, [*GPT, "strategy=hsdp", "strategy.shard_size=2"]),
+    "ZeRO-1": (2, [*GPT, "strategy=deepspeed_stage_1"]),
+    "ZeRO-1, batch 2": (2, [*GPT, "strategy=deepspeed_stage_1", "global_batch_size=2"]),
+    "ZeRO-1, 2 micro-batches": (2, [*GPT, "strategy=deepspeed_stage_1", "micro_batch_size=2"]),
+    "ZeRO-2": (2, [*GPT, "strategy=deepspeed_stage_2"]),
+    "ZeRO-2, llama, bf16-mixed": (2, [*LLAMA, "strategy=deepspeed_stage_2", "precision=bf16-mixed"]),
+    "ZeRO-2, 2 micro-batches": (2, [*GPT, "strategy=deepspeed_stage_2", "micro_batch_size=2"]),
+    "ZeRO-3": (2, [*GPT, "strategy=deepspeed_stage_3"]),
+    "ZeRO-3, batch 2": (2, [*GPT, "strategy=deepspeed_stage_3", "global_batch_size=2"]),
+    "ZeRO-3, recomputed": (2, [*GPT, "strategy=deepspeed_stage_3", RECOMPUTE]),
+}
+
+
+def get_overrides(name: str) -> list[str]:
+    """Return the overrides of a case."""
+    ranks, overrides = CASES[name]
+    return [*COMMON, *overrides, f"trainer.devices={ranks}"]
+
+
+def cpu_cluster(num_ranks: int) -> Cluster:
+    """Return this machine as a number of ranks."""
+    return find_cluster("auto", per_node=num_ranks, num_nodes=1, interconnect=None, memory_gib=None)

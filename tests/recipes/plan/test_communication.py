@@ -1,0 +1,51 @@
+"""What ranks send, against the formulas of ring collectives."""
+
+import pytest
+
+from recipes.plan.communication import of_partitions, of_replicas
+from recipes.plan.hardware import Cluster, find_cluster
+from recipes.plan.memory import Zero
+from recipes.plan.roofline import Seconds, StepSeconds
+
+GRADIENTS = 4e9  # bytes of 1e9 parameters
+
+
+def _cluster(num_nodes: int = 1) -> Cluster:
+    return find_cluster("h100x8", per_node=None, num_nodes=num_nodes, interconnect=None, memory_gib=None)
+
+
+def test_an_all_reduce_sends_the_gradients_almost_twice() -> None:
+    sent = of_replicas(_cluster(), num_ranks=8, gradient_bytes=GRADIENTS, backward_seconds=10.0)
+    assert sent.num_bytes == 2 * 7 / 8 * GRADIENTS
+    assert sent.seconds == pytest.approx(sent.num_bytes / (450e9 * 0.75))
+
+
+def test_all_of_it_hides_behind_a_long_backward_pass_but_the_last_bucket() -> None:
+    sent = of_replicas(_cluster(), num_ranks=8, gradient_bytes=GRADIENTS, backward_seconds=10.0)
+    assert sent.exposed_seconds == pytest.approx(2 * 25 * 2**20 / (450e9 * 0.75))
+
+
+def test_what_the_backward_pass_cannot_hide_is_waited_for() -> None:
+    hidden = of_replicas(_cluster(2), num_ranks=16, gradient_bytes=GRADIENTS, backward_seconds=0.1)
+    assert hidden.exposed_seconds == pytest.approx(hidden.seconds - 0.1)
+
+
+def test_one_rank_sends_nothing() -> None:
+    assert of_replicas(_cluster(), num_ranks=1, gradient_bytes=GRADIENTS, backward_seconds=1.0).num_bytes == 0
+
+
+@pytest.mark.parametrize(("stage", "times"), [(1, 2), (2, 5), (3, 8)])
+def test_zero_sends_gradients_to_their_owners_and_weights_back(stage: int, times: int) -> None:
+    """Four micro-batches: stage 1 reduces once, stage 2 each time, stage 3 gathers each time as well."""
+    zero = Zero(
+        stage=stage,  # type: ignore[arg-type]
+        num_ranks=8,
+        bucket=1024,
+        num_buckets=1,
+        offloads_optimizer=False,
+        offloads_weights=False,
+        is_half=False,
+    )
+    step = StepSeconds(sections={"forward/a": Seconds(matmul=1.0), "backward/a": Seconds(matmul=2.0)})
+    sent = of_partitions(zero, step, _cluster(), num_parameters=10**9, num_micro_batches=4, gathers_once=True)
+    assert sent.num_bytes == pytest.approx(times * 4e9 * 7 / 8)

@@ -1,0 +1,54 @@
+"""`plan.hardware=` names a device and how many of them a node has."""
+
+import pytest
+
+from callbacks.throughput.peak_flops import get_peak
+from recipes.errors import ConfigError
+from recipes.plan.hardware import CONTEXT_BYTES, DEVICES, GIB, LINKS, find_cluster
+
+
+def _find(hardware: str, **changed: object) -> object:
+    arguments = {"per_node": None, "num_nodes": 1, "interconnect": None, "memory_gib": None}
+    return find_cluster(hardware, **(arguments | changed))  # type: ignore[arg-type]
+
+
+def test_a_device_with_a_count_is_a_node() -> None:
+    cluster = _find("h100x8", num_nodes=2)
+    assert (cluster.device.name, cluster.per_node, cluster.num_devices) == ("h100", 8, 16)  # type: ignore[attr-defined]
+    assert cluster.memory_bytes == 81_559 * 2**20 - CONTEXT_BYTES  # type: ignore[attr-defined]
+
+
+@pytest.mark.parametrize(("hardware", "count"), [("rtx4090", 1), ("rtx4090x2", 2), ("l4", 1), ("h100x1024", 1024)])
+def test_a_name_may_hold_an_x(hardware: str, count: int) -> None:
+    assert _find(hardware).per_node == count  # type: ignore[attr-defined]
+
+
+def test_the_run_may_ask_for_fewer_devices_and_another_amount_of_memory() -> None:
+    cluster = _find("a100_40x8", per_node=4, memory_gib=20.0)
+    assert (cluster.num_devices, cluster.memory_bytes) == (4, 20 * GIB)  # type: ignore[attr-defined]
+
+
+@pytest.mark.parametrize("hardware", ["h1000", "x8", "h100x", "h100x0", "H100x8", "8xh100", ""])
+def test_an_unknown_device_is_rejected_with_those_that_are_known(hardware: str) -> None:
+    with pytest.raises(ConfigError, match=r"plan\.hardware=") as error:
+        _find(hardware)
+    assert "rtx4090" in error.value.fix
+
+
+def test_an_unknown_link_is_rejected_with_those_that_are_known() -> None:
+    with pytest.raises(ConfigError, match=r"plan\.interconnect=string") as error:
+        _find("h100x8", interconnect="string")
+    assert "ib400" in error.value.fix
+
+
+def test_a_ring_through_two_nodes_is_as_fast_as_the_network() -> None:
+    one, two = _find("h100x8"), _find("h100x8", num_nodes=2)
+    assert one.bandwidth_between(8) / two.bandwidth_between(16) == LINKS["nvlink4"] / LINKS["ib400"]  # type: ignore[attr-defined]
+
+
+def test_every_device_of_the_table_has_published_peaks_and_a_link() -> None:
+    for device in DEVICES.values():
+        assert device.full_name is not None
+        assert device.link in LINKS
+        for kind in ("bf16", "fp16", "fp32"):
+            assert get_peak(device.full_name, kind).tflops is not None, (device.name, kind)  # type: ignore[arg-type]
