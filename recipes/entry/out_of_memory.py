@@ -40,6 +40,7 @@ def describe_out_of_memory(error: BaseException, composed: Composed, *, world_si
         width = max(len(override) for override, _ in options)
         lines.append("Add one of these overrides, the cheapest first:")
         lines += [f"  {override:<{width}}  {effect}" for override, effect in options]
+        lines.append("What each saves, and which settings fit: the same command with mode=plan")
     else:
         lines.append("No override is left: use a smaller model, shorter samples, or a device with more memory.")
     if any((composed.run_folder / OOM_FOLDER).glob("rank_*")):

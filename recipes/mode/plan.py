@@ -73,7 +73,7 @@ def plan(
     ]
     for line in lines:
         LOGGER.info(line)
-    if advise:  # takes longer than all of the above
+    if advise and planned.not_recorded is None:  # takes longer than all of the above
         for line in advise_settings(composed, Planner(cluster)):
             lines.append(line)
             LOGGER.info(line)

@@ -3,6 +3,7 @@
 import json
 from collections.abc import Iterator
 from dataclasses import dataclass
+from pathlib import Path
 
 from recipes.config import compose_and_check
 from recipes.config.compose import Composed, Config
@@ -172,7 +173,11 @@ def measures(composed: Composed, planner: Planner) -> Iterator[str]:
 
 def _with_overrides(composed: Composed, overrides: list[str]) -> Config | None:
     """Return the config of the same command with more overrides; None if they contradict it."""
-    changed, mistakes = compose_and_check([*_without(composed.overrides, overrides), *overrides])
+    changed, mistakes = compose_and_check(
+        [*_without(composed.overrides, overrides), *overrides],
+        config_folder=Path(composed.config_folder),
+        config_name=composed.config_name,
+    )
     return None if changed is None or mistakes else changed.config
 
 

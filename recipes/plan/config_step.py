@@ -11,6 +11,7 @@ from recipes.config.compose import Config
 from recipes.config.instantiate import make
 from recipes.config.signature import read_signature
 from recipes.config.traits import get_traits
+from recipes.errors import ConfigError
 from recipes.numerics.accumulation import Accumulation
 from recipes.plan.hardware import Cluster
 from recipes.plan.memory import Zero
@@ -44,12 +45,21 @@ def find_engine(config: Config, precision: Precision, cluster: Cluster, *, num_p
         precision: Of the run.
         cluster: The devices.
         num_parameters: Of the unsharded model.
+
+    Raises:
+        ConfigError: The ranks do not divide into shards.
     """
     node = config["strategy"]
     traits = get_traits(node)
     num_ranks = cluster.num_devices if traits.needs_process_group else 1
     if traits.state_layout == "fsdp":
         shard_size = node.get("shard_size", num_ranks) or cluster.per_node
+        if num_ranks % shard_size:
+            raise ConfigError(
+                f"strategy.shard_size={shard_size}",
+                f"{num_ranks} ranks do not divide into groups of {shard_size}",
+                f"strategy.shard_size=<a divisor of {num_ranks}>",
+            )
         mesh = (num_ranks,) if "shard_size" not in node else (num_ranks // shard_size, shard_size)
         sharding = Sharding(
             mesh=mesh,

@@ -42,6 +42,7 @@ class Plan:
         checkpoint_bytes: Of one checkpoint.
         disk_bytes: Of all that are kept.
         flops: Of one sample by the model's own count; None: it has none.
+        not_recorded: Why the forward pass could not be recorded, so that activations are missing; None: it was.
         step: Seconds of the sections; None: no rates are known.
         communication: In a step; None without rates.
         step_seconds: Of an optimizer step; None without rates.
@@ -59,6 +60,7 @@ class Plan:
     checkpoint_bytes: int
     disk_bytes: int
     flops: Flops | None
+    not_recorded: str | None = None
     step: StepSeconds | None = None
     communication: Communication | None = None
     step_seconds: float | None = None
@@ -102,7 +104,12 @@ def make_plan(config: Config, cluster: Cluster, *, rates: Rates | None) -> Plan:
     shape = find_sample_shape(config)
     step = describe_step(config, precision, accumulation, engine, shape, on_gpu=cluster.device.full_name is not None)
     kinds = block_kinds(model, every_nth=step.activation_checkpoint.every_nth_block)
-    ops = record_unrolled(lambda blocks: record_step(step, blocks=blocks), kinds)
+    reason = None
+    try:
+        ops = record_unrolled(lambda blocks: record_step(step, blocks=blocks), kinds)
+    except (RuntimeError, NotImplementedError) as error:  # what a fake tensor raises where a value is read
+        reason = " ".join(str(error).split()) or type(error).__name__
+        ops = record_step(step, computes=False)
     moments = list(timeline(ops))
     if engine.zero is not None:
         moments = list(with_zero(moments, engine.zero, num_parameters=num_parameters, accumulates=step.accumulates))
@@ -126,8 +133,9 @@ def make_plan(config: Config, cluster: Cluster, *, rates: Rates | None) -> Plan:
         checkpoint_bytes=checkpoint_bytes,
         disk_bytes=checkpoint_bytes * _num_kept(config),
         flops=flops_per_sample(model, shape),
+        not_recorded=reason,
     )
-    return plan if rates is None else _with_times(plan, config, ops, engine, rates)
+    return plan if rates is None or reason is not None else _with_times(plan, config, ops, engine, rates)
 
 
 def _state_bytes(first: Moment, engine: Engine) -> int:

@@ -83,7 +83,9 @@ class Step:
     on_gpu: bool = False
 
 
-def record_step(step: Step, *, blocks: Sequence[int] | None = None, keep_calls: bool = False) -> list[Op]:
+def record_step(
+    step: Step, *, blocks: Sequence[int] | None = None, keep_calls: bool = False, computes: bool = True
+) -> list[Op]:
     """Return the operators of one step of a run that has taken others before, in order.
 
     Of several micro-batches one is recorded: not the first, which has no gradients to add to.
@@ -92,6 +94,7 @@ def record_step(step: Step, *, blocks: Sequence[int] | None = None, keep_calls: 
         step: What to run.
         blocks: Indices of the blocks to keep; None: all.
         keep_calls: Keep the arguments of each operator.
+        computes: Whether there is a forward and a backward pass; else the model is only clipped and stepped.
     """
     world_size = 1
     if step.sharding is not None:
@@ -122,11 +125,18 @@ def record_step(step: Step, *, blocks: Sequence[int] | None = None, keep_calls: 
                 for parameter in parameters:
                     drop = functools.partial(_drop_gradient, tracer)
                     parameter.register_post_accumulate_grad_hook(drop)  # type: ignore[no-untyped-call]
-            _run(step, model, optimizer, parameters, tracer)
+            if computes:
+                _compute(step, model, optimizer, parameters, tracer)
+            if not step.engine_steps:  # DeepSpeed clips and steps on its own partitions
+                tracer.section = "clipping"
+                _clip(parameters)
+                tracer.section = "optimizer"
+                optimizer.step()
+                _mark(tracer, parameters, optimizer)
         return tracer.ops()
 
 
-def _run(
+def _compute(
     step: Step,
     model: nn.Module,
     optimizer: torch.optim.Optimizer,
@@ -143,13 +153,6 @@ def _run(
     tracer.section = tracer.section.replace("forward", "backward")
     loss.backward()  # type: ignore[no-untyped-call]
     del loss, batch
-    _mark(tracer, parameters, optimizer)
-    if step.engine_steps:
-        return  # DeepSpeed clips and steps on its own partitions
-    tracer.section = "clipping"
-    _clip(parameters)
-    tracer.section = "optimizer"
-    optimizer.step()
     _mark(tracer, parameters, optimizer)
 
 

@@ -30,6 +30,11 @@ def describe_memory(plan: Plan) -> Iterator[str]:
         yield f"  {name:<17} {size_of(num_bytes):9.2f}"
     verdict = "fits" if plan.fits else "DOES NOT FIT"
     yield f"  {'total':<17} {size_of(moment.total):9.2f}  of {size_of(plan.limit_bytes):,.2f} usable: {verdict}"
+    if plan.not_recorded is not None:
+        yield (
+            "  without activations and loss: the forward pass needs values, which a plan has not"
+            f" ({plan.not_recorded[:120]})"
+        )
     if plan.host:
         parts = ", ".join(f"{name} {gib(num_bytes):.2f}" for name, num_bytes in plan.host.items())
         yield f"host memory of a rank in GiB: {parts}"

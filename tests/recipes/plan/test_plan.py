@@ -6,9 +6,13 @@ import pytest
 from plan_cases import CASES, PEAK_RANKS, cpu_cluster, get_overrides
 from ranks import run_on_ranks
 from support import composed_config
+from torch import Tensor
 
+from recipes.errors import ConfigError
+from recipes.model.gpt2 import GPT2
 from recipes.plan.hardware import GIB, find_cluster
 from recipes.plan.plan import Plan, make_plan
+from recipes.plan.table import describe_memory
 from recipes.plan.trace import ACTIVATIONS
 
 # what is arithmetic here, not recorded: what DeepSpeed allocates, and convolutions' workspaces
@@ -91,3 +95,33 @@ def test_eight_billion_parameters_are_planned_without_storage() -> None:
     assert plan.num_parameters == 8_030_261_248
     assert plan.peak.moment.held["weights"] == pytest.approx(4 * plan.num_parameters / 8, rel=0.01)
     assert plan.peak.moment.total > 60 * GIB
+
+
+def test_a_model_that_reads_values_is_planned_without_activations(monkeypatch: pytest.MonkeyPatch) -> None:
+    forward = GPT2.forward
+
+    def reads(self: GPT2, tokens: Tensor, cache: Any = None) -> Tensor:
+        if tokens.sum().item() > 0:
+            tokens = tokens + 0
+        return forward(self, tokens, cache)
+
+    whole = _plan(get_overrides("gpt2"), 1)
+    monkeypatch.setattr(GPT2, "forward", reads)
+    plan = _plan(get_overrides("gpt2"), 1)
+    assert plan.not_recorded is not None
+    assert ACTIVATIONS not in plan.peak.moment.held
+    for name in ("weights", "gradients", "optimizer"):
+        assert _most(plan, name) == _most(whole, name)
+    assert any("without activations" in line for line in describe_memory(plan))
+
+
+def test_ranks_that_do_not_divide_into_shards_are_rejected() -> None:
+    with pytest.raises(ConfigError, match=r"strategy\.shard_size=3"):
+        _gpu_plan("recipe=hsdp_bf16", "model=gpt2", "global_batch_size=64", "strategy.shard_size=3")
+
+
+@pytest.mark.parametrize("recipe", ["fsdp_bf16", "hsdp_bf16", "zero1_bf16", "zero3_bf16"])
+def test_one_rank_is_planned_under_every_strategy(recipe: str) -> None:
+    plan = _gpu_plan(f"recipe={recipe}", "model=gpt2_nano", "global_batch_size=8", hardware="l4")
+    assert plan.fits
+    assert plan.num_ranks == 1
