@@ -1,4 +1,4 @@
-"""A run that diverges from a learning rate of 3, without and with LossSpikeRollback; draws docs/diverging.png.
+"""A run that diverges from a learning rate of 3, without and with LossSpikeRollback; draws docs/assets/diverging.png.
 
 `python benchmarks/diverging.py <folder without> <folder with>` draws two existing runs.
 """
@@ -75,7 +75,7 @@ def _draw(folders: list[Path]) -> None:
     axes.yaxis.set_major_formatter("{x:g}")
     axes.legend(frameon=False)
     axes.spines[["top", "right"]].set_visible(False)
-    figure.savefig(ROOT / "docs/diverging.png", dpi=120)
+    figure.savefig(ROOT / "docs/assets/diverging.png", dpi=120)
 
 
 def _rows(path: Path) -> list[tuple[int, float]]:
