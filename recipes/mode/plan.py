@@ -5,11 +5,14 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
+import torch
+
 from recipes.config.compose import Composed
 from recipes.config.instantiate import make
 from recipes.plan.advice import Planner, advise_settings
 from recipes.plan.assumptions import Assumptions
-from recipes.plan.hardware import Cluster, find_cluster
+from recipes.plan.hardware import MEASURED, Cluster, find_cluster
+from recipes.plan.measured import OperatorTimer
 from recipes.plan.plan import make_plan
 from recipes.plan.roofline import Rates, get_rates
 from recipes.plan.run_length import measure_run
@@ -56,7 +59,9 @@ def plan(
     )
     rates = _find_rates(cluster, find_peak)
     precision: Precision = make(config["precision"])
-    planned = make_plan(config, cluster, rates=rates)
+    is_timed = assumed.hardware == MEASURED
+    timer = OperatorTimer(torch.device("cuda" if torch.cuda.is_available() else "cpu")) if is_timed else None
+    planned = make_plan(config, cluster, rates=timer or rates)
     kind = _KINDS[str(precision.compute_dtype).removeprefix("torch.")]
     length = measure_run(
         planned,
@@ -69,7 +74,7 @@ def plan(
         f"plan: {planned.num_parameters:,} parameters on {planned.num_ranks} x {cluster.device.name}, {precision.name}",
         *describe_memory(planned),
         *describe_rules(planned, config),
-        *describe_time(planned, length, rates),
+        *describe_time(planned, length, None if is_timed else rates),
     ]
     for line in lines:
         LOGGER.info(line)

@@ -9,7 +9,8 @@ class Assumptions:
     """What a plan assumes.
 
     Attributes:
-        hardware: `auto` for this machine, else a device and how many of them a node has: `h100x8`.
+        hardware: `auto` for this machine, `measured` to time the operators on it, else a device and how many of them a
+            node has: `h100x8`.
         interconnect: Link between the devices of one node, or, with several nodes, between these; None: the usual one.
         memory_gib: Memory of a device; None: what the table says.
         expect_mfu: Model FLOPs utilization by PaLM's count; None: estimated from the operators.

@@ -13,6 +13,7 @@ import torch
 from recipes.errors import ConfigError
 
 GIB = 2**30
+AUTO, MEASURED = "auto", "measured"  # this machine; the second also times its operators
 # the CUDA context, cuBLAS and NCCL workspaces: between half a GiB and one lies beside the allocator's memory
 CONTEXT_BYTES = int(0.8 * GIB)
 
@@ -107,7 +108,7 @@ def find_cluster(
     """Return what `plan.hardware=` names.
 
     Args:
-        hardware: `h100x8`: a device and how many of them a node has; `auto`: this machine.
+        hardware: `h100x8`: a device and how many of them a node has; `auto` and `measured`: this machine.
         per_node: Ranks per node that the run asks for; None: all devices of a node.
         num_nodes: Nodes that the run asks for.
         interconnect: Link between devices, of a node or, with several nodes, between them; None: the usual one.
@@ -116,7 +117,7 @@ def find_cluster(
     Raises:
         ConfigError: There is no such device or link.
     """
-    device, count = _this_machine() if hardware == "auto" else _parse(hardware)
+    device, count = _this_machine() if hardware in (AUTO, MEASURED) else _parse(hardware)
     if interconnect is not None and interconnect not in LINKS:
         raise ConfigError(
             f"plan.interconnect={interconnect}",
@@ -145,7 +146,7 @@ def _parse(hardware: str) -> tuple[Device, int]:
         raise ConfigError(
             f"plan.hardware={hardware}",
             "no such device is known",
-            f"plan.hardware=auto, or <{' | '.join(DEVICES)}>, with x8 for eight in a node",
+            f"plan.hardware=auto, =measured, or <{' | '.join(DEVICES)}>, with x8 for eight in a node",
         )
     return DEVICES[name], int(count)
 

@@ -8,11 +8,13 @@ from torch import nn
 
 from recipes.config.compose import Config
 from recipes.config.instantiate import make
+from recipes.errors import ConfigError
 from recipes.model.flops import Flops, flops_per_sample
 from recipes.numerics.accumulation import Accumulation, divide
 from recipes.plan.communication import Communication, of_partitions, of_replicas, of_shards
 from recipes.plan.config_step import Engine, describe_step, find_engine, find_sample_shape
 from recipes.plan.hardware import GIB, Cluster
+from recipes.plan.measured import OperatorTimer, time_operators
 from recipes.plan.memory import MASTER, Moment, Peak, find_peak, timeline, with_unsharded_gradients, with_zero
 from recipes.plan.roofline import Rates, StepSeconds, time_step
 from recipes.plan.step import record_step
@@ -78,16 +80,16 @@ class Plan:
         return self.peak.moment.total <= self.limit_bytes
 
 
-def make_plan(config: Config, cluster: Cluster, *, rates: Rates | None) -> Plan:
+def make_plan(config: Config, cluster: Cluster, *, rates: Rates | OperatorTimer | None) -> Plan:
     """Plan a run.
 
     Args:
         config: Composed and checked.
         cluster: The devices.
-        rates: Of one device; None: no times.
+        rates: Of one device, or what times its operators; None: no times.
 
     Raises:
-        ConfigError: The global batch does not divide over the ranks.
+        ConfigError: The global batch does not divide over the ranks, or there are several and operators are timed.
     """
     precision: Precision = make(config["precision"])
     with torch.device("meta"):
@@ -106,7 +108,8 @@ def make_plan(config: Config, cluster: Cluster, *, rates: Rates | None) -> Plan:
     kinds = block_kinds(model, every_nth=step.activation_checkpoint.every_nth_block)
     reason = None
     try:
-        ops = record_unrolled(lambda blocks: record_step(step, blocks=blocks), kinds)
+        is_timed = isinstance(rates, OperatorTimer)
+        ops = record_unrolled(lambda blocks: record_step(step, blocks=blocks, keep_calls=is_timed), kinds)
     except (RuntimeError, NotImplementedError) as error:  # what a fake tensor raises where a value is read
         reason = " ".join(str(error).split()) or type(error).__name__
         ops = record_step(step, computes=False)
@@ -135,7 +138,11 @@ def make_plan(config: Config, cluster: Cluster, *, rates: Rates | None) -> Plan:
         flops=flops_per_sample(model, shape),
         not_recorded=reason,
     )
-    return plan if rates is None or reason is not None else _with_times(plan, config, ops, engine, rates)
+    if rates is None or reason is not None:
+        return plan
+    if isinstance(rates, OperatorTimer):
+        return _with_measured_times(plan, ops, rates)
+    return _with_times(plan, config, ops, engine, rates)
 
 
 def _state_bytes(first: Moment, engine: Engine) -> int:
@@ -180,6 +187,20 @@ def _num_kept(config: Config) -> int:
     node, steps = config["checkpoint"], config["trainer"]["max_steps"]
     every = node["keep_every"]
     return int(node["keep_last"] + node["keep_best"] + 1 + (steps // every if every else 0))
+
+
+def _with_measured_times(plan: Plan, ops: list[Op], timer: OperatorTimer) -> Plan:
+    if plan.num_ranks > 1:
+        raise ConfigError(
+            f"plan.hardware=measured with {plan.num_ranks} ranks",
+            "operators are timed on one device, and what ranks send each other is not",
+            "strategy=single trainer.devices=1, or plan.hardware=<a device of the table>",
+        )
+    step = time_operators(ops, timer)
+    forward, backward = step.of("forward/").total, step.of("backward/").total
+    seconds = plan.accumulation.num_micro_batches * (forward + backward)
+    seconds += step.of("clipping").total + step.of("optimizer").total
+    return replace(plan, step=step, communication=Communication(), step_seconds=seconds, forward_seconds=forward)
 
 
 def _with_times(plan: Plan, config: Config, ops: list[Op], engine: Engine, rates: Rates) -> Plan:

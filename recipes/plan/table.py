@@ -55,7 +55,7 @@ def describe_time(plan: Plan, length: RunLength, rates: Rates | None) -> Iterato
     tokens = "" if length.tokens is None else f", {length.tokens:,} tokens"
     yield f"run: {length.steps:,} steps, {length.samples:,} samples{tokens}, {length.evaluations:,} validations"
     if length.step_seconds is None:
-        yield "time: unknown for this device; plan.hardware=h100, or another of the table, has one"
+        yield "time: unknown for this device; plan.hardware=measured times its operators"
         return
     speed = "" if length.tokens_per_second is None else f", {length.tokens_per_second:,.0f} tokens/s"
     mfu = "" if length.mfu is None else f", MFU {length.mfu:.2f}"
@@ -66,11 +66,11 @@ def describe_time(plan: Plan, length: RunLength, rates: Rates | None) -> Iterato
         yield "  and validation: eval_samples=null reads the whole split, whose size is known once it is prepared"
     if length.dollars is not None:
         yield f"price: ${length.dollars:,.2f}"
-    if plan.step is not None and rates is not None:
+    if plan.step is not None:
         yield from _describe_parts(plan, plan.step.of(""), rates)
 
 
-def _describe_parts(plan: Plan, parts: Seconds, rates: Rates) -> Iterator[str]:
+def _describe_parts(plan: Plan, parts: Seconds, rates: Rates | None) -> Iterator[str]:
     total = parts.total or 1.0
     shares = ", ".join(
         f"{name} {value / total:.0%}"
@@ -80,6 +80,7 @@ def _describe_parts(plan: Plan, parts: Seconds, rates: Rates) -> Iterator[str]:
             ("memory traffic", parts.memory),
             ("waiting for the host", parts.waiting),
         )
+        if value > 0
     )
     yield f"  computing: {shares}"
     if plan.communication is not None and plan.communication.num_bytes:
@@ -88,6 +89,9 @@ def _describe_parts(plan: Plan, parts: Seconds, rates: Rates) -> Iterator[str]:
             f"  communication: {gib(sent.num_bytes):.2f} GiB sent by a rank in a step, {sent.seconds:.3g} s,"
             f" of which {sent.exposed_seconds:.3g} s not hidden by computation"
         )
+    if rates is None:
+        yield "  each operator was timed on this machine; what lies between them, and waiting for data, come on top"
+        return
     yield (
         f"  assumed: matrix products at {rates.matmul:.0%} of the peak, attention {rates.attention[0]:.0%} and"
         f" {rates.attention[1]:.0%}, memory traffic {rates.memory:.0%}; data ready in time; plan.expect_mfu= overrules"
