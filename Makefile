@@ -55,6 +55,7 @@ benchmark: $(VENV)/.installed-test
 	$(RUN) benchmarks/memory.py
 	$(RUN) benchmarks/plan_accuracy.py
 	$(RUN) benchmarks/plan_published.py
+	$(RUN) benchmarks/plan_time.py
 	$(RUN) benchmarks/checkpoint.py
 	$(RUN) benchmarks/resume.py
 	$(RUN) benchmarks/rollback.py

@@ -37,7 +37,7 @@ def main() -> None:
                     "ranks": num_ranks,
                     "planned_mib": round(planned / MIB, 1),
                     "measured_mib": round(measured / MIB, 1),
-                    "error_percent": round(100 * (planned / measured - 1), 2),
+                    "error_percent": round(100 * (planned / measured - 1), 2) + 0.0,  # no -0.0
                 }
             )
     errors = [abs(row["error_percent"]) for row in rows]

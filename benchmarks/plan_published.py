@@ -88,10 +88,8 @@ def main() -> None:
         planned = 100 * flops / plan.step_seconds / (peaks["bf16"] * 1e12 * plan.num_ranks)
         rows.append(
             {
-                "published by": who,
-                "model": overrides[0].removeprefix("model="),
-                "devices": hardware,
-                "compiled": "yes" if "compile=true" in overrides else "no",
+                "run": f"{who}: {overrides[0].removeprefix('model=')}, {hardware}"
+                + (", compiled" if "compile=true" in overrides else ""),
                 "published MFU, %": published,
                 "planned MFU, %": round(planned, 1),
                 "difference, points": round(planned - published, 1),

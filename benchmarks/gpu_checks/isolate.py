@@ -64,7 +64,7 @@ def run_checks(
             outcome = Outcome(verdict="fail", note=f"ended after its {limit_seconds:.0f} s; its last lines: {last}")
         if outcome.verdict == "pass":
             shutil.rmtree(of_check.folder, ignore_errors=True)  # checkpoints are large
-        yield check, replace(outcome, seconds=round(clock() - began, 1))
+        yield check, replace(outcome, seconds=round(clock() - began, 3))
 
 
 def run_alone(

@@ -129,7 +129,7 @@ def operators_table(run: RunRecord) -> str:
 
 
 def spikes_table(run: RunRecord) -> str:
-    """Return one row per spike dump, and the command that recomputes the newest."""
+    """Return one row per spike dump and, in a run of train.py, the command that recomputes the newest."""
     rows = [
         [
             escape(value_text(spike.get("step"))),
@@ -144,9 +144,11 @@ def spikes_table(run: RunRecord) -> str:
     if not rows:
         return ""
     heads = ("step", "alarm", "loss", "gradient norm", "update", "dump")
-    newest = run.spikes[-1].get("step")
-    command = f"python train.py mode=replay {shlex.join([f'resume={run.folder}', f'mode.step={newest}'])}"
-    replay = f'<p class="replay">Recompute a step: <code>{escape(command)}</code></p>'
+    replay = ""
+    if run.config.get("mode"):  # a run of train.py, not of somebody's own program
+        newest = run.spikes[-1].get("step")
+        command = f"python train.py mode=replay {shlex.join([f'resume={run.folder}', f'mode.step={newest}'])}"
+        replay = f'<p class="replay">Recompute a step: <code>{escape(command)}</code></p>'
     return section("Spike dumps", table(heads, rows) + replay, id_="spikes")
 
 

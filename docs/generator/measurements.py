@@ -25,6 +25,11 @@ _HEADINGS = {
     "hash_seconds": "hashing, s",
     "arithmetic_bytes_per_parameter": "bytes per parameter, arithmetic",
     "measured_bytes_per_parameter": "measured",
+    "planned_mib": "planned, MiB",
+    "measured_mib": "measured, MiB",
+    "planned_milliseconds": "planned, ms",
+    "measured_milliseconds": "measured, ms",
+    "error_percent": "error, %",
 }
 _PACKAGES = ("torch", "lightning", "deepspeed")
 

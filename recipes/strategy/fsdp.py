@@ -78,6 +78,7 @@ class FSDP2Strategy(TorchNativeMixin, ShardSavingMixin, ModelParallelStrategy):
 
     def materialize(self, model: nn.Module, initialize: Callable[[nn.Module], None]) -> None:
         """Shard block by block, then give each shard storage and weights: no rank ever holds the full model."""
+        get_blocks(model, self.option)  # a model without blocks is rejected before there need be a mesh
         shard_blocks(
             model, mesh=self.device_mesh, precision=self._precision, offload_policy=self._offload, option=self.option
         )

@@ -112,7 +112,7 @@ def _check_value(where: str, value: object, signature: Signature, key: str) -> I
 
 def _unknown(where: str, value: object, signature: Signature, target: str) -> ConfigError:
     parent, _, key = where.rpartition(".")
-    shown = "…" if isinstance(value, dict | list) else value
+    shown = "…" if isinstance(value, dict | list) else to_setting(value)
     near = get_close_matches(key, signature.parameters, 1)
     fix = f"{parent}.{near[0]}={shown}" if near else f"'~{where}' to remove it"
     return ConfigError(f"{where}={shown}", f"{_get_name(target)} has no argument {key!r}", fix)

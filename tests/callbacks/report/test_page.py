@@ -253,13 +253,15 @@ def test_a_spike_dump_is_listed_with_the_command_that_recomputes_it(
     }
     spike = {"step": 21, "loss": 9.5, "grad_norm": None, "skipped": True, "alarms": alarms}
     (folder / "spike.json").write_text(json.dumps(spike))
-    page = make_page(write_run(tmp_path, "step,train/loss\n1,3\n"))
+    assert "mode=replay" not in make_page(write_run(tmp_path, "step,train/loss\n1,3\n"))  # of somebody's own program
+    config = "mode:\n  _target_: recipes.mode.fit.fit\n"
+    page = make_page(write_run(tmp_path, "step,train/loss\n1,3\n", config=config))
     assert '<a href="spikes/step_0000021">' in page
     assert "norm non finite; loss high, score 12.5" in page
     assert "<td>9.5</td><td>not finite</td><td>skipped</td>" in page
     assert f"python train.py mode=replay resume={tmp_path} mode.step=21" in page
     (folder / "spike.json").write_text(json.dumps(spike | {"step": "1; touch x"}))
-    page = make_page(write_run(tmp_path, "step,train/loss\n1,3\n"))
+    page = make_page(write_run(tmp_path, "step,train/loss\n1,3\n", config=config))
     assert escape("'mode.step=1; touch x'") in page  # a command to copy is one command
 
 
