@@ -1,6 +1,6 @@
 """Plan a run from its config: memory of a rank, seconds of a step, sizes on the disk. Nothing of the run is built."""
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 
 import torch
@@ -17,7 +17,7 @@ from recipes.plan.hardware import GIB, Cluster
 from recipes.plan.measured import OperatorTimer, time_operators
 from recipes.plan.memory import MASTER, Moment, Peak, find_peak, timeline, with_unsharded_gradients, with_zero
 from recipes.plan.roofline import Rates, StepSeconds, time_step
-from recipes.plan.step import record_step
+from recipes.plan.step import Step, record_step
 from recipes.plan.trace import GRADIENTS, OPTIMIZER, WEIGHTS, Op
 from recipes.plan.unroll import block_kinds, record_unrolled
 from recipes.precision import Precision
@@ -106,13 +106,7 @@ def make_plan(config: Config, cluster: Cluster, *, rates: Rates | OperatorTimer 
     shape = find_sample_shape(config)
     step = describe_step(config, precision, accumulation, engine, shape, on_gpu=cluster.device.full_name is not None)
     kinds = block_kinds(model, every_nth=step.activation_checkpoint.every_nth_block)
-    reason = None
-    try:
-        is_timed = isinstance(rates, OperatorTimer)
-        ops = record_unrolled(lambda blocks: record_step(step, blocks=blocks, keep_calls=is_timed), kinds)
-    except (RuntimeError, NotImplementedError) as error:  # what a fake tensor raises where a value is read
-        reason = " ".join(str(error).split()) or type(error).__name__
-        ops = record_step(step, computes=False)
+    ops, reason = _record(step, kinds, keep_calls=isinstance(rates, OperatorTimer))
     moments = list(timeline(ops))
     if engine.zero is not None:
         moments = list(with_zero(moments, engine.zero, num_parameters=num_parameters, accumulates=step.accumulates))
@@ -143,6 +137,16 @@ def make_plan(config: Config, cluster: Cluster, *, rates: Rates | OperatorTimer 
     if isinstance(rates, OperatorTimer):
         return _with_measured_times(plan, ops, rates)
     return _with_times(plan, config, ops, engine, rates)
+
+
+def _record(step: Step, kinds: Sequence[object], *, keep_calls: bool) -> tuple[list[Op], str | None]:
+    """Return the operators of a step and why those of the forward pass are missing; None: they are there."""
+    try:
+        ops = record_unrolled(lambda blocks: record_step(step, blocks=blocks, keep_calls=keep_calls), kinds)
+    except (RuntimeError, NotImplementedError) as error:  # what a fake tensor raises where a value is read
+        reason = " ".join(str(error).split()) or type(error).__name__
+        return record_step(step, computes=False), reason
+    return ops, None
 
 
 def _state_bytes(first: Moment, engine: Engine) -> int:
