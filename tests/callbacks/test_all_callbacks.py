@@ -12,6 +12,7 @@ import yaml
 from torch import Tensor
 
 import callbacks
+from callbacks.loss_spike.recovery import TrainingDivergedError
 
 CONF = Path(__file__).parents[2] / "conf" / "callbacks"
 # values of interpolations in conf/callbacks
@@ -117,3 +118,8 @@ def test_every_public_name_can_be_imported_and_no_other() -> None:
         assert getattr(callbacks, name).__name__ == name
     with pytest.raises(AttributeError, match="no attribute 'Nothing'"):
         callbacks.Nothing  # noqa: B018
+
+
+def test_the_error_that_ends_a_diverged_run_can_be_caught_by_its_exported_name() -> None:
+    assert callbacks.TrainingDivergedError is TrainingDivergedError
+    assert "TrainingDivergedError" in dir(callbacks)

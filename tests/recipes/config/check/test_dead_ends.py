@@ -13,6 +13,7 @@ from recipes.sweep.command_line import SweepCommand, check_command
 SAMPLE = "mode=sample resume=auto hydra.run.dir=x"
 # command line -> dotted key, and the value that it must have
 WORKS = {
+    "optimizer.betas=[0,0.95]": ("optimizer.betas", [0, 0.95]),
     "launcher=slurm 'launcher.directives={account: mine}'": ("launcher.directives", {"account": "mine"}),
     "launcher=slurm launcher.directives.account=mine": ("launcher.directives", {"account": "mine"}),
     f"{SAMPLE} mode.prompt='Once upon a time, there was'": ("mode.prompt", "Once upon a time, there was"),
@@ -66,6 +67,14 @@ TOGETHER = {
     " type scheduler=<an option of conf/scheduler/>",
 }
 ALONE = {
+    "+model.num_layer=null": ("model.num_layer=null: GPT2 has no argument 'num_layer'; type model.num_layers=null"),
+    "trainer.profiler=nope": (
+        "trainer.profiler=nope: the options are simple advanced pytorch xla; type trainer.profiler=null"
+    ),
+    "callbacks.sample_text.temperature=1e300": (
+        "callbacks.sample_text.temperature=1e+300: it must be from 0 to 1000;"
+        " type callbacks.sample_text.temperature=<from 0 to 1000>"
+    ),
     "~trainer.devices": "no trainer.devices: every run has one; type trainer.devices=<value>",
     "~model.vocab_size": "no model.vocab_size: GPT2 needs it; type +model.vocab_size=<value>",
     "tags={a:1}": "tags={a:1}: it takes a list of texts; type tags=<list of texts>",
