@@ -15,9 +15,11 @@ from recipes.plan.plan import Plan, make_plan
 from recipes.plan.table import describe_memory
 from recipes.plan.trace import ACTIVATIONS
 
-# what is arithmetic here, not recorded: what DeepSpeed allocates, and convolutions' workspaces
-TOLERANCE = {"ZeRO-2, 2 micro-batches": 0.05, "ZeRO-3": 0.05, "resnet18": 0.08}
 EXACT = 0.002  # scalars, and batches that were read ahead
+# of two ranks: gloo frees what it has sent in threads that the profile does not see; of the smallest of three runs 2.8 %
+# were left once in 46. ZeRO is arithmetic besides
+TWO_RANKS = 0.06
+WORKSPACES = 0.08  # of convolutions, allocated and freed within an operator: 4.9 %
 
 RUN = [
     "gpt2, every second block recomputed",
@@ -51,7 +53,8 @@ def _plan(overrides: list[str], num_ranks: int) -> Plan:
 def test_the_planned_peak_is_what_the_run_holds(name: str, results: dict[str, Any]) -> None:
     assert "error" not in results[name], results[name]["error"]
     planned = _plan(get_overrides(name), CASES[name][0]).peak.moment.total
-    assert planned == pytest.approx(results[name]["peak_bytes"], rel=TOLERANCE.get(name, EXACT))
+    tolerance = WORKSPACES if name == "resnet18" else TWO_RANKS if CASES[name][0] == 2 else EXACT
+    assert planned == pytest.approx(results[name]["peak_bytes"], rel=tolerance)
 
 
 def _gpu_plan(*overrides: str, hardware: str = "h100x8") -> Plan:
