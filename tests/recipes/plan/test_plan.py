@@ -16,8 +16,8 @@ from recipes.plan.table import describe_memory
 from recipes.plan.trace import ACTIVATIONS
 
 EXACT = 0.002  # scalars, and batches that were read ahead
-# of two ranks: gloo frees what it has sent in threads that the profile does not see; of the smallest of three runs 2.8 %
-# were left once in 46. ZeRO is arithmetic besides
+# of two ranks: gloo frees what it has sent in threads that the profile does not see, which left 2.8 % in the smallest
+# of three runs once in 46; ZeRO is arithmetic besides
 TWO_RANKS = 0.06
 WORKSPACES = 0.08  # of convolutions, allocated and freed within an operator: 4.9 %
 
