@@ -103,7 +103,7 @@ def describe_rules(plan: Plan, config: Mapping[str, Any]) -> Iterator[str]:
     held = plan.peak.moment.held
     state = sum(held.get(name, 0) for name in ("weights", "gradients", "optimizer", "master weights"))
     rule = gib(16 * plan.num_parameters)
-    yield f"rule of thumb: 16 bytes a parameter are {rule:.2f} GiB over all ranks; here {gib(state):.2f} on each"
+    yield f"rule of thumb: 16 bytes a parameter are {rule:.2f} GiB a copy; here {gib(state):.2f} on a rank"
     model, seq_len = config["model"], config["seq_len"]
     if seq_len is not None and "hidden_size" in model and "num_layers" in model:
         tokens = plan.accumulation.micro_batch_size * int(seq_len)
