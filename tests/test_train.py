@@ -109,6 +109,14 @@ def test_help_and_a_mistake_answer_without_torch_or_lightning(tmp_path: Path) ->
         assert done.returncode == code, done.stderr.decode()
 
 
+def test_a_reader_of_the_help_that_has_seen_enough_gets_no_traceback() -> None:
+    reading, writing = os.pipe()
+    os.close(reading)  # as `--help | head` does, before the first line instead of after the tenth
+    done = subprocess.run([sys.executable, "train.py", "--help"], cwd=ROOT, stdout=writing, stderr=-1, check=False)
+    os.close(writing)
+    assert (done.returncode, done.stderr) == (0, b"")
+
+
 def test_a_crash_names_the_folder_and_the_last_checkpoint_and_leaves_a_summary(
     workplace: Path,
 ) -> None:

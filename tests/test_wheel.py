@@ -3,6 +3,7 @@
 import subprocess
 import sys
 import sysconfig
+import tomllib
 import zipfile
 from email.parser import Parser
 from pathlib import Path
@@ -99,6 +100,21 @@ def test_it_needs_torch_and_lightning_alone(wheel: Path) -> None:
         metadata = Parser().parsestr(archive.read(name).decode())
     required = [Requirement(text) for text in metadata.get_all("Requires-Dist", [])]
     assert {r.name for r in required if r.marker is None} == {"torch", "lightning"}
+
+
+def test_old_torch_and_lightning_are_accepted_and_versions_with_known_holes_are_not() -> None:
+    project = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))["project"]
+    alone, extras = project["dependencies"], project["optional-dependencies"]
+    accepted = {each.name: each.specifier for each in map(Requirement, alone)}
+    assert {"2.6.0", "2.13.0"} <= set(accepted["torch"].filter(["2.5.1", "2.6.0", "2.13.0"]))
+    # the two releases of Lightning that stole credentials: GHSA-w37p-236h-pfx3
+    released = ["2.5.0", "2.6.1", "2.6.2", "2.6.3", "2.6.6"]
+    assert list(accepted["lightning"].filter(released)) == ["2.5.0", "2.6.1", "2.6.6"]
+    recipes = {each.name: each.specifier for each in map(Requirement, [*extras["recipes"], *extras["huggingface"]])}
+    assert list(recipes["lightning"].filter(released)) == ["2.6.6"]
+    # Hydra before 1.3.8 runs commands that a config names: GHSA-37p2-j732-x8pj
+    assert list(recipes["hydra-core"].filter(["1.3.2", "1.3.7", "1.3.8"])) == ["1.3.8"]
+    assert list(recipes["transformers"].filter(["4.57.0", "5.0.0"])) == ["5.0.0"]
 
 
 def test_it_installs_one_name_and_no_top_level_recipes_or_callbacks(wheel: Path) -> None:

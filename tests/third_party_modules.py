@@ -101,7 +101,7 @@ class Owner(Mixup):
     def log_row(self, *args: Any) -> None:
         raise AssertionError("called")
 
-    flops_of = generate_text = save_weights = sample_losses = forward_on_meta = log_row
+    flops_of = generate_text = save_weights = sample_losses = forward_on_meta = guard_steps = log_row
 
 
 class Autoencoder(LightningModule):

@@ -2,6 +2,7 @@
 
 import doctest
 import inspect
+import re
 import sys
 from pathlib import Path
 
@@ -26,3 +27,12 @@ def test_an_example_runs(name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPa
         runner.run(example)
     assert runner.failures == 0
     assert list(tmp_path.iterdir()) == [], "an example leaves nothing behind"
+
+
+@pytest.mark.parametrize("name", CALLBACKS)
+def test_help_describes_every_argument_in_order(name: str) -> None:
+    callback = getattr(callbacks, name)
+    text = inspect.getdoc(callback) or ""
+    section = re.search(r"^Args:\n((?:    .*\n)+)", text + "\n", flags=re.MULTILINE)
+    described = re.findall(r"^    (\w+): \S", section.group(1), flags=re.MULTILINE) if section else []
+    assert described == list(inspect.signature(callback).parameters)

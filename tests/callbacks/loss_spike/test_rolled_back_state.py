@@ -2,6 +2,7 @@
 
 import csv
 import itertools
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -35,9 +36,10 @@ class CountingSGD(torch.optim.SGD):
 class Shuffled(LightningModule):
     """Least squares on noise, shuffled again in every epoch; it is damaged once, in the second one."""
 
-    def __init__(self, damaged_at: int = 35) -> None:
+    def __init__(self, damaged_at: int = 35, make_optimizer: Any = CountingSGD) -> None:
         super().__init__()
         self.layer = torch.nn.Linear(4, 1)
+        self.make_optimizer = make_optimizer
         self.damaged_at = damaged_at
         self.order: list[float] = []
 
@@ -51,7 +53,8 @@ class Shuffled(LightningModule):
         return loss
 
     def configure_optimizers(self) -> torch.optim.Optimizer:
-        return CountingSGD(self.parameters(), lr=0.01, momentum=0.9)
+        more = {"momentum": 0.9} if self.make_optimizer is CountingSGD else {}
+        return self.make_optimizer(self.parameters(), lr=0.01, **more)
 
     def train_dataloader(self) -> DataLoader[Any]:
         noise = torch.randn(STEPS_PER_EPOCH * 8, 4, generator=torch.Generator().manual_seed(0))
@@ -100,6 +103,30 @@ def test_optimizer_state_that_is_no_tensor_is_restored(rolled_back: Any) -> None
     weight = trainer.lightning_module.layer.weight
     assert trainer.optimizers[0].state[weight]["count"] == trainer.global_step
     assert trainer.optimizers[0].state[weight]["seen"] == list(range(1, trainer.global_step + 1))
+
+
+@pytest.mark.parametrize("make_optimizer", [partial(torch.optim.LBFGS, max_iter=1), torch.optim.Adafactor])
+def test_an_optimizer_whose_state_has_its_own_structure_is_restored(make_optimizer: Any, make_trainer: Any) -> None:
+    """LBFGS keeps lists of tensors, numbers and None under its first parameter; Adafactor None or factors."""
+
+    def values(state: Any) -> Any:
+        if isinstance(state, dict):
+            return {key: values(value) for key, value in state.items()}
+        if isinstance(state, list | tuple):
+            return [values(value) for value in state]
+        return state.tolist() if isinstance(state, Tensor) else state
+
+    torch.manual_seed(0)
+    module = Shuffled(make_optimizer=make_optimizer)
+    spikes = LossSpikeRollback(
+        action="rollback", min_rise=0.0, window=16, warmup_steps=8, snapshot_every=10, quarantine_steps=10
+    )
+    records = Records(lambda trainer, module: values(trainer.optimizers[0].state_dict()["state"]))
+    trainer = make_trainer(callbacks=[spikes, records], max_epochs=3)
+    trainer.fit(module)
+    assert spikes.summary()["rollbacks"] == 1
+    [step] = [step for step, states in records.seen.items() if len(states) > 1 and states[0] == states[1]]
+    assert step > 0
 
 
 def test_lightnings_weight_averaging_is_restored(rolled_back: Any) -> None:

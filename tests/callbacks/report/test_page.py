@@ -402,3 +402,11 @@ def test_the_rows_of_a_report_are_those_of_the_run_whatever_its_loggers(
 
 def test_the_callback_has_no_state_to_restore() -> None:
     assert RunReport().state_dict() == {}
+
+
+def test_a_folder_may_be_text(tmp_path: Path) -> None:
+    written = write_run(tmp_path, "step,train/loss\n1,3.0\n2,2.0\n")
+    for write in (write_report, RunReport().write_report):
+        write(str(written))
+        assert (written / "report.html").is_file()
+        (written / "report.html").unlink()

@@ -144,3 +144,16 @@ def test_a_folder_that_cannot_be_listed_is_named(source, folder, monkeypatch):
     monkeypatch.setattr(os, "scandir", scandir)
     with pytest.raises(ConfigError, match=r"/a: it cannot be read: Permission denied"):
         source(folder).list_documents()
+
+
+def test_a_file_that_cannot_be_read_is_named(source, folder, monkeypatch):
+    opened = type(folder).open
+
+    def refuse(file, *arguments, **more):  # root may read anything
+        if file.suffix == ".txt":
+            raise PermissionError(13, "Permission denied", str(file))
+        return opened(file, *arguments, **more)
+
+    monkeypatch.setattr(type(folder), "open", refuse)
+    with pytest.raises(ConfigError, match=r"\.txt: it cannot be read: Permission denied; type data\.path="):
+        source(folder).prepare()

@@ -127,6 +127,18 @@ def test_other_arrays_are_rejected(source, tmp_path):
         source(path).prepare()
 
 
+def test_an_archive_named_npy_is_rejected(source, tmp_path):
+    path = tmp_path / "t.npy"
+    with path.open("wb") as file:
+        np.savez(file, tokens=np.arange(100, dtype=np.uint16))
+    with pytest.raises(ConfigError) as caught:
+        source(path).prepare()
+    assert str(caught.value) == (
+        f"data.path={path}: it is no valid .npy file (an archive of several arrays);"
+        " type data.path=<one-dimensional .npy of uint16 or uint32>"
+    )
+
+
 def test_a_dtype_that_is_no_token_type_is_rejected(source):
     with pytest.raises(ConfigError) as caught:
         source("t.bin", dtype="int64")

@@ -39,6 +39,19 @@ def test_a_mistake_is_named_as_it_was_typed(
     assert [path.name for path in tmp_path.iterdir()] == ["file"]
 
 
+def test_a_sweep_in_a_folder_that_cannot_be_written_to_is_named(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (tmp_path / "theirs").mkdir()
+    monkeypatch.setattr("os.access", lambda path, mode: not str(path).endswith("theirs"))  # root may write anywhere
+    monkeypatch.setattr("sys.argv", ["train.py", "-m", "seed=1,2", "hydra.sweep.dir=theirs/x"])
+    assert train.main() == ExitCode.INVALID_CONFIG
+    printed = capsys.readouterr().err
+    assert f"1. hydra.sweep.dir=theirs/x\n   {tmp_path}/theirs cannot be written to\n" in printed
+    assert "type: hydra.sweep.dir=<a folder of yours>" in printed
+    assert not (tmp_path / "theirs" / "x").exists()
+
+
 @pytest.mark.parametrize("value", ["", "abc", "0"])
 def test_a_variable_of_ranks_that_cannot_be_one_is_named(
     value: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]

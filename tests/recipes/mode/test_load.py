@@ -42,3 +42,27 @@ def test_a_model_that_a_checkpoint_fills_draws_no_weights_of_its_own(
     without = start(tmp_path / "fourth", text_folder, resume, "trainer.max_steps=3")
     with pytest.raises(AssertionError, match="none was loaded"):
         without.trainer.fit(without.task, datamodule=without.data)
+
+
+@pytest.mark.parametrize(("saved", "resumed"), [("32-true", "bf16-true"), ("bf16-true", "32-true")])
+def test_a_run_resumed_in_another_precision_goes_on_from_the_same_weights(
+    saved: str, resumed: str, tmp_path: Path, text_folder: str
+) -> None:
+    run = start(tmp_path / "first", text_folder, f"precision={saved}")
+    run.trainer.fit(run.task, datamodule=run.data)
+    before = {name: tensor.float().clone() for name, tensor in run.task.state_dict().items()}
+
+    longer = start(
+        tmp_path / "second", text_folder, f"precision={resumed}", f"resume={tmp_path / 'first'}",
+        "trainer.max_steps=3", "optimizer.lr=1e-6",
+    )  # fmt: skip
+    longer.trainer.fit(longer.task, datamodule=longer.data, ckpt_path=longer.checkpoint, weights_only=True)
+    assert longer.trainer.global_step == 3
+    [optimizer] = longer.trainer.optimizers
+    wanted = torch.bfloat16 if resumed == "bf16-true" else torch.float32
+    for name, parameter in longer.task.named_parameters():
+        assert parameter.dtype == wanted
+        assert optimizer.state[parameter]["exp_avg"].dtype == wanted
+        assert float(optimizer.state[parameter]["step"]) == 3
+        # bfloat16 rounds by 2^-8 of a weight; a step of AdamW moves one by about the learning rate, 1e-6
+        assert torch.allclose(parameter.float(), before[name], rtol=2**-8, atol=1e-5), name

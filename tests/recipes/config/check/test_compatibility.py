@@ -1,0 +1,26 @@
+"""The settings proposed where two of a model's sizes do not fit together."""
+
+import pytest
+
+from recipes.config.check.compatibility import _nearest_divisor
+
+
+class CountedInt(int):
+    """Counts how often it is divided."""
+
+    num_divisions = 0
+
+    def __mod__(self, other: int) -> int:
+        self.num_divisions += 1
+        return int(self) % other
+
+
+@pytest.mark.parametrize(
+    ("number", "wanted", "nearest"), [(768, 11, 12), (768, 5, 4), (99_999_999, 4, 3), (99_999_989, 512, 1), (6, 9, 6)]
+)
+def test_the_nearest_divisor_of_any_number_is_found_in_twice_as_many_tries_as_it_is_large(
+    number: int, wanted: int, nearest: int
+) -> None:
+    counted = CountedInt(number)
+    assert _nearest_divisor(counted, wanted) == nearest
+    assert counted.num_divisions <= 2 * wanted
