@@ -124,9 +124,7 @@ def test_a_callback_that_was_added_and_deleted_again_stays_deleted(tmp_path: Pat
     assert "mine" not in config["callbacks"]
 
 
-def test_the_cache_is_that_of_the_machine_a_run_is_resumed_on(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_the_cache_is_that_of_the_machine_a_run_is_resumed_on(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("RECIPES_CACHE", str(tmp_path / "there"))
     run = start(tmp_path / "run", "tokenizer=bytes", "data=stdlib_text")
     assert f"cache_dir: {tmp_path}/there\n" in (run / "config.yaml").read_text()
