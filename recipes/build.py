@@ -29,7 +29,7 @@ from recipes.checkpoint.saver import CheckpointSaver
 from recipes.config.compose import Composed, Config, freeze
 from recipes.config.instantiate import make
 from recipes.config.ranks import get_ranks
-from recipes.config.traits import trains
+from recipes.config.traits import takes_steps, trains
 from recipes.data.datamodule import StreamDataModule
 from recipes.errors import ConfigError
 from recipes.lightning_internals import disable_signal_handling
@@ -101,7 +101,6 @@ def build(config: Config, folder: Path, overrides: list[str]) -> Run:
     Raises:
         ConfigError: The machine, the data or a checkpoint does not allow what the config demands.
     """
-    is_training = trains(config)
     checkpoint = find_checkpoint(config["resume"], folder)
     if checkpoint is not None:
         config = _with_saved_parts(config, checkpoint)
@@ -119,9 +118,9 @@ def build(config: Config, folder: Path, overrides: list[str]) -> Run:
         source=make(config["data"]),
         accumulation=accumulation,
         seed=config["seed"],
-        eval_samples=config["eval_samples"] if is_training else None,
+        eval_samples=config["eval_samples"] if takes_steps(config) else None,
     )
-    trainer = _build_trainer(config, folder, ranks, devices, precision, accumulation, is_training=is_training)
+    trainer = _build_trainer(config, folder, ranks, devices, precision, accumulation)
     task = build_task(config, precision)
     task.awaits_checkpoint = checkpoint is not None  # every mode loads it
     return Run(
@@ -194,21 +193,20 @@ def _build_trainer(
     devices: list[torch.device],
     precision: Precision,
     accumulation: Accumulation,
-    *,
-    is_training: bool,
 ) -> lightning.Trainer:
+    is_run = trains(config)
     saver: CheckpointSaver = make(config["checkpoint"])
     # a damaged checkpoint may be replaced by an older one unless the user has named it
     saver.checkpoint_io.falls_back = not names_checkpoint(config["resume"])
     callbacks: list[Callback] = []
     loggers: list[Logger] = []
-    if is_training:
+    if is_run:
         loggers = [make(node)(run_folder=folder) for node in config["logger"].values()]
         configured = [make(node) for node in config["callbacks"].values() if node is not None]
         # the order matters: callbacks fill the row of a step, it is logged, then the step is saved
         callbacks = [SummaryWriter(run_folder=folder), *configured, RowWriter(), saver]
     # other modes run on one device, which reads the checkpoint of any strategy
-    node = config["strategy"] if is_training else SINGLE_DEVICE
+    node = config["strategy"] if takes_steps(config) else SINGLE_DEVICE
     strategy = make(node)(devices=devices, precision=precision, checkpoint_io=saver.checkpoint_io)
     indices = list(dict.fromkeys(device.index for device in devices))
     if devices[0].type == "cuda" and len(indices) < len(devices):
@@ -231,7 +229,7 @@ def _build_trainer(
         num_sanity_val_steps=0,
         default_root_dir=folder,
         use_distributed_sampler=False,  # the data module already slices by rank
-        enable_checkpointing=is_training,
+        enable_checkpointing=is_run,
         enable_progress_bar=any(isinstance(callback, ProgressBar) for callback in callbacks),
         enable_model_summary=False,
     )

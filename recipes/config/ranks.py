@@ -4,7 +4,7 @@ import os
 from collections.abc import Mapping
 from typing import Any, NoReturn
 
-from recipes.config.traits import get_traits, runs_elsewhere, trains
+from recipes.config.traits import get_traits, runs_elsewhere, takes_steps
 from recipes.errors import ConfigError
 from recipes.runtime.world import (
     TORCHRUN_VARIABLES,
@@ -27,8 +27,8 @@ def get_ranks(config: Mapping[str, Any], environ: Mapping[str, str] = os.environ
         ConfigError: Existing ranks, requested ranks and the machine contradict each other.
     """
     found = existing_ranks(environ)
-    trained = trains(config)
-    if not trained and found is not None and found.world_size > 1:
+    is_split = takes_steps(config)
+    if not is_split and found is not None and found.world_size > 1:
         _reject_mode(config["mode"], found)
     single = not get_traits(config["strategy"]).needs_process_group
     if single:
@@ -40,7 +40,7 @@ def get_ranks(config: Mapping[str, Any], environ: Mapping[str, str] = os.environ
             "ranks cannot find each other without them",
             "unset WORLD_SIZE, or torchrun --nproc-per-node <ranks> train.py …",
         )
-    if not trained:
+    if not is_split:
         return Ranks(per_node=1, num_nodes=1, started_by=found.started_by if found else None)
     if found is not None:
         _reject_contradiction(config["trainer"], found)
@@ -114,7 +114,7 @@ def _reject_more_ranks_than_gpus(trainer: Mapping[str, Any], found: Ranks, envir
 
 
 def _reject_mode(mode: Mapping[str, Any], found: Ranks) -> NoReturn:
-    """Reject several ranks for a mode that does not train: each would repeat all of it."""
+    """Reject several ranks for a mode that takes no steps: each would repeat all of it."""
     raise ConfigError(
         f"mode={mode['_target_'].rpartition('.')[2]} with WORLD_SIZE={found.world_size}",
         "only training is split over ranks: each of these would repeat all of it",

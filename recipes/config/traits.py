@@ -7,6 +7,15 @@ from typing import Any
 from recipes.config.signature import TargetNotFoundError, read_signature
 
 _FIT = "recipes.mode.fit.fit"
+# they train as the run would, on its ranks and under its strategy, and leave no run behind
+_TRIALS = frozenset(
+    {
+        "recipes.mode.batch_find.try_size",
+        "recipes.mode.lr_find.lr_find",
+        "recipes.mode.noise_scale.noise_scale",
+        "recipes.mode.preflight.preflight",
+    }
+)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -66,5 +75,13 @@ def runs_elsewhere(config: Mapping[str, Any]) -> bool:
 
 
 def trains(config: Mapping[str, Any]) -> bool:
-    """Return whether a composed config trains; every other mode runs once, on one device."""
+    """Return whether a composed config trains, in a run folder of its own."""
     return bool(config["mode"]["_target_"] == _FIT)
+
+
+def takes_steps(config: Mapping[str, Any]) -> bool:
+    """Return whether a composed config takes optimizer steps, as a run or as a trial of one, on all of its ranks.
+
+    Every other mode runs once, on one device.
+    """
+    return trains(config) or config["mode"]["_target_"] in _TRIALS

@@ -10,6 +10,7 @@ class ExitCode(IntEnum):
     CRASHED = 1
     INVALID_CONFIG = 2
     DIVERGED = 3
+    CHECK_FAILED = 4  # of mode=preflight
     OUT_OF_MEMORY = 71  # EX_OSERR: what the operating system could not provide
     UNSAVED = 74  # EX_IOERR: finished, but the last checkpoint could not be written
     PREEMPTED = 75  # EX_TEMPFAIL: stopped by a signal after saving; resume=auto continues

@@ -69,6 +69,11 @@ class Resumable(lightning.LightningModule):
             names[id(parameter)] for group in optimizer.param_groups for parameter in group["params"]
         ]
 
+    @property
+    def optimized_parameters(self) -> list[str]:
+        """Names of the parameters in the optimizer's groups, in its order; one that two groups have is there twice."""
+        return list(self._parameters_in_order)
+
     def remember_hyperparameters(self, optimizer: torch.optim.Optimizer) -> None:
         """Remember the hyperparameters of the config, which a loaded checkpoint overwrites with its own."""
         self._hyperparameters = [

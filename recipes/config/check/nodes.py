@@ -37,7 +37,7 @@ PROVIDED: dict[str, set[str]] = {
     "mode": {"run", "composed"},
     "mode.find_peak": {"device_name", "kind"},
     "mode.write": {"folders", "path"},
-    "mode.write_page": {"path", "plan", "lines"},
+    "mode.write_page": {"path", "plan", "lines", "title", "text", "figures", "results", "images"},
     "sweep.compare": {"folders", "path", "sort", "dashboard"},
 }
 _INSTANTIATE = {"_target_", "_partial_", "_convert_", "_recursive_", "_args_"}

@@ -5,19 +5,19 @@ from typing import Any
 
 from recipes.config.check.deepspeed import check_offload, check_toolchain
 from recipes.config.check.types import to_setting
-from recipes.config.traits import get_traits, trains
+from recipes.config.traits import get_traits, takes_steps
 from recipes.errors import ConfigError
 from recipes.runtime.world import num_gpus
 
 
 def check_strategy(config: Mapping[str, Any], world_size: int | None) -> Iterator[ConfigError]:
-    """Check the strategy of a run that trains; every other mode runs on one device, whatever the strategy.
+    """Check the strategy of a run that takes steps; every other mode runs on one device, whatever the strategy.
 
     Args:
         config: Composed config whose nodes match their signatures.
         world_size: Ranks of the run; None if they are a mistake of their own.
     """
-    if not trains(config):
+    if not takes_steps(config):
         return
     strategy, trainer = config["strategy"], config["trainer"]
     traits = get_traits(strategy)

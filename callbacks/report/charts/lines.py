@@ -1,0 +1,70 @@
+"""Draw a few lines over any x axis, linear or logarithmic, with marked places: inline SVG that stretches."""
+
+import math
+from collections.abc import Mapping, Sequence
+from html import escape
+
+from .axis import linear_ticks, log_ticks, tick_label
+from .svg import UNITS, get_colors
+
+Points = Sequence[tuple[float, float]]
+
+
+def lines_figure(
+    title: str, lines: Mapping[str, Points], *, marks: Mapping[str, float], log_x: bool = False, log_y: bool = False
+) -> str:
+    """Return one `<figure>`.
+
+    Args:
+        title: Plain text.
+        lines: Name -> points, those that are not finite left out of the drawing.
+        marks: Name -> x of a vertical line.
+        log_x: Whether the x axis is logarithmic.
+        log_y: Whether the y axis is logarithmic.
+    """
+    finite = {name: [p for p in points if all(map(math.isfinite, p))] for name, points in lines.items()}
+    xs = [x for points in finite.values() for x, _ in points]
+    ys = [y for points in finite.values() for _, y in points]
+    if not xs:
+        return f'<figure class="chart span6"><figcaption><b>{escape(title)}</b></figcaption></figure>'
+    across, up = _Axis(xs, is_log=log_x), _Axis(ys, is_log=log_y)
+    drawn, keys = [], []
+    for (name, points), color in zip(finite.items(), get_colors(len(finite)), strict=True):
+        path = "L".join(f"{across.place(x)} {round(UNITS - up.place(y), 1)}" for x, y in points)
+        drawn.append(f'<path {color.attributes("curve")} d="M{path}"/>')
+        keys.append(f"<span {color.attributes('key')}>{escape(name)}</span>")
+    for name, x in marks.items():
+        drawn.append(f'<path class="mark" d="M{across.place(x)} 0V{UNITS}"/>')
+        keys.append(f'<span class="note">{escape(name)} {tick_label(float(f"{x:.2g}"))}</span>')
+    grid = "".join(f"M0 {round(UNITS - up.place(tick), 1)}H{UNITS}" for tick in up.ticks())
+    y_labels = "".join(
+        f'<span class="y" style="top:{100 - up.place(tick) / 10:.1f}%">{tick_label(tick)}</span>' for tick in up.ticks()
+    )
+    x_labels = "".join(
+        f'<span class="x" style="left:{across.place(tick) / 10:.1f}%">{tick_label(tick)}</span>'
+        for tick in across.ticks()
+    )
+    return (
+        f'<figure class="chart span6"><figcaption><b>{escape(title)}</b>{"".join(keys)}</figcaption>'
+        f'<div class="plot"><div class="ys">{y_labels}</div><div class="xs">{x_labels}</div>'
+        f'<svg viewBox="0 0 {UNITS} {UNITS}" preserveAspectRatio="none" role="img" aria-label="{escape(title)}">'
+        f'<path class="grid" d="{grid}"/>{"".join(drawn)}</svg></div></figure>'
+    )
+
+
+class _Axis:
+    """Maps values to 0 … UNITS."""
+
+    def __init__(self, values: Sequence[float], *, is_log: bool) -> None:
+        self._is_log = is_log and min(values) > 0
+        self._low, self._high = min(values), max(values)
+        if self._low == self._high:
+            self._low, self._high = (self._low / 2, self._high * 2) if self._is_log else (self._low - 1, self._high + 1)
+
+    def place(self, value: float) -> float:
+        low, high, here = (math.log10(v) if self._is_log else v for v in (self._low, self._high, value))
+        return round(UNITS * (here - low) / (high - low), 1)
+
+    def ticks(self) -> list[float]:
+        powers = log_ticks(self._low, self._high) if self._is_log else []
+        return powers if len(powers) > 1 else linear_ticks(self._low, self._high)

@@ -1,0 +1,27 @@
+"""A page for a trial: the lines of the console, and curves. No Lightning."""
+
+from collections.abc import Mapping, Sequence
+from html import escape
+from pathlib import Path
+from typing import Any
+
+from .charts.lines import lines_figure
+from .html import render_page, section, write_page
+
+
+def write_trial_page(path: Path, title: str, text: Sequence[str], figures: Sequence[Mapping[str, Any]]) -> None:
+    """Write the page.
+
+    Args:
+        path: The file.
+        title: Plain text.
+        text: What was printed.
+        figures: Arguments of `lines_figure`, one mapping per picture.
+
+    Raises:
+        OSError: The file cannot be written.
+    """
+    printed = section("What was found", f"<pre>{escape(chr(10).join(text))}</pre>")
+    drawn = section("Curves", "".join(lines_figure(**figure) for figure in figures))
+    body = f"<h1>{escape(title)}</h1>{printed}{drawn}"
+    write_page(path, render_page(title=title, body=body, data={}, styles=["page.css", "charts.css"], scripts=[]))

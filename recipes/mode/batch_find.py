@@ -1,0 +1,265 @@
+"""Find the largest micro-batch that fits, at the same global batch: steps in processes that may run out of memory."""
+
+import json
+import tempfile
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Annotated
+
+import torch
+import torch.distributed as dist
+
+from recipes.config.compose import Composed, Config
+from recipes.config.instantiate import make
+from recipes.config.ranks import get_ranks
+from recipes.entry.spawn import ProcessExit, spawn_ranks
+from recipes.errors import ConfigError
+from recipes.plan.advice import Planner
+from recipes.plan.assumptions import Assumptions
+from recipes.plan.hardware import GIB, find_cluster
+from recipes.run_folder import write_atomically
+from recipes.runtime.console import LOGGER
+from recipes.runtime.exit_codes import ExitCode
+from recipes.runtime.world import Ranks
+from recipes.trial.peak_memory import PeakMemory
+from recipes.trial.steps import reject_resume, take_steps
+
+_TRY = "recipes.mode.batch_find.try_size"
+_STEPS = 3  # the first creates the optimizer's state, the second is the first at full memory, the third is measured
+_MICRO_BATCHES = 2  # in a trial's step: from the second on, gradients are there while activations are made
+
+
+@dataclass(frozen=True, kw_only=True)
+class Trial:
+    """One size, tried.
+
+    Attributes:
+        size: Samples per device per forward pass.
+        peak_bytes: Of the fullest rank; None: it ran out of memory.
+        samples_per_second: Of all ranks; None: it ran out of memory.
+        fits: Within the limit, less the margin.
+    """
+
+    size: int
+    peak_bytes: int | None = None
+    samples_per_second: float | None = None
+    fits: bool = False
+
+
+class TrialError(Exception):
+    """A trial ended for another reason than memory.
+
+    Args:
+        result: How it ended.
+    """
+
+    def __init__(self, result: ProcessExit) -> None:
+        super().__init__(result.report or f"exit code {result.exit_code}")
+        self.result = result
+
+
+def batch_find(
+    composed: Composed, *, margin: Annotated[float, ">= 0, < 1"], path: str | None, write_page: Callable[..., None]
+) -> int:
+    """Try sizes, from the plan's estimate on, and print the largest that fits.
+
+    Args:
+        composed: The run.
+        margin: Share of the memory to leave free.
+        path: Folder for `batch_find.json` and `batch_find.html`; None: print only.
+        write_page: (file, title, lines, figures) -> writes the page.
+
+    Returns:
+        The exit code: 0; 71 if not even one sample fits; that of a trial that failed for another reason.
+
+    Raises:
+        ConfigError: The global batch does not divide over the ranks, or the run resumes.
+    """
+    reject_resume(composed)
+    config = composed.config | {"mode": {"_target_": _TRY, "_partial_": True, "path": ""}}
+    ranks = get_ranks(config)
+    sizes = _find_sizes(config, ranks)
+    assumed: Assumptions = make(config["plan"])
+    cluster = find_cluster(
+        "auto", per_node=ranks.per_node, num_nodes=ranks.num_nodes, interconnect=None, memory_gib=assumed.memory_gib
+    )
+    limit = cluster.memory_bytes * (1 - margin)
+    LOGGER.info(
+        f"batch_find: {config['global_batch_size']} samples a step on {ranks.world_size}"
+        f" rank{'s' if ranks.world_size > 1 else ''}, {limit / GIB:.2f} GiB of memory each"
+    )
+    first = _estimate(config, sizes, Planner(cluster), limit)
+    trials: list[Trial] = []
+    try:
+        for trial in search(sizes, first, lambda size: _run_trial(composed, config, ranks, size, limit)):
+            trials.append(trial)
+            LOGGER.info(_line(trial, limit))
+    except TrialError as error:
+        if error.result.report is not None:
+            LOGGER.error(error.result.report)
+        LOGGER.error(f"A trial with micro_batch_size={sizes[0]} or more failed for another reason than memory")
+        return error.result.exit_code
+    lines = describe(trials, global_batch_size=int(config["global_batch_size"]), limit=limit)
+    for line in lines:
+        LOGGER.info(line)
+    if path is not None:
+        _write(Path(path).expanduser(), trials, lines, write_page)
+    return ExitCode.FINISHED if any(trial.fits for trial in trials) else ExitCode.OUT_OF_MEMORY
+
+
+def try_size(composed: Composed, *, path: str) -> int:
+    """Take a few steps as one rank of a trial; rank 0 writes the peak over all ranks and the time of a step.
+
+    Args:
+        composed: The run, with the size to try.
+        path: The JSON file to write.
+
+    Returns:
+        The exit code, 0.
+    """
+    with PeakMemory(_STEPS - 1) as measured:
+        run = take_steps(composed.config, folder=composed.run_folder, num_steps=_STEPS, callbacks=[measured])
+    device = "cuda" if run.trainer.strategy.root_device.type == "cuda" else "cpu"
+    worst = torch.tensor([measured.peak_bytes, measured.seconds], dtype=torch.float64, device=device)  # [2]
+    if dist.is_initialized():
+        dist.all_reduce(worst, dist.ReduceOp.MAX)
+    peak, seconds = worst.tolist()
+    if run.trainer.is_global_zero:
+        write_atomically(Path(path), json.dumps({"peak_bytes": int(peak), "seconds": seconds}))
+    return 0
+
+
+def search(sizes: Sequence[int], first: int, run_trial: Callable[[int], Trial]) -> Iterator[Trial]:
+    """Yield trials until a size fits and the next larger one does not.
+
+    Args:
+        sizes: In rising order.
+        first: Index of the size to begin with.
+        run_trial: Tries a size.
+    """
+    trial = run_trial(sizes[first])
+    yield trial
+    step = 1 if trial.fits else -1
+    index = first + step
+    while 0 <= index < len(sizes):
+        fitted = trial.fits
+        trial = run_trial(sizes[index])
+        yield trial
+        if trial.fits != fitted:
+            return
+        index += step
+
+
+def _find_sizes(config: Config, ranks: Ranks) -> list[int]:
+    """Return the micro-batch sizes that divide the samples of a rank."""
+    per_rank, rest = divmod(int(config["global_batch_size"]), ranks.world_size)
+    if rest or per_rank == 0:
+        raise ConfigError(
+            f"global_batch_size={config['global_batch_size']}",
+            f"it does not divide over {ranks.world_size} ranks",
+            f"global_batch_size={max(per_rank, 1) * ranks.world_size}",
+        )
+    return [size for size in range(1, per_rank + 1) if per_rank % size == 0]
+
+
+def _with_size(config: Config, size: int, num_micro_batches: int, world_size: int) -> Config:
+    trainer = config["trainer"] | {"accumulate_grad_batches": None}
+    batch = size * num_micro_batches * world_size
+    return config | {"micro_batch_size": size, "global_batch_size": batch, "trainer": trainer}
+
+
+def _estimate(config: Config, sizes: Sequence[int], planner: Planner, limit: float) -> int:
+    """Return the index of the largest size that the plan finds to fit; 0 where it finds none."""
+    low, high = 0, len(sizes)
+    while high - low > 1:  # sizes[low] may fit, sizes[high] does not
+        middle = (low + high) // 2
+        trainer = config["trainer"] | {"accumulate_grad_batches": None}
+        planned = planner.plan(config | {"micro_batch_size": sizes[middle], "trainer": trainer})
+        if planned.peak.moment.total <= limit:
+            low = middle
+        else:
+            high = middle
+    return low
+
+
+def _run_trial(composed: Composed, config: Config, ranks: Ranks, size: int, limit: float) -> Trial:
+    """Try a size in fresh processes.
+
+    Raises:
+        TrialError: It failed for another reason than memory.
+    """
+    per_rank = int(config["global_batch_size"]) // ranks.world_size
+    with tempfile.TemporaryDirectory(prefix="recipes_trial_") as folder:
+        file = Path(folder) / "trial.json"
+        changed = _with_size(config, size, min(per_rank // size, _MICRO_BATCHES), ranks.world_size)
+        changed |= {"mode": config["mode"] | {"path": str(file)}}
+        result = spawn_ranks(replace(composed, config=changed), ranks)
+        # a host that is out of memory kills without a word
+        if result.exit_code == ExitCode.OUT_OF_MEMORY or "SIGKILL" in (result.report or ""):
+            return Trial(size=size)
+        if result.exit_code != ExitCode.FINISHED:
+            raise TrialError(result)
+        found = json.loads(file.read_text(encoding="utf-8"))
+    return Trial(
+        size=size,
+        peak_bytes=found["peak_bytes"],
+        samples_per_second=changed["global_batch_size"] / found["seconds"],
+        fits=found["peak_bytes"] <= limit,
+    )
+
+
+def _line(trial: Trial, limit: float) -> str:
+    name = f"  micro_batch_size={trial.size:<6}"
+    if trial.peak_bytes is None:
+        return f"{name} out of memory"
+    verdict = "fits" if trial.fits else "does not fit"
+    return f"{name} {trial.peak_bytes / GIB:8.2f} of {limit / GIB:.2f} GiB: {verdict}"
+
+
+def describe(trials: Sequence[Trial], *, global_batch_size: int, limit: float) -> list[str]:
+    """Return what the trials say, as lines.
+
+    Args:
+        trials: In any order.
+        global_batch_size: Of the run.
+        limit: Bytes that a rank may fill.
+    """
+    fitting = sorted((trial for trial in trials if trial.fits), key=lambda trial: trial.size)
+    if not fitting:
+        return [f"not even one sample fits into {limit / GIB:.2f} GiB: the same command with mode=plan says what saves"]
+    best = fitting[-1]
+    assert best.peak_bytes is not None, "it fits"
+    lines = [
+        f"suggestion: micro_batch_size={best.size}, {best.peak_bytes / GIB:.2f} of {limit / GIB:.2f} GiB;"
+        f" global_batch_size={global_batch_size} stays"
+    ]
+    fastest = max(fitting, key=lambda trial: trial.samples_per_second or 0.0)
+    if fastest.size != best.size:
+        lines.append(
+            f"micro_batch_size={fastest.size} was faster: {fastest.samples_per_second:,.1f} samples/s, not"
+            f" {best.samples_per_second:,.1f}; one step each, so measure before you rely on it"
+        )
+    return lines
+
+
+def _write(folder: Path, trials: Sequence[Trial], lines: list[str], write_page: Callable[..., None]) -> None:
+    folder.mkdir(parents=True, exist_ok=True)
+    ordered = sorted(trials, key=lambda trial: trial.size)
+    tried = [
+        {
+            "micro_batch_size": trial.size,
+            "fits": trial.fits,
+            "peak_gib": None if trial.peak_bytes is None else round(trial.peak_bytes / GIB, 4),
+            "samples_per_second": trial.samples_per_second,
+        }
+        for trial in ordered
+    ]
+    fitting = [trial.size for trial in ordered if trial.fits]
+    record = {"micro_batch_size": fitting[-1] if fitting else None, "tried": tried}
+    write_atomically(folder / "batch_find.json", json.dumps(record, indent=2) + "\n")
+    points = [(trial.size, trial.peak_bytes / GIB) for trial in ordered if trial.peak_bytes is not None]
+    figure = {"title": "peak memory of a rank in GiB, by micro-batch size", "lines": {"peak": points}, "marks": {}}
+    page = folder / "batch_find.html"
+    write_page(page, "Largest micro-batch", lines, [figure])
+    LOGGER.info(str(page))

@@ -1,0 +1,118 @@
+"""Find a learning rate by a range test, under the run's own strategy; nothing of it is left but what it prints."""
+
+import json
+import math
+from collections.abc import Callable
+from pathlib import Path
+from typing import Annotated, Any
+
+from recipes.config.compose import Composed
+from recipes.errors import ConfigError
+from recipes.run_folder import write_atomically
+from recipes.runtime.console import LOGGER
+from recipes.runtime.world import global_rank
+from recipes.trial.lr_range import RangeTest, read_range_test
+from recipes.trial.steps import LossRecorder, reject_resume, take_steps
+
+_LOST = 4.0  # times the lowest loss so far
+
+
+def lr_find(
+    composed: Composed,
+    *,
+    min_lr: Annotated[float, "> 0"],
+    max_lr: Annotated[float, "> 0"],
+    num_steps: Annotated[int, ">= 20"],
+    path: str | None,
+    write_page: Callable[..., None],
+) -> int:
+    """Raise the learning rate step by step and print where the loss falls fastest.
+
+    Args:
+        composed: The run.
+        min_lr: Learning rate of the first step.
+        max_lr: Of the last step, if the loss is not lost before.
+        num_steps: Optimizer steps between them.
+        path: Folder for `lr_find.json` and `lr_find.html`; None: print only.
+        write_page: (file, title, lines, figures) -> writes the page.
+
+    Returns:
+        The exit code, 0.
+
+    Raises:
+        ConfigError: The range is empty, or the run resumes.
+    """
+    reject_resume(composed)
+    if min_lr >= max_lr:
+        raise ConfigError(
+            f"mode.min_lr={min_lr:g} mode.max_lr={max_lr:g}", "the range is empty", "mode.min_lr=1e-6 mode.max_lr=1"
+        )
+    config = composed.config
+    recorder = LossRecorder(max_ratio=_LOST)
+    rising = {
+        "_target_": "recipes.trial.lr_range.rising",
+        "_partial_": True,
+        "num_steps": num_steps,
+        "first_fraction": min_lr / max_lr,
+    }
+    changed = config | {"scheduler": rising, "optimizer": config["optimizer"] | {"lr": max_lr}}
+    take_steps(changed, folder=composed.run_folder, num_steps=num_steps, callbacks=[recorder])
+    found = read_range_test(recorder.learning_rates, recorder.losses, width=max(num_steps // 20, 1))
+    lines = describe(found, own_lr=config["optimizer"]["lr"])
+    for line in lines:
+        LOGGER.info(line)
+    if path is not None and global_rank() == 0:
+        _write(Path(path).expanduser(), found, lines, write_page)
+    return 0
+
+
+def describe(found: RangeTest, *, own_lr: float) -> list[str]:
+    """Return what a range test says, as lines.
+
+    Args:
+        found: The test.
+        own_lr: Learning rate of the config.
+    """
+    steps = len(found.losses)
+    lines = [
+        f"lr_find: {steps} steps from {found.learning_rates[0]:.3g} to {found.learning_rates[-1]:.3g},"
+        f" loss {found.losses[0]:.4g} to {found.losses[-1]:.4g}"
+    ]
+    if found.steepest is None or found.lowest is None:
+        lines.append(
+            "the loss does not fall within the range: mode.max_lr=<higher>, or mode=preflight if it never does"
+        )
+        return lines
+    lines.append(f"the loss falls fastest at {found.steepest:.2g} and is lowest at {found.lowest:.2g}")
+    if found.diverges is None:
+        lines.append("it does not diverge within the range: mode.max_lr=<higher> shows where it does")
+    else:
+        lines.append(f"from {found.diverges:.2g} on it stays above its start")
+    middle = math.sqrt(found.steepest * found.lowest)
+    lines.append(f"suggestion: optimizer.lr={middle:.2g}, between the two (the config has {own_lr:g}); to compare:")
+    lines.append(f"  -m optimizer.lr={found.steepest:.2g},{middle:.2g},{found.lowest:.2g}")
+    return lines
+
+
+def _write(folder: Path, found: RangeTest, lines: list[str], write_page: Callable[..., None]) -> None:
+    folder.mkdir(parents=True, exist_ok=True)
+    record: dict[str, Any] = {
+        "steepest": found.steepest,
+        "lowest": found.lowest,
+        "diverges": found.diverges,
+        "learning_rates": found.learning_rates,
+        "losses": found.losses,
+        "smoothed": found.smoothed,
+    }
+    write_atomically(folder / "lr_find.json", json.dumps(record, indent=2) + "\n")
+    page = folder / "lr_find.html"
+    each = {"loss": found.losses, "smoothed": found.smoothed}
+    marks = {"falls fastest": found.steepest, "lowest": found.lowest, "diverges": found.diverges}
+    figure = {
+        "title": "training loss by learning rate",
+        "lines": {name: list(zip(found.learning_rates, values, strict=False)) for name, values in each.items()},
+        "marks": {name: value for name, value in marks.items() if value is not None},
+        "log_x": True,
+    }
+    write_page(page, "Learning-rate range test", lines, [figure])
+    LOGGER.info(str(page))

@@ -1,0 +1,165 @@
+"""Measure the gradient noise scale over a short run, and say what it means for the global batch."""
+
+import json
+import math
+from collections.abc import Callable, Sequence
+from dataclasses import asdict
+from pathlib import Path
+from typing import Annotated, Any
+
+from recipes.config.compose import Composed, Config
+from recipes.config.ranks import get_ranks
+from recipes.config.traits import get_traits
+from recipes.errors import ConfigError
+from recipes.run_folder import write_atomically
+from recipes.runtime.console import LOGGER
+from recipes.runtime.world import global_rank
+from recipes.trial.noise_scale import NoiseMeter, NoiseScale, StepNorms, estimate_noise_scale
+from recipes.trial.steps import take_steps
+
+_NUM_WINDOWS = 5
+_FEWEST_MICRO_BATCHES = 4  # where the micro-batch is not typed: smaller ones tell noise from signal in fewer steps
+
+
+def noise_scale(
+    composed: Composed, *, num_steps: Annotated[int, ">= 10"], path: str | None, write_page: Callable[..., None]
+) -> int:
+    """Train some steps, from the first weights or from a checkpoint, and print the noise scale on the way.
+
+    Args:
+        composed: The run.
+        num_steps: Optimizer steps.
+        path: Folder for `noise_scale.json` and `noise_scale.html`; None: print only.
+        write_page: (file, title, lines, figures) -> writes the page.
+
+    Returns:
+        The exit code, 0.
+
+    Raises:
+        ConfigError: The strategy does not show gradients, or there is no micro-batch smaller than the step.
+    """
+    config = _with_micro_batches(composed.config)
+    if get_traits(config["strategy"]).state_layout == "zero":
+        raise ConfigError(
+            f"{get_traits(config['strategy']).typed} mode=noise_scale",
+            "DeepSpeed keeps the gradients of micro-batches to itself; the noise scale is one of model and data",
+            "strategy=fsdp, or strategy=ddp",
+        )
+    meter = NoiseMeter()
+    run = take_steps(config, folder=composed.run_folder, num_steps=num_steps, callbacks=[meter])
+    large = run.accumulation.global_batch_size
+    small = large // run.accumulation.num_micro_batches
+    windows = _windows(meter.steps, small=small, large=large)
+    lines = describe(windows, global_batch_size=large, num_steps=num_steps, small=small)
+    for line in lines:
+        LOGGER.info(line)
+    if path is not None and global_rank() == 0:
+        _write(Path(path).expanduser(), windows, lines, write_page)
+    return 0
+
+
+def _with_micro_batches(config: Config) -> Config:
+    """Return the config with at least two micro-batches per step; those that are typed stay."""
+    batch, num_ranks = int(config["global_batch_size"]), get_ranks(config).world_size
+    size = config["micro_batch_size"]
+    accumulated = config["trainer"]["accumulate_grad_batches"]
+    per_rank = batch // num_ranks
+    if (size is not None and size < per_rank) or accumulated not in (None, 1):
+        return config
+    if per_rank < 2 or batch % num_ranks:
+        raise ConfigError(
+            f"global_batch_size={batch} mode=noise_scale",
+            f"{num_ranks} rank{'s' if num_ranks > 1 else ''} can split it into no smaller batches to compare it with",
+            f"global_batch_size={4 * num_ranks}, or more",
+        )
+    divisors = [d for d in range(1, per_rank) if per_rank % d == 0]
+    chosen = max((d for d in divisors if per_rank // d >= _FEWEST_MICRO_BATCHES), default=max(divisors))
+    return config | {
+        "micro_batch_size": chosen,
+        "trainer": config["trainer"] | {"accumulate_grad_batches": None},
+    }
+
+
+def _windows(steps: Sequence[StepNorms], *, small: int, large: int) -> list[tuple[int, NoiseScale]]:
+    """Return the last step and the noise scale of each of a few equal parts of the run."""
+    length = max(len(steps) // _NUM_WINDOWS, 1)
+    ends = range(len(steps), 0, -length)
+    found = [
+        (end, estimate_noise_scale(steps[max(0, end - length) : end], small=small, large=large))
+        for end in list(ends)[:_NUM_WINDOWS]
+    ]
+    return found[::-1]
+
+
+def describe(
+    windows: Sequence[tuple[int, NoiseScale]], *, global_batch_size: int, num_steps: int, small: int
+) -> list[str]:
+    """Return what the noise scale says, as lines.
+
+    Args:
+        windows: Last step and estimate of each part of the run.
+        global_batch_size: Of the run.
+        num_steps: That were taken.
+        small: Samples of a micro-batch over all ranks.
+    """
+    if not windows:
+        return [f"noise_scale: no step of {num_steps} had finite gradients; mode=preflight looks for the reason"]
+    lines = [
+        f"noise_scale: {num_steps} steps of {global_batch_size} samples, compared with their micro-batches of {small}"
+    ]
+    for step, found in windows:
+        lines.append(f"  up to step {step:>5}: {_samples(found)}")
+    last = windows[-1][1].samples
+    if not math.isfinite(last) or last <= 0:
+        lines.append(
+            "more steps or a larger global batch are needed to see the gradient above its noise: mode.num_steps="
+        )
+        return lines
+    lines.append(f"what a global batch costs, by the last of them ({last:,.0f} samples):")
+    lines.append("  samples a step   steps needed   samples needed   (1 = the fewest possible)")
+    for factor in (0.25, 0.5, 1, 2, 4):
+        batch = max(round(global_batch_size * factor), 1)
+        mark = "  this run" if factor == 1 else ""
+        lines.append(f"  {batch:>14,} {1 + last / batch:>14.2f} {1 + batch / last:>16.2f}{mark}")
+    if windows[-1][1].standard_error > last / 2:
+        lines.append("the last estimate is rough: more steps make it sharper, mode.num_steps=<more>")
+    else:
+        lines.append(_advice(last, global_batch_size))
+    return lines
+
+
+def _samples(found: NoiseScale) -> str:
+    if not math.isfinite(found.samples):
+        return "the gradient is not seen above its noise"
+    error = f" ± {found.standard_error:,.0f}" if math.isfinite(found.standard_error) else ""
+    return f"{found.samples:,.0f}{error} samples"
+
+
+def _advice(noise: float, batch: int) -> str:
+    if batch < noise / 4:
+        return (
+            "the batch is far below the noise scale: one twice as large needs nearly half the steps; raise the learning"
+            " rate with it (lr_scaling=sqrt for Adam)"
+        )
+    if batch > 4 * noise:
+        return "the batch is far above the noise scale: a smaller one reaches the same loss with fewer samples"
+    return "the batch is near the noise scale, where neither steps nor samples are wasted"
+
+
+def _write(
+    folder: Path, windows: Sequence[tuple[int, NoiseScale]], lines: list[str], write_page: Callable[..., None]
+) -> None:
+    folder.mkdir(parents=True, exist_ok=True)
+    finite = [
+        {"step": step} | {k: v if math.isfinite(v) else None for k, v in asdict(w).items()} for step, w in windows
+    ]
+    record: dict[str, Any] = {"noise_scale": finite[-1]["samples"] if finite else None, "windows": finite}
+    write_atomically(folder / "noise_scale.json", json.dumps(record, indent=2) + "\n")
+    figure = {
+        "title": "gradient noise scale in samples, by step",
+        "lines": {"noise scale": [(step, found.samples) for step, found in windows]},
+        "marks": {},
+    }
+    page = folder / "noise_scale.html"
+    write_page(page, "Gradient noise scale", lines, [figure])
+    LOGGER.info(str(page))

@@ -1,0 +1,173 @@
+"""Run the checklist before a long run: about a minute of trials on the recipe itself, a line for each check."""
+
+import json
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import asdict
+from pathlib import Path
+from typing import Annotated, Any
+
+import lightning.pytorch as lightning
+import torch
+from lightning.pytorch.callbacks import Callback
+from typing_extensions import override
+
+from recipes.build import Run
+from recipes.config.compose import Composed, Config
+from recipes.preflight import data as data_checks
+from recipes.preflight.gradients import GradientProbe, check_frozen, check_gradients, check_optimizer
+from recipes.preflight.model import Expected, check_model
+from recipes.preflight.result import Result
+from recipes.preflight.training import (
+    check_accumulation,
+    check_checkpoint,
+    check_loader,
+    check_precision,
+    draw,
+    overfit,
+)
+from recipes.run_folder import write_atomically
+from recipes.runtime.console import LOGGER
+from recipes.runtime.exit_codes import ExitCode
+from recipes.runtime.world import global_rank
+from recipes.trial.steps import reject_resume, take_steps
+
+_SAMPLES = 512  # that the checks of data look at
+_DRAWN = 32  # micro-batches of a rank
+
+
+def preflight(
+    composed: Composed, *, overfit_steps: Annotated[int, ">= 10"], path: str | None, write_page: Callable[..., None]
+) -> int:
+    """Print the result of each check.
+
+    Args:
+        composed: The run.
+        overfit_steps: Optimizer steps on one micro-batch.
+        path: Folder for `preflight.json` and `preflight.html`; None: print only.
+        write_page: (file, results as JSON, images) -> writes the page.
+
+    Returns:
+        The exit code: 0, or 4 if a check failed.
+
+    Raises:
+        ConfigError: The machine or the data does not allow what the config demands, or the run resumes.
+    """
+    reject_resume(composed)
+    results: list[Result] = []
+    checklist = Checklist(composed.config | {"compile": False}, composed.run_folder, overfit_steps=overfit_steps)
+    for result in checklist.run():
+        results.append(result)
+        for line in result.lines():
+            LOGGER.info(line)
+    counts = {status: sum(result.status == status for result in results) for status in ("pass", "warn", "fail")}
+    LOGGER.info(f"preflight: {counts['pass']} passed, {counts['warn']} to look into, {counts['fail']} failed")
+    if path is not None and global_rank() == 0:
+        _write(Path(path).expanduser(), results, checklist, write_page)
+    return ExitCode.CHECK_FAILED if counts["fail"] else ExitCode.FINISHED
+
+
+class Checklist:
+    """All checks of one config, in the order in which they explain each other.
+
+    Args:
+        config: Composed and checked, not compiled: a minute is too short for it.
+        folder: Of the run; nothing is written into it.
+        overfit_steps: Optimizer steps on one micro-batch.
+
+    Attributes:
+        shown: Samples as text.
+        images: Samples as images [C, H, W] with their class; empty for text.
+    """
+
+    def __init__(self, config: Config, folder: Path, *, overfit_steps: int) -> None:
+        self._config = config
+        self._folder = folder
+        self._overfit_steps = overfit_steps
+        self.shown: list[str] = []
+        self.images: list[tuple[Any, int]] = []
+
+    def run(self) -> Iterator[Result]:
+        """Yield the results. Collective: every rank runs all checks."""
+        gradients, probe = GradientProbe(), _FirstBatch(self._expected())
+        # three steps: a residual branch whose last factor starts at 0 has its first gradient in the second
+        run = take_steps(self._config, folder=self._folder, num_steps=3, callbacks=[gradients, probe])
+        yield from self._check_data(run)
+        yield from probe.results
+        yield check_frozen(gradients)
+        yield check_gradients(gradients)
+        yield check_optimizer(gradients, run.task.optimized_parameters)
+        size, num_ranks = run.accumulation.micro_batch_size, run.trainer.world_size
+        drawn = draw(run, num_batches=_DRAWN)
+        yield data_checks.check_repeats(drawn.digests, len(run.data.source.train()))
+        num_workers = self._config["loader"]["num_workers"]
+        del run
+        sizes = {"micro_batch_size": size, "num_ranks": num_ranks}
+        yield check_accumulation(self._config, self._folder, **sizes)
+        yield check_precision(self._config, self._folder, **sizes)
+        learned, step_seconds = overfit(self._config, self._folder, num_steps=self._overfit_steps, **sizes)
+        yield learned
+        yield check_loader(drawn.seconds, step_seconds=step_seconds, num_workers=num_workers)
+        yield check_checkpoint(self._config, self._folder, **sizes)
+
+    def _expected(self) -> Expected:
+        model = self._config["model"]
+        return Expected(
+            num_classes=int(model.get("vocab_size", model.get("num_classes"))),
+            starts_trained=model.get("pretrained") is not None,
+            label_smoothing=float(self._config["label_smoothing"]),
+            z_loss=float(self._config["z_loss"]),
+        )
+
+    def _check_data(self, run: Run) -> Iterator[Result]:
+        train, val = run.data.source.train(), run.data.source.val()
+        is_text = run.task.input_kind == "tokens"
+        samples = data_checks.spread(train, _SAMPLES if is_text else 2 * _SAMPLES)
+        tokenizer = run.data.source.tokenizer
+        self.shown = data_checks.show_samples(samples[:2], None if tokenizer is None else tokenizer.decode)
+        if not is_text:
+            self.images = [(sample["inputs"], int(sample["targets"])) for sample in samples[:16]]
+        for line in self.shown:
+            yield Result(check="what the model reads", status="look", found=line)
+        if is_text:
+            yield data_checks.check_shift(samples[:64])
+        yield data_checks.check_range(samples, self._expected().num_classes)
+        yield data_checks.check_dependence(samples, is_text=is_text)
+        seen, held_out = data_checks.spread(train, 8 * _SAMPLES), data_checks.spread(val, _SAMPLES)
+        is_complete = len(seen) == len(train) and len(held_out) == len(val)
+        yield data_checks.check_splits(seen, held_out, is_complete=is_complete)
+
+
+class _FirstBatch(Callback):
+    """Runs the checks of the model on the first micro-batch, before the first step."""
+
+    def __init__(self, expected: Expected) -> None:
+        self.results: list[Result] = []
+        self._expected = expected
+
+    @override
+    def on_train_batch_start(self, trainer: lightning.Trainer, pl_module: Any, batch: Any, batch_idx: int) -> None:
+        if self.results:
+            return
+
+        def mean_over_ranks(value: float) -> float:
+            total = trainer.strategy.sum_over_ranks(torch.tensor(value, dtype=torch.float64))  # type: ignore[attr-defined]
+            return float(total) / trainer.world_size
+
+        self.results = list(
+            check_model(
+                pl_module,
+                batch,
+                self._expected,
+                context=trainer.precision_plugin.forward_context,
+                mean_over_ranks=mean_over_ranks,
+            )
+        )
+
+
+def _write(folder: Path, results: Sequence[Result], checklist: Checklist, write_page: Callable[..., None]) -> None:
+    folder.mkdir(parents=True, exist_ok=True)
+    record = [asdict(result) for result in results]
+    write_atomically(folder / "preflight.json", json.dumps({"results": record}, indent=2) + "\n")
+    images = [(image.float().tolist(), label) for image, label in checklist.images]
+    write_page(folder / "preflight.html", record, images)
+    LOGGER.info(str(folder / "preflight.html"))

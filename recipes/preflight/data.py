@@ -1,0 +1,215 @@
+"""Checks of the samples alone: shifted, in range, distinct, split, and worth learning from. No model is built.
+
+Letters: N samples, T tokens.
+"""
+
+import hashlib
+import math
+from collections import Counter
+from collections.abc import Iterable, Mapping, Sequence
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from recipes.data import SampleDataset
+from recipes.numerics.loss import IGNORE_INDEX
+from recipes.preflight.result import Result
+
+Sample = Mapping[str, Tensor]
+
+_MAX_TOKENS = 200_000  # to count pairs in: enough to see structure in any vocabulary, a second of counting
+_MAX_IMAGES = 1024
+_MAX_PIXELS = 1024  # that two images are compared by
+_PRIOR = 5.0  # pseudo-counts of the frequencies of single tokens, in the frequencies of pairs
+_MIN_GAIN = 0.02  # nats per token; shuffled targets gain less than nothing
+
+
+def spread(dataset: SampleDataset, num_samples: int) -> list[Sample]:
+    """Return samples spread evenly over a dataset, all of them if it has no more."""
+    total = len(dataset)
+    count = min(num_samples, total)
+    return [dataset[i * total // count] for i in range(count)]
+
+
+def digest(inputs: Tensor) -> bytes:
+    """Return a hash of a sample's inputs."""
+    return hashlib.blake2b(inputs.contiguous().cpu().numpy().tobytes(), digest_size=12).digest()
+
+
+def check_shift(samples: Sequence[Sample]) -> Result:
+    """Check that the target at each position is the input at the next one."""
+    name = "targets are the next tokens"
+    shifted = same = count = 0
+    for sample in samples:
+        inputs, targets = sample["inputs"], sample["targets"]  # [T] each
+        counts = targets[:-1] != IGNORE_INDEX
+        count += int(counts.sum())
+        shifted += int((targets[:-1] == inputs[1:])[counts].sum())
+        same += int((targets[:-1] == inputs[:-1])[counts].sum())
+    if count == 0:
+        return Result(check=name, status="warn", found="no target carries loss", remedy="look at the mask of the data")
+    if shifted == count:
+        return Result(check=name, status="pass", found=f"{count:,} of {count:,}")
+    if same > 0.9 * count:
+        return Result(
+            check=name,
+            status="fail",
+            found=f"{same:,} of {count:,} targets are the input at the same position: the model learns to copy",
+            remedy="shift the targets by one in the data source: targets[t] = tokens[t + 1]",
+        )
+    return Result(
+        check=name,
+        status="warn" if shifted > 0.9 * count else "fail",
+        found=f"only {shifted:,} of {count:,} targets are the next input",
+        remedy="right for targets that cross documents or come from elsewhere; else the data source shifts wrongly",
+    )
+
+
+def check_range(samples: Sequence[Sample], num_classes: int) -> Result:
+    """Check that every target is a class that the model predicts, and how many carry loss."""
+    name = "targets are classes of the model"
+    targets = torch.cat([sample["targets"].flatten() for sample in samples])  # [N * T]
+    carries = targets != IGNORE_INDEX
+    wrong = carries & ((targets < 0) | (targets >= num_classes))
+    if wrong.any():
+        example = int(targets[wrong][0])
+        return Result(
+            check=name,
+            status="fail",
+            found=f"{int(wrong.sum()):,} of {len(targets):,} are outside 0 to {num_classes - 1}, as {example}",
+            remedy="the tokenizer or the classes of the data are not those of the model: model.vocab_size, num_classes",
+        )
+    share = float(carries.double().mean())
+    found = f"{int(carries.sum()):,} targets, all in 0 to {num_classes - 1}; {share:.0%} carry loss"
+    if share == 0.0:
+        return Result(check=name, status="fail", found=found, remedy="look at the mask of the data")
+    return Result(check=name, status="pass", found=found)
+
+
+def check_dependence(samples: Sequence[Sample], *, is_text: bool) -> Result:
+    """Check that inputs say something about targets, without a model: else no model can learn it."""
+    name = "inputs say something of targets"
+    remedy = "targets and inputs do not belong together: look where the data source pairs, shuffles or sorts them"
+    if is_text:
+        alone, given = _pair_entropies(samples)
+        found = f"{alone:.2f} nats per target from frequencies alone, {given:.2f} from the input before it"
+        if alone - given >= _MIN_GAIN:
+            return Result(check=name, status="pass", found=found)
+        return Result(check=name, status="fail", found=found, remedy=remedy)
+    accuracy, chance, error = _nearest_neighbour(samples)
+    found = f"the nearest other image has the same class in {accuracy:.0%}, by chance {chance:.0%}"
+    if accuracy > chance + 4 * error:
+        return Result(check=name, status="pass", found=found)
+    if len({int(sample["targets"]) for sample in samples}) > len(samples) // 8:
+        return Result(check=name, status="skip", found=f"{found}: too few images of each class to tell")
+    return Result(check=name, status="fail", found=found, remedy=remedy)
+
+
+def _pair_entropies(samples: Sequence[Sample]) -> tuple[float, float]:
+    """Return cross-entropies of held-out targets in nats: by their frequency, and by it given the input before."""
+    half = len(samples) // 2
+    counted, held_out = (_pairs(part) for part in (samples[:half], samples[half:]))
+    targets, inputs, pairs = Counter(y for _, y in counted), Counter(x for x, _ in counted), Counter(counted)
+    total, kinds = len(counted), len(targets) + 1
+    alone = given = 0.0
+    for x, y in held_out:
+        # one more of each kind: what has not been counted is rare, not impossible
+        frequency = (targets[y] + 1) / (total + kinds)
+        alone -= math.log(frequency)
+        given -= math.log((pairs[x, y] + _PRIOR * frequency) / (inputs[x] + _PRIOR))
+    return alone / max(len(held_out), 1), given / max(len(held_out), 1)
+
+
+def _pairs(samples: Iterable[Sample]) -> list[tuple[int, int]]:
+    pairs: list[tuple[int, int]] = []
+    for sample in samples:
+        pairs += [
+            (x, y)
+            for x, y in zip(sample["inputs"].tolist(), sample["targets"].tolist(), strict=True)
+            if y != IGNORE_INDEX
+        ]
+        if len(pairs) >= _MAX_TOKENS // 2:
+            break
+    return pairs
+
+
+def _nearest_neighbour(samples: Sequence[Sample]) -> tuple[float, float, float]:
+    """Return how often the nearest other image has the same class, how often by chance, and the error of that."""
+    images = torch.stack([sample["inputs"].float() for sample in samples[:_MAX_IMAGES]])  # [N, C, H, W]
+    labels = torch.stack([sample["targets"] for sample in samples[:_MAX_IMAGES]])  # [N]
+    side = max(int(math.sqrt(_MAX_PIXELS / images.shape[1])), 1)
+    if images.shape[-1] > side:
+        images = F.adaptive_avg_pool2d(images, side)
+    flat = images.flatten(1)  # [N, pixels]
+    distances = torch.cdist(flat, flat)  # [N, N]
+    distances.fill_diagonal_(math.inf)
+    accuracy = float((labels[distances.argmin(dim=1)] == labels).double().mean())
+    shares = torch.bincount(labels).double() / len(labels)
+    chance = float(shares.square().sum())
+    return accuracy, chance, math.sqrt(chance * (1 - chance) / len(labels))
+
+
+def check_splits(train: Sequence[Sample], val: Sequence[Sample], *, is_complete: bool) -> Result:
+    """Check that no validation sample is among the training samples.
+
+    Args:
+        train: Training samples.
+        val: Validation samples.
+        is_complete: Whether both are the whole splits.
+    """
+    name = "validation samples are new"
+    known = {digest(sample["inputs"]) for sample in train}
+    common = sum(digest(sample["inputs"]) in known for sample in val)
+    found = f"{common} of {len(val):,} are among {len(train):,} training samples{'' if is_complete else ' looked at'}"
+    if common == 0:
+        return Result(check=name, status="pass", found=found)
+    return Result(
+        check=name,
+        status="fail" if common > 0.1 * len(val) else "warn",
+        found=found,
+        remedy="the validation loss will look better than it is: split by document or by source",
+    )
+
+
+def check_repeats(digests: Sequence[bytes], num_samples: int) -> Result:
+    """Check that the training stream brings new samples until it has brought all.
+
+    Args:
+        digests: Of the inputs of consecutive samples over all ranks.
+        num_samples: In one epoch.
+    """
+    name = "the stream brings new samples"
+    drawn = digests[:num_samples]
+    repeated = len(drawn) - len(set(drawn))
+    found = f"{repeated} of the first {len(drawn):,} are repeats, before the {num_samples:,} of an epoch are through"
+    if repeated <= 0.01 * len(drawn):
+        return Result(check=name, status="pass", found=found)
+    return Result(
+        check=name,
+        status="fail" if repeated > 0.1 * len(drawn) else "warn",
+        found=found,
+        remedy="the loader gives the same samples again, or several ranks the same ones; or the data holds duplicates",
+    )
+
+
+def show_samples(samples: Sequence[Sample], decode: Any) -> list[str]:
+    """Return what the model reads, and what it has to say: for a person to look at.
+
+    Args:
+        samples: A few.
+        decode: Token ids -> text; None: show numbers.
+    """
+    shown = []
+    for sample in samples:
+        inputs, targets = sample["inputs"], sample["targets"]
+        if inputs.ndim > 1:
+            shape = " x ".join(map(str, inputs.shape))
+            low, mean, high = float(inputs.min()), float(inputs.float().mean()), float(inputs.max())
+            shown.append(f"class {int(targets)}: {shape} values from {low:.3g} to {high:.3g}, mean {mean:.3g}")
+            continue
+        for part, values in (("input", inputs), ("target", targets)):
+            tokens = [int(value) for value in values[:24] if int(value) != IGNORE_INDEX]
+            shown.append(f"{part:>6}: {decode(tokens)!r}" if decode is not None else f"{part:>6}: {tokens}")
+    return shown

@@ -1,0 +1,246 @@
+"""Checks of the model as it starts: forward passes on one micro-batch, on every rank, under the run's strategy.
+
+Letters: B samples, T tokens, V classes.
+"""
+
+import contextlib
+import math
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from recipes.numerics.loss import IGNORE_INDEX
+from recipes.preflight.result import Result
+from recipes.task.base import Batch, TrainingTask
+
+# largest difference that rounding in bfloat16 makes between equal results, as a share of the largest logit
+_ROUNDING = 0.05
+
+
+@dataclass(frozen=True, kw_only=True)
+class Expected:
+    """What the config says about the model.
+
+    Attributes:
+        num_classes: V without padding.
+        starts_trained: Whether its first weights are trained ones.
+        label_smoothing: Of the objective.
+        z_loss: Of the objective.
+    """
+
+    num_classes: int
+    starts_trained: bool
+    label_smoothing: float
+    z_loss: float
+
+
+def check_model(
+    task: TrainingTask,
+    batch: Batch,
+    expected: Expected,
+    *,
+    context: Callable[[], contextlib.AbstractContextManager[Any]],
+    mean_over_ranks: Callable[[float], float],
+) -> Iterator[Result]:
+    """Yield the results of all checks of a model. Collective: call it on every rank.
+
+    Args:
+        task: With its model built and on the device; in training mode before and after.
+        batch: A micro-batch on the device.
+        expected: What the config says.
+        context: Of a forward pass in the run's precision.
+        mean_over_ranks: Averages a number over all ranks.
+    """
+
+    def forward(part: Batch) -> tuple[Tensor, Tensor]:
+        with torch.no_grad(), context():
+            loss_sum, logits = task.loss_sum(part)
+        num_targets = (part["targets"] != IGNORE_INDEX).sum().clamp(min=1)
+        return (loss_sum / num_targets).float(), logits.float()
+
+    task.model.eval()
+    yield _check_first_loss(mean_over_ranks(float(forward(batch)[0])), expected)
+    yield _check_loss(*forward(batch), batch, expected)
+    if expected.label_smoothing or expected.z_loss:
+        yield _check_objective(task, batch, forward, context, expected)
+    if task.input_kind == "tokens":
+        yield _check_future(batch, forward, expected)
+    yield _check_neighbours(batch, forward)
+    yield _check_repeatable(batch, forward)
+    yield _check_activations(task.model, lambda: forward(batch), mean_over_ranks)
+    task.model.train()
+    yield _check_dropout(task.model, batch, forward)
+
+
+def _check_first_loss(loss: float, expected: Expected) -> Result:
+    name = "loss before the first step"
+    uniform = math.log(expected.num_classes)
+    found = f"{loss:.3f}; a uniform guess has ln({expected.num_classes}) = {uniform:.3f}"
+    if expected.starts_trained:
+        if loss < uniform:
+            return Result(check=name, status="pass", found=found)
+        remedy = "trained weights guess no better than chance: another tokenizer, or weights that were not loaded"
+        return Result(check=name, status="fail", found=found, remedy=remedy)
+    if not math.isfinite(loss):
+        return Result(check=name, status="fail", found=found, remedy="the first forward pass already overflows")
+    if loss < 0.9 * uniform - 0.1:
+        remedy = "the model knows the answer before it has learned: the targets leak into the inputs"
+        return Result(check=name, status="fail", found=found, remedy=remedy)
+    excess = loss - uniform
+    if excess <= 0.1 * uniform + 0.3:
+        return Result(check=name, status="pass", found=found)
+    remedy = "the first weights are too large: the model is sure of wrong answers, and unlearns that first"
+    return Result(check=name, status="warn" if excess <= 0.5 * uniform + 0.5 else "fail", found=found, remedy=remedy)
+
+
+def _check_loss(loss: Tensor, logits: Tensor, batch: Batch, expected: Expected) -> Result:
+    """Compare the task's loss with the cross-entropy of its logits over the real classes."""
+    name = "loss is the cross-entropy"
+    real = logits[..., : expected.num_classes].flatten(0, -2)  # [B * T, V]
+    own = float(F.cross_entropy(real, batch["targets"].flatten(), ignore_index=IGNORE_INDEX))
+    found = f"{float(loss):.5f}; of the logits over {expected.num_classes} classes {own:.5f}"
+    if math.isclose(float(loss), own, rel_tol=1e-3, abs_tol=1e-5):
+        return Result(check=name, status="pass", found=found)
+    remedy = "the loss is divided by something else than its targets, or counts classes that do not exist"
+    return Result(check=name, status="fail", found=found, remedy=remedy)
+
+
+def _check_objective(
+    task: TrainingTask,
+    batch: Batch,
+    forward: Callable[[Batch], tuple[Tensor, Tensor]],
+    context: Callable[[], contextlib.AbstractContextManager[Any]],
+    expected: Expected,
+) -> Result:
+    """Compare what training minimizes with the formulas of label smoothing and z-loss over the real classes."""
+    name = "regularizers leave padding out"
+    with torch.no_grad(), context():
+        objective, loss_sum = (float(value) for value in task.objective_sum(batch))
+    _, logits = forward(batch)
+    real = logits[..., : expected.num_classes].flatten(0, -2).double()  # [B * T, V]
+    carries = batch["targets"].flatten() != IGNORE_INDEX
+    log_probabilities = real.log_softmax(dim=-1)
+    target = log_probabilities.gather(1, batch["targets"].flatten().clamp(min=0)[:, None]).squeeze(1)
+    smoothing = expected.label_smoothing
+    each = -(1 - smoothing) * target - smoothing * log_probabilities.mean(dim=-1)
+    each = each + expected.z_loss * real.logsumexp(dim=-1).square()
+    own = float(each[carries].sum())
+    found = f"objective {objective:.4f}, by the formulas over {expected.num_classes} classes {own:.4f}"
+    if math.isclose(objective, own, rel_tol=2e-3):
+        return Result(check=name, status="pass", found=f"{found} (loss {loss_sum:.4f})")
+    remedy = "label smoothing or z-loss counts the columns that pad the vocabulary: cut the logits at model.vocab_size"
+    return Result(check=name, status="fail", found=found, remedy=remedy)
+
+
+def _check_future(batch: Batch, forward: Callable[[Batch], tuple[Tensor, Tensor]], expected: Expected) -> Result:
+    """Change one token of the first sample: earlier logits must stay, later ones must not."""
+    name = "no leak from the future"
+    first = _first_samples(batch, 1)
+    inputs = first["inputs"]  # [1, T]
+    length = inputs.shape[1]
+    if length < 2:
+        return Result(check=name, status="skip", found="the samples have one token")
+    place = length // 2
+    changed = inputs.clone()
+    changed[0, place] = (changed[0, place] + 1) % expected.num_classes
+    before = forward(first)[1][0, :, : expected.num_classes]  # [T, V]
+    after = forward(first | {"inputs": changed})[1][0, :, : expected.num_classes]
+    moved = (after - before).abs().amax(dim=-1)  # [T]
+    earlier, later = float(moved[:place].max()), float(moved[place:].max())
+    found = f"changing token {place} moves logits before it by {earlier:.2g}, from it on by {later:.2g}"
+    if later == 0.0:
+        return Result(check=name, status="fail", found=found, remedy="the model does not read its inputs")
+    if earlier <= 1e-3 * later:
+        return Result(check=name, status="pass", found=found)
+    remedy = "attention is not causal, or positions are mixed: the validation loss will be too good, generation bad"
+    return Result(check=name, status="fail", found=found, remedy=remedy)
+
+
+def _check_neighbours(batch: Batch, forward: Callable[[Batch], tuple[Tensor, Tensor]]) -> Result:
+    """Leave out the second half of the batch: the logits of the first must stay."""
+    name = "samples do not see each other"
+    size = len(batch["targets"])
+    if size < 2:
+        return Result(check=name, status="skip", found="the micro-batch is one sample")
+    half = {
+        key: value[: size // 2] if isinstance(value, Tensor) and value.ndim else value for key, value in batch.items()
+    }
+    whole, part = forward(batch)[1][: size // 2], forward(half)[1]
+    finite = whole.isfinite() & part.isfinite()  # padding columns are -inf
+    moved, largest = float((whole - part)[finite].abs().max()), float(whole[finite].abs().max())
+    found = f"without the other half of the batch, logits of up to {largest:.3g} move by {moved:.2g}"
+    if moved <= _ROUNDING * largest:
+        return Result(check=name, status="pass", found=found)
+    remedy = "evaluation depends on what else is in the batch: batch norm in training mode, or a mixed-up dimension"
+    return Result(check=name, status="fail", found=found, remedy=remedy)
+
+
+def _first_samples(batch: Batch, size: int) -> Batch:
+    return {key: value[:size] if isinstance(value, Tensor) and value.ndim else value for key, value in batch.items()}
+
+
+def _check_repeatable(batch: Batch, forward: Callable[[Batch], tuple[Tensor, Tensor]]) -> Result:
+    name = "evaluation is repeatable"
+    first, second = (float(forward(batch)[0]) for _ in range(2))
+    found = f"loss {first:.6f}, and {second:.6f} for the same batch again"
+    if math.isclose(first, second, rel_tol=1e-5):
+        return Result(check=name, status="pass", found=found)
+    remedy = "dropout or another source of noise stays on in evaluation: it must read self.training"
+    return Result(check=name, status="fail", found=found, remedy=remedy)
+
+
+def _check_dropout(model: nn.Module, batch: Batch, forward: Callable[[Batch], tuple[Tensor, Tensor]]) -> Result:
+    name = "training mode differs as set"
+    rates = sorted({module.p for module in model.modules() if isinstance(module, nn.Dropout) and module.p > 0})
+    first, second = (float(forward(batch)[0]) for _ in range(2))
+    found = f"loss {first:.6f} and {second:.6f}, dropout {', '.join(f'{rate:g}' for rate in rates) or 'none'}"
+    if rates and first == second:
+        return Result(check=name, status="fail", found=found, remedy="dropout is set and has no effect in training")
+    if not rates and not math.isclose(first, second, rel_tol=1e-3):
+        return Result(check=name, status="warn", found=found, remedy="something else than dropout makes training noisy")
+    return Result(check=name, status="pass", found=found)
+
+
+def _check_activations(model: nn.Module, run: Callable[[], Any], mean_over_ranks: Callable[[float], float]) -> Result:
+    """Look at what every weight reads: units that are silent for the whole batch, and the scale over depth."""
+    name = "activations are alive"
+    silent: dict[str, float] = {}
+    scales: list[float] = []
+
+    def read(module_name: str) -> Callable[[nn.Module, tuple[Any, ...]], None]:
+        def hook(module: nn.Module, inputs: tuple[Any, ...]) -> None:
+            if not inputs or not isinstance(inputs[0], Tensor) or not inputs[0].is_floating_point():
+                return
+            value = inputs[0].detach().float()
+            units = value.movedim(1, -1) if isinstance(module, nn.Conv2d) else value
+            peaks = units.flatten(0, -2).abs().amax(dim=0)  # [units]
+            silent[module_name] = float((peaks <= 1e-6 * peaks.max()).double().mean())
+            scales.append(float(value.square().mean().sqrt()))
+
+        return hook
+
+    handles = [
+        module.register_forward_pre_hook(read(module_name))
+        for module_name, module in model.named_modules()
+        if isinstance(module, nn.Linear | nn.Conv2d)
+    ]
+    try:
+        run()
+    finally:
+        for handle in handles:
+            handle.remove()
+    if not silent:
+        return Result(check=name, status="skip", found="no linear layer or convolution was called as a module")
+    worst = max(silent, key=lambda key: silent[key])
+    low, high = (mean_over_ranks(value) for value in (min(scales), max(scales)))
+    found = f"{silent[worst]:.0%} silent units where most are ({worst}), scale of inputs {low:.2g} to {high:.2g}"
+    if not math.isfinite(high):
+        return Result(check=name, status="fail", found=found, remedy="activations overflow before the first step")
+    if silent[worst] > 0.5 or high > 1e3 * max(low, 1e-12):
+        remedy = "units that nothing reaches do not learn; a scale that grows with depth saturates what follows"
+        return Result(check=name, status="warn", found=found, remedy=f"{remedy}: look at the first weights")
+    return Result(check=name, status="pass", found=found)

@@ -1,0 +1,29 @@
+"""What a check found."""
+
+from dataclasses import dataclass
+from typing import Literal
+
+Status = Literal["pass", "look", "skip", "warn", "fail"]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Result:
+    """The outcome of one check.
+
+    Attributes:
+        check: Its name.
+        status: `look` shows something that only a person can judge; `skip`: it does not apply.
+        found: What was measured, against what was expected.
+        remedy: What to do about it; None: nothing is to be done.
+    """
+
+    check: str
+    status: Status
+    found: str
+    remedy: str | None = None
+
+    def lines(self) -> list[str]:
+        """Return the result for the console."""
+        shown = self.status.upper() if self.status in ("warn", "fail") else self.status
+        first = f"{shown:<4}  {self.check:<34}  {self.found}"
+        return [first] if self.remedy is None else [first, f"      {self.remedy}"]

@@ -1,0 +1,291 @@
+"""Checks of short trainings: accumulation, low precision, one batch overfitted, the loader's speed, a checkpoint."""
+
+import math
+import tempfile
+import time
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import lightning.pytorch as lightning
+import torch
+import torch.distributed as dist
+from lightning.pytorch.callbacks import Callback
+from torch import Tensor
+from typing_extensions import override
+
+from recipes.build import Run
+from recipes.checkpoint.checkpoint_io import FolderCheckpointIO
+from recipes.checkpoint.writer import CheckpointWriter
+from recipes.config.compose import Config
+from recipes.preflight.data import digest
+from recipes.preflight.result import Result
+from recipes.trial.steps import LossRecorder, take_steps
+
+# relative differences that rounding explains: sums in another order, products of 8 and of 11 bits
+_SAME = {"32-true": 1e-3, "16-mixed": 0.02, "bf16-mixed": 0.03, "bf16-true": 0.06}
+_CONSTANT = {"_target_": "recipes.scheduler.constant", "_partial_": True, "warmup_steps": 0}
+
+
+@dataclass(frozen=True, kw_only=True)
+class FirstStep:
+    """The first step of a trial.
+
+    Attributes:
+        loss: Over all ranks.
+        norm: Of its gradient; inf where float16 overflowed.
+    """
+
+    loss: float
+    norm: float
+
+
+class InEvaluationMode(Callback):
+    """Trains with dropout and batch statistics off, so that equal samples give equal gradients however they are cut."""
+
+    @override
+    def on_train_batch_start(self, trainer: lightning.Trainer, pl_module: Any, batch: Any, batch_idx: int) -> None:
+        pl_module.model.eval()
+
+
+def sized(config: Config, *, micro_batch_size: int, num_micro_batches: int, num_ranks: int) -> Config:
+    """Return the config with another division of a global batch."""
+    return config | {
+        "micro_batch_size": micro_batch_size,
+        "global_batch_size": micro_batch_size * num_micro_batches * num_ranks,
+        "trainer": config["trainer"] | {"accumulate_grad_batches": None},
+    }
+
+
+def take_first_step(config: Config, folder: Path) -> FirstStep:
+    """Take one step without dropout."""
+    recorder = LossRecorder()
+    run = take_steps(config, folder=folder, num_steps=1, callbacks=[InEvaluationMode(), recorder])
+    norm = run.trainer.strategy.grad_norm  # type: ignore[attr-defined]
+    return FirstStep(loss=recorder.losses[0], norm=math.inf if norm is None else float(norm))
+
+
+def check_accumulation(config: Config, folder: Path, *, micro_batch_size: int, num_ranks: int) -> Result:
+    """Compare a step in one micro-batch with the same samples in two."""
+    name = "accumulation equals one batch"
+    half = max(micro_batch_size // 2, 1)
+    whole, split = (
+        take_first_step(
+            sized(config, micro_batch_size=size, num_micro_batches=2 * half // size, num_ranks=num_ranks), folder
+        )
+        for size in (2 * half, half)
+    )
+    found = (
+        f"loss {whole.loss:.6g} and {split.loss:.6g}, gradient norm {whole.norm:.6g} and {split.norm:.6g},"
+        f" in 1 and 2 micro-batches of the same {2 * half * num_ranks} samples"
+    )
+    bound = _SAME[config["precision"]["name"]]
+    if _agree(whole, split, bound):
+        return Result(check=name, status="pass", found=found)
+    remedy = "the loss or the gradient is not divided by all targets of the step: with more micro-batches it grows"
+    return Result(check=name, status="fail", found=found, remedy=remedy)
+
+
+def check_precision(config: Config, folder: Path, *, micro_batch_size: int, num_ranks: int) -> Result:
+    """Compare a step in the run's precision with the same step in float32."""
+    name = "low precision agrees with float32"
+    precision = config["precision"]["name"]
+    if precision == "32-true":
+        return Result(check=name, status="skip", found="the run is in float32")
+    small = sized(config, micro_batch_size=max(micro_batch_size // 2, 1), num_micro_batches=1, num_ranks=num_ranks)
+    low = take_first_step(small, folder)
+    full = take_first_step(small | {"precision": config["precision"] | {"name": "32-true"}}, folder)
+    found = (
+        f"loss {low.loss:.5g} in {precision}, {full.loss:.5g} in float32; gradient norm {low.norm:.4g}, {full.norm:.4g}"
+    )
+    if not math.isfinite(low.norm) and precision == "16-mixed":
+        found += " (overflow at the first loss scale, which then halves)"
+        low = FirstStep(loss=low.loss, norm=full.norm)
+    if _agree(low, full, _SAME[precision]):
+        return Result(check=name, status="pass", found=found)
+    remedy = "a norm, a softmax or the loss is computed in low precision; precision=32-true until it is found"
+    is_far = not _agree(low, full, 4 * _SAME[precision])
+    return Result(check=name, status="fail" if is_far else "warn", found=found, remedy=remedy)
+
+
+def _agree(first: FirstStep, second: FirstStep, bound: float) -> bool:
+    return all(
+        math.isclose(a, b, rel_tol=share)
+        for a, b, share in ((first.loss, second.loss, bound / 4), (first.norm, second.norm, bound))
+    )
+
+
+def overfit(
+    config: Config, folder: Path, *, num_steps: int, micro_batch_size: int, num_ranks: int
+) -> tuple[Result, float]:
+    """Train on one micro-batch with the run's optimizer at its peak learning rate; return also seconds per step."""
+    name = "one batch can be learned by heart"
+    small = sized(config, micro_batch_size=micro_batch_size, num_micro_batches=1, num_ranks=num_ranks)
+    small |= {"scheduler": _CONSTANT, "loader": config["loader"] | {"overfit_batches": 1}}
+    recorder, clock = LossRecorder(), _Clock()
+    take_steps(small, folder=folder, num_steps=num_steps, callbacks=[recorder, clock])
+    first, last = recorder.losses[0], min(recorder.losses[-5:])
+    found = f"loss {first:.3f} to {last:.3f} in {num_steps} steps at optimizer.lr={config['optimizer']['lr']:g}"
+    if last <= 0.7 * first:
+        return Result(check=name, status="pass", found=found), clock.seconds
+    remedy = "it learns slowly: mode.overfit_steps=<more>, or mode=lr_find"
+    if not last <= 0.95 * first:  # NaN too
+        remedy = "it does not learn even what it sees again and again: mode=lr_find, then the loss and the optimizer"
+        return Result(check=name, status="fail", found=found, remedy=remedy), clock.seconds
+    return Result(check=name, status="warn", found=found, remedy=remedy), clock.seconds
+
+
+class _Clock(Callback):
+    """Takes the median time of a step, without the first ones."""
+
+    def __init__(self) -> None:
+        self._times: list[float] = []
+
+    @override
+    def on_train_batch_end(self, trainer: lightning.Trainer, *_: Any) -> None:
+        if trainer.strategy.root_device.type == "cuda":
+            torch.cuda.synchronize()
+        self._times.append(time.perf_counter())
+
+    @property
+    def seconds(self) -> float:
+        steps = sorted(after - before for before, after in zip(self._times[2:], self._times[3:], strict=False))
+        return steps[len(steps) // 2] if steps else math.nan
+
+
+@dataclass(frozen=True, kw_only=True)
+class Drawn:
+    """What the training stream gave.
+
+    Attributes:
+        seconds: Per micro-batch of a rank, the slowest rank's median.
+        digests: Of the inputs of its samples, over all ranks.
+    """
+
+    seconds: float
+    digests: list[bytes]
+
+
+def draw(run: Run, *, num_batches: int) -> Drawn:
+    """Read micro-batches from the start of the training stream, as training would. Collective."""
+    stream = iter(run.data.train_dataloader())
+    seconds, own = [], []
+    for _ in range(num_batches):
+        began = time.perf_counter()
+        batch = next(stream)
+        seconds.append(time.perf_counter() - began)
+        own += [digest(inputs) for inputs in batch["inputs"]]
+    times: list[Any] = [None] * run.trainer.world_size
+    digests: list[Any] = [None] * run.trainer.world_size
+    if dist.is_initialized():
+        dist.all_gather_object(times, sorted(seconds)[num_batches // 2])
+        dist.all_gather_object(digests, own)
+    else:
+        times, digests = [sorted(seconds)[num_batches // 2]], [own]
+    # in the order of the stream: sample by sample over the ranks
+    return Drawn(seconds=max(times), digests=[each for same_place in zip(*digests, strict=True) for each in same_place])
+
+
+def check_loader(seconds: float, *, step_seconds: float, num_workers: int | None) -> Result:
+    """Compare the time of a micro-batch from the loader with that of training on it.
+
+    Args:
+        seconds: Of a micro-batch from the loader.
+        step_seconds: Of a step in one micro-batch.
+        num_workers: As set.
+    """
+    name = "loading is faster than training"
+    found = f"{1e3 * seconds:.2f} ms a micro-batch, and {1e3 * step_seconds:.2f} ms to train on it"
+    if math.isnan(step_seconds):
+        return Result(check=name, status="skip", found=found)
+    if seconds <= 0.5 * step_seconds or (seconds <= step_seconds and num_workers != 0):
+        return Result(check=name, status="pass", found=found)
+    remedy = "more loader processes, loader.num_workers=8, or data that needs less work per sample"
+    return Result(check=name, status="fail" if seconds > 4 * step_seconds else "warn", found=found, remedy=remedy)
+
+
+class LossAfterStep(Callback):
+    """Evaluates a micro-batch: the first one, after the first step, or a given one before it.
+
+    Args:
+        batch: To evaluate before the first step; None: the first micro-batch, after it.
+        save_to: Folder for a checkpoint after that step; None: none.
+
+    Attributes:
+        batch: The micro-batch, on the host.
+        loss: Its loss, of this rank.
+        fault: Why the checkpoint was not written; None: it was.
+    """
+
+    def __init__(self, batch: Any = None, save_to: Path | None = None) -> None:
+        self.batch = batch
+        self.loss = math.nan
+        self.fault: str | None = None
+        self._save_to = save_to
+        self._is_given = batch is not None
+
+    @override
+    def on_fit_start(self, trainer: lightning.Trainer, pl_module: Any) -> None:
+        if self._save_to is not None:
+            _get_writer(trainer).connect()
+
+    @override
+    def on_train_batch_start(self, trainer: lightning.Trainer, pl_module: Any, batch: Any, batch_idx: int) -> None:
+        if self._is_given and math.isnan(self.loss):
+            self._evaluate(trainer, pl_module)
+        elif self.batch is None:
+            self.batch = {key: value.cpu() if isinstance(value, Tensor) else value for key, value in batch.items()}
+
+    @override
+    def on_train_batch_end(self, trainer: lightning.Trainer, pl_module: Any, *_: Any) -> None:
+        if self._save_to is not None and trainer.global_step == 1 and math.isnan(self.loss):
+            pl_module.share_statistics()  # as before every save: each rank has those of its own samples
+            self._evaluate(trainer, pl_module)
+            trainer.save_checkpoint(self._save_to, weights_only=False)
+            outcome = _get_writer(trainer).poll(wait=True)
+            assert outcome is not None, "a save has just begun"
+            self.fault = None if outcome.is_valid else outcome.error or outcome.rejected
+
+    def _evaluate(self, trainer: lightning.Trainer, pl_module: Any) -> None:
+        device = pl_module.device
+        batch = {key: value.to(device) if isinstance(value, Tensor) else value for key, value in self.batch.items()}
+        pl_module.model.eval()
+        with torch.no_grad(), trainer.precision_plugin.forward_context():
+            loss_sum, _ = pl_module.loss_sum(batch)
+        pl_module.model.train()
+        self.loss = float(loss_sum)
+
+
+def _get_writer(trainer: lightning.Trainer) -> CheckpointWriter:
+    io = trainer.strategy.checkpoint_io
+    assert isinstance(io, FolderCheckpointIO), "build gives every strategy one"
+    return io.writer
+
+
+def check_checkpoint(config: Config, folder: Path, *, micro_batch_size: int, num_ranks: int) -> Result:
+    """Save after a step, build everything anew from the checkpoint, and compare the loss of the same samples."""
+    name = "a checkpoint restores the loss"
+    small = sized(config, micro_batch_size=micro_batch_size, num_micro_batches=1, num_ranks=num_ranks)
+    with tempfile.TemporaryDirectory(prefix="recipes_preflight_") as own:
+        shared: list[Any] = [own]
+        if dist.is_initialized():
+            dist.broadcast_object_list(shared)
+        # named as in a run: a folder of checkpoints within a run's folder
+        checkpoint = Path(shared[0]) / "checkpoints" / "step_0000001.ckpt"
+        saved = LossAfterStep(save_to=checkpoint)
+        take_steps(small, folder=folder, num_steps=1, callbacks=[saved])
+        if saved.fault is not None:
+            remedy = "the temporary folder is full or cannot be written to: TMPDIR=<a folder on a larger disk>"
+            return Result(check=name, status="warn", found=f"it was not written: {saved.fault}", remedy=remedy)
+        loaded = LossAfterStep(batch=saved.batch)
+        take_steps(small | {"resume": str(checkpoint)}, folder=folder, num_steps=1, callbacks=[loaded])
+        if dist.is_initialized():
+            dist.barrier()  # rank 0's folder is the one that is read
+    found = f"{saved.loss:.7g} before it was saved, {loaded.loss:.7g} once it was loaded"
+    if saved.loss == loaded.loss:
+        return Result(check=name, status="pass", found=found)
+    remedy = (
+        "the loss depends on something that no checkpoint holds: a buffer that is not persistent, a plain attribute"
+    )
+    close = math.isclose(saved.loss, loaded.loss, rel_tol=1e-3)
+    return Result(check=name, status="warn" if close else "fail", found=found, remedy=remedy)

@@ -1,0 +1,95 @@
+"""The learning-rate range test (Smith 2015, arXiv 1506.01186): raise the rate until the loss is lost."""
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+# the loss must fall by this share of its start, or the curve says nothing about the learning rate
+_MIN_FALL = 0.02
+
+
+def rising(step: int, *, num_steps: int, first_fraction: float) -> float:
+    """Rise from `first_fraction` to 1 by equal factors.
+
+    Args:
+        step: Optimizer step, from 0.
+        num_steps: Optimizer steps of the test.
+        first_fraction: Learning rate of the first step, as a fraction of the last one's.
+    """
+    return math.pow(first_fraction, 1 - step / (num_steps - 1))
+
+
+@dataclass(frozen=True, kw_only=True)
+class RangeTest:
+    """What a range test found.
+
+    Attributes:
+        learning_rates: Of each step.
+        losses: Of each step.
+        smoothed: The losses without the noise of single batches.
+        steepest: Learning rate where the smoothed loss falls fastest; None: it does not fall.
+        lowest: Learning rate where it is lowest; None: it does not fall.
+        diverges: Learning rate from which it never comes back below its start; None: not within the test.
+    """
+
+    learning_rates: list[float]
+    losses: list[float]
+    smoothed: list[float]
+    steepest: float | None
+    lowest: float | None
+    diverges: float | None
+
+
+def read_range_test(learning_rates: Sequence[float], losses: Sequence[float], *, width: int) -> RangeTest:
+    """Find the learning rates that matter in the curve of a range test.
+
+    Args:
+        learning_rates: Of each step, rising.
+        losses: Of each step; NaN and inf end the curve.
+        width: Steps on either side that smooth a value.
+    """
+    end = next((i for i, loss in enumerate(losses) if not math.isfinite(loss)), len(losses))
+    smoothed = smooth(losses[:end], width=width)
+    found = RangeTest(
+        learning_rates=list(learning_rates[: len(losses)]),
+        losses=list(losses),
+        smoothed=smoothed,
+        steepest=None,
+        lowest=None,
+        diverges=_find_divergence(learning_rates, smoothed, end_is_lost=end < len(losses)),
+    )
+    if len(smoothed) < 3:
+        return found
+    bottom = min(range(len(smoothed)), key=smoothed.__getitem__)
+    if smoothed[0] - smoothed[bottom] < _MIN_FALL * abs(smoothed[0]):
+        return found
+    slopes = [smoothed[i + 1] - smoothed[i - 1] for i in range(1, bottom)]
+    steepest = 1 + min(range(len(slopes)), key=slopes.__getitem__) if slopes else bottom
+    return RangeTest(
+        learning_rates=found.learning_rates,
+        losses=found.losses,
+        smoothed=smoothed,
+        steepest=learning_rates[steepest],
+        lowest=learning_rates[bottom],
+        diverges=found.diverges,
+    )
+
+
+def smooth(values: Sequence[float], *, width: int) -> list[float]:
+    """Return means weighted by a triangle of `width` values on either side, cut at the ends."""
+    weights = {offset: width + 1 - abs(offset) for offset in range(-width, width + 1)}
+    smoothed = []
+    for i in range(len(values)):
+        near = [(weights[j - i], values[j]) for j in range(max(0, i - width), min(len(values), i + width + 1))]
+        smoothed.append(sum(w * value for w, value in near) / sum(w for w, _ in near))
+    return smoothed
+
+
+def _find_divergence(learning_rates: Sequence[float], smoothed: Sequence[float], *, end_is_lost: bool) -> float | None:
+    """Return the first learning rate after which the loss stays above its start; None if it ends below."""
+    if not smoothed:
+        return learning_rates[0]
+    last_good = max(i for i, loss in enumerate(smoothed) if loss <= smoothed[0])
+    if last_good == len(smoothed) - 1:
+        return learning_rates[len(smoothed)] if end_is_lost and len(smoothed) < len(learning_rates) else None
+    return learning_rates[last_good + 1]

@@ -1,0 +1,91 @@
+"""Take a few optimizer steps of a run without its loggers, callbacks, validation and checkpoints."""
+
+import math
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import lightning.pytorch as lightning
+from lightning.pytorch.callbacks import Callback
+from typing_extensions import override
+
+from recipes.build import Run, build
+from recipes.checkpoint.resume import find_checkpoint, read_step
+from recipes.config.compose import Composed, Config
+from recipes.errors import ConfigError
+
+
+def take_steps(config: Config, *, folder: Path, num_steps: int, callbacks: Sequence[Callback]) -> Run:
+    """Build a run and train it for some steps, from its first weights or from the checkpoint it resumes from.
+
+    Every call builds everything anew: the weights, the data and the random state are those of the run's first step.
+
+    Args:
+        config: Composed and checked; its mode is a trial.
+        folder: The run's, which `resume=auto` reads; nothing is written into it.
+        num_steps: Optimizer steps.
+        callbacks: See every step.
+
+    Returns:
+        The run after its last step.
+
+    Raises:
+        ConfigError: The machine, the data or a checkpoint does not allow what the config demands.
+        KeyboardInterrupt: Ctrl-C.
+    """
+    checkpoint = find_checkpoint(config["resume"], folder)
+    first_step = 0 if checkpoint is None else read_step(checkpoint)
+    trainer = config["trainer"] | {"max_steps": first_step + num_steps, "min_steps": None, "limit_val_batches": 0}
+    run = build(config | {"trainer": trainer, "log_every": 1}, folder, [])
+    run.data.prepare_data()
+    run.trainer.callbacks.extend(callbacks)  # type: ignore[attr-defined]
+    try:
+        run.trainer.fit(run.task, datamodule=run.data, ckpt_path=run.checkpoint, weights_only=True)
+    except SystemExit as exit_request:
+        # Lightning turns Ctrl-C into exit(1), which looks like a crash
+        if run.trainer.interrupted:
+            raise KeyboardInterrupt from exit_request
+        raise
+    return run
+
+
+def reject_resume(composed: Composed) -> None:
+    """Reject a checkpoint for a trial that starts from the first weights.
+
+    Raises:
+        ConfigError: There is one.
+    """
+    resume, mode = composed.config["resume"], composed.config["mode"]["_target_"].rpartition(".")[2]
+    if resume is not None:
+        raise ConfigError(f"resume={resume} mode={mode}", "the trial starts from a run's first weights", "resume=null")
+
+
+class LossRecorder(Callback):
+    """Records the loss and the learning rate of every step, and stops once the loss is lost.
+
+    Args:
+        max_ratio: Stop where the loss is this many times its lowest so far, or not finite; None: never.
+
+    Attributes:
+        losses: Training loss of each step over all ranks.
+        learning_rates: Of the first parameter group.
+    """
+
+    def __init__(self, *, max_ratio: float | None = None) -> None:
+        self.losses: list[float] = []
+        self.learning_rates: list[float] = []
+        self._max_ratio = max_ratio
+
+    @override
+    def on_train_batch_end(
+        self, trainer: lightning.Trainer, pl_module: Any, outputs: Any, batch: Any, batch_idx: int
+    ) -> None:
+        row, pl_module.row = pl_module.row, {}
+        if "train/loss" not in row:  # a micro-batch before the last
+            return
+        loss = float(row["train/loss"])  # waits for the device
+        self.losses.append(loss)
+        self.learning_rates.append(float(row["lr"]))
+        if self._max_ratio is not None and not (math.isfinite(loss) and loss <= self._max_ratio * min(self.losses)):
+            # every rank has the same sum of losses, so all of them stop here
+            trainer.should_stop = True
