@@ -11,8 +11,9 @@ import torch
 from lightning.pytorch.callbacks import Callback
 from typing_extensions import override
 
-from recipes.build import Run
 from recipes.config.compose import Composed, Config
+from recipes.config.instantiate import make
+from recipes.data import DataSource
 from recipes.preflight import data as data_checks
 from recipes.preflight.gradients import GradientProbe, check_frozen, check_gradients, check_optimizer
 from recipes.preflight.model import Expected, check_model
@@ -88,10 +89,17 @@ class Checklist:
 
     def run(self) -> Iterator[Result]:
         """Yield the results. Collective: every rank runs all checks."""
+        data = make(self._config["data"])
+        data.prepare()
+        in_data = []
+        for result in self._check_data(data):
+            in_data.append(result)
+            yield result
+        if any(result.check == data_checks.RANGE and result.status == "fail" for result in in_data):
+            return  # a loss over such targets ends the process, on a GPU without a word
         gradients, probe = GradientProbe(), _FirstBatch(self._expected())
         # three steps: a residual branch whose last factor starts at 0 has its first gradient in the second
         run = take_steps(self._config, folder=self._folder, num_steps=3, callbacks=[gradients, probe])
-        yield from self._check_data(run)
         yield from probe.results
         yield check_frozen(gradients)
         yield check_gradients(gradients)
@@ -118,11 +126,11 @@ class Checklist:
             z_loss=float(self._config["z_loss"]),
         )
 
-    def _check_data(self, run: Run) -> Iterator[Result]:
-        train, val = run.data.source.train(), run.data.source.val()
-        is_text = run.task.input_kind == "tokens"
+    def _check_data(self, source: DataSource) -> Iterator[Result]:
+        train, val = source.train(), source.val()
+        is_text = source.sample_kind == "tokens"
         samples = data_checks.spread(train, _SAMPLES if is_text else 2 * _SAMPLES)
-        tokenizer = run.data.source.tokenizer
+        tokenizer = source.tokenizer
         self.shown = data_checks.show_samples(samples[:2], None if tokenizer is None else tokenizer.decode)
         if not is_text:
             self.images = [(sample["inputs"], int(sample["targets"])) for sample in samples[:16]]

@@ -19,6 +19,8 @@ from recipes.preflight.result import Result
 
 Sample = Mapping[str, Tensor]
 
+RANGE = "targets are classes of the model"
+
 _MAX_TOKENS = 200_000  # to count pairs in: enough to see structure in any vocabulary, a second of counting
 _MAX_IMAGES = 1024
 _MAX_PIXELS = 1024  # that two images are compared by
@@ -69,14 +71,13 @@ def check_shift(samples: Sequence[Sample]) -> Result:
 
 def check_range(samples: Sequence[Sample], num_classes: int) -> Result:
     """Check that every target is a class that the model predicts, and how many carry loss."""
-    name = "targets are classes of the model"
     targets = torch.cat([sample["targets"].flatten() for sample in samples])  # [N * T]
     carries = targets != IGNORE_INDEX
     wrong = carries & ((targets < 0) | (targets >= num_classes))
     if wrong.any():
         example = int(targets[wrong][0])
         return Result(
-            check=name,
+            check=RANGE,
             status="fail",
             found=f"{int(wrong.sum()):,} of {len(targets):,} are outside 0 to {num_classes - 1}, as {example}",
             remedy="the tokenizer or the classes of the data are not those of the model: model.vocab_size, num_classes",
@@ -84,8 +85,8 @@ def check_range(samples: Sequence[Sample], num_classes: int) -> Result:
     share = float(carries.double().mean())
     found = f"{int(carries.sum()):,} targets, all in 0 to {num_classes - 1}; {share:.0%} carry loss"
     if share == 0.0:
-        return Result(check=name, status="fail", found=found, remedy="look at the mask of the data")
-    return Result(check=name, status="pass", found=found)
+        return Result(check=RANGE, status="fail", found=found, remedy="look at the mask of the data")
+    return Result(check=RANGE, status="pass", found=found)
 
 
 def check_dependence(samples: Sequence[Sample], *, is_text: bool) -> Result:

@@ -19,6 +19,7 @@ from recipes.task.base import Batch, TrainingTask
 
 # largest difference that rounding in bfloat16 makes between equal results, as a share of the largest logit
 _ROUNDING = 0.05
+_SILENT = 0.8  # of the units: half of them are in a ReLU after a small batch
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -71,8 +72,8 @@ def check_model(
         yield _check_future(batch, forward, expected)
     yield _check_neighbours(batch, forward)
     yield _check_repeatable(batch, forward)
+    task.model.train()  # batch norm has no statistics yet to evaluate with
     yield _check_activations(task.model, lambda: forward(batch), mean_over_ranks)
-    task.model.train()
     yield _check_dropout(task.model, batch, forward)
 
 
@@ -166,9 +167,7 @@ def _check_neighbours(batch: Batch, forward: Callable[[Batch], tuple[Tensor, Ten
     size = len(batch["targets"])
     if size < 2:
         return Result(check=name, status="skip", found="the micro-batch is one sample")
-    half = {
-        key: value[: size // 2] if isinstance(value, Tensor) and value.ndim else value for key, value in batch.items()
-    }
+    half = _first_samples(batch, size // 2)
     whole, part = forward(batch)[1][: size // 2], forward(half)[1]
     finite = whole.isfinite() & part.isfinite()  # padding columns are -inf
     moved, largest = float((whole - part)[finite].abs().max()), float(whole[finite].abs().max())
@@ -240,7 +239,7 @@ def _check_activations(model: nn.Module, run: Callable[[], Any], mean_over_ranks
     found = f"{silent[worst]:.0%} silent units where most are ({worst}), scale of inputs {low:.2g} to {high:.2g}"
     if not math.isfinite(high):
         return Result(check=name, status="fail", found=found, remedy="activations overflow before the first step")
-    if silent[worst] > 0.5 or high > 1e3 * max(low, 1e-12):
+    if silent[worst] > _SILENT or high > 1e3 * max(low, 1e-12):
         remedy = "units that nothing reaches do not learn; a scale that grows with depth saturates what follows"
         return Result(check=name, status="warn", found=found, remedy=f"{remedy}: look at the first weights")
     return Result(check=name, status="pass", found=found)

@@ -136,20 +136,29 @@ def overfit(
 
 
 class _Clock(Callback):
-    """Takes the median time of a step, without the first ones."""
+    """Takes the median time of a step, without loading its samples and without the first ones."""
 
     def __init__(self) -> None:
-        self._times: list[float] = []
+        self._began = 0.0
+        self._seconds: list[float] = []
+
+    @override
+    def on_train_batch_start(self, trainer: lightning.Trainer, *_: Any) -> None:
+        self._began = self._now(trainer)
 
     @override
     def on_train_batch_end(self, trainer: lightning.Trainer, *_: Any) -> None:
+        self._seconds.append(self._now(trainer) - self._began)
+
+    @staticmethod
+    def _now(trainer: lightning.Trainer) -> float:
         if trainer.strategy.root_device.type == "cuda":
             torch.cuda.synchronize()
-        self._times.append(time.perf_counter())
+        return time.perf_counter()
 
     @property
     def seconds(self) -> float:
-        steps = sorted(after - before for before, after in zip(self._times[2:], self._times[3:], strict=False))
+        steps = sorted(self._seconds[2:])
         return steps[len(steps) // 2] if steps else math.nan
 
 
@@ -287,5 +296,5 @@ def check_checkpoint(config: Config, folder: Path, *, micro_batch_size: int, num
     remedy = (
         "the loss depends on something that no checkpoint holds: a buffer that is not persistent, a plain attribute"
     )
-    close = math.isclose(saved.loss, loaded.loss, rel_tol=1e-3)
+    close = math.isclose(saved.loss, loaded.loss, rel_tol=1e-6)  # another kernel for the same product
     return Result(check=name, status="warn" if close else "fail", found=found, remedy=remedy)

@@ -1,0 +1,112 @@
+"""Every planted fault is found by the line that is about it, and a sound recipe passes every line."""
+
+import json
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import preflight_faults
+import pytest
+from support import TINY
+
+from recipes.config import compose_and_check
+from recipes.mode.preflight import preflight
+from recipes.runtime.exit_codes import ExitCode
+
+FAULTS = preflight_faults.__name__
+TEXT = ("trainer.accelerator=cpu", "scheduler=constant", "warmup_steps=0", "optimizer.lr=3e-3")
+IMAGES = ("model=resnet18", "trainer.accelerator=cpu", "global_batch_size=8")
+
+
+def run_preflight(folder: Path, *overrides: str, steps: int = 20, **targets: str) -> tuple[int, dict[str, str]]:
+    """Run the checks with other constructors in some sections; return the exit code and status by check."""
+    composed, mistakes = compose_and_check([*overrides, "mode=preflight", f"mode.overfit_steps={steps}"])
+    assert composed is not None, mistakes
+    assert not mistakes, [str(mistake) for mistake in mistakes]
+    config: dict[str, Any] = composed.config
+    for section, name in targets.items():
+        config = config | {section: config[section] | {"_target_": f"{FAULTS}.{name}"}}
+    written: dict[str, Any] = {}
+    code = preflight(
+        replace(composed, config=config, run_folder=folder / "run"),
+        overfit_steps=steps,
+        path=str(folder / "preflight"),
+        write_page=lambda path, results, images: written.update(images=images),
+    )
+    assert not (folder / "run").exists()
+    results = json.loads((folder / "preflight" / "preflight.json").read_text())["results"]
+    return code, {result["check"]: result["status"] for result in results}
+
+
+def test_a_sound_recipe_of_text_passes(tmp_path: Path, text_folder: str) -> None:
+    overrides = [*TINY, f"data.path={text_folder}", *TEXT, "label_smoothing=0.1", "z_loss=1e-4", "model.dropout=0.1"]
+    code, found = run_preflight(tmp_path, *overrides)
+    # these small texts repeat themselves
+    assert {check for check, status in found.items() if status == "warn"} <= {"the stream brings new samples"}
+    assert code == ExitCode.FINISHED
+    assert len(found) == 22
+
+
+def test_a_sound_recipe_of_images_passes(tmp_path: Path) -> None:
+    code, found = run_preflight(tmp_path, *IMAGES, steps=12)
+    assert [check for check, status in found.items() if status in ("warn", "fail")] == []
+    assert code == ExitCode.FINISHED
+
+
+@pytest.mark.parametrize(
+    ("targets", "check", "more"),
+    [
+        ({"data": "Unshifted"}, "targets are the next tokens", ()),
+        ({"data": "OutOfRange"}, "targets are classes of the model", ()),
+        ({"data": "Repeating"}, "the stream brings new samples", ()),
+        ({"data": "Leaking"}, "validation samples are new", ()),
+        ({"data": "Slow"}, "loading is faster than training", ()),
+        ({"model": "FrozenLayer"}, "no parameter is frozen", ()),
+        ({"model": "UnusedLayer"}, "every parameter has a gradient", ()),
+        ({"model": "SeesTheFuture"}, "no leak from the future", ()),
+        ({"model": "SeesNeighbours"}, "samples do not see each other", ()),
+        ({"model": "LargeFirstWeights"}, "loss before the first step", ()),
+        ({"model": "DropoutInEvaluation"}, "evaluation is repeatable", ()),
+        ({"model": "CoarseInLowPrecision"}, "low precision agrees with float32", ("precision=bf16-mixed",)),
+        ({"model": "ForgetsAtSave"}, "a checkpoint restores the loss", ()),
+        ({"optimizer": "adamw_of_matrices"}, "the optimizer has all parameters", ()),
+        ({"task": "UndividedAccumulation"}, "accumulation equals one batch", ()),
+        ({"task": "SmoothsOverPadding"}, "regularizers leave padding out", ("label_smoothing=0.1",)),
+    ],
+    ids=lambda value: "".join(value.values()) if isinstance(value, dict) else None,
+)
+def test_a_fault_in_text_is_found_by_its_own_line(
+    targets: dict[str, str], check: str, more: tuple[str, ...], tmp_path: Path, text_folder: str
+) -> None:
+    code, found = run_preflight(tmp_path, *TINY, f"data.path={text_folder}", *TEXT, *more, steps=10, **targets)
+    # how slow a loader is depends on what else the machine does
+    assert found[check] == "fail" or (found[check] == "warn" and "Slow" in targets.values()), found
+    assert code == ExitCode.CHECK_FAILED or found[check] == "warn"
+
+
+@pytest.mark.parametrize(
+    ("targets", "check"),
+    [
+        ({"data": "ShuffledLabels"}, "inputs say something of targets"),
+        ({"model": "NormOfTheBatch"}, "samples do not see each other"),
+    ],
+)
+def test_a_fault_in_images_is_found_by_its_own_line(targets: dict[str, str], check: str, tmp_path: Path) -> None:
+    code, found = run_preflight(tmp_path, *IMAGES, steps=10, **targets)
+    assert found[check] == "fail", found
+    assert code == ExitCode.CHECK_FAILED
+
+
+def test_a_learning_rate_that_learns_nothing_is_found(tmp_path: Path, text_folder: str) -> None:
+    _, found = run_preflight(tmp_path, *TINY, f"data.path={text_folder}", *TEXT[:3], "optimizer.lr=1e-9", steps=10)
+    assert found["one batch can be learned by heart"] == "fail"
+
+
+def test_a_resumed_run_is_rejected(tmp_path: Path) -> None:
+    composed, _ = compose_and_check([*TINY[:1], "mode=preflight"])
+    assert composed is not None
+    with pytest.raises(Exception, match="resume=x mode=preflight: the trial starts from a run's first weights"):
+        preflight(
+            replace(composed, config=composed.config | {"resume": "x"}),
+            overfit_steps=10, path=None, write_page=lambda *_: None,
+        )  # fmt: skip
