@@ -16,6 +16,7 @@ from recipes.checkpoint.retention import recover_interrupted
 from recipes.config.check.paths import check_run_folder
 from recipes.config.compose import Composed, claim_folder
 from recipes.config.ranks import get_ranks
+from recipes.entry.light_import import without_unused_packages
 from recipes.entry.out_of_memory import describe_out_of_memory, log_exit
 from recipes.entry.spawn import spawn_ranks
 from recipes.errors import ConfigError, find_mistake, format_report
@@ -146,7 +147,8 @@ def _execute(composed: Composed, ranks: Ranks) -> int:
     """Execute the run, or this rank of it, in this process; return the exit code."""
     try:
         with _locked_folder(composed):
-            from recipes.build import execute
+            with without_unused_packages(composed.config):
+                from recipes.build import execute
 
             return execute(composed)
     except KeyboardInterrupt:

@@ -1,6 +1,7 @@
 """The most memory that a rank's tensors fill in one optimizer step: of the GPU's allocator, or of torch's on a CPU."""
 
 import json
+import os
 import tempfile
 import time
 from collections.abc import Iterable, Mapping
@@ -40,6 +41,7 @@ class PeakMemory(Callback):
 
     def __enter__(self) -> "PeakMemory":
         if not torch.cuda.is_available():
+            os.environ.setdefault("KINETO_LOG_LEVEL", "99")  # else it prints two lines
             self._profiler = profile(activities=[ProfilerActivity.CPU], profile_memory=True)
             self._profiler.__enter__()
         return self
