@@ -1,4 +1,4 @@
-"""Out of memory: the three cheapest overrides that reduce memory use. Reads the config; imports no torch."""
+"""Out of memory: the three cheapest overrides that reduce memory use, and what a plan says would fit."""
 
 import contextlib
 import json
@@ -8,10 +8,12 @@ from pathlib import Path
 from typing import Any
 
 from recipes.config.compose import Composed
-from recipes.config.traits import get_traits
+from recipes.config.traits import get_traits, takes_steps
+from recipes.entry.light_import import without_unused_packages
 from recipes.numerics.accumulation import divide
 from recipes.run_folder import OOM_FOLDER, has_checkpoint, write_atomically
 from recipes.runtime.failure import is_host_out_of_memory, read_oom_of_other_rank
+from recipes.runtime.world import Ranks
 
 _MAX_REMEDIES = 3
 # strategy option -> overrides that shard the state further or move it out of device memory, next step first
@@ -33,14 +35,13 @@ def describe_out_of_memory(error: BaseException, composed: Composed, *, world_si
     first_line = str(error).partition("\n")[0][:200]
     lines = [f"Out of memory: {first_line}"]
     options: list[tuple[str, str]] = []
-    if composed.trains:  # every other mode runs on one device, without a backward pass
+    if takes_steps(composed.config):  # every other mode runs on one device, without a backward pass
         on_host = is_host_out_of_memory(error)
         options = [*remedies(composed, world_size=world_size, of_host=on_host)][:_MAX_REMEDIES]
     if options:
         width = max(len(override) for override, _ in options)
         lines.append("Add one of these overrides, the cheapest first:")
         lines += [f"  {override:<{width}}  {effect}" for override, effect in options]
-        lines.append("What each saves, and which settings fit: the same command with mode=plan")
     else:
         lines.append("No override is left: use a smaller model, shorter samples, or a device with more memory.")
     if any((composed.run_folder / OOM_FOLDER).glob("rank_*")):
@@ -48,6 +49,46 @@ def describe_out_of_memory(error: BaseException, composed: Composed, *, world_si
     if has_checkpoint(composed.run_folder):
         lines.append(f"To resume from the last checkpoint, also add: resume={composed.run_folder}")
     return "\n".join(lines)
+
+
+def advise(composed: Composed, ranks: Ranks) -> list[str]:
+    """Return what a plan of the run says about its memory, and about settings that fit. Takes seconds, and no GPU.
+
+    Args:
+        composed: The run that was out of memory.
+        ranks: Its ranks.
+    """
+    if not takes_steps(composed.config):
+        return []
+    command = "the same command with mode=plan shows more"
+    try:
+        with without_unused_packages(composed.config):
+            from recipes.plan.advice import Planner, advise_settings
+        from recipes.plan.hardware import find_cluster
+        from recipes.plan.plan import gib
+        from recipes.plan.table import describe_place
+
+        planner = Planner(
+            find_cluster(
+                "auto",
+                per_node=ranks.per_node,
+                num_nodes=ranks.num_nodes,
+                interconnect=None,
+                memory_gib=composed.config["plan"]["memory_gib"],
+            )
+        )
+        planned = planner.plan(composed.config)
+        moment, limit = planned.peak.moment, planned.limit_bytes
+        needed = f"{gib(moment.total):.2f} of {gib(limit):.2f} GiB ({describe_place(moment)})"
+        if planned.fits:
+            return [
+                f"By plan a rank needs {needed}, which fits: something else fills the memory. With less of it:"
+                f" mode=plan plan.memory_gib={gib(moment.total) * 0.8:.2f}"
+            ]
+        return [f"By plan a rank needs {needed}; {command}", *advise_settings(composed, planner)]
+    except Exception as error:  # what is known about the failure must not be lost to a second one
+        reason = str(error).partition("\n")[0][:200]
+        return [f"No plan could be made ({type(error).__name__}: {reason}); {command}"]
 
 
 def remedies(composed: Composed, *, world_size: int, of_host: bool = False) -> Iterator[tuple[str, str]]:

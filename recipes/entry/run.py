@@ -17,7 +17,7 @@ from recipes.config.check.paths import check_run_folder
 from recipes.config.compose import Composed, claim_folder
 from recipes.config.ranks import get_ranks
 from recipes.entry.light_import import without_unused_packages
-from recipes.entry.out_of_memory import describe_out_of_memory, log_exit
+from recipes.entry.out_of_memory import advise, describe_out_of_memory, log_exit
 from recipes.entry.spawn import spawn_ranks
 from recipes.errors import ConfigError, find_mistake, format_report
 from recipes.run_folder import CHECKPOINTS, EVENTS_FILE, LOG_FILE, has_checkpoint
@@ -81,7 +81,14 @@ def _launch(composed: Composed, *, in_sweep: bool) -> int:
             LOGGER.error(f"The run crashed; its folder is {_describe_folder(composed)}")
         elif result.exit_code != ExitCode.INVALID_CONFIG:
             LOGGER.error(f"The run ended early; its folder is {_describe_folder(composed)}")
+    if result.exit_code == ExitCode.OUT_OF_MEMORY:
+        _log_advice(composed, ranks)
     return result.exit_code
+
+
+def _log_advice(composed: Composed, ranks: Ranks) -> None:
+    for line in advise(composed, ranks):
+        LOGGER.error(line)
 
 
 def _open_log(composed: Composed, *, is_new: bool = False) -> Composed:
@@ -169,6 +176,8 @@ def _execute(composed: Composed, ranks: Ranks) -> int:
         else:
             failure = failure_from_exception(error, exit_code=ExitCode.CRASHED, report=traceback.format_exc())
         _report_failure(failure, last_line, ranks)
+        if failure.exit_code == ExitCode.OUT_OF_MEMORY and ranks.started_by is None:
+            _log_advice(composed, ranks)
         return failure.exit_code
 
 

@@ -1,6 +1,7 @@
 """Runs that really run out of memory: message, exit code, files, and that every suggested override composes."""
 
 import json
+import re
 import resource
 import subprocess
 import sys
@@ -57,7 +58,7 @@ def test_a_batch_that_does_not_fit_ends_with_71_and_overrides_that_reduce_memory
 ) -> None:
     # logits of 4096 samples of 32 tokens over a vocabulary of 50,000, 26 GB
     overrides = ["model.vocab_size=50000", "global_batch_size=4096", "trainer.max_steps=2"]
-    overrides += [f"data.path={text_folder}"]
+    overrides += [f"data.path={text_folder}", f"plan.memory_gib={LIMIT_BYTES / 2**30}"]
     done = run(tmp_path, *overrides, limit_bytes=LIMIT_BYTES)
     assert done.returncode == ExitCode.OUT_OF_MEMORY, done.stdout + done.stderr
     output = done.stdout + done.stderr
@@ -66,7 +67,14 @@ def test_a_batch_that_does_not_fit_ends_with_71_and_overrides_that_reduce_memory
     assert "the same global batch in 2 micro-batches" in output
     assert "activation_checkpoint=every_block" in output
     assert "precision=bf16-mixed" in output
-    assert "strategy=" not in output, "host memory is full: nothing can be offloaded to it"
+    assert "offload" not in output, "host memory is full: nothing can be offloaded to it"
+    # the logits, twice over: as they are and as the loss needs them
+    planned = re.search(r"By plan a rank needs ([0-9.]+) of 16.00 GiB", output)
+    assert planned is not None
+    assert float(planned[1]) > 2 * 24
+    advised = re.search(r"advice: strategy=single activation_checkpoint=none micro_batch_size=(\d+)\n", output)
+    assert advised is not None
+    assert 128 <= int(advised[1]) <= 1024
     assert [event["event"] for event in events(tmp_path)] == ["start", "oom", "end"]
     summary = json.loads((tmp_path / "run/summary.json").read_text())
     assert summary["status"] == "out_of_memory"
@@ -84,6 +92,7 @@ def test_a_full_memory_on_another_rank_than_0_is_reported_too(tmp_path: Path, te
     assert output.count("Out of memory: CUDA out of memory. Tried to allocate 20.00 MiB") == 1
     assert "strategy=fsdp" in output
     assert "resume=run" in output
+    assert "which fits: something else fills the memory" in output  # the error is made up
     [full] = [event for event in events(tmp_path) if event["event"] == "oom"]
     assert (full["rank"], full["step"]) == (1, 2)
     ends = [event["status"] for event in events(tmp_path) if event["event"] == "end"]
