@@ -62,6 +62,9 @@ benchmark: $(VENV)/.installed-test
 	$(RUN) benchmarks/spikes.py
 	$(RUN) benchmarks/spikes.py clean
 	$(RUN) benchmarks/diverging.py
+	$(RUN) benchmarks/diagnose.py
+	$(RUN) benchmarks/diagnose.py clean
+	$(RUN) benchmarks/diagnose.py kinds
 
 gpu-check: $(VENV)/.installed-test
 	$(RUN) benchmarks/gpu_check.py

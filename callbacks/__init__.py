@@ -20,6 +20,7 @@ from typing import TYPE_CHECKING
 # `from callbacks import write_report` does not pay for importing torch and Lightning.
 if TYPE_CHECKING:
     from .bottleneck.callback import BottleneckMonitor as BottleneckMonitor
+    from .diagnosis.diagnose import diagnose as diagnose
     from .early_stop import EarlyStop as EarlyStop
     from .grad_norm.callback import GradNormMonitor as GradNormMonitor
     from .loss_scale import LossScaleMonitor as LossScaleMonitor

@@ -25,6 +25,7 @@ from .charts.svg import (
 )
 from .config import command_line_overrides, config_text
 from .dashboard import get_sections, sections_for
+from .findings import findings_section
 from .header import diagnosis, head, tiles
 from .html import anchor_id, facts_table, render_page, write_page, zoom_bar
 from .plan_page import memory_section
@@ -86,7 +87,7 @@ def page_html(run: RunRecord, groups: Sequence[Group], marks: Sequence[Mark]) ->
     links += [("spikes", "spike dumps")] if run.spikes else []
     bar = zoom_bar([*links, ("tables", "tables")]) if charts else ""
     body = (
-        f"{head(run)}{command_line_overrides(run)}{diagnosis(run)}{tiles(run)}{bar}{mark_legend(run)}"
+        f"{head(run)}{command_line_overrides(run)}{findings_section(run)}{diagnosis(run)}{tiles(run)}{bar}{mark_legend(run)}"
         f"{charts_html(groups, marks)}{_not_drawn_note(run, groups)}"
         f'<div id="tables">{"".join(tables)}</div>'
         f"<footer>{escape(str(run.folder))}</footer>"

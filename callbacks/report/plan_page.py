@@ -5,6 +5,7 @@ from html import escape
 from pathlib import Path
 from typing import Any
 
+from .charts.lines import lines_figure
 from .charts.stack import stack_figure
 from .html import render_page, section, write_page
 
@@ -21,7 +22,7 @@ def write_plan_page(path: Path, plan: Mapping[str, Any], lines: Sequence[str]) -
         OSError: The file cannot be written.
     """
     printed = f"<pre>{escape(chr(10).join(lines))}</pre>"
-    body = f"<h1>Plan</h1>{section('What the run needs', printed)}{memory_section(plan)}"
+    body = f"<h1>Plan</h1>{section('What the run needs', printed)}{memory_section(plan)}{_scaling_section(plan)}"
     write_page(path, render_page(title="Plan", body=body, data={}, styles=["page.css", "charts.css"], scripts=[]))
 
 
@@ -34,3 +35,20 @@ def memory_section(plan: Mapping[str, Any]) -> str:
         timeline["gib"], places=timeline["sections"], limit=plan.get("usable_gib"), unit="GiB on a rank"
     )
     return section("Memory over one step, as planned", figure)
+
+
+def _scaling_section(plan: Mapping[str, Any]) -> str:
+    """Return the pictures of the run on more and more ranks; empty if it was not planned so."""
+    curves = plan.get("scaling")
+    if not isinstance(curves, Mapping):
+        return ""
+    speed = "samples_per_second" if plan.get("tokens") is None else "tokens_per_second"
+    pictures = (("samples/s" if plan.get("tokens") is None else "tokens/s", speed), ("GiB a rank", "memory_gib"))
+    drawn = []
+    for title, key in pictures:
+        lines = {
+            strategy: [(point["ranks"], point[key]) for point in points if point["fits"]]
+            for strategy, points in curves.items()
+        }
+        drawn.append(lines_figure(f"{title}, by ranks, where it fits", lines, marks={}, log_x=True, log_y=True))
+    return section("More ranks, as planned", "".join(drawn))

@@ -7,7 +7,7 @@ from typing import Any
 
 from .html import render_page, section, table, write_page
 
-_CELL = 4  # pixels of the page per pixel of an image, so that small images can be seen
+_WIDTH = 96  # of an image on the page, so that small ones can be seen
 _ORDER = {"fail": 0, "warn": 1}
 
 
@@ -24,7 +24,7 @@ def write_preflight_page(path: Path, results: Sequence[Mapping[str, Any]], image
     """
     rows = [
         (
-            f"<b>{escape(result['status'])}</b>",
+            f'<b style="white-space:nowrap">{escape(result["status"])}</b>',
             escape(result["check"]),
             escape(result["found"]) + (f"<br><i>{escape(result['remedy'])}</i>" if result["remedy"] else ""),
         )
@@ -54,5 +54,5 @@ def _draw(image: tuple[Any, int]) -> str:
         for y in range(height)
         for x in range(width)
     )
-    size = f'width="{width * _CELL}" height="{height * _CELL}" viewBox="0 0 {width} {height}"'
+    size = f'width="{_WIDTH}" height="{_WIDTH * height // width}" viewBox="0 0 {width} {height}"'
     return f'<svg {size} role="img" aria-label="class {label}" shape-rendering="crispEdges">{cells}</svg> {label} '

@@ -79,10 +79,10 @@ def advise(composed: Composed, ranks: Ranks) -> list[str]:
         )
         planned = planner.plan(composed.config)
         moment, limit = planned.peak.moment, planned.limit_bytes
-        needed = f"{gib(moment.total):.2f} of {gib(limit):.2f} GiB ({describe_place(moment)})"
+        needed = f"{gib(moment.total):.2f} GiB ({describe_place(moment)}) and has {gib(limit):.2f}"
         if planned.fits:
             return [
-                f"By plan a rank needs {needed}, which fits: something else fills the memory. With less of it:"
+                f"By plan a rank needs {needed}: it fits, so something else fills the memory. With less of it:"
                 f" mode=plan plan.memory_gib={gib(moment.total) * 0.8:.2f}"
             ]
         return [f"By plan a rank needs {needed}; {command}", *advise_settings(composed, planner)]

@@ -1,7 +1,6 @@
 """Find a learning rate by a range test, under the run's own strategy; nothing of it is left but what it prints."""
 
 import json
-import math
 from collections.abc import Callable
 from pathlib import Path
 from typing import Annotated, Any
@@ -88,9 +87,8 @@ def describe(found: RangeTest, *, own_lr: float) -> list[str]:
         lines.append("it does not diverge within the range: mode.max_lr=<higher> shows where it does")
     else:
         lines.append(f"from {found.diverges:.2g} on it stays above its start")
-    middle = math.sqrt(found.steepest * found.lowest)
-    lines.append(f"suggestion: optimizer.lr={middle:.2g}, between the two (the config has {own_lr:g}); to compare:")
-    lines.append(f"  -m optimizer.lr={found.steepest:.2g},{middle:.2g},{found.lowest:.2g}")
+    lines.append(f"suggestion: optimizer.lr={found.lowest:.2g} (the config has {own_lr:g}); a sweep around it decides:")
+    lines.append(f"  -m optimizer.lr={found.steepest:.2g},{found.lowest:.2g},{2 * found.lowest:.2g}")
     return lines
 
 
@@ -106,11 +104,16 @@ def _write(folder: Path, found: RangeTest, lines: list[str], write_page: Callabl
     }
     write_atomically(folder / "lr_find.json", json.dumps(record, indent=2) + "\n")
     page = folder / "lr_find.html"
+    highest = 1.25 * found.losses[0]
     each = {"loss": found.losses, "smoothed": found.smoothed}
     marks = {"falls fastest": found.steepest, "lowest": found.lowest, "diverges": found.diverges}
     figure = {
         "title": "training loss by learning rate",
-        "lines": {name: list(zip(found.learning_rates, values, strict=False)) for name, values in each.items()},
+        "lines": {
+            # what is far above the start would flatten the rest
+            name: [(lr, loss) for lr, loss in zip(found.learning_rates, values, strict=False) if loss <= highest]
+            for name, values in each.items()
+        },
         "marks": {name: value for name, value in marks.items() if value is not None},
         "log_x": True,
     }

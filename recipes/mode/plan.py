@@ -3,12 +3,13 @@
 import json
 from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Annotated, Any
 
 import torch
 
 from recipes.config.compose import Composed
 from recipes.config.instantiate import make
+from recipes.errors import ConfigError
 from recipes.plan.advice import Planner, advise_settings
 from recipes.plan.assumptions import Assumptions
 from recipes.plan.hardware import MEASURED, Cluster, find_cluster
@@ -16,6 +17,8 @@ from recipes.plan.measured import OperatorTimer
 from recipes.plan.plan import make_plan
 from recipes.plan.roofline import Rates, get_rates
 from recipes.plan.run_length import measure_run
+from recipes.plan.scaling import as_json as scaling_as_json
+from recipes.plan.scaling import describe_scaling, plan_scaling
 from recipes.plan.table import as_json, describe_memory, describe_rules, describe_time
 from recipes.precision import Precision
 from recipes.run_folder import PLAN_FILE, write_atomically
@@ -30,6 +33,7 @@ def plan(
     *,
     path: str | None,
     advise: bool,
+    max_ranks: Annotated[int, ">= 1"] | None,
     find_peak: Callable[[str, str], Any],
     write_page: Callable[..., None],
 ) -> int:
@@ -39,6 +43,7 @@ def plan(
         composed: The run to plan.
         path: Folder for `plan.json` and `plan.html`; None: print only.
         advise: Try other strategies and micro-batch sizes.
+        max_ranks: Also plan the run on more and more ranks, up to so many; None: do not.
         find_peak: (device, kind of arithmetic) -> its dense peak.
         write_page: (file, plan as JSON, lines that were printed) -> writes the page.
 
@@ -82,9 +87,37 @@ def plan(
         for line in advise_settings(composed, Planner(cluster)):
             lines.append(line)
             LOGGER.info(line)
+    record = as_json(planned, length, planned.flops)
+    if max_ranks is not None:
+        record["scaling"] = _scale(composed, cluster, rates, max_ranks, lines)
     if path is not None:
-        _write(Path(path).expanduser(), as_json(planned, length, planned.flops), lines, write_page)
+        _write(Path(path).expanduser(), record, lines, write_page)
     return 0
+
+
+def _scale(
+    composed: Composed, cluster: Cluster, rates: Rates | None, max_ranks: int, lines: list[str]
+) -> dict[str, Any]:
+    """Print and return the run on more and more ranks."""
+    config = composed.config
+    if rates is None:
+        raise ConfigError(
+            f"mode.max_ranks={max_ranks} plan.hardware={config['plan']['hardware']}",
+            "a plan for more ranks needs a device of the table, with its peak and its links",
+            "plan.hardware=h100x8",
+        )
+    curves = dict(plan_scaling(composed, cluster, rates, max_ranks=max_ranks))
+    seq_len = None if config["seq_len"] is None else int(config["seq_len"])
+    for line in describe_scaling(
+        curves,
+        seq_len=seq_len,
+        steps=int(config["trainer"]["max_steps"]),
+        batch=int(config["global_batch_size"]),
+        price=config["plan"]["dollars_per_hour"],
+    ):
+        lines.append(line)
+        LOGGER.info(line)
+    return scaling_as_json(curves, seq_len)
 
 
 def _requested_per_node(devices: Any) -> int | None:

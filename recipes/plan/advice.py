@@ -94,7 +94,7 @@ def find_settings(composed: Composed, planner: Planner) -> Advice | None:
             continue  # not even without any activations
         for recompute in ("activation_checkpoint=none", _RECOMPUTE):
             overrides = [*strategy, recompute]
-            config = _with_overrides(composed, overrides)
+            config = with_overrides(composed, overrides)
             if config is None:
                 continue
             found = _largest_micro_batch(config, planner)
@@ -160,7 +160,7 @@ def measures(composed: Composed, planner: Planner) -> Iterator[str]:
     if seq_len is not None and int(seq_len) > 1:
         candidates.append([f"seq_len={int(seq_len) // 2}"])
     for overrides in candidates:
-        changed = _with_overrides(composed, overrides)
+        changed = with_overrides(composed, overrides)
         if changed is None:
             continue
         try:
@@ -168,10 +168,10 @@ def measures(composed: Composed, planner: Planner) -> Iterator[str]:
         except ConfigError:  # the batch does not divide: no measure
             continue
         if total < before:
-            yield f"{' '.join(overrides):<52} {gib(before - total):8.2f}  leaves {gib(total):.2f}"
+            yield f"{' '.join(overrides):<58} {gib(before - total):8.2f}  leaves {gib(total):.2f}"
 
 
-def _with_overrides(composed: Composed, overrides: list[str]) -> Config | None:
+def with_overrides(composed: Composed, overrides: list[str]) -> Config | None:
     """Return the config of the same command with more overrides; None if they contradict it."""
     changed, mistakes = compose_and_check(
         [*_without(composed.overrides, overrides), *overrides],

@@ -40,9 +40,9 @@ def of_replicas(cluster: Cluster, *, num_ranks: int, gradient_bytes: float, back
     if num_ranks == 1:
         return Communication()
     sent = 2 * (num_ranks - 1) / num_ranks * gradient_bytes
-    bandwidth = cluster.bandwidth_between(num_ranks)
-    last = 2 * min(_BUCKET_BYTES, gradient_bytes) / bandwidth
-    seconds = sent / bandwidth
+    bandwidth, latency = cluster.bandwidth_between(num_ranks), cluster.reduction_latency(num_ranks)
+    last = 2 * min(_BUCKET_BYTES, gradient_bytes) / bandwidth + latency
+    seconds = sent / bandwidth + max(gradient_bytes / _BUCKET_BYTES, 1.0) * latency
     return Communication(
         num_bytes=sent, seconds=seconds, exposed_seconds=min(seconds, max(seconds - backward_seconds, last))
     )
@@ -64,24 +64,28 @@ def of_shards(
         num_micro_batches: Per optimizer step.
     """
     num_shards = sharding.mesh[-1]
-    bandwidth = cluster.bandwidth_between(num_shards)
+    bandwidth, latency = cluster.bandwidth_between(num_shards), cluster.latency_between(num_shards)
     by_section: dict[str, float] = {}
+    counts: dict[str, int] = {}
     for op in ops:
         if op.cost.kind == "collective":
             by_section[op.section] = by_section.get(op.section, 0.0) + op.cost.num_bytes
+            counts[op.section] = counts.get(op.section, 0) + 1
     total = seconds = exposed = hidden_behind = 0.0
     for name, part in step.sections.items():
         repeats = num_micro_batches if "/" in name else 1
         sent = by_section.get(name, 0.0) * (num_shards - 1) / num_shards
         total += sent * repeats
-        seconds += sent / bandwidth * repeats
-        exposed += max(sent / bandwidth - hidden_behind, 0.0) * repeats
+        needed = sent / bandwidth + counts.get(name, 0) * latency
+        seconds += needed * repeats
+        exposed += max(needed - hidden_behind, 0.0) * repeats
         hidden_behind = part.total
     if len(sharding.mesh) > 1 and sharding.mesh[0] > 1:
         replicas = sharding.mesh[0]
         gradients = max((op.allocated.get("gradients", 0) for op in ops[:1]), default=0)
         sent = 2 * (replicas - 1) / replicas * gradients
         across = sent / cluster.bandwidth_between(replicas * num_shards)
+        across += cluster.reduction_latency(replicas * num_shards)
         total, seconds = total + sent, seconds + across
         exposed += max(across - step.of("backward").total, 0.0)
     return Communication(num_bytes=total, seconds=seconds, exposed_seconds=exposed)
@@ -103,7 +107,7 @@ def of_partitions(
     if zero.num_ranks == 1:
         return Communication()
     size = num_parameters * (2 if zero.is_half else _FLOAT32) * (zero.num_ranks - 1) / zero.num_ranks
-    bandwidth = cluster.bandwidth_between(zero.num_ranks)
+    bandwidth, latency = cluster.bandwidth_between(zero.num_ranks), cluster.latency_between(zero.num_ranks)
     forward, backward = step.of("forward/").total, step.of("backward/").total
     if zero.stage == 3:
         gathered = 1 if gathers_once else 2
@@ -114,4 +118,6 @@ def of_partitions(
         reductions = 1 if zero.stage == 1 else num_micro_batches
         sent = size * (reductions + 1)
         exposed = max(size / bandwidth - backward, 0.0) * reductions + size / bandwidth  # the weights come back after
-    return Communication(num_bytes=sent, seconds=sent / bandwidth, exposed_seconds=exposed)
+    # one collective for each bucket; those of a stage follow each other, so that their latency shows
+    waited = sent / (zero.bucket * (2 if zero.is_half else _FLOAT32)) * latency
+    return Communication(num_bytes=sent, seconds=sent / bandwidth + waited, exposed_seconds=exposed + waited)

@@ -4,6 +4,7 @@ Memory is what the driver reports (nvidia-smi; thundergolfer.com/blog/nvidia-gpu
 and links are those of the vendor's data sheets, in one direction.
 """
 
+import math
 import os
 import re
 from dataclasses import dataclass
@@ -67,6 +68,8 @@ LINKS = {
     "ib400": 50e9,
     "ethernet100": 12.5e9,
 }
+# seconds of one step of a ring within a node and between nodes, of NCCL's model of itself (tuning.cc, protocol Simple)
+_HOP_SECONDS, _PCIE_HOP_SECONDS, _NETWORK_HOP_SECONDS = 3.4e-6, 5.7e-6, 14e-6
 # what of a link or a memory a kernel gets: nccl-tests on NVLink and stream benchmarks on HBM reach 75 to 90 %
 LINK_EFFICIENCY = 0.75
 
@@ -100,6 +103,19 @@ class Cluster:
         """Return bytes per second and direction of a ring through a number of neighbouring ranks."""
         slowest = LINKS[self.link] if num_ranks <= self.per_node else min(LINKS[self.link], LINKS[self.network])
         return slowest * LINK_EFFICIENCY
+
+    def latency_between(self, num_ranks: int) -> float:
+        """Return the seconds in which nothing goes once around a ring of neighbouring ranks."""
+        nodes = -(-num_ranks // self.per_node)
+        hop = _PCIE_HOP_SECONDS if self.link.startswith("pcie") else _HOP_SECONDS
+        return max(num_ranks - nodes, 0) * hop + (nodes - 1) * _NETWORK_HOP_SECONDS
+
+    def reduction_latency(self, num_ranks: int) -> float:
+        """Return the seconds in which all of some ranks have added nothing: twice a ring, or up and down a tree."""
+        nodes = -(-num_ranks // self.per_node)
+        hop = _PCIE_HOP_SECONDS if self.link.startswith("pcie") else _HOP_SECONDS
+        tree = (min(num_ranks, self.per_node) - 1) * hop + math.log2(nodes) * _NETWORK_HOP_SECONDS
+        return 2 * min(self.latency_between(num_ranks), tree)
 
 
 def find_cluster(

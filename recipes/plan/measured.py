@@ -1,7 +1,8 @@
 """Seconds of a step on this machine: each distinct operator of it is run alone, on real tensors of its shapes.
 
-Serves CPUs, and GPUs that no table knows. Seconds to a minute, and the memory of one operator at a time. Not in it:
-what lies between the operators, which is little where they are long, and communication.
+Serves CPUs, and GPUs that no table knows. Seconds to a minute, and the memory of one operator at a time. Alone an
+operator finds its inputs in a cache, and nothing runs between it and the next one: the sum is too small by a factor
+that depends on the model. A real step of a shallow copy of the model gives that factor. Not in it: communication.
 """
 
 import statistics
@@ -16,8 +17,12 @@ from torch.utils._pytree import tree_flatten, tree_map
 
 from recipes.plan.cost import cost_of
 from recipes.plan.roofline import Seconds, StepSeconds
+from recipes.plan.step import Step, autocast, build_model, clip, record_step
 from recipes.plan.trace import Op
+from recipes.plan.unroll import find_period
+from recipes.runtime.console import LOGGER
 
+_REAL_STEPS = 8
 _RUNS, _BUDGET_SECONDS = 7, 0.4  # of one operator: at most so many runs, and no further one after so long
 
 
@@ -32,12 +37,12 @@ class _Timing:
 class OperatorTimer:
     """Times operators, each distinct one once.
 
-    Args:
+    Attributes:
         device: Where they run.
     """
 
     def __init__(self, device: torch.device) -> None:
-        self._device = device
+        self.device = device
         self._timings: dict[str, _Timing] = {}
 
     def seconds_of(self, op: Op) -> float:
@@ -67,24 +72,20 @@ class OperatorTimer:
         seconds: list[float] = []
         began = time.perf_counter()
         while len(seconds) < _RUNS and (not seconds or time.perf_counter() - began < _BUDGET_SECONDS):
-            self._wait()
+            _wait(self.device)
             start = time.perf_counter()
             func(*args, **kwargs)
-            self._wait()
+            _wait(self.device)
             seconds.append(time.perf_counter() - start)
         return _Timing(seconds=statistics.median(seconds), num_bytes=num_bytes)
-
-    def _wait(self) -> None:
-        if self._device.type == "cuda":
-            torch.cuda.synchronize(self._device)
 
     def _make_real(self, leaf: Any) -> Any:
         """Return a tensor with storage for a fake one: small positive numbers, index 0, True; others as they are."""
         if isinstance(leaf, torch.device):
-            return self._device
+            return self.device
         if not isinstance(leaf, Tensor):
             return leaf
-        with torch.device(self._device):
+        with torch.device(self.device):
             real = torch.empty_strided(leaf.shape, leaf.stride(), dtype=leaf.dtype)
         base = real.as_strided((real.untyped_storage().nbytes() // real.element_size(),), (1,), 0)  # [all elements]
         if leaf.dtype.is_floating_point:
@@ -94,17 +95,73 @@ class OperatorTimer:
         return real
 
 
-def time_operators(ops: Sequence[Op], timer: OperatorTimer) -> StepSeconds:
+def calibrate(step: Step, kinds: Sequence[object], timer: OperatorTimer) -> float:
+    """Return how many times as long a step takes as its operators alone; 1 if a shallow copy does not fit into memory.
+
+    Args:
+        step: Of one device.
+        kinds: The kind of each block, see `block_kinds`; a model whose blocks do not repeat is run as it is.
+        timer: For the device.
+    """
+    period = find_period(kinds)
+    blocks = None if period is None else [*range(1 + period), len(kinds) - 1]
+    try:
+        times = sorted(time_real_steps(step, blocks=blocks, device=timer.device, num_steps=_REAL_STEPS))
+    except RuntimeError as error:  # torch's allocators raise subclasses of it, or it itself on a CPU
+        reason = str(error).partition("\n")[0][:100]
+        LOGGER.info(f"No step of a shallow copy could be timed ({reason}): the times are those of operators alone")
+        return 1.0
+    ops = record_step(step, blocks=blocks, keep_calls=True)
+    # the lower quartile: other work on the machine only ever adds
+    return times[len(times) // 4] / sum(timer.seconds_of(op) for op in ops)
+
+
+def time_real_steps(step: Step, *, blocks: Sequence[int] | None, device: torch.device, num_steps: int) -> list[float]:
+    """Return the seconds of real steps of a model with few blocks, after one that warms up.
+
+    Args:
+        step: What to run, on one device.
+        blocks: Indices of the blocks to keep; None: all.
+        device: Where.
+        num_steps: Steps to time.
+
+    Raises:
+        RuntimeError: It does not fit into memory.
+    """
+    seconds: list[float] = []
+    with torch.device(device):
+        model = build_model(step, blocks, None)
+        model.init_weights(0)  # type: ignore[operator]
+        optimizer = step.make_optimizer(model, fused=step.fused)
+        parameters = [parameter for parameter in model.parameters() if parameter.requires_grad]
+        for _ in range(num_steps + 1):
+            batch = step.make_batch(step.micro_batch_size)
+            # before the clock starts: a run zeroes them once a step, not for every micro-batch
+            optimizer.zero_grad(set_to_none=not step.accumulates)
+            _wait(device)
+            began = time.perf_counter()
+            with autocast(step.precision, device.type):
+                loss = step.objective(model, batch)
+            loss.backward()  # type: ignore[no-untyped-call]
+            clip(parameters)
+            optimizer.step()
+            _wait(device)
+            seconds.append(time.perf_counter() - began)
+    return seconds[1:]
+
+
+def time_operators(ops: Sequence[Op], timer: OperatorTimer, *, factor: float) -> StepSeconds:
     """Return the seconds of each section, without communication.
 
     Args:
         ops: Of one step, recorded with their calls.
         timer: For the device.
+        factor: Of `calibrate`.
     """
     step = StepSeconds()
     for op in ops:
         part = step.sections.setdefault(op.section, Seconds())
-        seconds = timer.seconds_of(op)
+        seconds = factor * timer.seconds_of(op)
         part.num_launches += op.cost.num_launches
         if op.cost.kind == "matmul":
             part.matmul += seconds
@@ -113,6 +170,11 @@ def time_operators(ops: Sequence[Op], timer: OperatorTimer) -> StepSeconds:
         else:
             part.memory += seconds
     return step
+
+
+def _wait(device: torch.device) -> None:
+    if device.type == "cuda":
+        torch.cuda.synchronize(device)
 
 
 def _describe_call(call: Any) -> str:

@@ -14,7 +14,7 @@ from recipes.numerics.accumulation import Accumulation, divide
 from recipes.plan.communication import Communication, of_partitions, of_replicas, of_shards
 from recipes.plan.config_step import Engine, describe_step, find_engine, find_sample_shape
 from recipes.plan.hardware import GIB, Cluster
-from recipes.plan.measured import OperatorTimer, time_operators
+from recipes.plan.measured import OperatorTimer, calibrate, time_operators
 from recipes.plan.memory import MASTER, Moment, Peak, find_peak, timeline, with_unsharded_gradients, with_zero
 from recipes.plan.roofline import Rates, StepSeconds, time_step
 from recipes.plan.step import Step, record_step
@@ -135,7 +135,7 @@ def make_plan(config: Config, cluster: Cluster, *, rates: Rates | OperatorTimer 
     if rates is None or reason is not None:
         return plan
     if isinstance(rates, OperatorTimer):
-        return _with_measured_times(plan, ops, rates)
+        return _with_measured_times(plan, ops, step, kinds, rates)
     return _with_times(plan, config, ops, engine, rates)
 
 
@@ -193,18 +193,18 @@ def _num_kept(config: Config) -> int:
     return int(node["keep_last"] + node["keep_best"] + 1 + (steps // every if every else 0))
 
 
-def _with_measured_times(plan: Plan, ops: list[Op], timer: OperatorTimer) -> Plan:
+def _with_measured_times(plan: Plan, ops: list[Op], step: Step, kinds: Sequence[object], timer: OperatorTimer) -> Plan:
     if plan.num_ranks > 1:
         raise ConfigError(
             f"plan.hardware=measured with {plan.num_ranks} ranks",
             "operators are timed on one device, and what ranks send each other is not",
             "strategy=single trainer.devices=1, or plan.hardware=<a device of the table>",
         )
-    step = time_operators(ops, timer)
-    forward, backward = step.of("forward/").total, step.of("backward/").total
+    times = time_operators(ops, timer, factor=calibrate(step, kinds, timer))
+    forward, backward = times.of("forward/").total, times.of("backward/").total
     seconds = plan.accumulation.num_micro_batches * (forward + backward)
-    seconds += step.of("clipping").total + step.of("optimizer").total
-    return replace(plan, step=step, communication=Communication(), step_seconds=seconds, forward_seconds=forward)
+    seconds += times.of("clipping").total + times.of("optimizer").total
+    return replace(plan, step=times, communication=Communication(), step_seconds=seconds, forward_seconds=forward)
 
 
 def _with_times(plan: Plan, config: Config, ops: list[Op], engine: Engine, rates: Rates) -> Plan:

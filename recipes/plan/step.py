@@ -103,7 +103,7 @@ def record_step(
     with _fake_ranks(world_size if step.sharding else 0), contextlib.ExitStack() as fakes:
         mesh = _make_mesh(step.sharding)
         fakes.enter_context(FakeTensorMode(allow_non_fake_inputs=True))
-        model = _build_model(step, blocks, mesh)
+        model = build_model(step, blocks, mesh)
         optimizer = step.make_optimizer(model, fused=step.fused)
         if step.on_gpu and not step.fused:  # torch's own choice there
             for group in optimizer.param_groups:
@@ -129,7 +129,7 @@ def record_step(
                 _compute(step, model, optimizer, parameters, tracer)
             if not step.engine_steps:  # DeepSpeed clips and steps on its own partitions
                 tracer.section = "clipping"
-                _clip(parameters)
+                clip(parameters)
                 tracer.section = "optimizer"
                 optimizer.step()
                 _mark(tracer, parameters, optimizer)
@@ -145,7 +145,7 @@ def _compute(
 ) -> None:
     tracer.section = "forward/embedding"
     batch = step.make_batch(step.micro_batch_size)
-    with _autocast(step.precision):
+    with autocast(step.precision):
         loss = step.objective(model, batch)
     tracer.end_forward()
     if not step.accumulates:  # Lightning does so between the forward and the backward pass
@@ -172,7 +172,7 @@ def _make_mesh(sharding: Sharding | None) -> DeviceMesh | None:
 
 
 @torch.no_grad()
-def _clip(parameters: list[nn.Parameter]) -> None:
+def clip(parameters: list[nn.Parameter]) -> None:
     """Do what clipping does on a GPU: one pass over this rank's gradients for the norm, one to scale them."""
     grads = [parameter.grad for parameter in parameters if parameter.grad is not None]
     local = [grad.to_local() if isinstance(grad, DTensor) else grad for grad in grads]
@@ -186,7 +186,7 @@ def _drop_gradient(tracer: StepTracer, parameter: Tensor) -> None:
     parameter.grad = None
 
 
-def _build_model(step: Step, blocks: Sequence[int] | None, mesh: DeviceMesh | None) -> nn.Module:
+def build_model(step: Step, blocks: Sequence[int] | None, mesh: DeviceMesh | None) -> nn.Module:
     with _default_dtype(step.precision.param_dtype):
         model = step.make_model()
     if step.activation_checkpoint.every_nth_block:
@@ -240,12 +240,12 @@ def _mark_blocks(model: nn.Module, tracer: StepTracer) -> None:
 
 
 @contextlib.contextmanager
-def _autocast(precision: Precision) -> Iterator[None]:
-    """Enter autocast as Lightning's plugin does, for fake tensors, which lie on the CPU."""
+def autocast(precision: Precision, device_type: str = "cpu") -> Iterator[None]:
+    """Enter autocast as Lightning's plugin does; fake tensors lie on the CPU."""
     if not precision.is_mixed:
         yield
         return
-    with torch.autocast("cpu", precision.compute_dtype, cache_enabled=False):
+    with torch.autocast(device_type, precision.compute_dtype, cache_enabled=False):
         yield
 
 

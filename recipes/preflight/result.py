@@ -1,4 +1,4 @@
-"""What a check found."""
+"""What a check found, and how a line of the console says it."""
 
 from dataclasses import dataclass
 from typing import Literal

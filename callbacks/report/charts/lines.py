@@ -23,6 +23,7 @@ def lines_figure(
         log_y: Whether the y axis is logarithmic.
     """
     finite = {name: [p for p in points if all(map(math.isfinite, p))] for name, points in lines.items()}
+    finite = {name: points for name, points in finite.items() if points}
     xs = [x for points in finite.values() for x, _ in points]
     ys = [y for points in finite.values() for _, y in points]
     if not xs:
@@ -31,7 +32,8 @@ def lines_figure(
     drawn, keys = [], []
     for (name, points), color in zip(finite.items(), get_colors(len(finite)), strict=True):
         path = "L".join(f"{across.place(x)} {round(UNITS - up.place(y), 1)}" for x, y in points)
-        drawn.append(f'<path {color.attributes("curve")} d="M{path}"/>')
+        single = ("curve dots", "h0") if len(points) == 1 else ("curve", "")  # round caps make it a dot
+        drawn.append(f'<path {color.attributes(single[0])} d="M{path}{single[1]}"/>')
         keys.append(f"<span {color.attributes('key')}>{escape(name)}</span>")
     for name, x in marks.items():
         drawn.append(f'<path class="mark" d="M{across.place(x)} 0V{UNITS}"/>')

@@ -35,6 +35,7 @@ PROVIDED: dict[str, set[str]] = {
     "logger.tensorboard": {"run_folder"},
     "logger.wandb": {"run_folder"},
     "mode": {"run", "composed"},
+    "mode.diagnose_run": {"path", "steps_per_epoch"},
     "mode.find_peak": {"device_name", "kind"},
     "mode.write": {"folders", "path"},
     "mode.write_page": {"path", "plan", "lines", "title", "text", "figures", "results", "images"},

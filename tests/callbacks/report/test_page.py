@@ -410,3 +410,22 @@ def test_a_folder_may_be_text(tmp_path: Path) -> None:
         write(str(written))
         assert (written / "report.html").is_file()
         (written / "report.html").unlink()
+
+
+def test_the_findings_stand_near_the_top_escaped_and_a_healthy_run_has_one_line(tmp_path: Path) -> None:
+    rates = "".join(f"{step},{4 - 0.01 * step},{0 if step > 60 else 0.1}\n" for step in range(1, 121))
+    config = "mode: {_target_: x}\ntrainer: {max_steps: 120}\n"
+    page = make_page(write_run(tmp_path, "step,train/loss,lr\n" + rates, config=config))
+    assert page.index("<b>decayed too early</b>") < page.index('<dl class="tiles">')
+    assert "<li>lr 0 at steps 61 to 120</li>" in page
+    assert "<code>scheduler.num_steps=120</code>" in page
+    falling = "".join(f"{step},{4 - 0.01 * step},0.1\n" for step in range(1, 121))
+    page = make_page(write_run(tmp_path, "step,train/loss,lr\n" + falling, config=config))
+    assert "No finding among" in page
+    assert 'id="findings"' not in page
+    evil = "step,train/loss,lr-<script>alert(1)</script>\n" + rates
+    page = make_page(write_run(tmp_path, evil, config=config))
+    assert "lr-&lt;script&gt;alert(1)&lt;/script&gt; 0 at steps 61 to 120" in page
+    balance = Balance()
+    balance.feed(page)
+    assert balance.open == []

@@ -17,12 +17,13 @@ def _cluster(num_nodes: int = 1) -> Cluster:
 def test_an_all_reduce_sends_the_gradients_almost_twice() -> None:
     sent = of_replicas(_cluster(), num_ranks=8, gradient_bytes=GRADIENTS, backward_seconds=10.0)
     assert sent.num_bytes == 2 * 7 / 8 * GRADIENTS
-    assert sent.seconds == pytest.approx(sent.num_bytes / (450e9 * 0.75))
+    # 153 buckets of 25 MiB, each through 7 hops and back
+    assert sent.seconds == pytest.approx(sent.num_bytes / (450e9 * 0.75) + GRADIENTS / (25 * 2**20) * 14 * 3.4e-6)
 
 
 def test_all_of_it_hides_behind_a_long_backward_pass_but_the_last_bucket() -> None:
     sent = of_replicas(_cluster(), num_ranks=8, gradient_bytes=GRADIENTS, backward_seconds=10.0)
-    assert sent.exposed_seconds == pytest.approx(2 * 25 * 2**20 / (450e9 * 0.75))
+    assert sent.exposed_seconds == pytest.approx(2 * 25 * 2**20 / (450e9 * 0.75) + 14 * 3.4e-6)
 
 
 def test_what_the_backward_pass_cannot_hide_is_waited_for() -> None:
@@ -49,3 +50,12 @@ def test_zero_sends_gradients_to_their_owners_and_weights_back(stage: int, times
     step = StepSeconds(sections={"forward/a": Seconds(matmul=1.0), "backward/a": Seconds(matmul=2.0)})
     sent = of_partitions(zero, step, _cluster(), num_parameters=10**9, num_micro_batches=4, gathers_once=True)
     assert sent.num_bytes == pytest.approx(times * 4e9 * 7 / 8)
+
+
+def test_a_ring_takes_longer_with_every_rank_and_a_tree_with_every_doubling() -> None:
+    """128 nodes of 8: 896 hops within them and 127 between; up and down a tree 7 hops within and 7 between."""
+    cluster = _cluster(128)
+    assert cluster.latency_between(8) == pytest.approx(7 * 3.4e-6)
+    assert cluster.latency_between(1024) == pytest.approx(896 * 3.4e-6 + 127 * 14e-6)
+    assert cluster.reduction_latency(1024) == pytest.approx(2 * (7 * 3.4e-6 + 7 * 14e-6))
+    assert cluster.latency_between(1) == cluster.reduction_latency(1) == 0.0

@@ -1,0 +1,162 @@
+"""Symptoms at the boundaries of epochs: a loss that falls by a step, and batches that come in the same order again."""
+
+import math
+from bisect import bisect_left, insort
+from collections.abc import Sequence
+from itertools import pairwise
+from statistics import median
+
+from .curve import ERROR_OF_MEDIAN, spread
+from .finding import Cause, Evidence, Finding
+from .run import Run
+
+MIN_EPOCHS = 3
+MIN_ROWS = 12  # of an epoch: fewer have no inside to compare a boundary with
+# A step counts if it is this part of the loss, four standard errors from the steps inside epochs, and goes the same way
+# at four boundaries in five.
+STEP_OF_LOSS, ERRORS, AGREEING = 0.05, 4.0, 0.8
+# Rows of the same place in consecutive epochs: their correlation is zero if the order is new, within six standard
+# errors; one batch in several makes up the loss if it is a quarter.
+MIN_CORRELATION, CORRELATION_ERRORS = 0.25, 6.0
+CLIP = 3.0  # standard deviations: a single spike must not make a correlation
+
+
+def find_memorizing(run: Run) -> Finding | None:
+    """Find a loss that falls by a step at each boundary: what is repeated is known by heart."""
+    boundary = _compare_boundaries(run)
+    if boundary is None or boundary[0] > -STEP_OF_LOSS:
+        return None
+    step, inside, starts = boundary
+    if inside > STEP_OF_LOSS / 2 or _is_repeated(run)[0]:  # it is the order, see below
+        return None
+    return Finding(
+        name="memorizing",
+        severity="warning",
+        meaning="the loss falls by a step whenever an epoch begins: the model knows the samples it has seen by heart",
+        evidence=(
+            Evidence("median step at a boundary, of the loss,", step, starts[0], starts[-1]),
+            Evidence("median step inside an epoch, of the loss,", inside, starts[0], starts[-1]),
+        ),
+        causes=(
+            Cause(
+                "too little data for this model, or too many epochs",
+                run.test(
+                    run.setting("callbacks.early_stop.patience", 3),
+                    "compare the validation loss at the end of each epoch",
+                ),
+            ),
+            Cause(
+                "no regularization",
+                run.test(run.setting("model.dropout", 0.1), "dropout, weight decay, augmentation"),
+            ),
+        ),
+    )
+
+
+def find_repeated_order(run: Run) -> Finding | None:
+    """Find batches that come in the same order in every epoch, or in an order that follows their kind."""
+    loss = run.curves["loss"].finite
+    is_repeated, correlation = _is_repeated(run)
+    boundary = _compare_boundaries(run)
+    is_stepped = boundary is not None and (
+        boundary[0] >= STEP_OF_LOSS or (boundary[0] <= -STEP_OF_LOSS and boundary[1] > STEP_OF_LOSS / 2)
+    )
+    if not (is_stepped or is_repeated):
+        return None
+    first, last = loss.steps[0], loss.steps[-1]
+    evidence = [Evidence("correlation of the loss with that of the epoch before", correlation, first, last)]
+    if is_stepped and boundary is not None:
+        evidence.append(Evidence("median step at a boundary, of the loss,", boundary[0], first, last))
+    return Finding(
+        name="not_shuffled",
+        severity="critical",
+        meaning="the loss repeats its course in every epoch: the batches come in the same order, or sorted",
+        evidence=tuple(evidence),
+        causes=(
+            Cause(
+                "the order of the samples is not shuffled, or they lie sorted by class, length or source",
+                run.test("seed=2", "`shuffle=True` in the DataLoader; print the classes of ten batches in a row"),
+            ),
+            Cause(
+                "each epoch is shuffled with the same seed",
+                run.test("seed=3", "call `sampler.set_epoch(epoch)`; print the first sample of each epoch"),
+            ),
+        ),
+    )
+
+
+def _is_repeated(run: Run) -> tuple[bool, float]:
+    """Return whether the rows of an epoch go with those of the epoch before, and their correlation.
+
+    Rows are taken relative to the median of those around them, so that no trend counts, and those near a boundary are
+    left out, so that a step there does not count either.
+    """
+    loss = run.curves["loss"].finite
+    edges = [0, *(bisect_left(loss.steps, step) for step in run.epoch_starts), len(loss)]
+    usual = median(b - a for a, b in pairwise(edges))
+    if len(edges) <= MIN_EPOCHS or usual < MIN_ROWS:
+        return False, 0.0
+    reach = max(3, int(usual // 8))
+    epochs = [
+        _around_median(loss.values, first + reach, end - reach, reach)
+        for first, end in pairwise(edges)
+        if abs(end - first - usual) <= max(1, 0.02 * usual)  # a part of an epoch has its rows in other places
+    ]
+    pairs = [pair for one, other in pairwise(epochs) for pair in zip(one, other, strict=False)]
+    size = math.sqrt(sum(a * a for a, _ in pairs) * sum(b * b for _, b in pairs))
+    if not size:
+        return False, 0.0
+    correlation = sum(a * b for a, b in pairs) / size
+    return correlation > max(MIN_CORRELATION, CORRELATION_ERRORS / math.sqrt(len(pairs))), correlation
+
+
+def _around_median(values: Sequence[float], first: int, end: int, reach: int) -> list[float]:
+    """Return the distances of some rows from the median of those around them, in standard deviations, clipped."""
+    window = sorted(values[first - reach : first + reach])
+    distances = []
+    for row in range(first, end):
+        if row + reach < len(values):
+            insort(window, values[row + reach])
+        distances.append(values[row] - window[len(window) // 2])
+        del window[bisect_left(window, values[row - reach])]
+    center, width = median(distances or [0.0]), spread(distances)
+    return [max(-CLIP, min(CLIP, (distance - center) / width)) if width else 0.0 for distance in distances]
+
+
+def _compare_boundaries(run: Run) -> tuple[float, float, Sequence[int]] | None:
+    """Return the median step of the loss at boundaries and inside epochs, as fractions of it, and the boundaries.
+
+    None if there are too few, or the two do not differ beyond noise.
+    """
+    loss = run.curves["loss"].finite
+    if len(run.epoch_starts) < MIN_EPOCHS or len(loss) < MIN_ROWS * MIN_EPOCHS:
+        return None
+    edges = [bisect_left(loss.steps, step) for step in run.epoch_starts]
+    size = median(b - a for a, b in pairwise(edges))
+    if size < MIN_ROWS:
+        return None
+    width = min(30, int(size // 4))
+    at_boundaries = [step for edge in edges if (step := _step_at(loss.values, edge, width)) is not None]
+    inside = [
+        step
+        for edge in edges
+        for part in (0.25, 0.5, 0.75)
+        if (step := _step_at(loss.values, edge + round(part * size), width)) is not None
+    ]
+    if len(at_boundaries) < MIN_EPOCHS or len(inside) < MIN_EPOCHS:
+        return None
+    center, usual = median(at_boundaries), median(inside)
+    error = ERROR_OF_MEDIAN * spread(inside) / math.sqrt(len(at_boundaries))  # the steps themselves grow with the run
+    agreeing = sum((step - usual) * (center - usual) > 0 for step in at_boundaries) / len(at_boundaries)
+    if abs(center - usual) <= ERRORS * error or agreeing < AGREEING or abs(center - usual) < STEP_OF_LOSS:
+        return None
+    return center, usual, run.epoch_starts
+
+
+def _step_at(values: Sequence[float], edge: int, width: int) -> float | None:
+    """Return the change of the median from before to after a row, as a fraction of the two."""
+    before, after = values[max(0, edge - width) : edge], values[edge : edge + width]
+    if len(before) < width or len(after) < width:
+        return None
+    a, b = median(before), median(after)
+    return 2 * (b - a) / (abs(a) + abs(b)) if a or b else None

@@ -1,0 +1,156 @@
+"""Symptoms of the validation loss beside the training loss: overfitting, a split that is too easy, none at all."""
+
+import math
+from bisect import bisect_right
+from statistics import median
+
+from .curve import Curve, standard_error
+from .finding import Cause, Evidence, Finding
+from .run import Run
+
+MIN_VALIDATIONS = 4
+# Past its minimum by this fraction of it and by four times the noise of a validation, in the last two validations:
+# smaller rises come and go in healthy runs.
+RISE, NOISE = 0.05, 4.0
+# Better than training by this fraction of the training loss in all later validations: the difference of two fair splits
+# of a few hundred samples, and the lag of an average over an epoch, stay within it.
+EASIER = 0.1
+NEAREST = 40  # rows of training around a validation
+
+
+def find_overfitting(run: Run) -> Finding | None:
+    """Find a validation loss that rises again while the training loss still falls."""
+    val, train = run.curves["val_loss"].finite, run.curves["loss"].finite
+    if len(val) < MIN_VALIDATIONS or len(train) < 2 * MIN_VALIDATIONS:
+        return None
+    lowest = min(range(len(val)), key=lambda number: val.values[number])
+    if lowest > len(val) - 3:
+        return None
+    best, best_step = val.values[lowest], val.steps[lowest]
+    last = min(val.values[-2:])
+    if last - best <= max(RISE * abs(best), NOISE * _noise(val)):
+        return None
+    before, after = _near(train, best_step), _near(train, val.steps[-1])
+    error = standard_error(train.noise, len(before), len(after))
+    before_loss, after_loss = median(before.values), median(after.values)
+    # what training still wins may be less than its noise at the end, where the loss is near zero
+    if after_loss >= before_loss or (before_loss - after_loss < error and after_loss > 0.5 * best):
+        return None
+    return Finding(
+        name="overfitting",
+        severity="critical",
+        meaning=f"since step {best_step:,} the validation loss rises and the training loss falls: it learns by heart",
+        evidence=(
+            Evidence(f"lowest {val.name}", best, best_step, best_step),
+            Evidence(f"last {val.name}", val.values[-1], val.steps[-1], val.steps[-1]),
+            Evidence(f"median of {train.name}", before_loss, before.steps[0], before.steps[-1]),
+            Evidence(f"median of {train.name}", after_loss, after.steps[0], after.steps[-1]),
+        ),
+        causes=(
+            Cause(
+                "more steps than the data is good for",
+                run.test(
+                    f"trainer.max_steps={best_step}",
+                    f"stop at the lowest validation loss, about step {best_step:,}",
+                ),
+            ),
+            Cause(
+                "too little data or regularization for a model of this size",
+                run.test(
+                    run.setting("model.dropout", 0.1), "dropout, weight decay, augmentation, more data, a smaller model"
+                ),
+            ),
+            Cause(
+                "validation data of another kind than the training data",
+                run.test("debug=overfit", "validate on a part of the training files that is held out at random"),
+            ),
+        ),
+    )
+
+
+def find_easier_validation(run: Run) -> Finding | None:
+    """Find a validation loss below the training loss by more than noise, and not only at the start."""
+    val, train = run.curves["val_loss"].finite, run.curves["loss"].finite
+    if len(val) < MIN_VALIDATIONS or len(train) < 10 * MIN_VALIDATIONS:
+        return None
+    gaps, steps = [], []
+    for step, value in list(zip(val.steps, val.values, strict=True))[len(val) // 2 :]:
+        near = _near(train, step)
+        level = median(near.values)
+        # the mean over an epoch, or over rows in which the loss was still falling, lags behind
+        lag = max(0.0, median(near.values[: len(near) // 2] or near.values) - level)
+        error = standard_error(train.noise, len(near))
+        gaps.append((level - value - lag - 2 * error) / abs(level) if level else 0.0)
+        steps.append(step)
+    if not gaps or min(gaps) <= EASIER:
+        return None
+    last = _near(train, val.steps[-1])
+    return Finding(
+        name="easier_validation",
+        severity="warning",
+        meaning="validation is better than training by more than noise: the two losses do not measure the same thing",
+        evidence=(
+            Evidence(f"median of {train.name}", median(last.values), last.steps[0], last.steps[-1]),
+            Evidence(f"last {val.name}", val.values[-1], val.steps[-1], val.steps[-1]),
+            Evidence("smallest gap, of the training loss,", min(gaps), steps[0], steps[-1]),
+        ),
+        causes=(
+            Cause(
+                "dropout, augmentation, noise or label smoothing in training only: harmless",
+                run.test("label_smoothing=0", "validate on training samples: with the same gap, it is this"),
+            ),
+            Cause(
+                "the validation split is easier, or too small",
+                run.test("eval_samples=null", "split at random, by source and date; compare two halves of the split"),
+            ),
+            Cause(
+                "validation samples are among the training samples",
+                run.test(
+                    f"mode=evaluate resume={run.folder}",
+                    "search the training data for exact and near copies of ten of them",
+                ),
+            ),
+        ),
+    )
+
+
+def find_no_validation(run: Run) -> Finding | None:
+    """Find a run with validations planned or logged, and not one value."""
+    val = run.curves.get("val_loss")
+    every, ended = run.number("eval_every"), run.status is not None
+    loss = run.curves.get("loss")
+    is_lost = loss is not None and not math.isfinite(loss.values[-1])  # it diverged: no validation would be finite
+    is_empty = val is not None and not len(val.finite) and not is_lost
+    is_late = val is None and ended and every is not None and every > run.last_step
+    if not (is_empty or is_late):
+        return None
+    if val is not None:
+        evidence = Evidence(val.name, val.values[-1], val.steps[0], val.steps[-1])
+    else:
+        evidence = Evidence("eval_every", every or 0.0, run.first_step, run.last_step)
+    return Finding(
+        name="never_validated",
+        severity="warning" if is_empty else "note",
+        meaning="there is no validation loss: overfitting and the best checkpoint remain unknown",
+        evidence=(evidence,),
+        causes=(
+            Cause(
+                "the interval is longer than the run, or the split is empty",
+                run.test(f"eval_every={max(1, run.last_step // 10)}", "validate ten times a run"),
+            ),
+        ),
+    )
+
+
+def _noise(val: Curve) -> float:
+    """Return the noise of single validations: from second differences, which a curved course does not change."""
+    values = val.values
+    seconds = [abs(a - 2 * b + c) for a, b, c in zip(values, values[1:], values[2:], strict=False)]
+    return 1.4826 * median(seconds) / 6**0.5 if seconds else 0.0
+
+
+def _near(train: Curve, step: int) -> Curve:
+    """Return the rows of training up to a validation, at most 40 and at most a tenth of all."""
+    end = max(1, bisect_right(train.steps, step))
+    first = max(0, end - max(3, min(NEAREST, len(train) // 10)))
+    return Curve(train.name, train.steps[first:end], train.values[first:end])

@@ -1,0 +1,195 @@
+"""Symptoms of gradients: clipped at every step, growing, lost to float16, steps skipped."""
+
+import math
+from statistics import mean, median
+
+from .curve import Curve, standard_error, trend
+from .finding import Cause, Evidence, Finding
+from .run import Run
+
+MIN_POINTS = 30
+CLIPPED = 0.95  # of the steps of the second half: runs that clip outliers stay below a half
+# Times the norm is above the threshold: a ResNet that is clipped to a fifth of its norm at every step learns as usual
+ABOVE_THRESHOLD = 10.0
+# Of the norm over the last two thirds, and Kendall's tau over ten parts: chance gives such a tau once in 300 runs
+GROWTH, RISING = 3.0, 0.7
+FALL_OF_LOSS = 0.01  # a loss that falls by more is worth a growing norm
+HALVINGS = 6  # of the loss scale, net: 65,536 settles after two or three
+OVERFLOWS = 0.05  # of the steps: one in 2,000 is usual, when the scale is doubled
+SKIPPED = 0.01  # of the steps
+
+
+def find_constant_clipping(run: Run) -> Finding | None:
+    """Find a run whose gradients are clipped at almost every step, far below their norm."""
+    fractions = run.curves["clipped_fraction"].finite
+    if len(fractions) < MIN_POINTS:
+        return None
+    half = fractions.part(0.5, 1)
+    clipped = mean(half.values)
+    if clipped < CLIPPED:
+        return None
+    threshold, norms = _get_threshold(run), run.curves["grad_norm"].finite
+    if threshold is None or not len(norms):
+        return None
+    last = norms.part(0.5, 1)
+    norm = median(last.values)
+    if norm < ABOVE_THRESHOLD * threshold:
+        return None
+    limit = f"{2 * norm:.2g}"
+    return Finding(
+        name="clipped_every_step",
+        severity="warning",
+        meaning="every step is clipped far below its norm: the length of the gradient, and with SGD the rate, is lost",
+        evidence=(
+            Evidence(f"mean of {fractions.name}", clipped, half.steps[0], half.steps[-1]),
+            Evidence(f"median of {norms.name}", norm, last.steps[0], last.steps[-1]),
+            Evidence("clipped to", threshold, last.steps[0], last.steps[-1]),
+        ),
+        causes=(
+            Cause(
+                "the threshold is below the usual norm",
+                run.test(f"trainer.gradient_clip_val={limit}", f"clip at {limit}, twice the median norm"),
+            ),
+            Cause(
+                "the threshold was chosen for another model or batch size",
+                run.test("clipping=quantile trainer.gradient_clip_val=null", "clip at a quantile of recent norms"),
+            ),
+            Cause(
+                "the norm is that of a sum over tokens, not of a mean",
+                run.test("debug=overfit", "check what the loss is divided by: samples, tokens, micro-batches"),
+            ),
+        ),
+    )
+
+
+def _get_threshold(run: Run) -> float | None:
+    curve = run.curves.get("clip_threshold")
+    if curve is not None and len(curve.finite):
+        return median(curve.finite.values)
+    return run.number("trainer.gradient_clip_val") or run.number("gradient_clip_val")
+
+
+def find_rising_norm(run: Run) -> Finding | None:
+    """Find a gradient norm that grows all the time while the loss does not fall."""
+    norms, loss = run.curves["grad_norm"].finite, run.curves["loss"].finite
+    if len(norms) < 2 * MIN_POINTS or len(loss) < 2 * MIN_POINTS:
+        return None
+    late = norms.part(1 / 3, 1)
+    blocks = late.blocks(10)
+    first, last = blocks[0], blocks[-1]
+    if first.median <= 0 or last.median < GROWTH * first.median or trend([block.median for block in blocks]) < RISING:
+        return None
+    ends = loss.between(late.steps[0], late.steps[-1])
+    if len(ends) < MIN_POINTS:
+        return None
+    before, after = ends.part(0, 0.2).block(), ends.part(0.8, 1).block()
+    error = standard_error(loss.noise, before.num_points, after.num_points)
+    if before.median - after.median > max(2 * error, FALL_OF_LOSS * abs(before.median)):
+        return None
+    return Finding(
+        name="gradient_norm_rising",
+        severity="warning",
+        meaning="the gradient norm grows and the loss does not fall: divergence is near",
+        evidence=(
+            Evidence(f"median of {norms.name}", first.median, first.first_step, first.last_step),
+            Evidence(f"median of {norms.name}", last.median, last.first_step, last.last_step),
+            Evidence(f"median of {loss.name}", before.median, before.first_step, before.last_step),
+            Evidence(f"median of {loss.name}", after.median, after.first_step, after.last_step),
+        ),
+        causes=(
+            Cause("the learning rate is too high", run.test(run.scaled("optimizer.lr", 0.3), "a third of the rate")),
+            Cause(
+                "weights or logits grow without a limit",
+                run.test("z_loss=1e-4", "weight decay; log the norm of the logits"),
+            ),
+            Cause(
+                "numbers of too few bits",
+                run.test("precision=32-true", "repeat the last steps in float32"),
+            ),
+        ),
+    )
+
+
+def find_collapsing_scale(run: Run) -> Finding | None:
+    """Find a loss scale of float16 that is halved again and again: gradients are not finite, steps are lost."""
+    scale = run.curves["loss_scale"].finite
+    positive = [value for value in scale.values if value > 0]
+    if len(positive) < 3:
+        return None
+    halvings = math.log2(max(positive) / positive[-1])
+    late = scale.part(0.5, 1)
+    still = late.values[-1] < late.values[0]
+    lost = _count_lost(run.curves.get("overflow_steps"))
+    steps = run.last_step - run.first_step + 1
+    is_low = halvings >= HALVINGS and (still or positive[-1] <= 2)
+    is_often = lost is not None and lost > max(HALVINGS, OVERFLOWS * steps)
+    if not (is_low or is_often):
+        return None
+    largest = scale.values.index(max(positive))
+    evidence = [
+        Evidence(f"largest {scale.name}", max(positive), scale.steps[largest], scale.steps[largest]),
+        Evidence(f"last {scale.name}", positive[-1], scale.steps[-1], scale.steps[-1]),
+    ]
+    if lost is not None:
+        evidence.append(Evidence("steps lost to overflow", lost, run.first_step, run.last_step))
+    return Finding(
+        name="loss_scale_collapsing",
+        severity="critical",
+        meaning="gradients overflow float16 again and again: the loss scale is halved each time, and the step is lost",
+        evidence=tuple(evidence),
+        causes=(
+            Cause(
+                "the model needs the range of bfloat16 or float32",
+                run.test("precision=bf16-mixed", "bfloat16, or float32 for a hundred steps"),
+            ),
+            Cause(
+                "one operation gives NaN or inf, whatever the scale",
+                run.test("precision=32-true debug=nan", "torch.autograd.set_detect_anomaly(True) in float32"),
+            ),
+            Cause(
+                "the loss is a sum, or multiplied by a large weight",
+                run.test("z_loss=0", "divide the loss by its number of targets"),
+            ),
+        ),
+    )
+
+
+def find_skipped_steps(run: Run) -> Finding | None:
+    """Find steps that a callback skipped or rolled back, and losses that are not finite but not the last."""
+    loss = run.curves["loss"]
+    steps = run.last_step - run.first_step + 1
+    evidence = []
+    for role, event, what in (("skipped_steps", "skip", "skipped steps"), ("rollbacks", "rollback", "rollbacks")):
+        at = [
+            step for entry in run.events if entry.get("event") == event and isinstance(step := entry.get("step"), int)
+        ]
+        lost = _count_lost(run.curves.get(role))
+        lost = float(len(at)) if lost is None else lost
+        if lost > (0 if role == "rollbacks" else max(2.0, SKIPPED * steps)):
+            first, last = (min(at), max(at)) if at else (run.first_step, run.last_step)
+            evidence.append(Evidence(what, lost, first, last))
+    broken = [step for step, value in zip(loss.steps, loss.values, strict=True) if not math.isfinite(value)]
+    if broken and broken[-1] != loss.steps[-1]:
+        evidence.append(Evidence(f"rows of {loss.name} that are NaN or inf", len(broken), broken[0], broken[-1]))
+    if not evidence:
+        return None
+    return Finding(
+        name="steps_lost",
+        severity="warning",
+        meaning="steps were skipped, rolled back or had no finite loss: the run goes on, but something is wrong",
+        evidence=tuple(evidence),
+        causes=(
+            Cause(
+                "a batch that gives NaN, inf or an extreme loss",
+                run.test(
+                    f"mode=replay resume={run.folder}", "save such a batch and repeat its forward pass in float32"
+                ),
+            ),
+            Cause("the learning rate is too high", run.test(run.scaled("optimizer.lr", 0.5), "half the rate")),
+        ),
+    )
+
+
+def _count_lost(curve: Curve | None) -> float | None:
+    """Return the last value of a count since the beginning; None if it is not logged."""
+    return None if curve is None or not len(curve.finite) else curve.finite.values[-1]

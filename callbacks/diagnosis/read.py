@@ -1,0 +1,160 @@
+"""Read a run folder or any metrics.csv, as others leave it: gaps, NaN, repeated headers, a last line cut off."""
+
+import csv
+import io
+import json
+import math
+from collections.abc import Mapping
+from itertools import pairwise
+from pathlib import Path
+from statistics import median
+from typing import Any
+
+from .run import Points, Run, make_run
+
+METRICS = "metrics.csv"
+_STEP_COLUMNS = ("step", "global_step", "trainer/global_step", "_step", "iteration", "iter")
+_GAP = 10  # times the usual distance between rows
+
+
+def read_run(path: Path, *, steps_per_epoch: float | None = None) -> Run:
+    """Read the curves of a run, and `config.yaml` or `hparams.yaml`, `summary.json` and `events.jsonl` beside them.
+
+    Args:
+        path: A folder with a `metrics.csv`, or a file of that kind under any name.
+        steps_per_epoch: Optimizer steps of an epoch; None: from the columns.
+
+    Raises:
+        FileNotFoundError: There is no such file.
+        ValueError: It is empty, no table, or has no column of steps or no numbers.
+    """
+    table = path / METRICS if path.is_dir() else path
+    points, notes = read_points(table)
+    folder = table.parent
+    summary = _read_json(folder / "summary.json")
+    return make_run(
+        points,
+        folder=folder,
+        config=_read_yaml(folder / "config.yaml") or _read_yaml(folder / "hparams.yaml"),
+        status=str(summary["status"]) if "status" in summary else None,
+        events=_read_lines(folder / "events.jsonl"),
+        steps_per_epoch=steps_per_epoch,
+        notes=notes,
+    )
+
+
+def read_points(path: Path) -> tuple[Points, list[str]]:
+    """Read the filled cells of every column by step; also what was unusual, a sentence each.
+
+    Raises:
+        FileNotFoundError: There is no such file.
+        ValueError: It is empty, no table, or has no column of steps or no numbers.
+    """
+    if not path.exists():
+        raise FileNotFoundError(f"there is no {path.name} in {path.parent}")
+    text = path.read_bytes().decode("utf-8-sig", errors="replace")
+    if not text.strip():
+        raise ValueError(f"{path} is empty")
+    if "\0" in text:
+        raise ValueError(f"{path} is no text")
+    lines = text.splitlines(keepends=True)
+    rows = list(csv.reader(io.StringIO("".join(lines), newline="")))
+    header = [name.strip() for name in rows[0]]
+    step_column = next((header.index(name) for name in _STEP_COLUMNS if name in header), None)
+    if step_column is None:
+        shown = ", ".join(header[:8])[:120]
+        raise ValueError(f"{path} has no column of steps ({', '.join(_STEP_COLUMNS)}); its first line is {shown!r}")
+    columns, notes = _collect(rows[1:], header, step_column)
+    if not columns:
+        raise ValueError(f"{path} has no row with a number")
+    return columns, [*notes, *_describe_gaps(columns)]
+
+
+def _collect(rows: list[list[str]], header: list[str], step_column: int) -> tuple[Points, list[str]]:
+    """Return each column's values by ascending step, the later row of a step counts; and notes."""
+    columns: dict[str, dict[int, float]] = {}
+    repeated = cut = unreadable = backwards = 0
+    previous = -math.inf
+    for number, row in enumerate(rows):
+        if [cell.strip() for cell in row] == header:
+            repeated += 1
+            continue
+        if len(row) != len(header):
+            # a run that was killed, or one that is running, leaves a part of a line
+            cut, unreadable = cut + (number == len(rows) - 1), unreadable + (0 < number < len(rows) - 1 and bool(row))
+            continue
+        step = _parse(row[step_column])
+        if step is None or not math.isfinite(step):
+            unreadable += 1
+            continue
+        backwards += step < previous
+        previous = step
+        for name, cell in zip(header, row, strict=True):
+            if name != header[step_column] and cell.strip() and (value := _parse(cell)) is not None:
+                columns.setdefault(name, {})[int(step)] = value
+    notes = []
+    if repeated:
+        notes.append(f"the header is repeated {repeated} times")
+    if cut:
+        notes.append("the last line is cut off and was left out")
+    if unreadable:
+        notes.append(f"{unreadable} lines are no rows of this table and were left out")
+    if backwards:
+        notes.append(f"the steps go back {backwards} times; of a step that is there twice, the later row counts")
+    return {name: sorted(points.items()) for name, points in columns.items()}, notes
+
+
+def _parse(cell: str) -> float | None:
+    """Return a cell as a number, None for text; NaN and inf are numbers."""
+    try:
+        return float(cell)
+    except ValueError:
+        return None
+
+
+def _describe_gaps(columns: Points) -> list[str]:
+    steps = sorted({step for column in columns.values() for step, _ in column})
+    distances = [after - before for before, after in pairwise(steps)]
+    if len(distances) < 10:
+        return []
+    usual = median(distances)
+    gaps = [(a, b) for a, b in pairwise(steps) if b - a > _GAP * usual]
+    if not gaps:
+        return []
+    first, last = gaps[0]
+    return [f"{len(gaps)} gaps between rows, the first from step {first:,} to {last:,}"]
+
+
+def _read_json(path: Path) -> Mapping[str, Any]:
+    """Return a JSON object; empty if there is none or it is not complete."""
+    try:
+        value = json.loads(path.read_text(encoding="utf-8", errors="replace")) if path.is_file() else {}
+    except json.JSONDecodeError:  # a run that is being written
+        return {}
+    return value if isinstance(value, dict) else {}
+
+
+def _read_lines(path: Path) -> list[Mapping[str, Any]]:
+    """Return the JSON objects of a file, one a line; a line that is not complete is left out."""
+    found: list[Mapping[str, Any]] = []
+    for line in path.read_text(encoding="utf-8", errors="replace").splitlines() if path.is_file() else []:
+        try:
+            value = json.loads(line)
+        except json.JSONDecodeError:  # the last line of a run that was killed
+            continue
+        if isinstance(value, dict):
+            found.append(value)
+    return found
+
+
+def _read_yaml(path: Path) -> Mapping[str, Any]:
+    """Return settings; empty if there are none, or they have tags that only their own program reads."""
+    if not path.is_file():
+        return {}
+    import yaml  # a dependency of Lightning
+
+    try:
+        value = yaml.safe_load(path.read_text(encoding="utf-8", errors="replace"))
+    except yaml.YAMLError:
+        return {}
+    return value if isinstance(value, dict) else {}

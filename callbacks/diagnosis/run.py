@@ -1,0 +1,199 @@
+"""A run as the symptoms see it: curves by what they mean, whatever their column is called, and the settings it had."""
+
+import fnmatch
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from itertools import pairwise
+from pathlib import Path
+from statistics import median
+from typing import Any
+
+from .curve import Curve
+
+_MISSING = object()
+_STATUS_OF_EVENT = {"end": "finished", "stop": "stopped", "preempted": "preempted"}
+
+Points = Mapping[str, Sequence[tuple[int, float]]]  # by column
+
+# Columns of a role, separated by blanks; the first that exists counts. Lower case, `*` matches anything.
+_COLUMNS = {
+    "loss": "train/loss train/loss_step train_loss train_loss_step loss loss_step training_loss train/loss_epoch"
+    " train_loss_epoch loss/train",
+    "val_loss": "val/loss val_loss val/loss_epoch val_loss_epoch valid_loss valid/loss validation_loss validation/loss"
+    " eval/loss eval_loss loss/val loss/valid",
+    "learning_rate": "lr learning_rate train/lr train/learning_rate lr-* lr/*",
+    "grad_norm": "grad/norm grad_norm train/grad_norm gradient_norm grad_norm_step grad_*_norm_total",
+    "clipped_fraction": "grad/clipped_fraction",
+    "clip_threshold": "grad/clip_threshold",
+    "speed": "throughput/tokens_per_second throughput/samples_per_second tokens_per_second tokens_per_sec tokens/s"
+    " samples_per_second samples_per_sec *device/items_per_sec *device/samples_per_sec",
+    "step_seconds": "time/step_seconds step_seconds step_time iter_time batch_time",
+    "data_wait": "time/data_wait_fraction data_wait_fraction",
+    "loss_scale": "precision/loss_scale loss_scale grad_scale scaler/scale",
+    "overflow_steps": "precision/overflow_steps overflow_steps",
+    "skipped_steps": "spike/skipped_steps",
+    "rollbacks": "spike/rollbacks",
+    "memory": "memory/host_peak_gib",
+    "device_memory": "memory/allocated_peak_gib",
+    "epoch": "epoch trainer/epoch train/epoch",
+    "samples": "train/samples",
+}
+ROLES = {role: tuple(columns.split()) for role, columns in _COLUMNS.items()}
+DESCRIBED = {
+    "loss": "training loss",
+    "val_loss": "validation loss",
+    "learning_rate": "learning rate",
+    "grad_norm": "gradient norm",
+    "clipped_fraction": "fraction of clipped steps",
+    "speed": "speed",
+    "data_wait": "time waited for data",
+    "loss_scale": "loss scale",
+    "memory": "memory",
+    "epoch": "epoch",
+}
+
+
+@dataclass(frozen=True, kw_only=True)
+class Run:
+    """What is known about a run.
+
+    Attributes:
+        curves: By role; a metric that was not logged is absent.
+        folder: Where it is.
+        config: The settings; empty if unknown.
+        status: How it ended; None if unknown.
+        events: What happened at single steps, in their order.
+        epoch_starts: The first step of every epoch after the first; empty if unknown.
+        notes: What is unusual about its files, a sentence each.
+    """
+
+    curves: Mapping[str, Curve]
+    folder: Path
+    config: Mapping[str, Any] = field(default_factory=dict)
+    status: str | None = None
+    events: Sequence[Mapping[str, Any]] = ()
+    epoch_starts: Sequence[int] = ()
+    notes: Sequence[str] = ()
+
+    @property
+    def is_recipe(self) -> bool:
+        """Whether train.py wrote it, so that its settings can be named."""
+        return isinstance(self.config.get("mode"), Mapping) and "trainer" in self.config
+
+    @property
+    def first_step(self) -> int:
+        """The first step of any curve."""
+        return min(curve.steps[0] for curve in self.curves.values())
+
+    @property
+    def last_step(self) -> int:
+        """The last step of any curve."""
+        return max(curve.steps[-1] for curve in self.curves.values())
+
+    @property
+    def num_classes(self) -> int | None:
+        """Size of the vocabulary or number of classes, from the config."""
+        for key in ("model.vocab_size", "model.num_classes", "vocab_size", "num_classes"):
+            value = self.number(key)
+            if value is not None and value >= 2:
+                return int(value)
+        return None
+
+    def number(self, key: str) -> float | None:
+        """Return a setting by its name with dots; None if there is none or it is no number."""
+        value = self._find(key)
+        return float(value) if isinstance(value, (int, float)) and not isinstance(value, bool) else None
+
+    def test(self, override: str | None, plain: str) -> str:
+        """Return what to type in a run of train.py, and plain words for any other.
+
+        Args:
+            override: Overrides; None: the run has no such setting.
+            plain: For a project with settings of its own.
+        """
+        return override if self.is_recipe and override is not None else plain
+
+    def setting(self, key: str, value: object) -> str | None:
+        """Return an override of a setting that the run has; None if it has not."""
+        return f"{key}={value}" if self._find(key) is not _MISSING else None
+
+    def scaled(self, key: str, factor: float, *, at_least: float = 0.0) -> str | None:
+        """Return an override of a setting times a factor, whole if it was; None if it is no positive number."""
+        value = self.number(key)
+        if value is None or not value * factor > 0:
+            return None
+        product = max(value * factor, at_least)
+        return f"{key}={round(product)}" if isinstance(self._find(key), int) else f"{key}={product:.3g}"
+
+    def _find(self, key: str) -> Any:
+        node: Any = self.config
+        for name in key.split("."):
+            if not isinstance(node, Mapping) or name not in node:
+                return _MISSING
+            node = node[name]
+        return node
+
+
+def make_run(
+    points: Points,
+    *,
+    folder: Path,
+    config: Mapping[str, Any] | None = None,
+    status: str | None = None,
+    events: Sequence[Mapping[str, Any]] = (),
+    steps_per_epoch: float | None = None,
+    notes: Sequence[str] = (),
+) -> Run:
+    """Return a run of columns by their names.
+
+    Args:
+        points: Steps and values of each column, in the order of steps.
+        folder: Where it is, for commands that name it.
+        config: Its settings.
+        status: How it ended; None: as the last event says.
+        events: What happened at single steps.
+        steps_per_epoch: Optimizer steps of an epoch; None: from the column of epochs, or the number of samples.
+        notes: What is unusual about its files.
+    """
+    curves = {role: curve for role in ROLES if (curve := _find_curve(points, ROLES[role])) is not None}
+    run = Run(curves=curves, folder=folder, config=config or {}, events=events, notes=notes)
+    if status is None and events:
+        status = _STATUS_OF_EVENT.get(str(events[-1].get("event")))
+    return replace(run, status=status, epoch_starts=_find_epoch_starts(run, steps_per_epoch))
+
+
+def _find_curve(points: Points, patterns: Sequence[str]) -> Curve | None:
+    for pattern in patterns:
+        for name, column in points.items():
+            if column and (name.lower() == pattern or ("*" in pattern and fnmatch.fnmatchcase(name.lower(), pattern))):
+                rows = sorted(dict(column).items())  # of a step that was repeated, the later row
+                return Curve(name, [step for step, _ in rows], [value for _, value in rows])
+    return None
+
+
+def _find_epoch_starts(run: Run, steps_per_epoch: float | None) -> list[int]:
+    """Return the first step of every epoch after the first."""
+    loss = run.curves.get("loss")
+    if loss is None:
+        return []
+    epochs = run.curves.get("epoch")
+    if steps_per_epoch is None and epochs is not None:
+        values = epochs.finite
+        pairs = zip(values.steps, values.values, values.values[1:], values.steps[1:], strict=False)
+        return [after for _, epoch, following, after in pairs if int(following) > int(epoch)]
+    steps_per_epoch = steps_per_epoch or _count_steps_per_epoch(run)
+    if not steps_per_epoch:
+        return []
+    first = loss.steps[0]  # 0 in Lightning's own logger, 1 in ours
+    count = int((loss.steps[-1] - first) / steps_per_epoch)
+    return [first + round(number * steps_per_epoch) for number in range(1, count + 1)]
+
+
+def _count_steps_per_epoch(run: Run) -> float | None:
+    """Return the samples of the data set over those of a step; None if either is unknown."""
+    size, consumed = run.number("data.num_samples"), run.curves.get("samples")
+    if size is None or consumed is None or len(consumed) < 3:
+        return None
+    points = list(zip(consumed.steps, consumed.values, strict=True))
+    rates = [(w - v) / (t - s) for (s, v), (t, w) in pairwise(points) if t > s]
+    return size / median(rates) if rates and median(rates) > 0 else None

@@ -1,0 +1,142 @@
+"""Symptoms of time and memory: slower and slower, waiting for data, memory that grows."""
+
+from itertools import pairwise
+from statistics import median, quantiles
+
+from .curve import Curve, scatter_around_line, trend
+from .finding import Cause, Evidence, Finding
+from .run import Run
+
+MIN_POINTS = 40
+SKIPPED_START = 0.1  # of the rows: caches fill, kernels are chosen
+NUM_BLOCKS = 8
+SLOWER = 0.1  # of the speed
+STEADY = 0.7  # Kendall's tau over eight parts: noise gives it once in a hundred runs
+ABOVE_SCATTER = 3.0  # times the scatter of the parts around a line
+ONE_STEP = 0.6  # of what was lost, between two parts: other work on the machine begins and ends at once
+WAITING = 0.1  # of a step, in three rows of four: the threshold of BottleneckMonitor
+GROWTH = 0.1  # of the memory over the last half of the run
+GROWTH_GIB = 0.1
+GROWING_PARTS = 4  # of five
+
+
+def find_slowdown(run: Run) -> Finding | None:
+    """Find a speed that falls steadily over the run."""
+    curve, sign = _get_speed(run)
+    if curve is None or len(curve) < MIN_POINTS:
+        return None
+    blocks = curve.part(SKIPPED_START, 1).blocks(NUM_BLOCKS)
+    speeds = [block.median if sign > 0 else 1 / block.median for block in blocks]
+    lost = 1 - speeds[-1] / speeds[0]
+    scatter = scatter_around_line(speeds) / speeds[0]
+    largest = max(before - after for before, after in pairwise(speeds)) / speeds[0]
+    if lost < SLOWER or trend(speeds) > -STEADY or lost < ABOVE_SCATTER * scatter or largest > ONE_STEP * lost:
+        return None
+    first, last = blocks[0], blocks[-1]
+    evidence = [
+        Evidence(f"median of {curve.name}", first.median, first.first_step, first.last_step),
+        Evidence(f"median of {curve.name}", last.median, last.first_step, last.last_step),
+    ]
+    wait = run.curves.get("data_wait")
+    if wait is not None and len(wait.finite) >= MIN_POINTS:
+        late = wait.finite.part(0.9, 1).block()
+        evidence.append(Evidence(f"median of {wait.name}", late.median, late.first_step, late.last_step))
+    return Finding(
+        name="slowing_down",
+        severity="warning",
+        meaning=f"the run lost {lost:.0%} of its speed, little by little: something grows with its length",
+        evidence=tuple(evidence),
+        causes=(
+            Cause(
+                "the data source becomes slower: a list that is searched, a file read from its start, a full cache",
+                run.test("loader.num_workers=4", "time the loader alone, over as many batches"),
+            ),
+            Cause(
+                "something is kept from every step: graphs, losses with their graph, logs",
+                run.test("profile=3", "profile a step at the start and one at the end; log `.item()`"),
+            ),
+            Cause("the device gets hot, or other work begins", "watch its clock and temperature: `nvidia-smi dmon`"),
+        ),
+    )
+
+
+def _get_speed(run: Run) -> tuple[Curve | None, int]:
+    """Return the curve of speed or of step time, and whether more is better."""
+    for role, sign in (("speed", 1), ("step_seconds", -1)):
+        curve = run.curves.get(role)
+        if curve is not None and len(curve.finite) and min(curve.finite.values) > 0:
+            return curve.finite, sign
+    return None, 1
+
+
+def find_data_wait(run: Run) -> Finding | None:
+    """Find a run that waits for data in most of its steps."""
+    wait = run.curves["data_wait"].finite
+    if len(wait) < MIN_POINTS:
+        return None
+    half = wait.part(0.5, 1)
+    lower = quantiles(half.values, n=4)[0]
+    if lower < WAITING:
+        return None
+    typical = median(half.values)
+    workers = run.number("loader.num_workers")
+    return Finding(
+        name="waiting_for_data",
+        severity="warning",
+        meaning=f"{typical:.0%} of a step is spent waiting for data: the device is idle for so long",
+        evidence=(
+            Evidence(f"median of {wait.name}", typical, half.steps[0], half.steps[-1]),
+            Evidence(f"lower quartile of {wait.name}", lower, half.steps[0], half.steps[-1]),
+        ),
+        causes=(
+            Cause(
+                "too few loader processes",
+                run.test(
+                    f"loader.num_workers={int(2 * workers) if workers else 4}",
+                    "num_workers=4 or more, persistent_workers=True",
+                ),
+            ),
+            Cause(
+                "samples are decoded, tokenized or augmented at every use",
+                run.test("data=random_tokens", "random tensors as data: with the wait gone, it is the source"),
+            ),
+            Cause("a slow disk or network", "copy the data to a local disk"),
+        ),
+    )
+
+
+def find_growing_memory(run: Run) -> Finding | None:
+    """Find memory that still grows in all of the last half of the run."""
+    for role in ("device_memory", "memory"):
+        curve = run.curves.get(role)
+        if curve is None or len(curve.finite) < MIN_POINTS:
+            continue
+        blocks = curve.finite.part(0.4, 1).blocks(6)
+        first, last = blocks[0], blocks[-1]
+        growth = last.median - first.median
+        steps_up = sum(b.median > a.median + 0.05 * growth for a, b in pairwise(blocks))
+        if growth < max(GROWTH * first.median, GROWTH_GIB) or steps_up < GROWING_PARTS:
+            continue
+        return Finding(
+            name="memory_growing",
+            severity="warning",
+            meaning="memory grows all through the run: it will run out",
+            evidence=(
+                Evidence(f"median of {curve.name}", first.median, first.first_step, first.last_step),
+                Evidence(f"median of {curve.name}", last.median, last.first_step, last.last_step),
+            ),
+            causes=(
+                Cause(
+                    "a list of losses or outputs that keeps their graphs",
+                    run.test(
+                        "callbacks=[grad_norm,memory] callbacks.memory.record_history=true",
+                        "append `loss.item()`, not `loss`; clear lists at the end of an epoch",
+                    ),
+                ),
+                Cause(
+                    "loader processes copy a large Python list, page by page",
+                    run.test("loader.num_workers=0", "num_workers=0; hold the list as an array"),
+                ),
+            ),
+        )
+    return None

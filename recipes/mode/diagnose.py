@@ -1,0 +1,86 @@
+"""Print what is wrong with runs, from their curves. Reads files and builds nothing: a fraction of a second per run."""
+
+import glob
+import json
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any
+
+from recipes.config.compose import Composed
+from recipes.errors import ConfigError, escape_controls
+from recipes.mode.report import find_runs
+from recipes.run_folder import METRICS_FILE, write_atomically
+from recipes.runtime.console import LOGGER
+
+_FIX = f"mode.runs=[<a run folder, or a file like {METRICS_FILE}>]"
+
+
+def diagnose(
+    composed: Composed,
+    *,
+    runs: list[str] | str,
+    path: str | None,
+    steps_per_epoch: float | None,
+    diagnose_run: Callable[..., Any],
+) -> int:
+    """Log the findings of each run, and write them as JSON.
+
+    Args:
+        composed: Unused: the runs have configs of their own.
+        runs: Run folders, globs, folders that contain run folders, or files with a column of steps.
+        path: A JSON file for the findings of all runs; None: write nothing.
+        steps_per_epoch: Optimizer steps of an epoch; None: as the column `epoch` says, if there is one.
+        diagnose_run: `(path, steps_per_epoch=)` -> a diagnosis, with `lines()` and `as_dict()`.
+
+    Returns:
+        The exit code, 0, whatever was found.
+
+    Raises:
+        ConfigError: One of `runs` names no run or no table of metrics.
+        OSError: `path` cannot be written.
+    """
+    del composed
+    if steps_per_epoch is not None and not steps_per_epoch > 0:
+        raise ConfigError(
+            f"mode.steps_per_epoch={steps_per_epoch}", "an epoch has at least one step", "mode.steps_per_epoch=null"
+        )
+    found: dict[str, Any] = {}
+    for run in _find_tables([runs] if isinstance(runs, str) else runs):
+        try:
+            diagnosis = diagnose_run(run, steps_per_epoch=steps_per_epoch)
+        except (OSError, ValueError) as error:
+            raise ConfigError(f"mode.runs=[{run}]", str(error), _FIX) from error
+        LOGGER.info(escape_controls(f"{run}:"))
+        for line in diagnosis.lines():
+            LOGGER.info(escape_controls(f"  {line}"))
+        found[str(run)] = diagnosis.as_dict()
+    if path is not None:
+        write_atomically(Path(path).expanduser(), json.dumps(found, indent=2) + "\n")
+    return 0
+
+
+def _find_tables(patterns: Sequence[str]) -> list[Path]:
+    """Return the folders and files that the patterns name, each once; log which runs have logged nothing yet.
+
+    Raises:
+        ConfigError: There is no pattern, one names no run, or no run has metrics.
+    """
+    if not patterns:
+        raise ConfigError("mode.runs=[]", "no run is named", "mode.runs=[logs/<name>]")
+    found = [path for pattern in patterns for path in _expand(pattern)]
+    tables = [path for path in found if path.is_file() or (path / METRICS_FILE).is_file()]
+    if not tables:
+        raise ConfigError(f"mode.runs=[{','.join(patterns)}]", f"no run in it has a {METRICS_FILE}", _FIX)
+    for path in found:
+        if path not in tables:
+            LOGGER.info(escape_controls(f"{path}: no {METRICS_FILE} yet"))
+    return list({path.resolve(): path for path in tables}.values())
+
+
+def _expand(pattern: str) -> list[Path]:
+    """Return the files and run folders that one path or glob names."""
+    expanded = str(Path(pattern).expanduser())
+    matches = [Path(expanded)] if Path(expanded).exists() else sorted(map(Path, glob.glob(expanded)))
+    files = [match for match in matches if match.is_file()]
+    folders = [str(match) for match in matches if not match.is_file()]
+    return [*files, *find_runs(folders or [pattern])] if folders or not files else files

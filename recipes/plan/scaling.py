@@ -1,0 +1,164 @@
+"""Memory, time and price of the same run on more and more ranks, under every strategy: on paper, up to thousands."""
+
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
+from itertools import pairwise
+from typing import Any
+
+from recipes.config.compose import Composed, Config
+from recipes.errors import ConfigError
+from recipes.numerics.accumulation import divide
+from recipes.plan.advice import with_overrides
+from recipes.plan.hardware import GIB, Cluster
+from recipes.plan.plan import make_plan
+from recipes.plan.roofline import Rates
+
+STRATEGIES = ("ddp", "deepspeed_stage_1", "deepspeed_stage_2", "deepspeed_stage_3", "fsdp", "hsdp")
+# twice the ranks have to bring at least this much: half of what they could
+_WORTHWHILE = 1.5
+
+
+@dataclass(frozen=True, kw_only=True)
+class ScalePoint:
+    """A run on some ranks.
+
+    Attributes:
+        num_ranks: Its ranks.
+        peak_bytes: Memory of a rank.
+        fits: Whether a device has that much.
+        samples_per_second: Of all ranks.
+        exposed_fraction: Of a step, waiting for communication.
+    """
+
+    num_ranks: int
+    peak_bytes: int
+    fits: bool
+    samples_per_second: float
+    exposed_fraction: float
+
+
+def plan_scaling(
+    composed: Composed, cluster: Cluster, rates: Rates, *, max_ranks: int
+) -> Iterator[tuple[str, list[ScalePoint]]]:
+    """Yield each strategy with its points: whole nodes, twice as many each time, at the same global batch.
+
+    A strategy that cannot divide the batch over some ranks ends there. The micro-batch is that of the config, or what
+    is left of the batch for a rank.
+
+    Args:
+        composed: The run.
+        cluster: Devices of one node and links.
+        rates: Of a device.
+        max_ranks: At most so many ranks.
+    """
+    for strategy in STRATEGIES:
+        config = with_overrides(composed, [f"strategy={strategy}"])
+        if config is None:
+            continue
+        points: list[ScalePoint] = []
+        nodes = 1
+        while nodes * cluster.per_node <= max_ranks:
+            point = _plan_point(config, replace(cluster, num_nodes=nodes), rates)
+            if point is None:
+                break
+            points.append(point)
+            nodes *= 2
+        yield strategy, points
+
+
+def _plan_point(config: Config, cluster: Cluster, rates: Rates) -> ScalePoint | None:
+    per_rank, rest = divmod(int(config["global_batch_size"]), cluster.num_devices)
+    if rest or per_rank == 0:
+        return None
+    wanted = config["micro_batch_size"] or _own_size(config)
+    size = next(number for number in range(min(wanted, per_rank), 0, -1) if per_rank % number == 0)
+    trainer = config["trainer"] | {"accumulate_grad_batches": None, "num_nodes": cluster.num_nodes}
+    try:
+        planned = make_plan(config | {"micro_batch_size": size, "trainer": trainer}, cluster, rates=rates)
+    except ConfigError:  # the ranks do not divide into shards
+        return None
+    if planned.step_seconds is None or planned.communication is None:
+        return None
+    return ScalePoint(
+        num_ranks=cluster.num_devices,
+        peak_bytes=planned.peak.moment.total,
+        fits=planned.fits,
+        samples_per_second=int(config["global_batch_size"]) / planned.step_seconds,
+        exposed_fraction=planned.communication.exposed_seconds / planned.step_seconds,
+    )
+
+
+def _own_size(config: Config) -> int:
+    """Return the micro-batch that the config gives its first node's ranks, without accumulation."""
+    devices = config["trainer"]["devices"]
+    count = devices if isinstance(devices, int) and devices > 0 else 1
+    return divide(
+        global_batch_size=int(config["global_batch_size"]),
+        micro_batch_size=None,
+        num_devices=count,
+        accumulate_grad_batches=None,
+    ).micro_batch_size
+
+
+def find_limit(points: Sequence[ScalePoint]) -> int | None:
+    """Return the ranks beyond which twice as many no longer bring half of what they could; None: not within the points.
+
+    Args:
+        points: Of one strategy.
+    """
+    fitting = [point for point in points if point.fits]
+    for here, there in pairwise(fitting):
+        if there.samples_per_second < _WORTHWHILE * here.samples_per_second:
+            return here.num_ranks
+    return None
+
+
+def describe_scaling(
+    curves: Mapping[str, Sequence[ScalePoint]], *, seq_len: int | None, steps: int, batch: int, price: float | None
+) -> Iterator[str]:
+    """Yield a table: a row per strategy and number of ranks that fits.
+
+    Args:
+        curves: Points by strategy.
+        seq_len: Tokens of a sample; None: the samples are no text.
+        steps: Of the run.
+        batch: Samples of a step.
+        price: Dollars per device and hour; None: unknown.
+    """
+    unit, factor = ("samples/s", 1) if seq_len is None else ("tokens/s", seq_len)
+    yield f"scaling at {batch:,} samples a step:"
+    yield f"  {'strategy':<18} {'ranks':>6} {'GiB a rank':>11} {unit:>14} {'waiting':>8} {'hours':>9} {'dollars':>11}"
+    for strategy, points in curves.items():
+        if points and not any(point.fits for point in points):
+            smallest = min(point.peak_bytes for point in points) / GIB
+            yield f"  {strategy:<18} fits on none of them: at least {smallest:.1f} GiB a rank"
+        for point in points:
+            if not point.fits:
+                continue
+            hours = steps * batch / point.samples_per_second / 3600
+            cost = "" if price is None else f"{hours * point.num_ranks * price:11,.0f}"
+            yield (
+                f"  {strategy:<18} {point.num_ranks:>6,} {point.peak_bytes / GIB:>11.1f}"
+                f" {point.samples_per_second * factor:>14,.0f} {point.exposed_fraction:>8.0%} {hours:>9,.1f} {cost:>11}"
+            )
+        limit = find_limit(points)
+        if limit is not None:
+            yield f"  {'':<18} beyond {limit:,} ranks twice as many bring less than half of what they could"
+
+
+def as_json(curves: Mapping[str, Sequence[ScalePoint]], seq_len: int | None) -> dict[str, Any]:
+    """Return the curves for `plan.json`."""
+    return {
+        strategy: [
+            {
+                "ranks": point.num_ranks,
+                "memory_gib": round(point.peak_bytes / GIB, 3),
+                "fits": point.fits,
+                "samples_per_second": point.samples_per_second,
+                "tokens_per_second": None if seq_len is None else point.samples_per_second * seq_len,
+                "exposed_fraction": round(point.exposed_fraction, 4),
+            }
+            for point in points
+        ]
+        for strategy, points in curves.items()
+    }
