@@ -39,5 +39,5 @@ def test_it_prints_a_suggestion_draws_the_curve_and_leaves_no_run(tmp_path: Path
 def test_a_mistake_is_answered(overrides: list[str], answer: str, tmp_path: Path) -> None:
     done = run_train(["tokenizer=bytes", "mode=lr_find", *overrides], folder=tmp_path)
     assert done.returncode == 2
-    assert answer in done.stderr
-    assert "Traceback" not in done.stderr
+    assert answer in done.stdout + done.stderr
+    assert "Traceback" not in done.stdout + done.stderr
