@@ -12,11 +12,14 @@ from recipes.errors import ConfigError
 from recipes.plan.hardware import Cluster
 from recipes.plan.plan import Plan, gib, make_plan
 
-# what a rank holds less of, one after the other; the first is the fastest
+_HSDP = ("strategy=hsdp",)
+# what a rank holds less of, one after the other; the first is the fastest. ZeRO 2 and 3 are not in it: FSDP2 sends as
+# much and holds less
 _LADDER = (
     ("strategy=single",),
     ("strategy=ddp",),
     ("strategy=deepspeed_stage_1",),
+    _HSDP,
     ("strategy=fsdp",),
     ("strategy=fsdp", "strategy.cpu_offload=true"),
 )
@@ -86,11 +89,11 @@ def find_settings(composed: Composed, planner: Planner) -> Advice | None:
         planner: For its devices.
     """
     planned, cluster = planner.plan(composed.config), planner.cluster
-    for strategy in _LADDER:
+    for strategy in _ladder(cluster):
         is_for_one = strategy[0] == "strategy=single"
         if is_for_one != (cluster.num_devices == 1) and "strategy.cpu_offload=true" not in strategy:
             continue
-        if _least_bytes(strategy, planned, num_ranks=cluster.num_devices) > planned.limit_bytes:
+        if _least_bytes(strategy, planned, cluster) > planned.limit_bytes:
             continue  # not even without any activations
         for recompute in ("activation_checkpoint=none", _RECOMPUTE):
             overrides = [*strategy, recompute]
@@ -104,13 +107,20 @@ def find_settings(composed: Composed, planner: Planner) -> Advice | None:
     return None
 
 
-def _least_bytes(strategy: tuple[str, ...], planned: Plan, *, num_ranks: int) -> float:
+def _ladder(cluster: Cluster) -> list[tuple[str, ...]]:
+    """Return the strategies that differ on these devices: within one node, shards of a node are shards of all."""
+    return [strategy for strategy in _LADDER if strategy != _HSDP or cluster.num_nodes > 1]
+
+
+def _least_bytes(strategy: tuple[str, ...], planned: Plan, cluster: Cluster) -> float:
     """Return the bytes of weights, gradients and optimizer state on a rank, in float32."""
     whole, optimizer = 4.0 * planned.num_parameters, float(planned.optimizer_bytes)
+    num_ranks = cluster.num_devices
     if len(strategy) > 1:  # offloaded
         return 0.0
     return {
         "strategy=deepspeed_stage_1": 2 * whole + (whole + optimizer) / num_ranks,
+        "strategy=hsdp": (2 * whole + optimizer) / cluster.per_node,
         "strategy=fsdp": (2 * whole + optimizer) / num_ranks,
     }.get(strategy[0], 2 * whole + optimizer)
 
@@ -156,7 +166,9 @@ def measures(composed: Composed, planner: Planner) -> Iterator[str]:
     if config["precision"]["name"] == "32-true":
         candidates.append(["precision=bf16-mixed"])
     candidates.append([_RECOMPUTE])
-    candidates += [[*strategy] for strategy in _LADDER[1:]] if planned.num_ranks > 1 else [[*_LADDER[-1]]]
+    candidates += (
+        [[*strategy] for strategy in _ladder(planner.cluster)[1:]] if planned.num_ranks > 1 else [[*_LADDER[-1]]]
+    )
     if seq_len is not None and int(seq_len) > 1:
         candidates.append([f"seq_len={int(seq_len) // 2}"])
     for overrides in candidates:

@@ -8,7 +8,7 @@ from ranks import run_on_ranks
 
 from recipes.config import compose_and_check
 from recipes.config.compose import Composed
-from recipes.plan.advice import Planner, find_settings, measures
+from recipes.plan.advice import Planner, _ladder, find_settings, measures
 from recipes.plan.hardware import Cluster, find_cluster
 
 RUN = [*COMMON, *GPT, "global_batch_size=32"]
@@ -67,3 +67,11 @@ def test_settings_of_the_batch_are_replaced(override: str) -> None:
     advice = find_settings(_compose(override), Planner(_cluster(150)))
     assert advice is not None
     assert advice.overrides[-1] == "micro_batch_size=8"
+
+
+def test_on_several_nodes_shards_of_a_node_come_before_shards_of_all() -> None:
+    one = find_cluster("h100x8", per_node=None, num_nodes=1, interconnect=None, memory_gib=None)
+    four = find_cluster("h100x8", per_node=None, num_nodes=4, interconnect=None, memory_gib=None)
+    assert [strategy[0] for strategy in _ladder(one)].count("strategy=hsdp") == 0
+    names = [strategy[0] for strategy in _ladder(four)]
+    assert names.index("strategy=deepspeed_stage_1") < names.index("strategy=hsdp") < names.index("strategy=fsdp")
