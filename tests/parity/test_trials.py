@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 from ranks import run_on_ranks
-from support import TINY, write_texts
+from support import ROOT, TINY, write_texts
 
 WORKER = Path(__file__).parent / "trial_ranks.py"
 QUICK = ["ddp", "fsdp", "deepspeed_stage_2"]
@@ -25,7 +25,7 @@ def make_case(engine: str, world_size: int, text_folder: str) -> dict[str, Any]:
         *TINY, f"data.path={text_folder}", "trainer.accelerator=cpu", f"strategy={engine}", "global_batch_size=16",
         f"trainer.devices={world_size}", f"micro_batch_size={4 // world_size}", "scheduler=constant", "warmup_steps=0",
     ]  # fmt: skip
-    return {"overrides": overrides, "checks": world_size > 1}
+    return {"overrides": overrides, "checks": world_size > 1, "trials": True}
 
 
 @pytest.fixture(scope="module")
@@ -87,3 +87,23 @@ def test_an_engine_that_hides_gradients_names_those_that_show_them(
 def test_no_run_is_left(engine: str, find: Callable[[str], dict[str, Any]]) -> None:
     written = ["lr_find.json", "preflight.json"]
     assert find(engine)["left"] == sorted([*written, *(["noise_scale.json"] if engine in SHOW_GRADIENTS else [])])
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("world_size", [1, 2])
+def test_no_shipped_recipe_fails_a_check(world_size: int, tmp_path: Path) -> None:
+    # disk access needs libaio, which not every machine has
+    names = sorted(path.stem for path in (ROOT / "conf/recipe").glob("*.yaml") if "nvme" not in path.stem)
+    chosen = [name for name in names if name.startswith(("single", "quickstart")) == (world_size == 1)]
+    assert len(chosen) >= 4
+    text_folder = write_texts(tmp_path / "texts")
+    common = [
+        "tokenizer=bytes", "data=text_files", f"data.path={text_folder}", "trainer.accelerator=cpu",
+        f"trainer.devices={world_size}", "model=gpt2_nano", "model.vocab_size=257", "model.num_layers=2",
+        "model.num_heads=2", "model.hidden_size=32", "model.max_seq_len=32", "global_batch_size=8", "eval_samples=8",
+    ]  # fmt: skip
+    cases = {name: {"overrides": [f"recipe={name}", *common], "checks": True, "trials": False} for name in chosen}
+    for name, result in run_on_ranks(cases, world_size=world_size, folder=tmp_path / "ranks", worker=WORKER).items():
+        assert "error" not in result, (name, result["error"])
+        failed = [check for check in result["preflight"]["results"] if check["status"] == "fail"]
+        assert (name, failed) == (name, [])
