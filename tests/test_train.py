@@ -24,6 +24,14 @@ SHORT = [
     "warmup_steps=1",
     "callbacks.sample_text.num_tokens=8",
 ]
+# trials take steps of the recipe as it is: a smaller one
+SMALL_TRIAL = ["model.num_layers=1", "model.hidden_size=64", "model.num_heads=2", "seq_len=32", "global_batch_size=4"]
+TRIALS = {
+    "mode=preflight": ["mode.overfit_steps=10"],
+    "mode=lr_find": ["mode.num_steps=20"],
+    "mode=noise_scale": ["mode.num_steps=10"],
+    "mode=batch_find": [],
+}
 # what it says itself, where that would take a minute: in proportion
 SHORTER = {
     "scheduler.decay_steps=80": "scheduler.decay_steps=1",
@@ -36,6 +44,8 @@ SHORTER = {
 
 def shortened(command: list[str]) -> list[str]:
     """A command with fewer steps, less data and a schedule that fits into it."""
+    for trial in TRIALS.keys() & set(command):
+        return [*command, *SMALL_TRIAL, *TRIALS[trial]]
     if "--help" in command or "--config-path" in command or any(w.startswith("mode=") for w in command):
         return command
     typed = {override.split("=")[0] for override in command}
