@@ -127,7 +127,7 @@ class DigitsRun:
         is_sorted: Whether training goes through the classes one by one, in every epoch.
         sleep: Seconds that the n-th fetch of a sample takes in addition.
         kept_mib: What each step leaves in memory.
-        random_inputs: Size of random vectors to know by heart in place of the images; nothing to validate on.
+        random_inputs: Size of random vectors to memorize in place of the images; nothing to validate on.
     """
 
     seed: int = 0

@@ -22,7 +22,7 @@ CLIP = 3.0  # standard deviations: a single spike must not make a correlation
 
 
 def find_memorizing(run: Run) -> Finding | None:
-    """Find a loss that falls by a step at each boundary: what is repeated is known by heart."""
+    """Find a loss that falls by a step at each boundary: what is repeated has been memorized."""
     boundary = _compare_boundaries(run)
     if boundary is None or boundary[0] > -STEP_OF_LOSS:
         return None
@@ -32,7 +32,7 @@ def find_memorizing(run: Run) -> Finding | None:
     return Finding(
         name="memorizing",
         severity="warning",
-        meaning="the loss falls by a step whenever an epoch begins: the model knows the samples it has seen by heart",
+        meaning="the loss falls by a step whenever an epoch begins: the model memorizes the samples it has seen",
         evidence=(
             Evidence("median step at a boundary, of the loss,", step, starts[0], starts[-1]),
             Evidence("median step inside an epoch, of the loss,", inside, starts[0], starts[-1]),

@@ -39,7 +39,7 @@ def find_overfitting(run: Run) -> Finding | None:
     return Finding(
         name="overfitting",
         severity="critical",
-        meaning=f"since step {best_step:,} the validation loss rises and the training loss falls: it learns by heart",
+        meaning=f"since step {best_step:,} the validation loss rises and the training loss falls: it memorizes",
         evidence=(
             Evidence(f"lowest {val.name}", best, best_step, best_step),
             Evidence(f"last {val.name}", val.values[-1], val.steps[-1], val.steps[-1]),

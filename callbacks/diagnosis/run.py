@@ -100,7 +100,7 @@ class Run:
         return None
 
     def number(self, key: str) -> float | None:
-        """Return a setting by its name with dots; None if there is none or it is no number."""
+        """Return a setting by its name with dots; None if there is none, or it is text."""
         value = self._find(key)
         return float(value) if isinstance(value, (int, float)) and not isinstance(value, bool) else None
 

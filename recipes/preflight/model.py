@@ -170,6 +170,8 @@ def _check_neighbours(batch: Batch, forward: Callable[[Batch], tuple[Tensor, Ten
     half = _first_samples(batch, size // 2)
     whole, part = forward(batch)[1][: size // 2], forward(half)[1]
     finite = whole.isfinite() & part.isfinite()  # padding columns are -inf
+    if not finite.any():
+        return Result(check=name, status="fail", found="no logit is finite", remedy="look at the first weights")
     moved, largest = float((whole - part)[finite].abs().max()), float(whole[finite].abs().max())
     found = f"without the other half of the batch, logits of up to {largest:.3g} move by {moved:.2g}"
     if moved <= _ROUNDING * largest:

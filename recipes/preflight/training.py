@@ -119,7 +119,7 @@ def overfit(
     config: Config, folder: Path, *, num_steps: int, micro_batch_size: int, num_ranks: int
 ) -> tuple[Result, float]:
     """Train on one micro-batch with the run's optimizer at its peak learning rate; return also seconds per step."""
-    name = "one batch can be learned by heart"
+    name = "one batch can be memorized"
     small = sized(config, micro_batch_size=micro_batch_size, num_micro_batches=1, num_ranks=num_ranks)
     small |= {"scheduler": _CONSTANT, "loader": config["loader"] | {"overfit_batches": 1}}
     recorder, clock = LossRecorder(), _Clock()
@@ -272,7 +272,7 @@ def _get_writer(trainer: lightning.Trainer) -> CheckpointWriter:
 
 
 def check_checkpoint(config: Config, folder: Path, *, micro_batch_size: int, num_ranks: int) -> Result:
-    """Save after a step, build everything anew from the checkpoint, and compare the loss of the same samples."""
+    """Save after a step, build everything from the checkpoint once more, and compare the loss of the same samples."""
     name = "a checkpoint restores the loss"
     small = sized(config, micro_batch_size=micro_batch_size, num_micro_batches=1, num_ranks=num_ranks)
     with tempfile.TemporaryDirectory(prefix="recipes_preflight_") as own:
