@@ -18,7 +18,7 @@ from recipes.errors import ConfigError
 def take_steps(config: Config, *, folder: Path, num_steps: int, callbacks: Sequence[Callback]) -> Run:
     """Build a run and train it for some steps, from its first weights or from the checkpoint it resumes from.
 
-    Every call builds everything from the start: the weights, the data and the random state are those of the run's first step.
+    Every call starts afresh: the weights, the data and the random state are those of the first step of a run.
 
     Args:
         config: Composed and checked; its mode is a trial.
