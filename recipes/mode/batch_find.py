@@ -51,11 +51,13 @@ class TrialError(Exception):
     """A trial ended for another reason than memory.
 
     Args:
+        size: That was tried.
         result: How it ended.
     """
 
-    def __init__(self, result: ProcessExit) -> None:
+    def __init__(self, size: int, result: ProcessExit) -> None:
         super().__init__(result.report or f"exit code {result.exit_code}")
+        self.size = size
         self.result = result
 
 
@@ -98,7 +100,7 @@ def batch_find(
     except TrialError as error:
         if error.result.report is not None:
             LOGGER.error(error.result.report)
-        LOGGER.error(f"A trial with micro_batch_size={sizes[0]} or more failed for another reason than memory")
+        LOGGER.error(f"The trial of micro_batch_size={error.size} failed for another reason than memory")
         return error.result.exit_code
     lines = describe(trials, global_batch_size=int(config["global_batch_size"]), limit=limit)
     for line in lines:
@@ -199,7 +201,7 @@ def _run_trial(composed: Composed, config: Config, ranks: Ranks, size: int, limi
         if result.exit_code == ExitCode.OUT_OF_MEMORY or "SIGKILL" in (result.report or ""):
             return Trial(size=size)
         if result.exit_code != ExitCode.FINISHED:
-            raise TrialError(result)
+            raise TrialError(size, result)
         found = json.loads(file.read_text(encoding="utf-8"))
     return Trial(
         size=size,

@@ -1,6 +1,7 @@
 """Find a learning rate by a range test, under the run's own strategy; nothing of it is left but what it prints."""
 
 import json
+import math
 from collections.abc import Callable
 from pathlib import Path
 from typing import Annotated, Any
@@ -99,7 +100,7 @@ def _write(folder: Path, found: RangeTest, lines: list[str], write_page: Callabl
         "lowest": found.lowest,
         "diverges": found.diverges,
         "learning_rates": found.learning_rates,
-        "losses": found.losses,
+        "losses": [loss if math.isfinite(loss) else None for loss in found.losses],  # JSON has neither NaN nor inf
         "smoothed": found.smoothed,
     }
     write_atomically(folder / "lr_find.json", json.dumps(record, indent=2) + "\n")

@@ -6,6 +6,9 @@ from pathlib import Path
 import pytest
 from support import TINY, run_train
 
+from recipes.mode.lr_find import _write
+from recipes.trial.lr_range import read_range_test
+
 
 def test_it_prints_a_suggestion_draws_the_curve_and_leaves_no_run(tmp_path: Path, text_folder: str) -> None:
     settings = [
@@ -41,3 +44,10 @@ def test_a_mistake_is_answered(overrides: list[str], answer: str, tmp_path: Path
     assert done.returncode == 2
     assert answer in done.stdout + done.stderr
     assert "Traceback" not in done.stdout + done.stderr
+
+
+def test_a_loss_that_is_lost_is_written_as_json(tmp_path: Path) -> None:
+    found = read_range_test([1e-3, 1e-2, 1e-1, 1.0], [3.0, 2.0, 2.5, float("nan")], width=1)
+    _write(tmp_path, found, [], lambda *_: None)
+    record = json.loads((tmp_path / "lr_find.json").read_text(), parse_constant=pytest.fail)
+    assert record["losses"] == [3.0, 2.0, 2.5, None]
