@@ -29,14 +29,14 @@ from recipes.checkpoint.saver import CheckpointSaver
 from recipes.config.compose import Composed, Config, freeze
 from recipes.config.instantiate import make
 from recipes.config.ranks import get_ranks
-from recipes.config.traits import takes_steps, trains
+from recipes.config.traits import get_compile_mode, takes_steps, trains
 from recipes.data.datamodule import StreamDataModule
 from recipes.errors import ConfigError
 from recipes.lightning_internals import disable_signal_handling
 from recipes.logger.writers import RowWriter, SummaryWriter
 from recipes.metrics import check_metric
 from recipes.numerics.accumulation import Accumulation, divide
-from recipes.precision import Precision
+from recipes.precision import Precision, set_float32_products
 from recipes.run_folder import TOKENIZER_FOLDER, find_run_folder
 from recipes.runtime.console import LOGGER
 from recipes.runtime.world import Ranks, has_own_gpu
@@ -106,6 +106,7 @@ def build(config: Config, folder: Path, overrides: list[str]) -> Run:
         config = _with_saved_parts(config, checkpoint)
     lightning.seed_everything(config["seed"], verbose=False)
     precision: Precision = make(config["precision"])
+    set_float32_products(precision)
     ranks = get_ranks(config)
     devices = _get_devices(config["trainer"], ranks)
     accumulation = divide(
@@ -146,8 +147,10 @@ def build_task(config: Config, precision: Precision) -> TrainingTask:
         make_optimizer=make(config["optimizer"]),
         schedule=make(config["scheduler"]),
         activation_checkpoint=make(config["activation_checkpoint"]),
-        compile_blocks=config["compile"],
+        compile_mode=get_compile_mode(config),
+        loss_chunk_tokens=config.get("loss_chunk_tokens"),  # an older run's config has none, and computed all at once
         fused_optimizer=not precision.scales_loss,  # a fused step would unscale the gradients after clipping
+        scales_loss=precision.scales_loss,
         clipping=make(config["clipping"]),
         ema_decay=config["ema_decay"],
         label_smoothing=config["label_smoothing"],

@@ -1,14 +1,13 @@
 """What each `precision=` option means: the dtypes of weights, products and gradient reduction, for every engine.
 
-This half needs torch alone: the dtypes, FSDP2's policy, DeepSpeed's config block. The Lightning plugins are built in
-`recipes.strategy.precision_plugin`, because this module must not import Lightning.
+This half needs torch alone: the dtypes and DeepSpeed's config block. The Lightning plugins are built in
+`recipes.strategy.precision_plugin`, because this module must not import Lightning; FSDP2's policy in `sharding`.
 """
 
 from dataclasses import dataclass
 from typing import Any, Literal
 
 import torch
-from torch.distributed.fsdp import MixedPrecisionPolicy
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -16,10 +15,10 @@ class Precision:
     """One `precision=` option.
 
     Attributes:
-        name: Lightning's name of it.
+        name: Lightning's name of it, or `tf32`, which Lightning knows as `32-true`.
     """
 
-    name: Literal["32-true", "bf16-mixed", "16-mixed", "bf16-true"]
+    name: Literal["32-true", "tf32", "bf16-mixed", "16-mixed", "bf16-true"]
 
     @property
     def param_dtype(self) -> torch.dtype:
@@ -50,25 +49,22 @@ class Precision:
 # weights, products, gradient reduction
 _DTYPES: dict[str, tuple[torch.dtype, torch.dtype, torch.dtype]] = {
     "32-true": (torch.float32, torch.float32, torch.float32),
+    "tf32": (torch.float32, torch.float32, torch.float32),
     "bf16-mixed": (torch.float32, torch.bfloat16, torch.float32),
     "16-mixed": (torch.float32, torch.float16, torch.float32),
     "bf16-true": (torch.bfloat16, torch.bfloat16, torch.bfloat16),
 }
 
 
-def to_fsdp_policy(precision: Precision, *, gather_low_precision: bool) -> MixedPrecisionPolicy:
-    """Return FSDP2's policy for one group of parameters.
+def set_float32_products(precision: Precision) -> None:
+    """Let the GPU compute products of float32 numbers in TF32, or not, for the whole process.
 
-    Args:
-        precision: The run's.
-        gather_low_precision: Whether to all-gather the weights in the compute dtype. Right only for weights that
-            autocast casts anyway (matrices): a norm or an embedding would be rounded, which one device does not do.
+    TF32 rounds the factors to 10 bits of mantissa, as many as float16, and adds up in float32. torch 2.13 by default
+    allows it for convolutions and not for matrices; `32-true` means neither.
     """
-    return MixedPrecisionPolicy(
-        param_dtype=precision.compute_dtype if gather_low_precision else precision.param_dtype,
-        reduce_dtype=precision.reduce_dtype,
-        cast_forward_inputs=False,  # autocast decides; FSDP2 would also cast inputs of float32 modules
-    )
+    kind = "tf32" if precision.name == "tf32" else "ieee"
+    torch.backends.cuda.matmul.fp32_precision = kind
+    torch.backends.cudnn.conv.fp32_precision = kind
 
 
 def to_deepspeed_config(precision: Precision) -> dict[str, Any]:

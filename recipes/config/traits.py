@@ -5,8 +5,10 @@ from dataclasses import dataclass
 from typing import Any
 
 from recipes.config.signature import TargetNotFoundError, read_signature
+from recipes.runtime.world import num_gpus
 
 _FIT = "recipes.mode.fit.fit"
+_PLAN = "recipes.mode.plan.plan"
 # they train as the run would, on its ranks and under its strategy, and leave no run behind
 _TRIALS = frozenset(
     {
@@ -64,6 +66,25 @@ def get_traits(strategy: Mapping[str, Any]) -> StrategyTraits:
     return StrategyTraits(**declared)
 
 
+def get_compile_mode(config: Mapping[str, Any], *, on_gpu: bool | None = None) -> str | None:
+    """Return the mode of torch.compile that a run uses; None: eager.
+
+    `auto` compiles on a GPU, except under ZeRO-3, whose hooks split every graph.
+
+    Args:
+        config: Composed.
+        on_gpu: Whether the run has a GPU; None: if this machine has one and the Trainer may use it.
+    """
+    setting = config["compile"]
+    if setting == "auto":
+        if on_gpu is None:
+            on_gpu = config["trainer"].get("accelerator") != "cpu" and num_gpus() > 0
+        setting = on_gpu and config["strategy"].get("stage") != 3
+    if isinstance(setting, bool):
+        return "default" if setting else None
+    return str(setting)
+
+
 def runs_elsewhere(config: Mapping[str, Any]) -> bool:
     """Return whether the launcher gives the run to other machines, whose GPUs this one does not know."""
     launcher = config.get("launcher")
@@ -85,3 +106,8 @@ def takes_steps(config: Mapping[str, Any]) -> bool:
     Every other mode runs once, on one device.
     """
     return trains(config) or config["mode"]["_target_"] in _TRIALS
+
+
+def plans_steps(config: Mapping[str, Any]) -> bool:
+    """Return whether a composed config plans the steps of a run, under the run's strategy, without taking any."""
+    return bool(config["mode"]["_target_"] == _PLAN)

@@ -62,8 +62,8 @@ def plan(
         interconnect=assumed.interconnect,
         memory_gib=assumed.memory_gib,
     )
-    rates = _find_rates(cluster, find_peak)
     precision: Precision = make(config["precision"])
+    rates = _find_rates(cluster, find_peak, precision)
     is_timed = assumed.hardware == MEASURED
     timer = OperatorTimer(torch.device("cuda" if torch.cuda.is_available() else "cpu")) if is_timed else None
     planned = make_plan(config, cluster, rates=timer or rates)
@@ -127,12 +127,13 @@ def _requested_per_node(devices: Any) -> int | None:
     return devices if isinstance(devices, int) and devices > 0 else None
 
 
-def _find_rates(cluster: Cluster, find_peak: Callable[[str, str], Any]) -> Rates | None:
+def _find_rates(cluster: Cluster, find_peak: Callable[[str, str], Any], precision: Precision) -> Rates | None:
     """Return what a device reaches; None for a CPU and for a device without a published peak or bandwidth."""
     device = cluster.device
     if device.full_name is None or device.bandwidth is None:
         return None
-    peaks = {kind: find_peak(device.full_name, kind).tflops for kind in ("bf16", "fp16", "fp32")}
+    kinds = {"bf16": "bf16", "fp16": "fp16", "fp32": "tf32" if precision.name == "tf32" else "fp32"}
+    peaks = {kind: find_peak(device.full_name, measured).tflops for kind, measured in kinds.items()}
     if any(value is None for value in peaks.values()):
         return None
     return get_rates(device.full_name, tflops=peaks, bandwidth=device.bandwidth)

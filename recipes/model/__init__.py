@@ -42,6 +42,8 @@ class Model(Protocol):
 class LanguageModel(Model, Protocol):
     """Tokens [B, T] int64 -> logits [B, T, V]; with a cache, logits of the last position [B, 1, V].
 
+    A model whose `forward` also takes `reduce` (see `decoder.Head`) is trained without all its logits at once.
+
     Attributes:
         vocab_size: V without padding.
         max_seq_len: Largest T, tokens in the cache included.

@@ -4,9 +4,13 @@ Shapes: B sequences, H query heads, G key-value heads (G divides H), T new token
 them, Q head size.
 """
 
+from collections.abc import Callable
+from typing import Any
+
 import torch
 import torch.nn.functional as F
-from torch import Tensor
+from torch import Tensor, nn
+from typing_extensions import override
 
 
 class LayerCache:
@@ -59,6 +63,31 @@ class KeyValueCache:
         """Forget all tokens and keep the memory."""
         for layer in self.layers:
             layer.length = 0
+
+
+class Head(nn.Linear):
+    """Hidden states -> logits of the vocabulary; the rows that pad it are -inf.
+
+    Args:
+        hidden_size: W.
+        num_rows: V', padding included.
+        vocab_size: V.
+    """
+
+    def __init__(self, hidden_size: int, num_rows: int, *, vocab_size: int) -> None:
+        super().__init__(hidden_size, num_rows, bias=False)
+        self.vocab_size = vocab_size
+
+    @override
+    def forward(self, x: Tensor, reduce: Callable[[Tensor, Tensor], Any] | None = None) -> Any:
+        """Return logits [..., V'] of x [..., W], or what `reduce` makes of x and the weight [V', W].
+
+        A loss that needs no more than some logits at a time is computed in here and not by the caller: engines that
+        shard weights gather this one while the module runs.
+        """
+        if reduce is not None:
+            return reduce(x, self.weight)
+        return hide_padding(super().forward(x), vocab_size=self.vocab_size)
 
 
 def attend(queries: Tensor, keys: Tensor, values: Tensor, *, dropout: float, cache: LayerCache | None) -> Tensor:

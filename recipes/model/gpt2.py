@@ -5,14 +5,14 @@ Shapes: B sequences, T tokens, W hidden_size, H heads, Q = W / H head size, V pa
 
 import math
 from collections.abc import Callable
-from typing import Annotated, ClassVar, Self
+from typing import Annotated, Any, ClassVar, Self
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
 from recipes.errors import ConfigError
-from recipes.model.decoder import KeyValueCache, LayerCache, attend, hide_padding, padded_vocab_size
+from recipes.model.decoder import Head, KeyValueCache, LayerCache, attend, padded_vocab_size
 from recipes.model.flops import Flops, decoder_flops_per_token
 from recipes.model.init import init_decoder
 
@@ -26,6 +26,10 @@ class Attention(nn.Module):
         self.dropout = dropout
         self.qkv = nn.Linear(hidden_size, 3 * hidden_size)
         self.out = nn.Linear(hidden_size, hidden_size)
+
+    def stacked_rows(self) -> dict[str, tuple[int, ...]]:
+        """Return the rows of queries, keys and values, which an optimizer of matrices must not treat as one matrix."""
+        return {"qkv.weight": (self.qkv.in_features,) * 3}
 
     def forward(self, x: Tensor, cache: LayerCache | None) -> Tensor:
         """[B, T, W] -> [B, T, W]"""
@@ -120,7 +124,7 @@ class GPT2(nn.Module):
             Block(hidden_size=hidden_size, num_heads=num_heads, dropout=dropout) for _ in range(num_layers)
         )
         self.norm = nn.LayerNorm(hidden_size)
-        self.head = nn.Linear(hidden_size, num_rows, bias=False)
+        self.head = Head(hidden_size, num_rows, vocab_size=vocab_size)
         self._tie()
 
     def _tie(self) -> None:
@@ -133,12 +137,16 @@ class GPT2(nn.Module):
         self._tie()
         return self
 
-    def forward(self, tokens: Tensor, cache: KeyValueCache | None = None) -> Tensor:
+    def forward(
+        self, tokens: Tensor, cache: KeyValueCache | None = None, reduce: Callable[[Tensor, Tensor], Any] | None = None
+    ) -> Any:
         """Return the logits of the next token.
 
         Args:
             tokens: [B, T] int64.
             cache: Earlier tokens of the same sequences, extended by this call; None: no earlier tokens.
+            reduce: Called with the last hidden states [B, T, W] and the weight of the head [V, W] instead of computing
+                logits; what it returns is returned.
 
         Returns:
             [B, T, V] in the compute dtype, -inf in padded columns; with a cache only the last position, [B, 1, V].
@@ -152,7 +160,7 @@ class GPT2(nn.Module):
             x = block(x, None if cache is None else cache.layers[index])
         if cache is not None:
             x = x[:, -1:]  # [B, 1, W]
-        return hide_padding(self.head(self.norm(x)), vocab_size=self.vocab_size)
+        return self.head(self.norm(x), reduce)
 
     def init_weights(self, seed: int) -> None:
         """Set every parameter in place, from (seed, name, shape); see `init_decoder`."""

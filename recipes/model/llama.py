@@ -5,13 +5,13 @@ Shapes: B sequences, T tokens, W hidden_size, H query heads, Q head size, V padd
 
 import math
 from collections.abc import Callable
-from typing import Annotated, ClassVar, Self
+from typing import Annotated, Any, ClassVar, Self
 
 import torch
 from torch import Tensor, nn
 
 from recipes.errors import ConfigError
-from recipes.model.decoder import KeyValueCache, hide_padding, padded_vocab_size
+from recipes.model.decoder import Head, KeyValueCache, padded_vocab_size
 from recipes.model.flops import Flops, decoder_flops_per_token
 from recipes.model.init import init_decoder
 from recipes.model.llama_block import Attention, Block, Mlp, RMSNorm
@@ -87,7 +87,7 @@ class Llama(nn.Module):
         self.embedding = nn.Embedding(num_rows, self.hidden_size)
         self.blocks = nn.ModuleList(self._build_block() for _ in range(self.num_layers))
         self.norm = RMSNorm(self.hidden_size, eps=self.rms_eps)
-        self.head = nn.Linear(self.hidden_size, num_rows, bias=False)
+        self.head = Head(self.hidden_size, num_rows, vocab_size=self.vocab_size)
         self._tie()
         self._allocate_tables(device=self.embedding.weight.device)
         self.init_buffers()
@@ -125,12 +125,16 @@ class Llama(nn.Module):
             self.init_buffers()
         return self
 
-    def forward(self, tokens: Tensor, cache: KeyValueCache | None = None) -> Tensor:
+    def forward(
+        self, tokens: Tensor, cache: KeyValueCache | None = None, reduce: Callable[[Tensor, Tensor], Any] | None = None
+    ) -> Any:
         """Return the logits of the next token.
 
         Args:
             tokens: [B, T] int64.
             cache: Earlier tokens of the same sequences, extended by this call; None: no earlier tokens.
+            reduce: Called with the last hidden states [B, T, W] and the weight of the head [V, W] instead of computing
+                logits; what it returns is returned.
 
         Returns:
             [B, T, V] in the compute dtype, -inf in padded columns; with a cache only the last position, [B, 1, V].
@@ -147,7 +151,7 @@ class Llama(nn.Module):
             x = block(x, rotation, None if cache is None else cache.layers[index])
         if cache is not None:
             x = x[:, -1:]  # [B, 1, W]
-        return hide_padding(self.head(self.norm(x)), vocab_size=self.vocab_size)
+        return self.head(self.norm(x), reduce)
 
     def init_weights(self, seed: int) -> None:
         """Set every parameter and buffer in place, from (seed, name, shape); see `init_decoder`."""

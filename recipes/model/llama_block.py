@@ -42,6 +42,11 @@ class Attention(nn.Module):
         self.query_norm = RMSNorm(head_dim, eps=rms_eps) if qk_norm else None
         self.key_norm = RMSNorm(head_dim, eps=rms_eps) if qk_norm else None
 
+    def stacked_rows(self) -> dict[str, tuple[int, ...]]:
+        """Return the rows of queries, keys and values, which an optimizer of matrices must not treat as one matrix."""
+        keys = self.num_kv_heads * self.head_dim
+        return {"qkv.weight": (self.num_heads * self.head_dim, keys, keys)}
+
     def forward(self, x: Tensor, rotation: Rotation, cache: LayerCache | None) -> Tensor:
         """[B, T, W] -> [B, T, W]"""
         batch, num_tokens, _ = x.shape

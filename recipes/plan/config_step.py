@@ -65,6 +65,8 @@ def find_engine(config: Config, precision: Precision, cluster: Cluster, *, num_p
             mesh=mesh,
             cpu_offload=node["cpu_offload"],
             syncs_each_micro_batch=node["gradient_sync"] == "per_micro_batch",
+            reshard_after_forward=node["reshard_after_forward"],
+            reduce_dtype=torch.bfloat16 if node["reduce_dtype"] == "bfloat16" else precision.reduce_dtype,
         )
         return Engine(num_ranks=num_ranks, sharding=sharding, offloads=node["cpu_offload"])
     if traits.state_layout == "zero":
@@ -123,6 +125,7 @@ def describe_step(
         drops_gradients=engine.zero is not None and engine.zero.stage > 1,
         ema_decay=config["ema_decay"],
         sharding=engine.sharding,
+        num_replicas=engine.num_ranks if engine.sharding is None and engine.zero is None else 1,
         fused=not precision.scales_loss,
         on_gpu=on_gpu,
     )

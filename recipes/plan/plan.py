@@ -8,9 +8,11 @@ from torch import nn
 
 from recipes.config.compose import Config
 from recipes.config.instantiate import make
+from recipes.config.traits import get_compile_mode
 from recipes.errors import ConfigError
 from recipes.model.flops import Flops, flops_per_sample
 from recipes.numerics.accumulation import Accumulation, divide
+from recipes.plan.activations import PCIE_BYTES_PER_SECOND, Transfer, keep_budget, time_transfers
 from recipes.plan.communication import Communication, of_partitions, of_replicas, of_shards
 from recipes.plan.config_step import Engine, describe_step, find_engine, find_sample_shape
 from recipes.plan.hardware import GIB, Cluster
@@ -18,14 +20,13 @@ from recipes.plan.measured import OperatorTimer, calibrate, time_operators
 from recipes.plan.memory import MASTER, Moment, Peak, find_peak, timeline, with_unsharded_gradients, with_zero
 from recipes.plan.roofline import Rates, StepSeconds, time_step
 from recipes.plan.step import Step, record_step
-from recipes.plan.trace import GRADIENTS, OPTIMIZER, WEIGHTS, Op
+from recipes.plan.trace import GRADIENTS, OFFLOADED, OPTIMIZER, WEIGHTS, Op
 from recipes.plan.unroll import block_kinds, record_unrolled
 from recipes.precision import Precision
 
 # kept free for what the allocator cannot use: blocks of other sizes than those asked for
 FRAGMENTATION = 0.05
 _HOST_ADAM_BYTES_PER_SECOND = 20e9  # of one rank, weights and state in host memory; depends on the host
-_PCIE_BYTES_PER_SECOND = 20e9
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -47,6 +48,8 @@ class Plan:
         not_recorded: Why the forward pass could not be recorded, so that activations are missing; None: it was.
         step: Seconds of the sections; None: no rates are known.
         communication: In a step; None without rates.
+        transfer: Activations to host memory and back, in a micro-batch; None: there are none, or no rates.
+        memory_budget: Of the activations; None: torch's own choice.
         step_seconds: Of an optimizer step; None without rates.
         forward_seconds: Of a micro-batch without gradients.
     """
@@ -65,6 +68,8 @@ class Plan:
     not_recorded: str | None = None
     step: StepSeconds | None = None
     communication: Communication | None = None
+    transfer: Transfer | None = None
+    memory_budget: float | None = None
     step_seconds: float | None = None
     forward_seconds: float | None = None
 
@@ -105,8 +110,11 @@ def make_plan(config: Config, cluster: Cluster, *, rates: Rates | OperatorTimer 
     )
     shape = find_sample_shape(config)
     step = describe_step(config, precision, accumulation, engine, shape, on_gpu=cluster.device.full_name is not None)
-    kinds = block_kinds(model, every_nth=step.activation_checkpoint.every_nth_block)
+    kinds = block_kinds(model, recomputes=step.activation_checkpoint.recomputes)
     ops, reason = _record(step, kinds, keep_calls=isinstance(rates, OperatorTimer))
+    budget = step.activation_checkpoint.memory_budget
+    if budget is not None and reason is None:
+        ops = keep_budget(ops, budget)
     moments = list(timeline(ops))
     if engine.zero is not None:
         moments = list(with_zero(moments, engine.zero, num_parameters=num_parameters, accumulates=step.accumulates))
@@ -131,6 +139,7 @@ def make_plan(config: Config, cluster: Cluster, *, rates: Rates | OperatorTimer 
         disk_bytes=checkpoint_bytes * _num_kept(config),
         flops=flops_per_sample(model, shape),
         not_recorded=reason,
+        memory_budget=budget,
     )
     if rates is None or reason is not None:
         return plan
@@ -161,14 +170,18 @@ def _without_offloaded(moments: list[Moment], engine: Engine, *, is_gpu: bool) -
     """Move what is offloaded from the device to the host; a CPU holds both."""
     zero = engine.zero
     names: tuple[str, ...] = ()
+    copied = max(moment.held.get(OFFLOADED, 0) for moment in moments)
     if engine.sharding is not None and engine.offloads:
         names = (WEIGHTS, GRADIENTS, OPTIMIZER)
     elif zero is not None and engine.offloads:
         names = (MASTER, OPTIMIZER, *((GRADIENTS,) if zero.stage > 1 else ()))
         names += (WEIGHTS,) if zero.offloads_weights else ()
-    if not names or not is_gpu:
+    if not (names or copied) or not is_gpu:
         return moments, {}
     host = {f"offloaded {name}": max(moment.held.get(name, 0) for moment in moments) for name in names}
+    if copied:
+        names += (OFFLOADED,)
+        host[OFFLOADED] = copied
     kept = [replace(m, held={key: value for key, value in m.held.items() if key not in names}) for m in moments]
     return kept, host
 
@@ -202,13 +215,23 @@ def _with_measured_times(plan: Plan, ops: list[Op], step: Step, kinds: Sequence[
         )
     times = time_operators(ops, timer, factor=calibrate(step, kinds, timer))
     forward, backward = times.of("forward/").total, times.of("backward/").total
-    seconds = plan.accumulation.num_micro_batches * (forward + backward)
+    transfer = time_transfers(ops, times) if step.on_gpu else None  # on a CPU the copies were timed
+    exposed = transfer.exposed_seconds if transfer is not None else 0.0
+    seconds = plan.accumulation.num_micro_batches * (forward + backward + exposed)
     seconds += times.of("clipping").total + times.of("optimizer").total
-    return replace(plan, step=times, communication=Communication(), step_seconds=seconds, forward_seconds=forward)
+    return replace(
+        plan,
+        step=times,
+        communication=Communication(),
+        transfer=transfer,
+        step_seconds=seconds,
+        forward_seconds=forward,
+    )
 
 
 def _with_times(plan: Plan, config: Config, ops: list[Op], engine: Engine, rates: Rates) -> Plan:
-    step = time_step(ops, rates, is_compiled=config["compile"])
+    on_gpu = plan.cluster.device.full_name is not None
+    step = time_step(ops, rates, is_compiled=get_compile_mode(config, on_gpu=on_gpu) is not None)
     num_micro_batches = plan.accumulation.num_micro_batches
     backward = step.of("backward/").total
     communication = Communication()
@@ -228,12 +251,15 @@ def _with_times(plan: Plan, config: Config, ops: list[Op], engine: Engine, rates
         communication = of_replicas(
             plan.cluster, num_ranks=plan.num_ranks, gradient_bytes=gradient_bytes, backward_seconds=backward
         )
-    seconds = num_micro_batches * (step.of("forward/").total + backward)
+    transfer = time_transfers(ops, step)
+    exposed = transfer.exposed_seconds if transfer is not None else 0.0
+    seconds = num_micro_batches * (step.of("forward/").total + backward + exposed)
     seconds += _optimizer_seconds(plan, step, engine, rates) + communication.exposed_seconds
     return replace(
         plan,
         step=step,
         communication=communication,
+        transfer=transfer,
         step_seconds=seconds,
         forward_seconds=step.of("forward/").total,
     )
@@ -242,7 +268,7 @@ def _with_times(plan: Plan, config: Config, ops: list[Op], engine: Engine, rates
 def _optimizer_seconds(plan: Plan, step: StepSeconds, engine: Engine, rates: Rates) -> float:
     share = 4.0 * plan.num_parameters / engine.num_ranks
     if engine.offloads:  # gradients go to the host, weights come back; 7 reads and writes of the state in between
-        return 2 * share / _PCIE_BYTES_PER_SECOND + 7 * share / _HOST_ADAM_BYTES_PER_SECOND
+        return 2 * share / PCIE_BYTES_PER_SECOND + 7 * share / _HOST_ADAM_BYTES_PER_SECOND
     if engine.zero is not None:
         return 9 * share / (rates.bandwidth * rates.memory)
     return step.of("clipping").total + step.of("optimizer").total

@@ -73,6 +73,9 @@ class Engine(Protocol):
     ) -> None:
         """Clip in place before the optimizer steps; None disables a limit. `grad_norm` is known after the step."""
 
+    def scale_loss(self, value: Tensor) -> Tensor:
+        """Return a tensor times the current loss scale; unchanged without a loss scaler."""
+
     def sum_over_ranks(self, value: Tensor) -> Tensor:
         """Return the sum of a tensor over all ranks; with several ranks it lies on their device."""
 

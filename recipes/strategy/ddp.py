@@ -5,6 +5,7 @@ from typing import ClassVar
 
 import lightning.pytorch as lightning
 import torch
+import torch.distributed as dist
 from lightning.pytorch.plugins.io import CheckpointIO
 from lightning.pytorch.strategies import DDPStrategy
 from torch import nn
@@ -12,6 +13,7 @@ from torch.nn.parallel import DistributedDataParallel
 from typing_extensions import override
 
 from recipes.checkpoint.shards import ShardSavingMixin
+from recipes.optimizer import DividesWork
 from recipes.precision import Precision
 from recipes.strategy.precision_plugin import to_lightning_plugin
 from recipes.strategy.torch_native import TorchNativeMixin
@@ -51,6 +53,13 @@ class DDP(TorchNativeMixin, ShardSavingMixin, DDPStrategy):
             gradient_as_bucket_view=True,
             broadcast_buffers=False,
         )
+
+    @override
+    def prepare_optimizer(self, optimizer: torch.optim.Optimizer) -> torch.optim.Optimizer:
+        """Return the optimizer; let one that can divide its work over the replicas do so."""
+        if isinstance(optimizer, DividesWork):
+            optimizer.replicas = dist.group.WORLD
+        return optimizer
 
     @override
     def _setup_model(self, model: nn.Module) -> DistributedDataParallel:

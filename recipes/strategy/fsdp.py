@@ -8,19 +8,16 @@ import torch
 from lightning.pytorch.plugins.io import CheckpointIO
 from lightning.pytorch.strategies import ModelParallelStrategy
 from torch import nn
-from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule, OffloadPolicy, fully_shard
+from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule, OffloadPolicy
 from typing_extensions import override
 
 from recipes.checkpoint.shards import ShardSavingMixin
 from recipes.lightning_internals import set_up_mesh
-from recipes.precision import Precision, to_fsdp_policy
+from recipes.precision import Precision
 from recipes.strategy import get_blocks
 from recipes.strategy.precision_plugin import to_lightning_plugin
+from recipes.strategy.sharding import ShardPolicy, shard_model
 from recipes.strategy.torch_native import TorchNativeMixin
-
-# modules that autocast runs in the low precision: only their weights may be gathered in it
-_LOW_PRECISION = (nn.Linear, nn.Conv1d, nn.Conv2d, nn.Conv3d)
 
 
 class FSDP2Strategy(TorchNativeMixin, ShardSavingMixin, ModelParallelStrategy):
@@ -28,7 +25,6 @@ class FSDP2Strategy(TorchNativeMixin, ShardSavingMixin, ModelParallelStrategy):
 
     Under a mixed precision the matrices of a block are gathered in the low precision and everything else in
     float32; autocast decides as it does on one device, so the roundings do not depend on the number of ranks.
-    Gradients are reduced in float32.
 
     Args:
         devices: Devices of this node, one per rank.
@@ -37,6 +33,10 @@ class FSDP2Strategy(TorchNativeMixin, ShardSavingMixin, ModelParallelStrategy):
         cpu_offload: Keep shards, gradients and optimizer state in host memory; the optimizer steps there.
         gradient_sync: `per_micro_batch` reduce-scatters after every backward pass. `per_step` does so once per
             optimizer step; until then each rank holds the gradients of the full model, 4 bytes a parameter.
+        reshard_after_forward: Free the weights of a block after its forward pass and gather them again for the
+            backward pass. False gathers once a micro-batch; each rank then holds the full model meanwhile.
+        reduce_dtype: In which gradients are summed over ranks; `bfloat16` halves the traffic of a mixed precision
+            and rounds each rank's part before the sum, which one device does not do. bf16-true has no other.
     """
 
     option: ClassVar[str] = "fsdp"
@@ -53,6 +53,8 @@ class FSDP2Strategy(TorchNativeMixin, ShardSavingMixin, ModelParallelStrategy):
         checkpoint_io: CheckpointIO | None = None,
         cpu_offload: bool,
         gradient_sync: Literal["per_micro_batch", "per_step"],
+        reshard_after_forward: bool,
+        reduce_dtype: Literal["float32", "bfloat16"],
     ) -> None:
         on_gpu = devices[0].type == "cuda"
         super().__init__(
@@ -63,8 +65,12 @@ class FSDP2Strategy(TorchNativeMixin, ShardSavingMixin, ModelParallelStrategy):
         self.precision_plugin = to_lightning_plugin(precision, devices[0])
         if checkpoint_io is not None:
             self.checkpoint_io = checkpoint_io
-        self._precision = precision
-        self._offload: OffloadPolicy = CPUOffloadPolicy(pin_memory=on_gpu) if cpu_offload else OffloadPolicy()
+        self._policy = ShardPolicy(
+            precision=precision,
+            offload=CPUOffloadPolicy(pin_memory=on_gpu) if cpu_offload else OffloadPolicy(),
+            reshard_after_forward=reshard_after_forward,
+            reduce_dtype=torch.bfloat16 if reduce_dtype == "bfloat16" else precision.reduce_dtype,
+        )
         self._gradient_sync = gradient_sync
 
     def mesh_shape(self) -> dict[str, int]:
@@ -79,10 +85,8 @@ class FSDP2Strategy(TorchNativeMixin, ShardSavingMixin, ModelParallelStrategy):
     def materialize(self, model: nn.Module, initialize: Callable[[nn.Module], None]) -> None:
         """Shard block by block, then give each shard storage and weights: no rank ever holds the full model."""
         get_blocks(model, self.option)  # a model without blocks is rejected before there need be a mesh
-        shard_blocks(
-            model, mesh=self.device_mesh, precision=self._precision, offload_policy=self._offload, option=self.option
-        )
-        offloaded = isinstance(self._offload, CPUOffloadPolicy)
+        shard_model(model, mesh=self.device_mesh, policy=self._policy, option=self.option)
+        offloaded = isinstance(self._policy.offload, CPUOffloadPolicy)
         model.to_empty(device="cpu" if offloaded else self.root_device)
         if offloaded:
             # FSDP2 moves parameters to the device for a computation, buffers it does not
@@ -141,57 +145,3 @@ class HSDPStrategy(FSDP2Strategy):
         """Return the number of replicas, then of shards."""
         shard_size = self._shard_size or self.num_processes
         return {"replicate": self.world_size // shard_size, "shard": shard_size}
-
-
-def shard_blocks(
-    model: nn.Module, *, mesh: DeviceMesh, precision: Precision, offload_policy: OffloadPolicy, option: str
-) -> None:
-    """Make groups of parameters that are gathered and reduced together: one or two a block, one of all the rest.
-
-    Args:
-        model: Not yet sharded, on any device.
-        mesh: The ranks; the last axis shards, one before it replicates.
-        precision: Dtypes of weights and products.
-        offload_policy: Where the shards live.
-        option: Of the strategy, to name it in messages.
-
-    Raises:
-        ConfigError: The model has no `blocks`.
-    """
-
-    def shard(modules: list[nn.Module], *, low_precision: bool, reshard_after_forward: bool) -> None:
-        fully_shard(
-            modules if len(modules) > 1 else modules[0],  # type: ignore[arg-type]
-            mesh=mesh,
-            mp_policy=to_fsdp_policy(precision, gather_low_precision=low_precision),
-            offload_policy=offload_policy,
-            reshard_after_forward=reshard_after_forward,
-        )
-
-    blocks = list(get_blocks(model, option))
-    for block in blocks:
-        # the backward pass starts with the last block: freed, it would be gathered again at once
-        reshard = block is not blocks[-1]
-        groups = _split_by_precision(block) if precision.is_mixed else [([block], True)]
-        for modules, low_precision in groups:
-            shard(modules, low_precision=low_precision, reshard_after_forward=reshard)
-    # last: FSDP2 assigns to a module what no module below it has claimed, here embedding, norm and head
-    shard([model], low_precision=False, reshard_after_forward=False)
-
-
-def _split_by_precision(block: nn.Module) -> list[tuple[list[nn.Module], bool]]:
-    """Return the groups of a block's modules in order, each with whether its weights are gathered in low precision.
-
-    Norms and embeddings are a float32 group of their own: in the block's group they would be gathered in the low
-    precision, and the result would no longer be that of autocast on one device.
-    """
-    full = [module for module in block.modules() if _stays_in_full_precision(module)]
-    if block in full:  # parameters of its own: its group takes all that a group of the matrices has not
-        matrices: list[nn.Module] = [module for module in block.modules() if isinstance(module, _LOW_PRECISION)]
-        return [*([(matrices, True)] if matrices else []), ([block], False)]
-    return [*([(full, False)] if full else []), ([block], True)]
-
-
-def _stays_in_full_precision(module: nn.Module) -> bool:
-    has_own = next(module.parameters(recurse=False), None) is not None
-    return has_own and not isinstance(module, _LOW_PRECISION)

@@ -68,6 +68,11 @@ class TorchNativeMixin:
         if self.guard is not None:
             skip_step(self.optimizers[0], parameters, self.guard.judge(norm))
 
+    def scale_loss(self, value: Tensor) -> Tensor:
+        """Return a tensor times the loss scale, on the device."""
+        scaler = getattr(self.precision_plugin, "scaler", None)
+        return value if scaler is None else scaler.scale(value)
+
     def sum_over_ranks(self, value: Tensor) -> Tensor:
         """Return the sum of a tensor over all ranks."""
         return sum_over_ranks(value, self.root_device)

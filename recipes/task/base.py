@@ -38,8 +38,10 @@ class TrainingTask(CountsFlops, Resumable, ABC):
         make_optimizer: (model, fused=bool) -> optimizer.
         schedule: Optimizer step, from 0 -> multiplier of the peak learning rate.
         activation_checkpoint: Which blocks are recomputed in the backward pass.
-        compile_blocks: Compile each block, and the loss, which is the largest elementwise part.
+        compile_mode: Of `torch.compile`, for blocks and loss, the largest elementwise part; None: eager.
+        loss_chunk_tokens: Tokens of a micro-batch whose logits exist at a time; None: all. For language models.
         fused_optimizer: The optimizer may use fused kernels (not under a loss scaler).
+        scales_loss: There is a loss scaler.
         clipping: Adaptive limit of the gradient norm, in addition to the fixed one.
         ema_decay: Decay of an average of the weights in the optimizer state; None disables it.
         label_smoothing: Of the training objective, see `regularizer_sum`; logged losses never include it.
@@ -49,6 +51,7 @@ class TrainingTask(CountsFlops, Resumable, ABC):
 
     Attributes:
         row: Metrics of the current step, logged when it ends.
+        val_metrics: Of the validation under way.
     """
 
     input_kind: ClassVar[str]
@@ -61,8 +64,10 @@ class TrainingTask(CountsFlops, Resumable, ABC):
         make_optimizer: Callable[..., torch.optim.Optimizer],
         schedule: Callable[[int], float],
         activation_checkpoint: ActivationCheckpoint,
-        compile_blocks: bool,
+        compile_mode: str | None,
+        loss_chunk_tokens: int | None,
         fused_optimizer: bool,
+        scales_loss: bool,
         clipping: Clipping,
         ema_decay: float | None,
         label_smoothing: float,
@@ -77,13 +82,15 @@ class TrainingTask(CountsFlops, Resumable, ABC):
         self._make_optimizer = make_optimizer
         self._schedule = schedule
         self._activation_checkpoint = activation_checkpoint
-        self._compile_blocks = compile_blocks
+        self._compile_mode = compile_mode
+        self._loss_chunk_tokens = loss_chunk_tokens
         self.cross_entropy_sum: Callable[[Tensor, Tensor], Tensor] = cross_entropy_sum
         self._fused_optimizer = fused_optimizer
+        self._scales_loss = scales_loss
         self.row: dict[str, float | Tensor] = {}
         self._micro_batches_in_window = self._window_samples = self._window_tokens = 0
         self._window_loss: Tensor | None = None
-        self._val_metrics = ValidationMetrics(metrics)
+        self.val_metrics = ValidationMetrics(metrics)
 
     @abstractmethod
     def loss_sum(self, batch: Batch) -> tuple[Tensor, Tensor]:
@@ -112,10 +119,10 @@ class TrainingTask(CountsFlops, Resumable, ABC):
         if hasattr(self, "model"):  # called again for every fit, validate and test
             return
         model = self.meta_model()
-        if self._activation_checkpoint.every_nth_block:  # a model need not have blocks
+        if self._activation_checkpoint.changes_blocks:  # a model need not have blocks
             self._activation_checkpoint.apply(model.blocks)  # type: ignore[arg-type]
-        if self._compile_blocks:
-            compile_blocks(model.blocks)  # type: ignore[arg-type]
+        if self._compile_mode is not None and hasattr(model, "blocks"):
+            compile_blocks(model.blocks, mode=self._compile_mode)  # type: ignore[arg-type]
             self.cross_entropy_sum = torch.compile(cross_entropy_sum, dynamic=False)
         self.model_name = type(model).__name__  # before an engine may change its class
         first_weights = await_checkpoint if self.awaits_checkpoint else functools.partial(initialize, seed=self._seed)
@@ -154,6 +161,8 @@ class TrainingTask(CountsFlops, Resumable, ABC):
     @override
     def on_train_batch_start(self, batch: Batch, batch_idx: int) -> None:
         align_row_step(self.trainer)
+        if self._compile_mode == "reduce-overhead":  # a CUDA graph may overwrite what the last micro-batch left
+            torch.compiler.cudagraph_mark_step_begin()  # type: ignore[no-untyped-call]
 
     @override
     def training_step(self, batch: Batch, batch_idx: int) -> Tensor:
@@ -170,10 +179,12 @@ class TrainingTask(CountsFlops, Resumable, ABC):
         if self._micro_batches_in_window == trainer.accumulate_grad_batches:
             # before the backward pass: the guard needs the loss of the step when gradients are clipped
             self._end_window()
-        # Lightning divides by the accumulation and engines average over ranks; `num_targets` has done both already
-        undo_division = trainer.accumulate_grad_batches * trainer.world_size
-        scaled: Tensor = objective_sum * (undo_division / batch["num_targets"])
+        scaled: Tensor = objective_sum * (self._undo_division() / batch["num_targets"])
         return scaled
+
+    def _undo_division(self) -> int:
+        """Return by what Lightning (accumulation) and engines (ranks) divide; `num_targets` has done both already."""
+        return self.trainer.accumulate_grad_batches * self.trainer.world_size
 
     @override
     def optimizer_zero_grad(self, epoch: int, batch_idx: int, optimizer: Any) -> None:
@@ -210,7 +221,7 @@ class TrainingTask(CountsFlops, Resumable, ABC):
 
     @override
     def on_validation_epoch_start(self) -> None:
-        self._val_metrics.reset()
+        self.val_metrics.reset()
         self.share_statistics()
 
     def share_statistics(self) -> None:
@@ -222,11 +233,11 @@ class TrainingTask(CountsFlops, Resumable, ABC):
     @override
     def validation_step(self, batch: Batch, batch_idx: int) -> None:
         loss_sum, logits = self.loss_sum(batch)
-        self._val_metrics.update(loss_sum=loss_sum, logits=self._without_padding(logits), targets=batch["targets"])
+        self.val_metrics.update(loss_sum=loss_sum, logits=self._without_padding(logits), targets=batch["targets"])
 
     @override
     def on_validation_epoch_end(self) -> None:
-        self.log_dict(self._val_metrics.compute())
+        self.log_dict(self.val_metrics.compute())
 
     def _count(self, batch: Batch) -> None:
         num_samples = len(batch["targets"]) * self.trainer.world_size

@@ -1,13 +1,18 @@
 """Next-token prediction: loss per token, and generated text if there is a tokenizer."""
 
+import functools
+import inspect
 from typing import ClassVar, cast
 
+import torch
+import torch.nn.functional as F
 from torch import Tensor
 from typing_extensions import override
 
 from recipes.model import LanguageModel
 from recipes.model.generate import generate
-from recipes.numerics.loss import mean_per_sample
+from recipes.numerics.head_loss import HeadLoss, cast_weight, split
+from recipes.numerics.loss import IGNORE_INDEX, cross_entropy_sum, mean_per_sample
 from recipes.task.base import Batch, TrainingTask
 from recipes.tokenizer import Tokenizer
 
@@ -32,8 +37,64 @@ class LanguageModeling(TrainingTask):
         logits = self.model(batch["inputs"])  # [B, T, V], compute dtype
         return self.cross_entropy_sum(logits, batch["targets"]), logits
 
+    @functools.cached_property
+    def _head_loss(self) -> HeadLoss | None:
+        """The loss that needs some of the logits at a time; None: by choice, or for a model without `reduce`."""
+        if self._loss_chunk_tokens is None or "reduce" not in inspect.signature(self.model.forward).parameters:
+            return None
+        head_loss = HeadLoss(
+            vocab_size=cast(LanguageModel, self.model).vocab_size,
+            chunk_tokens=self._loss_chunk_tokens,
+            **self._regularizer,
+        )
+        if self._compile_mode is not None:
+            head_loss.compile()
+        return head_loss
+
+    @override
+    def objective_sum(self, batch: Batch) -> tuple[Tensor, Tensor]:
+        if self._head_loss is None:
+            return super().objective_sum(batch)
+        scale = None
+        if self._scales_loss and torch.is_grad_enabled():
+            unscaled = torch.ones((), device=batch["inputs"].device) * (self._undo_division() / batch["num_targets"])
+            scale = self.trainer.strategy.scale_loss(unscaled)  # type: ignore[attr-defined]
+        objective, loss = self.model(
+            batch["inputs"], reduce=functools.partial(self._head_loss, targets=batch["targets"], scale=scale)
+        )
+        return objective, loss
+
+    @override
+    def validation_step(self, batch: Batch, batch_idx: int) -> None:
+        if self._head_loss is None:
+            super().validation_step(batch, batch_idx)
+        else:
+            self.model(batch["inputs"], reduce=functools.partial(self._measure, targets=batch["targets"]))
+
+    def _measure(self, hidden: Tensor, weight: Tensor, *, targets: Tensor) -> None:
+        """Add a batch to the validation metrics, some tokens at a time.
+
+        Args:
+            hidden: [B, T, W], input of the head.
+            weight: [V, W] of the head, with padding.
+            targets: [B, T].
+        """
+        assert self._loss_chunk_tokens is not None
+        flat, flat_targets = hidden.flatten(0, -2), targets.flatten()  # [B T, W], [B T]
+        weight = cast_weight(weight)
+        for part in split(len(flat), self._loss_chunk_tokens):
+            logits = self._without_padding(F.linear(flat[part].to(weight.dtype), weight))  # [n, V], compute dtype
+            loss_sum = cross_entropy_sum(logits, flat_targets[part])
+            self.val_metrics.update(loss_sum=loss_sum, logits=logits, targets=flat_targets[part])
+
     def recipes_sample_losses(self, batch: Batch) -> Tensor:
-        return mean_per_sample(self.model(batch["inputs"]), batch["targets"])
+        if self._head_loss is None:
+            return mean_per_sample(self.model(batch["inputs"]), batch["targets"])
+        token_losses = functools.partial(self._head_loss.token_losses, targets=batch["targets"])
+        losses = self.model(batch["inputs"], reduce=token_losses)  # [B, T]
+        num_targets = (batch["targets"] != IGNORE_INDEX).sum(dim=1)  # [B]
+        means: Tensor = losses.sum(dim=1) / num_targets
+        return means
 
     def _tokens_per_sample(self, batch: Batch) -> int:
         return int(batch["inputs"].shape[1])

@@ -1,4 +1,4 @@
-"""What a precision means for torch, FSDP2 and DeepSpeed; initial weights are the same for all of them, rounded."""
+"""What a precision means for torch and DeepSpeed; initial weights are the same for all of them, rounded."""
 
 from pathlib import Path
 
@@ -7,7 +7,7 @@ import torch
 from support import composed_config
 
 from recipes.build import build
-from recipes.precision import Precision, to_deepspeed_config, to_fsdp_policy
+from recipes.precision import Precision, to_deepspeed_config
 
 
 @pytest.mark.parametrize(
@@ -27,28 +27,6 @@ def test_each_option_has_three_dtypes(
     assert dtypes == (param, compute, reduce)
     assert precision.scales_loss is scales
     assert precision.is_mixed is (param != compute)
-
-
-@pytest.mark.parametrize(
-    ("name", "gathered", "reduced"),
-    [
-        ("32-true", torch.float32, torch.float32),
-        ("bf16-mixed", torch.bfloat16, torch.float32),
-        ("16-mixed", torch.float16, torch.float32),
-        ("bf16-true", torch.bfloat16, torch.bfloat16),
-    ],
-)
-def test_fsdp_gathers_matrices_in_the_compute_dtype_and_other_weights_as_they_are(
-    name: str, gathered: torch.dtype, reduced: torch.dtype
-) -> None:
-    precision = Precision(name=name)  # type: ignore[arg-type]
-    matrices = to_fsdp_policy(precision, gather_low_precision=True)
-    others = to_fsdp_policy(precision, gather_low_precision=False)
-    assert matrices.param_dtype == gathered
-    assert others.param_dtype == precision.param_dtype
-    assert matrices.reduce_dtype == others.reduce_dtype == reduced
-    assert not matrices.cast_forward_inputs
-    assert not others.cast_forward_inputs
 
 
 @pytest.mark.parametrize(

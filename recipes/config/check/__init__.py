@@ -5,8 +5,10 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+from recipes.config.check.activation_checkpoint import check_activation_checkpoint
 from recipes.config.check.batch_size import check_batch_size, count_ranks
 from recipes.config.check.compatibility import check_compatibility, check_kinds
+from recipes.config.check.devices import check_devices
 from recipes.config.check.loss_spike import check_loss_spike
 from recipes.config.check.lr_scaling import check_lr_scaling
 from recipes.config.check.metrics import check_metrics, check_readers
@@ -16,7 +18,7 @@ from recipes.config.check.ranges import check_ranges
 from recipes.config.check.renamed import check_renamed, drop_consequences
 from recipes.config.check.resumed import check_resumed
 from recipes.config.check.sections import CONF, check_settings, check_structure
-from recipes.config.check.strategy import check_strategy
+from recipes.config.check.strategy import check_optimizer, check_strategy
 from recipes.errors import ConfigError
 
 
@@ -68,6 +70,9 @@ def check_config(
         *check_batch_size(config, world_size),
         *check_compatibility(config),
         *check_strategy(config, world_size),
+        *check_activation_checkpoint(config),
+        *check_devices(config),
+        *check_optimizer(config, choices),
         *check_loss_spike(config, world_size or 1),
         *check_readers(config),
         *check_resumed(config, run_folder),

@@ -169,14 +169,22 @@ def _missing_tools() -> Iterator[tuple[str, str]]:
 
     It calls `ninja`, and `c++` or whatever CXX names (torch/utils/cpp_extension.py, 2.13).
     """
-    if shutil.which(_compiler()[0]) is None:
-        others = [name for name in ("c++", "g++", "clang++") if shutil.which(name)]
-        fix = f"export CXX={others[0]}" if others else "apt install g++ (or yum install gcc-c++)"
-        yield f"C++ compiler ({_compiler()[0]})", fix
+    compiler = missing_compiler()
+    if compiler is not None:
+        yield compiler
     # the strategy adds the interpreter's folder to the PATH
     bundled = Path(sys.executable).parent / "ninja"
     if shutil.which("ninja") is None and not bundled.is_file():
         yield "ninja", "pip install ninja"
+
+
+def missing_compiler() -> tuple[str, str] | None:
+    """Return the C++ compiler that this machine lacks and how to install one; None if there is one."""
+    if shutil.which(_compiler()[0]) is not None:
+        return None
+    others = [name for name in ("c++", "g++", "clang++") if shutil.which(name)]
+    fix = f"export CXX={others[0]}" if others else "apt install g++ (or yum install gcc-c++)"
+    return f"C++ compiler ({_compiler()[0]})", fix
 
 
 def has_libaio() -> bool:

@@ -29,7 +29,8 @@ SETTINGS: dict[str, str] = {
     "ema_decay": "Annotated[float, '> 0, < 1'] | None",
     "label_smoothing": "Annotated[float, '>= 0, <= 0.999']",
     "z_loss": "Annotated[float, '>= 0']",
-    "compile": "bool",
+    "loss_chunk_tokens": "Annotated[int, '>= 1'] | None",
+    "compile": "bool | Literal['auto', 'default', 'max-autotune-no-cudagraphs', 'reduce-overhead']",
     "ignore_slurm": "bool",
     "profile": "Annotated[int, '>= 1'] | None",
 }
@@ -38,6 +39,7 @@ COMPOSING = ("recipe", "debug", "hydra")  # groups without a section of their ow
 NEWER = (
     "lr_scaling",
     "ignore_slurm",
+    "loss_chunk_tokens",
     "launcher",
     "sweep",
     "metrics",

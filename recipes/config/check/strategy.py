@@ -5,7 +5,8 @@ from typing import Any
 
 from recipes.config.check.deepspeed import check_offload, check_toolchain
 from recipes.config.check.types import to_setting
-from recipes.config.traits import get_traits, takes_steps
+from recipes.config.signature import read_signature
+from recipes.config.traits import get_traits, plans_steps, takes_steps
 from recipes.errors import ConfigError
 from recipes.runtime.world import num_gpus
 
@@ -76,4 +77,27 @@ def _check_shard_size(strategy: Mapping[str, Any], world_size: int | None) -> It
         f"strategy.shard_size={shard_size}",
         f"{ranks} not divide into groups of {shard_size}",
         f"strategy.shard_size={below}, or null for the ranks of one node",
+    )
+
+
+def check_optimizer(config: Mapping[str, Any], choices: Mapping[str, str]) -> Iterator[ConfigError]:
+    """Check that the optimizer can step what the strategy gives it: under ZeRO, flat parts of all parameters.
+
+    Args:
+        config: Composed config whose nodes match their signatures.
+        choices: Option chosen for each group, to name it in messages.
+    """
+    if not (takes_steps(config) or plans_steps(config)):
+        return
+    strategy, target = config["strategy"], str(config["optimizer"]["_target_"])
+    traits = get_traits(strategy)
+    if traits.state_layout != "zero" or read_signature(target).constants.get("accepts_flat_partitions", True):
+        return
+    option = choices["optimizer"] if "optimizer" in choices else target.split(".")[-2]  # the module has its name
+    offloads = strategy["offload_optimizer"] is not None
+    yield ConfigError(
+        f"optimizer={option} {traits.typed}",
+        "it computes with the rows and columns of each matrix, and DeepSpeed gives an optimizer one flat part of all"
+        " parameters",
+        "strategy=fsdp strategy.cpu_offload=true" if offloads else "strategy=fsdp, or strategy=ddp",
     )

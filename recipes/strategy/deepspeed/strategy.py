@@ -227,6 +227,10 @@ class DeepSpeedZero(StepGuardMixin, TrainStateMixin, PerRankSavingMixin, DeepSpe
         """Return the sum of a tensor over all ranks."""
         return sum_over_ranks(value, _without_cpu_index(self.root_device))
 
+    def scale_loss(self, value: Tensor) -> Tensor:
+        """Return a tensor times the loss scale."""
+        return value if self.current_loss_scale is None else value * self.current_loss_scale
+
     @property
     def current_loss_scale(self) -> float | None:
         """Factor on the loss; None without a loss scaler."""

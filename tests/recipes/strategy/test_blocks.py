@@ -59,6 +59,8 @@ def test_fsdp_names_the_strategy_that_needs_no_blocks(option: str, strategy: typ
         precision=Precision(name="32-true"),
         cpu_offload=False,
         gradient_sync="per_step",
+        reshard_after_forward=True,
+        reduce_dtype="float32",
         **own,
     )
     with pytest.raises(ConfigError) as raised:

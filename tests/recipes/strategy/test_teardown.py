@@ -39,7 +39,9 @@ def make(name: str) -> Strategy:
     if name == "ddp":
         return DDP(**common)  # type: ignore[arg-type]
     if name == "fsdp":
-        return FSDP2Strategy(**common, cpu_offload=False, gradient_sync="per_step")  # type: ignore[arg-type]
+        return FSDP2Strategy(
+            **common, cpu_offload=False, gradient_sync="per_step", reshard_after_forward=True, reduce_dtype="float32"
+        )  # type: ignore[arg-type]
     pytest.importorskip("deepspeed")
     return DeepSpeedZero(
         **common,  # type: ignore[arg-type]

@@ -60,7 +60,9 @@ def make_task(trainer: SimpleNamespace, **more: Any) -> LanguageModeling:
         make_optimizer=torch.optim.SGD,
         schedule=lambda step: 1.0,
         activation_checkpoint=None,  # type: ignore[arg-type]
-        compile_blocks=False,
+        compile_mode=None,
+        loss_chunk_tokens=None,
+        scales_loss=False,
         fused_optimizer=False,
         clipping=NoClipping(),
         seed=0,

@@ -60,7 +60,7 @@ MESSAGES = {
     ),
     "presicion=bf16-mixed": ("presicion=bf16-mixed: there is no 'presicion'; type precision=bf16-mixed"),
     "precision=bf16": (
-        "precision=bf16: the options are 16-mixed 32-true bf16-mixed bf16-true; type precision=bf16-mixed"
+        "precision=bf16: the options are 16-mixed 32-true bf16-mixed bf16-true tf32; type precision=bf16-mixed"
     ),
     "trainer.max_stepz=9": ("trainer.max_stepz=9: there is no 'trainer.max_stepz'; type trainer.max_steps=9"),
     "trainer.strategy=ddp": ("trainer.strategy=ddp: another setting controls it; type strategy=ddp"),
@@ -141,7 +141,10 @@ MESSAGES = {
     "trainer.max_steps=0": ("trainer.max_steps=0: it must be at least 1; type trainer.max_steps=<at least 1>"),
     "log_every=0": ("log_every=0: it must be at least 1; type log_every=<at least 1>"),
     "seed=-1": ("seed=-1: it must be from 0 to 4294967295; type seed=<from 0 to 4294967295>"),
-    "compile=yes_please": ("compile=yes_please: it takes true or false; type compile=<true or false>"),
+    "compile=yes_please": (
+        "compile=yes_please: it takes true or false or auto or default or max-autotune-no-cudagraphs or reduce-overhead;"
+        " type compile=<true or false or auto or default or max-autotune-no-cudagraphs or reduce-overhead>"
+    ),
     "foo": ("foo: it is not key=value; type key=value"),
     "scheduler.warmup=3": ("scheduler.warmup=3: there is no 'scheduler.warmup'; type scheduler.warmup_steps=3"),
     "model.dropout=1.0": ("model.dropout=1.0: it must be from 0 to 0.999; type model.dropout=<from 0 to 0.999>"),

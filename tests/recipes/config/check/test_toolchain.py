@@ -28,7 +28,10 @@ def _hide_programs(monkeypatch: pytest.MonkeyPatch, *names: str) -> None:
 
 def test_the_error_without_deepspeed_names_the_extra(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(deepspeed_check, "_deepspeed_folder", real_deepspeed_folder)
-    monkeypatch.setattr(deepspeed_check.importlib.util, "find_spec", lambda name: None)
+    find_spec = deepspeed_check.importlib.util.find_spec  # reading the signature of the strategy needs it, too
+    monkeypatch.setattr(
+        deepspeed_check.importlib.util, "find_spec", lambda name: None if name == "deepspeed" else find_spec(name)
+    )
     strategy = {
         "_target_": "recipes.strategy.deepspeed.strategy.DeepSpeedZero",
         "stage": 2,

@@ -1,0 +1,59 @@
+"""Check that the devices of this machine can do what the config asks of them: formats of numbers, and compiled code."""
+
+import shutil
+from collections.abc import Iterator, Mapping
+from typing import Any
+
+from recipes.config.check.deepspeed import missing_compiler
+from recipes.config.check.types import to_setting
+from recipes.config.traits import get_compile_mode, get_traits, runs_elsewhere, takes_steps
+from recipes.errors import ConfigError
+from recipes.runtime.world import num_gpus
+
+
+def check_devices(config: Mapping[str, Any]) -> Iterator[ConfigError]:
+    """Check precision and compilation of a run that takes its steps on this machine.
+
+    Args:
+        config: Composed config whose nodes match their signatures.
+    """
+    if not takes_steps(config) or runs_elsewhere(config):
+        return
+    on_gpu = config["trainer"]["accelerator"] != "cpu" and num_gpus() > 0
+    if config["precision"]["name"] == "tf32" and not on_gpu:
+        yield ConfigError("precision=tf32", "TF32 is a format of GPUs, and there is none", "precision=32-true")
+    mode = get_compile_mode(config, on_gpu=on_gpu)
+    if mode is None:
+        return
+    typed = f"compile={to_setting(config['compile'])}"
+    yield from _check_tools(typed, on_gpu=on_gpu)
+    if mode == "reduce-overhead":
+        yield from _check_graphs(config, typed, on_gpu=on_gpu)
+
+
+def _check_tools(typed: str, *, on_gpu: bool) -> Iterator[ConfigError]:
+    """Check for the compiler that torch.compile calls: for C++ on a CPU, for C around each kernel on a GPU (Triton)."""
+    if not on_gpu and (missing := missing_compiler()) is not None:
+        name, fix = missing
+        yield ConfigError(
+            typed, f"torch.compile writes C++ for a CPU, and there is no {name}", f"{fix}, or compile=false"
+        )
+    elif on_gpu and not any(shutil.which(name) for name in ("cc", "gcc", "clang")):
+        yield ConfigError(
+            typed,
+            "torch.compile calls a C compiler for each kernel, and there is none (cc, gcc, clang)",
+            "apt install gcc (or yum install gcc), or compile=false",
+        )
+
+
+def _check_graphs(config: Mapping[str, Any], typed: str, *, on_gpu: bool) -> Iterator[ConfigError]:
+    """Check what CUDA graphs need: a GPU, weights and gradients at addresses that do not change."""
+    reason = None
+    if not on_gpu:
+        reason = "CUDA graphs need a GPU, and there is none"
+    elif get_traits(config["strategy"]).state_layout != "whole":
+        reason = f"{get_traits(config['strategy']).typed} gathers weights to other addresses at each step"
+    elif config["micro_batch_size"] not in (None, config["global_batch_size"]):
+        reason = "gradients that are added up over micro-batches would be overwritten by the next replay of the graph"
+    if reason is not None:
+        yield ConfigError(typed, reason, "compile=default, or compile=max-autotune-no-cudagraphs")

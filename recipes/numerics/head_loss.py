@@ -1,0 +1,192 @@
+"""The loss of a language model from its last hidden states: logits exist for a chunk of tokens at a time.
+
+Shapes: N tokens, n of them in a chunk, W hidden size, V tokens of the vocabulary, V' with padding.
+"""
+
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+from torch.autograd.function import once_differentiable
+
+from recipes.numerics.loss import IGNORE_INDEX
+
+Gradients = tuple[Tensor, Tensor, Tensor, Tensor]
+
+
+class HeadLoss:
+    """Cross-entropy of the head, with z-loss and label smoothing: [B, T, V] logits and their gradient never exist.
+
+    The gradients of hidden states and weight are computed with the loss, chunk by chunk, and scaled in the backward
+    pass: three matrix products in all, as many as with all logits, and no chunk is computed twice. The roundings are
+    those of autocast: products in its dtype, everything of size V in float32. The gradient of the weight is summed
+    over chunks in the dtype of the weight.
+
+    Args:
+        vocab_size: V; columns beyond it are padding.
+        chunk_tokens: n; larger is faster until the device is full, 8 V' n bytes in bfloat16.
+        label_smoothing: As in `regularizer_sum`.
+        z_loss: As in `regularizer_sum`.
+    """
+
+    def __init__(self, *, vocab_size: int, chunk_tokens: int, label_smoothing: float, z_loss: float) -> None:
+        self.vocab_size = vocab_size
+        self.chunk_tokens = chunk_tokens
+        self.label_smoothing = label_smoothing
+        self.z_loss = z_loss
+        self._chunk: Callable[..., Gradients] = _loss_and_gradients
+
+    def compile(self, **options: Any) -> None:
+        """Compile what a chunk does: one kernel reads its logits and writes their gradient."""
+        self._chunk = torch.compile(_loss_and_gradients, dynamic=False, **options)
+
+    def __call__(
+        self, hidden: Tensor, weight: Tensor, *, targets: Tensor, scale: Tensor | None = None
+    ) -> tuple[Tensor, Tensor]:
+        """Return the training objective and the plain loss, both summed over targets, 0-dim float32 in nats.
+
+        Args:
+            hidden: [B, T, W], input of the head.
+            weight: [V', W] of the head.
+            targets: [B, T]; `IGNORE_INDEX` carries no loss.
+            scale: 0-dim; roughly the factor that the gradient of the objective will have in the backward pass. Only
+                float16 needs it: small gradients of the logits would be rounded to zero before they are scaled.
+        """
+        objective, loss = _HeadLoss.apply(hidden, weight, targets, scale, self)  # type: ignore[no-untyped-call]
+        return objective, loss
+
+    def token_losses(self, hidden: Tensor, weight: Tensor, *, targets: Tensor) -> Tensor:
+        """Return the plain loss of each target, [B, T] float32; 0 where there is none. Arguments: as above."""
+        flat, flat_targets = hidden.flatten(0, -2), targets.flatten()  # [N, W], [N]
+        weight = cast_weight(weight)
+        losses = [
+            F.cross_entropy(
+                F.linear(flat[part].to(weight.dtype), weight)[:, : self.vocab_size].float(),
+                flat_targets[part],
+                ignore_index=IGNORE_INDEX,
+                reduction="none",
+            )  # [n]
+            for part in split(len(flat), self.chunk_tokens)
+        ]
+        return torch.cat(losses).view_as(targets)
+
+    def run_chunks(
+        self, hidden: Tensor, weight: Tensor, targets: Tensor, scale: Tensor | None, *, differentiate: bool
+    ) -> tuple[Tensor, Tensor, Tensor | None, Tensor | None]:
+        """Return objective, loss, and the gradients of hidden states [N, W] and weight [V', W], both times `scale`."""
+        flat, flat_targets = hidden.flatten(0, -2), targets.flatten()  # [N, W], [N]
+        weight_grad = torch.zeros_like(weight) if differentiate else None  # [V', W]
+        hidden_grad = torch.empty_like(flat) if differentiate else None  # [N, W]
+        cast = cast_weight(weight)  # [V', W], compute dtype
+        objective = torch.zeros((), dtype=torch.float32, device=flat.device)
+        loss = torch.zeros_like(objective)
+        for part in split(len(flat), self.chunk_tokens):
+            added, plain, for_hidden, for_weight = self._chunk(
+                flat[part].to(cast.dtype),
+                cast,
+                flat_targets[part],
+                scale,
+                vocab_size=self.vocab_size,
+                label_smoothing=self.label_smoothing,
+                z_loss=self.z_loss,
+                differentiate=differentiate,
+            )
+            objective, loss = objective + added, loss + plain
+            if hidden_grad is not None and weight_grad is not None:
+                hidden_grad[part] = for_hidden
+                weight_grad += for_weight
+        return objective, loss, hidden_grad, weight_grad
+
+
+class _HeadLoss(torch.autograd.Function):
+    """Computes the gradients with the loss and keeps them instead of the logits."""
+
+    @staticmethod
+    def forward(
+        ctx: Any, hidden: Tensor, weight: Tensor, targets: Tensor, scale: Tensor | None, head: HeadLoss
+    ) -> tuple[Tensor, Tensor]:
+        differentiate = any(ctx.needs_input_grad)
+        objective, loss, *gradients = head.run_chunks(hidden, weight, targets, scale, differentiate=differentiate)
+        ctx.shape, ctx.scale = hidden.shape, scale
+        ctx.save_for_backward(*gradients)
+        ctx.mark_non_differentiable(loss)
+        return objective, loss
+
+    @staticmethod
+    @once_differentiable  # type: ignore[misc, untyped-decorator]
+    def backward(ctx: Any, grad_objective: Tensor, _: Tensor) -> tuple[Tensor | None, ...]:
+        hidden_grad, weight_grad = ctx.saved_tensors
+        factor = grad_objective if ctx.scale is None else grad_objective / ctx.scale  # 0-dim
+        # in place: a second backward pass through the same graph is not possible, as after any other
+        return hidden_grad.mul_(factor).view(ctx.shape), weight_grad.mul_(factor), None, None, None
+
+
+def _loss_and_gradients(
+    x: Tensor,
+    weight: Tensor,
+    targets: Tensor,
+    scale: Tensor | None,
+    *,
+    vocab_size: int,
+    label_smoothing: float,
+    z_loss: float,
+    differentiate: bool,
+) -> Gradients:
+    """Return objective and loss of a chunk, and the gradients of x [n, W] and weight [V', W].
+
+    Args:
+        x: [n, W], compute dtype.
+        weight: [V', W], compute dtype.
+        targets: [n].
+        scale: Factor of the gradients, 0-dim; None: 1.
+        vocab_size: V.
+        label_smoothing: s; a target has the probability 1 - s + s / V, all others s / V.
+        z_loss: Weight of the squared log of the normalizer.
+        differentiate: Without it, the gradients are empty.
+    """
+    logits = F.linear(x, weight)  # [n, V'], compute dtype
+    if len(weight) > vocab_size:
+        logits[:, vocab_size:] = float("-inf")
+    carries_loss = targets != IGNORE_INDEX  # [n]
+    columns = targets.clamp(min=0)[:, None]  # [n, 1]
+    logits = logits.float()
+    log_p = F.log_softmax(logits, dim=1)  # [n, V'] float32
+    target_log_p = log_p.gather(1, columns).squeeze(1)  # [n]
+    loss = torch.where(carries_loss, -target_log_p, 0.0).sum()
+    objective = loss
+    log_normalizer = None
+    if label_smoothing:
+        mean_log_p = log_p[:, :vocab_size].mean(dim=1)  # [n]
+        objective = objective + label_smoothing * torch.where(carries_loss, target_log_p - mean_log_p, 0.0).sum()
+    if z_loss:
+        log_normalizer = logits.gather(1, columns).squeeze(1) - target_log_p  # [n]
+        objective = objective + z_loss * torch.where(carries_loss, log_normalizer.square(), 0.0).sum()
+    if not differentiate:
+        return objective, loss, x.new_empty(0), x.new_empty(0)
+    gradient = log_p.exp_()  # [n, V'] float32, of the logits from here on
+    if log_normalizer is not None:
+        gradient *= (1 + 2 * z_loss * log_normalizer)[:, None]
+    if label_smoothing:
+        gradient[:, :vocab_size] -= label_smoothing / vocab_size
+    gradient.scatter_add_(1, columns, torch.full_like(columns, label_smoothing - 1.0, dtype=gradient.dtype))
+    if scale is not None:
+        gradient *= scale
+    gradient = gradient.to(x.dtype)
+    # of width W and not V: rows without a target are cleared on the narrow side of both products
+    mask = carries_loss[:, None].to(x.dtype)  # [n, 1]
+    return objective, loss, (gradient @ weight) * mask, gradient.T @ (x * mask)
+
+
+def split(num_tokens: int, chunk_tokens: int) -> Iterator[slice]:
+    """Yield equal parts of at most `chunk_tokens`, the last one smaller: another size would be compiled anew."""
+    size = -(-num_tokens // -(-num_tokens // chunk_tokens))
+    for start in range(0, num_tokens, size):
+        yield slice(start, min(start + size, num_tokens))
+
+
+def cast_weight(weight: Tensor) -> Tensor:
+    """Return the weight in the dtype that autocast computes products in."""
+    kind = weight.device.type
+    return weight.to(torch.get_autocast_dtype(kind)) if torch.is_autocast_enabled(kind) else weight

@@ -1,0 +1,145 @@
+"""Which weights of a model FSDP2 gathers and reduces together, and in which dtype."""
+
+import itertools
+from collections.abc import Iterable
+from dataclasses import dataclass
+
+import torch
+from torch import nn
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, OffloadPolicy, fully_shard
+from torch.distributed.fsdp._fully_shard._fsdp_param_group import FSDPParamGroup
+
+from recipes.precision import Precision
+from recipes.strategy import get_blocks
+
+# modules that autocast runs in the low precision: only their weights may be gathered in it
+_LOW_PRECISION = (nn.Linear, nn.Conv1d, nn.Conv2d, nn.Conv3d)
+
+
+@dataclass(frozen=True, kw_only=True)
+class ShardPolicy:
+    """How the parameters of a model are sharded.
+
+    Attributes:
+        precision: Dtypes of weights and products.
+        offload: Where the shards live.
+        reshard_after_forward: Free a block's weights after its forward pass and gather them again for the backward
+            pass; False keeps the gathered model, in the compute dtype, from the forward to the backward pass.
+        reduce_dtype: In which gradients are summed over ranks.
+    """
+
+    precision: Precision
+    offload: OffloadPolicy
+    reshard_after_forward: bool
+    reduce_dtype: torch.dtype
+
+    def mixed_precision(self, *, low: bool) -> MixedPrecisionPolicy:
+        """Return FSDP2's policy for one group of parameters.
+
+        Args:
+            low: Whether to all-gather the weights in the compute dtype. Right only for weights that autocast casts
+                anyway (matrices): a norm or an embedding would be rounded, which one device does not do.
+        """
+        return MixedPrecisionPolicy(
+            param_dtype=self.precision.compute_dtype if low else self.precision.param_dtype,
+            reduce_dtype=self.reduce_dtype,
+            cast_forward_inputs=False,  # autocast decides; FSDP2 would also cast inputs of float32 modules
+        )
+
+
+def shard_model(model: nn.Module, *, mesh: DeviceMesh, policy: ShardPolicy, option: str) -> None:
+    """Shard a model in units that are gathered and reduced one by one.
+
+    They are each block, an embedding and a head as large as a block if they are not tied, and all the rest.
+
+    Args:
+        model: Not yet sharded, on any device.
+        mesh: The ranks; the last axis shards, one before it replicates.
+        policy: Dtypes, offload and resharding.
+        option: Of the strategy, to name it in messages.
+
+    Raises:
+        ConfigError: The model has no `blocks`.
+    """
+    blocks = list(get_blocks(model, option))
+    alone = set(_large_children(model, num_elements=_count(blocks[0])))
+    units: list[FSDPModule] = []  # in the order of the forward pass
+    for child in model.children():
+        if child is model.blocks:
+            # the backward pass starts with the last block: freed, it would be gathered again at once
+            units += [_shard_unit(b, mesh, policy, reshard=b is not blocks[-1]) for b in blocks]
+        elif child in alone and isinstance(child, nn.Embedding):
+            units.append(_shard_unit(child, mesh, policy, reshard=True))
+            units[-1].set_unshard_in_backward(False)  # its gradient needs the tokens alone
+        elif child in alone and isinstance(child, _LOW_PRECISION):
+            units.append(_shard_unit(child, mesh, policy, reshard=False))
+    for unit, ahead in itertools.pairwise(units):
+        unit.set_modules_to_forward_prefetch([ahead])
+    # last: FSDP2 assigns to a module what no module below it has claimed, here norm, positions and tied embeddings
+    fully_shard(
+        model,
+        mesh=mesh,
+        mp_policy=policy.mixed_precision(low=False),
+        offload_policy=policy.offload,
+        reshard_after_forward=False,
+    )
+
+
+def _shard_unit(module: nn.Module, mesh: DeviceMesh, policy: ShardPolicy, *, reshard: bool) -> FSDPModule:
+    """Shard one module: matrices in a group of the low precision, all other parameters in one of full precision.
+
+    Both groups are gathered before the module and freed after it. FSDP2 has one policy a module, and a module per
+    policy would put its hooks inside the block: torch.compile would split the block there, and the next block would be
+    gathered only when the last norm of this one is reached. So the second group joins the state of the first, which is
+    how FSDP2 keeps the parameters of a module on two meshes (torch 2.13; private names, this is their only use).
+    """
+    low, full = _split_by_precision(module) if policy.precision.is_mixed else (list(module.parameters()), [])
+    first, second = (low, full) if low else (full, [])
+    fully_shard(
+        module,
+        mesh=mesh,
+        mp_policy=policy.mixed_precision(low=bool(low)),
+        offload_policy=policy.offload,
+        reshard_after_forward=reshard and policy.reshard_after_forward,
+        ignored_params=set(second),
+    )
+    assert isinstance(module, FSDPModule)
+    state = module._get_fsdp_state()
+    [group] = state._fsdp_param_groups
+    assert len(group.fsdp_params) == len(set(first))
+    if second:
+        other = FSDPParamGroup(
+            second,
+            group.modules,
+            group.mesh_info,
+            group.post_forward_mesh_info,
+            group.device,
+            None,
+            policy.mixed_precision(low=False),
+            policy.offload,
+        )
+        state._fsdp_param_groups.append(other)
+    return module
+
+
+def _split_by_precision(module: nn.Module) -> tuple[list[nn.Parameter], list[nn.Parameter]]:
+    """Return the parameters that autocast casts to the low precision, and all others: norms, embeddings, own ones."""
+    matrices = (part for part in module.modules() if isinstance(part, _LOW_PRECISION))
+    low = {parameter for part in matrices for parameter in part.parameters(recurse=False)}
+    everything = list(dict.fromkeys(module.parameters()))
+    return [p for p in everything if p in low], [p for p in everything if p not in low]
+
+
+def _large_children(model: nn.Module, *, num_elements: int) -> Iterable[nn.Module]:
+    """Return the modules that are as large as a block, in elements, and whose weights no other module uses."""
+    uses: dict[nn.Parameter, int] = {}
+    for module in model.modules():
+        for parameter in module.parameters(recurse=False):
+            uses[parameter] = uses.get(parameter, 0) + 1
+    unshared = (child for child in model.children() if all(uses[parameter] == 1 for parameter in child.parameters()))
+    return [child for child in unshared if _count(child) >= num_elements]
+
+
+def _count(module: nn.Module) -> int:
+    return sum(parameter.numel() for parameter in module.parameters())

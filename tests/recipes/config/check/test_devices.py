@@ -1,0 +1,86 @@
+"""What a machine cannot serve is rejected before anything is built, with the setting that works instead."""
+
+import pytest
+
+from recipes.config import compose_and_check, traits
+from recipes.config.check import deepspeed as deepspeed_check
+from recipes.config.check import devices
+from recipes.config.traits import get_compile_mode
+
+
+def messages(*typed: str) -> list[str]:
+    return [str(mistake) for mistake in compose_and_check(typed)[1]]
+
+
+@pytest.fixture
+def gpu(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Pretend that there is one GPU."""
+    for module in (traits, devices):
+        monkeypatch.setattr(module, "num_gpus", lambda: 1)
+
+
+def test_tf32_without_a_gpu_names_float32() -> None:
+    assert messages("precision=tf32") == [
+        "precision=tf32: TF32 is a format of GPUs, and there is none; type precision=32-true"
+    ]
+
+
+def test_another_mode_than_a_run_may_have_any_precision() -> None:
+    assert messages("precision=tf32", "mode=plan", "plan.hardware=h100") == []
+
+
+def test_compiling_on_a_cpu_needs_a_compiler(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(deepspeed_check.shutil, "which", lambda name: None)
+    assert messages("compile=true") == [
+        "compile=true: torch.compile writes C++ for a CPU, and there is no C++ compiler (c++);"
+        " type apt install g++ (or yum install gcc-c++), or compile=false"
+    ]
+    assert messages("compile=auto") == [], "without a GPU nothing is compiled"
+
+
+@pytest.mark.usefixtures("gpu")
+def test_compiling_on_a_gpu_needs_a_c_compiler(monkeypatch: pytest.MonkeyPatch) -> None:
+    assert messages() == []
+    monkeypatch.setattr(devices.shutil, "which", lambda name: None)
+    [message] = messages()
+    assert message.startswith("compile=auto: torch.compile calls a C compiler for each kernel, and there is none")
+    assert "or compile=false" in message
+    assert messages("compile=false") == []
+
+
+def test_cuda_graphs_without_a_gpu_name_the_other_modes() -> None:
+    assert messages("compile=reduce-overhead") == [
+        "compile=reduce-overhead: CUDA graphs need a GPU, and there is none;"
+        " type compile=default, or compile=max-autotune-no-cudagraphs"
+    ]
+
+
+@pytest.mark.usefixtures("gpu")
+@pytest.mark.parametrize(
+    ("typed", "reason"),
+    [
+        (["strategy=fsdp"], "strategy=fsdp gathers weights to other addresses at each step"),
+        (["global_batch_size=32", "micro_batch_size=8"], "gradients that are added up over micro-batches"),
+    ],
+)
+def test_cuda_graphs_need_addresses_that_do_not_change(typed: list[str], reason: str) -> None:
+    [message] = messages("compile=reduce-overhead", *typed)
+    assert reason in message
+    assert messages("compile=reduce-overhead") == []
+
+
+def test_an_unknown_mode_names_those_there_are() -> None:
+    [message] = messages("compile=fastest")
+    assert message.startswith(
+        "compile=fastest: it takes true or false or auto or default or max-autotune-no-cudagraphs or reduce-overhead"
+    )
+
+
+def test_auto_compiles_on_a_gpu_and_not_under_stage_3() -> None:
+    config = {"compile": "auto", "trainer": {"accelerator": "auto"}, "strategy": {}}
+    assert get_compile_mode(config, on_gpu=True) == "default"
+    assert get_compile_mode(config, on_gpu=False) is None
+    assert get_compile_mode(config | {"strategy": {"stage": 3}}, on_gpu=True) is None
+    assert get_compile_mode(config | {"strategy": {"stage": 3}, "compile": True}, on_gpu=True) == "default"
+    assert get_compile_mode(config | {"compile": False}, on_gpu=True) is None
+    assert get_compile_mode(config | {"compile": "reduce-overhead"}, on_gpu=True) == "reduce-overhead"
