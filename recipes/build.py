@@ -146,6 +146,7 @@ def build_task(config: Config, precision: Precision) -> TrainingTask:
         make_model=functools.partial(make, config["model"]),
         make_optimizer=make(config["optimizer"]),
         schedule=make(config["scheduler"]),
+        convert_model=precision.convert,
         activation_checkpoint=make(config["activation_checkpoint"]),
         compile_mode=get_compile_mode(config),
         loss_chunk_tokens=config.get("loss_chunk_tokens"),  # an older run's config has none, and computed all at once

@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from typing import Any, Literal
 
 import torch
+from torch import nn
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -15,10 +16,10 @@ class Precision:
     """One `precision=` option.
 
     Attributes:
-        name: Lightning's name of it, or `tf32`, which Lightning knows as `32-true`.
+        name: Lightning's name of it; it knows `tf32` as `32-true` and `fp8-mixed` as `bf16-mixed`.
     """
 
-    name: Literal["32-true", "tf32", "bf16-mixed", "16-mixed", "bf16-true"]
+    name: Literal["32-true", "tf32", "bf16-mixed", "16-mixed", "bf16-true", "fp8-mixed"]
 
     @property
     def param_dtype(self) -> torch.dtype:
@@ -40,6 +41,9 @@ class Precision:
         """Whether autocast computes products in a lower precision than the weights have."""
         return self.compute_dtype != self.param_dtype
 
+    def convert(self, model: nn.Module, *, shards_weights: bool) -> None:
+        """Replace modules of a model on the meta device by those that this precision computes with: none."""
+
     @property
     def scales_loss(self) -> bool:
         """Whether gradients carry a loss scale until the optimizer step; only float16 needs one."""
@@ -53,6 +57,7 @@ _DTYPES: dict[str, tuple[torch.dtype, torch.dtype, torch.dtype]] = {
     "bf16-mixed": (torch.float32, torch.bfloat16, torch.float32),
     "16-mixed": (torch.float32, torch.float16, torch.float32),
     "bf16-true": (torch.bfloat16, torch.bfloat16, torch.bfloat16),
+    "fp8-mixed": (torch.float32, torch.bfloat16, torch.float32),  # of products outside of blocks
 }
 
 
@@ -64,7 +69,7 @@ def set_float32_products(precision: Precision) -> None:
     """
     kind = "tf32" if precision.name == "tf32" else "ieee"
     torch.backends.cuda.matmul.fp32_precision = kind
-    torch.backends.cudnn.conv.fp32_precision = kind
+    torch.backends.cudnn.conv.fp32_precision = kind  # type: ignore[attr-defined]
 
 
 def to_deepspeed_config(precision: Precision) -> dict[str, Any]:

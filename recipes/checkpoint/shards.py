@@ -13,6 +13,7 @@ from torch.distributed.tensor import DTensor
 from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
 
 from recipes.checkpoint.shard_file import Part, SavedTensor, flat_start
+from recipes.fp8 import unwrap
 from recipes.lightning_internals import unwrap_optimizer
 from recipes.numerics.ema import NAME as EMA_KEY
 
@@ -114,7 +115,7 @@ def _shard(tensor: DTensor) -> Part | None:
         if placement.is_replicate()
     ]
     _, offsets = compute_local_shape_and_global_offset(tensor.shape, mesh, tensor.placements)
-    local = tensor.to_local().detach()  # [rows of this rank, ...]
+    local = unwrap(tensor.to_local().detach())  # [rows of this rank, ...]
     # under HSDP only the first replica writes; all would write the same rows
     if any(replica_coordinates) or local.numel() == 0:
         return None
@@ -148,13 +149,14 @@ def load_optimizer(optimizer: torch.optim.Optimizer, saved: dict[str, Any]) -> N
         for group, saved_group in zip(optimizer.param_groups, saved["param_groups"], strict=True)
     ]
     inner: Any = unwrap_optimizer(optimizer)
+    in_float32 = {EMA_KEY, *getattr(inner, "float32_state", ())}
     inner.load_state_dict(saved | {"state": state, "param_groups": groups})
     for index, values in state.items():
         loaded = inner.state[parameters[index]]
         for key, value in values.items():
             # torch casts all state to the parameter's dtype, which a run resumed in another precision needs: but a
-            # float32 average of bfloat16 weights would be rounded
-            if key == EMA_KEY and isinstance(value, Tensor) and loaded[key].dtype != value.dtype:
+            # float32 average of bfloat16 weights would be rounded, and so would what an optimizer keeps in float32
+            if key in in_float32 and isinstance(value, Tensor) and loaded[key].dtype != value.dtype:
                 loaded[key] = value.to(loaded[key].device)
 
 

@@ -84,9 +84,9 @@ class ZeroPrecision(DeepSpeedPrecision):
 
 def to_lightning_plugin(precision: Precision, device: torch.device) -> Plugin:
     """Return the plugin that Lightning's single-device, DDP and FSDP2 strategies need."""
-    if precision.name in ("16-mixed", "bf16-mixed"):
+    if precision.is_mixed:
         scaler = CountingScaler(device.type) if precision.scales_loss else None
-        return MixedPrecision(precision.name, device.type, scaler)
+        return MixedPrecision("16-mixed" if scaler is not None else "bf16-mixed", device.type, scaler)
     return HalfPrecision("bf16-true") if precision.name == "bf16-true" else Plugin()
 
 

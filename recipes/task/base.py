@@ -37,6 +37,7 @@ class TrainingTask(CountsFlops, Resumable, ABC):
         make_model: Constructs the model; called under the meta device.
         make_optimizer: (model, fused=bool) -> optimizer.
         schedule: Optimizer step, from 0 -> multiplier of the peak learning rate.
+        convert_model: (model on the meta device, shards_weights=bool); sets what the precision of the run needs.
         activation_checkpoint: Which blocks are recomputed in the backward pass.
         compile_mode: Of `torch.compile`, for blocks and loss, the largest elementwise part; None: eager.
         loss_chunk_tokens: Tokens of a micro-batch whose logits exist at a time; None: all. For language models.
@@ -63,6 +64,7 @@ class TrainingTask(CountsFlops, Resumable, ABC):
         make_model: Callable[[], nn.Module],
         make_optimizer: Callable[..., torch.optim.Optimizer],
         schedule: Callable[[int], float],
+        convert_model: Callable[..., None],
         activation_checkpoint: ActivationCheckpoint,
         compile_mode: str | None,
         loss_chunk_tokens: int | None,
@@ -81,6 +83,7 @@ class TrainingTask(CountsFlops, Resumable, ABC):
         self._make_model = make_model
         self._make_optimizer = make_optimizer
         self._schedule = schedule
+        self._convert_model = convert_model
         self._activation_checkpoint = activation_checkpoint
         self._compile_mode = compile_mode
         self._loss_chunk_tokens = loss_chunk_tokens
@@ -119,6 +122,7 @@ class TrainingTask(CountsFlops, Resumable, ABC):
         if hasattr(self, "model"):  # called again for every fit, validate and test
             return
         model = self.meta_model()
+        self._convert_model(model, shards_weights=getattr(self.trainer.strategy, "shards_weights", False))
         if self._activation_checkpoint.changes_blocks:  # a model need not have blocks
             self._activation_checkpoint.apply(model.blocks)  # type: ignore[arg-type]
         if self._compile_mode is not None and hasattr(model, "blocks"):

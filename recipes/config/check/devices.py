@@ -1,5 +1,6 @@
 """Check that the devices of this machine can do what the config asks of them: formats of numbers, and compiled code."""
 
+import importlib.util
 import shutil
 from collections.abc import Iterator, Mapping
 from typing import Any
@@ -22,6 +23,8 @@ def check_devices(config: Mapping[str, Any]) -> Iterator[ConfigError]:
     on_gpu = config["trainer"]["accelerator"] != "cpu" and num_gpus() > 0
     if config["precision"]["name"] == "tf32" and not on_gpu:
         yield ConfigError("precision=tf32", "TF32 is a format of GPUs, and there is none", "precision=32-true")
+    if config["precision"]["name"] == "fp8-mixed":
+        yield from _check_float8(config, on_gpu=on_gpu)
     mode = get_compile_mode(config, on_gpu=on_gpu)
     if mode is None:
         return
@@ -29,6 +32,25 @@ def check_devices(config: Mapping[str, Any]) -> Iterator[ConfigError]:
     yield from _check_tools(typed, on_gpu=on_gpu)
     if mode == "reduce-overhead":
         yield from _check_graphs(config, typed, on_gpu=on_gpu)
+
+
+def _check_float8(config: Mapping[str, Any], *, on_gpu: bool) -> Iterator[ConfigError]:
+    """Check that there is torchao, a GPU unless float8 is emulated, and a strategy that keeps its modules whole."""
+    if importlib.util.find_spec("torchao") is None:
+        yield ConfigError("precision=fp8-mixed", "torchao is not installed", "pip install -e '.[fp8]'")
+    if not (on_gpu or config["precision"]["emulate"]):
+        yield ConfigError(
+            "precision=fp8-mixed",
+            "float8 units are part of a GPU, and there is none",
+            "precision=bf16-mixed, or precision.emulate=true to try the rounding",
+        )
+    traits = get_traits(config["strategy"])
+    if traits.state_layout == "zero":
+        yield ConfigError(
+            f"precision=fp8-mixed {traits.typed}",
+            "DeepSpeed computes with weights of its own, which torchao does not cast",
+            "strategy=fsdp, or precision=bf16-mixed",
+        )
 
 
 def _check_tools(typed: str, *, on_gpu: bool) -> Iterator[ConfigError]:

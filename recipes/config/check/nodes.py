@@ -20,6 +20,7 @@ PROVIDED: dict[str, set[str]] = {
         "make_model",
         "make_optimizer",
         "schedule",
+        "convert_model",
         "activation_checkpoint",
         "compile_mode",
         "loss_chunk_tokens",

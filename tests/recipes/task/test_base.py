@@ -59,6 +59,7 @@ def make_task(trainer: SimpleNamespace, **more: Any) -> LanguageModeling:
         make_model=lambda: model,
         make_optimizer=torch.optim.SGD,
         schedule=lambda step: 1.0,
+        convert_model=lambda model, shards_weights: None,
         activation_checkpoint=None,  # type: ignore[arg-type]
         compile_mode=None,
         loss_chunk_tokens=None,

@@ -1,0 +1,76 @@
+"""What makes a run faster or smaller changes no number: chunks of the loss, resharding, reduction, float8 on shards."""
+
+from typing import Any
+
+import pytest
+from cases import STRATEGIES, case, largest_difference
+
+CHUNKS = "loss_chunk_tokens=24"  # two of a micro-batch of 2 x 16 tokens, and no whole sample
+FLOAT8 = ["precision.emulate=true", "model.vocab_pad_multiple=16"]
+ON_TWO: dict[str, dict[str, Any]] = {}
+
+
+def _add(name: str, strategy: str, *more: str, precision: str = "bf16-mixed", model: str = "gpt2") -> None:
+    made = case(model, strategy=STRATEGIES[strategy], precision=precision, accumulate=2, world_size=2)
+    ON_TWO[name] = made | {"overrides": [*made["overrides"], *more]}
+
+
+for _strategy in ("ddp", "fsdp", "hsdp", "ZeRO-1", "ZeRO-2, offload", "ZeRO-3"):
+    _add(f"{_strategy}, chunks", _strategy, CHUNKS)
+    _add(f"{_strategy}, all logits", _strategy, "loss_chunk_tokens=null")
+_add("16-mixed, chunks", "fsdp", CHUNKS, precision="16-mixed")
+_add("16-mixed, all logits", "fsdp", "loss_chunk_tokens=null", precision="16-mixed")
+_UNTIED = ["model.tie_embeddings=false", "model.vocab_size=512"]  # an embedding larger than a block
+_add("untied, fsdp", "fsdp", *_UNTIED, model="llama")
+_add("untied, ddp", "ddp", *_UNTIED, model="llama")
+_add("kept gathered", "fsdp", "strategy.reshard_after_forward=false", "loss_chunk_tokens=null")
+_add("reduced in bfloat16", "fsdp", "strategy.reduce_dtype=bfloat16", "loss_chunk_tokens=null")
+for _scaling in ("tensorwise", "rowwise"):
+    for _strategy in ("ddp", "fsdp"):
+        _add(f"{_scaling}, {_strategy}", _strategy, *FLOAT8, f"precision.scaling={_scaling}", precision="fp8-mixed")
+
+
+@pytest.fixture
+def on_two(rows: Any) -> Any:
+    """Return the rows of a case by name; all run in one process group of two ranks."""
+    return lambda name: rows("speed options", ON_TWO, name, world_size=2)
+
+
+@pytest.mark.parametrize("name", ["ddp", "fsdp", "hsdp", "ZeRO-1", "ZeRO-2, offload", "ZeRO-3", "16-mixed"])
+def test_a_loss_in_chunks_is_the_loss_of_all_logits(name: str, on_two: Any) -> None:
+    # bfloat16 and float16: the head's gradient is rounded for each chunk, not once; a run differs from itself by 2e-5
+    # when only the order of its sums changes
+    difference = largest_difference(on_two(f"{name}, chunks"), on_two(f"{name}, all logits"))
+    assert difference["train/loss"] < 5e-5
+    assert difference["grad/norm"] < 1e-3
+
+
+def test_an_untied_head_and_embedding_have_groups_of_their_own_and_the_numbers_of_ddp(on_two: Any) -> None:
+    difference = largest_difference(on_two("untied, fsdp"), on_two("untied, ddp"))
+    assert difference["train/loss"] < 3e-5
+    assert difference["grad/norm"] < 1e-3
+
+
+def test_weights_that_stay_gathered_change_no_bit(on_two: Any) -> None:
+    difference = largest_difference(on_two("kept gathered"), on_two("fsdp, all logits"))
+    assert difference == {"train/loss": 0.0, "grad/norm": 0.0}
+
+
+def test_gradients_reduced_in_bfloat16_differ_by_their_rounding(on_two: Any) -> None:
+    difference = largest_difference(on_two("reduced in bfloat16"), on_two("fsdp, all logits"))
+    assert 0.0 < difference["grad/norm"] < 2e-3  # bfloat16 rounds by up to 2**-9, in either direction
+    assert difference["train/loss"] < 1e-3
+
+
+def test_float8_on_shards_is_float8_on_replicas(on_two: Any) -> None:
+    # one scale a tensor: gathered in float8, rounded once, as where each rank has the whole matrix
+    assert largest_difference(on_two("tensorwise, fsdp"), on_two("tensorwise, ddp"))["train/loss"] < 3e-5
+    # one scale a row: gathered in bfloat16, so rounded twice
+    difference = largest_difference(on_two("rowwise, fsdp"), on_two("rowwise, ddp"))["train/loss"]
+    assert 0.0 < difference < 3e-3
+
+
+def test_float8_trains_as_bfloat16_does_to_its_rounding(on_two: Any) -> None:
+    for scaling in ("tensorwise", "rowwise"):
+        difference = largest_difference(on_two(f"{scaling}, ddp"), on_two("ddp, all logits"))
+        assert 1e-6 < difference["train/loss"] < 1e-2, scaling  # float8 e4m3 rounds by up to 2**-4
