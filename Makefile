@@ -49,8 +49,10 @@ benchmark: $(VENV)/.installed-test
 	$(RUN) benchmarks/step_overhead.py
 	$(RUN) benchmarks/watching.py
 	$(RUN) benchmarks/throughput.py
+	$(RUN) benchmarks/head_loss.py
 	$(RUN) benchmarks/start.py
 	$(RUN) benchmarks/sweep.py
+	$(RUN) benchmarks/optimizers.py
 	$(RUN) benchmarks/parity.py
 	$(RUN) benchmarks/memory.py
 	$(RUN) benchmarks/plan_accuracy.py

@@ -90,7 +90,9 @@ def main() -> None:
         sharded = "model=llama_8b" in overrides
         recipe = "recipe=single_bf16" if "x" not in hardware else f"recipe={'fsdp' if sharded else 'ddp'}_bf16"
         batch = [] if any(item.startswith("global") for item in overrides) else ["global_batch_size=512"]
-        composed, mistakes = compose_and_check(["mode=plan", "data=random_tokens", recipe, *batch, *overrides])
+        # as they were: eager unless they say otherwise, with all logits at once
+        common = ["mode=plan", "data=random_tokens", recipe, "compile=false", "loss_chunk_tokens=null", *batch]
+        composed, mistakes = compose_and_check([*common, *overrides])
         assert composed is not None
         assert not mistakes, mistakes
         cluster = find_cluster(hardware, per_node=None, num_nodes=1, interconnect=None, memory_gib=None)

@@ -23,7 +23,7 @@ clipping/                 L1  limits of the gradient norm that follow its histor
 scheduler.py              L1  optimizer step -> multiplier of the learning rate
 lr_scaling.py             L1  batch size -> learning rate
 precision.py              L1  dtypes of weights, products and gradients
-activation_checkpoint.py  L1  recompute blocks in the backward pass
+activation_checkpoint/    L1  what blocks keep for the backward pass: recomputed, or in host memory
 compile.py                L1  torch.compile, block by block
 run_folder.py             L1  file names of a run folder and their readers
 errors.py                 L1  what you set, why it cannot work, what to type

@@ -29,15 +29,16 @@ from recipes.checkpoint.saver import CheckpointSaver
 from recipes.config.compose import Composed, Config, freeze
 from recipes.config.instantiate import make
 from recipes.config.ranks import get_ranks
+from recipes.config.resume import find_tokenizer, with_saved_parts
 from recipes.config.traits import get_compile_mode, takes_steps, trains
 from recipes.data.datamodule import StreamDataModule
 from recipes.errors import ConfigError
-from recipes.lightning_internals import disable_signal_handling
+from recipes.lightning_internals import disable_signal_handling, skip_empty_hooks
 from recipes.logger.writers import RowWriter, SummaryWriter
 from recipes.metrics import check_metric
 from recipes.numerics.accumulation import Accumulation, divide
 from recipes.precision import Precision, set_float32_products
-from recipes.run_folder import TOKENIZER_FOLDER, find_run_folder
+from recipes.run_folder import TOKENIZER_FOLDER
 from recipes.runtime.console import LOGGER
 from recipes.runtime.world import Ranks, has_own_gpu
 from recipes.task.base import TrainingTask
@@ -103,7 +104,7 @@ def build(config: Config, folder: Path, overrides: list[str]) -> Run:
     """
     checkpoint = find_checkpoint(config["resume"], folder)
     if checkpoint is not None:
-        config = _with_saved_parts(config, checkpoint)
+        config = with_saved_parts(config, checkpoint)
     lightning.seed_everything(config["seed"], verbose=False)
     precision: Precision = make(config["precision"])
     set_float32_products(precision)
@@ -133,7 +134,7 @@ def build(config: Config, folder: Path, overrides: list[str]) -> Run:
         precision=precision,
         accumulation=accumulation,
         checkpoint=checkpoint,
-        tokenizer_folder=_find_tokenizer(checkpoint) or folder / TOKENIZER_FOLDER,
+        tokenizer_folder=find_tokenizer(checkpoint) or folder / TOKENIZER_FOLDER,
         overrides=overrides,
         tags=config["tags"],
     )
@@ -145,7 +146,7 @@ def build_task(config: Config, precision: Precision) -> TrainingTask:
         # a function, not a model: the task calls it on the meta device once the Trainer has set up the ranks
         make_model=functools.partial(make, config["model"]),
         make_optimizer=make(config["optimizer"]),
-        schedule=make(config["scheduler"]),
+        schedule=_make_schedule(config["scheduler"]),
         convert_model=precision.convert,
         activation_checkpoint=make(config["activation_checkpoint"]),
         compile_mode=get_compile_mode(config),
@@ -160,6 +161,17 @@ def build_task(config: Config, precision: Precision) -> TrainingTask:
         metrics=_build_metrics(config),
     )
     return task
+
+
+def _make_schedule(node: Config) -> Callable[[int], float]:
+    """Return the schedule of a node, without Hydra's check of what each call runs: 60 us, twice a step (1.3.8).
+
+    The first call is checked here; all later ones call the same function with the same settings.
+    """
+    checked = make(node)
+    checked(0)
+    constructor = checked.func  # Hydra's partial of the function itself
+    return functools.partial(constructor.func, *constructor.args, **constructor.keywords | checked.keywords)
 
 
 def _build_metrics(config: Config) -> dict[str, Metric]:
@@ -238,6 +250,7 @@ def _build_trainer(
         enable_model_summary=False,
     )
     disable_signal_handling(trainer)
+    skip_empty_hooks(trainer)
     return trainer
 
 
@@ -262,25 +275,6 @@ def _get_cluster(ranks: Ranks) -> list[ClusterEnvironment]:
     if ranks.started_by == "slurm":
         return [SLURMEnvironment(auto_requeue=False)]
     return [TorchElasticEnvironment()] if ranks.started_by else [LightningEnvironment()]
-
-
-def _with_saved_parts(config: Config, checkpoint: Path) -> Config:
-    """Return the config of a resumed run: weights from the checkpoint, not a hub; the tokenizer it was trained with."""
-    model, data = config["model"], config["data"]
-    if model.get("pretrained") is not None:
-        model = model | {"pretrained": None}
-    saved = _find_tokenizer(checkpoint)
-    if saved is not None and data.get("tokenizer") is not None:
-        target = "recipes.tokenizer.huggingface.HuggingFace"
-        data = data | {"tokenizer": {"_target_": target, "name": str(saved)}}
-    return config | {"model": model, "data": data}
-
-
-def _find_tokenizer(checkpoint: Path | None) -> Path | None:
-    """Return the tokenizer in the run folder of a checkpoint; None if there is none."""
-    run = find_run_folder(checkpoint) if checkpoint is not None else None
-    folder = run / TOKENIZER_FOLDER if run is not None else None
-    return folder if folder is not None and folder.is_dir() else None
 
 
 def _get_devices(trainer: Config, ranks: Ranks) -> list[torch.device]:

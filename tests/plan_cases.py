@@ -24,7 +24,10 @@ LLAMA = ["model=llama_nano", *_TEXT, *_SMALL, "model.num_kv_heads=2", "model.ffn
 DEEP = [*GPT, "model.num_layers=12", "model.hidden_size=128"]
 WIDE = [*GPT, "model.num_layers=2", "model.hidden_size=512"]
 RESNET = ["model=resnet18", "data=digits", "metrics=classification", "callbacks=[grad_norm]"]
+FEW_TOKENS = ["seq_len=16", "model.max_seq_len=16", "global_batch_size=1"]  # the optimizer step may be the fullest
 RECOMPUTE = "activation_checkpoint=every_block"
+SELECTIVE = "activation_checkpoint=selective"
+OFFLOAD = ["activation_checkpoint.offload=true", "activation_checkpoint.offload_min_mib=0.1"]
 
 # name -> ranks, overrides
 CASES: dict[str, tuple[int, list[str]]] = {
@@ -34,6 +37,16 @@ CASES: dict[str, tuple[int, list[str]]] = {
     "gpt2, 4 micro-batches": (1, [*GPT, "micro_batch_size=2"]),
     "gpt2, recomputed": (1, [*GPT, RECOMPUTE]),
     "gpt2, every second block recomputed": (1, [*GPT, RECOMPUTE, "activation_checkpoint.every_nth_block=2"]),
+    "gpt2, selective": (1, [*GPT, SELECTIVE]),
+    "gpt2, dropout, every second product kept": (
+        1,
+        [*GPT, SELECTIVE, "activation_checkpoint.keep_every_nth_product=2", "model.dropout=0.1"],
+    ),
+    "gpt2, 12 layers, selective": (1, [*DEEP, SELECTIVE]),
+    "gpt2, activations offloaded": (1, [*GPT, *OFFLOAD]),
+    "gpt2, 12 layers, activations offloaded": (1, [*DEEP, *OFFLOAD]),
+    "gpt2, 12 layers, recomputed, inputs offloaded": (1, [*DEEP, RECOMPUTE, *OFFLOAD]),
+    "gpt2, 12 layers, selective, offloaded": (1, [*DEEP, SELECTIVE, *OFFLOAD]),
     "gpt2, bf16-mixed": (1, [*GPT, "precision=bf16-mixed"]),
     "gpt2, bf16-mixed, recomputed, 2 micro-batches": (
         1,
@@ -44,6 +57,9 @@ CASES: dict[str, tuple[int, list[str]]] = {
     "gpt2, dropout": (1, [*GPT, "model.dropout=0.1"]),
     "gpt2, average of the weights": (1, [*GPT, "ema_decay=0.99"]),
     "gpt2, SGD": (1, [*GPT, "optimizer=sgd"]),
+    "gpt2, batch 1, Lion": (1, [*GPT, *FEW_TOKENS, "optimizer=lion"]),
+    "gpt2, batch 1, Adafactor": (1, [*GPT, *FEW_TOKENS, "optimizer=adafactor"]),
+    "gpt2, batch 1, Muon": (1, [*GPT, *FEW_TOKENS, "optimizer=muon"]),
     "gpt2, label smoothing and z-loss": (1, [*GPT, "label_smoothing=0.1", "z_loss=1e-4"]),
     "gpt2, 12 layers": (1, DEEP),
     "gpt2, 12 layers, recomputed": (1, [*DEEP, RECOMPUTE]),
@@ -52,9 +68,13 @@ CASES: dict[str, tuple[int, list[str]]] = {
     "llama": (1, LLAMA),
     "llama, bf16-mixed": (1, [*LLAMA, "precision=bf16-mixed"]),
     "llama, recomputed, 2 micro-batches": (1, [*LLAMA, RECOMPUTE, "micro_batch_size=4"]),
+    "llama, bf16-mixed, selective": (1, [*LLAMA, "precision=bf16-mixed", SELECTIVE]),
+    "llama, bf16-mixed, activations offloaded": (1, [*LLAMA, "precision=bf16-mixed", *OFFLOAD]),
     "llama, untied": (1, [*LLAMA, "model.tie_embeddings=false"]),
     "resnet18": (1, [*RESNET, "global_batch_size=64"]),
     "resnet18, bf16-mixed": (1, [*RESNET, "global_batch_size=64", "precision=bf16-mixed"]),
+    "resnet18, recomputed": (1, [*RESNET, "global_batch_size=64", RECOMPUTE]),
+    "resnet18, selective": (1, [*RESNET, "global_batch_size=64", SELECTIVE]),
     "ddp": (2, [*GPT, "strategy=ddp"]),
     "ddp, bf16-mixed, 2 micro-batches": (2, [*GPT, "strategy=ddp", "precision=bf16-mixed", "micro_batch_size=2"]),
     "ddp, llama, recomputed": (2, [*LLAMA, "strategy=ddp", RECOMPUTE]),
@@ -62,6 +82,8 @@ CASES: dict[str, tuple[int, list[str]]] = {
     "fsdp": (2, [*GPT, "strategy=fsdp"]),
     "fsdp, bf16-mixed": (2, [*GPT, "strategy=fsdp", "precision=bf16-mixed"]),
     "fsdp, bf16-mixed, recomputed": (2, [*GPT, "strategy=fsdp", "precision=bf16-mixed", RECOMPUTE]),
+    "fsdp, bf16-mixed, selective": (2, [*GPT, "strategy=fsdp", "precision=bf16-mixed", SELECTIVE]),
+    "fsdp, activations offloaded": (2, [*GPT, "strategy=fsdp", *OFFLOAD]),
     "fsdp, 2 micro-batches": (2, [*GPT, "strategy=fsdp", "micro_batch_size=2"]),
     "fsdp, reduced once a step": (
         2,

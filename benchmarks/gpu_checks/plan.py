@@ -90,27 +90,38 @@ def _speed(name: str, *overrides: str, micro: int, sample_gib: float, state_gib:
     )
 
 
-# GiB per sample of 1024 tokens (2048 of Llama) and of the state: estimates that choose the micro-batch, not results
-_GPT2 = {"micro": 48, "sample_gib": 1.16, "state_gib": 2.5}
-_MEDIUM = {"micro": 24, "sample_gib": 2.2, "state_gib": 6.0}
-_LLAMA = {"micro": 16, "sample_gib": 2.6, "state_gib": 3.0}
-_XL = {"micro": 16, "sample_gib": 1.2, "state_gib": 27.0}
+# GiB per sample and of the state, as mode=plan says: estimates that choose the micro-batch, not results
+_GPT2 = {"micro": 64, "sample_gib": 0.36, "state_gib": 2.5}
+_MEDIUM = {"micro": 32, "sample_gib": 0.95, "state_gib": 6.5}
+_LARGE = {"micro": 24, "sample_gib": 1.7, "state_gib": 14.0}
+_XL = {"micro": 16, "sample_gib": 2.7, "state_gib": 28.0}
+_LLAMA = {"micro": 32, "sample_gib": 1.3, "state_gib": 3.0}  # of 2048 tokens
+_LLAMA_1B = {"micro": 8, "sample_gib": 4.2, "state_gib": 24.0}  # of 2048 tokens
+_LLAMA_1B_LONG = {"micro": 2, "sample_gib": 16.5, "state_gib": 24.0}  # of 8192 tokens
+_ONE = "recipe=single_bf16"
 
+# bf16 is compiled, as compile=auto does on a GPU
 THROUGHPUT = (
-    _speed("gpt2", "recipe=single_bf16", "model=gpt2", **_GPT2),
-    _speed("gpt2, compiled", "recipe=single_bf16", "model=gpt2", "compile=true", **_GPT2),
-    _speed("gpt2, all GPUs, ddp, compiled", "recipe=ddp_bf16", "model=gpt2", "compile=true", **_GPT2, num_gpus=0),
-    _speed("gpt2, all GPUs, fsdp, compiled", "recipe=fsdp_bf16", "model=gpt2", "compile=true", **_GPT2, num_gpus=0),
+    _speed("gpt2", _ONE, "model=gpt2", **_GPT2),
+    _speed("gpt2, eager", _ONE, "model=gpt2", "compile=false", **_GPT2),
+    _speed("gpt2, all logits", _ONE, "model=gpt2", "loss_chunk_tokens=null", **_GPT2 | {"micro": 32}),
+    _speed("gpt2, max-autotune", _ONE, "model=gpt2", "compile=max-autotune-no-cudagraphs", **_GPT2),
+    _speed("gpt2, CUDA graphs", _ONE, "model=gpt2", "compile=reduce-overhead", **_GPT2),
+    _speed("gpt2, selective", _ONE, "model=gpt2", "activation_checkpoint=selective", **_GPT2),
+    _speed("gpt2, tf32", "recipe=single_fp32", "model=gpt2", "precision=tf32", "compile=true", **_GPT2 | {"micro": 32}),
+    _speed("gpt2, all GPUs, ddp", "recipe=ddp_bf16", "model=gpt2", **_GPT2, num_gpus=0),
+    _speed("gpt2, all GPUs, fsdp", "recipe=fsdp_bf16", "model=gpt2", **_GPT2, num_gpus=0),
     _speed("gpt2, fsdp", "recipe=fsdp_bf16", "model=gpt2", **_GPT2),
-    _speed("gpt2, fsdp, compiled", "recipe=fsdp_bf16", "model=gpt2", "compile=true", **_GPT2),
     _speed("gpt2, zero1", "recipe=zero1_bf16", "model=gpt2", **_GPT2),
     _speed("gpt2, zero2", "recipe=zero2_bf16", "model=gpt2", **_GPT2),
     _speed("gpt2, zero3", "recipe=zero3_bf16", "model=gpt2", **_GPT2),
-    _speed("llama_160m, compiled", "recipe=single_bf16", "model=llama_160m", "compile=true", **_LLAMA),
-    _speed("gpt2_medium, compiled", "recipe=single_bf16", "model=gpt2_medium", "compile=true", **_MEDIUM),
-    _speed(
-        "gpt2_xl, compiled, recomputed",
-        *("recipe=single_bf16", "model=gpt2_xl", "compile=true", "activation_checkpoint=every_block"),
-        **_XL,
-    ),
+    _speed("gpt2_medium", _ONE, "model=gpt2_medium", **_MEDIUM),
+    _speed("gpt2_large", _ONE, "model=gpt2_large", **_LARGE),
+    _speed("gpt2_xl", _ONE, "model=gpt2_xl", **_XL),
+    _speed("gpt2_xl, selective", _ONE, "model=gpt2_xl", "activation_checkpoint=selective", **_XL),
+    _speed("gpt2_xl, fp8", _ONE, "model=gpt2_xl", "precision=fp8-mixed", **_XL),
+    _speed("llama_160m", _ONE, "model=llama_160m", **_LLAMA),
+    _speed("llama_1b", _ONE, "model=llama_1b", "seq_len=2048", **_LLAMA_1B),
+    _speed("llama_1b, fp8", _ONE, "model=llama_1b", "seq_len=2048", "precision=fp8-mixed", **_LLAMA_1B),
+    _speed("llama_1b, 8192 tokens", _ONE, "model=llama_1b", "seq_len=8192", **_LLAMA_1B_LONG),
 )

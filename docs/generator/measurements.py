@@ -30,6 +30,7 @@ _HEADINGS = {
     "planned_milliseconds": "planned, ms",
     "measured_milliseconds": "measured, ms",
     "error_percent": "error, %",
+    "ms_per_step": "step, ms",
 }
 _PACKAGES = ("torch", "lightning", "deepspeed")
 

@@ -13,9 +13,9 @@ from torch.distributed.tensor import DTensor
 from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
 
 from recipes.checkpoint.shard_file import Part, SavedTensor, flat_start
-from recipes.fp8 import unwrap
 from recipes.lightning_internals import unwrap_optimizer
 from recipes.numerics.ema import NAME as EMA_KEY
+from recipes.precision.float8 import unwrap
 
 
 class PerRankSavingMixin:

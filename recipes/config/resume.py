@@ -13,7 +13,14 @@ from recipes.config.cached_compose import compose_options, split_overrides
 from recipes.config.overrides import parse_override, unescape_interpolations
 from recipes.config.trust import find_resumed_run
 from recipes.errors import ConfigError
-from recipes.run_folder import CONFIG_FILE, ENVIRONMENT_FILE, read_config, read_environment
+from recipes.run_folder import (
+    CONFIG_FILE,
+    ENVIRONMENT_FILE,
+    TOKENIZER_FOLDER,
+    find_run_folder,
+    read_config,
+    read_environment,
+)
 
 Config = dict[str, Any]
 _SINGLE_START = ("hydra.", "mode.")  # sections that hold for one start of a run, not for the run
@@ -144,3 +151,22 @@ def _nearest_target(config: DictConfig, parts: Sequence[str]) -> object:
         if OmegaConf.is_dict(node) and "_target_" in node:
             target = node._get_node("_target_")._value()
     return target
+
+
+def with_saved_parts(config: dict[str, Any], checkpoint: Path) -> dict[str, Any]:
+    """Return the config of a resumed run: weights from the checkpoint, not a hub; the tokenizer it was trained with."""
+    model, data = config["model"], config["data"]
+    if model.get("pretrained") is not None:
+        model = model | {"pretrained": None}
+    saved = find_tokenizer(checkpoint)
+    if saved is not None and data.get("tokenizer") is not None:
+        target = "recipes.tokenizer.huggingface.HuggingFace"
+        data = data | {"tokenizer": {"_target_": target, "name": str(saved)}}
+    return config | {"model": model, "data": data}
+
+
+def find_tokenizer(checkpoint: Path | None) -> Path | None:
+    """Return the tokenizer in the run folder of a checkpoint; None if there is none."""
+    run = find_run_folder(checkpoint) if checkpoint is not None else None
+    folder = run / TOKENIZER_FOLDER if run is not None else None
+    return folder if folder is not None and folder.is_dir() else None

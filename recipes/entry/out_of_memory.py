@@ -118,7 +118,8 @@ def remedies(composed: Composed, *, world_size: int, of_host: bool = False) -> I
             override,
             f"the same global batch in {count} micro-batches: same curve, smaller matmuls",
         )
-    if not config["activation_checkpoint"]["every_nth_block"]:
+    kept = config["activation_checkpoint"]
+    if kept["every_nth_block"] != 1 or kept.get("keep", "inputs") != "inputs":
         yield (
             "activation_checkpoint=every_block",
             "keep activations of one block at a time: same curve, about a third more compute",

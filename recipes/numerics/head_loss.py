@@ -151,8 +151,7 @@ def _loss_and_gradients(
         logits[:, vocab_size:] = float("-inf")
     carries_loss = targets != IGNORE_INDEX  # [n]
     columns = targets.clamp(min=0)[:, None]  # [n, 1]
-    logits = logits.float()
-    log_p = F.log_softmax(logits, dim=1)  # [n, V'] float32
+    log_p = F.log_softmax(logits, dim=1, dtype=torch.float32)  # [n, V']
     target_log_p = log_p.gather(1, columns).squeeze(1)  # [n]
     loss = torch.where(carries_loss, -target_log_p, 0.0).sum()
     objective = loss
@@ -161,10 +160,11 @@ def _loss_and_gradients(
         mean_log_p = log_p[:, :vocab_size].mean(dim=1)  # [n]
         objective = objective + label_smoothing * torch.where(carries_loss, target_log_p - mean_log_p, 0.0).sum()
     if z_loss:
-        log_normalizer = logits.gather(1, columns).squeeze(1) - target_log_p  # [n]
+        log_normalizer = logits.gather(1, columns).squeeze(1).float() - target_log_p  # [n]
         objective = objective + z_loss * torch.where(carries_loss, log_normalizer.square(), 0.0).sum()
     if not differentiate:
         return objective, loss, x.new_empty(0), x.new_empty(0)
+    del logits
     gradient = log_p.exp_()  # [n, V'] float32, of the logits from here on
     if log_normalizer is not None:
         gradient *= (1 + 2 * z_loss * log_normalizer)[:, None]
@@ -180,7 +180,7 @@ def _loss_and_gradients(
 
 
 def split(num_tokens: int, chunk_tokens: int) -> Iterator[slice]:
-    """Yield equal parts of at most `chunk_tokens`, the last one smaller: another size would be compiled anew."""
+    """Yield equal parts of at most `chunk_tokens`, the last one smaller: another size is compiled by itself."""
     size = -(-num_tokens // -(-num_tokens // chunk_tokens))
     for start in range(0, num_tokens, size):
         yield slice(start, min(start + size, num_tokens))

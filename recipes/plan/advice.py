@@ -23,7 +23,7 @@ _LADDER = (
     ("strategy=fsdp",),
     ("strategy=fsdp", "strategy.cpu_offload=true"),
 )
-_RECOMPUTE = "activation_checkpoint=every_block"
+_SELECTIVE, _RECOMPUTE = "activation_checkpoint=selective", "activation_checkpoint=every_block"
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -82,7 +82,7 @@ def advise_settings(composed: Composed, planner: Planner) -> Iterator[str]:
 
 
 def find_settings(composed: Composed, planner: Planner) -> Advice | None:
-    """Return the least sharding that fits, without recomputation if that fits, and its largest micro-batch.
+    """Return the least sharding that fits, with the least recomputation that fits, and its largest micro-batch.
 
     Args:
         composed: The run; its global batch stays as it is.
@@ -95,7 +95,7 @@ def find_settings(composed: Composed, planner: Planner) -> Advice | None:
             continue
         if _least_bytes(strategy, planned, cluster) > planned.limit_bytes:
             continue  # not even without any activations
-        for recompute in ("activation_checkpoint=none", _RECOMPUTE):
+        for recompute in ("activation_checkpoint=none", _SELECTIVE, _RECOMPUTE):
             overrides = [*strategy, recompute]
             config = with_overrides(composed, overrides)
             if config is None:
@@ -165,7 +165,7 @@ def measures(composed: Composed, planner: Planner) -> Iterator[str]:
         candidates.append([f"micro_batch_size={smaller}", "trainer.accumulate_grad_batches=null"])
     if config["precision"]["name"] == "32-true":
         candidates.append(["precision=bf16-mixed"])
-    candidates.append([_RECOMPUTE])
+    candidates += [[_SELECTIVE], [_RECOMPUTE]]
     candidates += (
         [[*strategy] for strategy in _ladder(planner.cluster)[1:]] if planned.num_ranks > 1 else [[*_LADDER[-1]]]
     )

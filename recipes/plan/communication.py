@@ -28,14 +28,19 @@ class Communication:
     exposed_seconds: float = 0.0
 
 
-def of_replicas(cluster: Cluster, *, num_ranks: int, gradient_bytes: float, backward_seconds: float) -> Communication:
+def of_replicas(
+    cluster: Cluster, *, num_ranks: int, gradient_bytes: float, backward_seconds: float, ops: Sequence[Op] = ()
+) -> Communication:
     """Return DDP's: one all-reduce of the gradients, bucket by bucket during the last backward pass.
+
+    An optimizer that divides its work sends its results in addition, which nothing hides.
 
     Args:
         cluster: The devices.
         num_ranks: That average gradients.
         gradient_bytes: Of the model.
         backward_seconds: Of the last micro-batch.
+        ops: Of one step; the collectives among them are the optimizer's.
     """
     if num_ranks == 1:
         return Communication()
@@ -43,9 +48,10 @@ def of_replicas(cluster: Cluster, *, num_ranks: int, gradient_bytes: float, back
     bandwidth, latency = cluster.bandwidth_between(num_ranks), cluster.reduction_latency(num_ranks)
     last = 2 * min(_BUCKET_BYTES, gradient_bytes) / bandwidth + latency
     seconds = sent / bandwidth + max(gradient_bytes / _BUCKET_BYTES, 1.0) * latency
-    return Communication(
-        num_bytes=sent, seconds=seconds, exposed_seconds=min(seconds, max(seconds - backward_seconds, last))
-    )
+    exposed = min(seconds, max(seconds - backward_seconds, last))
+    results = [op.cost.num_bytes for op in ops if op.cost.kind == "collective"]
+    sharing = sum(results) / bandwidth + len(results) * cluster.latency_between(num_ranks)
+    return Communication(num_bytes=sent + sum(results), seconds=seconds + sharing, exposed_seconds=exposed + sharing)
 
 
 def of_shards(

@@ -10,7 +10,7 @@ from torch import Tensor
 from torch.utils._pytree import tree_leaves
 from torch.utils.flop_counter import flop_registry
 
-Kind = Literal["view", "memory", "matmul", "attention", "collective"]
+Kind = Literal["view", "memory", "matmul", "attention", "collective", "transfer"]
 
 # operators that return a view or uninitialized memory: nothing is read or written
 _FREE = {
@@ -33,7 +33,8 @@ class Cost:
     Attributes:
         kind: Which limit applies.
         flops: Floating-point operations of matrix products; elementwise arithmetic is not counted.
-        num_bytes: Bytes read and written; of a collective, bytes of its result.
+        num_bytes: Bytes read and written; of a collective, bytes of its result; of a transfer to or from host memory,
+            those moved.
         dtype: Of the result.
         num_launches: Kernels started.
     """

@@ -112,9 +112,6 @@ def make_plan(config: Config, cluster: Cluster, *, rates: Rates | OperatorTimer 
     step = describe_step(config, precision, accumulation, engine, shape, on_gpu=cluster.device.full_name is not None)
     kinds = block_kinds(model, recomputes=step.activation_checkpoint.recomputes)
     ops, reason = _record(step, kinds, keep_calls=isinstance(rates, OperatorTimer))
-    budget = step.activation_checkpoint.memory_budget
-    if budget is not None and reason is None:
-        ops = keep_budget(ops, budget)
     moments = list(timeline(ops))
     if engine.zero is not None:
         moments = list(with_zero(moments, engine.zero, num_parameters=num_parameters, accumulates=step.accumulates))
@@ -139,7 +136,7 @@ def make_plan(config: Config, cluster: Cluster, *, rates: Rates | OperatorTimer 
         disk_bytes=checkpoint_bytes * _num_kept(config),
         flops=flops_per_sample(model, shape),
         not_recorded=reason,
-        memory_budget=budget,
+        memory_budget=step.activation_checkpoint.memory_budget,
     )
     if rates is None or reason is not None:
         return plan
@@ -155,7 +152,8 @@ def _record(step: Step, kinds: Sequence[object], *, keep_calls: bool) -> tuple[l
     except (RuntimeError, NotImplementedError) as error:  # what a fake tensor raises where a value is read
         reason = " ".join(str(error).split()) or type(error).__name__
         return record_step(step, computes=False), reason
-    return ops, None
+    budget = step.activation_checkpoint.memory_budget
+    return ops if budget is None else keep_budget(ops, budget), None
 
 
 def _state_bytes(first: Moment, engine: Engine) -> int:
@@ -249,7 +247,7 @@ def _with_times(plan: Plan, config: Config, ops: list[Op], engine: Engine, rates
     else:
         gradient_bytes = float(ops[0].allocated.get(GRADIENTS, 0))
         communication = of_replicas(
-            plan.cluster, num_ranks=plan.num_ranks, gradient_bytes=gradient_bytes, backward_seconds=backward
+            plan.cluster, num_ranks=plan.num_ranks, gradient_bytes=gradient_bytes, backward_seconds=backward, ops=ops
         )
     transfer = time_transfers(ops, step)
     exposed = transfer.exposed_seconds if transfer is not None else 0.0

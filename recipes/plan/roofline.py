@@ -116,6 +116,8 @@ def time_step(ops: Sequence[Op], rates: Rates, *, is_compiled: bool) -> StepSeco
     step = StepSeconds()
     fused: list[Op] = []
     for op in ops:
+        if op.cost.kind == "transfer":  # runs beside the computation
+            continue
         place = op.section.partition("/")[2]
         fuses = is_compiled and (place not in ("", "embedding"))
         part = step.sections.setdefault(op.section, Seconds())

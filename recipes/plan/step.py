@@ -1,12 +1,12 @@
 """Run a training step of a config on fake tensors, as rank 0 of any number of ranks, and record its operators.
 
-The model, the loss, activation checkpointing, FSDP2, clipping and the optimizer are the real ones; only the tensors
-have no storage and the collectives do nothing. Engines other than FSDP2 are recorded as one device: what they add is
-arithmetic in `recipes.plan.memory`.
+The model, the loss, activation checkpointing, FSDP2, clipping and the optimizer are the real ones; tensors have no
+storage and collectives do nothing. Other engines are one device here: `recipes.plan.memory` adds what they add.
 """
 
 import contextlib
 import functools
+import math
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -22,9 +22,11 @@ from torch.utils._pytree import tree_leaves
 
 from recipes.activation_checkpoint import ActivationCheckpoint
 from recipes.numerics.ema import average_weights
+from recipes.optimizer import DividesWork
+from recipes.plan.activations import mark_host_copies
 from recipes.plan.trace import GRADIENTS, OPTIMIZER, WEIGHTS, Op, StepTracer
 from recipes.precision import Precision
-from recipes.strategy.fsdp import shard_blocks
+from recipes.strategy.sharding import ShardPolicy, shard_model
 
 Batch = dict[str, Any]
 
@@ -37,11 +39,15 @@ class Sharding:
         mesh: Ranks along each axis, the last one shards.
         cpu_offload: Keep shards in host memory.
         syncs_each_micro_batch: Reduce gradients after every backward pass, not once a step.
+        reshard_after_forward: Gather each block again for its backward pass.
+        reduce_dtype: In which gradients are summed over ranks.
     """
 
     mesh: tuple[int, ...]
     cpu_offload: bool = False
     syncs_each_micro_batch: bool = True
+    reshard_after_forward: bool = True
+    reduce_dtype: torch.dtype = torch.float32
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -54,7 +60,7 @@ class Step:
         make_batch: Number of samples -> a micro-batch, on the current default device.
         make_optimizer: (model, fused=bool) -> optimizer.
         precision: Dtypes.
-        activation_checkpoint: Which blocks are recomputed.
+        activation_checkpoint: What blocks keep.
         micro_batch_size: Samples per rank per forward pass.
         accumulates: Whether gradients of earlier micro-batches are there already.
         frees_gradients: Whether gradients are freed, not zeroed, before they are computed again.
@@ -62,6 +68,7 @@ class Step:
         engine_steps: Whether gradients are clipped and the optimizer steps elsewhere, as under ZeRO.
         ema_decay: Of an average of the weights; None: there is none.
         sharding: Of FSDP2; None: each rank holds everything.
+        num_replicas: Ranks that hold the same weights and gradients, without FSDP2.
         fused: Whether the optimizer is one kernel.
         on_gpu: Record the operators of a GPU where they differ from those of a CPU.
     """
@@ -79,6 +86,7 @@ class Step:
     engine_steps: bool = False
     ema_decay: float | None = None
     sharding: Sharding | None = None
+    num_replicas: int = 1
     fused: bool = True
     on_gpu: bool = False
 
@@ -96,15 +104,16 @@ def record_step(
         keep_calls: Keep the arguments of each operator.
         computes: Whether there is a forward and a backward pass; else the model is only clipped and stepped.
     """
-    world_size = 1
-    if step.sharding is not None:
-        for size in step.sharding.mesh:
-            world_size *= size
-    with _fake_ranks(world_size if step.sharding else 0), contextlib.ExitStack() as fakes:
+    world_size = step.num_replicas if step.sharding is None else math.prod(step.sharding.mesh)
+    needs_group = step.sharding is not None or world_size > 1
+    with _fake_ranks(world_size if needs_group else 0), contextlib.ExitStack() as fakes:
         mesh = _make_mesh(step.sharding)
         fakes.enter_context(FakeTensorMode(allow_non_fake_inputs=True))
         model = build_model(step, blocks, mesh)
         optimizer = step.make_optimizer(model, fused=step.fused)
+        if isinstance(optimizer, DividesWork):
+            optimizer.replicas = dist.group.WORLD if step.num_replicas > 1 else None
+            optimizer.product_dtype = torch.bfloat16 if step.on_gpu else None
         if step.on_gpu and not step.fused:  # torch's own choice there
             for group in optimizer.param_groups:
                 group["foreach"] = True
@@ -116,7 +125,7 @@ def record_step(
         optimizer.step()  # creates its state
         if step.drops_gradients or (step.engine_steps and not step.accumulates):
             optimizer.zero_grad()
-        with StepTracer(keep_calls=keep_calls) as tracer, _gpu_operators(step.on_gpu):
+        with StepTracer(keep_calls=keep_calls) as tracer, mark_host_copies(tracer), _gpu_operators(step.on_gpu):
             for tensor in [*model.parameters(), *model.buffers()]:
                 tracer.add(tensor, category=WEIGHTS)
             _mark(tracer, parameters, optimizer)
@@ -189,13 +198,18 @@ def _drop_gradient(tracer: StepTracer, parameter: Tensor) -> None:
 def build_model(step: Step, blocks: Sequence[int] | None, mesh: DeviceMesh | None) -> nn.Module:
     with _default_dtype(step.precision.param_dtype):
         model = step.make_model()
-    if step.activation_checkpoint.every_nth_block:
+    if step.activation_checkpoint.changes_blocks:
         step.activation_checkpoint.apply(model.blocks)  # type: ignore[arg-type]
     if blocks is not None:
         model.blocks = nn.ModuleList([model.blocks[index] for index in blocks])  # type: ignore[index, misc]
     if step.sharding is not None and mesh is not None:
-        policy = CPUOffloadPolicy(pin_memory=False) if step.sharding.cpu_offload else OffloadPolicy()
-        shard_blocks(model, mesh=mesh, precision=step.precision, offload_policy=policy, option="fsdp")
+        policy = ShardPolicy(
+            precision=step.precision,
+            offload=CPUOffloadPolicy(pin_memory=False) if step.sharding.cpu_offload else OffloadPolicy(),
+            reshard_after_forward=step.sharding.reshard_after_forward,
+            reduce_dtype=step.sharding.reduce_dtype,
+        )
+        shard_model(model, mesh=mesh, policy=policy, option="fsdp")
     return model.train()
 
 
@@ -235,8 +249,9 @@ def _mark_blocks(model: nn.Module, tracer: StepTracer) -> None:
 
     for index, block in enumerate(blocks):
         name = f"block {index}"
-        block.register_forward_pre_hook(functools.partial(before, name, index == 0))
-        block.register_forward_hook(functools.partial(after, name, index == len(blocks) - 1))
+        # before FSDP2's own hooks, which gather the next block in either direction: that is part of this one
+        block.register_forward_pre_hook(functools.partial(before, name, index == 0), prepend=True)
+        block.register_forward_hook(functools.partial(after, name, index == len(blocks) - 1), prepend=True)
 
 
 @contextlib.contextmanager

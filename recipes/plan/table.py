@@ -4,6 +4,7 @@ from collections.abc import Iterator, Mapping
 from typing import Any
 
 from recipes.model.flops import Flops
+from recipes.plan.activations import PCIE_BYTES_PER_SECOND
 from recipes.plan.hardware import GIB
 from recipes.plan.memory import Moment
 from recipes.plan.plan import Plan, gib
@@ -34,6 +35,11 @@ def describe_memory(plan: Plan) -> Iterator[str]:
         yield (
             "  without activations and loss: the forward pass needs values, which a plan has not"
             f" ({plan.not_recorded[:120]})"
+        )
+    if plan.memory_budget is not None:
+        yield (
+            f"  assumed: each block keeps {plan.memory_budget:.0%} of the activations that it keeps in eager mode, and"
+            " recomputes the rest in proportion; torch's partitioner, which a plan does not run, recomputes less"
         )
     if plan.host:
         parts = ", ".join(f"{name} {gib(num_bytes):.2f}" for name, num_bytes in plan.host.items())
@@ -88,6 +94,13 @@ def _describe_parts(plan: Plan, parts: Seconds, rates: Rates | None) -> Iterator
         yield (
             f"  communication: {gib(sent.num_bytes):.2f} GiB sent by a rank in a step, {sent.seconds:.3g} s,"
             f" of which {sent.exposed_seconds:.3g} s not hidden by computation"
+        )
+    if plan.transfer is not None:
+        moved = plan.transfer
+        yield (
+            f"  offload: {gib(moved.num_bytes):.2f} GiB of activations to host memory and back in a micro-batch,"
+            f" {moved.seconds:.3g} s at {PCIE_BYTES_PER_SECOND / 1e9:.0f} GB/s, of which {moved.exposed_seconds:.3g} s"
+            " not hidden by computation"
         )
     if rates is None:
         yield "  each operator was timed on this machine; what lies between them, and waiting for data, come on top"

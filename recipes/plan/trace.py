@@ -3,7 +3,7 @@
 import weakref
 from collections import defaultdict
 from collections.abc import Iterable
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
@@ -15,12 +15,13 @@ from typing_extensions import override
 
 from recipes.plan.cost import Cost, bytes_of, cost_of, distinct_bytes
 
-WEIGHTS, GRADIENTS, OPTIMIZER, CASTS, ACTIVATIONS, LOSS, GATHERED, TEMPORARY = CATEGORIES = (
+WEIGHTS, GRADIENTS, OPTIMIZER, CASTS, ACTIVATIONS, OFFLOADED, LOSS, GATHERED, TEMPORARY = CATEGORIES = (
     "weights",
     "gradients",
     "optimizer",
     "autocast copies",
     "activations",
+    "offloaded activations",
     "logits and loss",
     "communication",
     "temporary",
@@ -121,6 +122,8 @@ class StepTracer(TorchDispatchMode):  # type: ignore[no-untyped-call]
         if record.name == "aten::_to_copy" and self._is_weight(args[0]):
             for block in record.writes:
                 block.category = CASTS
+        if record.name == "aten::copy_":
+            self._note_transfer(record, args)
         if record.cost.kind == "memory":
             for tensor in tree_leaves((args, kwargs)):
                 known = self._refs.get(tensor.untyped_storage()._cdata) if isinstance(tensor, Tensor) else None
@@ -149,6 +152,15 @@ class StepTracer(TorchDispatchMode):  # type: ignore[no-untyped-call]
         if category is not None:
             block.category = category
         return block
+
+    def _note_transfer(self, record: _Record, args: Any) -> None:
+        """Count a copy to or from host memory as such; what it reads and what comes back are activations."""
+        known = [self._refs.get(tensor.untyped_storage()._cdata) for tensor in args[:2]]
+        blocks = [entry[1] for entry in known if entry is not None]
+        if OFFLOADED in [block.category for block in blocks]:
+            record.cost = replace(record.cost, kind="transfer", num_bytes=bytes_of(args[0]))
+            for block in blocks:
+                block.category = block.category or ACTIVATIONS
 
     def _is_weight(self, tensor: Tensor) -> bool:
         known = self._refs.get(tensor.untyped_storage()._cdata)

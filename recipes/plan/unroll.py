@@ -45,18 +45,18 @@ def find_period(kinds: Sequence[object]) -> int | None:
     return None
 
 
-def block_kinds(model: nn.Module, *, every_nth: int) -> list[object]:
+def block_kinds(model: nn.Module, *, recomputes: Callable[[int], bool]) -> list[object]:
     """Return the kind of each block: its modules, the shapes of its parameters, whether it is recomputed.
 
     Args:
         model: On any device.
-        every_nth: Every n-th block is recomputed; 0: none.
+        recomputes: Index of a block -> whether it is recomputed.
     """
     kinds: list[object] = []
     for index, block in enumerate(getattr(model, "blocks", [])):
         modules = tuple((type(module), module.extra_repr()) for module in block.modules())
         shapes = tuple(tuple(parameter.shape) for parameter in block.parameters())
-        kinds.append((modules, shapes, bool(every_nth) and index % every_nth == 0))
+        kinds.append((modules, shapes, recomputes(index)))
     return kinds
 
 

@@ -130,9 +130,15 @@ def global_norm(grads: list[Tensor]) -> Tensor:
     if grads and _local(grads[0]).device.type != "cpu":
         norm = nn.utils.get_total_norm(grads)
         return norm.full_tensor() if isinstance(norm, DTensor) else norm
+    parts = [_local(grad) for grad in grads]
+    small = [part for part in parts if 0 < part.numel() <= _CHUNK]
     squares = torch.zeros((), dtype=torch.float64)
-    for grad in grads:
-        squares = squares + _sum_of_squares(_local(grad))
+    if small:  # biases and norms are half of all parameters: one call for all of them
+        norms = torch._foreach_norm(small, 2, dtype=torch.float32)
+        squares = torch.stack(norms).double().square().sum()
+    for part in parts:
+        if part.numel() > _CHUNK:
+            squares = squares + _sum_of_squares(part)
     if grads and isinstance(grads[0], DTensor):
         # a sum over this rank's rows is one addend of the total: Partial, all-reduced by full_tensor;
         # along a replicated axis every rank has the same sum already, and adding it would count it twice

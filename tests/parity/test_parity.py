@@ -70,6 +70,16 @@ TWO_SHORT = {
         ),
     )
 }
+# kept in another way, each compared with the plain run of its engine. Both at once: products in host memory
+_RECOMPUTED = ["activation_checkpoint=every_block"]
+_OFFLOADED = [f"activation_checkpoint{text}" for text in ("=selective", ".offload=true", ".offload_min_mib=0")]
+KEPT = {
+    f"{engine} x1, {name}": TWO[f"{engine} x1"] | {"overrides": [*TWO[f"{engine} x1"]["overrides"], *overrides]}
+    for engine in ("ddp", "fsdp", "ZeRO-1", "ZeRO-2", "ZeRO-3")
+    for name, overrides in (("recomputed", _RECOMPUTED), ("selective, offloaded", _OFFLOADED))
+    if name != "recomputed" or engine in ("fsdp", "ZeRO-3")
+}
+TWO_SHORT |= KEPT
 FOUR = _cases(["hsdp"], world_size=4, splits=SPLITS)
 FOUR_SHORT = {name: FOUR[name] for name in ("hsdp x1", "hsdp x4")}
 OTHER_MODELS = {
@@ -160,6 +170,15 @@ def test_two_ranks_validate_every_sample_once(name: str, rows: Rows) -> None:
     found = _of(rows, "two", TWO, TWO_SHORT, name, 2)[-1]
     for metric in ("val/loss", "val/perplexity", "val/token_accuracy"):
         assert math.isclose(found[metric], reference[metric], rel_tol=1e-6), metric
+
+
+@pytest.mark.parametrize("name", KEPT)
+def test_activations_kept_in_another_way_give_the_same_bits(name: str, rows: Rows) -> None:
+    plain = rows("two", TWO_SHORT, name.partition(",")[0], world_size=2)
+    found = rows("two", TWO_SHORT, name, world_size=2)
+    for row, other in zip(found, plain, strict=True):
+        for metric in ("train/loss", "grad/norm", "val/loss"):
+            assert row.get(metric) == other.get(metric), (row["step"], metric)
 
 
 @pytest.mark.parametrize("name", _marked(FOUR, FOUR_SHORT))

@@ -27,9 +27,12 @@ ON_TWO = [
     "recipe=zero3_bf16",
     "recipe=zero3_fp16_offload",
     "recipe=ddp_fp32 callbacks.loss_spike.snapshot_storage=disk",
+    "recipe=fsdp_bf16 optimizer=muon ema_decay=0.9",
+    "recipe=fsdp_bf16 optimizer=adafactor",
 ]
 if IS_LONG:
     ON_TWO += ["recipe=fsdp_fp16", "recipe=zero1_bf16", "strategy=deepspeed_stage_2 precision=bf16-true"]
+    ON_TWO += ["recipe=zero3_bf16 optimizer=lion"]
     ON_TWO += ["recipe=zero3_bf16_nvme"] if has_libaio() else []
 
 

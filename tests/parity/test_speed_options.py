@@ -1,4 +1,4 @@
-"""What makes a run faster or smaller changes no number: chunks of the loss, resharding, reduction, float8 on shards."""
+"""What makes a run faster or smaller keeps its curve: chunks of the loss, resharding, reduction, float8 on shards."""
 
 from typing import Any
 

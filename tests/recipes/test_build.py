@@ -9,10 +9,11 @@ import torch
 from lightning.fabric.utilities.rank_zero import rank_zero_only
 from support import TINY, composed_config
 
-from recipes.build import _make_trainer, build
+from recipes.build import _make_schedule, _make_trainer, build
 from recipes.config import ranks
 from recipes.config.instantiate import make
 from recipes.errors import ConfigError
+from recipes.scheduler import warmup_cosine
 
 needs_no_gpu = pytest.mark.skipif(torch.cuda.is_available(), reason="there is a GPU here")
 
@@ -95,3 +96,11 @@ def test_an_argument_that_lightning_rejects_is_a_mistake() -> None:
         _make_trainer(
             node, accelerator="cpu", logger=False, max_epochs="many", barebones=True, enable_progress_bar=True
         )
+
+
+def test_the_schedule_is_the_function_itself_with_the_settings_of_its_node() -> None:
+    node = composed_config("scheduler=warmup_cosine", "warmup_steps=10", "trainer.max_steps=100")["scheduler"]
+    schedule = _make_schedule(node)
+    assert schedule.func is warmup_cosine, "Hydra's wrapper would check what it may run, at every step"  # type: ignore[attr-defined]
+    checked = make(node)
+    assert [schedule(step) for step in range(100)] == [checked(step) for step in range(100)]

@@ -2,8 +2,15 @@
 
 import re
 from pathlib import Path
+from typing import Any
 
+import lightning.pytorch as lightning
 import pytest
+from lightning.pytorch.callbacks import Callback
+from lightning.pytorch.demos.boring_classes import BoringModel
+from lightning.pytorch.profilers import Profiler
+
+from recipes.lightning_internals import skip_empty_hooks
 
 ROOT = Path(__file__).parents[2]
 LIGHTNING_HOMES = {
@@ -62,3 +69,32 @@ def test_the_pattern_finds_a_private_attribute_at_any_depth(line: str) -> None:
 @pytest.mark.parametrize("line", ["self._trainer.fit_loop", "trainer.__class__", "strategy.setup()"])
 def test_the_pattern_ignores_public_attributes_and_those_of_self(line: str) -> None:
     assert not _PRIVATE_OF_LIGHTNING.search(line)
+
+
+def test_a_trainer_calls_the_hooks_that_a_callback_has_and_passes_over_the_others() -> None:
+    calls: list[str] = []
+
+    class Watches(Callback):
+        def on_train_batch_end(self, *arguments: Any, **options: Any) -> None:
+            calls.append("end")
+
+    class Counts(Profiler):
+        def start(self, action_name: str) -> None:
+            if action_name.startswith("[Callback]") and "Watches" in action_name and ".on_" in action_name:
+                calls.append(action_name.rpartition(".")[2])
+
+        def stop(self, action_name: str) -> None: ...
+
+    trainer = lightning.Trainer(
+        callbacks=[Watches()],
+        profiler=Counts(),
+        max_steps=1,
+        logger=False,
+        enable_checkpointing=False,
+        enable_progress_bar=False,
+        enable_model_summary=False,
+        accelerator="cpu",
+    )
+    skip_empty_hooks(trainer)
+    trainer.fit(BoringModel())
+    assert calls == ["on_train_batch_end", "end"], "upstream calls every hook of every callback; no longer if fixed"

@@ -5,6 +5,7 @@ from torch import nn
 
 from recipes.checkpoint.shards import load_optimizer
 from recipes.numerics.ema import NAME as EMA_KEY
+from recipes.optimizer.adafactor import Adafactor
 
 
 def test_state_is_loaded_and_hyper_parameters_stay() -> None:
@@ -37,3 +38,22 @@ def test_state_takes_the_dtype_of_the_weights_when_a_run_resumes_in_another_prec
         weight.grad = torch.full_like(weight, 2.0)
         loading.step()
         assert float(loaded["step"]) == 2
+
+
+def test_what_an_optimizer_keeps_in_float32_stays_so() -> None:
+    """The statistics of bfloat16 weights, which torch would cast to their dtype."""
+
+    def make() -> Adafactor:
+        model = nn.Linear(3, 2, dtype=torch.bfloat16)
+        model.weight.grad, model.bias.grad = torch.ones_like(model.weight), torch.ones_like(model.bias)
+        settings = {"lr": 0.1, "beta2_decay": -0.8, "eps": (1e-7, 1e-3), "clip_threshold": 1.0, "weight_decay": 0.0}
+        return Adafactor(model, **settings, fused=False)  # type: ignore[arg-type]
+
+    saving, loading = make(), make()
+    saving.step()
+    load_optimizer(loading, saving.state_dict())
+    for loaded, saved in zip(loading.state.values(), saving.state.values(), strict=True):
+        assert loaded["step"] == saved["step"]
+        for name in loaded.keys() - {"step"}:
+            assert loaded[name].dtype == torch.float32
+            assert torch.equal(loaded[name], saved[name])

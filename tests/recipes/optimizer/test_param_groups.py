@@ -37,7 +37,10 @@ def test_frozen_parameters_are_in_no_group() -> None:
     assert all(parameter.requires_grad for group in groups for parameter in group["params"])
 
 
-@pytest.mark.parametrize("option", ["adamw", "adamw_nano", "adam", "sgd"])
+@pytest.mark.parametrize(
+    "option",
+    ["adamw", "adamw_nano", "adam", "sgd", "lion", "lion_nano", "adafactor", "adafactor_nano", "muon", "muon_nano"],
+)
 @pytest.mark.parametrize("fused", [True, False])
 def test_an_optimizer_instantiated_from_its_config_takes_a_step(option: str, fused: bool) -> None:
     model = small()

@@ -2,10 +2,12 @@
 
 import pytest
 
-from recipes.plan.communication import of_partitions, of_replicas
+from recipes.plan.communication import Communication, of_partitions, of_replicas
+from recipes.plan.cost import Cost
 from recipes.plan.hardware import Cluster, find_cluster
 from recipes.plan.memory import Zero
 from recipes.plan.roofline import Seconds, StepSeconds
+from recipes.plan.trace import Op
 
 GRADIENTS = 4e9  # bytes of 1e9 parameters
 
@@ -29,6 +31,19 @@ def test_all_of_it_hides_behind_a_long_backward_pass_but_the_last_bucket() -> No
 def test_what_the_backward_pass_cannot_hide_is_waited_for() -> None:
     hidden = of_replicas(_cluster(2), num_ranks=16, gradient_bytes=GRADIENTS, backward_seconds=0.1)
     assert hidden.exposed_seconds == pytest.approx(hidden.seconds - 0.1)
+
+
+def test_what_an_optimizer_sends_is_waited_for() -> None:
+    def plan(ops: list[Op]) -> Communication:
+        return of_replicas(_cluster(), num_ranks=8, gradient_bytes=GRADIENTS, backward_seconds=10.0, ops=ops)
+
+    cost = Cost("collective", num_bytes=1e9)
+    result = Op(name="c10d::broadcast_", section="optimizer", cost=cost, allocated={}, freed={})
+    without, found = plan([]), plan([result, result])
+    seconds = 2 * (1e9 / (450e9 * 0.75) + _cluster().latency_between(8))
+    assert found.num_bytes - without.num_bytes == 2e9
+    assert found.seconds - without.seconds == pytest.approx(seconds)
+    assert found.exposed_seconds - without.exposed_seconds == pytest.approx(seconds)
 
 
 def test_one_rank_sends_nothing() -> None:

@@ -23,11 +23,15 @@ WORKSPACES = 0.08  # of convolutions, allocated and freed within an operator: 4.
 
 RUN = [
     "gpt2, every second block recomputed",
+    "gpt2, 12 layers, selective, offloaded",
     "gpt2, bf16-mixed, recomputed, 2 micro-batches",
+    "gpt2, batch 1, Lion",
+    "gpt2, batch 1, Adafactor",
     "llama",
     "resnet18",
     "ddp, bf16-mixed, 2 micro-batches",
     "fsdp",
+    "fsdp, activations offloaded",
     "ZeRO-1, batch 2",
     "ZeRO-2, 2 micro-batches",
     "ZeRO-3",

@@ -4,7 +4,7 @@ from dataclasses import replace
 
 import pytest
 import torch
-from plan_cases import DEEP, GPT, LLAMA, RECOMPUTE
+from plan_cases import DEEP, GPT, LLAMA, OFFLOAD, RECOMPUTE, SELECTIVE
 from plan_steps import step_of
 
 from recipes.plan.memory import find_peak, timeline
@@ -23,7 +23,7 @@ def _unrolled(step: Step) -> tuple[list[Op], list[object]]:
         return record_step(step, blocks=blocks)  # type: ignore[arg-type]
 
     with torch.device("meta"):
-        kinds = block_kinds(step.make_model(), every_nth=step.activation_checkpoint.every_nth_block)
+        kinds = block_kinds(step.make_model(), recomputes=step.activation_checkpoint.recomputes)
     return record_unrolled(record, kinds), recorded
 
 
@@ -33,11 +33,12 @@ def _unrolled(step: Step) -> tuple[list[Op], list[object]]:
         (DEEP, 1),
         ([*DEEP, RECOMPUTE], 1),
         ([*DEEP, RECOMPUTE, "activation_checkpoint.every_nth_block=2", "micro_batch_size=4"], 1),
+        ([*DEEP, SELECTIVE, *OFFLOAD], 1),
         ([*LLAMA, "model.num_layers=9", "precision=bf16-mixed"], 1),
         ([*DEEP, *FSDP, "trainer.devices=2"], 2),
         ([*DEEP, *FSDP, RECOMPUTE, "trainer.devices=2", "micro_batch_size=1"], 2),
     ],
-    ids=["gpt2", "recomputed", "every second recomputed", "llama", "fsdp", "fsdp, recomputed"],
+    ids=["gpt2", "recomputed", "every second recomputed", "selective, offloaded", "llama", "fsdp", "fsdp, recomputed"],
 )
 def test_an_unrolled_step_equals_the_recorded_one(overrides: list[str], num_ranks: int) -> None:
     step = step_of(overrides, num_ranks)

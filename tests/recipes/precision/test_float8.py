@@ -7,8 +7,8 @@ from torch import nn
 from recipes.config import compose_and_check, traits
 from recipes.config.check import devices
 from recipes.errors import ConfigError
-from recipes.fp8 import Float8Precision, unwrap
 from recipes.model.gpt2 import GPT2
+from recipes.precision.float8 import Float8Precision, unwrap
 
 
 def make_model(hidden_size: int = 32) -> GPT2:

@@ -82,7 +82,7 @@ def test_option_names_that_yaml_reads_as_a_number_null_or_bool_stay_names(option
     [(setting, reason, _)] = error_fields(f"optimizer={option}")
     assert (setting, reason) == (
         f"optimizer='{option}'",
-        "the options are adam adamw adamw_nano sgd",
+        "the options are adafactor adafactor_nano adam adamw adamw_nano lion lion_nano muon muon_nano sgd",
     )
 
 

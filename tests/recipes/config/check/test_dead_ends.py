@@ -51,10 +51,14 @@ TOGETHER = {
     "data.path=t.txt": "data.path=t.txt: there is no 'data.path';"
     " type data=text_files data.path=t.txt, or data=token_file data.path=t.txt",
     "optimizer.momentum=0.9": (
-        "optimizer.momentum=0.9: there is no 'optimizer.momentum'; type optimizer=sgd optimizer.momentum=0.9"
+        "optimizer.momentum=0.9: there is no 'optimizer.momentum'; type optimizer=sgd optimizer.momentum=0.9,"
+        " or optimizer=muon optimizer.momentum=0.9"
     ),
     "mode.prompt=a b": "mode.prompt=a b: there is no 'mode.prompt'; type mode=sample 'mode.prompt=a b'",
-    "optimizer=AdamW": "optimizer=AdamW: the options are adam adamw adamw_nano sgd; type optimizer=adamw",
+    "optimizer=AdamW": (
+        "optimizer=AdamW: the options are adafactor adafactor_nano adam adamw adamw_nano lion lion_nano muon muon_nano"
+        " sgd; type optimizer=adamw"
+    ),
     "+optimizer.lr=1": "+optimizer.lr=1: it exists already; type optimizer.lr=1",
     "~resume": "~resume: every run has one; type resume=null",
     "~trainer": "~trainer: every run has one; type trainer=default",

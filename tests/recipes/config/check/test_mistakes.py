@@ -60,7 +60,7 @@ MESSAGES = {
     ),
     "presicion=bf16-mixed": ("presicion=bf16-mixed: there is no 'presicion'; type precision=bf16-mixed"),
     "precision=bf16": (
-        "precision=bf16: the options are 16-mixed 32-true bf16-mixed bf16-true tf32; type precision=bf16-mixed"
+        "precision=bf16: the options are 16-mixed 32-true bf16-mixed bf16-true fp8-mixed tf32; type precision=bf16-mixed"
     ),
     "trainer.max_stepz=9": ("trainer.max_stepz=9: there is no 'trainer.max_stepz'; type trainer.max_steps=9"),
     "trainer.strategy=ddp": ("trainer.strategy=ddp: another setting controls it; type strategy=ddp"),

@@ -4,6 +4,7 @@ from typing import Any
 
 import pytest
 
+from recipes.config import compose_and_check
 from recipes.config.check.strategy import check_strategy
 
 
@@ -34,3 +35,31 @@ def test_other_gpu_indices_suggest_cuda_visible_devices() -> None:
         "trainer.devices=[1,2] strategy=deepspeed_stage_1: DeepSpeed counts the GPUs it sees from 0;"
         " type CUDA_VISIBLE_DEVICES=1,2 python train.py … trainer.devices=2"
     )
+
+
+_REASON = (
+    "it computes with the rows and columns of each matrix, and DeepSpeed gives an optimizer one flat part of all"
+    " parameters"
+)
+
+
+@pytest.mark.parametrize("option", ["muon", "muon_nano", "adafactor"])
+@pytest.mark.parametrize("mode", ["fit", "plan", "lr_find"])
+def test_an_optimizer_of_matrices_is_rejected_under_zero(option: str, mode: str) -> None:
+    _, [mistake] = compose_and_check([f"optimizer={option}", "strategy=deepspeed_stage_2", f"mode={mode}"])
+    assert str(mistake) == (
+        f"optimizer={option} strategy=deepspeed_stage_2: {_REASON}; type strategy=fsdp, or strategy=ddp"
+    )
+
+
+def test_with_offload_the_alternative_offloads_too() -> None:
+    _, [mistake] = compose_and_check(["optimizer=muon", "strategy=deepspeed_stage_3_offload"])
+    assert str(mistake) == (
+        f"optimizer=muon strategy=deepspeed_stage_3: {_REASON}; type strategy=fsdp strategy.cpu_offload=true"
+    )
+
+
+@pytest.mark.parametrize("overrides", [["optimizer=lion", "strategy=deepspeed_stage_1"], ["optimizer=muon"]])
+def test_an_optimizer_of_single_elements_or_another_engine_is_accepted(overrides: list[str]) -> None:
+    _, mistakes = compose_and_check(overrides)
+    assert mistakes == []

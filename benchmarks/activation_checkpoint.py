@@ -1,0 +1,81 @@
+"""Memory and time of a step under each `activation_checkpoint=`: measured on this machine's CPU, and planned for it.
+
+Times are of eager steps, in turns, and of each the shortest: other work on the machine only ever adds.
+"""
+
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+from measure import build_run, in_turn, report
+
+sys.path[:0] = [str(Path(__file__).parents[1] / "tests" / folder) for folder in ("parity", "")]
+
+from plan_cases import COMMON, cpu_cluster  # noqa: E402
+from plan_steps import step_of  # noqa: E402
+from support import composed_config  # noqa: E402
+
+from recipes.plan.measured import time_real_steps  # noqa: E402
+from recipes.plan.plan import make_plan  # noqa: E402
+from recipes.trial.peak_memory import PeakMemory  # noqa: E402
+
+MIB = 2**20
+ROUNDS = 6
+MODEL = ["model=gpt2_nano", "data=random_tokens", "model.vocab_size=2048", "seq_len=128", "model.max_seq_len=128"]
+MODEL += ["model.hidden_size=256", "model.num_heads=4", "model.num_layers=6", "trainer.max_steps=3"]
+BUDGET = "activation_checkpoint=memory_budget"
+OPTIONS: dict[str, list[str]] = {
+    "none": [],
+    "selective": ["activation_checkpoint=selective"],
+    "selective, every second product": [
+        "activation_checkpoint=selective",
+        "activation_checkpoint.keep_every_nth_product=2",
+    ],
+    "every_nth": ["activation_checkpoint=every_nth"],
+    "every_block": ["activation_checkpoint=every_block"],
+    "offload": ["activation_checkpoint=offload"],
+    "every_block, offload": ["activation_checkpoint=every_block", "activation_checkpoint.offload=true"],
+    "none, compiled": ["compile=true"],
+    "memory_budget 0.5, compiled": [BUDGET, "compile=true"],
+    "memory_budget 0, compiled": [BUDGET, "activation_checkpoint.memory_budget=0", "compile=true"],
+    "every_block, compiled": ["activation_checkpoint=every_block", "compile=true"],
+}
+
+
+def measure_peak(overrides: Sequence[str]) -> int:
+    """Return the most bytes that torch's allocator had given out in the third step of a run."""
+    torch._dynamo.reset()  # a budget is no guard: blocks compiled under another one would be used again
+    with PeakMemory(2) as memory:
+        run = build_run([*COMMON, *MODEL, "eval_every=1000", *overrides])
+        run.trainer.callbacks.append(memory)  # type: ignore[attr-defined]
+        run.trainer.fit(run.task, datamodule=run.data)
+    assert memory.peak_bytes is not None
+    return memory.peak_bytes
+
+
+def main() -> None:
+    eager = {name: overrides for name, overrides in OPTIONS.items() if "compile=true" not in overrides}
+    steps = {name: step_of([*MODEL, *overrides], 1) for name, overrides in eager.items()}
+    shortest = dict.fromkeys(eager, float("inf"))
+    for _ in in_turn(ROUNDS):
+        for name, step in steps.items():
+            seconds = time_real_steps(step, blocks=None, device=torch.device("cpu"), num_steps=1)
+            shortest[name] = min(shortest[name], *seconds)
+    rows: list[dict[str, Any]] = []
+    for name, overrides in OPTIONS.items():
+        plan = make_plan(composed_config(*COMMON, *MODEL, *overrides), cpu_cluster(1), rates=None)
+        rows.append(
+            {
+                "option": name,
+                "planned_mib": round(plan.peak.moment.total / MIB, 1),
+                "measured_mib": round(measure_peak(overrides) / MIB, 1),
+                "ms_per_step": round(1000 * shortest[name]) if name in shortest else None,
+            }
+        )
+    report("activation_checkpoint", rows)
+
+
+if __name__ == "__main__":
+    main()

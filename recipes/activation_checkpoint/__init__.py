@@ -1,0 +1,79 @@
+"""What the blocks of a model keep for the backward pass: everything, their inputs, matrix products, or host copies.
+
+Every option gives the same loss and gradients, bit for bit in eager mode. `recompute` computes again what was not
+kept; `host_offload` keeps it in host memory.
+"""
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Annotated, Any, Literal
+
+from torch import nn
+
+from recipes.activation_checkpoint.entered import Entered, enter_calls
+from recipes.activation_checkpoint.host_offload import HostOffload
+from recipes.activation_checkpoint.recompute import recompute_block
+
+_MIB = 2**20
+
+
+@dataclass(frozen=True, kw_only=True)
+class ActivationCheckpoint:
+    """Which blocks of a model are recomputed, and what they keep.
+
+    Attributes:
+        every_nth_block: 1 recomputes all blocks, 2 every second one, 0 none.
+        keep: What a recomputed block keeps: its inputs, or also the results of matrix products, convolutions and
+            attention, so that only what lies between them is computed again.
+        keep_every_nth_product: With `keep=products`, 2 keeps every second matrix product.
+        memory_budget: Fraction of the activations of a compiled block that torch's partitioner may keep; it recomputes
+            what is cheapest. None: torch's own choice.
+        offload: Copy what the blocks keep to host memory, and back one block ahead of the backward pass.
+        offload_min_mib: Smaller tensors stay on the device.
+    """
+
+    every_nth_block: Annotated[int, ">= 0"]
+    keep: Literal["inputs", "products"] = "inputs"
+    keep_every_nth_product: Annotated[int, ">= 1"] = 1
+    memory_budget: Annotated[float, ">= 0, <= 1"] | None = None
+    offload: bool = False
+    offload_min_mib: Annotated[float, ">= 0"] = 1.0
+
+    @property
+    def changes_blocks(self) -> bool:
+        """Whether a model needs blocks for it."""
+        return self.every_nth_block > 0 or self.memory_budget is not None or self.offload
+
+    def recomputes(self, index: int) -> bool:
+        """Return whether the block with this index is recomputed."""
+        return self.every_nth_block > 0 and index % self.every_nth_block == 0
+
+    def apply(self, blocks: nn.ModuleList) -> None:
+        """Change the blocks in place, before they are compiled and sharded.
+
+        Methods and not modules are wrapped, so that parameter names, and with them checkpoints, stay the same.
+        """
+        offload = HostOffload(min_bytes=int(self.offload_min_mib * _MIB)) if self.offload else None
+        kept = self.keep_every_nth_product if self.keep == "products" else None
+        for index, block in enumerate(blocks):
+            if self.recomputes(index):
+                recompute_block(block, keep_every_nth_product=kept, offload=offload)
+            entered: list[Entered] = []
+            if self.memory_budget is not None:
+                entered.append(_with_budget(self.memory_budget))
+            if offload is not None:
+                entered.append(offload.saving(is_first=index == 0, is_last=index == len(blocks) - 1))
+            if entered:
+                enter_calls(block, entered)
+
+
+def _with_budget(fraction: float) -> Entered:
+    """Return what sets the budget while a block is called: its first call compiles it, forward and backward."""
+    from torch._functorch import config
+
+    patch: Callable[..., Any] = config.patch
+
+    def budget(block: nn.Module, inputs: tuple[Any, ...], options: dict[str, Any]) -> Any:
+        return patch(activation_memory_budget=fraction)
+
+    return budget

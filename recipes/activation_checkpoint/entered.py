@@ -1,0 +1,42 @@
+"""Enter context managers around the calls of a module, outside its hooks and outside what torch.compile compiles."""
+
+import contextlib
+from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager
+from typing import Any
+
+import torch
+from torch import nn
+
+# (module, positional arguments, keyword arguments) -> what to enter
+Entered = Callable[[nn.Module, tuple[Any, ...], dict[str, Any]], AbstractContextManager[Any]]
+# one for all modules of a class: torch.compile, and a plan, take modules of one class for alike
+_SUBCLASSES: dict[type[nn.Module], type[nn.Module]] = {}
+
+
+def enter_calls(module: nn.Module, entered: Sequence[Entered]) -> None:
+    """Enter what these return around every call of a module that trains and records gradients.
+
+    A wrapped `forward` would be inside the compiled region, and so would hooks of the module; Python finds `__call__`
+    on the class alone. So the module gets another class, as under FSDP2, with the same name and parameters.
+    """
+    module._entered = tuple(entered)  # type: ignore[assignment]
+    base = type(module)
+    if base not in _SUBCLASSES:
+        _SUBCLASSES[base] = _subclass(base)
+    module.__class__ = _SUBCLASSES[base]
+
+
+def _subclass(base: type[nn.Module]) -> type[nn.Module]:
+    """Return a class whose calls enter what the module holds."""
+
+    def call(self: Any, *inputs: Any, **options: Any) -> Any:
+        if not (self.training and torch.is_grad_enabled()):
+            return base.__call__(self, *inputs, **options)
+        with contextlib.ExitStack() as stack:
+            for enter in self._entered:
+                stack.enter_context(enter(self, inputs, options))
+            return base.__call__(self, *inputs, **options)
+
+    names = {"__call__": call, "__module__": base.__module__, "__qualname__": base.__qualname__}
+    return type(base.__name__, (base,), names)

@@ -1,0 +1,194 @@
+"""Blocks that are computed again in the backward pass, whole or but for their matrix products and attention."""
+
+import contextlib
+import functools
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.utils._pytree import tree_leaves
+from torch.utils.checkpoint import (
+    CheckpointPolicy,
+    SelectiveCheckpointContext,
+    checkpoint,
+    create_selective_checkpoint_contexts,
+    noop_context_fn,
+)
+
+from recipes.activation_checkpoint.host_offload import HostOffload, Kept, Saved, unpack
+
+Contexts = tuple[AbstractContextManager[Any], AbstractContextManager[Any]]
+MakeContexts = Callable[[], Contexts]
+Policy = Callable[..., CheckpointPolicy]
+
+_aten, _collectives = torch.ops.aten, torch.ops._c10d_functional
+# what takes most of the time of a block; `linear` and attention arrive here under these names
+_PRODUCTS = frozenset(
+    {
+        *(_aten.mm.default, _aten.addmm.default, _aten.bmm.default, _aten.baddbmm.default, _aten.linear.default),
+        *(_aten._scaled_mm.default, _aten._grouped_mm.default, _aten.convolution.default),
+    }
+)
+_ATTENTION = frozenset(
+    {
+        _aten._scaled_dot_product_flash_attention.default,
+        _aten._scaled_dot_product_efficient_attention.default,
+        _aten._scaled_dot_product_cudnn_attention.default,
+        _aten._scaled_dot_product_flash_attention_for_cpu.default,
+        _aten._scaled_dot_product_fused_attention_overrideable.default,
+        torch.ops.higher_order.flex_attention,
+    }
+)
+_COLLECTIVES = frozenset(
+    {
+        _collectives.all_gather_into_tensor.default,
+        _collectives.all_reduce.default,
+        _collectives.all_to_all_single.default,
+        _collectives.reduce_scatter_tensor.default,
+    }
+)
+
+
+def recompute_block(block: nn.Module, *, keep_every_nth_product: int | None, offload: HostOffload | None) -> None:
+    """Replace the forward of a block by one that is run again in the backward pass, with the same random numbers.
+
+    Args:
+        block: Changed in place.
+        keep_every_nth_product: Keep the results of attention, collectives and every n-th matrix product; None: nothing
+            but the inputs.
+        offload: Where what is kept goes; None: it stays on the device. The inputs go there by themselves.
+    """
+    eager: MakeContexts = noop_context_fn
+    if keep_every_nth_product is not None:
+        eager = functools.partial(_make_contexts, every_nth=keep_every_nth_product)
+        if offload is not None:
+            eager = functools.partial(_offloading_contexts, eager, offload)
+    if statistics := _find_statistics(block):
+        eager = functools.partial(_restoring_contexts, eager, statistics)
+    block.forward = _recomputed(block, block.forward, eager, keep_every_nth_product)  # type: ignore[method-assign]
+
+
+def _recomputed(
+    block: nn.Module, forward: Callable[..., Any], eager: MakeContexts, every_nth: int | None
+) -> Callable[..., Any]:
+    """Return a forward that stores what it keeps, where there will be a backward pass.
+
+    A compiled block needs no more than the policy: it saves what is kept as it saves everything, for hooks to see, and
+    its recomputation changes no buffer.
+    """
+
+    def recomputed_forward(*inputs: Any, **options: Any) -> Any:
+        if not (block.training and torch.is_grad_enabled()):
+            return forward(*inputs, **options)
+        if not torch.compiler.is_compiling():
+            return checkpoint(forward, *inputs, use_reentrant=False, context_fn=eager, **options)
+        if every_nth is None:
+            return checkpoint(forward, *inputs, use_reentrant=False, **options)
+        make = functools.partial(_make_contexts, every_nth=every_nth)  # here: Dynamo takes no variable of a closure
+        return checkpoint(forward, *inputs, use_reentrant=False, context_fn=make, **options)
+
+    return recomputed_forward
+
+
+def _make_contexts(*, every_nth: int) -> Contexts:
+    """Return the contexts of one forward pass and of its recomputation."""
+    contexts: Contexts = create_selective_checkpoint_contexts(keep_products(every_nth))  # type: ignore[no-untyped-call]
+    return contexts
+
+
+def keep_products(every_nth: int) -> Policy:
+    """Return the policy of one call of a block; it counts the products.
+
+    Args:
+        every_nth: 1 keeps all matrix products, 2 the first, the third, and so on.
+    """
+    num_products = 0
+
+    def policy(context: SelectiveCheckpointContext, op: Any, *args: Any, **kwargs: Any) -> CheckpointPolicy:
+        nonlocal num_products
+        keeps = op in _COLLECTIVES
+        if op in _PRODUCTS:
+            keeps = num_products % every_nth == 0
+            num_products += 1
+        elif op in _ATTENTION:
+            keeps = not _drops_weights(op, args, kwargs)
+        return CheckpointPolicy.MUST_SAVE if keeps else CheckpointPolicy.PREFER_RECOMPUTE
+
+    return policy
+
+
+def _drops_weights(op: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
+    """Return whether attention draws random numbers.
+
+    Were its result kept, the recomputation would not draw them, and all dropout after it would get those of another
+    place: wrong gradients, silently.
+    """
+    if "dropout_p" in kwargs:
+        return bool(kwargs["dropout_p"])
+    names = [argument.name for argument in op._schema.arguments] if hasattr(op, "_schema") else []
+    index = names.index("dropout_p") if "dropout_p" in names else len(args)
+    return index < len(args) and bool(args[index])
+
+
+def _offloading_contexts(make: MakeContexts, offload: HostOffload) -> Contexts:
+    """Return contexts whose kept results are in host memory in between."""
+    computing, recomputing = make()
+    assert offload.active is not None, "a block was called past its class"
+    return _packing(computing, offload.active.pack), _unpacking(recomputing)
+
+
+@contextlib.contextmanager
+def _packing(computing: Any, pack: Callable[[Tensor], Saved | Kept]) -> Iterator[None]:
+    """Compute, then copy the results that were kept; the inputs of the block leave by its hooks."""
+    with computing:
+        yield
+    for cell in _kept_cells(computing):
+        cell.val = pack(cell.val)
+
+
+@contextlib.contextmanager
+def _unpacking(recomputing: Any) -> Iterator[None]:
+    """Return the results to where torch looks for them, then recompute."""
+    for cell in _kept_cells(recomputing):
+        if not isinstance(cell.val, Tensor):
+            cell.val = unpack(cell.val)
+            cell.version = cell.val._version  # a new tensor: none of its changes was after it was kept
+    with recomputing:
+        yield
+
+
+def _kept_cells(mode: Any) -> list[Any]:
+    """Return what a selective checkpoint keeps: torch 2.13 holds each tensor in a private cell, `_VersionWrapper`."""
+    cells = tree_leaves([list(results.values()) for results in mode.storage.values()])
+    return [cell for cell in cells if isinstance(getattr(cell, "val", None), Tensor | Saved | Kept)]
+
+
+def _find_statistics(block: nn.Module) -> list[tuple[nn.Module, str]]:
+    """Return the buffers that a forward pass may change, such as running means; constant tables are not saved."""
+    return [
+        (module, name)
+        for module in block.modules()
+        for name in module._buffers
+        if name not in module._non_persistent_buffers_set
+    ]
+
+
+def _restoring_contexts(make: MakeContexts, statistics: list[tuple[nn.Module, str]]) -> Contexts:
+    computing, recomputing = make()
+    return computing, _restoring(recomputing, statistics)
+
+
+@contextlib.contextmanager
+def _restoring(recomputing: Any, statistics: list[tuple[nn.Module, str]]) -> Iterator[None]:
+    """Recompute, then undo what that did to running statistics: they have seen the batch in the forward pass."""
+    buffers = [getattr(module, name) for module, name in statistics]
+    before = [buffer.clone() for buffer in buffers]
+    try:
+        with recomputing:
+            yield
+    finally:
+        with torch.no_grad():
+            for buffer, value in zip(buffers, before, strict=True):
+                buffer.copy_(value)

@@ -1,0 +1,186 @@
+"""Adafactor (arXiv 1804.04235): a second moment of each row and column instead of each element, no first moment.
+
+4 bytes of state for a row and a column, nothing for an element of a matrix. `torch.optim.Adafactor` (2.13) computes
+the same on one device; on shards it raises for matrices, and takes norms of this rank's part alone for vectors. Here
+the statistics of all parameters are summed over ranks in one all-reduce, and the norms of their updates in another.
+"""
+
+import math
+from collections.abc import Callable
+from typing import Annotated, Any, ClassVar
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from typing_extensions import override
+
+from recipes.optimizer.param_groups import decay_groups
+from recipes.optimizer.shards import Layout, get_layout, in_chunks, local
+
+
+class Adafactor(torch.optim.Optimizer):
+    """Adafactor with decoupled weight decay and steps relative to the size of a parameter.
+
+    A convolution kernel counts as a matrix with one row per output channel; every element of a vector has a second
+    moment of its own.
+
+    Args:
+        model: Its trainable parameters are optimized; vectors are not decayed.
+        lr: Peak length of a step relative to the root mean square of the parameter, at most 1 / sqrt(step); the
+            scheduler multiplies it.
+        beta2_decay: The second moment of step t forgets at the rate t^beta2_decay.
+        eps: Root of the least second moment, and least root mean square of a parameter that a step is relative to.
+        clip_threshold: Largest root mean square of an update before it is multiplied by the length.
+        weight_decay: Of matrices, multiplied by the learning rate.
+        fused: Without effect: there is no fused kernel.
+    """
+
+    accepts_flat_partitions: ClassVar[bool] = False
+    float32_state: ClassVar[tuple[str, ...]] = ("row_var", "col_var", "variance")
+
+    def __init__(
+        self,
+        model: nn.Module,
+        *,
+        lr: Annotated[float, "> 0, < inf"],
+        beta2_decay: Annotated[float, "<= 0"],
+        eps: tuple[Annotated[float, "> 0"], Annotated[float, ">= 0"]],
+        clip_threshold: Annotated[float, ">= 1"],
+        weight_decay: Annotated[float, ">= 0"],
+        fused: bool,
+    ) -> None:
+        defaults = {
+            "lr": lr,
+            "beta2_decay": beta2_decay,
+            "eps": (float(eps[0]), float(eps[1])),
+            "clip_threshold": clip_threshold,
+        }
+        super().__init__(decay_groups(model, weight_decay=weight_decay), defaults)
+
+    @override
+    @torch.no_grad()
+    def step(self, closure: Callable[[], Any] | None = None) -> Any:
+        """Update every parameter that has a gradient; all ranks have gradients of the same parameters."""
+        loss = None
+        if closure is not None:
+            with torch.enable_grad():
+                loss = closure()
+        for group in self.param_groups:
+            for chunk in in_chunks([parameter for parameter in group["params"] if parameter.grad is not None]):
+                self._update(chunk, group)
+        return loss
+
+    def _update(self, parameters: list[nn.Parameter], group: dict[str, Any]) -> None:
+        layout, (eps1, eps2) = get_layout(parameters[0]), group["eps"]
+        states = [self._count(parameter) for parameter in parameters]
+        grads = [_as_matrix(parameter.grad) for parameter in parameters if parameter.grad is not None]
+        sizes, mean_squares = _measure(parameters, grads, layout)
+        kept = [moment for state in states for moment in _moments(state)]
+        weights = [state["step"] ** group["beta2_decay"] for state in states for _ in _moments(state)]  # first 1
+        torch._foreach_lerp_(kept, mean_squares, weights)
+        updates = _second_moments(states, layout, eps1)  # of the elements of this rank
+        torch._foreach_clamp_min_(updates, eps1 * eps1)
+        torch._foreach_rsqrt_(updates)
+        torch._foreach_mul_(updates, grads)
+        counts = [parameter.numel() for parameter in parameters]
+        rms = _sum_over_shards(_root_mean_squares(updates, counts).square(), layout).sqrt()  # [parameters]
+        scales = sizes.clamp(min=eps2) / (rms / group["clip_threshold"]).clamp(min=1.0)  # [parameters]
+        torch._foreach_mul_(updates, scales.unbind())
+        torch._foreach_mul_(updates, [min(group["lr"], state["step"] ** -0.5) for state in states])
+        shards = [local(parameter) for parameter in parameters]
+        torch._foreach_mul_(shards, 1 - group["lr"] * group["weight_decay"])
+        torch._foreach_sub_(shards, [update.view(shard.shape) for update, shard in zip(updates, shards, strict=True)])
+
+    def _count(self, parameter: nn.Parameter) -> dict[str, Any]:
+        """Return the state of a parameter, with this step counted."""
+        state: dict[str, Any] = self.state[parameter]
+        if "step" not in state:
+            state["step"] = 0
+            if parameter.ndim == 1:
+                # shape of the parameter, and its sharding
+                state["variance"] = torch.zeros_like(parameter, dtype=torch.float32)
+            else:
+                # whole on every rank: they are small, and each step needs all of them
+                device, num_columns = local(parameter).device, math.prod(parameter.shape[1:])
+                state["row_var"] = torch.zeros(len(parameter), dtype=torch.float32, device=device)  # [R]
+                state["col_var"] = torch.zeros(num_columns, dtype=torch.float32, device=device)  # [C]
+        state["step"] += 1
+        return state
+
+
+def _moments(state: dict[str, Any]) -> list[Tensor]:
+    """Return the second moments that are kept: of rows, [R], and columns, [C]; or of this rank's part of a vector."""
+    return [local(state["variance"])] if "variance" in state else [state["row_var"], state["col_var"]]
+
+
+def _second_moments(states: list[dict[str, Any]], layout: Layout, eps1: float) -> list[Tensor]:
+    """Return the second moment of every element of this rank, [rows, C] or [rows], in new tensors."""
+    found = []
+    for state in states:
+        if "variance" in state:
+            found.append(local(state["variance"]).clone())
+            continue
+        row_var, col_var = state["row_var"], state["col_var"]
+        rows = layout.rows(of=len(row_var))
+        found.append(torch.outer(row_var[rows] / row_var.mean().clamp(min=eps1), col_var))
+    return found
+
+
+def _measure(parameters: list[nn.Parameter], grads: list[Tensor], layout: Layout) -> tuple[Tensor, list[Tensor]]:
+    """Return the root mean square of each parameter, [parameters], and the mean squares of their gradients.
+
+    The mean squares are, of a matrix, those of the rows, [R], and then those of the columns, [C]; of a vector the
+    square of each element of this rank.
+    """
+    counts = [parameter.numel() for parameter in parameters]
+    pieces = [_root_mean_squares([_as_matrix(parameter) for parameter in parameters], counts)]
+    places, lengths, divisors = [slice(0, len(parameters))], [len(parameters)], [1.0]
+    matrices = [pair for pair in zip(parameters, grads, strict=True) if pair[1].ndim == 2]
+    for parameter, grad in matrices:
+        num_rows, num_columns = len(parameter), grad.shape[1]
+        pieces += [_norms_along(grad, dim=1), _norms_along(grad, dim=0)]
+        divisors += [num_columns**0.5, num_rows**0.5]
+        places += [layout.rows(of=num_rows), slice(0, num_columns)]
+        lengths += [num_rows, num_columns]
+    torch._foreach_div_(pieces, divisors)
+    summed = pieces[0].new_zeros(sum(lengths))  # zero in rows that other ranks hold
+    parts = summed.split(lengths)  # type: ignore[no-untyped-call]
+    torch._foreach_copy_([part[place] for part, place in zip(parts, places, strict=True)], pieces)
+    _sum_over_shards(summed.square_(), layout)
+    of_matrices = iter(parts[1:])
+    mean_squares: list[Tensor] = []
+    for grad in grads:
+        mean_squares += [grad.square()] if grad.ndim == 1 else [next(of_matrices), next(of_matrices)]
+    return parts[0].sqrt(), mean_squares
+
+
+def _as_matrix(tensor: Tensor) -> Tensor:
+    """Return this rank's rows of a tensor in float32, [rows, C], or [rows] of a vector."""
+    rows = local(tensor).float()
+    return rows if rows.ndim == 1 else rows.flatten(1)
+
+
+def _root_mean_squares(tensors: list[Tensor], counts: list[int]) -> Tensor:
+    """Return the norm of each tensor divided by the root of a count, [tensors]."""
+    if tensors[0].is_cpu:
+        # row by row: one norm of many elements is inexact on a CPU (torch 2.13)
+        norms = [_norms_along(_norms_along(tensor, dim=-1), dim=-1) for tensor in tensors]
+    else:
+        norms = list(torch._foreach_norm(tensors))
+    torch._foreach_div_(norms, [count**0.5 for count in counts])
+    return torch.stack(norms)
+
+
+def _norms_along(tensor: Tensor, *, dim: int) -> Tensor:
+    norms: Tensor = torch.linalg.vector_norm(tensor, dim=dim)
+    return norms
+
+
+def _sum_over_shards(values: Tensor, layout: Layout) -> Tensor:
+    """Sum over the ranks that hold a copy of the model, in place; all copies get the same bits."""
+    if layout.shards is None:
+        return values
+    if layout.replica > 0:
+        values.zero_()
+    dist.all_reduce(values, group=layout.shards if layout.replicas is None else None)
+    return values

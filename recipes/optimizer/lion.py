@@ -1,0 +1,70 @@
+"""Lion (arXiv 2302.06675): the sign of a momentum, 4 bytes of state a parameter; element by element, so on any shard.
+
+Every weight moves by the learning rate in every step, about 3 to 10 times as far as under AdamW, so the learning rate
+is smaller by that factor and the weight decay, which is multiplied by it, larger.
+"""
+
+from collections.abc import Callable
+from typing import Annotated, Any
+
+import torch
+from torch import Tensor, nn
+from typing_extensions import override
+
+from recipes.optimizer.param_groups import decay_groups
+from recipes.optimizer.shards import in_chunks, local
+
+
+class Lion(torch.optim.Optimizer):
+    """Lion with decoupled weight decay.
+
+    Args:
+        model: Its trainable parameters are optimized; vectors are not decayed.
+        lr: Peak learning rate, the distance that a weight moves in a step; the scheduler multiplies it.
+        betas: Share of the momentum in the direction of a step, then in the momentum of the next one.
+        weight_decay: Of matrices, multiplied by the learning rate.
+        fused: Without effect: there is no fused kernel.
+    """
+
+    def __init__(
+        self,
+        model: nn.Module,
+        *,
+        lr: Annotated[float, "> 0, < inf"],
+        betas: tuple[Annotated[float, ">= 0, < 1"], Annotated[float, ">= 0, < 1"]],
+        weight_decay: Annotated[float, ">= 0"],
+        fused: bool,
+    ) -> None:
+        defaults = {"lr": lr, "betas": (float(betas[0]), float(betas[1]))}
+        super().__init__(decay_groups(model, weight_decay=weight_decay), defaults)
+
+    @override
+    @torch.no_grad()
+    def step(self, closure: Callable[[], Any] | None = None) -> Any:
+        """Update every parameter that has a gradient."""
+        loss = None
+        if closure is not None:
+            with torch.enable_grad():
+                loss = closure()
+        for group in self.param_groups:
+            for chunk in in_chunks([parameter for parameter in group["params"] if parameter.grad is not None]):
+                self._update(chunk, group)
+        return loss
+
+    def _update(self, parameters: list[nn.Parameter], group: dict[str, Any]) -> None:
+        beta1, beta2 = group["betas"]
+        weights = [local(parameter) for parameter in parameters]
+        grads = [local(parameter.grad) for parameter in parameters if parameter.grad is not None]
+        momenta = [local(self._momentum(parameter)) for parameter in parameters]
+        directions = torch._foreach_lerp(momenta, grads, 1 - beta1)  # shapes of the shards
+        torch._foreach_sign_(directions)
+        torch._foreach_mul_(weights, 1 - group["lr"] * group["weight_decay"])
+        torch._foreach_add_(weights, directions, alpha=-group["lr"])
+        torch._foreach_lerp_(momenta, grads, 1 - beta2)
+
+    def _momentum(self, parameter: nn.Parameter) -> Tensor:
+        state = self.state[parameter]
+        if "exp_avg" not in state:
+            state["exp_avg"] = torch.zeros_like(parameter)  # shape of the parameter, and its sharding
+        momentum: Tensor = state["exp_avg"]
+        return momentum

@@ -1,0 +1,189 @@
+"""Muon (Jordan et al. 2024; arXiv 2502.16982): orthogonalized momentum for hidden matrices, AdamW for all the rest.
+
+4 bytes of state for an element of a hidden matrix, 8 for any other. Orthogonalizing a matrix takes 15 matrix products
+a step, which do not depend on the batch; each rank does its share of the matrices.
+"""
+
+import math
+from collections.abc import Callable, Iterator
+from typing import Annotated, Any, ClassVar, Protocol, runtime_checkable
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
+from typing_extensions import override
+
+from recipes.errors import ConfigError
+from recipes.model.init import unsharded_shape
+from recipes.optimizer.newton_schulz import orthogonalize
+from recipes.optimizer.param_groups import decay_groups
+from recipes.optimizer.shards import get_layout, in_chunks, local
+from recipes.optimizer.whole_matrices import Shape, WholeMatrices
+
+# Root mean square of an AdamW update in units of the learning rate (arXiv 2502.16982, section 2.2): with it, learning
+# rate and weight decay of AdamW fit.
+_ADAMW_RMS = 0.2
+
+
+@runtime_checkable
+class StacksMatrices(Protocol):
+    """A module with a parameter that is several matrices, one below the other, each orthogonalized by itself."""
+
+    def stacked_rows(self) -> dict[str, tuple[int, ...]]:
+        """Return the rows of each matrix in a stack, by the name of the parameter in the module."""
+
+
+class Muon(torch.optim.Optimizer):
+    """Muon for the matrices inside `model.blocks`, AdamW for embeddings, head, norms and biases.
+
+    A convolution kernel counts as a matrix with one row per output channel.
+
+    Args:
+        model: Its trainable parameters are optimized; vectors are not decayed. Modules that stack matrices in one
+            parameter, such as queries, keys and values, say so (`StacksMatrices`).
+        lr: Peak learning rate, that of AdamW; the scheduler multiplies it.
+        adamw_lr: Peak learning rate of what AdamW steps; None is `lr`.
+        momentum: Decay rate of the momentum of hidden matrices, per optimizer step; Nesterov's.
+        betas: Decay rates of AdamW's first and second moment, per optimizer step.
+        eps: Added to the square root of AdamW's second moment.
+        weight_decay: Of matrices, by either.
+        fused: One kernel per group of AdamW; not under a loss scaler, because it would unscale gradients out of reach.
+
+    Attributes:
+        replicas: Ranks that hold the same weights and gradients as this one, and divide the work; None: each does all.
+            Where the parameters are DTensors of a mesh that replicates, the mesh names them.
+        product_dtype: Of the products; None is bfloat16 on a GPU and float32 elsewhere.
+
+    Raises:
+        ConfigError: There is no matrix in `model.blocks`.
+    """
+
+    accepts_flat_partitions: ClassVar[bool] = False
+
+    def __init__(
+        self,
+        model: nn.Module,
+        *,
+        lr: Annotated[float, "> 0, < inf"],
+        adamw_lr: Annotated[float, "> 0, < inf"] | None,
+        momentum: Annotated[float, ">= 0, < 1"],
+        betas: tuple[Annotated[float, ">= 0, < 1"], Annotated[float, ">= 0, < 1"]],
+        eps: Annotated[float, "> 0"],
+        weight_decay: Annotated[float, ">= 0"],
+        fused: bool,
+    ) -> None:
+        self.replicas: dist.ProcessGroup | None = None
+        self.product_dtype: torch.dtype | None = None
+        hidden = _hidden_matrices(model)
+        self._stacks = dict(_find_stacks(model))
+        groups = decay_groups(model, weight_decay=weight_decay)
+        for group in groups:
+            group["params"] = [parameter for parameter in group["params"] if parameter not in hidden]
+        self._adamw = torch.optim.AdamW(
+            [group for group in groups if group["params"]] or groups[:1],
+            lr=lr if adamw_lr is None else adamw_lr,
+            betas=(float(betas[0]), float(betas[1])),
+            eps=eps,
+            fused=fused,
+        )
+        own = {"params": list(hidden), "group_name": "hidden", "weight_decay": weight_decay, "momentum": momentum}
+        super().__init__([own | {"lr": lr}, *self._adamw.param_groups], {})
+
+    @override
+    @torch.no_grad()
+    def step(self, closure: Callable[[], Any] | None = None) -> Any:
+        """Update every parameter that has a gradient; all ranks have gradients of the same parameters."""
+        loss = None
+        if closure is not None:
+            with torch.enable_grad():
+                loss = closure()
+        hidden, *others = self.param_groups
+        # a loaded state comes in new objects
+        self._adamw.param_groups, self._adamw.state = others, self.state
+        self._adamw.step()
+        with_grad = [parameter for parameter in hidden["params"] if parameter.grad is not None]
+        if with_grad:
+            self._update_momenta(with_grad, momentum=hidden["momentum"])
+            self._update_matrices(with_grad, hidden)
+        return loss
+
+    def _update_momenta(self, parameters: list[nn.Parameter], *, momentum: float) -> None:
+        for chunk in in_chunks(parameters):
+            for parameter in chunk:
+                if "momentum_buffer" not in self.state[parameter]:
+                    # shape of the parameter, and its sharding
+                    self.state[parameter]["momentum_buffer"] = torch.zeros_like(parameter)
+            momenta = [local(self.state[parameter]["momentum_buffer"]) for parameter in chunk]
+            torch._foreach_lerp_(momenta, [_local_grad(parameter) for parameter in chunk], 1 - momentum)
+
+    def _update_matrices(self, parameters: list[nn.Parameter], group: dict[str, Any]) -> None:
+        lr, momentum = group["lr"], group["momentum"]
+        device = _product_device(parameters[0])
+        dtype = torch.bfloat16 if device.type == "cuda" else torch.float32
+        matrices = WholeMatrices(
+            shapes=[_matrix_shape(parameter) for parameter in parameters],
+            layout=get_layout(parameters[0], replicas=self.replicas),
+            device=device,
+            dtype=self.product_dtype or dtype,
+        )
+
+        def read(index: int) -> Tensor:
+            momenta = local(self.state[parameters[index]]["momentum_buffer"])
+            # Nesterov's look ahead
+            return _local_grad(parameters[index]).lerp(momenta, momentum)  # [rows of this rank, ...]
+
+        def direction(index: int, matrix: Tensor) -> Tensor:
+            rows = self._stacks.get(parameters[index], (len(matrix),))
+            stacked = matrix.split(rows)  # type: ignore[no-untyped-call]
+            parts = [orthogonalize(part) for part in stacked]
+            # elements of an orthogonal [R, C] have a root mean square of 1 / sqrt(max(R, C))
+            scaled = [part.mul_(_ADAMW_RMS * math.sqrt(max(part.shape))) for part in parts]
+            return scaled[0] if len(scaled) == 1 else torch.cat(scaled)  # [R, C]
+
+        for index, rows in matrices.map(direction, read=read):
+            weights = local(parameters[index])
+            weights.mul_(1 - lr * group["weight_decay"])
+            weights.add_(rows.view(weights.shape).to(weights.device), alpha=-lr)
+
+
+def _hidden_matrices(model: nn.Module) -> dict[nn.Parameter, None]:
+    """Return the trained parameters of two axes or more in the blocks of a model, in order."""
+    blocks = getattr(model, "blocks", None)
+    trained = [] if blocks is None else [parameter for parameter in blocks.parameters() if parameter.requires_grad]
+    hidden = {parameter: None for parameter in trained if len(unsharded_shape(parameter)) >= 2}
+    if not hidden:
+        what = "`blocks`" if blocks is None else "a trained matrix in its `blocks`"
+        raise ConfigError(
+            "optimizer=muon",
+            f"it orthogonalizes the matrices of a model's blocks, and {type(model).__name__} has no {what}",
+            "optimizer=adamw",
+        )
+    return hidden
+
+
+def _find_stacks(model: nn.Module) -> Iterator[tuple[nn.Parameter, tuple[int, ...]]]:
+    """Yield each parameter that is a stack of matrices, with the rows of each."""
+    for module in model.modules():
+        if isinstance(module, StacksMatrices):
+            for name, rows in module.stacked_rows().items():
+                parameter = module.get_parameter(name)
+                num_rows = unsharded_shape(parameter)[0]
+                assert sum(rows) == num_rows, f"{name}: {rows} are not {num_rows} rows"
+                yield parameter, rows
+
+
+def _matrix_shape(parameter: nn.Parameter) -> Shape:
+    return parameter.shape[0], math.prod(parameter.shape[1:])
+
+
+def _local_grad(parameter: nn.Parameter) -> Tensor:
+    assert parameter.grad is not None
+    return local(parameter.grad)
+
+
+def _product_device(parameter: nn.Parameter) -> torch.device:
+    """Return the device that computes: under FSDP with offload not the one on which the shards lie."""
+    if isinstance(parameter, DTensor) and parameter.device_mesh.device_type == "cuda":
+        return torch.device("cuda", torch.cuda.current_device())
+    return parameter.device

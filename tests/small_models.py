@@ -1,0 +1,91 @@
+"""Three small models with blocks, one step of each, and every way to keep activations."""
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from recipes.activation_checkpoint import ActivationCheckpoint
+from recipes.model.gpt2 import GPT2
+from recipes.model.llama import Llama
+from recipes.model.resnet18 import ResidualBlock
+
+_DECODER: dict[str, Any] = {"vocab_size": 64, "max_seq_len": 16, "num_layers": 4, "num_heads": 2, "hidden_size": 32}
+
+
+class Residual(nn.Module):
+    """The blocks of ResNet-18, with 8 channels."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.blocks = nn.ModuleList(ResidualBlock(in_channels=8, out_channels=8, stride=1) for _ in range(4))
+
+    def forward(self, x: Tensor) -> Tensor:
+        """[B, 8, H, W] -> [B, 8, H, W]"""
+        for block in self.blocks:
+            x = block(x)
+        return x
+
+
+TOKENS = torch.arange(64).reshape(4, 16)  # [B, T]
+MODELS: dict[str, tuple[Callable[[], Any], Callable[[], Tensor]]] = {
+    "gpt2": (lambda: GPT2(**_DECODER, dropout=0.1), lambda: TOKENS),
+    "llama": (
+        lambda: Llama(**_DECODER, num_kv_heads=1, ffn_hidden_size=64, rope_theta=10_000.0),
+        lambda: TOKENS,
+    ),
+    # the input needs a gradient, as the output of a stem does
+    "residual": (Residual, lambda: torch.linspace(-1, 1, 4 * 8 * 64).reshape(4, 8, 8, 8).requires_grad_()),
+}
+OPTIONS: dict[str, dict[str, Any]] = {
+    "every block": {"every_nth_block": 1},
+    "every second block": {"every_nth_block": 2},
+    "selective": {"every_nth_block": 1, "keep": "products"},
+    "selective, every second product": {"every_nth_block": 1, "keep": "products", "keep_every_nth_product": 2},
+    "offload": {"every_nth_block": 0, "offload": True, "offload_min_mib": 0.0},
+    "every block, offload": {"every_nth_block": 1, "offload": True, "offload_min_mib": 0.0},
+    "selective, offload": {"every_nth_block": 1, "keep": "products", "offload": True, "offload_min_mib": 0.0},
+    "every second selective, offload": {
+        "every_nth_block": 2,
+        "keep": "products",
+        "offload": True,
+        "offload_min_mib": 0.001,
+    },
+}
+NONE = {"every_nth_block": 0}
+
+
+@dataclass(frozen=True)
+class Result:
+    """What two micro-batches leave: the loss of the second, gradients of both, running statistics."""
+
+    loss: Tensor
+    gradients: dict[str, Tensor]
+    buffers: dict[str, Tensor]
+
+
+def make(name: str, option: dict[str, Any]) -> Any:
+    """Return a model with one way to keep activations."""
+    torch.manual_seed(0)
+    model = MODELS[name][0]()
+    ActivationCheckpoint(**option).apply(model.blocks)
+    return model
+
+
+def train(name: str, option: dict[str, Any], *, backend: str | None = None) -> Result:
+    """Accumulate the gradients of two micro-batches; with a backend, of compiled blocks."""
+    model = make(name, option)
+    if backend is not None:
+        for block in model.blocks:
+            block.compile(dynamic=False, backend=backend)
+    torch.manual_seed(1)
+    for _ in range(2):
+        loss = model(MODELS[name][1]()).float().logsumexp(-1).sum()
+        loss.backward()
+    return Result(
+        loss=loss.detach(),
+        gradients={key: p.grad for key, p in model.named_parameters() if p.grad is not None},
+        buffers=dict(model.named_buffers()),
+    )
