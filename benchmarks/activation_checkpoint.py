@@ -22,7 +22,7 @@ from recipes.plan.plan import make_plan  # noqa: E402
 from recipes.trial.peak_memory import PeakMemory  # noqa: E402
 
 MIB = 2**20
-ROUNDS = 6
+ROUNDS = 10
 MODEL = ["model=gpt2_nano", "data=random_tokens", "model.vocab_size=2048", "seq_len=128", "model.max_seq_len=128"]
 MODEL += ["model.hidden_size=256", "model.num_heads=4", "model.num_layers=6", "trainer.max_steps=3"]
 BUDGET = "activation_checkpoint=memory_budget"
@@ -61,7 +61,7 @@ def main() -> None:
     shortest = dict.fromkeys(eager, float("inf"))
     for _ in in_turn(ROUNDS):
         for name, step in steps.items():
-            seconds = time_real_steps(step, blocks=None, device=torch.device("cpu"), num_steps=1)
+            seconds = time_real_steps(step, blocks=None, device=torch.device("cpu"), num_steps=4)
             shortest[name] = min(shortest[name], *seconds)
     rows: list[dict[str, Any]] = []
     for name, overrides in OPTIONS.items():

@@ -72,10 +72,10 @@ class FaultAt(Callback):
         batch["targets"] = torch.randint(high, targets.shape, generator=generator).to(targets)
 
     def _inputs(self, trainer: lightning.Trainer, pl_module: Any, batch: Any) -> None:
-        def enlarge(module: Any, args: Any, output: Tensor) -> Tensor:
-            return output * 1000
+        def enlarge(module: Any, args: Any) -> Any:
+            return args[0] * 1000, *args[1:]
 
-        self._handle = pl_module.model.register_forward_hook(enlarge)
+        self._handle = pl_module.model.head.register_forward_pre_hook(enlarge)
 
     def _nan_batch(self, trainer: lightning.Trainer, pl_module: Any, batch: Any) -> None:
         batch["num_targets"] = batch["num_targets"] * torch.tensor(torch.nan)
@@ -84,12 +84,12 @@ class FaultAt(Callback):
         def blow_up(gradient: Tensor) -> Tensor:
             return gradient * torch.inf
 
-        def hook(module: Any, args: Any, output: Tensor) -> None:
-            if output.requires_grad:  # not the forward pass of a debug dump
-                output.register_hook(blow_up)
+        def hook(module: Any, args: Any) -> None:
+            if args[0].requires_grad:  # not the forward pass of a debug dump
+                args[0].register_hook(blow_up)
 
         if trainer.global_rank == self.rank:
-            self._handle = pl_module.model.register_forward_hook(hook)
+            self._handle = pl_module.model.head.register_forward_pre_hook(hook)
 
     def _rate_jump(self, trainer: lightning.Trainer, pl_module: Any, batch: Any) -> None:
         _scale_rates(trainer, self.size)

@@ -1,8 +1,8 @@
 """Adafactor (arXiv 1804.04235): a second moment of each row and column instead of each element, no first moment.
 
-4 bytes of state for a row and a column, nothing for an element of a matrix. `torch.optim.Adafactor` (2.13) computes
+4 bytes of state per row and per column, nothing per element of a matrix. `torch.optim.Adafactor` (2.13) computes
 the same on one device; on shards it raises for matrices, and takes norms of this rank's part alone for vectors. Here
-the statistics of all parameters are summed over ranks in one all-reduce, and the norms of their updates in another.
+the statistics of many parameters are summed over ranks in one all-reduce, and the norms of their updates in another.
 """
 
 import math

@@ -1,10 +1,12 @@
 """The bytes of state per parameter that the guide names are those of the optimizers."""
 
+import functools
 import re
 
 import pytest
 import torch
 from support import ROOT, composed_config
+from torch import nn
 
 from recipes.config.instantiate import make
 
@@ -20,16 +22,20 @@ def _documented() -> dict[str, tuple[str, ...]]:
     return {name: cells for names, cells in options for name in names if name != "optimizer"}
 
 
+@functools.cache
+def _make_model(option: str) -> nn.Module:
+    with torch.device("meta"):
+        model: nn.Module = make(composed_config(f"model={option}")["model"])
+    for parameter in model.parameters():
+        parameter.grad = torch.empty_like(parameter)
+    return model
+
+
 @pytest.mark.parametrize("option", ["adamw", "adam", "muon", "lion", "sgd", "adafactor"])
 def test_the_table_names_the_bytes_of_a_step(option: str) -> None:
-    found = []
-    for model_option in MODELS:
-        config = composed_config(f"model={model_option}", f"optimizer={option}")
-        with torch.device("meta"):
-            model = make(config["model"])
-        optimizer = make(config["optimizer"])(model, fused=False)
-        for parameter in model.parameters():
-            parameter.grad = torch.empty_like(parameter)
+    found, node = [], composed_config(f"optimizer={option}")["optimizer"]
+    for model in map(_make_model, MODELS):
+        optimizer = make(node)(model, fused=False)
         optimizer.step()
         kept = [v for state in optimizer.state.values() for v in state.values() if isinstance(v, torch.Tensor)]
         num_bytes = sum(value.numel() * value.element_size() for value in kept)
