@@ -124,6 +124,7 @@ def out_of_memory(settings: Settings) -> Outcome:
         "eval_samples=1",
         "callbacks=[memory]",
         "loader.num_workers=0",
+        "loss_chunk_tokens=null",  # in chunks, logits fill no memory
     ]
     limit_bytes = _HOST_LIMIT_BYTES if settings.accelerator == "cpu" else None
     ended = run_train(settings, "run", overrides, limit_seconds=settings.limit(_LIMIT_SECONDS), limit_bytes=limit_bytes)
