@@ -57,7 +57,7 @@ def test_a_batch_that_does_not_fit_ends_with_71_and_overrides_that_reduce_memory
     tmp_path: Path, text_folder: str
 ) -> None:
     # logits of 4096 samples of 32 tokens over a vocabulary of 50,000, 26 GB
-    overrides = ["model.vocab_size=50000", "global_batch_size=4096", "trainer.max_steps=2"]
+    overrides = ["model.vocab_size=50000", "global_batch_size=4096", "trainer.max_steps=2", "loss_chunk_tokens=null"]
     overrides += [f"data.path={text_folder}", f"plan.memory_gib={LIMIT_BYTES / 2**30}"]
     done = run(tmp_path, *overrides, limit_bytes=LIMIT_BYTES)
     assert done.returncode == ExitCode.OUT_OF_MEMORY, done.stdout + done.stderr

@@ -14,8 +14,8 @@ def test_a_plan_for_other_machines_prints_memory_time_price_and_advice(tmp_path:
         [
             *LLAMA,
             "model.num_layers=4",
-            "global_batch_size=64",
-            "micro_batch_size=4",
+            "global_batch_size=256",
+            "micro_batch_size=16",
             "plan.dollars_per_hour=2",
             "eval_samples=64",
             f"mode.path={tmp_path}",
@@ -25,7 +25,7 @@ def test_a_plan_for_other_machines_prints_memory_time_price_and_advice(tmp_path:
     text = result.stdout + result.stderr
     for words in (
         "1,923,125,248 parameters on 8 x h100",
-        "in 2 micro-batches of 4 on each of 8 ranks",
+        "in 2 micro-batches of 16 on each of 8 ranks",
         "DOES NOT FIT",
         "not hidden by computation",
         "price: $",
