@@ -169,6 +169,7 @@ class UndividedAccumulation(LanguageModeling):
 
 class SmoothsOverPadding(LanguageModeling):
     input_kind: ClassVar[str] = "tokens"
+    _head_loss = None  # all logits at once, where `_without_padding` is used
 
     def _without_padding(self, logits: Tensor) -> Tensor:
         return logits.clamp(min=-100)

@@ -147,7 +147,7 @@ def test_a_metric_is_no_part_of_the_task_that_engines_wrap_cast_and_save(tmp_pat
     assert not run.task.state_dict()
     run.task.bfloat16()
     run.task.to(torch.bfloat16)
-    validation = run.task._val_metrics
+    validation = run.task.val_metrics
     logits, targets = make_batch(8, seed=0)
     validation.update(loss_sum=cross_entropy_sum(logits, targets), logits=logits, targets=targets)
     assert validation._metrics["val/loss"].loss_sum.dtype == torch.float64
