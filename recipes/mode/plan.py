@@ -76,7 +76,7 @@ def plan(
         dollars_per_hour=assumed.dollars_per_hour,
     )
     lines = [
-        f"plan: {planned.num_parameters:,} parameters on {planned.num_ranks} x {cluster.device.name}, {precision.name}",
+        f"plan: {planned.num_parameters:,} parameters on {planned.num_ranks} x {cluster.device.name}, {_describe(precision)}",
         *describe_memory(planned),
         *describe_rules(planned, config),
         *describe_time(planned, length, None if is_timed else rates),
@@ -118,6 +118,12 @@ def _scale(
         lines.append(line)
         LOGGER.info(line)
     return scaling_as_json(curves, seq_len)
+
+
+def _describe(precision: Precision) -> str:
+    """Return the name of a precision, and what the plan takes its products for if it has no model of them."""
+    is_float8 = precision.name == "fp8-mixed"
+    return f"{precision.name}, its products planned as bfloat16" if is_float8 else precision.name
 
 
 def _requested_per_node(devices: Any) -> int | None:
