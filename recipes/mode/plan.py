@@ -76,7 +76,8 @@ def plan(
         dollars_per_hour=assumed.dollars_per_hour,
     )
     lines = [
-        f"plan: {planned.num_parameters:,} parameters on {planned.num_ranks} x {cluster.device.name}, {_describe(precision)}",
+        f"plan: {planned.num_parameters:,} parameters on {planned.num_ranks} x {cluster.device.name},"
+        f" {_describe(precision)}",
         *describe_memory(planned),
         *describe_rules(planned, config),
         *describe_time(planned, length, None if is_timed else rates),
