@@ -48,7 +48,7 @@ types: $(VENV)/.installed-test
 benchmark: $(VENV)/.installed-test
 	$(RUN) benchmarks/step_overhead.py
 	$(RUN) benchmarks/watching.py
-	$(RUN) benchmarks/throughput.py
+	$(RUN) benchmarks/linear.py
 	$(RUN) benchmarks/head_loss.py
 	$(RUN) benchmarks/start.py
 	$(RUN) benchmarks/sweep.py

@@ -1,13 +1,16 @@
 """A hand-written GPT-2 training loop without any framework: the speed to compare with."""
 
+import itertools
 import math
 import time
 from collections.abc import Iterator
 from contextlib import nullcontext
 
+import numpy as np
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
+from torch.utils.data import Dataset
 
 # B sequences, T tokens, C channels, H heads, V vocabulary
 
@@ -54,6 +57,31 @@ class Gpt(nn.Module):
         return F.cross_entropy(logits.flatten(0, 1), targets.flatten())
 
 
+class Windows(Dataset[Tensor]):
+    """Sequences of one token more than the length, [T + 1] int64, from a raw file of uint16 tokens."""
+
+    def __init__(self, path: str, *, length: int, count: int) -> None:
+        self.tokens = np.memmap(path, dtype=np.uint16, mode="r")
+        self.length, self.count = length, count
+
+    def __len__(self) -> int:
+        return self.count
+
+    def __getitem__(self, index: int) -> Tensor:
+        start = index * self.length % (len(self.tokens) - self.length - 1)
+        return torch.from_numpy(self.tokens[start : start + self.length + 1].astype(np.int64))
+
+
+def random_windows(path: str, *, batch: int, length: int) -> Iterator[tuple[Tensor, Tensor]]:
+    """Yield inputs and targets, [B, T] each, from random places of a raw file of uint16 tokens."""
+    tokens = np.memmap(path, dtype=np.uint16, mode="r")
+    while True:
+        starts = torch.randint(len(tokens) - length - 1, (batch,)).tolist()
+        rows = [torch.from_numpy(tokens[start : start + length + 1].astype(np.int64)) for start in starts]
+        both = torch.stack(rows)  # [B, T + 1]
+        yield both[:, :-1], both[:, 1:]
+
+
 def train(
     shape: tuple[int, int, int, int, int],
     *,
@@ -62,8 +90,9 @@ def train(
     bf16: bool,
     compile_: bool,
     device: str | None = None,
+    batches: Iterator[tuple[Tensor, Tensor]] | None = None,
 ) -> Iterator[float]:
-    """Yield the seconds of each step on one fixed random batch: no loader, no logging, no callbacks.
+    """Yield the seconds of each step: no logging, no callbacks.
 
     Args:
         shape: (padded vocabulary, length, layers, heads, channels).
@@ -72,6 +101,7 @@ def train(
         bf16: Whether products are in bfloat16.
         compile_: Whether the model is compiled.
         device: `cuda` or `cpu`; None for a GPU if there is one.
+        batches: Inputs and targets, [B, T] each; None: one fixed random batch.
     """
     device = device or ("cuda" if torch.cuda.is_available() else "cpu")
     torch.manual_seed(0)
@@ -82,15 +112,17 @@ def train(
     others = [p for p in model.parameters() if p.ndim < 2]
     groups = [{"params": decayed, "weight_decay": 0.1}, {"params": others, "weight_decay": 0.0}]
     optimizer = torch.optim.AdamW(groups, lr=1e-3, betas=(0.9, 0.95), fused=True)
-    x = torch.randint(shape[0], (batch, shape[1]), device=device)  # [B, T]
-    y = torch.randint(shape[0], (batch, shape[1]), device=device)  # [B, T]
+    if batches is None:
+        x, y = torch.randint(shape[0], (2, batch, shape[1])).unbind()  # [B, T] each
+        batches = itertools.repeat((x.to(device), y.to(device)))
     autocast = torch.autocast(device, dtype=torch.bfloat16) if bf16 else nullcontext()
     for step in range(steps):
         began = time.perf_counter()
         for group in optimizer.param_groups:
             group["lr"] = 1e-3 * 0.5 * (1 + math.cos(math.pi * step / steps))
+        x, y = next(batches)  # [B, T] each
         with autocast:
-            loss = model(x, y)
+            loss = model(x.to(device), y.to(device))
         loss.backward()
         nn.utils.clip_grad_norm_(model.parameters(), 1.0)
         optimizer.step()

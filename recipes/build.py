@@ -151,7 +151,6 @@ def build_task(config: Config, precision: Precision) -> TrainingTask:
         activation_checkpoint=make(config["activation_checkpoint"]),
         compile_mode=get_compile_mode(config),
         loss_chunk_tokens=config.get("loss_chunk_tokens"),  # an older run's config has none, and computed all at once
-        fused_optimizer=not precision.scales_loss,  # a fused step would unscale the gradients after clipping
         scales_loss=precision.scales_loss,
         clipping=make(config["clipping"]),
         ema_decay=config["ema_decay"],

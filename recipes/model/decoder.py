@@ -9,8 +9,10 @@ from typing import Any
 
 import torch
 import torch.nn.functional as F
-from torch import Tensor, nn
+from torch import Tensor
 from typing_extensions import override
+
+from recipes.numerics.linear import Linear
 
 
 class LayerCache:
@@ -65,7 +67,7 @@ class KeyValueCache:
             layer.length = 0
 
 
-class Head(nn.Linear):
+class Head(Linear):
     """Hidden states -> logits of the vocabulary; the rows that pad it are -inf.
 
     Args:

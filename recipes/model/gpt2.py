@@ -15,6 +15,7 @@ from recipes.errors import ConfigError
 from recipes.model.decoder import Head, KeyValueCache, LayerCache, attend, padded_vocab_size
 from recipes.model.flops import Flops, decoder_flops_per_token
 from recipes.model.init import init_decoder
+from recipes.numerics.linear import Linear
 
 
 class Attention(nn.Module):
@@ -24,8 +25,8 @@ class Attention(nn.Module):
         super().__init__()
         self.num_heads = num_heads
         self.dropout = dropout
-        self.qkv = nn.Linear(hidden_size, 3 * hidden_size)
-        self.out = nn.Linear(hidden_size, hidden_size)
+        self.qkv = Linear(hidden_size, 3 * hidden_size)
+        self.out = Linear(hidden_size, hidden_size)
 
     def stacked_rows(self) -> dict[str, tuple[int, ...]]:
         """Return the rows of queries, keys and values, which an optimizer of matrices must not treat as one matrix."""
@@ -35,7 +36,8 @@ class Attention(nn.Module):
         """[B, T, W] -> [B, T, W]"""
         batch, num_tokens, hidden_size = x.shape
         heads = self.qkv(x).view(batch, num_tokens, 3, self.num_heads, hidden_size // self.num_heads)
-        queries, keys, values = heads.permute(2, 0, 3, 1, 4).unbind(0)  # [B, H, T, Q] each, views
+        # split along the axis of three: the backward pass then writes the gradient of `heads` once
+        queries, keys, values = (part.transpose(1, 2) for part in heads.unbind(2))  # [B, H, T, Q] each, views
         dropout = self.dropout if self.training else 0.0
         mixed = attend(queries, keys, values, dropout=dropout, cache=cache)  # [B, H, T, Q]
         out: Tensor = self.out(mixed.transpose(1, 2).reshape(batch, num_tokens, hidden_size))
@@ -47,8 +49,8 @@ class Mlp(nn.Module):
 
     def __init__(self, *, hidden_size: int) -> None:
         super().__init__()
-        self.up = nn.Linear(hidden_size, 4 * hidden_size)
-        self.out = nn.Linear(4 * hidden_size, hidden_size)
+        self.up = Linear(hidden_size, 4 * hidden_size)
+        self.out = Linear(4 * hidden_size, hidden_size)
 
     def forward(self, x: Tensor) -> Tensor:
         """[B, T, W] -> [B, T, W]"""

@@ -9,6 +9,7 @@ from torch import Tensor, nn
 
 from recipes.model.decoder import LayerCache, attend
 from recipes.model.rope import Rotation, rotate
+from recipes.numerics.linear import Linear
 
 
 class Attention(nn.Module):
@@ -37,8 +38,8 @@ class Attention(nn.Module):
         self.num_heads = num_heads
         self.num_kv_heads = num_kv_heads
         self.head_dim = head_dim
-        self.qkv = nn.Linear(hidden_size, (num_heads + 2 * num_kv_heads) * head_dim, bias=False)
-        self.out = nn.Linear(num_heads * head_dim, hidden_size, bias=False)
+        self.qkv = Linear(hidden_size, (num_heads + 2 * num_kv_heads) * head_dim, bias=False)
+        self.out = Linear(num_heads * head_dim, hidden_size, bias=False)
         self.query_norm = RMSNorm(head_dim, eps=rms_eps) if qk_norm else None
         self.key_norm = RMSNorm(head_dim, eps=rms_eps) if qk_norm else None
 
@@ -74,9 +75,9 @@ class Mlp(nn.Module):
 
     def __init__(self, *, hidden_size: int, ffn_hidden_size: int) -> None:
         super().__init__()
-        self.gate = nn.Linear(hidden_size, ffn_hidden_size, bias=False)
-        self.up = nn.Linear(hidden_size, ffn_hidden_size, bias=False)
-        self.out = nn.Linear(ffn_hidden_size, hidden_size, bias=False)
+        self.gate = Linear(hidden_size, ffn_hidden_size, bias=False)
+        self.up = Linear(hidden_size, ffn_hidden_size, bias=False)
+        self.out = Linear(ffn_hidden_size, hidden_size, bias=False)
 
     def forward(self, x: Tensor) -> Tensor:
         """[B, T, W] -> [B, T, W]"""

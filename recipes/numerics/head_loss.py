@@ -11,6 +11,7 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
+from recipes.numerics.linear import linear, weight_gradient
 from recipes.numerics.loss import IGNORE_INDEX
 
 Gradients = tuple[Tensor, Tensor, Tensor, Tensor]
@@ -63,7 +64,7 @@ class HeadLoss:
         weight = cast_weight(weight)
         losses = [
             F.cross_entropy(
-                F.linear(flat[part].to(weight.dtype), weight)[:, : self.vocab_size].float(),
+                linear(flat[part].to(weight.dtype), weight)[:, : self.vocab_size].float(),
                 flat_targets[part],
                 ignore_index=IGNORE_INDEX,
                 reduction="none",
@@ -146,7 +147,7 @@ def _loss_and_gradients(
         z_loss: Weight of the squared log of the normalizer.
         differentiate: Without it, the gradients are empty.
     """
-    logits = F.linear(x, weight)  # [n, V'], compute dtype
+    logits = linear(x, weight)  # [n, V'], compute dtype
     if len(weight) > vocab_size:
         logits[:, vocab_size:] = float("-inf")
     carries_loss = targets != IGNORE_INDEX  # [n]
@@ -176,7 +177,7 @@ def _loss_and_gradients(
     gradient = gradient.to(x.dtype)
     # of width W and not V: rows without a target are cleared on the narrow side of both products
     mask = carries_loss[:, None].to(x.dtype)  # [n, 1]
-    return objective, loss, (gradient @ weight) * mask, gradient.T @ (x * mask)
+    return objective, loss, linear(gradient, weight.T) * mask, weight_gradient(gradient, x * mask)
 
 
 def split(num_tokens: int, chunk_tokens: int) -> Iterator[slice]:

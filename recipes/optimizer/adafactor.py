@@ -32,7 +32,6 @@ class Adafactor(torch.optim.Optimizer):
         eps: Root of the least second moment, and least root mean square of a parameter that a step is relative to.
         clip_threshold: Largest root mean square of an update before it is multiplied by the length.
         weight_decay: Of matrices, multiplied by the learning rate.
-        fused: Without effect: there is no fused kernel.
     """
 
     accepts_flat_partitions: ClassVar[bool] = False
@@ -47,7 +46,6 @@ class Adafactor(torch.optim.Optimizer):
         eps: tuple[Annotated[float, "> 0"], Annotated[float, ">= 0"]],
         clip_threshold: Annotated[float, ">= 1"],
         weight_decay: Annotated[float, ">= 0"],
-        fused: bool,
     ) -> None:
         defaults = {
             "lr": lr,

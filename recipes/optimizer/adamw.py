@@ -1,4 +1,4 @@
-"""AdamW (arXiv 1711.05101), fused into one kernel per group if the engine allows it."""
+"""AdamW (arXiv 1711.05101), fused into one kernel per group."""
 
 from typing import Annotated
 
@@ -15,7 +15,6 @@ def adamw(
     betas: tuple[Annotated[float, ">= 0, < 1"], Annotated[float, ">= 0, < 1"]],
     eps: Annotated[float, "> 0"],
     weight_decay: Annotated[float, ">= 0"],
-    fused: bool,
 ) -> torch.optim.AdamW:
     """Return the optimizer of a model.
 
@@ -25,7 +24,6 @@ def adamw(
         betas: Decay rates of the first and second moment, per optimizer step.
         eps: Added to the square root of the second moment.
         weight_decay: Of matrices.
-        fused: One kernel per group; not under a loss scaler, because it would unscale gradients out of reach.
     """
     groups = decay_groups(model, weight_decay=weight_decay)
-    return torch.optim.AdamW(groups, lr=lr, betas=(float(betas[0]), float(betas[1])), eps=eps, fused=fused)
+    return torch.optim.AdamW(groups, lr=lr, betas=(float(betas[0]), float(betas[1])), eps=eps, fused=True)

@@ -23,7 +23,6 @@ class Lion(torch.optim.Optimizer):
         lr: Peak learning rate, the distance that a weight moves in a step; the scheduler multiplies it.
         betas: Share of the momentum in the direction of a step, then in the momentum of the next one.
         weight_decay: Of matrices, multiplied by the learning rate.
-        fused: Without effect: there is no fused kernel.
     """
 
     def __init__(
@@ -33,7 +32,6 @@ class Lion(torch.optim.Optimizer):
         lr: Annotated[float, "> 0, < inf"],
         betas: tuple[Annotated[float, ">= 0, < 1"], Annotated[float, ">= 0, < 1"]],
         weight_decay: Annotated[float, ">= 0"],
-        fused: bool,
     ) -> None:
         defaults = {"lr": lr, "betas": (float(betas[0]), float(betas[1]))}
         super().__init__(decay_groups(model, weight_decay=weight_decay), defaults)

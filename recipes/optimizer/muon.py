@@ -48,7 +48,6 @@ class Muon(torch.optim.Optimizer):
         betas: Decay rates of AdamW's first and second moment, per optimizer step.
         eps: Added to the square root of AdamW's second moment.
         weight_decay: Of matrices, by either.
-        fused: One kernel per group of AdamW; not under a loss scaler, because it would unscale gradients out of reach.
 
     Attributes:
         replicas: Ranks that hold the same weights and gradients as this one, and divide the work; None: each does all.
@@ -71,7 +70,6 @@ class Muon(torch.optim.Optimizer):
         betas: tuple[Annotated[float, ">= 0, < 1"], Annotated[float, ">= 0, < 1"]],
         eps: Annotated[float, "> 0"],
         weight_decay: Annotated[float, ">= 0"],
-        fused: bool,
     ) -> None:
         self.replicas: dist.ProcessGroup | None = None
         self.product_dtype: torch.dtype | None = None
@@ -85,7 +83,7 @@ class Muon(torch.optim.Optimizer):
             lr=lr if adamw_lr is None else adamw_lr,
             betas=(float(betas[0]), float(betas[1])),
             eps=eps,
-            fused=fused,
+            fused=True,
         )
         own = {"params": list(hidden), "group_name": "hidden", "weight_decay": weight_decay, "momentum": momentum}
         super().__init__([own | {"lr": lr}, *self._adamw.param_groups], {})

@@ -126,7 +126,6 @@ def describe_step(
         ema_decay=config["ema_decay"],
         sharding=engine.sharding,
         num_replicas=engine.num_ranks if engine.sharding is None and engine.zero is None else 1,
-        fused=not precision.scales_loss,
         on_gpu=on_gpu,
     )
 

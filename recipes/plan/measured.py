@@ -134,7 +134,7 @@ def time_real_steps(step: Step, *, blocks: Sequence[int] | None, device: torch.d
     with torch.device(device):
         model = build_model(step, blocks, None)
         model.init_weights(0)  # type: ignore[operator]
-        optimizer = step.make_optimizer(model, fused=step.fused)
+        optimizer = step.make_optimizer(model)
         parameters = [parameter for parameter in model.parameters() if parameter.requires_grad]
         for _ in range(num_steps + 1):
             batch = step.make_batch(step.micro_batch_size)

@@ -58,7 +58,7 @@ class Step:
         make_model: Returns the model, on the default device.
         objective: (model, batch) -> the sum that is minimized.
         make_batch: Number of samples -> a micro-batch, on the current default device.
-        make_optimizer: (model, fused=bool) -> optimizer.
+        make_optimizer: model -> optimizer.
         precision: Dtypes.
         activation_checkpoint: What blocks keep.
         micro_batch_size: Samples per rank per forward pass.
@@ -69,7 +69,6 @@ class Step:
         ema_decay: Of an average of the weights; None: there is none.
         sharding: Of FSDP2; None: each rank holds everything.
         num_replicas: Ranks that hold the same weights and gradients, without FSDP2.
-        fused: Whether the optimizer is one kernel.
         on_gpu: Record the operators of a GPU where they differ from those of a CPU.
     """
 
@@ -87,7 +86,6 @@ class Step:
     ema_decay: float | None = None
     sharding: Sharding | None = None
     num_replicas: int = 1
-    fused: bool = True
     on_gpu: bool = False
 
 
@@ -110,13 +108,10 @@ def record_step(
         mesh = _make_mesh(step.sharding)
         fakes.enter_context(FakeTensorMode(allow_non_fake_inputs=True))
         model = build_model(step, blocks, mesh)
-        optimizer = step.make_optimizer(model, fused=step.fused)
+        optimizer = step.make_optimizer(model)
         if isinstance(optimizer, DividesWork):
             optimizer.replicas = dist.group.WORLD if step.num_replicas > 1 else None
             optimizer.product_dtype = torch.bfloat16 if step.on_gpu else None
-        if step.on_gpu and not step.fused:  # torch's own choice there
-            for group in optimizer.param_groups:
-                group["foreach"] = True
         if step.ema_decay is not None:
             average_weights(optimizer, decay=step.ema_decay, step=lambda: 0)
         parameters = [parameter for parameter in model.parameters() if parameter.requires_grad]

@@ -121,9 +121,7 @@ class FSDP2Strategy(TorchNativeMixin, ShardSavingMixin, ModelParallelStrategy):
         if isinstance(optimizer, torch.optim.SGD):
             for group in optimizer.param_groups:
                 group["fused"] = False
-            # set by `fused=True` at construction: the loss scaler would leave unscaling to a kernel that never runs
-            optimizer._step_supports_amp_scaling = False
-        return optimizer
+        return super().prepare_optimizer(optimizer)
 
 
 class HSDPStrategy(FSDP2Strategy):

@@ -53,7 +53,8 @@ class TorchNativeMixin:
             super().teardown()  # type: ignore[misc]
 
     def prepare_optimizer(self, optimizer: torch.optim.Optimizer) -> torch.optim.Optimizer:
-        """Return the optimizer unchanged."""
+        """Return the optimizer; a loss scaler then unscales before gradients are clipped, not in a fused kernel."""
+        optimizer._step_supports_amp_scaling = False  # type: ignore[attr-defined]
         return optimizer
 
     def clip_gradients(

@@ -35,13 +35,12 @@ class TrainingTask(CountsFlops, Resumable, ABC):
 
     Args:
         make_model: Constructs the model; called under the meta device.
-        make_optimizer: (model, fused=bool) -> optimizer.
+        make_optimizer: model -> optimizer.
         schedule: Optimizer step, from 0 -> multiplier of the peak learning rate.
         convert_model: (model on the meta device, shards_weights=bool); sets what the precision of the run needs.
         activation_checkpoint: Which blocks are recomputed in the backward pass.
         compile_mode: Of `torch.compile`, for blocks and loss, the largest elementwise part; None: eager.
         loss_chunk_tokens: Tokens of a micro-batch whose logits exist at a time; None: all. For language models.
-        fused_optimizer: The optimizer may use fused kernels (not under a loss scaler).
         scales_loss: There is a loss scaler.
         clipping: Adaptive limit of the gradient norm, in addition to the fixed one.
         ema_decay: Decay of an average of the weights in the optimizer state; None disables it.
@@ -68,7 +67,6 @@ class TrainingTask(CountsFlops, Resumable, ABC):
         activation_checkpoint: ActivationCheckpoint,
         compile_mode: str | None,
         loss_chunk_tokens: int | None,
-        fused_optimizer: bool,
         scales_loss: bool,
         clipping: Clipping,
         ema_decay: float | None,
@@ -88,7 +86,6 @@ class TrainingTask(CountsFlops, Resumable, ABC):
         self._compile_mode = compile_mode
         self._loss_chunk_tokens = loss_chunk_tokens
         self.cross_entropy_sum: Callable[[Tensor, Tensor], Tensor] = cross_entropy_sum
-        self._fused_optimizer = fused_optimizer
         self._scales_loss = scales_loss
         self.row: dict[str, float | Tensor] = {}
         self._micro_batches_in_window = self._window_samples = self._window_tokens = 0
@@ -141,7 +138,7 @@ class TrainingTask(CountsFlops, Resumable, ABC):
     @override
     def configure_optimizers(self) -> OptimizerLRScheduler:
         try:
-            optimizer = self._make_optimizer(self.model, fused=self._fused_optimizer)
+            optimizer = self._make_optimizer(self.model)
         except ValueError as error:  # torch's own checks of its arguments
             raise ConfigError("optimizer=…", str(error), "optimizer.<setting>=<value>, or another optimizer") from error
         self.remember_optimizer(optimizer)

@@ -5,13 +5,13 @@ import inspect
 from typing import ClassVar, cast
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor
 from typing_extensions import override
 
 from recipes.model import LanguageModel
 from recipes.model.generate import generate
 from recipes.numerics.head_loss import HeadLoss, cast_weight, split
+from recipes.numerics.linear import linear
 from recipes.numerics.loss import IGNORE_INDEX, cross_entropy_sum, mean_per_sample
 from recipes.task.base import Batch, TrainingTask
 from recipes.tokenizer import Tokenizer
@@ -83,7 +83,7 @@ class LanguageModeling(TrainingTask):
         flat, flat_targets = hidden.flatten(0, -2), targets.flatten()  # [B T, W], [B T]
         weight = cast_weight(weight)
         for part in split(len(flat), self._loss_chunk_tokens):
-            logits = self._without_padding(F.linear(flat[part].to(weight.dtype), weight))  # [n, V], compute dtype
+            logits = self._without_padding(linear(flat[part].to(weight.dtype), weight))  # [n, V], compute dtype
             loss_sum = cross_entropy_sum(logits, flat_targets[part])
             self.val_metrics.update(loss_sum=loss_sum, logits=logits, targets=flat_targets[part])
 

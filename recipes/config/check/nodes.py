@@ -13,7 +13,7 @@ from recipes.errors import ConfigError
 _DERIVED = {"trainer.accumulate_grad_batches"}
 # what build.py passes to partial nodes: objects, and settings shared by several nodes
 PROVIDED: dict[str, set[str]] = {
-    "optimizer": {"model", "fused"},
+    "optimizer": {"model"},
     "scheduler": {"step"},
     "strategy": {"devices", "precision", "checkpoint_io"},
     "task": {
@@ -25,7 +25,6 @@ PROVIDED: dict[str, set[str]] = {
         "compile_mode",
         "loss_chunk_tokens",
         "scales_loss",
-        "fused_optimizer",
         "clipping",
         "ema_decay",
         "label_smoothing",

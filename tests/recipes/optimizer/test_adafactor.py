@@ -14,7 +14,7 @@ EPS = torch.finfo(torch.float32).eps  # torch's default
 
 
 def make(model: nn.Module) -> Adafactor:
-    return Adafactor(model, lr=0.1, beta2_decay=-0.8, eps=(EPS, 1e-3), clip_threshold=1.0, weight_decay=0.1, fused=True)
+    return Adafactor(model, lr=0.1, beta2_decay=-0.8, eps=(EPS, 1e-3), clip_threshold=1.0, weight_decay=0.1)
 
 
 def test_on_one_device_it_is_torchs() -> None:

@@ -11,7 +11,7 @@ from recipes.optimizer.lion import Lion
 
 
 def make(model: nn.Module) -> Lion:
-    return Lion(model, lr=1e-2, betas=(0.9, 0.99), weight_decay=0.3, fused=True)
+    return Lion(model, lr=1e-2, betas=(0.9, 0.99), weight_decay=0.3)
 
 
 def test_three_steps_follow_the_formula_of_the_paper() -> None:

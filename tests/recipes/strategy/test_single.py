@@ -12,7 +12,7 @@ from torch import nn
 from recipes.build import build
 
 
-@pytest.mark.parametrize("precision", ["32-true", "bf16-mixed", "bf16-true"])
+@pytest.mark.parametrize("precision", ["32-true", "bf16-mixed", "16-mixed", "bf16-true"])
 def test_fused_adamw_is_clipped_under_every_precision(precision: str, tmp_path: Path, text_folder: str) -> None:
     config = composed_config(
         *TINY,

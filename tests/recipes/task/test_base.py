@@ -64,7 +64,6 @@ def make_task(trainer: SimpleNamespace, **more: Any) -> LanguageModeling:
         compile_mode=None,
         loss_chunk_tokens=None,
         scales_loss=False,
-        fused_optimizer=False,
         clipping=NoClipping(),
         seed=0,
         **arguments,

@@ -28,7 +28,7 @@ MESSAGES = {
     "tokenizer=none": ("tokenizer=none: text needs a tokenizer; type tokenizer=bpe or tokenizer=bytes"),
     "name=a/b": "name=a/b: it names a folder under logs/; type name=<letters, digits, . _ ->",
     "modle=gpt2": "modle=gpt2: there is no 'modle'; type model=gpt2",
-    "optimizer.fused=false": ("optimizer.fused=false: build.py provides it; type nothing for optimizer.fused"),
+    "optimizer.model=gpt2": ("optimizer.model=gpt2: build.py provides it; type nothing for optimizer.model"),
     "model.pretrained=gpt2": (
         "model.pretrained=gpt2 tokenizer=bpe: published weights need the token ids of their own tokenizer;"
         " type tokenizer=huggingface tokenizer.name=gpt2"
