@@ -2,6 +2,7 @@
 # make test    set up what is missing, then lint, types and tests: what CI runs
 # make test-fast   what starts no process: the inner loop
 # make kill-test   200 kills of real runs, each resumed and compared: six minutes on two cores
+# make bench   a step of a recipe against others' trainings, which it installs into .venv-peers: half an hour
 # make gpu-check   on a machine with a GPU: every check that needs one, without a network, ten minutes
 # make bench-gpu   on a machine with a GPU: tokens/s and MFU of recipes, eager and compiled, ten minutes
 # make docs    write the generated pages, then build the documentation into site/: no network, half a minute
@@ -13,12 +14,13 @@
 # are compiled when they are imported first: half of what is installed never is.
 PYTHON ?= python3
 VENV := .venv
+PEERS := .venv-peers
 RUN := $(VENV)/bin/python
 JOBS ?= 2
 # the first two keep two cores busy by themselves, and are slower beside anything else; one SLURM runs at a time
 ALONE := tests/parity tests/kill tests/test_slurm_cluster.py
 
-.PHONY: train test test-fast test-long kill-test lint types benchmark gpu-check bench-gpu docs docs-serve clean
+.PHONY: train test test-fast test-long kill-test lint types bench benchmark gpu-check bench-gpu docs docs-serve clean
 
 train: $(VENV)/.installed
 	$(RUN) train.py
@@ -44,6 +46,9 @@ lint: $(VENV)/.installed-test
 
 types: $(VENV)/.installed-test
 	$(RUN) -m mypy
+
+bench: $(VENV)/.installed-test $(PEERS)/.installed
+	$(RUN) benchmarks/peers.py
 
 benchmark: $(VENV)/.installed-test
 	$(RUN) benchmarks/step_overhead.py
@@ -98,5 +103,10 @@ $(VENV)/.installed-test: pyproject.toml setup.py | $(VENV)/bin/python
 	$(RUN) -m pip install --quiet --no-compile --editable '.[test]'
 	@touch $(VENV)/.installed $@
 
+$(PEERS)/.installed: benchmarks/contenders/requirements.txt
+	$(PYTHON) -m venv $(PEERS)
+	$(PEERS)/bin/python -m pip install --quiet --disable-pip-version-check --no-compile -r $<
+	@touch $@
+
 clean:
-	rm -rf $(VENV) logs build site *.egg-info
+	rm -rf $(VENV) $(PEERS) logs build site *.egg-info

@@ -12,7 +12,7 @@ from step_overhead import plain_loop
 NUM_STEPS = 100  # of the 700 of the recipe: the same learning-rate schedule, shorter
 TIMED_ROUNDS = 20
 # option of conf/optimizer/ for models of two million parameters
-OPTIONS = ("adamw_nano", "lion_nano", "adafactor_nano", "muon_nano")
+OPTIONS = ("adamw_nano", "adamw_8bit_nano", "schedule_free_nano", "lion_nano", "adafactor_nano", "muon_nano")
 
 
 def overrides(option: str) -> list[str]:

@@ -30,12 +30,13 @@ from recipes.config.compose import Composed, Config, freeze
 from recipes.config.instantiate import make
 from recipes.config.ranks import get_ranks
 from recipes.config.resume import find_tokenizer, with_saved_parts
-from recipes.config.traits import get_compile_mode, takes_steps, trains
+from recipes.config.traits import get_compile_mode, get_eval_samples, takes_steps, trains, tries_convolutions
 from recipes.data.datamodule import StreamDataModule
 from recipes.errors import ConfigError
 from recipes.lightning_internals import disable_signal_handling, skip_empty_hooks
 from recipes.logger.writers import RowWriter, SummaryWriter
 from recipes.metrics import check_metric
+from recipes.model.decoder import choose_attention_kernel
 from recipes.numerics.accumulation import Accumulation, divide
 from recipes.precision import Precision, set_float32_products
 from recipes.run_folder import TOKENIZER_FOLDER
@@ -108,6 +109,7 @@ def build(config: Config, folder: Path, overrides: list[str]) -> Run:
     lightning.seed_everything(config["seed"], verbose=False)
     precision: Precision = make(config["precision"])
     set_float32_products(precision)
+    choose_attention_kernel(config.get("attention", "auto"))
     ranks = get_ranks(config)
     devices = _get_devices(config["trainer"], ranks)
     accumulation = divide(
@@ -120,7 +122,7 @@ def build(config: Config, folder: Path, overrides: list[str]) -> Run:
         source=make(config["data"]),
         accumulation=accumulation,
         seed=config["seed"],
-        eval_samples=config["eval_samples"] if takes_steps(config) else None,
+        eval_samples=get_eval_samples(config) if takes_steps(config) else None,
     )
     trainer = _build_trainer(config, folder, ranks, devices, precision, accumulation)
     task = build_task(config, precision)
@@ -233,6 +235,7 @@ def _build_trainer(
         devices=indices if devices[0].type == "cuda" else len(devices),
         num_nodes=ranks.num_nodes,
         accumulate_grad_batches=accumulation.num_micro_batches,
+        benchmark=tries_convolutions(config),
         strategy=strategy,
         plugins=_get_cluster(ranks),
         callbacks=callbacks,

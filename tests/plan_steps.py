@@ -23,8 +23,8 @@ def step_of(overrides: Sequence[str], num_ranks: int) -> Step:
     config = config_of(overrides)
     precision = make(config["precision"])
     with torch.device("meta"):
-        num_parameters = sum(parameter.numel() for parameter in make(config["model"]).parameters())
-    engine = find_engine(config, precision, cpu_cluster(num_ranks), num_parameters=num_parameters)
+        model = make(config["model"])
+    engine = find_engine(config, precision, cpu_cluster(num_ranks), model=model)
     accumulation = divide(
         global_batch_size=config["global_batch_size"],
         micro_batch_size=config["micro_batch_size"],

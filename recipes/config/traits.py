@@ -85,6 +85,31 @@ def get_compile_mode(config: Mapping[str, Any], *, on_gpu: bool | None = None) -
     return str(setting)
 
 
+def get_eval_samples(config: Mapping[str, Any]) -> int | None:
+    """Return the samples of a validation; None: all.
+
+    `auto`: as many as take 2 % of a run's time. A sample without its backward pass takes a third of the time, so these
+    are 6 % of the samples that are trained between two validations, and at least one global batch.
+
+    Args:
+        config: Composed.
+    """
+    chosen: int | str | None = config["eval_samples"]
+    if not isinstance(chosen, str):
+        return chosen
+    batch_size = int(config["global_batch_size"])
+    return max(6 * int(config["eval_every"]) * batch_size // 100, batch_size)
+
+
+def tries_convolutions(config: Mapping[str, Any]) -> bool:
+    """Return whether cuDNN tries its algorithms: as typed, else for images, which have one size, unless bits matter."""
+    typed: bool | None = config["trainer"].get("benchmark")
+    if typed is not None:
+        return typed
+    has_images = read_signature(config["task"]["_target_"]).constants.get("input_kind") == "images"
+    return has_images and not config["trainer"].get("deterministic")
+
+
 def runs_elsewhere(config: Mapping[str, Any]) -> bool:
     """Return whether the launcher gives the run to other machines, whose GPUs this one does not know."""
     launcher = config.get("launcher")

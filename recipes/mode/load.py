@@ -7,6 +7,7 @@ from recipes.build import Run
 from recipes.checkpoint.shards import load_module
 from recipes.errors import ConfigError
 from recipes.mode.start import get_checkpoint_io
+from recipes.numerics.ema import ITERATE_AVERAGE
 from recipes.numerics.ema import NAME as EMA_KEY
 from recipes.task.base import TrainingTask
 from recipes.tokenizer import Tokenizer
@@ -45,9 +46,10 @@ def _averaged_state_dict(state: dict[str, Any]) -> dict[str, Any]:
     """Return the model's state dict with averaged weights; buffers and frozen weights, which have none, as saved."""
     optimizer_state = state["optimizer_states"][0]["state"]
     average = {
-        name: optimizer_state[index][EMA_KEY]
+        name: optimizer_state[index][key]
         for index, name in enumerate(state["parameters"])
-        if EMA_KEY in optimizer_state.get(index, {})
+        for key in (ITERATE_AVERAGE, EMA_KEY)  # a moving average that was asked for replaces the optimizer's
+        if key in optimizer_state.get(index, {})
     }
     if not average:
         raise ConfigError(

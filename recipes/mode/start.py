@@ -144,6 +144,8 @@ def header(run: Run, *, resumed_from: Path | None) -> Iterator[str]:
     )
     if run.precision.scales_loss and device.type == "cpu":
         yield "float16 is emulated on a CPU, about ten times slower than precision=bf16-mixed"
+    if run.precision.name == "32-true" and device.type == "cpu" and torch.cpu.get_capabilities().get("amx_bf16"):
+        yield "this processor has matrix units for bfloat16 (AMX), which precision=bf16-mixed uses"
     if resumed_from is not None:
         yield f"resumed from {resumed_from} at step {trainer.global_step}"
         if device.type == "cuda" and not torch.are_deterministic_algorithms_enabled():

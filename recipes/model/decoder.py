@@ -92,6 +92,24 @@ class Head(Linear):
         return hide_padding(super().forward(x), vocab_size=self.vocab_size)
 
 
+_flash_is_allowed = True  # as `torch.backends.cuda` knows, which the compiler (torch 2.13) cannot ask
+
+
+def choose_attention_kernel(name: str) -> None:
+    """Let torch's attention use one kernel on GPUs, or any of them, for the whole process.
+
+    Args:
+        name: `flash`, `cudnn`, `memory_efficient`, `math`, or `auto` for torch's choice among all four.
+    """
+    global _flash_is_allowed
+    _flash_is_allowed = name in ("auto", "flash")
+    cuda: Any = torch.backends.cuda
+    cuda.enable_flash_sdp(_flash_is_allowed)
+    cuda.enable_cudnn_sdp(name in ("auto", "cudnn"))
+    cuda.enable_mem_efficient_sdp(name in ("auto", "memory_efficient"))
+    cuda.enable_math_sdp(name in ("auto", "math"))
+
+
 def attend(queries: Tensor, keys: Tensor, values: Tensor, *, dropout: float, cache: LayerCache | None) -> Tensor:
     """Return causal scaled dot-product attention; the T x T scores are never stored.
 
@@ -113,7 +131,7 @@ def attend(queries: Tensor, keys: Tensor, values: Tensor, *, dropout: float, cac
         if not causal and num_new > 1:
             mask = causal_mask(num_new, num_held=num_held, device=queries.device)  # [T, L]
     grouped = keys.shape[1] != queries.shape[1]
-    if grouped and queries.dtype == torch.float32:
+    if grouped and (queries.dtype == torch.float32 or not _flash_is_allowed):
         # CUDA has no flash kernel for float32 and the memory-efficient kernel takes no groups (torch 2.13): the math
         # kernel that remains would store all T x T scores. Copying the heads costs less.
         repeats = queries.shape[1] // keys.shape[1]

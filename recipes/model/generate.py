@@ -11,6 +11,7 @@ from contextlib import contextmanager
 
 import torch
 from torch import Tensor
+from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from recipes.errors import ConfigError
 from recipes.model import KeyValueCache, LanguageModel
@@ -61,7 +62,9 @@ def generate(
     takes_cache = "cache" in inspect.signature(model.forward).parameters
     window = _Window(model, use_cache=use_cache and takes_cache)
     new_tokens: list[int] = []
-    with _evaluating(model), torch.compiler.set_stance("force_eager"):
+    # cuDNN's kernel would plan for every number of keys, which grows with each token
+    kernels = [SDPBackend.FLASH_ATTENTION, SDPBackend.EFFICIENT_ATTENTION, SDPBackend.MATH]
+    with _evaluating(model), torch.compiler.set_stance("force_eager"), sdpa_kernel(kernels):
         for step in range(num_tokens):
             logits = window.read(prompt_tokens if step == 0 else new_tokens[-1:])  # [V]
             probabilities = sampling_probabilities(logits, temperature=temperature, top_k=top_k, top_p=top_p)

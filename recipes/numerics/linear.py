@@ -98,11 +98,10 @@ def _describe_product(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
 
 
 def _multiply(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
-    x = x.contiguous()  # oneDNN would, where no one counts it
     if torch.compiler.is_compiling():
         out: Tensor = torch.ops.recipes.linear(x, weight, bias)
-    else:
-        out = _ONEDNN(x, weight, bias, "none", [], "")
+    else:  # oneDNN would copy, where no one counts it
+        out = _ONEDNN(x.contiguous(), weight, bias, "none", [], "")
     return out
 
 

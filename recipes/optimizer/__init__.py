@@ -1,9 +1,30 @@
 """Optimizers, one per file: model -> torch optimizer with its weight-decay groups."""
 
+from collections.abc import Iterable
 from typing import Protocol, runtime_checkable
 
 import torch
 import torch.distributed as dist
+from torch import nn
+from torch.distributed.fsdp import FSDPModule
+
+
+@runtime_checkable
+class AveragesWeights(Protocol):
+    """An optimizer whose result is an average of the weights, which the model holds while it is validated."""
+
+    def swap_average(self) -> None:
+        """Exchange weights and average; called again, it exchanges them back."""
+
+
+def swap_averages(optimizers: Iterable[torch.optim.Optimizer], model: nn.Module) -> None:
+    """Let a model hold the averages of optimizers that keep them, or its weights again; nothing for any others."""
+    averaging = [optimizer for optimizer in optimizers if isinstance(optimizer, AveragesWeights)]
+    for optimizer in averaging:
+        optimizer.swap_average()
+    for module in model.modules() if averaging else ():
+        if isinstance(module, FSDPModule):
+            module.reshard()  # what the last forward pass has left gathered is out of date
 
 
 @runtime_checkable

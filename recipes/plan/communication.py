@@ -116,9 +116,11 @@ def of_partitions(
     bandwidth, latency = cluster.bandwidth_between(zero.num_ranks), cluster.latency_between(zero.num_ranks)
     forward, backward = step.of("forward/").total, step.of("backward/").total
     if zero.stage == 3:
-        gathered = 1 if gathers_once else 2
-        sent = size * (gathered + 1) * num_micro_batches
-        exposed = max(size / bandwidth - forward, 0.0) + max(size * gathered / bandwidth - backward, 0.0)
+        weights = size * (1 - zero.num_cast / (2 * num_parameters))
+        gathered_again = 0.0 if gathers_once else weights
+        sent = (weights + gathered_again + size) * num_micro_batches
+        exposed = max(weights / bandwidth - forward, 0.0)
+        exposed += max((gathered_again + size) / bandwidth - backward, 0.0)
         exposed *= num_micro_batches
     else:
         reductions = 1 if zero.stage == 1 else num_micro_batches

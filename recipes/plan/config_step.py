@@ -17,7 +17,7 @@ from recipes.plan.hardware import Cluster
 from recipes.plan.memory import Zero
 from recipes.plan.step import Batch, Sharding, Step
 from recipes.precision import Precision
-from recipes.strategy.deepspeed.partition import ALIGNMENT, BUCKET_ELEMENTS
+from recipes.strategy.deepspeed.partition import ALIGNMENT, BUCKET_ELEMENTS, list_cast_weights
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -37,14 +37,14 @@ class Engine:
     offloads: bool = False
 
 
-def find_engine(config: Config, precision: Precision, cluster: Cluster, *, num_parameters: int) -> Engine:
+def find_engine(config: Config, precision: Precision, cluster: Cluster, *, model: nn.Module) -> Engine:
     """Return what the strategy of a config does on these devices.
 
     Args:
         config: Composed and checked.
         precision: Of the run.
         cluster: The devices.
-        num_parameters: Of the unsharded model.
+        model: Unsharded, on any device.
 
     Raises:
         ConfigError: The ranks do not divide into shards.
@@ -70,6 +70,8 @@ def find_engine(config: Config, precision: Precision, cluster: Cluster, *, num_p
         )
         return Engine(num_ranks=num_ranks, sharding=sharding, offloads=node["cpu_offload"])
     if traits.state_layout == "zero":
+        num_parameters = sum(parameter.numel() for parameter in model.parameters())
+        cast = list_cast_weights(getattr(model, "blocks", ())) if node["stage"] == 3 and precision.is_mixed else ()
         bucket = max(min(BUCKET_ELEMENTS, num_parameters // 8) // ALIGNMENT * ALIGNMENT, ALIGNMENT)
         zero = Zero(
             stage=node["stage"],
@@ -79,6 +81,7 @@ def find_engine(config: Config, precision: Precision, cluster: Cluster, *, num_p
             offloads_optimizer=node["offload_optimizer"] is not None,
             offloads_weights=node["offload_parameters"] is not None,
             is_half=not precision.is_mixed and precision.param_dtype != torch.float32,
+            num_cast=sum(weight.numel() for weight in cast),
         )
         return Engine(num_ranks=num_ranks, zero=zero, offloads=zero.offloads_optimizer)
     return Engine(num_ranks=num_ranks)

@@ -25,6 +25,7 @@ class Zero:
         offloads_optimizer: Master weights, optimizer state and gradients are in host memory.
         offloads_weights: The partitions of the weights are, too.
         is_half: The weights are bfloat16, with a float32 master copy.
+        num_cast: Elements of float32 weights that stage 3 gathers in 2 bytes each.
     """
 
     stage: Literal[1, 2, 3]
@@ -34,6 +35,7 @@ class Zero:
     offloads_optimizer: bool
     offloads_weights: bool
     is_half: bool
+    num_cast: int = 0
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -102,7 +104,9 @@ def with_zero(moments: Iterable[Moment], zero: Zero, *, num_parameters: int, acc
         if zero.stage == 3:
             # what was gathered ahead lies in one buffer until each weight has been copied out of it
             is_fetching = (is_forward and "head" not in moment.section) or num_parameters > _MAX_LIVE
-            communication += (gathered + gathered_ahead * is_fetching) * weight_bytes
+            # those that are gathered in the compute dtype take half
+            part = 1 - zero.num_cast / (2 * num_parameters)
+            communication += int((gathered + gathered_ahead * is_fetching) * weight_bytes * part)
         held[GATHERED] = held.get(GATHERED, 0) + communication
         yield Moment(section=moment.section, op=moment.op, held=held)
     if zero.stage == 1:

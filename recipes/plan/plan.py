@@ -100,7 +100,7 @@ def make_plan(config: Config, cluster: Cluster, *, rates: Rates | OperatorTimer 
     with torch.device("meta"):
         model: nn.Module = make(config["model"])
     num_parameters = sum(parameter.numel() for parameter in model.parameters())
-    engine = find_engine(config, precision, cluster, num_parameters=num_parameters)
+    engine = find_engine(config, precision, cluster, model=model)
     num_ranks = engine.num_ranks
     accumulation = divide(
         global_batch_size=config["global_batch_size"],

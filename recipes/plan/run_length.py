@@ -4,6 +4,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
+from recipes.config.traits import get_eval_samples
 from recipes.plan.plan import Plan
 
 
@@ -70,8 +71,9 @@ def measure_run(
     if seconds is None:
         return length
     eval_seconds = None
-    if config["eval_samples"] is not None and plan.forward_seconds is not None:
-        share = -(-int(config["eval_samples"]) // plan.num_ranks)
+    eval_samples = get_eval_samples(config)
+    if eval_samples is not None and plan.forward_seconds is not None:
+        share = -(-eval_samples // plan.num_ranks)
         eval_seconds = -(-share // plan.accumulation.micro_batch_size) * plan.forward_seconds
     training = steps * seconds
     validating = length.evaluations * (eval_seconds or 0.0)

@@ -62,7 +62,7 @@ class Resumable(lightning.LightningModule):
         Raises:
             ConfigError: The checkpoint holds the state of another optimizer.
         """
-        self._optimizer = type(optimizer).__name__
+        self._optimizer = getattr(optimizer, "state_of", type(optimizer).__name__)
         _check_optimizer(self._optimizer, self._resumed_optimizer)
         names = {id(parameter): name for name, parameter in self.named_parameters()}
         self._parameters_in_order = [

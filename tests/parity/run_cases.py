@@ -22,12 +22,18 @@ from support import OverflowAt, composed_config, read_metrics  # noqa: E402
 
 from recipes.build import build  # noqa: E402
 from recipes.model.init import unsharded_shape  # noqa: E402
+from recipes.strategy.deepspeed import strategy  # noqa: E402
+from recipes.strategy.deepspeed.partition import gather_in_compute_dtype  # noqa: E402
 
 
 def run_case(case: dict[str, Any], folder: Path) -> dict[str, Any]:
     """Train; return the rows of metrics."""
     config = composed_config(*case["overrides"]) | {"data": case["data"]}
     run = build(config, folder, [])
+    if "gathers_in_float32" in case:
+        strategy.gather_in_compute_dtype = lambda *_: None
+    else:
+        strategy.gather_in_compute_dtype = gather_in_compute_dtype
     counter = HeldBytes()
     if "count" in case:
         run.trainer.callbacks.append(counter)  # type: ignore[attr-defined]

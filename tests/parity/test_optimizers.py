@@ -1,4 +1,4 @@
-"""Lion, Adafactor and Muon give the curve of one device under every engine that they support, and resume on it."""
+"""Optimizers other than AdamW give the curve of one device under every engine that they support, and resume on it."""
 
 from pathlib import Path
 from typing import Any
@@ -14,14 +14,23 @@ OPTIMIZERS = {
     "lion": ["optimizer=lion", "optimizer.lr=1e-3"],
     "adafactor": ["optimizer=adafactor", "optimizer.lr=0.1"],
     "muon": ["optimizer=muon", "optimizer.lr=3e-3"],
+    "schedule_free": ["optimizer=schedule_free", "optimizer.lr=3e-3"],
+    "adamw_8bit": ["optimizer=adamw_8bit", "optimizer.lr=3e-3"],
 }
 ON_TWO = [(optimizer, engine) for optimizer in OPTIMIZERS for engine in ("ddp", "fsdp")]
 ON_TWO += [("lion", engine) for engine in ("ZeRO-1", "ZeRO-2, offload", "ZeRO-3")]
 # optimizer, engine that wrote the checkpoint, engine that resumes
 RESUMED = [("adafactor", "fsdp", "fsdp"), ("muon", "fsdp", "fsdp"), ("muon", "ddp", "ddp")]
+RESUMED += [("adamw_8bit", "fsdp", "fsdp"), ("schedule_free", "fsdp", "fsdp")]
 RESUMED += [("lion", "ZeRO-3", "ZeRO-3"), ("lion", "ZeRO-3", "fsdp")]
 RESUMED += [(optimizer, "single", "fsdp") for optimizer in ("adafactor", "muon")]
-ON_ONE = [("lion", "ZeRO-2, offload"), ("adafactor", "fsdp"), ("muon", "fsdp"), ("muon", "single")]
+ON_ONE = [
+    ("adamw_8bit", "fsdp"),
+    ("lion", "ZeRO-2, offload"),
+    ("adafactor", "fsdp"),
+    ("muon", "fsdp"),
+    ("muon", "single"),
+]
 
 
 def make_case(optimizer: str, engine: str, *more: str, world_size: int) -> dict[str, Any]:

@@ -30,6 +30,13 @@ for _scaling in ("tensorwise", "rowwise"):
         _add(f"{_scaling}, {_strategy}", _strategy, *FLOAT8, f"precision.scaling={_scaling}", precision="fp8-mixed")
 
 
+for _precision in ("bf16-mixed", "16-mixed"):
+    for _strategy in ("ZeRO-3", "ZeRO-3, offload"):
+        _add(f"{_precision}, {_strategy}", _strategy, precision=_precision)
+        _add(f"{_precision}, {_strategy}, float32 gathered", _strategy, precision=_precision)
+        ON_TWO[f"{_precision}, {_strategy}, float32 gathered"]["gathers_in_float32"] = True
+
+
 @pytest.fixture
 def on_two(rows: Any) -> Any:
     """Return the rows of a case by name; all run in one process group of two ranks."""
@@ -54,6 +61,14 @@ def test_an_untied_head_and_embedding_have_groups_of_their_own_and_the_numbers_o
 def test_weights_that_stay_gathered_change_no_bit(on_two: Any) -> None:
     difference = largest_difference(on_two("kept gathered"), on_two("fsdp, all logits"))
     assert difference == {"train/loss": 0.0, "grad/norm": 0.0}
+
+
+@pytest.mark.parametrize("strategy", ["ZeRO-3", "ZeRO-3, offload"])
+@pytest.mark.parametrize("precision", ["bf16-mixed", "16-mixed"])
+def test_weights_gathered_in_the_compute_dtype_change_no_bit(precision: str, strategy: str, on_two: Any) -> None:
+    rows, others = (on_two(f"{precision}, {strategy}{more}") for more in ("", ", float32 gathered"))
+    assert largest_difference(rows, others) == {"train/loss": 0.0, "grad/norm": 0.0}
+    assert rows[-1]["val/loss"] == others[-1]["val/loss"]
 
 
 def test_gradients_reduced_in_bfloat16_differ_by_their_rounding(on_two: Any) -> None:

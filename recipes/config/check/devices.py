@@ -25,6 +25,7 @@ def check_devices(config: Mapping[str, Any]) -> Iterator[ConfigError]:
         yield ConfigError("precision=tf32", "TF32 is a format of GPUs, and there is none", "precision=32-true")
     if config["precision"]["name"] == "fp8-mixed":
         yield from _check_float8(config, on_gpu=on_gpu)
+    yield from _check_attention(config, on_gpu=on_gpu)
     mode = get_compile_mode(config, on_gpu=on_gpu)
     if mode is None:
         return
@@ -50,6 +51,19 @@ def _check_float8(config: Mapping[str, Any], *, on_gpu: bool) -> Iterator[Config
             f"precision=fp8-mixed {traits.typed}",
             "DeepSpeed computes with weights of its own, which torchao does not cast",
             "strategy=fsdp, or precision=bf16-mixed",
+        )
+
+
+def _check_attention(config: Mapping[str, Any], *, on_gpu: bool) -> Iterator[ConfigError]:
+    """Check that the kernel of attention exists on the device and takes the precision of the run."""
+    name, precision = config.get("attention", "auto"), config["precision"]["name"]
+    if name in ("cudnn", "memory_efficient") and not on_gpu:
+        yield ConfigError(f"attention={name}", "it is a kernel of GPUs, and there is none", "attention=auto")
+    elif name in ("flash", "cudnn") and on_gpu and precision in ("32-true", "tf32"):
+        yield ConfigError(
+            f"attention={name} precision={precision}",
+            "the kernel takes float16 and bfloat16 only",
+            "attention=memory_efficient, or precision=bf16-mixed",
         )
 
 

@@ -25,12 +25,13 @@ SETTINGS: dict[str, str] = {
     "eval_every": "Annotated[int, '>= 1']",
     "save_every": "Annotated[int, '>= 1'] | None",
     "save_every_minutes": "Annotated[float, '> 0'] | None",
-    "eval_samples": "Annotated[int, '>= 1'] | None",
+    "eval_samples": "Annotated[int, '>= 1'] | Literal['auto'] | None",
     "ema_decay": "Annotated[float, '> 0, < 1'] | None",
     "label_smoothing": "Annotated[float, '>= 0, <= 0.999']",
     "z_loss": "Annotated[float, '>= 0']",
     "loss_chunk_tokens": "Annotated[int, '>= 1'] | None",
     "compile": "bool | Literal['auto', 'default', 'max-autotune-no-cudagraphs', 'reduce-overhead']",
+    "attention": "Literal['auto', 'flash', 'cudnn', 'memory_efficient', 'math']",
     "ignore_slurm": "bool",
     "profile": "Annotated[int, '>= 1'] | None",
 }
@@ -38,6 +39,7 @@ NODES = ("loader",)  # sections of config.yaml that are not a group
 COMPOSING = ("recipe", "debug", "hydra")  # groups without a section of their own
 NEWER = (
     "lr_scaling",
+    "attention",
     "ignore_slurm",
     "loss_chunk_tokens",
     "launcher",

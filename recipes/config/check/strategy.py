@@ -97,7 +97,6 @@ def check_optimizer(config: Mapping[str, Any], choices: Mapping[str, str]) -> It
     offloads = strategy["offload_optimizer"] is not None
     yield ConfigError(
         f"optimizer={option} {traits.typed}",
-        "it computes with the rows and columns of each matrix, and DeepSpeed gives an optimizer one flat part of all"
-        " parameters",
+        "it steps parameters one by one, and DeepSpeed gives an optimizer one flat part of all parameters",
         "strategy=fsdp strategy.cpu_offload=true" if offloads else "strategy=fsdp, or strategy=ddp",
     )

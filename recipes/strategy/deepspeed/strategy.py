@@ -30,7 +30,13 @@ from recipes.strategy import get_blocks
 from recipes.strategy.deepspeed.checkpoint import ZeroState
 from recipes.strategy.deepspeed.compiled_op import load_op
 from recipes.strategy.deepspeed.loss_scale import attach_scaler, load_scaler_state, scaler_state
-from recipes.strategy.deepspeed.partition import DISK_SUB_GROUP, DISK_THREADS, fit_buckets, partition
+from recipes.strategy.deepspeed.partition import (
+    DISK_SUB_GROUP,
+    DISK_THREADS,
+    fit_buckets,
+    gather_in_compute_dtype,
+    partition,
+)
 from recipes.strategy.deepspeed.step_guard import StepGuardMixin, ZeroStepGuard
 from recipes.strategy.deepspeed.train_state import TrainStateMixin
 from recipes.strategy.precision_plugin import ZeroPrecision
@@ -194,6 +200,11 @@ class DeepSpeedZero(StepGuardMixin, TrainStateMixin, PerRankSavingMixin, DeepSpe
         optimizer.torch_autocast_gradscaler = None
         if self._precision.scales_loss:
             attach_scaler(optimizer)
+        assert isinstance(self.config, dict)
+        if self._precision.is_mixed and self.config["zero_optimization"]["stage"] == 3:
+            assert self.lightning_module is not None
+            blocks = get_blocks(self.lightning_module.model, "deepspeed_stage_3")  # type: ignore[arg-type]
+            gather_in_compute_dtype(blocks, optimizer, self._precision.compute_dtype)
         # after the scaler: the guard must be the outer wrapper of `_update_scale`, or it would decide after the update
         self._step_guard = ZeroStepGuard(optimizer)
 

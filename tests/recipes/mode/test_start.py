@@ -34,3 +34,14 @@ def test_a_run_resumed_on_a_gpu_is_told_what_the_same_bits_take(
     assert lines[2] == "resumed from run/checkpoints/step_0000007.ckpt at step 7"
     assert ["trainer.deterministic=true" in line for line in lines[3:]] == [True] * is_told
     assert not any("deterministic" in line for line in header(run, resumed_from=None))
+
+
+@pytest.mark.parametrize(("precision", "has_units", "is_told"), [("32-true", True, True), ("32-true", False, False)])
+def test_a_processor_with_matrix_units_says_so_to_a_float32_run(
+    precision: str, has_units: bool, is_told: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(torch.cpu, "get_capabilities", lambda: {"amx_bf16": has_units})
+    run: Any = FakeRun("cpu")
+    assert not any("AMX" in line for line in header(run, resumed_from=None)), "it computes in bfloat16 already"
+    run.precision.name = precision
+    assert any("AMX" in line for line in header(run, resumed_from=None)) is is_told

@@ -39,7 +39,20 @@ def test_frozen_parameters_are_in_no_group() -> None:
 
 @pytest.mark.parametrize(
     "option",
-    ["adamw", "adamw_nano", "adam", "sgd", "lion", "lion_nano", "adafactor", "adafactor_nano", "muon", "muon_nano"],
+    [
+        "adamw",
+        "adamw_nano",
+        "adamw_8bit",
+        "schedule_free",
+        "adam",
+        "sgd",
+        "lion",
+        "lion_nano",
+        "adafactor",
+        "adafactor_nano",
+        "muon",
+        "muon_nano",
+    ],
 )
 def test_an_optimizer_instantiated_from_its_config_takes_a_step(option: str) -> None:
     model = small()

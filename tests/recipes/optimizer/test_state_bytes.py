@@ -29,7 +29,7 @@ def _make_model(option: str) -> nn.Module:
     return model
 
 
-@pytest.mark.parametrize("option", ["adamw", "adam", "muon", "lion", "sgd", "adafactor"])
+@pytest.mark.parametrize("option", ["adamw", "adam", "adamw_8bit", "schedule_free", "muon", "lion", "sgd", "adafactor"])
 def test_the_table_names_the_bytes_of_a_step(option: str) -> None:
     found, node = [], composed_config(f"optimizer={option}")["optimizer"]
     for name in MODELS:

@@ -45,9 +45,9 @@ def test_the_config_is_composed_from_the_valid_overrides() -> None:
 @pytest.mark.parametrize(
     ("typed", "expected"),
     [
-        ("trainer.benchmark=true", "+trainer.benchmark=true"),  # an argument the YAML does not list
+        ("trainer.detect_anomaly=true", "+trainer.detect_anomaly=true"),  # an argument the YAML does not list
         ("callbacks.grad_norm.per_block=true", "+callbacks.grad_norm.per_block=true"),
-        ("+trainer.benchmark=true", "+trainer.benchmark=true"),
+        ("+trainer.detect_anomaly=true", "+trainer.detect_anomaly=true"),
         ("++seed=3", "++seed=3"),
         ("trainer.max_steps=3", "trainer.max_steps=3"),
     ],
@@ -82,7 +82,8 @@ def test_option_names_that_yaml_reads_as_a_number_null_or_bool_stay_names(option
     [(setting, reason, _)] = error_fields(f"optimizer={option}")
     assert (setting, reason) == (
         f"optimizer='{option}'",
-        "the options are adafactor adafactor_nano adam adamw adamw_nano lion lion_nano muon muon_nano sgd",
+        "the options are adafactor adafactor_nano adam adamw adamw_8bit adamw_8bit_nano adamw_nano lion lion_nano muon"
+        " muon_nano schedule_free schedule_free_nano sgd",
     )
 
 

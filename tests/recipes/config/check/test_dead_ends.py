@@ -56,8 +56,8 @@ TOGETHER = {
     ),
     "mode.prompt=a b": "mode.prompt=a b: there is no 'mode.prompt'; type mode=sample 'mode.prompt=a b'",
     "optimizer=AdamW": (
-        "optimizer=AdamW: the options are adafactor adafactor_nano adam adamw adamw_nano lion lion_nano muon muon_nano"
-        " sgd; type optimizer=adamw"
+        "optimizer=AdamW: the options are adafactor adafactor_nano adam adamw adamw_8bit adamw_8bit_nano adamw_nano"
+        " lion lion_nano muon muon_nano schedule_free schedule_free_nano sgd; type optimizer=adamw"
     ),
     "+optimizer.lr=1": "+optimizer.lr=1: it exists already; type optimizer.lr=1",
     "~resume": "~resume: every run has one; type resume=null",

@@ -84,3 +84,21 @@ def test_auto_compiles_on_a_gpu_and_not_under_stage_3() -> None:
     assert get_compile_mode(config | {"strategy": {"stage": 3}, "compile": True}, on_gpu=True) == "default"
     assert get_compile_mode(config | {"compile": False}, on_gpu=True) is None
     assert get_compile_mode(config | {"compile": "reduce-overhead"}, on_gpu=True) == "reduce-overhead"
+
+
+@pytest.mark.parametrize("name", ["cudnn", "memory_efficient"])
+def test_attention_kernels_of_gpus_need_one(name: str) -> None:
+    assert messages(f"attention={name}") == [
+        f"attention={name}: it is a kernel of GPUs, and there is none; type attention=auto"
+    ]
+    assert messages("attention=math") == []
+
+
+@pytest.mark.usefixtures("gpu")
+@pytest.mark.parametrize("name", ["flash", "cudnn"])
+def test_flash_attention_on_a_gpu_needs_16_bits(name: str) -> None:
+    assert messages(f"attention={name}") == [
+        f"attention={name} precision=32-true: the kernel takes float16 and bfloat16 only;"
+        " type attention=memory_efficient, or precision=bf16-mixed"
+    ]
+    assert messages(f"attention={name}", "recipe=single_bf16") == []

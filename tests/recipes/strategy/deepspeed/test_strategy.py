@@ -1,12 +1,15 @@
 """The config that DeepSpeed is given, for each stage, offload and precision; nothing is started."""
 
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
+from torch import nn
 
+from recipes.model.gpt2 import GPT2
 from recipes.precision import Precision
-from recipes.strategy.deepspeed.partition import ALIGNMENT, BUCKET_ELEMENTS, fit_buckets
+from recipes.strategy.deepspeed.partition import ALIGNMENT, BUCKET_ELEMENTS, fit_buckets, gather_in_compute_dtype
 from recipes.strategy.deepspeed.strategy import DeepSpeedZero
 
 pytest.importorskip("deepspeed")
@@ -154,3 +157,23 @@ def test_a_buffer_of_offloaded_parameters_holds_the_largest_one() -> None:
     zero: dict[str, Any] = {"offload_param": {"device": "nvme"}}
     fit_buckets(zero, model)
     assert zero["offload_param"]["buffer_size"] == 6 * ALIGNMENT
+
+
+def test_zero_3_gathers_linear_layers_of_blocks_in_the_compute_dtype_and_reduces_in_float32() -> None:
+    from deepspeed.runtime.base_optimizer import get_comm_dtype
+    from deepspeed.runtime.zero.partition_parameters import get_allgather_dtype
+
+    model = GPT2(vocab_size=8, max_seq_len=4, num_layers=2, num_heads=2, hidden_size=8, dropout=0.0)
+    optimizer = SimpleNamespace(get_param_comm_dtype=get_comm_dtype)
+    gather_in_compute_dtype(model.blocks, optimizer, torch.bfloat16)
+    linear = {
+        f"{name}.{kind}"
+        for name, module in model.blocks.named_modules()
+        for kind in ("weight", "bias")
+        if isinstance(module, nn.Linear)
+    }
+    assert len(linear) == 16
+    for name, parameter in model.named_parameters():
+        expected = torch.bfloat16 if name.removeprefix("blocks.") in linear else torch.float32
+        assert get_allgather_dtype(parameter, parameter) == expected, name
+        assert optimizer.get_param_comm_dtype(parameter) == torch.float32

@@ -1,0 +1,203 @@
+"""AdamW with moments of 8 bits (arXiv 2110.02861): 2 bytes of state a parameter instead of 8.
+
+Every 256 elements share a scale, and a code stands for one of 256 values between -1 and 1 that lie closer together near
+zero, over seven decades. The arithmetic is AdamW's in float32; between steps the moments are rounded.
+
+Shapes: E elements of a rank's part of a parameter, B = ceil(E / 256) blocks.
+"""
+
+from collections.abc import Callable
+from typing import Annotated, Any, ClassVar
+
+import torch
+from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
+from typing_extensions import override
+
+from recipes.optimizer.param_groups import decay_groups
+from recipes.optimizer.shards import local
+
+BLOCK = 256
+_MIN_ELEMENTS = 4096  # of a parameter; below, moments stay float32: norms and biases weigh little and matter much
+_AT_ONCE = 2**22  # elements that are updated together, which bounds temporaries to 100 MiB
+_MOMENTS = ("exp_avg", "exp_avg_sq")
+
+
+class AdamW8bit(torch.optim.Optimizer):
+    """AdamW whose moments are rounded to 8 bits between steps.
+
+    `state_dict` has them in float32, shaped as their parameters, so that checkpoints are those of AdamW: either resumes
+    the other's. Resumed on as many ranks, the codes are the same.
+
+    Args:
+        model: Its trainable parameters are optimized; vectors are not decayed.
+        lr: Peak learning rate; the scheduler multiplies it.
+        betas: Decay rates of the first and second moment, per optimizer step.
+        eps: Added to the square root of the second moment.
+        weight_decay: Of matrices.
+    """
+
+    accepts_flat_partitions: ClassVar[bool] = False
+    state_of: ClassVar[str] = "AdamW"
+
+    def __init__(
+        self,
+        model: nn.Module,
+        *,
+        lr: Annotated[float, "> 0, < inf"],
+        betas: tuple[Annotated[float, ">= 0, < 1"], Annotated[float, ">= 0, < 1"]],
+        eps: Annotated[float, "> 0"],
+        weight_decay: Annotated[float, ">= 0"],
+    ) -> None:
+        defaults = {"lr": lr, "betas": (float(betas[0]), float(betas[1])), "eps": eps}
+        super().__init__(decay_groups(model, weight_decay=weight_decay), defaults)
+
+    @override
+    @torch.no_grad()
+    def step(self, closure: Callable[[], Any] | None = None) -> Any:
+        """Update every parameter that has a gradient."""
+        loss = None
+        if closure is not None:
+            with torch.enable_grad():
+                loss = closure()
+        for group in self.param_groups:
+            for parameter in group["params"]:
+                if parameter.grad is not None:
+                    self._update(parameter, local(parameter.grad).flatten(), group)
+        return loss
+
+    def _update(self, parameter: nn.Parameter, grad: Tensor, group: dict[str, Any]) -> None:
+        """Update the elements that this rank holds; `grad` is [E]."""
+        state = self.state[parameter]
+        if "step" not in state:
+            state["step"] = 0.0
+            for name in _MOMENTS:
+                state |= _keep(name, torch.zeros_like(grad, dtype=torch.float32), parameter)
+        state["step"] += 1
+        step, weight = state["step"], local(parameter).view(-1)  # [E]
+        for start in range(0, len(grad), _AT_ONCE):
+            part = slice(start, min(start + _AT_ONCE, len(grad)))
+            first, second = (_read(state, name, part) for name in _MOMENTS)  # [e], float32
+            _step(weight[part], grad[part].float(), first, second, step=step, **_hyperparameters(group))
+            for name, moment in zip(_MOMENTS, (first, second), strict=True):
+                _write(state, name, part, moment)
+
+    @override
+    def state_dict(self) -> dict[str, Any]:
+        """Return torch's state dict, with moments in float32 and shaped as their parameters."""
+        saved: dict[str, Any] = super().state_dict()
+        parameters = [parameter for group in self.param_groups for parameter in group["params"]]
+        saved["state"] = {
+            index: {name: value for name, value in values.items() if not name.endswith(("_codes", "_scales"))}
+            | {name: _shape_as(_read(values, name), parameters[index]) for name in _MOMENTS}
+            | {"step": torch.tensor(values["step"], dtype=torch.float32)}
+            for index, values in saved["state"].items()
+        }
+        return saved
+
+    @override
+    @torch.no_grad()
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        """Load a state dict of this class or of `torch.optim.AdamW`."""
+        super().load_state_dict(state_dict | {"state": {}})
+        parameters = [parameter for group in self.param_groups for parameter in group["params"]]
+        for index, values in state_dict["state"].items():
+            parameter, state = parameters[index], dict[str, Any]()
+            device = local(parameter).device
+            for name, value in values.items():
+                if name in _MOMENTS:
+                    state |= _keep(name, local(value).to(device, torch.float32).flatten(), parameter)
+                else:
+                    state[name] = float(value) if name == "step" else value
+            self.state[parameter] = state
+
+
+def _hyperparameters(group: dict[str, Any]) -> dict[str, Any]:
+    return {name: group[name] for name in ("lr", "betas", "eps", "weight_decay")}
+
+
+def _step(
+    weight: Tensor,
+    grad: Tensor,
+    first: Tensor,
+    second: Tensor,
+    *,
+    step: float,
+    lr: float,
+    betas: tuple[float, float],
+    eps: float,
+    weight_decay: float,
+) -> None:
+    """Take AdamW's step in place; all tensors [e], moments and gradient in float32."""
+    first.lerp_(grad, 1 - betas[0])
+    second.lerp_(grad.square(), 1 - betas[1])
+    denominator = second.div(1 - betas[1] ** step).sqrt_().add_(eps)  # [e]
+    weight.mul_(1 - lr * weight_decay)
+    weight.sub_((first / denominator).mul_(lr / (1 - betas[0] ** step)))
+
+
+def _keep(name: str, values: Tensor, parameter: Tensor) -> dict[str, Tensor]:
+    """Return what the state holds of a moment [E]: codes and scales, or the float32 values of a small parameter."""
+    if parameter.numel() < _MIN_ELEMENTS:
+        return {name: values}
+    num_blocks = -(-len(values) // BLOCK)
+    state = {
+        f"{name}_codes": torch.empty_like(values, dtype=torch.uint8),  # [E]
+        f"{name}_scales": torch.empty(num_blocks, dtype=torch.float32, device=values.device),  # [B]
+    }
+    for start in range(0, len(values), _AT_ONCE):
+        part = slice(start, min(start + _AT_ONCE, len(values)))
+        _write(state, name, part, values[part])
+    return state
+
+
+def _read(state: dict[str, Any], name: str, part: slice = slice(None)) -> Tensor:
+    """Return elements of a moment in float32, [e]; `part` begins at a block."""
+    if f"{name}_codes" not in state:
+        values: Tensor = state[name][part]
+        return values
+    codes = state[f"{name}_codes"][part]  # [e]
+    scales = state[f"{name}_scales"][_blocks(part)]  # [b]
+    table = _table(name == "exp_avg", codes.device)
+    of_elements = scales.repeat_interleave(BLOCK, output_size=len(scales) * BLOCK)[: len(codes)]  # [e]
+    return table[codes.int()].mul_(of_elements)
+
+
+def _write(state: dict[str, Any], name: str, part: slice, values: Tensor) -> None:
+    """Round elements of a moment [e] to their codes; small parameters were updated in place."""
+    if f"{name}_codes" not in state:
+        return
+    padded = torch.nn.functional.pad(values, (0, -len(values) % BLOCK)).view(-1, BLOCK)  # [b, 256]
+    # of the largest magnitude, with its sign: its code is 1.0, and reading and writing again gives the same codes
+    scales = padded.gather(1, padded.abs().argmax(dim=1, keepdim=True))  # [b, 1]
+    table = _table(name == "exp_avg", values.device)
+    relative = padded / torch.where(scales == 0, 1.0, scales)  # [b, 256], from -1 to 1
+    codes = torch.bucketize(relative, (table[1:] + table[:-1]) / 2, out_int32=True)  # [b, 256], the nearest
+    state[f"{name}_codes"][part] = codes.view(-1)[: len(values)].to(torch.uint8)
+    state[f"{name}_scales"][_blocks(part)] = scales.squeeze(1)
+
+
+def _blocks(part: slice) -> slice:
+    return slice(None) if part.stop is None else slice(part.start // BLOCK, -(-part.stop // BLOCK))
+
+
+def _table(is_signed: bool, device: torch.device) -> Tensor:
+    """Return the 256 values of the codes in ascending order: 0, 1, and the middles of 2^k intervals of each decade.
+
+    With 2^0 to 2^6 intervals from the smallest decade to [0.1, 1], and both signs; without signs twice as many.
+    """
+    decades = []
+    for exponent in range(7):
+        edges = torch.linspace(0.1, 1.0, 2 ** (exponent + (not is_signed)) + 1, dtype=torch.float64)
+        decades.append(10.0 ** (exponent - 6) * (edges[1:] + edges[:-1]) / 2)
+    positive = torch.cat(decades)
+    values = torch.cat([positive, torch.tensor([0.0, 1.0], dtype=torch.float64), *([-positive] if is_signed else [])])
+    return values.sort().values.to(device, torch.float32)
+
+
+def _shape_as(values: Tensor, parameter: Tensor) -> Tensor:
+    """Return this rank's elements [E] shaped and sharded as their parameter."""
+    shaped = torch.empty_like(parameter.detach(), dtype=values.dtype)
+    part: Tensor = shaped.to_local() if isinstance(shaped, DTensor) else shaped
+    part.copy_(values.view(part.shape))
+    return shaped

@@ -1,0 +1,101 @@
+"""Schedule-Free AdamW (arXiv 2405.15682): an average of the iterates in place of a falling learning rate.
+
+Gradients are computed at y, between the iterate z and its average x. The model holds y while it trains and x in a
+validation; x is what a run is for. 12 bytes of state a parameter; element by element, so on any shard.
+"""
+
+from collections.abc import Callable
+from typing import Annotated, Any, ClassVar
+
+import torch
+from torch import Tensor, nn
+from typing_extensions import override
+
+from recipes.numerics.ema import ITERATE_AVERAGE as AVERAGE
+from recipes.optimizer.param_groups import decay_groups
+from recipes.optimizer.shards import in_chunks, local
+
+
+class ScheduleFreeAdamW(torch.optim.Optimizer):
+    """AdamW without a schedule: any step may be the last one.
+
+    Args:
+        model: Its trainable parameters are optimized; vectors are not decayed.
+        lr: Learning rate after warm-up; the scheduler multiplies it. A step's weight in the average is its square.
+        betas: Share of the average in the point where gradients are computed, then the decay rate of the second moment.
+        eps: Added to the square root of the second moment.
+        weight_decay: Of matrices.
+    """
+
+    # DeepSpeed computes with weights of its own, which would not become the average for validation
+    accepts_flat_partitions: ClassVar[bool] = False
+    float32_state: ClassVar[tuple[str, ...]] = (AVERAGE, "iterate")
+
+    def __init__(
+        self,
+        model: nn.Module,
+        *,
+        lr: Annotated[float, "> 0, < inf"],
+        betas: tuple[Annotated[float, "> 0, < 1"], Annotated[float, ">= 0, < 1"]],
+        eps: Annotated[float, "> 0"],
+        weight_decay: Annotated[float, ">= 0"],
+    ) -> None:
+        defaults = {"lr": lr, "betas": (float(betas[0]), float(betas[1])), "eps": eps}
+        super().__init__(decay_groups(model, weight_decay=weight_decay), defaults)
+
+    @override
+    @torch.no_grad()
+    def step(self, closure: Callable[[], Any] | None = None) -> Any:
+        """Update every parameter that has a gradient."""
+        loss = None
+        if closure is not None:
+            with torch.enable_grad():
+                loss = closure()
+        for group in self.param_groups:
+            for chunk in in_chunks([parameter for parameter in group["params"] if parameter.grad is not None]):
+                self._update(chunk, group)
+        return loss
+
+    def _update(self, parameters: list[nn.Parameter], group: dict[str, Any]) -> None:
+        states, lr, (beta1, beta2) = [self._state(parameter) for parameter in parameters], group["lr"], group["betas"]
+        for state in states:
+            state["step"] += 1
+            state["sum_of_squared_lr"] += lr**2
+        step, total = states[0]["step"], states[0]["sum_of_squared_lr"]  # all of them have taken the same steps
+        weight = lr**2 / total if total else 1.0
+        points = [local(parameter) for parameter in parameters]  # y; all lists: shapes of the shards
+        grads = [local(parameter.grad) for parameter in parameters if parameter.grad is not None]
+        second, iterates, averages = (
+            [local(state[name]) for state in states] for name in ("exp_avg_sq", "iterate", AVERAGE)
+        )
+        torch._foreach_mul_(second, beta2)
+        torch._foreach_addcmul_(second, grads, grads, value=1 - beta2)
+        denominators = torch._foreach_div(second, 1 - beta2**step)
+        torch._foreach_sqrt_(denominators)
+        torch._foreach_add_(denominators, group["eps"])
+        directions = torch._foreach_div(grads, denominators)
+        torch._foreach_add_(directions, points, alpha=group["weight_decay"])
+        torch._foreach_add_(iterates, directions, alpha=-lr)
+        torch._foreach_lerp_(averages, iterates, weight)
+        torch._foreach_copy_(points, torch._foreach_lerp(iterates, averages, beta1))
+
+    def _state(self, parameter: nn.Parameter) -> dict[str, Any]:
+        state: dict[str, Any] = self.state[parameter]
+        if "step" not in state:
+            state["step"] = 0
+            state["sum_of_squared_lr"] = 0.0
+            state["exp_avg_sq"] = torch.zeros_like(parameter)
+            for name in self.float32_state:
+                state[name] = parameter.detach().float().clone()
+        return state
+
+    @torch.no_grad()
+    def swap_average(self) -> None:
+        """Exchange weights and average, bit for bit; called again, it exchanges them back."""
+        for group in self.param_groups:
+            for parameter in group["params"]:
+                if AVERAGE in self.state[parameter]:
+                    weight, average = local(parameter), local(self.state[parameter][AVERAGE])
+                    kept: Tensor = weight.clone()
+                    weight.copy_(average)
+                    average.copy_(kept)

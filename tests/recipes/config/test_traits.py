@@ -1,0 +1,33 @@
+"""What the config leaves to be derived: the size of a validation, and cuDNN's search for algorithms."""
+
+import pytest
+from support import composed_config
+
+from recipes.config.traits import get_eval_samples, tries_convolutions
+
+
+@pytest.mark.parametrize(
+    ("typed", "num_samples"),
+    [
+        (["eval_every=500", "global_batch_size=480"], 14_400),  # of 240,000: a third of the time of 6 % is 2 %
+        (["eval_every=1", "global_batch_size=480"], 480),  # at least a global batch
+        (["eval_samples=7"], 7),
+        (["eval_samples=null"], None),
+    ],
+)
+def test_a_validation_takes_two_percent_of_the_time(typed: list[str], num_samples: int | None) -> None:
+    assert get_eval_samples(composed_config("recipe=single_fp32", *typed)) == num_samples
+
+
+@pytest.mark.parametrize(
+    ("typed", "expected"),
+    [
+        (["model=gpt2_nano"], False),
+        (["model=resnet18"], True),
+        (["model=resnet18", "trainer.benchmark=false"], False),
+        (["model=gpt2_nano", "trainer.benchmark=true"], True),
+        (["model=resnet18", "+trainer.deterministic=true"], False),
+    ],
+)
+def test_cudnn_tries_its_algorithms_for_images_unless_bits_matter(typed: list[str], expected: bool) -> None:
+    assert tries_convolutions(composed_config(*typed)) is expected
