@@ -59,7 +59,7 @@ class DDP(TorchNativeMixin, ShardSavingMixin, DDPStrategy):
         """Return the optimizer; let one that can divide its work over the replicas do so."""
         if isinstance(optimizer, DividesWork):
             optimizer.replicas = dist.group.WORLD
-        return optimizer
+        return super().prepare_optimizer(optimizer)
 
     @override
     def _setup_model(self, model: nn.Module) -> DistributedDataParallel:
