@@ -64,10 +64,19 @@ def build_run(overrides: Sequence[str]) -> Run:
 
 
 def run_in_turn(
-    overrides: Sequence[str], other_step: Callable[[], object], *, skip: int
+    overrides: Sequence[str], other_step: Callable[[], object], *, skip: int, with_callbacks: bool = True
 ) -> tuple[list[float], list[float]]:
-    """Run a recipe with all default callbacks and another loop in turns; return the paired step seconds of both."""
+    """Run a recipe and another loop in turns; return the paired step seconds of both.
+
+    Args:
+        overrides: Of the recipe.
+        other_step: A step of the loop.
+        skip: Steps at the beginning that are not returned.
+        with_callbacks: Whether the recipe has its default callbacks and writers of rows and checkpoints.
+    """
     run, in_turn = build_run(overrides), InTurn(other_step)
+    if not with_callbacks:
+        run.trainer.callbacks.clear()  # type: ignore[attr-defined]
     run.trainer.callbacks.insert(0, in_turn)  # type: ignore[attr-defined]
     run.trainer.fit(run.task, datamodule=run.data)
     return in_turn.recipe[skip:], in_turn.other[skip:-1]

@@ -135,3 +135,8 @@ def as_floats(metrics: Mapping[str, Any]) -> dict[str, float]:
         elif isinstance(value, (int, float)) or (isinstance(value, Tensor) and value.numel() == 1):
             floats[name] = float(value)
     return floats
+
+
+def averages_weights_periodically(strategy: Any) -> bool:
+    """Return whether the ranks of a DDP strategy train weights of their own between averages (post-local SGD)."""
+    return strategy._model_averaging_period is not None

@@ -2,6 +2,7 @@
 
 import logging
 import time
+from collections.abc import Iterable, Iterator
 from pathlib import Path
 from typing import Any, Literal
 
@@ -13,6 +14,7 @@ from ..host_memory import available_bytes
 from ..logged_step import run_folder
 from ..ranks import all_ranks
 from .checkpoint_list import checkpoint_lists, restore_checkpoint_lists
+from .replicas import NodeReplicas, find_replicas, is_shared
 from .snapshot import Snapshot, SnapshotRing
 from .train_state import (
     forget_tensors,
@@ -50,6 +52,7 @@ class Rollback:
         self._quarantine_steps = quarantine_steps
         self._snapshot_storage = snapshot_storage
         self._ring: SnapshotRing | None = None
+        self._replicas: NodeReplicas | None = None
         self._folder: Path | None = None
         self.seconds = 0.0
         self.num_bytes = 0
@@ -68,10 +71,14 @@ class Rollback:
         """
         began = time.perf_counter()
         if self._ring is None:
+            self._replicas = find_replicas(trainer)
             self._ring = self._make_ring(trainer)
-        snapshot = self._ring.oldest()
-        snapshot.take(live_tensors(trainer, writes_back=False))
+        snapshot, owners = self._ring.oldest(), dict[str, int]()
+        if self._replicas is not None:
+            owners = self._replicas.assign(live_tensors(trainer, writes_back=False), trainer.strategy.root_device)
+        snapshot.take(self._own(live_tensors(trainer, writes_back=False), owners))
         snapshot.scalars = live_scalars(trainer) | {"checkpoints": checkpoint_lists(trainer), "extras": extras}
+        snapshot.scalars["owners"] = owners
         snapshot.step = trainer.global_step
         snapshot.taken_at = clock - self._quarantine_steps if is_good else clock
         self.num_bytes = snapshot.num_bytes
@@ -107,7 +114,10 @@ class Rollback:
         """
         assert self._ring is not None, "the snapshot is from this ring"
         self._ring.drop_after(snapshot)
-        new = snapshot.restore(live_tensors(trainer, writes_back=True))
+        owners = snapshot.scalars["owners"]
+        new = snapshot.restore(self._own(live_tensors(trainer, writes_back=True), owners))
+        if self._replicas is not None:
+            self._replicas.send(live_tensors(trainer, writes_back=True), owners)
         forget_tensors(trainer, new)
         restore_scalars(trainer, snapshot.scalars, with_random=with_random)
         restore_checkpoint_lists(trainer, snapshot.scalars["checkpoints"])
@@ -122,6 +132,12 @@ class Rollback:
         if self._folder is not None and self._folder.is_dir():
             self._folder.rmdir()
 
+    def _own(self, tensors: Iterable[tuple[str, Tensor]], owners: dict[str, int]) -> Iterator[tuple[str, Tensor]]:
+        """Yield the tensors that this rank keeps: its share of those that have an owner, and all others."""
+        for name, tensor in tensors:
+            if self._replicas is None or owners.get(name, self._replicas.rank) == self._replicas.rank:
+                yield name, tensor
+
     def _make_ring(self, trainer: Trainer) -> SnapshotRing:
         """Choose memory or disk; all ranks choose the same, since those of a node share its memory."""
         folder = _get_folder(trainer)
@@ -134,10 +150,10 @@ class Rollback:
         )
 
     def _fits(self, trainer: Trainer, folder: Path) -> bool:
-        tensors = live_tensors(trainer, writes_back=False)
-        needed = sum(_get_copy_bytes(tensor) for _, tensor in tensors)
-        available = available_bytes()
-        of_node = needed * self._num_snapshots * _count_node_ranks(trainer)
+        available, of_node, ranks = available_bytes(), 0, _count_node_ranks(trainer)
+        for name, tensor in live_tensors(trainer, writes_back=False):
+            is_kept_once = self._replicas is not None and is_shared(name, tensor, trainer.strategy.root_device)
+            of_node += _get_copy_bytes(tensor) * self._num_snapshots * (1 if is_kept_once else ranks)
         # "auto" uses at most half of what is left: data, checkpoints and other processes need memory too
         fraction = 1.0 if self._snapshot_storage == "memory" else 0.5
         fits_here = available is None or of_node <= available * fraction

@@ -22,6 +22,7 @@ from recipes.checkpoint.save_log import SaveLog, warn_if_short
 from recipes.checkpoint.writer import CheckpointWriter
 from recipes.errors import ConfigError
 from recipes.lightning_internals import validate_now
+from recipes.optimizer import hold_averages
 from recipes.run_folder import CHECKPOINTS
 from recipes.runtime.signals import Preempted, requested_by, set_handler
 from recipes.runtime.step_agreement import StepAgreement
@@ -259,6 +260,8 @@ class CheckpointSaver(Checkpoint):
         }
         # rank 0 alone writes batch-norm statistics: those of the other ranks would be lost
         trainer.lightning_module.share_statistics()  # type: ignore[operator]
+        # a run that is stopped in a validation may hold an average in place of its weights
+        hold_averages(trainer.optimizers, trainer.lightning_module, held=False)
         path = self._folder(trainer) / checkpoint_name(step)
         trainer.save_checkpoint(path, weights_only=False)
         self._saved_step, self._saved_at = step, time.monotonic()

@@ -36,7 +36,7 @@ def linear(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
     """Return x @ weight.T + bias, [..., M], as `F.linear` does.
 
     The factors are those of float32 whichever library multiplies them; sums may be added up in another order.
-    `torch.backends.mkldnn.flags(enabled=False)` keeps to MKL.
+    `torch.backends.mkldnn.flags(enabled=False)` keeps to MKL, which a second derivative needs.
 
     Args:
         x: [..., K], any strides.
@@ -77,6 +77,8 @@ def _goes_to_onednn(one: Tensor, other: Tensor, *, num_weights: int) -> bool:
         and one.device.type == "cpu"
         and one.dtype == other.dtype == torch.float32
         and num_weights >= _LEAST_WEIGHTS
+        and one.ndim >= 2
+        and one.numel() > 0
         and not torch.is_autocast_enabled("cpu")
         and torch.backends.mkldnn.enabled
     )
@@ -110,19 +112,19 @@ class _Linear(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
-        ctx.save_for_backward(x, weight)
+        needs_x, needs_weight, _ = ctx.needs_input_grad
+        ctx.save_for_backward(x if needs_weight else None, weight if needs_x else None)
         return _multiply(x, weight, bias)
 
     @staticmethod
     @once_differentiable  # type: ignore[misc, untyped-decorator]
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
         x, weight = ctx.saved_tensors
-        rows, grad_rows = x.flatten(0, -2), grad.flatten(0, -2)  # [N, K], [N, M]
-        needs_x, needs_weight, needs_bias = ctx.needs_input_grad
+        grad_rows = grad.flatten(0, -2)  # [N, M]
         return (
-            _multiply(grad, weight.T) if needs_x else None,  # [..., K]
-            weight_gradient(grad_rows, rows) if needs_weight else None,  # [M, K]
-            grad_rows.sum(0) if needs_bias else None,  # [M]
+            None if weight is None else _multiply(grad, weight.T),  # [..., K]
+            None if x is None else weight_gradient(grad_rows, x.flatten(0, -2)),  # [M, K]
+            grad_rows.sum(0) if ctx.needs_input_grad[2] else None,  # [M]
         )
 
 

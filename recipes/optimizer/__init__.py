@@ -13,15 +13,15 @@ from torch.distributed.fsdp import FSDPModule
 class AveragesWeights(Protocol):
     """An optimizer whose result is an average of the weights, which the model holds while it is validated."""
 
-    def swap_average(self) -> None:
-        """Exchange weights and average; called again, it exchanges them back."""
+    def hold_average(self, held: bool) -> None:
+        """Let the model hold the average, or its weights again; twice is as good as once."""
 
 
-def swap_averages(optimizers: Iterable[torch.optim.Optimizer], model: nn.Module) -> None:
+def hold_averages(optimizers: Iterable[torch.optim.Optimizer], model: nn.Module, *, held: bool) -> None:
     """Let a model hold the averages of optimizers that keep them, or its weights again; nothing for any others."""
     averaging = [optimizer for optimizer in optimizers if isinstance(optimizer, AveragesWeights)]
     for optimizer in averaging:
-        optimizer.swap_average()
+        optimizer.hold_average(held)
     for module in model.modules() if averaging else ():
         if isinstance(module, FSDPModule):
             module.reshard()  # what the last forward pass has left gathered is out of date

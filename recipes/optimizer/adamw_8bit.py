@@ -7,6 +7,7 @@ Shapes: E elements of a rank's part of a parameter, B = ceil(E / 256) blocks.
 """
 
 from collections.abc import Callable
+from dataclasses import dataclass
 from typing import Annotated, Any, ClassVar
 
 import torch
@@ -21,6 +22,14 @@ BLOCK = 256
 _MIN_ELEMENTS = 4096  # of a parameter; below, moments stay float32: norms and biases weigh little and matter much
 _AT_ONCE = 2**22  # elements that are updated together, which bounds temporaries to 100 MiB
 _MOMENTS = ("exp_avg", "exp_avg_sq")
+
+
+@dataclass(frozen=True, kw_only=True)
+class _Table:
+    """The values of the 256 codes of a moment, ascending, and the 255 middles between them."""
+
+    values: Tensor
+    middles: Tensor
 
 
 class AdamW8bit(torch.optim.Optimizer):
@@ -72,15 +81,15 @@ class AdamW8bit(torch.optim.Optimizer):
         if "step" not in state:
             state["step"] = 0.0
             for name in _MOMENTS:
-                state |= _keep(name, torch.zeros_like(grad, dtype=torch.float32), parameter)
+                state |= self._keep(name, torch.zeros_like(grad, dtype=torch.float32), parameter)
         state["step"] += 1
         step, weight = state["step"], local(parameter).view(-1)  # [E]
         for start in range(0, len(grad), _AT_ONCE):
             part = slice(start, min(start + _AT_ONCE, len(grad)))
-            first, second = (_read(state, name, part) for name in _MOMENTS)  # [e], float32
+            first, second = (self._read(state, name, part) for name in _MOMENTS)  # [e], float32
             _step(weight[part], grad[part].float(), first, second, step=step, **_hyperparameters(group))
             for name, moment in zip(_MOMENTS, (first, second), strict=True):
-                _write(state, name, part, moment)
+                self._write(state, name, part, moment)
 
     @override
     def state_dict(self) -> dict[str, Any]:
@@ -89,7 +98,7 @@ class AdamW8bit(torch.optim.Optimizer):
         parameters = [parameter for group in self.param_groups for parameter in group["params"]]
         saved["state"] = {
             index: {name: value for name, value in values.items() if not name.endswith(("_codes", "_scales"))}
-            | {name: _shape_as(_read(values, name), parameters[index]) for name in _MOMENTS}
+            | {name: _shape_as(self._read(values, name), parameters[index]) for name in _MOMENTS}
             | {"step": torch.tensor(values["step"], dtype=torch.float32)}
             for index, values in saved["state"].items()
         }
@@ -106,10 +115,60 @@ class AdamW8bit(torch.optim.Optimizer):
             device = local(parameter).device
             for name, value in values.items():
                 if name in _MOMENTS:
-                    state |= _keep(name, local(value).to(device, torch.float32).flatten(), parameter)
+                    state |= self._keep(name, local(value).to(device, torch.float32).flatten(), parameter)
                 else:
-                    state[name] = float(value) if name == "step" else value
+                    on_host = isinstance(value, Tensor) and not isinstance(value, DTensor)
+                    state[name] = float(value) if name == "step" else value.to(device) if on_host else value
             self.state[parameter] = state
+
+    def _keep(self, name: str, values: Tensor, parameter: Tensor) -> dict[str, Tensor]:
+        """Return what the state holds of a moment [E]: codes and scales, or the float32 values of a small parameter."""
+        if parameter.numel() < _MIN_ELEMENTS:
+            return {name: values}
+        num_blocks = -(-len(values) // BLOCK)
+        state = {
+            f"{name}_codes": torch.empty_like(values, dtype=torch.uint8),  # [E]
+            f"{name}_scales": torch.empty(num_blocks, dtype=torch.float32, device=values.device),  # [B]
+        }
+        for start in range(0, len(values), _AT_ONCE):
+            part = slice(start, min(start + _AT_ONCE, len(values)))
+            self._write(state, name, part, values[part])
+        return state
+
+    def _read(self, state: dict[str, Any], name: str, part: slice = slice(None)) -> Tensor:
+        """Return elements of a moment in float32, [e]; `part` begins at a block."""
+        if f"{name}_codes" not in state:
+            kept: Tensor = state[name][part]
+            return kept
+        codes = state[f"{name}_codes"][part]  # [e]
+        scales = state[f"{name}_scales"][_blocks(part)]  # [b]
+        of_elements = scales.repeat_interleave(BLOCK, output_size=len(scales) * BLOCK)[: len(codes)]  # [e]
+        values = self._get_table(name, codes.device).values[codes.int()]
+        return values.mul_(of_elements)
+
+    def _write(self, state: dict[str, Any], name: str, part: slice, values: Tensor) -> None:
+        """Round elements of a moment [e] to their codes; small parameters were updated in place."""
+        if f"{name}_codes" not in state:
+            return
+        padded = torch.nn.functional.pad(values, (0, -len(values) % BLOCK)).view(-1, BLOCK)  # [b, 256]
+        # of the largest magnitude, with its sign: its code is 1.0, and reading and writing again gives the same codes
+        scales = padded.gather(1, padded.abs().argmax(dim=1, keepdim=True))  # [b, 1]
+        table = self._get_table(name, values.device)
+        relative = padded / torch.where(scales == 0, 1.0, scales)  # [b, 256], from -1 to 1
+        codes = torch.bucketize(relative, table.middles, out_int32=True)  # [b, 256], the nearest
+        if name == "exp_avg_sq":
+            # a small second moment stays one: divided by the root of 0, its first moment would move a weight far
+            codes = torch.where(relative > 0, codes.clamp(min=1), 0)
+        state[f"{name}_codes"][part] = codes.view(-1)[: len(values)].to(torch.uint8)
+        state[f"{name}_scales"][_blocks(part)] = scales.squeeze(1)
+
+    def _get_table(self, name: str, device: torch.device) -> _Table:
+        """Return the codes of a moment, made once for a device, so that no later step waits for a copy."""
+        tables: dict[tuple[str, torch.device], _Table] = self.__dict__.setdefault("_tables", {})
+        if (name, device) not in tables:
+            values = _make_codes(is_signed=name == "exp_avg").to(device, torch.float32)
+            tables[name, device] = _Table(values=values, middles=(values[1:] + values[:-1]) / 2)
+        return tables[name, device]
 
 
 def _hyperparameters(group: dict[str, Any]) -> dict[str, Any]:
@@ -136,52 +195,11 @@ def _step(
     weight.sub_((first / denominator).mul_(lr / (1 - betas[0] ** step)))
 
 
-def _keep(name: str, values: Tensor, parameter: Tensor) -> dict[str, Tensor]:
-    """Return what the state holds of a moment [E]: codes and scales, or the float32 values of a small parameter."""
-    if parameter.numel() < _MIN_ELEMENTS:
-        return {name: values}
-    num_blocks = -(-len(values) // BLOCK)
-    state = {
-        f"{name}_codes": torch.empty_like(values, dtype=torch.uint8),  # [E]
-        f"{name}_scales": torch.empty(num_blocks, dtype=torch.float32, device=values.device),  # [B]
-    }
-    for start in range(0, len(values), _AT_ONCE):
-        part = slice(start, min(start + _AT_ONCE, len(values)))
-        _write(state, name, part, values[part])
-    return state
-
-
-def _read(state: dict[str, Any], name: str, part: slice = slice(None)) -> Tensor:
-    """Return elements of a moment in float32, [e]; `part` begins at a block."""
-    if f"{name}_codes" not in state:
-        values: Tensor = state[name][part]
-        return values
-    codes = state[f"{name}_codes"][part]  # [e]
-    scales = state[f"{name}_scales"][_blocks(part)]  # [b]
-    table = _table(name == "exp_avg", codes.device)
-    of_elements = scales.repeat_interleave(BLOCK, output_size=len(scales) * BLOCK)[: len(codes)]  # [e]
-    return table[codes.int()].mul_(of_elements)
-
-
-def _write(state: dict[str, Any], name: str, part: slice, values: Tensor) -> None:
-    """Round elements of a moment [e] to their codes; small parameters were updated in place."""
-    if f"{name}_codes" not in state:
-        return
-    padded = torch.nn.functional.pad(values, (0, -len(values) % BLOCK)).view(-1, BLOCK)  # [b, 256]
-    # of the largest magnitude, with its sign: its code is 1.0, and reading and writing again gives the same codes
-    scales = padded.gather(1, padded.abs().argmax(dim=1, keepdim=True))  # [b, 1]
-    table = _table(name == "exp_avg", values.device)
-    relative = padded / torch.where(scales == 0, 1.0, scales)  # [b, 256], from -1 to 1
-    codes = torch.bucketize(relative, (table[1:] + table[:-1]) / 2, out_int32=True)  # [b, 256], the nearest
-    state[f"{name}_codes"][part] = codes.view(-1)[: len(values)].to(torch.uint8)
-    state[f"{name}_scales"][_blocks(part)] = scales.squeeze(1)
-
-
 def _blocks(part: slice) -> slice:
     return slice(None) if part.stop is None else slice(part.start // BLOCK, -(-part.stop // BLOCK))
 
 
-def _table(is_signed: bool, device: torch.device) -> Tensor:
+def _make_codes(*, is_signed: bool) -> Tensor:
     """Return the 256 values of the codes in ascending order: 0, 1, and the middles of 2^k intervals of each decade.
 
     With 2^0 to 2^6 intervals from the smallest decade to [0.1, 1], and both signs; without signs twice as many.
@@ -192,7 +210,7 @@ def _table(is_signed: bool, device: torch.device) -> Tensor:
         decades.append(10.0 ** (exponent - 6) * (edges[1:] + edges[:-1]) / 2)
     positive = torch.cat(decades)
     values = torch.cat([positive, torch.tensor([0.0, 1.0], dtype=torch.float64), *([-positive] if is_signed else [])])
-    return values.sort().values.to(device, torch.float32)
+    return values.sort().values
 
 
 def _shape_as(values: Tensor, parameter: Tensor) -> Tensor:

@@ -8,7 +8,7 @@ from collections.abc import Callable
 from typing import Annotated, Any, ClassVar
 
 import torch
-from torch import Tensor, nn
+from torch import nn
 from typing_extensions import override
 
 from recipes.numerics.ema import ITERATE_AVERAGE as AVERAGE
@@ -52,8 +52,13 @@ class ScheduleFreeAdamW(torch.optim.Optimizer):
             with torch.enable_grad():
                 loss = closure()
         for group in self.param_groups:
-            for chunk in in_chunks([parameter for parameter in group["params"] if parameter.grad is not None]):
-                self._update(chunk, group)
+            by_steps: dict[int, list[nn.Parameter]] = {}  # one that had no gradient in every step has taken fewer
+            for parameter in group["params"]:
+                if parameter.grad is not None:
+                    by_steps.setdefault(self._state(parameter)["step"], []).append(parameter)
+            for parameters in by_steps.values():
+                for chunk in in_chunks(parameters):
+                    self._update(chunk, group)
         return loss
 
     def _update(self, parameters: list[nn.Parameter], group: dict[str, Any]) -> None:
@@ -61,7 +66,7 @@ class ScheduleFreeAdamW(torch.optim.Optimizer):
         for state in states:
             state["step"] += 1
             state["sum_of_squared_lr"] += lr**2
-        step, total = states[0]["step"], states[0]["sum_of_squared_lr"]  # all of them have taken the same steps
+        step, total = states[0]["step"], states[0]["sum_of_squared_lr"]  # the same of all of them
         weight = lr**2 / total if total else 1.0
         points = [local(parameter) for parameter in parameters]  # y; all lists: shapes of the shards
         grads = [local(parameter.grad) for parameter in parameters if parameter.grad is not None]
@@ -90,12 +95,14 @@ class ScheduleFreeAdamW(torch.optim.Optimizer):
         return state
 
     @torch.no_grad()
-    def swap_average(self) -> None:
-        """Exchange weights and average, bit for bit; called again, it exchanges them back."""
+    def hold_average(self, held: bool) -> None:
+        """Let the model hold the average, or the point where gradients are computed, with the bits of the last step."""
         for group in self.param_groups:
-            for parameter in group["params"]:
-                if AVERAGE in self.state[parameter]:
-                    weight, average = local(parameter), local(self.state[parameter][AVERAGE])
-                    kept: Tensor = weight.clone()
-                    weight.copy_(average)
-                    average.copy_(kept)
+            stepped = [parameter for parameter in group["params"] if AVERAGE in self.state.get(parameter, {})]
+            for chunk in in_chunks(stepped):
+                points = [local(parameter) for parameter in chunk]
+                iterates, averages = (
+                    [local(self.state[parameter][name]) for parameter in chunk] for name in ("iterate", AVERAGE)
+                )
+                beta1 = group["betas"][0]
+                torch._foreach_copy_(points, averages if held else torch._foreach_lerp(iterates, averages, beta1))

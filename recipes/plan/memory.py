@@ -104,9 +104,9 @@ def with_zero(moments: Iterable[Moment], zero: Zero, *, num_parameters: int, acc
         if zero.stage == 3:
             # what was gathered ahead lies in one buffer until each weight has been copied out of it
             is_fetching = (is_forward and "head" not in moment.section) or num_parameters > _MAX_LIVE
-            # those that are gathered in the compute dtype take half
+            # in it, those that are gathered in the compute dtype take half
             part = 1 - zero.num_cast / (2 * num_parameters)
-            communication += int((gathered + gathered_ahead * is_fetching) * weight_bytes * part)
+            communication += int((gathered + gathered_ahead * is_fetching * part) * weight_bytes)
         held[GATHERED] = held.get(GATHERED, 0) + communication
         yield Moment(section=moment.section, op=moment.op, held=held)
     if zero.stage == 1:

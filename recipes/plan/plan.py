@@ -131,7 +131,7 @@ def make_plan(config: Config, cluster: Cluster, *, rates: Rates | OperatorTimer 
         moments=moments,
         peak=find_peak(moments),
         optimizer_bytes=ops[0].allocated.get(OPTIMIZER, 0) * (engine.sharding.mesh[-1] if engine.sharding else 1),
-        host=offloaded | _host_copies(config, state_bytes),
+        host=offloaded | _host_copies(config, state_bytes, num_sharing=_num_sharing(engine, cluster)),
         checkpoint_bytes=checkpoint_bytes,
         disk_bytes=checkpoint_bytes * _num_kept(config),
         flops=flops_per_sample(model, shape),
@@ -184,14 +184,19 @@ def _without_offloaded(moments: list[Moment], engine: Engine, *, is_gpu: bool) -
     return kept, host
 
 
-def _host_copies(config: Config, state_bytes: int) -> dict[str, int]:
+def _num_sharing(engine: Engine, cluster: Cluster) -> int:
+    """Return how many ranks of a node keep one snapshot together: those that hold the same state."""
+    return min(engine.num_ranks, cluster.per_node) if engine.sharding is None and engine.zero is None else 1
+
+
+def _host_copies(config: Config, state_bytes: int, *, num_sharing: int) -> dict[str, int]:
     """Return what callbacks and checkpoints copy to host memory, per rank."""
     copies: dict[str, int] = {}
     if config["save_every"] is not None or config["save_every_minutes"] is not None:
         copies["checkpoint being written"] = state_bytes
     for node in config["callbacks"].values():
         if isinstance(node, Mapping) and node.get("action") == "rollback" and node.get("snapshot_storage") != "disk":
-            copies["snapshots for a rollback"] = state_bytes * int(node["num_snapshots"])
+            copies["snapshots for a rollback"] = state_bytes * int(node["num_snapshots"]) // num_sharing
     return copies
 
 

@@ -67,7 +67,7 @@ def describe_time(plan: Plan, length: RunLength, rates: Rates | None) -> Iterato
     mfu = "" if length.mfu is None else f", MFU {length.mfu:.2f}"
     yield f"time: {length.step_seconds:.3g} s a step{speed}{mfu}; {length.hours:.3g} h in all"
     if length.eval_fraction is not None:
-        yield f"  of it {length.eval_fraction:.0%} in validations of {length.eval_seconds:.3g} s each"
+        yield f"  of it at most {length.eval_fraction:.0%} in validations of {length.eval_seconds:.3g} s each"
     else:
         yield "  and validation: eval_samples=null reads the whole split, whose size is known once it is prepared"
     if length.dollars is not None:

@@ -84,6 +84,6 @@ def to_deepspeed_config(precision: Precision) -> dict[str, Any]:
         "torch_autocast": {
             "enabled": True,
             "dtype": str(precision.compute_dtype).removeprefix("torch."),
-            "lower_precision_safe_modules": [],  # none: all weights are gathered and reduced in float32
+            "lower_precision_safe_modules": [],  # none: it would reduce their gradients in low precision, too
         }
     }

@@ -24,7 +24,7 @@ from recipes.model.weights import await_checkpoint, initialize
 from recipes.numerics.collectives import average_over_ranks
 from recipes.numerics.ema import average_weights
 from recipes.numerics.loss import cross_entropy_sum, regularizer_sum
-from recipes.optimizer import swap_averages
+from recipes.optimizer import hold_averages
 from recipes.strategy import StepGuard
 from recipes.task.resumable import Resumable
 
@@ -225,7 +225,7 @@ class TrainingTask(CountsFlops, Resumable, ABC):
     def on_validation_epoch_start(self) -> None:
         self.val_metrics.reset()
         self.share_statistics()
-        swap_averages(self.trainer.optimizers, self.model)
+        hold_averages(self.trainer.optimizers, self.model, held=True)
 
     def share_statistics(self) -> None:
         """Average running means and variances over ranks: each rank has those of its own samples."""
@@ -240,7 +240,7 @@ class TrainingTask(CountsFlops, Resumable, ABC):
 
     @override
     def on_validation_epoch_end(self) -> None:
-        swap_averages(self.trainer.optimizers, self.model)
+        hold_averages(self.trainer.optimizers, self.model, held=False)
         self.log_dict(self.val_metrics.compute())
 
     def _count(self, batch: Batch) -> None:

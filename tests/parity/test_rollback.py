@@ -99,3 +99,12 @@ def test_a_run_that_rolled_back_has_one_row_per_step_and_no_checkpoint_of_rolled
     newest = (4, 10) if "nvme" in name else (2 * TO, STEPS)
     assert left == {f"checkpoints/step_{step:07d}.ckpt" for step in newest}
     assert not any(file.startswith("snapshots/") for file in files)
+
+
+@pytest.mark.parametrize("precision", ["fp32", "fp16"])
+def test_the_ranks_of_a_node_that_hold_the_same_state_keep_one_snapshot_together(
+    precision: str, results: dict[str, Any]
+) -> None:
+    alone, shared = (results[f"recipe={strategy}_{precision}"]["num_bytes"] for strategy in ("single", "ddp"))
+    # rank 0 of two: half of the large tensors, and all small ones
+    assert 0.5 * alone <= shared < 0.6 * alone

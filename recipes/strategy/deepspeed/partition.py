@@ -66,12 +66,13 @@ def partition(
 def gather_in_compute_dtype(blocks: Iterable[nn.Module], optimizer: Any, dtype: torch.dtype) -> None:
     """Gather the weights of linear layers in the dtype that autocast would cast them to: half the bytes, the same bits.
 
-    Gradients still are reduced in float32. DeepSpeed 0.19.8 has one attribute for both directions, `comm_dtype`, set by
-    its `lower_precision_safe_modules`; here it is set for the gathering, and the optimizer is answered float32.
+    What is sent is halved, not what is held: DeepSpeed casts the weights back when they have arrived. Gradients are
+    reduced in float32 as before. DeepSpeed 0.19.8 has one attribute for both directions, `comm_dtype`, set by its
+    `lower_precision_safe_modules`; here it is set for the gathering, and the optimizer is answered float32.
 
     Args:
-        blocks: Whose linear layers run under autocast, each once in a forward pass. Not the head: its loss adds up the
-            gradient of the weight chunk by chunk, in the dtype of the weight.
+        blocks: Whose linear layers run under autocast alone. Not the head: a tied one is an embedding as well, which
+            autocast leaves in float32.
         optimizer: Of ZeRO-3.
         dtype: bfloat16 or float16.
     """

@@ -1,16 +1,19 @@
 """Schedule-Free AdamW against its formula, on shards as on one device, and the exchange for a validation."""
 
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
+from lightning.pytorch import Callback, Trainer
 from support import TINY, composed_config, read_metrics
 from thread_ranks import LAYOUTS, Net, run_on_threads, train
 from torch import nn
 
-from recipes.build import build
+from recipes.build import Run, build
+from recipes.checkpoint.saver import CheckpointSaver
 from recipes.numerics.loss import IGNORE_INDEX
-from recipes.optimizer import swap_averages
+from recipes.optimizer import hold_averages
 from recipes.optimizer.schedule_free import AVERAGE, ScheduleFreeAdamW
 
 BETA1, BETA2, EPS, LR, DECAY = 0.9, 0.95, 1e-8, 1e-2, 0.1
@@ -60,10 +63,14 @@ def test_a_validation_sees_the_average_and_leaves_no_trace() -> None:
     weights = [parameter.detach().clone() for parameter in model.parameters()]
     averages = [optimizer.state[parameter][AVERAGE].clone() for parameter in model.parameters()]
     assert not any(torch.equal(one, other) for one, other in zip(weights, averages, strict=True))
-    optimizer.swap_average()
-    assert all(torch.equal(one, other) for one, other in zip(model.parameters(), averages, strict=True))
-    optimizer.swap_average()
-    assert all(torch.equal(one, other) for one, other in zip(model.parameters(), weights, strict=True))
+    for _ in range(2):
+        optimizer.hold_average(True)
+        assert all(torch.equal(one, other) for one, other in zip(model.parameters(), averages, strict=True))
+    for _ in range(2):
+        optimizer.hold_average(False)
+        assert all(torch.equal(one, other) for one, other in zip(model.parameters(), weights, strict=True))
+    kept = [optimizer.state[parameter][AVERAGE] for parameter in model.parameters()]
+    assert all(torch.equal(one, other) for one, other in zip(kept, averages, strict=True))
 
 
 def test_a_step_without_gradients_changes_nothing() -> None:
@@ -87,6 +94,43 @@ def test_the_validation_loss_of_a_run_is_that_of_the_average(tmp_path: Path, tex
         return float(sum(run.task.loss_sum(batch)[0] for batch in batches)) / num_targets
 
     at_the_point = validate()
-    swap_averages(run.trainer.optimizers, run.task.model)
+    hold_averages(run.trainer.optimizers, run.task.model, held=True)
     assert validate() == pytest.approx(logged, rel=1e-6)  # float32 sums in another order
     assert at_the_point != pytest.approx(logged, rel=1e-5)
+
+
+def test_a_parameter_that_is_trained_later_averages_its_own_steps() -> None:
+    model = Net()
+    optimizer, late = make(model), model.embedding.weight
+    for step in range(3):
+        for parameter in model.parameters():
+            parameter.grad = None if parameter is late and step < 2 else torch.ones_like(parameter)
+        optimizer.step()
+    assert torch.equal(optimizer.state[late][AVERAGE], optimizer.state[late]["iterate"])
+    optimizer.hold_average(True)  # and one that is not trained at all has no state
+    assert len(optimizer.state) == len(list(model.parameters()))
+
+
+class _SavesInValidation(Callback):
+    """Saves as a run does that is stopped in a validation."""
+
+    def __init__(self, run: Run) -> None:
+        [self.saver] = [each for each in run.trainer.callbacks if isinstance(each, CheckpointSaver)]  # type: ignore[attr-defined]
+
+    def on_validation_batch_start(self, trainer: Trainer, *_: Any) -> None:
+        self.saver._save(trainer, trainer.global_step)
+
+
+def test_a_checkpoint_of_a_run_that_is_stopped_in_a_validation_holds_the_weights(
+    tmp_path: Path, text_folder: str
+) -> None:
+    more = ["optimizer=schedule_free", "trainer.max_steps=3", "eval_every=3", "micro_batch_size=8", "save_every=3"]
+    run = build(composed_config(*TINY, f"data.path={text_folder}", *more), tmp_path, [])
+    run.trainer.callbacks.insert(0, _SavesInValidation(run))  # type: ignore[attr-defined]
+    run.trainer.fit(run.task, datamodule=run.data)
+    saved = run.trainer.strategy.load_checkpoint(tmp_path / "checkpoints/step_0000003.ckpt")
+    for name, weight in run.task.named_parameters():
+        state = run.trainer.optimizers[0].state[weight]
+        found = saved["state_dict"][name].read().view(weight.shape)
+        assert torch.equal(found, torch.lerp(state["iterate"], state[AVERAGE], 0.95)), name
+        assert not torch.equal(found, state[AVERAGE])

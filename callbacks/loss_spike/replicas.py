@@ -1,0 +1,111 @@
+"""Ranks of a node that hold the same weights and optimizer state, as under DDP, keep one snapshot together.
+
+Each of them copies a share of the tensors to the host, and sends it to the others at a rollback.
+"""
+
+import logging
+from collections.abc import Iterable
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from lightning.pytorch import Trainer
+from lightning.pytorch.strategies import DDPStrategy, DeepSpeedStrategy
+from torch import Tensor
+
+from ..lightning_internals import averages_weights_periodically
+from ..ranks import all_ranks, gather_values, num_ranks
+from .train_state import live_tensors
+
+log = logging.getLogger("lightning_recipes")
+_LEAST_ELEMENTS = 1024  # of a tensor that is worth sending; smaller ones every rank keeps
+_SHARED_KINDS = ("module/", "optimizer/")  # not buffers, such as the statistics of a batch norm: each rank has its own
+
+
+class NodeReplicas:
+    """The ranks of this node.
+
+    Args:
+        first_rank: Global rank of the first of them.
+        group: All of them.
+    """
+
+    def __init__(self, first_rank: int, group: Any) -> None:
+        self._first_rank = first_rank
+        self._group = group
+        self.rank = dist.get_rank(group)
+        self.size = dist.get_world_size(group)
+
+    def assign(self, tensors: Iterable[tuple[str, Tensor]], device: torch.device) -> dict[str, int]:
+        """Return which rank of the node keeps each shared tensor, equally many bytes each; the same on all of them.
+
+        Args:
+            tensors: Name and tensor, in the same order on every rank.
+            device: Of the tensors that the ranks can send.
+        """
+        owners: dict[str, int] = {}
+        num_bytes = [0] * self.size
+        for name, tensor in tensors:
+            if is_shared(name, tensor, device):
+                owners[name] = num_bytes.index(min(num_bytes))
+                num_bytes[owners[name]] += tensor.nbytes
+        return owners
+
+    @torch.no_grad()
+    def send(self, tensors: Iterable[tuple[str, Tensor]], owners: dict[str, int]) -> None:
+        """Copy every shared tensor from the rank that keeps it into those of the other ranks."""
+        for name, tensor in tensors:
+            if name not in owners:
+                continue
+            values = tensor.detach().contiguous()
+            dist.broadcast(values, src=self._first_rank + owners[name], group=self._group)
+            if values.data_ptr() != tensor.data_ptr():
+                tensor.detach().copy_(values)
+
+
+def is_shared(name: str, tensor: Tensor, device: torch.device) -> bool:
+    """Return whether the ranks of a node keep one copy of a tensor, where they hold the same train state."""
+    return name.startswith(_SHARED_KINDS) and tensor.device.type == device.type and tensor.numel() >= _LEAST_ELEMENTS
+
+
+def find_replicas(trainer: Trainer) -> NodeReplicas | None:
+    """Return the ranks of this node if all of them hold the same train state; None: each keeps its own snapshots.
+
+    Every rank must call it. The state is compared once, by the number of tensors and the sum of each: an optimizer may
+    divide its state over the ranks.
+    """
+    strategy = trainer.strategy
+    if not isinstance(strategy, DDPStrategy) or isinstance(strategy, DeepSpeedStrategy) or num_ranks() == 1:
+        return None
+    if averages_weights_periodically(strategy):
+        return None
+    per_node = trainer.world_size // max(1, trainer.num_nodes)
+    node = trainer.global_rank // max(1, per_node)
+    in_order = per_node > 1 and trainer.global_rank == node * per_node + trainer.local_rank
+    if not all_ranks(in_order, strategy.root_device):
+        return None
+    groups: list[Any] = [dist.group.WORLD]
+    if trainer.num_nodes > 1:
+        groups = [
+            dist.new_group(list(range(first, first + per_node))) for first in range(0, trainer.world_size, per_node)
+        ]
+    replicas = NodeReplicas(node * per_node, groups[node if trainer.num_nodes > 1 else 0])
+    if not all_ranks(_hold_the_same(trainer, replicas), strategy.root_device):
+        if trainer.is_global_zero:
+            log.info("The ranks hold different weights or optimizer state: each keeps its own snapshots")
+        return None
+    return replicas
+
+
+def _hold_the_same(trainer: Trainer, replicas: NodeReplicas) -> bool:
+    device = trainer.strategy.root_device
+    shared = [(name, tensor) for name, tensor in live_tensors(trainer, writes_back=False)]
+    sums = [tensor.sum(dtype=torch.float64) for name, tensor in shared if is_shared(name, tensor, device)]
+    by_rank = gather_values([float(len(sums))], device)
+    if not sums or any(values != by_rank[0] for values in by_rank):
+        return False
+    own = torch.stack(sums).to(device)  # [tensors], float64
+    of_all = own.new_empty(replicas.size * len(own))
+    dist.all_gather_into_tensor(of_all, own, group=replicas._group)
+    # bits, so that NaN equals NaN
+    return bool((of_all.view(replicas.size, -1).view(torch.int64) == own.view(torch.int64)).all())
