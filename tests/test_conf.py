@@ -136,7 +136,7 @@ def test_every_recipe_composes_checks_and_builds_every_model_on_the_meta_device(
     run = build(config, tmp_path, [])
     with torch.device("meta"):
         made = run.task._make_model()
-    optimizer = make(config["optimizer"])(made, fused=False)
+    optimizer = make(config["optimizer"])(made)
     assert sum(len(group["params"]) for group in optimizer.param_groups) == len(list(made.parameters()))
     assert 0.0 < run.task._schedule(0) <= 1.0
     assert all(parameter.is_meta for parameter in made.parameters())

@@ -84,17 +84,11 @@ def _goes_to_onednn(one: Tensor, other: Tensor, *, num_weights: int) -> bool:
     )
 
 
-# torch's compiler (2.13) takes the operator itself for constant weights only
-torch.library.define("recipes::linear", "(Tensor x, Tensor weight, Tensor? bias) -> Tensor")
-
-
-@torch.library.impl("recipes::linear", "CPU")  # type: ignore[untyped-decorator]
-def _multiply_compiled(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
+def _run_product(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
     out: Tensor = _ONEDNN(x, weight, bias, "none", [], "")
     return out
 
 
-@torch.library.register_fake("recipes::linear")  # type: ignore[untyped-decorator]
 def _describe_product(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
     return x.new_empty(*x.shape[:-1], len(weight))
 
@@ -128,10 +122,23 @@ class _Linear(torch.autograd.Function):
         )
 
 
-PRODUCTS = (_ONEDNN.default, torch.ops.recipes.linear.default)  # their operators, for who looks for matrix products
-
-
-@register_flop_formula([product.overloadpacket for product in PRODUCTS])  # type: ignore[untyped-decorator]
 def _count_flops(x_shape: Any, weight_shape: Any, *args: Any, out_shape: Any = None, **kwargs: Any) -> int:
     num_outputs, num_inputs = weight_shape
     return 2 * torch.Size(x_shape).numel() * int(num_outputs) * int(num_inputs) // int(x_shape[-1])
+
+
+def _register_operator() -> None:
+    """Register the product as an operator of its own, and the FLOPs of both.
+
+    torch's compiler (2.13) takes oneDNN's for constant weights only.
+    """
+    if hasattr(torch.ops.recipes, "linear"):
+        return  # a process may import this package as `lightning_recipes.recipes`, too
+    torch.library.define("recipes::linear", "(Tensor x, Tensor weight, Tensor? bias) -> Tensor")
+    torch.library.impl("recipes::linear", "CPU", _run_product)
+    torch.library.register_fake("recipes::linear", _describe_product)
+    register_flop_formula([_ONEDNN, torch.ops.recipes.linear])(_count_flops)
+
+
+_register_operator()
+PRODUCTS = (_ONEDNN.default, torch.ops.recipes.linear.default)  # their operators, for who looks for matrix products
