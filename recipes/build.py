@@ -215,8 +215,7 @@ def _build_trainer(
     saver: CheckpointSaver = make(config["checkpoint"])
     # a damaged checkpoint may be replaced by an older one unless the user has named it
     saver.checkpoint_io.falls_back = not names_checkpoint(config["resume"])
-    callbacks: list[Callback] = []
-    loggers: list[Logger] = []
+    callbacks, loggers = list[Callback](), list[Logger]()
     if is_run:
         loggers = [make(node)(run_folder=folder) for node in config["logger"].values()]
         configured = [make(node) for node in config["callbacks"].values() if node is not None]

@@ -196,7 +196,7 @@ def test_the_resume_command_is_valid_for_a_shell_and_hydra() -> None:
 @pytest.mark.parametrize(
     ("typed", "for_hydra", "error"),
     [
-        (["trainer.benchmark=true,false"], ["+trainer.benchmark=true,false"], ""),
+        (["trainer.detect_anomaly=true,false"], ["+trainer.detect_anomaly=true,false"], ""),
         (["sweep=lr", "++optimizer.lr=1e-3"], ["sweep=lr", "optimizer.lr=1e-3"], ""),
         (["scheduler=glob(w*)"], ["scheduler=glob(w*)"], ""),
         (["seed=range(3,1)"], ["seed=range(3,1)"], "the sweep has no values"),
