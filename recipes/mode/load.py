@@ -9,6 +9,7 @@ from recipes.errors import ConfigError
 from recipes.mode.start import get_checkpoint_io
 from recipes.numerics.ema import ITERATE_AVERAGE
 from recipes.numerics.ema import NAME as EMA_KEY
+from recipes.runtime.console import LOGGER
 from recipes.task.base import TrainingTask
 from recipes.tokenizer import Tokenizer
 
@@ -34,6 +35,8 @@ def load_task(run: Run, weights: Literal["trained", "ema"]) -> tuple[TrainingTas
     with run.trainer.precision_plugin.module_init_context():
         task.configure_model()
     state = run.trainer.strategy.load_checkpoint(run.checkpoint)
+    if weights == "trained" and any(ITERATE_AVERAGE in each for each in state["optimizer_states"][0]["state"].values()):
+        LOGGER.info("The result of this run's optimizer is an average of the weights: mode.weights=ema")
     state_dict = state["state_dict"] if weights == "trained" else _averaged_state_dict(state)
     task.on_load_checkpoint(state)
     load_module(task, state_dict)

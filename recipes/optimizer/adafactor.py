@@ -6,7 +6,6 @@ the statistics of many parameters are summed over ranks in one all-reduce, and t
 """
 
 import math
-from collections.abc import Callable
 from typing import Annotated, Any, ClassVar
 
 import torch
@@ -14,11 +13,12 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from typing_extensions import override
 
+from recipes.optimizer.groupwise import GroupwiseOptimizer
 from recipes.optimizer.param_groups import decay_groups
 from recipes.optimizer.shards import Layout, get_layout, in_chunks, local
 
 
-class Adafactor(torch.optim.Optimizer):
+class Adafactor(GroupwiseOptimizer):
     """Adafactor with decoupled weight decay and steps relative to the size of a parameter.
 
     A convolution kernel counts as a matrix with one row per output channel; every element of a vector has a second
@@ -56,17 +56,9 @@ class Adafactor(torch.optim.Optimizer):
         super().__init__(decay_groups(model, weight_decay=weight_decay), defaults)
 
     @override
-    @torch.no_grad()
-    def step(self, closure: Callable[[], Any] | None = None) -> Any:
-        """Update every parameter that has a gradient; all ranks have gradients of the same parameters."""
-        loss = None
-        if closure is not None:
-            with torch.enable_grad():
-                loss = closure()
-        for group in self.param_groups:
-            for chunk in in_chunks([parameter for parameter in group["params"] if parameter.grad is not None]):
-                self._update(chunk, group)
-        return loss
+    def step_group(self, group: dict[str, Any], parameters: list[nn.Parameter]) -> None:
+        for chunk in in_chunks(parameters):
+            self._update(chunk, group)
 
     def _update(self, parameters: list[nn.Parameter], group: dict[str, Any]) -> None:
         layout, (eps1, eps2) = get_layout(parameters[0]), group["eps"]

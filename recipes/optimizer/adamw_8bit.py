@@ -6,7 +6,6 @@ zero, over seven decades. The arithmetic is AdamW's in float32; between steps th
 Shapes: E elements of a rank's part of a parameter, B = ceil(E / 256) blocks.
 """
 
-from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Annotated, Any, ClassVar
 
@@ -15,6 +14,7 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 from typing_extensions import override
 
+from recipes.optimizer.groupwise import GroupwiseOptimizer
 from recipes.optimizer.param_groups import decay_groups
 from recipes.optimizer.shards import local
 
@@ -32,7 +32,7 @@ class _Table:
     middles: Tensor
 
 
-class AdamW8bit(torch.optim.Optimizer):
+class AdamW8bit(GroupwiseOptimizer):
     """AdamW whose moments are rounded to 8 bits between steps.
 
     `state_dict` has them in float32, shaped as their parameters, so that checkpoints are those of AdamW: either resumes
@@ -62,18 +62,9 @@ class AdamW8bit(torch.optim.Optimizer):
         super().__init__(decay_groups(model, weight_decay=weight_decay), defaults)
 
     @override
-    @torch.no_grad()
-    def step(self, closure: Callable[[], Any] | None = None) -> Any:
-        """Update every parameter that has a gradient."""
-        loss = None
-        if closure is not None:
-            with torch.enable_grad():
-                loss = closure()
-        for group in self.param_groups:
-            for parameter in group["params"]:
-                if parameter.grad is not None:
-                    self._update(parameter, local(parameter.grad).flatten(), group)
-        return loss
+    def step_group(self, group: dict[str, Any], parameters: list[nn.Parameter]) -> None:
+        for parameter in parameters:
+            self._update(parameter, local(parameter.grad).flatten(), group)  # type: ignore[arg-type]
 
     def _update(self, parameter: nn.Parameter, grad: Tensor, group: dict[str, Any]) -> None:
         """Update the elements that this rank holds; `grad` is [E]."""

@@ -4,18 +4,18 @@ Every weight moves by the learning rate in every step, about 3 to 10 times as fa
 is smaller by that factor and the weight decay, which is multiplied by it, larger.
 """
 
-from collections.abc import Callable
 from typing import Annotated, Any
 
 import torch
 from torch import Tensor, nn
 from typing_extensions import override
 
+from recipes.optimizer.groupwise import GroupwiseOptimizer
 from recipes.optimizer.param_groups import decay_groups
 from recipes.optimizer.shards import in_chunks, local
 
 
-class Lion(torch.optim.Optimizer):
+class Lion(GroupwiseOptimizer):
     """Lion with decoupled weight decay.
 
     Args:
@@ -37,17 +37,9 @@ class Lion(torch.optim.Optimizer):
         super().__init__(decay_groups(model, weight_decay=weight_decay), defaults)
 
     @override
-    @torch.no_grad()
-    def step(self, closure: Callable[[], Any] | None = None) -> Any:
-        """Update every parameter that has a gradient."""
-        loss = None
-        if closure is not None:
-            with torch.enable_grad():
-                loss = closure()
-        for group in self.param_groups:
-            for chunk in in_chunks([parameter for parameter in group["params"] if parameter.grad is not None]):
-                self._update(chunk, group)
-        return loss
+    def step_group(self, group: dict[str, Any], parameters: list[nn.Parameter]) -> None:
+        for chunk in in_chunks(parameters):
+            self._update(chunk, group)
 
     def _update(self, parameters: list[nn.Parameter], group: dict[str, Any]) -> None:
         beta1, beta2 = group["betas"]

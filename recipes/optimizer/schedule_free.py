@@ -4,7 +4,6 @@ Gradients are computed at y, between the iterate z and its average x. The model 
 validation; x is what a run is for. 12 bytes of state a parameter; element by element, so on any shard.
 """
 
-from collections.abc import Callable
 from typing import Annotated, Any, ClassVar
 
 import torch
@@ -12,11 +11,12 @@ from torch import nn
 from typing_extensions import override
 
 from recipes.numerics.ema import ITERATE_AVERAGE as AVERAGE
+from recipes.optimizer.groupwise import GroupwiseOptimizer
 from recipes.optimizer.param_groups import decay_groups
 from recipes.optimizer.shards import in_chunks, local
 
 
-class ScheduleFreeAdamW(torch.optim.Optimizer):
+class ScheduleFreeAdamW(GroupwiseOptimizer):
     """AdamW without a schedule: any step may be the last one.
 
     Args:
@@ -27,8 +27,11 @@ class ScheduleFreeAdamW(torch.optim.Optimizer):
         weight_decay: Of matrices.
     """
 
-    # DeepSpeed computes with weights of its own, which would not become the average for validation
     accepts_flat_partitions: ClassVar[bool] = False
+    why_no_partitions: ClassVar[str] = (
+        "a validation exchanges the weights for their average, and DeepSpeed computes with weights of its own"
+    )
+    state_of: ClassVar[str] = "schedule_free"  # as messages name it: what is typed
     float32_state: ClassVar[tuple[str, ...]] = (AVERAGE, "iterate")
 
     def __init__(
@@ -44,22 +47,13 @@ class ScheduleFreeAdamW(torch.optim.Optimizer):
         super().__init__(decay_groups(model, weight_decay=weight_decay), defaults)
 
     @override
-    @torch.no_grad()
-    def step(self, closure: Callable[[], Any] | None = None) -> Any:
-        """Update every parameter that has a gradient."""
-        loss = None
-        if closure is not None:
-            with torch.enable_grad():
-                loss = closure()
-        for group in self.param_groups:
-            by_steps: dict[int, list[nn.Parameter]] = {}  # one that had no gradient in every step has taken fewer
-            for parameter in group["params"]:
-                if parameter.grad is not None:
-                    by_steps.setdefault(self._state(parameter)["step"], []).append(parameter)
-            for parameters in by_steps.values():
-                for chunk in in_chunks(parameters):
-                    self._update(chunk, group)
-        return loss
+    def step_group(self, group: dict[str, Any], parameters: list[nn.Parameter]) -> None:
+        by_steps: dict[int, list[nn.Parameter]] = {}  # one that had no gradient in every step has taken fewer
+        for parameter in parameters:
+            by_steps.setdefault(self._state(parameter)["step"], []).append(parameter)
+        for of_equal_steps in by_steps.values():
+            for chunk in in_chunks(of_equal_steps):
+                self._update(chunk, group)
 
     def _update(self, parameters: list[nn.Parameter], group: dict[str, Any]) -> None:
         states, lr, (beta1, beta2) = [self._state(parameter) for parameter in parameters], group["lr"], group["betas"]

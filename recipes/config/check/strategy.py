@@ -91,12 +91,14 @@ def check_optimizer(config: Mapping[str, Any], choices: Mapping[str, str]) -> It
         return
     strategy, target = config["strategy"], str(config["optimizer"]["_target_"])
     traits = get_traits(strategy)
-    if traits.state_layout != "zero" or read_signature(target).constants.get("accepts_flat_partitions", True):
+    constants = read_signature(target).constants
+    if traits.state_layout != "zero" or constants.get("accepts_flat_partitions", True):
         return
+    one_by_one = "it steps parameters one by one, and DeepSpeed gives an optimizer one flat part of all parameters"
     option = choices["optimizer"] if "optimizer" in choices else target.split(".")[-2]  # the module has its name
     offloads = strategy["offload_optimizer"] is not None
     yield ConfigError(
         f"optimizer={option} {traits.typed}",
-        "it steps parameters one by one, and DeepSpeed gives an optimizer one flat part of all parameters",
+        str(constants.get("why_no_partitions", one_by_one)),
         "strategy=fsdp strategy.cpu_offload=true" if offloads else "strategy=fsdp, or strategy=ddp",
     )

@@ -60,3 +60,11 @@ def test_with_offload_the_alternative_offloads_too() -> None:
 def test_an_optimizer_of_single_elements_or_another_engine_is_accepted(overrides: list[str]) -> None:
     _, mistakes = compose_and_check(overrides)
     assert mistakes == []
+
+
+def test_an_average_for_validation_is_the_reason_against_zero() -> None:
+    _, [mistake] = compose_and_check(["optimizer=schedule_free", "strategy=deepspeed_stage_2"])
+    assert str(mistake) == (
+        "optimizer=schedule_free strategy=deepspeed_stage_2: a validation exchanges the weights for their average, and"
+        " DeepSpeed computes with weights of its own; type strategy=fsdp, or strategy=ddp"
+    )

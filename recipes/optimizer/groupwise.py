@@ -1,0 +1,29 @@
+"""What the optimizers of this package share: a step is that of its groups, one after the other."""
+
+from abc import abstractmethod
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import nn
+from typing_extensions import override
+
+
+class GroupwiseOptimizer(torch.optim.Optimizer):
+    """An optimizer that updates one parameter group at a time."""
+
+    @override
+    @torch.no_grad()
+    def step(self, closure: Callable[[], Any] | None = None) -> Any:
+        """Update every parameter that has a gradient; all ranks have gradients of the same parameters."""
+        loss = None
+        if closure is not None:
+            with torch.enable_grad():
+                loss = closure()
+        for group in self.param_groups:
+            self.step_group(group, [parameter for parameter in group["params"] if parameter.grad is not None])
+        return loss
+
+    @abstractmethod
+    def step_group(self, group: dict[str, Any], parameters: list[nn.Parameter]) -> None:
+        """Update the parameters of a group that have a gradient; autograd is off."""
