@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-from measure import in_turn, report
+from measure import RESULTS, in_turn, report
 
 ROOT = Path(__file__).parent.parent
 sys.path.insert(0, str(Path(__file__).parent / "contenders"))
@@ -100,11 +100,16 @@ def compare(case: str, tokens: Path) -> list[dict[str, Any]]:
 
 
 def main() -> None:
+    chosen = [case for case in CASES if all(word in case for word in sys.argv[1:])]
     with tempfile.TemporaryDirectory() as folder:
         tokens = Path(folder) / "tokens.bin"
         np.random.default_rng(0).integers(64, size=4_000_000, dtype=np.uint16).tofile(tokens)
-        rows = [row for case in CASES if not sys.argv[1:] or sys.argv[1] in case for row in compare(case, tokens)]
-    report("peers", rows, command="make bench")
+        rows = {case: compare(case, tokens) for case in chosen}
+    if len(chosen) < len(CASES):  # words of a case on the command line: the others keep their rows
+        for row in json.loads((RESULTS / "peers.json").read_text(encoding="utf-8"))["rows"]:
+            if row["case"] not in chosen:
+                rows.setdefault(row["case"], []).append(row)
+    report("peers", [row for case in CASES if case in rows for row in rows[case]], command="make bench")
 
 
 if __name__ == "__main__":

@@ -7,7 +7,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-from spec import LOG_EVERY, Clock, read_spec
+from spec import LOG_EVERY, Clock, Spec, read_spec
 
 sys.path.insert(0, str(Path(__file__).parent.parent))
 
@@ -24,28 +24,11 @@ class Timed(DataLoader):  # type: ignore[type-arg]
         return CLOCK.watch(super().__iter__())
 
 
-def main() -> None:
-    spec = read_spec()
-    if not spec.compile:
-        os.environ["TORCHDYNAMO_DISABLE"] = "1"
-
-    from litgpt.args import EvalArgs, TrainArgs
+def make_config(spec: Spec) -> Any:
+    """Return litgpt's config of a Llama: imported late, after the switch for its compiler."""
     from litgpt.config import Config
-    from litgpt.data import DataModule
-    from litgpt.pretrain import setup
 
-    class Tokens(DataModule):
-        def connect(self, tokenizer: Any = None, batch_size: int = 1, **_: Any) -> None:
-            self.batch_size = batch_size
-
-        def train_dataloader(self) -> Timed:
-            windows = Windows(spec.tokens, length=spec.seq_len, count=spec.num_steps * spec.batch)
-            return Timed(windows, batch_size=self.batch_size, shuffle=True)
-
-        def val_dataloader(self) -> DataLoader[Any]:
-            return DataLoader(Windows(spec.tokens, length=spec.seq_len, count=1), batch_size=1)
-
-    config = Config(
+    return Config(
         name="llama",
         block_size=spec.seq_len,
         vocab_size=spec.vocab_size,
@@ -60,10 +43,32 @@ def main() -> None:
         mlp_class_name="LLaMAMLP",
         intermediate_size=spec.ffn_hidden_size,
     )
+
+
+def main() -> None:
+    spec = read_spec()
+    if not spec.compile:
+        os.environ["TORCHDYNAMO_DISABLE"] = "1"
+
+    from litgpt.args import EvalArgs, TrainArgs
+    from litgpt.data import DataModule
+    from litgpt.pretrain import setup
+
+    class Tokens(DataModule):
+        def connect(self, tokenizer: Any = None, batch_size: int = 1, **_: Any) -> None:
+            self.batch_size = batch_size
+
+        def train_dataloader(self) -> Timed:
+            windows = Windows(spec.tokens, length=spec.seq_len, count=spec.num_steps * spec.batch)
+            return Timed(windows, batch_size=self.batch_size, shuffle=True)
+
+        def val_dataloader(self) -> DataLoader[Any]:
+            return DataLoader(Windows(spec.tokens, length=spec.seq_len, count=1), batch_size=1)
+
     with tempfile.TemporaryDirectory() as folder:
         setup(
             "llama",
-            model_config=config,
+            model_config=make_config(spec),
             out_dir=Path(folder),
             precision="bf16-mixed" if spec.bf16 else "32-true",
             data=Tokens(),
