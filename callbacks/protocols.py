@@ -4,6 +4,7 @@ Every name that is looked up on a module begins with `recipes_`, so that no attr
 one of these by chance. Inherit from a protocol, or just define its members.
 """
 
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any, Protocol, runtime_checkable
 
@@ -54,6 +55,26 @@ class SupportsText(Protocol):
         self, prompt: str, num_tokens: int, *, temperature: float, top_k: int | None, top_p: float | None, seed: int
     ) -> str | None:
         """Return the continuation of a prompt, without the prompt; None: it has no text."""
+
+
+@runtime_checkable
+class SupportsAnswers(Protocol):
+    """A module that answers questions of its validation data, for `AnswerCheck`."""
+
+    def recipes_answer_questions(
+        self,
+        num_questions: int,
+        *,
+        num_tokens: int | None,
+        rank: int,
+        num_ranks: int,
+        all_ended: Callable[[bool], bool],
+    ) -> list[tuple[str, str, str]] | None:
+        """Return question, expected and given answer of a rank's share; None: the data has no questions.
+
+        `all_ended` is to be called after each token with whether all answers of this rank have ended, by a module whose
+        forward pass is a collective, and stops it when it returns True.
+        """
 
 
 @runtime_checkable

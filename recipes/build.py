@@ -37,6 +37,7 @@ from recipes.lightning_internals import disable_signal_handling, skip_empty_hook
 from recipes.logger.writers import RowWriter, SummaryWriter
 from recipes.metrics import check_metric
 from recipes.model.decoder import choose_attention_kernel
+from recipes.model.documents import choose_document_kernel
 from recipes.numerics.accumulation import Accumulation, divide
 from recipes.precision import Precision, set_float32_products
 from recipes.run_folder import TOKENIZER_FOLDER
@@ -110,6 +111,7 @@ def build(config: Config, folder: Path, overrides: list[str]) -> Run:
     precision: Precision = make(config["precision"])
     set_float32_products(precision)
     choose_attention_kernel(config.get("attention", "auto"))
+    choose_document_kernel(flex_attention=get_compile_mode(config) is not None)
     ranks = get_ranks(config)
     devices = _get_devices(config["trainer"], ranks)
     accumulation = divide(

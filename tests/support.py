@@ -1,6 +1,7 @@
 """Helpers of several tests: composed configs, runs, faults at a step, data with uneven masks."""
 
 import csv
+import hashlib
 import os
 import subprocess
 import sys
@@ -69,6 +70,11 @@ def write_texts(folder: Path) -> Path:
         lines = [f"{word} = {number * index % 97}\n" for index, word in enumerate("abcdefgh" * 12)]
         (folder / f"text_{number:02d}.txt").write_text("".join(lines))
     return folder
+
+
+def number_of_text(given: str, expected: str) -> float:
+    """Return a number below 1 that another text would not have."""
+    return int.from_bytes(hashlib.sha256(given.encode()).digest()[:6], "big") / 2**48
 
 
 class CrashAt(Callback):

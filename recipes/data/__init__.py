@@ -17,6 +17,8 @@ if TYPE_CHECKING:
 class SampleDataset(Protocol):
     """Samples by index, equal in every process: dicts of `inputs` [T] or [C, H, W] and `targets` [T] or [].
 
+    Where several documents are packed into a sample, also `positions` [T], of each token in its own: 0 begins one.
+
     Attributes:
         targets_per_sample: Targets that carry loss in one sample; None if it varies.
         tokens_per_sample: Tokens the model reads in one sample; 0 if the samples are no text.
@@ -32,6 +34,9 @@ class SampleDataset(Protocol):
 
 class DataSource(Protocol):
     """One option of conf/data.
+
+    One whose samples differ in length has a method `collate` that makes a batch of them; one that knows questions and
+    their answers, a method `questions` that returns both as tokens.
 
     Attributes:
         sample_kind: "tokens" or "images"; a plain literal, because the config check reads it from source.

@@ -186,6 +186,7 @@ class StreamDataModule(lightning.LightningDataModule):
         return SignalProofLoader(
             dataset,
             **order,
+            collate_fn=getattr(self.source, "collate", None),  # None: samples of one shape are stacked
             num_workers=workers,
             pin_memory=on_gpu,
             persistent_workers=workers > 0,

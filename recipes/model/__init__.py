@@ -5,8 +5,8 @@ from typing import Any, ClassVar, Protocol
 
 from torch import Tensor, nn
 
-from recipes.model.decoder import KeyValueCache
 from recipes.model.flops import Flops
+from recipes.model.kv_cache import KeyValueCache
 
 __all__ = ["Flops", "ImageModel", "KeyValueCache", "LanguageModel", "Model"]
 
@@ -42,7 +42,8 @@ class Model(Protocol):
 class LanguageModel(Model, Protocol):
     """Tokens [B, T] int64 -> logits [B, T, V]; with a cache, logits of the last position [B, 1, V].
 
-    A model whose `forward` also takes `reduce` (see `decoder.Head`) is trained without all its logits at once.
+    A model whose `forward` also takes `reduce` (see `decoder.Head`) is trained without all its logits at once; one that
+    takes `positions` (see `documents.Documents`), on documents packed into rows.
 
     Attributes:
         vocab_size: V without padding.

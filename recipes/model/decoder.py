@@ -1,4 +1,4 @@
-"""What every decoder shares: causal attention in one fused kernel, its key-value cache, and the padded vocabulary.
+"""What every decoder shares: causal attention in one fused kernel, and the padded vocabulary.
 
 Shapes: B sequences, H query heads, G key-value heads (G divides H), T new tokens, L tokens held in the cache after
 them, Q head size.
@@ -12,59 +12,9 @@ import torch.nn.functional as F
 from torch import Tensor
 from typing_extensions import override
 
+from recipes.model.documents import Documents, attend_blocks
+from recipes.model.kv_cache import LayerCache
 from recipes.numerics.linear import Linear
-
-
-class LayerCache:
-    """Keys and values of one layer; the first `append` allocates the memory, in its dtype.
-
-    Args:
-        capacity: Largest number of tokens.
-
-    Attributes:
-        length: Tokens held.
-    """
-
-    def __init__(self, *, capacity: int) -> None:
-        self.capacity = capacity
-        self.length = 0
-        self._keys: Tensor | None = None
-        self._values: Tensor | None = None
-
-    def append(self, keys: Tensor, values: Tensor) -> tuple[Tensor, Tensor]:
-        """Append keys and values of T new tokens, [B, G, T, Q] each; return views of all held, [B, G, L, Q] each."""
-        batch, heads, num_new, size = keys.shape
-        if self._keys is None or self._values is None:
-            self._keys = keys.new_empty(batch, heads, self.capacity, size)  # [B, G, capacity, Q]
-            self._values = values.new_empty(batch, heads, self.capacity, size)
-        end = self.length + num_new
-        assert end <= self.capacity, f"{self.length} + {num_new} tokens > capacity {self.capacity}"
-        self._keys[:, :, self.length : end] = keys
-        self._values[:, :, self.length : end] = values
-        self.length = end
-        return self._keys[:, :, :end], self._values[:, :, :end]
-
-
-class KeyValueCache:
-    """One `LayerCache` per layer. It holds no positions: token i of the cache is at position i.
-
-    Args:
-        num_layers: Number of blocks of the model.
-        capacity: Largest number of tokens.
-    """
-
-    def __init__(self, *, num_layers: int, capacity: int) -> None:
-        self.layers = [LayerCache(capacity=capacity) for _ in range(num_layers)]
-
-    @property
-    def length(self) -> int:
-        """Tokens held, before the forward pass that appends more."""
-        return self.layers[0].length
-
-    def clear(self) -> None:
-        """Forget all tokens and keep the memory."""
-        for layer in self.layers:
-            layer.length = 0
 
 
 class Head(Linear):
@@ -110,7 +60,15 @@ def choose_attention_kernel(name: str) -> None:
     cuda.enable_math_sdp(name in ("auto", "math"))
 
 
-def attend(queries: Tensor, keys: Tensor, values: Tensor, *, dropout: float, cache: LayerCache | None) -> Tensor:
+def attend(
+    queries: Tensor,
+    keys: Tensor,
+    values: Tensor,
+    *,
+    dropout: float,
+    cache: LayerCache | None,
+    documents: Documents | None = None,
+) -> Tensor:
     """Return causal scaled dot-product attention; the T x T scores are never stored.
 
     Args:
@@ -119,21 +77,25 @@ def attend(queries: Tensor, keys: Tensor, values: Tensor, *, dropout: float, cac
         values: [B, G, T, Q].
         dropout: Probability that an attention weight is dropped; 0.0 outside training.
         cache: Keys and values of earlier tokens, extended by this call; None: no earlier tokens.
+        documents: Of the rows, where they are packed; None: a row is one document.
 
     Returns:
         [B, H, T, Q], dtype of `queries`.
     """
-    causal, mask = True, None
+    mask: Tensor | None = None
     if cache is not None:
+        num_new = queries.shape[2]
         keys, values = cache.append(keys, values)  # [B, G, L, Q]
-        num_new, num_held = queries.shape[2], keys.shape[2]
-        causal = num_new == num_held  # an empty cache: the plain causal case
-        if not causal and num_new > 1:
-            mask = causal_mask(num_new, num_held=num_held, device=queries.device)  # [T, L]
+        mask = cache.mask(num_new, device=queries.device)  # [T, L] or [B, 1, T, L]
+    elif documents is not None:
+        if not isinstance(documents.mask, Tensor):
+            return attend_blocks(queries, keys, values, documents.mask)
+        mask = documents.mask  # [B, 1, T, T]
+    causal = mask is None and queries.shape[2] == keys.shape[2]  # a cache that was empty: the plain causal case
     grouped = keys.shape[1] != queries.shape[1]
-    if grouped and (queries.dtype == torch.float32 or not _flash_is_allowed):
-        # CUDA has no flash kernel for float32 and the memory-efficient kernel takes no groups (torch 2.13): the math
-        # kernel that remains would store all T x T scores. Copying the heads costs less.
+    if grouped and (queries.dtype == torch.float32 or not _flash_is_allowed or mask is not None):
+        # CUDA has no flash kernel for float32 or with a mask, and the memory-efficient kernel takes no groups (torch
+        # 2.13): the math kernel that remains would store all T x T scores. Copying the heads costs less.
         repeats = queries.shape[1] // keys.shape[1]
         keys = keys.repeat_interleave(repeats, dim=1)  # [B, H, T or L, Q]
         values = values.repeat_interleave(repeats, dim=1)
@@ -147,12 +109,6 @@ def attend(queries: Tensor, keys: Tensor, values: Tensor, *, dropout: float, cac
         is_causal=causal,
         enable_gqa=grouped,
     )
-
-
-def causal_mask(num_new: int, *, num_held: int, device: torch.device) -> Tensor:
-    """Return [T, L] bool, True where a new token may attend: to every earlier token and to itself."""
-    full = torch.ones(num_new, num_held, dtype=torch.bool, device=device)  # [T, L]
-    return full.tril(diagonal=num_held - num_new)
 
 
 def padded_vocab_size(vocab_size: int, *, multiple: int) -> int:

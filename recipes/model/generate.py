@@ -6,7 +6,7 @@ A full window slides by half. Positions are absolute (learned, or rotated keys i
 
 import inspect
 import logging
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Collection, Iterator, Sequence
 from contextlib import contextmanager
 
 import torch
@@ -17,6 +17,8 @@ from recipes.errors import ConfigError
 from recipes.model import KeyValueCache, LanguageModel
 
 log = logging.getLogger("lightning_recipes")
+# without cuDNN's, which would plan for every number of keys, and that grows with each token
+_KERNELS = [SDPBackend.FLASH_ATTENTION, SDPBackend.EFFICIENT_ATTENTION, SDPBackend.MATH]
 _GREEDY_BELOW = 1e-6  # float32 cannot hold logits divided by less; the likeliest token has all the probability anyway
 
 
@@ -62,16 +64,14 @@ def generate(
     takes_cache = "cache" in inspect.signature(model.forward).parameters
     window = _Window(model, use_cache=use_cache and takes_cache)
     new_tokens: list[int] = []
-    # cuDNN's kernel would plan for every number of keys, which grows with each token
-    kernels = [SDPBackend.FLASH_ATTENTION, SDPBackend.EFFICIENT_ATTENTION, SDPBackend.MATH]
-    with _evaluating(model), torch.compiler.set_stance("force_eager"), sdpa_kernel(kernels):
+    with _evaluating(model), torch.compiler.set_stance("force_eager"), sdpa_kernel(_KERNELS):
         for step in range(num_tokens):
             logits = window.read(prompt_tokens if step == 0 else new_tokens[-1:])  # [V]
             probabilities = sampling_probabilities(logits, temperature=temperature, top_k=top_k, top_p=top_p)
-            if not probabilities.isfinite().all():
+            token = _draw(probabilities, rng)
+            if token is None:
                 log.warning("The model's logits are NaN or inf: no more text is generated")
                 break
-            token = int(torch.multinomial(probabilities, 1, generator=rng))
             if agree is not None:
                 token = agree(token)
             if token == end_of_text:
@@ -80,24 +80,105 @@ def generate(
     return new_tokens
 
 
+@torch.no_grad()
+def generate_batch(
+    model: LanguageModel,
+    prompts: Sequence[list[int]],
+    num_tokens: int,
+    *,
+    temperature: float,
+    top_k: int | None,
+    top_p: float | None,
+    seeds: Sequence[int],
+    ends: Collection[int],
+    all_ended: Callable[[bool], bool] | None = None,
+) -> list[list[int]]:
+    """Continue many prompts of different lengths together: the tokens of each are those it would get alone.
+
+    A forward pass reads one token of every prompt. Prompt and answer must fit into `max_seq_len`; the window does not
+    slide.
+
+    Args:
+        model: On any device, with `cache` among the arguments of its `forward`.
+        prompts: At least one token each.
+        num_tokens: Largest number of tokens to add to each; an answer also ends where `max_seq_len` does.
+        temperature: As for `generate`.
+        top_k: As for `generate`.
+        top_p: As for `generate`.
+        seeds: Of the sampling, one a prompt.
+        ends: Tokens that end an answer; they are not returned.
+        all_ended: Returns whether this rank's answers and those of all other ranks have ended: where weights are
+            sharded, every rank must run as many forward passes as the others. None: this process generates alone.
+
+    Returns:
+        The new tokens of each prompt.
+
+    Raises:
+        ValueError: A setting is out of range, or a prompt is longer than the model's window.
+    """
+    for prompt in prompts:
+        _check(prompt, temperature=temperature, top_k=top_k, top_p=top_p)
+        if len(prompt) > model.max_seq_len:
+            raise ConfigError(
+                f"a prompt of {len(prompt)} tokens",
+                f"the model reads {model.max_seq_len}",
+                f"a shorter prompt, or model.max_seq_len={len(prompt) + num_tokens}",
+            )
+    rngs = [torch.Generator().manual_seed(seed) for seed in seeds]
+    answers: list[list[int]] = [[] for _ in prompts]
+    unread, padding = _pad_right(prompts, device=next(iter(model.parameters())).device)  # [B, T], [B]
+    cache = KeyValueCache(num_layers=len(model.blocks), capacity=unread.shape[1] + num_tokens, padding=padding)
+    has_ended = [False] * len(prompts)
+    with _evaluating(model), torch.compiler.set_stance("force_eager"), sdpa_kernel(_KERNELS):
+        for step in range(min(num_tokens, model.max_seq_len - min(map(len, prompts)))):
+            logits = model(unread, cache=cache)[:, -1]  # [B, V]
+            probabilities = sampling_probabilities(logits, temperature=temperature, top_k=top_k, top_p=top_p)
+            chosen = [_draw(row, rng) for row, rng in zip(probabilities, rngs, strict=True)]
+            for row, token in enumerate(chosen):
+                is_full = len(prompts[row]) + step >= model.max_seq_len
+                has_ended[row] = has_ended[row] or token is None or token in ends or is_full
+                if token is not None and not has_ended[row]:
+                    answers[row].append(token)
+            ended = all(has_ended)
+            if all_ended(ended) if all_ended is not None else ended:
+                break
+            unread = torch.tensor([[token or 0] for token in chosen], device=unread.device)  # [B, 1]
+            padding += torch.tensor(has_ended, device=padding.device)  # the next one replaces their last
+    return answers
+
+
+def _pad_right(prompts: Sequence[list[int]], *, device: torch.device) -> tuple[Tensor, Tensor]:
+    """Return the prompts as one tensor [B, T], and how many tokens at the end of each row are padding, [B]."""
+    width = max(map(len, prompts))
+    tokens = torch.tensor([prompt + [0] * (width - len(prompt)) for prompt in prompts], device=device)
+    return tokens, torch.tensor([width - len(prompt) for prompt in prompts], device=device)
+
+
+def _draw(probabilities: Tensor, rng: torch.Generator) -> int | None:
+    """Return a token; None where the logits of a diverged model are NaN or inf."""
+    if not probabilities.isfinite().all():
+        return None
+    return int(torch.multinomial(probabilities, 1, generator=rng))
+
+
 def sampling_probabilities(logits: Tensor, *, temperature: float, top_k: int | None, top_p: float | None) -> Tensor:
-    """Return probabilities [V], float32 on the CPU, of logits [V]: temperature, then top-k, then top-p.
+    """Return probabilities [..., V], float32 on the CPU, of logits [..., V]: temperature, then top-k, then top-p.
 
     All tokens tied with the k-th likeliest stay, and so does the token that crosses `top_p`.
     """
     logits = logits.float().cpu()
     if temperature < _GREEDY_BELOW:
-        return torch.zeros_like(logits).index_fill_(0, logits.argmax(), 1.0)
+        return torch.zeros_like(logits).scatter_(-1, logits.argmax(dim=-1, keepdim=True), 1.0)
     logits = logits / temperature
-    if top_k is not None and top_k < len(logits):
-        kth = logits.topk(top_k).values[-1]
+    if top_k is not None and top_k < logits.shape[-1]:
+        kth = logits.topk(top_k).values[..., -1:]
         logits = logits.masked_fill(logits < kth, float("-inf"))
     probabilities = logits.softmax(dim=-1)
     if top_p is not None:
         ordered, order = probabilities.sort(descending=True)
         before = ordered.cumsum(dim=-1) - ordered  # probability of all likelier tokens
-        probabilities[order[before >= top_p]] = 0.0
-        probabilities /= probabilities.sum()
+        probabilities = torch.zeros_like(ordered).scatter_(-1, order, ordered.masked_fill(before >= top_p, 0.0))
+        probabilities /= probabilities.sum(dim=-1, keepdim=True)
     return probabilities
 
 

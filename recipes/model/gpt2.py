@@ -12,9 +12,11 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from recipes.errors import ConfigError
-from recipes.model.decoder import Head, KeyValueCache, LayerCache, attend, padded_vocab_size
+from recipes.model.decoder import Head, attend, padded_vocab_size
+from recipes.model.documents import Documents
 from recipes.model.flops import Flops, decoder_flops_per_token
 from recipes.model.init import init_decoder
+from recipes.model.kv_cache import KeyValueCache, LayerCache
 from recipes.numerics.linear import Linear
 
 
@@ -32,14 +34,14 @@ class Attention(nn.Module):
         """Return the rows of queries, keys and values, which an optimizer of matrices must not treat as one matrix."""
         return {"qkv.weight": (self.qkv.in_features,) * 3}
 
-    def forward(self, x: Tensor, cache: LayerCache | None) -> Tensor:
+    def forward(self, x: Tensor, cache: LayerCache | None, documents: Documents | None) -> Tensor:
         """[B, T, W] -> [B, T, W]"""
         batch, num_tokens, hidden_size = x.shape
         heads = self.qkv(x).view(batch, num_tokens, 3, self.num_heads, hidden_size // self.num_heads)
         # split along the axis of three: the backward pass then writes the gradient of `heads` once
         queries, keys, values = (part.transpose(1, 2) for part in heads.unbind(2))  # [B, H, T, Q] each, views
         dropout = self.dropout if self.training else 0.0
-        mixed = attend(queries, keys, values, dropout=dropout, cache=cache)  # [B, H, T, Q]
+        mixed = attend(queries, keys, values, dropout=dropout, cache=cache, documents=documents)  # [B, H, T, Q]
         out: Tensor = self.out(mixed.transpose(1, 2).reshape(batch, num_tokens, hidden_size))
         return out
 
@@ -69,9 +71,9 @@ class Block(nn.Module):
         self.mlp = Mlp(hidden_size=hidden_size)
         self.dropout = nn.Dropout(dropout)
 
-    def forward(self, x: Tensor, cache: LayerCache | None = None) -> Tensor:
+    def forward(self, x: Tensor, cache: LayerCache | None = None, documents: Documents | None = None) -> Tensor:
         """[B, T, W] -> [B, T, W]"""
-        x = x + self.dropout(self.attention(self.attention_norm(x), cache))
+        x = x + self.dropout(self.attention(self.attention_norm(x), cache, documents))
         out: Tensor = x + self.dropout(self.mlp(self.mlp_norm(x)))
         return out
 
@@ -140,7 +142,11 @@ class GPT2(nn.Module):
         return self
 
     def forward(
-        self, tokens: Tensor, cache: KeyValueCache | None = None, reduce: Callable[[Tensor, Tensor], Any] | None = None
+        self,
+        tokens: Tensor,
+        cache: KeyValueCache | None = None,
+        reduce: Callable[[Tensor, Tensor], Any] | None = None,
+        positions: Tensor | None = None,
     ) -> Any:
         """Return the logits of the next token.
 
@@ -149,19 +155,26 @@ class GPT2(nn.Module):
             cache: Earlier tokens of the same sequences, extended by this call; None: no earlier tokens.
             reduce: Called with the last hidden states [B, T, W] and the weight of the head [V, W] instead of computing
                 logits; what it returns is returned.
+            positions: [B, T] of each token in its document, 0 begins one; None: a row is one document.
 
         Returns:
             [B, T, V] in the compute dtype, -inf in padded columns; with a cache only the last position, [B, 1, V].
         """
-        start = 0 if cache is None else cache.length
-        end = start + tokens.shape[1]
+        num_tokens = tokens.shape[1]
+        end = num_tokens if cache is None else cache.end(num_tokens)
         assert end <= self.max_seq_len, f"{end} tokens > max_seq_len {self.max_seq_len}"
-        positions = torch.arange(start, end, device=tokens.device)  # [T]
+        documents = None
+        if positions is not None:
+            documents = Documents(positions, dropout=self.dropout.p if self.training else 0.0)
+        elif cache is not None:
+            positions = cache.positions(num_tokens, device=tokens.device)  # [T] or [B, T]
+        else:
+            positions = torch.arange(num_tokens, device=tokens.device)  # [T]
         x = self.dropout(self.embedding(tokens) + self.position(positions))  # [B, T, W]
         for index, block in enumerate(self.blocks):
-            x = block(x, None if cache is None else cache.layers[index])
+            x = block(x, None if cache is None else cache.layers[index], documents)
         if cache is not None:
-            x = x[:, -1:]  # [B, 1, W]
+            x = cache.last(x)  # [B, 1, W]
         return self.head(self.norm(x), reduce)
 
     def init_weights(self, seed: int) -> None:

@@ -11,9 +11,11 @@ import torch
 from torch import Tensor, nn
 
 from recipes.errors import ConfigError
-from recipes.model.decoder import Head, KeyValueCache, padded_vocab_size
+from recipes.model.decoder import Head, padded_vocab_size
+from recipes.model.documents import Documents
 from recipes.model.flops import Flops, decoder_flops_per_token
 from recipes.model.init import init_decoder
+from recipes.model.kv_cache import KeyValueCache
 from recipes.model.llama_block import Attention, Block, Mlp, RMSNorm
 from recipes.model.rope import Rotation, rope_tables
 
@@ -126,7 +128,11 @@ class Llama(nn.Module):
         return self
 
     def forward(
-        self, tokens: Tensor, cache: KeyValueCache | None = None, reduce: Callable[[Tensor, Tensor], Any] | None = None
+        self,
+        tokens: Tensor,
+        cache: KeyValueCache | None = None,
+        reduce: Callable[[Tensor, Tensor], Any] | None = None,
+        positions: Tensor | None = None,
     ) -> Any:
         """Return the logits of the next token.
 
@@ -135,22 +141,29 @@ class Llama(nn.Module):
             cache: Earlier tokens of the same sequences, extended by this call; None: no earlier tokens.
             reduce: Called with the last hidden states [B, T, W] and the weight of the head [V, W] instead of computing
                 logits; what it returns is returned.
+            positions: [B, T] of each token in its document, 0 begins one; None: a row is one document.
 
         Returns:
             [B, T, V] in the compute dtype, -inf in padded columns; with a cache only the last position, [B, 1, V].
         """
-        start = 0 if cache is None else cache.length
-        end = start + tokens.shape[1]
+        num_tokens = tokens.shape[1]
+        end = num_tokens if cache is None else cache.end(num_tokens)
         assert end <= self.max_seq_len, f"{end} tokens > max_seq_len {self.max_seq_len}"
+        documents = None
+        rows: Tensor | slice = slice(num_tokens)
+        if positions is not None:
+            documents, rows = Documents(positions, dropout=0.0), positions
+        elif cache is not None:
+            rows = cache.positions(num_tokens, device=tokens.device)  # [T] or [B, T]
         rotation = Rotation(
-            cos=self.rope_cos[start:end, None],  # [T, 1, Q / 2]
-            sin=self.rope_sin[start:end, None],
+            cos=self.rope_cos[rows].unsqueeze(-2),  # [T, 1, Q / 2], or [B, T, 1, Q / 2]
+            sin=self.rope_sin[rows].unsqueeze(-2),
         )
         x = self.embedding(tokens)  # [B, T, W]
         for index, block in enumerate(self.blocks):
-            x = block(x, rotation, None if cache is None else cache.layers[index])
+            x = block(x, rotation, None if cache is None else cache.layers[index], documents)
         if cache is not None:
-            x = x[:, -1:]  # [B, 1, W]
+            x = cache.last(x)  # [B, 1, W]
         return self.head(self.norm(x), reduce)
 
     def init_weights(self, seed: int) -> None:

@@ -7,7 +7,9 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from recipes.model.decoder import LayerCache, attend
+from recipes.model.decoder import attend
+from recipes.model.documents import Documents
+from recipes.model.kv_cache import LayerCache
 from recipes.model.rope import Rotation, rotate
 from recipes.numerics.linear import Linear
 
@@ -48,7 +50,7 @@ class Attention(nn.Module):
         keys = self.num_kv_heads * self.head_dim
         return {"qkv.weight": (self.num_heads * self.head_dim, keys, keys)}
 
-    def forward(self, x: Tensor, rotation: Rotation, cache: LayerCache | None) -> Tensor:
+    def forward(self, x: Tensor, rotation: Rotation, cache: LayerCache | None, documents: Documents | None) -> Tensor:
         """[B, T, W] -> [B, T, W]"""
         batch, num_tokens, _ = x.shape
         heads = self.qkv(x).view(batch, num_tokens, -1, self.head_dim)  # [B, T, H + 2 G, Q]
@@ -65,6 +67,7 @@ class Attention(nn.Module):
             values.transpose(1, 2),
             dropout=0.0,
             cache=cache,
+            documents=documents,
         )  # [B, H, T, Q]
         out: Tensor = self.out(mixed.transpose(1, 2).reshape(batch, num_tokens, -1))
         return out
@@ -95,9 +98,11 @@ class Block(nn.Module):
         self.mlp_norm = RMSNorm(hidden_size, eps=rms_eps)
         self.mlp = mlp
 
-    def forward(self, x: Tensor, rotation: Rotation, cache: LayerCache | None = None) -> Tensor:
+    def forward(
+        self, x: Tensor, rotation: Rotation, cache: LayerCache | None = None, documents: Documents | None = None
+    ) -> Tensor:
         """[B, T, W] -> [B, T, W]"""
-        x = x + self.attention(self.attention_norm(x), rotation, cache)
+        x = x + self.attention(self.attention_norm(x), rotation, cache, documents)
         out: Tensor = x + self.mlp(self.mlp_norm(x))
         return out
 

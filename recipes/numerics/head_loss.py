@@ -78,8 +78,8 @@ class HeadLoss:
     ) -> tuple[Tensor, Tensor, Tensor | None, Tensor | None]:
         """Return objective, loss, and the gradients of hidden states [N, W] and weight [V', W], both times `scale`."""
         flat, flat_targets = hidden.flatten(0, -2), targets.flatten()  # [N, W], [N]
-        weight_grad = torch.zeros_like(weight) if differentiate else None  # [V', W]
-        hidden_grad = torch.empty_like(flat) if differentiate else None  # [N, W]
+        weight_grad: Tensor | None = None  # [V', W], dtype of the weight
+        hidden_grads: list[Tensor] = []  # [n, W] each
         cast = cast_weight(weight)  # [V', W], compute dtype
         objective = torch.zeros((), dtype=torch.float32, device=flat.device)
         loss = torch.zeros_like(objective)
@@ -95,9 +95,11 @@ class HeadLoss:
                 differentiate=differentiate,
             )
             objective, loss = objective + added, loss + plain
-            if hidden_grad is not None and weight_grad is not None:
-                hidden_grad[part] = for_hidden
-                weight_grad += for_weight
+            if differentiate:
+                hidden_grads.append(for_hidden.to(flat.dtype))
+                # the first is not added to zeros: a pass over all V' W numbers
+                weight_grad = for_weight.to(weight.dtype) if weight_grad is None else weight_grad.add_(for_weight)
+        hidden_grad = torch.cat(hidden_grads) if len(hidden_grads) > 1 else hidden_grads[0] if differentiate else None
         return objective, loss, hidden_grad, weight_grad
 
 

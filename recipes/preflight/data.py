@@ -47,6 +47,8 @@ def check_shift(samples: Sequence[Sample]) -> Result:
     for sample in samples:
         inputs, targets = sample["inputs"], sample["targets"]  # [T] each
         counts = targets[:-1] != IGNORE_INDEX
+        if "positions" in sample:  # the last target of a packed document is not the first input of the next one
+            counts = counts & (sample["positions"][1:] != 0)
         count += int(counts.sum())
         shifted += int((targets[:-1] == inputs[1:])[counts].sum())
         same += int((targets[:-1] == inputs[:-1])[counts].sum())

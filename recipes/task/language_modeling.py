@@ -2,19 +2,24 @@
 
 import functools
 import inspect
-from typing import ClassVar, cast
+import itertools
+from collections.abc import Callable
+from typing import Any, ClassVar, cast
 
 import torch
 from torch import Tensor
 from typing_extensions import override
 
 from recipes.model import LanguageModel
-from recipes.model.generate import generate
+from recipes.model.generate import generate, generate_batch
 from recipes.numerics.head_loss import HeadLoss, cast_weight, split
 from recipes.numerics.linear import linear
 from recipes.numerics.loss import IGNORE_INDEX, cross_entropy_sum, mean_per_sample
 from recipes.task.base import Batch, TrainingTask
 from recipes.tokenizer import Tokenizer
+
+_QUESTIONS_AT_A_TIME = 32  # of a rank
+_MORE_TOKENS = 8  # than the longest expected answer: one that is too long is wrong as soon as it is longer
 
 
 class LanguageModeling(TrainingTask):
@@ -33,8 +38,14 @@ class LanguageModeling(TrainingTask):
         if self.trainer.datamodule is not None:  # type: ignore[attr-defined]
             self.tokenizer = self.trainer.datamodule.source.tokenizer  # type: ignore[attr-defined]
 
+    def _run(self, batch: Batch, **options: Any) -> Any:
+        """Return what the model returns of a batch, whose rows may hold several documents."""
+        if "positions" in batch:
+            options["positions"] = batch["positions"]  # [B, T]
+        return self.model(batch["inputs"], **options)
+
     def loss_sum(self, batch: Batch) -> tuple[Tensor, Tensor]:
-        logits = self.model(batch["inputs"])  # [B, T, V], compute dtype
+        logits = self._run(batch)  # [B, T, V], compute dtype
         return self.cross_entropy_sum(logits, batch["targets"]), logits
 
     @functools.cached_property
@@ -59,9 +70,8 @@ class LanguageModeling(TrainingTask):
         if self._scales_loss and torch.is_grad_enabled():
             unscaled = torch.ones((), device=batch["inputs"].device) * (self._undo_division() / batch["num_targets"])
             scale = self.trainer.strategy.scale_loss(unscaled)  # type: ignore[attr-defined]
-        objective, loss = self.model(
-            batch["inputs"], reduce=functools.partial(self._head_loss, targets=batch["targets"], scale=scale)
-        )
+        reduce = functools.partial(self._head_loss, targets=batch["targets"], scale=scale)
+        objective, loss = self._run(batch, reduce=reduce)
         return objective, loss
 
     @override
@@ -69,7 +79,7 @@ class LanguageModeling(TrainingTask):
         if self._head_loss is None:
             super().validation_step(batch, batch_idx)
         else:
-            self.model(batch["inputs"], reduce=functools.partial(self._measure, targets=batch["targets"]))
+            self._run(batch, reduce=functools.partial(self._measure, targets=batch["targets"]))
 
     def _measure(self, hidden: Tensor, weight: Tensor, *, targets: Tensor) -> None:
         """Add a batch to the validation metrics, some tokens at a time.
@@ -89,9 +99,9 @@ class LanguageModeling(TrainingTask):
 
     def recipes_sample_losses(self, batch: Batch) -> Tensor:
         if self._head_loss is None:
-            return mean_per_sample(self.model(batch["inputs"]), batch["targets"])
+            return mean_per_sample(self._run(batch), batch["targets"])
         token_losses = functools.partial(self._head_loss.token_losses, targets=batch["targets"])
-        losses = self.model(batch["inputs"], reduce=token_losses)  # [B, T]
+        losses = self._run(batch, reduce=token_losses)  # [B, T]
         num_targets = (batch["targets"] != IGNORE_INDEX).sum(dim=1)  # [B]
         means: Tensor = losses.sum(dim=1) / num_targets
         return means
@@ -137,3 +147,60 @@ class LanguageModeling(TrainingTask):
         return self.tokenizer.decode(tokens)
 
     recipes_generate_text = generate_text  # for the callback that samples
+
+    def answer_questions(
+        self,
+        num_questions: int,
+        *,
+        num_tokens: int | None,
+        rank: int,
+        num_ranks: int,
+        all_ended: Callable[[bool], bool],
+    ) -> list[tuple[str, str, str]] | None:
+        """Return question, expected and given answer of this rank's share of validation questions.
+
+        Call on every rank. The likeliest token is taken each time.
+
+        Args:
+            num_questions: Of all ranks.
+            num_tokens: Largest number of tokens of an answer; None: somewhat more than the longest expected one.
+            rank: Of this process.
+            num_ranks: That share the questions.
+            all_ended: Returns whether a flag is true on every rank.
+
+        Returns:
+            Texts; None if the data has no questions.
+        """
+        source = self.trainer.datamodule.source  # type: ignore[attr-defined]
+        if self.tokenizer is None or not hasattr(source, "questions"):
+            return None
+        questions: list[tuple[list[int], list[int]]] = source.questions(num_questions)
+        special = self.tokenizer.special_ids | {self.tokenizer.end_of_text}
+        # the last special token of an answer: what a template writes after the end of a turn is no part of it
+        ends = {next((token for token in reversed(answer) if token in special), answer[-1]) for _, answer in questions}
+        ends.add(self.tokenizer.end_of_text)
+        if num_tokens is None:
+            num_tokens = max((len(answer) for _, answer in questions), default=0) + _MORE_TOKENS
+        found = []
+        # the same number of batches on every rank: where weights are sharded, each forward pass is a collective
+        for start in range(0, len(questions), num_ranks * _QUESTIONS_AT_A_TIME):
+            batch = questions[start : start + num_ranks * _QUESTIONS_AT_A_TIME]
+            mine = batch[rank::num_ranks]
+            with self.trainer.precision_plugin.forward_context():
+                given = generate_batch(
+                    cast(LanguageModel, self.model),
+                    [prompt for prompt, _ in mine] or [batch[0][0]],
+                    num_tokens,
+                    temperature=0.0,
+                    top_k=None,
+                    top_p=None,
+                    seeds=range(max(1, len(mine))),
+                    ends=ends,
+                    all_ended=all_ended,
+                )
+            for (prompt, expected), tokens in zip(mine, given, strict=False):
+                until_end = list(itertools.takewhile(lambda token: token not in ends, expected))
+                found.append(tuple(self.tokenizer.decode(part) for part in (prompt, until_end, tokens)))
+        return cast(list[tuple[str, str, str]], found)
+
+    recipes_answer_questions = answer_questions  # for the callback that compares answers

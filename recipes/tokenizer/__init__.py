@@ -97,6 +97,47 @@ class Tokenizer:
         encoding = self._backend.encode_batch_fast([text], add_special_tokens=False)[0]
         return np.array(encoding.ids, dtype=np.uint32)
 
+    def encode_rendered(self, text: str) -> Any:
+        """Return the `tokenizers.Encoding` of a rendered conversation: here the spelling of a special token is one."""
+        self._backend.encode_special_tokens = False
+        try:
+            return self._backend.encode(text, add_special_tokens=False)
+        finally:
+            self._backend.encode_special_tokens = True
+
+    @property
+    def first_tokens(self) -> list[int]:
+        """Ids that a published tokenizer puts before every text, such as that of `<s>`; usually none."""
+        with_special, plain = (self._backend.encode("a", add_special_tokens=adds).ids for adds in (True, False))
+        start = next((i for i in range(len(with_special)) if with_special[i : i + len(plain)] == plain), 0)
+        ids: list[int] = with_special[:start]
+        return ids
+
+    @property
+    def special_tokens(self) -> dict[str, str]:
+        """Spellings by name, as chat templates use them: `bos_token`, `eos_token`, …"""
+        named = {name: value for name, value in self._settings.items() if name.endswith("_token") and value}
+        return {name: token_text(value) for name, value in named.items() if isinstance(value, str | dict)}
+
+    @property
+    def special_ids(self) -> frozenset[int]:
+        """Ids of tokens that no text spells, such as the end of a turn."""
+        added = self._backend.get_added_tokens_decoder()
+        return frozenset(id for id, token in added.items() if token.special)
+
+    @property
+    def chat_template(self) -> str | None:
+        """The Jinja template of conversations that came with a published tokenizer; of several, the default."""
+        found = self._settings.get("chat_template")
+        if isinstance(found, list):
+            by_name = {entry["name"]: entry["template"] for entry in found}
+            found = by_name.get("default")
+        return found
+
+    def with_chat_template(self, template: str) -> Tokenizer:
+        """Return a copy that saves another template, for whoever loads the trained model."""
+        return _from_json(self.to_json(), self.end_of_text, self._settings | {"chat_template": template})
+
     def decode(self, ids: Sequence[int]) -> str:
         """Return the text of ids; end-of-text is spelled out, bytes that are not UTF-8 become U+FFFD."""
         text: str = self._backend.decode(list(ids), skip_special_tokens=False)

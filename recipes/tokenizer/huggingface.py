@@ -10,6 +10,7 @@ from recipes.errors import ConfigError
 from recipes.tokenizer import END_OF_TEXT, TextCorpus, Tokenizer, token_text
 
 _SETTINGS_FILE = "tokenizer_config.json"
+_TEMPLATE_FILE = "chat_template.jinja"
 
 
 class HuggingFace:
@@ -28,7 +29,7 @@ class HuggingFace:
         Raises:
             ConfigError: The tokenizer does not exist, cannot be downloaded, or has no end-of-text token.
         """
-        tokenizer_file, settings_file = self._files()
+        tokenizer_file, settings_file, template_file = self._files()
         try:
             backend = Backend.from_file(str(tokenizer_file))
         except Exception as error:  # the library raises no narrower class
@@ -39,6 +40,8 @@ class HuggingFace:
                 settings = json.loads(settings_file.read_text(encoding="utf-8"))
             except ValueError as error:
                 raise self._error(f"{settings_file} is no valid JSON ({error})") from error
+        if template_file is not None:
+            settings["chat_template"] = template_file.read_text(encoding="utf-8")
         eos_token = END_OF_TEXT
         if "eos_token" in settings and settings["eos_token"] is not None:
             eos_token = token_text(settings["eos_token"])
@@ -47,18 +50,19 @@ class HuggingFace:
             raise self._error(f"its vocabulary has no end-of-text token {eos_token}")
         return Tokenizer(backend, end_of_text=end_of_text, settings=settings | {"eos_token": eos_token})
 
-    def _files(self) -> tuple[Path, Path | None]:
+    def _files(self) -> tuple[Path, Path | None, Path | None]:
+        """Return the paths of tokenizer, settings and chat template; a tokenizer need not have the latter two."""
         folder = Path(self.name).expanduser()
         if folder.is_dir():
             if not (folder / "tokenizer.json").is_file():
                 raise self._error("the folder has no tokenizer.json")
-            settings = folder / _SETTINGS_FILE
-            return folder / "tokenizer.json", settings if settings.is_file() else None
+            found = [folder / name if (folder / name).is_file() else None for name in (_SETTINGS_FILE, _TEMPLATE_FILE)]
+            return folder / "tokenizer.json", found[0], found[1]
         if self.name.startswith((".", "/", "~")):
             raise self._error("there is no such folder")
         return self._download()
 
-    def _download(self) -> tuple[Path, Path | None]:
+    def _download(self) -> tuple[Path, Path | None, Path | None]:
         try:
             from huggingface_hub import hf_hub_download
             from huggingface_hub.errors import EntryNotFoundError, HfHubHTTPError
@@ -73,10 +77,13 @@ class HuggingFace:
         except (OSError, ValueError, HfHubHTTPError) as error:
             first_line = str(error).strip().partition("\n")[0]
             raise self._error(f"its tokenizer.json could not be downloaded from the hub ({first_line})") from error
-        try:
-            return tokenizer_file, Path(hf_hub_download(self.name, _SETTINGS_FILE))
-        except EntryNotFoundError:  # a repository need not have one
-            return tokenizer_file, None
+        others: list[Path | None] = []
+        for name in (_SETTINGS_FILE, _TEMPLATE_FILE):
+            try:
+                others.append(Path(hf_hub_download(self.name, name)))
+            except EntryNotFoundError:  # a repository need not have one
+                others.append(None)
+        return tokenizer_file, others[0], others[1]
 
     def _error(self, reason: str) -> ConfigError:
         return ConfigError(

@@ -36,6 +36,7 @@ PROVIDED: dict[str, set[str]] = {
     "logger.csv": {"run_folder"},
     "logger.tensorboard": {"run_folder"},
     "logger.wandb": {"run_folder"},
+    "callbacks.answer_check.score": {"given", "expected"},
     "mode": {"run", "composed"},
     "mode.diagnose_run": {"path", "steps_per_epoch"},
     "mode.find_peak": {"device_name", "kind"},

@@ -1,22 +1,20 @@
 """Text -> token ids over processes, in order and in bounded memory: ~3 MB/s per core with BPE.
 
-A worker imports only numpy and `tokenizers`, and dies with the process that started it.
+A worker imports only numpy and `tokenizers`.
 """
 
 import contextlib
+import functools
 import logging
 import multiprocessing
-import os
 import sys
-import threading
-from collections import deque
 from collections.abc import Callable, Iterable, Iterator
-from concurrent.futures import Future, ProcessPoolExecutor
 from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
 
+from recipes.data.parallel import map_in_order
 from recipes.data.text.corpus import Corpus, Piece
 from recipes.runtime.world import num_cores
 from recipes.tokenizer import Tokenizer
@@ -30,9 +28,6 @@ Task = list[Piece]
 _MIN_BYTES_PER_PROCESS = 2 * 1024**2
 _MIN_BYTES_PER_PROCESS_OF_BYTES = 256 * 1024**2  # bytes are copied, not searched
 _TASK_BYTES = 1024 * 1024
-_TASKS_PER_PROCESS = 2  # one running, one queued: this bounds the memory
-
-_worker_tokenizer: Tokenizer | None = None  # set once in each worker process
 
 
 def tokenize(
@@ -54,13 +49,9 @@ def tokenize(
     """
     tasks = _group(corpus.pieces(cut=tokenizer.splits_at_lines))
     workers = num_workers(corpus.num_bytes, tokenizer, num_processes=num_processes)
+    encode = functools.partial(_encode, tokenizer=tokenizer, dtype=dtype)
     with _progress(corpus.num_bytes) as advance:
-        results = (
-            ((task, [_encode(piece, tokenizer, dtype) for piece in task]) for task in tasks)
-            if workers == 1
-            else _in_parallel(tasks, tokenizer, dtype=dtype, workers=workers)
-        )
-        for task, arrays in results:
+        for task, arrays in map_in_order(encode, tasks, workers=workers):
             yield from zip(task, arrays, strict=True)
             advance(sum(piece.stop - piece.start for piece in task))
 
@@ -88,52 +79,8 @@ def _group(pieces: Iterable[Piece]) -> Iterator[Task]:
         yield task
 
 
-def _encode(piece: Piece, tokenizer: Tokenizer, dtype: str) -> Tokens:
-    return tokenizer.encode_array(piece.read()).astype(dtype)
-
-
-def _in_parallel(
-    tasks: Iterator[Task], tokenizer: Tokenizer, *, dtype: str, workers: int
-) -> Iterator[tuple[Task, list[Tokens]]]:
-    """Yield results in the order of the tasks, with a bounded number of them pending."""
-    # spawn: a fork of a process with threads may hang
-    pool = ProcessPoolExecutor(
-        workers,
-        mp_context=multiprocessing.get_context("spawn"),
-        initializer=_start_worker,
-        initargs=(tokenizer,),
-    )
-    pending: deque[tuple[Task, Future[list[Tokens]]]] = deque()
-    try:
-        for task in tasks:
-            pending.append((task, pool.submit(_encode_task, task, dtype)))
-            if len(pending) >= workers * _TASKS_PER_PROCESS:
-                oldest, future = pending.popleft()
-                yield oldest, future.result()
-        while pending:
-            oldest, future = pending.popleft()
-            yield oldest, future.result()
-    finally:
-        pool.shutdown(cancel_futures=True)
-
-
-def _start_worker(tokenizer: Tokenizer) -> None:
-    global _worker_tokenizer
-    _worker_tokenizer = tokenizer
-    threading.Thread(target=_exit_with_parent, daemon=True).start()
-
-
-def _exit_with_parent() -> None:
-    """Exit when the parent dies: a killed parent cannot stop its workers, and they would wait for tasks forever."""
-    parent = multiprocessing.parent_process()
-    assert parent is not None, "a worker has a parent"
-    parent.join()
-    os._exit(1)
-
-
-def _encode_task(task: Task, dtype: str) -> list[Tokens]:
-    assert _worker_tokenizer is not None, "_start_worker runs first"
-    return [_encode(piece, _worker_tokenizer, dtype) for piece in task]
+def _encode(task: Task, *, tokenizer: Tokenizer, dtype: str) -> list[Tokens]:
+    return [tokenizer.encode_array(piece.read()).astype(dtype) for piece in task]
 
 
 @contextlib.contextmanager

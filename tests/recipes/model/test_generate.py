@@ -9,9 +9,9 @@ import torch
 from torch import nn
 
 from recipes.errors import ConfigError
-from recipes.model.decoder import KeyValueCache, causal_mask
-from recipes.model.generate import generate, sampling_probabilities
+from recipes.model.generate import generate, generate_batch, sampling_probabilities
 from recipes.model.gpt2 import GPT2
+from recipes.model.kv_cache import KeyValueCache, LayerCache
 from recipes.model.llama import Llama
 from recipes.task.language_modeling import LanguageModeling
 
@@ -199,7 +199,11 @@ def test_an_empty_prompt_is_rejected() -> None:
 
 
 def test_the_mask_of_two_new_tokens_after_three_held() -> None:
-    mask = causal_mask(2, num_held=5, device=torch.device("cpu"))
+    cache = LayerCache(capacity=5)
+    for num_tokens in (3, 2):
+        cache.append(torch.zeros(1, 1, num_tokens, 4), torch.zeros(1, 1, num_tokens, 4))
+    mask = cache.mask(2, device=torch.device("cpu"))
+    assert mask is not None
     assert mask.tolist() == [[True] * 4 + [False], [True] * 5]
 
 
@@ -253,3 +257,59 @@ def test_a_temperature_that_float32_cannot_divide_by_is_greedy() -> None:
     logits = torch.tensor([1.0, 3.0, 2.0])
     probabilities = sampling_probabilities(logits, temperature=1e-300, top_k=None, top_p=None)
     assert probabilities.tolist() == [0.0, 1.0, 0.0]
+
+
+PROMPTS = [[1, 2, 3], [7], [4, 5, 6, 7, 8, 9, 10], [3, 3]]
+
+
+@pytest.mark.parametrize("architecture", ARCHITECTURES)
+@pytest.mark.parametrize("temperature", [0.0, 1.0])
+def test_prompts_of_different_lengths_are_continued_together_as_alone(architecture: str, temperature: float) -> None:
+    model = model_of(architecture)
+    settings = {"temperature": temperature, "top_k": None, "top_p": 0.9}
+    together = generate_batch(model, PROMPTS, 9, **settings, seeds=[0, 1, 2, 3], ends=[])
+    for index, prompt in enumerate(PROMPTS):
+        assert together[index] == generate(model, prompt, 9, **settings, seed=index)
+    assert len({tuple(tokens) for tokens in together}) == 4
+
+
+def test_an_answer_ends_at_its_own_end_and_the_others_go_on() -> None:
+    model = model_of("llama")
+    settings = {"temperature": 0.0, "top_k": None, "top_p": None}
+    whole = generate_batch(model, PROMPTS, 9, **settings, seeds=range(4), ends=[])
+    end = whole[0][3]
+    cut = generate_batch(model, PROMPTS, 9, **settings, seeds=range(4), ends=[end])
+    for answer, full in zip(cut, whole, strict=True):
+        assert answer == (full[: full.index(end)] if end in full else full)
+    assert len(cut[0]) == whole[0].index(end) < 9
+    assert max(map(len, cut)) == 9
+
+
+@pytest.mark.parametrize("architecture", ARCHITECTURES)
+def test_an_answer_ends_where_the_window_does_whatever_the_others_do(architecture: str) -> None:
+    model = model_of(architecture)
+    settings = {"temperature": 0.0, "top_k": None, "top_p": None}
+    prompts = [[5] * 14, [1], [5] * MAX_SEQ_LEN]
+    answers = generate_batch(model, prompts, 20, **settings, seeds=range(3), ends=[])
+    assert [len(answer) for answer in answers] == [2, 15, 0]
+    assert answers[1] == generate(model, [1], 15, **settings, seed=0)
+    assert answers[0] == generate(model, [5] * 14, 2, **settings, seed=0)
+
+
+def test_ranks_go_on_until_all_have_ended() -> None:
+    model, asked = model_of("gpt2"), []
+
+    def all_ended(ended: bool) -> bool:
+        asked.append(ended)
+        return len(asked) == 5
+
+    first = generate(model, [1, 2, 3], 1, temperature=0.0, top_k=None, top_p=None, seed=0)
+    settings = {"temperature": 0.0, "top_k": None, "top_p": None}
+    [answer] = generate_batch(model, [[1, 2, 3]], 9, **settings, seeds=[0], ends=first, all_ended=all_ended)
+    assert answer == []
+    assert asked == [True] * 5
+
+
+def test_a_prompt_beyond_the_window_is_rejected() -> None:
+    with pytest.raises(ConfigError, match="a prompt of 17 tokens: the model reads 16"):
+        generate_batch(model_of("gpt2"), [[1] * 17], 2, temperature=0.0, top_k=None, top_p=None, seeds=[0], ends=[])

@@ -1,0 +1,124 @@
+"""Questions of the validation data that the model answers in full, compared with what was to be answered."""
+
+import json
+import logging
+import re
+from collections.abc import Callable
+from typing import Annotated, Any
+
+from lightning.pytorch import Callback, LightningModule, Trainer
+from lightning.pytorch.utilities.seed import isolate_rng
+from typing_extensions import override
+
+from .logged_step import completed_steps, run_folder
+from .profiler_hooks import get_profiler
+from .protocols import SupportsAnswers
+from .ranks import all_ranks, gather_objects, num_ranks
+
+log = logging.getLogger("lightning_recipes")
+
+_SHOWN_CHARACTERS = 60
+
+
+class AnswerCheck(Callback):
+    """Generates answers at the end of each validation and logs the share that is right, `val/exact_match`.
+
+    Loss and token accuracy judge each token after the right ones before it. An answer is right only if the model finds
+    all of its tokens by itself, and ends it.
+
+    Calls `recipes_answer_questions` of a module that is `SupportsAnswers`, on every rank; any other module, or one that
+    returns None, is not checked. Ranks share the questions. Rank 0 appends `{"step", "question", "expected", "given",
+    "score"}` to `answers.jsonl` in the run folder, and logs one wrong answer.
+
+    Args:
+        num_questions: Validation questions, spread evenly; the same each time.
+        num_tokens: Largest number of tokens of an answer. None: somewhat more than the longest expected one.
+        pattern: Regular expression: compare what its first group finds last in both answers, or the whole match
+            without a group. An answer in which it finds nothing is wrong. None: compare the answers without spaces at
+            both ends.
+        score: Called as `score(given=…, expected=…)` with what `pattern` leaves of both answers; returns from 0 to 1.
+            None: 1 if both are equal.
+
+    Raises:
+        ValueError: An argument is outside its range, or `pattern` is no regular expression.
+
+    Example:
+        >>> check = AnswerCheck(num_questions=100, pattern=r"#### (-?[0-9.]+)")
+        >>> check.judge("6 * 7 = 42\\n#### 42", "#### 42")
+        1.0
+    """
+
+    def __init__(
+        self,
+        *,
+        num_questions: Annotated[int, ">= 1"] = 64,
+        num_tokens: Annotated[int, ">= 1"] | None = None,
+        pattern: str | None = None,
+        score: Callable[..., float] | None = None,
+    ) -> None:
+        if num_questions < 1:
+            raise ValueError(f"num_questions is {num_questions}; a share needs 1 or more; set num_questions=64")
+        if num_tokens is not None and num_tokens < 1:
+            raise ValueError(f"num_tokens is {num_tokens}; an answer has 1 or more; set None for as many as expected")
+        try:
+            self._pattern = None if pattern is None else re.compile(pattern)
+        except re.error as error:
+            raise ValueError(f"pattern is {pattern!r}; it is no regular expression: {error}; set None") from error
+        self.num_questions = num_questions
+        self.num_tokens = num_tokens
+        self._score = score
+
+    @override
+    def on_validation_epoch_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        if trainer.sanity_checking or not isinstance(pl_module, SupportsAnswers):
+            return
+        with get_profiler(trainer).profile("answer_check"), isolate_rng():
+            own = pl_module.recipes_answer_questions(
+                self.num_questions,
+                num_tokens=self.num_tokens,
+                rank=trainer.global_rank if num_ranks() > 1 else 0,
+                num_ranks=num_ranks(),
+                all_ended=lambda ended: all_ranks(ended, pl_module.device),
+            )
+        answers = [answer for answers in gather_objects(own) for answer in answers or ()]
+        if not answers:
+            return
+        scores = [self.judge(given, expected) for _, expected, given in answers]
+        pl_module.log("val/exact_match", sum(scores) / len(scores), rank_zero_only=False, sync_dist=False)
+        if trainer.is_global_zero:
+            _write(trainer, answers, scores)
+
+    def judge(self, given: str, expected: str) -> float:
+        """Return the score of an answer."""
+        parts = [self._extract(text) for text in (given, expected)]
+        if parts[0] is None or parts[1] is None:
+            return 0.0
+        if self._score is not None:
+            return float(self._score(given=parts[0], expected=parts[1]))
+        return float(parts[0] == parts[1])
+
+    def _extract(self, text: str) -> str | None:
+        if self._pattern is None:
+            return text.strip()
+        matches = list(self._pattern.finditer(text))
+        return str(matches[-1].group(1 if self._pattern.groups else 0)) if matches else None
+
+
+def _write(trainer: Trainer, answers: list[tuple[str, str, str]], scores: list[float]) -> None:
+    step = completed_steps(trainer)
+    wrong = next((answer for answer, score in zip(answers, scores, strict=True) if score < 1.0), None)
+    shown = ""
+    if wrong is not None:
+        question, expected, given = (
+            text if len(text) <= _SHOWN_CHARACTERS else f"…{text[-_SHOWN_CHARACTERS:]}" for text in wrong
+        )
+        shown = f"; wrong: {question!r} -> {given!r}, expected {expected!r}"
+    log.info("step %d: %.1f of %d answers are right%s", step, sum(scores), len(scores), shown)
+    folder = run_folder(trainer)
+    if folder is None:
+        return
+    folder.mkdir(parents=True, exist_ok=True)
+    with (folder / "answers.jsonl").open("a", encoding="utf-8") as file:
+        for (question, expected, given), score in zip(answers, scores, strict=True):
+            row: dict[str, Any] = {"step": step, "question": question, "expected": expected, "given": given}
+            file.write(json.dumps(row | {"score": score}) + "\n")

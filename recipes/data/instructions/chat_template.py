@@ -1,0 +1,191 @@
+"""Examples -> tokens, and which of them carry loss: by the blocks of a chat template, or by what an answer adds.
+
+A template may mark what the assistant writes, in `{% generation %}` blocks. Most published ones do not: then a
+conversation is rendered up to each answer and with it, and what was added is the answer, if the first text is the
+beginning of the second.
+"""
+
+import re
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Literal
+
+import numpy as np
+from numpy.typing import NDArray
+
+from recipes.data.instructions.conversation import Example, Message
+from recipes.errors import ConfigError
+from recipes.tokenizer import Tokenizer
+
+TrainOn = Literal["answers", "last_answer", "all"]
+Marked = tuple[list[int], list[tuple[int, int]]]  # tokens, and where each answer begins and ends
+
+_FOLDER = Path(__file__).parent / "templates"
+_GENERATION = re.compile(r"\{%-?\s*generation\s*-?%\}")
+
+
+@dataclass(frozen=True)
+class Tokenized:
+    """The tokens of an example, [N], which of them carry loss, and which are answers, [N] bool each."""
+
+    tokens: NDArray[np.uint32]
+    carries_loss: NDArray[np.bool_]
+    is_answer: NDArray[np.bool_]
+
+
+@dataclass(frozen=True)
+class ChatTemplate:
+    """A Jinja template as Hugging Face tokenizers have, rendered in their sandbox.
+
+    Attributes:
+        source: Of the template.
+        name: For errors: a file, `chatml`, or the tokenizer.
+    """
+
+    source: str
+    name: str
+
+    @property
+    def marks_answers(self) -> bool:
+        """Whether the template says what the assistant writes."""
+        return _GENERATION.search(self.source) is not None
+
+    def render(
+        self, messages: list[Message], tokenizer: Tokenizer, *, adds_prompt: bool, tools: list[Any] | None
+    ) -> tuple[str, list[tuple[int, int]]]:
+        """Return the text of a conversation, and the characters [start, end) of each answer if they are marked.
+
+        Raises:
+            ConfigError: The template rejects the conversation, or transformers is not installed.
+        """
+        try:
+            from jinja2 import TemplateError
+            from transformers.utils.chat_template_utils import render_jinja_template
+        except ImportError as error:
+            reason = "chat templates need the package transformers, which is not installed"
+            raise ConfigError("data=instructions", reason, "pip install -e '.[huggingface]'") from error
+        try:
+            [text], spans = render_jinja_template(
+                conversations=[messages],
+                tools=tools,
+                chat_template=self.source,
+                return_assistant_tokens_mask=self.marks_answers,
+                add_generation_prompt=adds_prompt,
+                **tokenizer.special_tokens,
+            )
+        except (TemplateError, TypeError, KeyError, ValueError) as error:
+            reason = f"the template of {self.name} rejects it: {str(error).strip() or type(error).__name__}"
+            raise ConfigError("conversation", reason, "data.template=chatml, or =<file.jinja>") from error
+        return text, [(start, end) for start, end in (spans[0] if spans else [])]
+
+
+def find_template(name: str, tokenizer: Tokenizer) -> ChatTemplate:
+    """Return a chat template.
+
+    Args:
+        name: `auto` for that of the tokenizer, or `chatml` if it has none; `chatml`; or a file.
+        tokenizer: Of the data.
+
+    Raises:
+        ConfigError: There is no such file.
+    """
+    if name == "auto" and tokenizer.chat_template is not None:
+        return ChatTemplate(tokenizer.chat_template, "the tokenizer")
+    if name in ("auto", "chatml"):
+        return ChatTemplate((_FOLDER / "chatml.jinja").read_text(encoding="utf-8").rstrip("\n"), "chatml")
+    path = Path(name).expanduser()
+    if not path.is_file():
+        fix = "data.template=<file.jinja>, =auto for that of the tokenizer, or =chatml"
+        raise ConfigError(f"data.template={name}", "there is no such file", fix)
+    return ChatTemplate(path.read_text(encoding="utf-8"), str(path))
+
+
+class ExampleTokenizer:
+    """Turns examples into tokens and what carries loss; picklable.
+
+    Args:
+        tokenizer: Of the data.
+        template: For conversations.
+        train_on: `answers` of the assistant, the `last_answer`, or `all` tokens.
+    """
+
+    def __init__(self, tokenizer: Tokenizer, template: ChatTemplate, *, train_on: TrainOn) -> None:
+        self._tokenizer = tokenizer
+        self._template = template
+        self._train_on = train_on
+
+    def __call__(self, example: Example) -> Tokenized:
+        """Return the tokens of one example.
+
+        Raises:
+            ConfigError: The template rejects it, or does not let answers be found.
+        """
+        if isinstance(example.answer, str):
+            assert example.prompt is None or isinstance(example.prompt, str)
+            tokens, spans = self._text(example.prompt, example.answer)
+        else:
+            assert not isinstance(example.prompt, str)
+            try:
+                tokens, spans = self._conversation(example.prompt or [], example.answer, example.tools)
+            except ConfigError as error:
+                raise ConfigError(f"{example.place}: {error.setting}", error.reason, error.fix) from error
+        is_answer = np.zeros(len(tokens), dtype=np.bool_)
+        for start, stop in spans:
+            is_answer[start:stop] = True
+        carries_loss = np.ones_like(is_answer) if self._train_on == "all" else is_answer
+        return Tokenized(np.array(tokens, dtype=np.uint32), carries_loss, is_answer)
+
+    def _text(self, prompt: str | None, answer: str) -> Marked:
+        """Return prompt, answer and end-of-text, behind the tokens that the tokenizer puts before every text."""
+        encode = self._tokenizer.encode
+        first = self._tokenizer.first_tokens
+        given = [*first, *(encode(prompt) if prompt else [])]
+        whole = [*first, *encode(f"{prompt or ''}{answer}")]
+        if whole[: len(given)] != given:  # a token across the seam: when it answers, the model reads the prompt alone
+            whole = given + encode(answer)
+        whole.append(self._tokenizer.end_of_text)
+        return whole, [(0 if prompt is None else len(given), len(whole))]
+
+    def _conversation(self, prompt: list[Message], answer: list[Message], tools: list[Any] | None) -> Marked:
+        messages = [*prompt, *answer]
+        answers = [i for i, message in enumerate(messages) if message["role"] == "assistant" and i >= len(prompt)]
+        if self._train_on == "last_answer":
+            answers = answers[-1:]
+        if self._template.marks_answers:
+            return self._by_blocks(messages, answers, tools)
+        return self._by_difference(messages, answers, tools)
+
+    def _by_blocks(self, messages: list[Message], answers: list[int], tools: list[Any] | None) -> Marked:
+        text, spans = self._template.render(messages, self._tokenizer, adds_prompt=False, tools=tools)
+        encoding = self._tokenizer.encode_rendered(text)
+        roles = [i for i, message in enumerate(messages) if message["role"] == "assistant"]
+        if len(spans) != len(roles):
+            raise self._cannot_mask(f"it marks {len(spans)} answers of {len(roles)}")
+        marked = []
+        for index, (start, end) in zip(roles, spans, strict=True):
+            first, last = encoding.char_to_token(start), encoding.char_to_token(end - 1)
+            if index in answers and start < end and first is not None and last is not None:
+                marked.append((first, last + 1))
+        return list(encoding.ids), marked
+
+    def _by_difference(self, messages: list[Message], answers: list[int], tools: list[Any] | None) -> Marked:
+        whole = self._ids(messages, adds_prompt=False, tools=tools)
+        marked = []
+        for index in answers:
+            before = self._ids(messages[:index], adds_prompt=True, tools=tools)
+            after = self._ids(messages[: index + 1], adds_prompt=False, tools=tools)
+            if after[: len(before)] != before or whole[: len(after)] != after:
+                if self._train_on == "all":
+                    continue  # nothing depends on where the answer is
+                raise self._cannot_mask("what it renders for an answer depends on what follows or on the prompt for it")
+            marked.append((len(before), len(after)))
+        return whole, marked
+
+    def _ids(self, messages: list[Message], *, adds_prompt: bool, tools: list[Any] | None) -> list[int]:
+        text, _ = self._template.render(messages, self._tokenizer, adds_prompt=adds_prompt, tools=tools)
+        ids: list[int] = self._tokenizer.encode_rendered(text).ids
+        return ids
+
+    def _cannot_mask(self, reason: str) -> ConfigError:
+        fix = "data.template=<file.jinja> with {% generation %} around answers, or data.train_on=last_answer or all"
+        return ConfigError(f"data.template of {self._template.name}", f"answers cannot be found: {reason}", fix)

@@ -1,0 +1,158 @@
+"""What a row of a data set asks and answers: the formats that people have, as one."""
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from recipes.errors import ConfigError
+
+Message = dict[str, Any]
+
+FORMATS = ("messages", "sharegpt", "prompt_completion", "alpaca", "text")
+# the fields of each format, by the name that data.fields may map to another
+_FIELDS: dict[str, tuple[str, ...]] = {
+    "messages": ("messages",),
+    "sharegpt": ("conversations",),
+    "prompt_completion": ("prompt", "completion"),
+    "alpaca": ("instruction", "output"),
+    "text": ("text",),
+}
+_MESSAGE_FIELDS = {"messages": ("role", "content"), "sharegpt": ("from", "value")}
+ROLES = ("system", "developer", "user", "assistant", "tool")
+_SHAREGPT_ROLES = {
+    "human": "user",
+    "gpt": "assistant",
+    "chatgpt": "assistant",
+    "bing": "assistant",
+    "bard": "assistant",
+    "function_call": "assistant",
+    "observation": "tool",
+}
+
+
+@dataclass(frozen=True, kw_only=True)
+class Example:
+    """One row: a conversation, or plain text.
+
+    Attributes:
+        place: File and line, for errors.
+        prompt: Messages or text without loss; None: everything carries loss.
+        answer: What follows, with loss: of messages, those of the assistant.
+        tools: That a template may render.
+    """
+
+    place: str
+    prompt: list[Message] | str | None
+    answer: list[Message] | str
+    tools: list[Any] | None = None
+
+    @property
+    def question(self) -> str:
+        """Everything before the last answer: rows of the same question stay in the same split."""
+        if isinstance(self.answer, str):
+            return str(self.answer if self.prompt is None else self.prompt)
+        messages = [*(self.prompt or []), *self.answer]
+        last = max((i for i, message in enumerate(messages) if message["role"] == "assistant"), default=len(messages))
+        return repr([(message["role"], message.get("content")) for message in messages[:last]])
+
+
+class Reader:
+    """Turns rows into examples.
+
+    Args:
+        format: One of `FORMATS`; None: by the fields of each row.
+        fields: Names of this data set by the names of the format: `{messages: dialog, role: speaker}`.
+
+    Raises:
+        ConfigError: `fields` has a name that no format has.
+    """
+
+    def __init__(self, *, format: str | None, fields: Mapping[str, str]) -> None:
+        known = {*(name for names in _FIELDS.values() for name in names), "input", "role", "content", "from", "value"}
+        unknown = sorted({*fields} - known)
+        if unknown:
+            reason = f"it maps the names of a format, which are {', '.join(sorted(known))}"
+            raise ConfigError(f"data.fields.{unknown[0]}", reason, "data.fields={<name of the format>: <your name>}")
+        self._format = format
+        self._fields = dict(fields)
+
+    def read(self, row: Mapping[str, Any], *, place: str) -> Example:
+        """Return the example of a row.
+
+        Raises:
+            ConfigError: A field is missing or of another type, or a role is unknown.
+        """
+        kind = self._format or self._recognize(row, place=place)
+        values = {name: self._get(row, name, place=place) for name in _FIELDS[kind]}
+        tools = row.get("tools") or None
+        if kind in _MESSAGE_FIELDS:
+            [messages] = values.values()
+            return Example(place=place, prompt=None, answer=self._messages(messages, kind, place), tools=tools)
+        if kind == "prompt_completion":
+            return self._prompt_completion(values["prompt"], values["completion"], tools, place)
+        if kind == "alpaca":
+            question = _text(values["instruction"], "instruction", place)
+            given = row.get(self._fields.get("input", "input"))
+            question = f"{question}\n\n{given}" if given else question
+            prompt = [{"role": "user", "content": question}]
+            answer = {"role": "assistant", "content": _text(values["output"], "output", place)}
+            return Example(place=place, prompt=prompt, answer=[answer])
+        return Example(place=place, prompt=None, answer=_text(values["text"], "text", place))
+
+    def _recognize(self, row: Mapping[str, Any], *, place: str) -> str:
+        for kind in FORMATS:
+            if all(row.get(self._fields.get(name, name)) is not None for name in _FIELDS[kind]):
+                return kind
+        wanted = "; ".join(" and ".join(names) for names in _FIELDS.values())
+        reason = f"its fields are {', '.join(row) or 'none'}, and a row has {wanted}"
+        raise ConfigError(place, reason, "data.fields={messages: <your name for it>}")
+
+    def _get(self, row: Mapping[str, Any], name: str, *, place: str) -> Any:
+        own = self._fields.get(name, name)
+        if own not in row or row[own] is None:
+            shown = ", ".join(row) or "none"
+            raise ConfigError(
+                place, f"it has no field {own}; its fields are {shown}", f"data.fields={{{name}: <field>}}"
+            )
+        return row[own]
+
+    def _prompt_completion(self, prompt: Any, completion: Any, tools: list[Any] | None, place: str) -> Example:
+        if isinstance(prompt, list) and isinstance(completion, list):
+            given, answer = (self._messages(part, "messages", place) for part in (prompt, completion))
+            return Example(place=place, prompt=given, answer=answer, tools=tools)
+        return Example(
+            place=place, prompt=_text(prompt, "prompt", place), answer=_text(completion, "completion", place)
+        )
+
+    def _messages(self, messages: Any, kind: str, place: str) -> list[Message]:
+        if not isinstance(messages, list) or not all(isinstance(message, Mapping) for message in messages):
+            raise ConfigError(place, "its messages are no list of objects", 'a list of {"role": …, "content": …} there')
+        return [self._message(message, kind, place) for message in messages]
+
+    def _message(self, message: Mapping[str, Any], kind: str, place: str) -> Message:
+        role_field, content_field = (self._fields.get(name, name) for name in _MESSAGE_FIELDS[kind])
+        typed = message.get(role_field)
+        role = _SHAREGPT_ROLES.get(str(typed), typed) if kind == "sharegpt" else typed
+        if role not in ROLES:
+            reason = f"its role {role_field}={typed!r} is none of {', '.join(ROLES)}"
+            raise ConfigError(
+                place, reason, f"one of these there, or data.fields={{{_MESSAGE_FIELDS[kind][0]}: <field>}}"
+            )
+        others = {name: value for name, value in message.items() if name not in (role_field, content_field)}
+        content = message.get(content_field)
+        if content is None and not others.get("tool_calls"):
+            raise ConfigError(
+                place, f"a message of role {role} has no {content_field}", f"a text as {content_field} there"
+            )
+        if content is not None and not isinstance(content, str):
+            raise ConfigError(place, f"the {content_field} of a message is no text", f"a text as {content_field} there")
+        return {"role": role, "content": content or ""} | {
+            key: value for key, value in others.items() if value is not None
+        }
+
+
+def _text(value: Any, name: str, place: str) -> str:
+    if not isinstance(value, str):
+        shown = type(value).__name__
+        raise ConfigError(place, f"its {name} is no text but {shown}", f"a text as {name} there")
+    return value

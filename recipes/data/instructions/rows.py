@@ -1,0 +1,112 @@
+"""Samples of examples: several packed into a row, or one each; only answers are targets.
+
+Letters: T tokens of a row, N tokens of an example.
+"""
+
+from collections.abc import Sequence
+from typing import Any
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import Tensor
+from torch.utils.data import Dataset
+
+from recipes.data.instructions.packing import one_each, pack
+from recipes.data.instructions.store import ExampleStore
+from recipes.numerics.loss import IGNORE_INDEX
+
+PAD_TO = 64  # tokens that padded rows are a multiple of: every other length is compiled by itself
+
+
+class ExampleRows(Dataset[dict[str, Tensor]]):
+    """Rows of examples.
+
+    An example of N tokens has N - 1 inputs, each with its successor as target if that carries loss: the first token is
+    never a target, and no token predicts that of another example. Examples beyond `seq_len` are cut at the end; what
+    then has no target is left out.
+
+    Args:
+        store: All examples.
+        examples: Those of this split.
+        seq_len: T.
+        packs: Several examples share a row, which attend to themselves alone; else a row is one example.
+    """
+
+    def __init__(self, store: ExampleStore, examples: NDArray[np.int64], *, seq_len: int, packs: bool) -> None:
+        self.seq_len = seq_len
+        self.packs = packs
+        self._store = store
+        lengths = store.lengths[examples] - 1  # inputs
+        is_cut = lengths > seq_len
+        has_targets = np.ones(len(examples), dtype=np.bool_)
+        for index in np.flatnonzero(is_cut):
+            has_targets[index] = store.carries_loss(int(examples[index]), stop=seq_len + 1)[1:].any()
+        self.num_cut = int((is_cut & has_targets).sum())
+        self.num_without_targets = int((~has_targets).sum())
+        self.examples = examples[has_targets]
+        lengths = np.minimum(lengths[has_targets], seq_len)
+        self.num_inputs = int(lengths.sum())
+        order, self._starts = pack(lengths, row_length=seq_len) if packs else one_each(len(lengths))
+        self._order = self.examples[order]
+
+    @property
+    def targets_per_sample(self) -> None:
+        """Unknown: it varies."""
+
+    @property
+    def tokens_per_sample(self) -> int:
+        """Every input is a token; of rows of one example, an upper limit."""
+        return self.seq_len
+
+    def __len__(self) -> int:
+        """Return the number of rows."""
+        return len(self._starts) - 1
+
+    def __getitem__(self, index: int) -> dict[str, Tensor]:
+        """Return a row: `inputs`, `targets` and, if it is packed, `positions`, [T] int64 each.
+
+        A position of 0 begins an example; what is left of a row counts as one without targets.
+        """
+        examples = self.examples_of(index)
+        length = self.seq_len if self.packs else int(self._num_inputs(examples[0]))
+        inputs = np.zeros(length, dtype=np.int64)
+        targets = np.full(length, IGNORE_INDEX, dtype=np.int64)
+        positions = np.zeros(length, dtype=np.int64)
+        start = 0
+        for example in examples:
+            tokens = self._store.tokens(example, stop=self.seq_len + 1)
+            carries_loss = self._store.carries_loss(example, stop=self.seq_len + 1)
+            stop = start + len(tokens) - 1
+            inputs[start:stop] = tokens[:-1]
+            targets[start:stop] = np.where(carries_loss[1:], tokens[1:], IGNORE_INDEX)
+            positions[start:stop] = np.arange(stop - start)
+            start = stop
+        positions[start:] = np.arange(length - start)
+        row = {"inputs": torch.from_numpy(inputs), "targets": torch.from_numpy(targets)}
+        return row | {"positions": torch.from_numpy(positions)} if self.packs else row
+
+    def examples_of(self, index: int) -> list[int]:
+        """Return the examples of a row, in order."""
+        if not -len(self) <= index < len(self):
+            raise IndexError(f"row {index} of {len(self)}")
+        index %= len(self)
+        found: list[int] = self._order[self._starts[index] : self._starts[index + 1]].tolist()
+        return found
+
+    def _num_inputs(self, example: int) -> int:
+        return min(int(self._store.lengths[example]) - 1, self.seq_len)
+
+
+def pad_rows(samples: Sequence[dict[str, Tensor]]) -> dict[str, Any]:
+    """Return a batch of rows of one example each, padded at the end to the longest.
+
+    A multiple of 64 tokens; attention is causal, so no token sees the padding.
+    """
+    width = -(-max(len(sample["inputs"]) for sample in samples) // PAD_TO) * PAD_TO
+    batch = {"inputs": torch.zeros(len(samples), width, dtype=torch.int64)}  # [B, T]
+    batch["targets"] = torch.full_like(batch["inputs"], IGNORE_INDEX)
+    for row, sample in enumerate(samples):
+        for name, values in sample.items():
+            batch[name][row, : len(values)] = values
+    return batch

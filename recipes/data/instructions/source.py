@@ -1,0 +1,254 @@
+"""Fine-tuning on conversations, or on prompts with answers: tokenized once, packed into rows."""
+
+import logging
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import Annotated, Any, ClassVar, Literal
+
+import numpy as np
+from numpy.typing import NDArray
+
+from recipes.cache import open_cache_dir
+from recipes.data.instructions.chat_template import ExampleTokenizer, TrainOn, find_template
+from recipes.data.instructions.conversation import Reader
+from recipes.data.instructions.read import Rows, open_rows
+from recipes.data.instructions.rows import ExampleRows, pad_rows
+from recipes.data.instructions.store import ExampleStore, cached_examples
+from recipes.errors import ConfigError
+from recipes.runtime.world import num_cores
+from recipes.tokenizer import Tokenizer, TokenizerConfig
+
+LOGGER = logging.getLogger("lightning_recipes")
+
+_SHOWN_PLACES = 3
+
+
+class Instructions:
+    """Rows of `path`: JSONL, JSON or parquet files, or a data set of the hub."""
+
+    sample_kind: ClassVar[str] = "tokens"
+
+    def __init__(
+        self,
+        *,
+        path: str,
+        format: Literal["messages", "sharegpt", "prompt_completion", "alpaca", "text"] | None,
+        fields: Mapping[str, str],
+        template: str,
+        train_on: TrainOn,
+        packing: bool,
+        val_path: str | None,
+        val_fraction: Annotated[float, "> 0, < 0.9"],
+        hub_split: str,
+        tokenizer: TokenizerConfig,
+        seq_len: Annotated[int, ">= 1"],
+        cache_dir: str,
+        vocab_size: int | None = None,
+        num_processes: Annotated[int, ">= 1"] | None = None,
+    ) -> None:
+        """Store the settings; nothing is read before `prepare`.
+
+        Args:
+            path: File, folder or glob, or `hf://` and the id of a data set.
+            format: Of the rows; None: by their fields.
+            fields: Names of this data set by the names of the format.
+            template: Of conversations: `auto`, `chatml`, or a file.
+            train_on: What carries loss: the `answers`, the `last_answer`, or `all` tokens.
+            packing: Several examples share a row, which do not see each other.
+            val_path: Rows for validation; None: a part of `path`.
+            val_fraction: That part: examples by a hash of what they ask, so that equal questions stay together.
+            hub_split: Split of a data set of the hub.
+            tokenizer: Makes the tokenizer, from these rows if it has to be trained.
+            seq_len: Tokens of a row.
+            cache_dir: Folder of cached tokens and tokenizers.
+            vocab_size: Number of ids that the model has; None: any number.
+            num_processes: Processes that tokenize; None: one per core.
+
+        Raises:
+            ConfigError: There is no tokenizer, or `fields` has an unknown name.
+        """
+        if not hasattr(tokenizer, "make"):
+            raise ConfigError("tokenizer=none", "text needs a tokenizer", "tokenizer=huggingface or =bytes")
+        self.seq_len = seq_len
+        self._path = path
+        self._val_path = val_path
+        self._val_fraction = val_fraction
+        self._reader = Reader(format=format, fields=fields)
+        self._format = f"{format} {sorted(fields.items())}"
+        self._template = template
+        self._train_on = train_on
+        self._packs = packing
+        self._hub_split = hub_split
+        self._tokenizer_config = tokenizer
+        self._cache_dir = cache_dir
+        self._known_ids = vocab_size
+        self._num_processes = num_processes
+        self._prepared: tuple[Tokenizer, dict[str, ExampleStore], dict[str, ExampleRows]] | None = None
+
+    def prepare(self) -> None:
+        """Tokenize the rows unless they are in the cache, and pack them; a second call does nothing.
+
+        Raises:
+            ConfigError: A row cannot be read, its answers cannot be found, or a split is empty.
+        """
+        if self._prepared is not None:
+            return
+        cache_dir = open_cache_dir(self._cache_dir)
+        sources = {"train": self._open("path", self._path)}
+        if self._val_path is not None:
+            sources["val"] = self._open("val_path", self._val_path)
+        hashes = {name: rows.content_hash(cache_dir) for name, rows in sources.items()}
+        corpus = _RowTexts(sources["train"], self._reader, content_hash=hashes["train"], cache_dir=cache_dir)
+        tokenizer = self._tokenizer_config.make(corpus)
+        if self._known_ids is not None and tokenizer.vocab_size > self._known_ids:
+            raise ConfigError(
+                f"model.vocab_size={self._known_ids}",
+                f"the tokenizer has {tokenizer.vocab_size} tokens",
+                f"model.vocab_size={tokenizer.vocab_size}",
+            )
+        template = find_template(self._template, tokenizer)
+        made_by = (self._format, tokenizer.fingerprint, str(tokenizer.special_tokens), template.source, self._train_on)
+        stores = {
+            name: cached_examples(
+                rows,
+                reader=self._reader,
+                tokenizer=ExampleTokenizer(tokenizer, template, train_on=self._train_on),
+                vocab_size=tokenizer.vocab_size,
+                key="\0".join((hashes[name], *made_by)),
+                cache_dir=cache_dir,
+                num_processes=self._num_processes or num_cores(),
+            )
+            for name, rows in sources.items()
+        }
+        rows = {name: self._rows(store, examples, name) for name, store, examples in self._splits(stores)}
+        self._prepared = tokenizer.with_chat_template(template.source), stores, rows
+        self._warn(stores, rows)
+
+    @property
+    def tokenizer(self) -> Tokenizer:
+        """The tokenizer, with the template of the conversations; after `prepare`."""
+        return self._ready()[0]
+
+    @property
+    def collate(self) -> Callable[[Sequence[Any]], Any] | None:
+        """How samples become a batch; None: they have one length."""
+        return None if self._packs else pad_rows
+
+    @property
+    def fingerprint(self) -> str:
+        """Equal for equal samples."""
+        _, stores, _ = self._ready()
+        names = "+".join(store.folder.name for store in stores.values())
+        return f"{names}/{self._val_fraction}/{self.seq_len}/{'packed' if self._packs else 'padded'}"
+
+    def describe(self) -> str:
+        """Return the amount of data, and how much of it carries loss."""
+        _, stores, rows = self._ready()
+        num_tokens = sum(store.meta.num_tokens for store in stores.values())
+        num_loss = sum(store.meta.num_loss_tokens for store in stores.values())
+        train, val = rows["train"], rows["val"]
+        fill = train.num_inputs / (len(train) * self.seq_len)
+        packed = f" in {len(train):,} rows of {self.seq_len}, {fill:.0%} full" if self._packs else ""
+        counts = f"{len(train.examples):,} training{packed} and {len(val.examples):,} validation examples"
+        return f"{counts}; {num_loss:,} of {num_tokens:,} tokens carry loss ({num_loss / num_tokens:.0%})"
+
+    def describe_sample(self, sample: int) -> dict[str, Any]:
+        """Return where the examples of a training row come from, and its text, for the dump of a bad batch."""
+        tokenizer, stores, rows = self._ready()
+        store = stores["train"]
+        examples = rows["train"].examples_of(sample)
+        texts = [tokenizer.decode(store.tokens(example, stop=self.seq_len + 1).tolist()) for example in examples]
+        return {"documents": [{"name": store.place(example)} for example in examples], "text": "\n\n".join(texts)}
+
+    def train(self) -> ExampleRows:
+        """Return the training rows."""
+        return self._ready()[2]["train"]
+
+    def val(self) -> ExampleRows:
+        """Return the validation rows, the same for every seed."""
+        return self._ready()[2]["val"]
+
+    def questions(self, num_questions: int) -> list[tuple[list[int], list[int]]]:
+        """Return prompt and last answer of validation examples, spread evenly, as tokens; fewer if there are fewer.
+
+        The end of a turn is part of an answer. Examples that are cut are left out.
+        """
+        _, stores, rows = self._ready()
+        store = stores["val" if "val" in stores else "train"]
+        examples = rows["val"].examples
+        whole = examples[store.lengths[examples] <= self.seq_len + 1]
+        chosen = whole[np.unique(np.arange(num_questions) * len(whole) // num_questions)] if len(whole) else whole
+        found = []
+        for example in chosen.tolist():
+            is_answer = store.is_answer(example)
+            if not is_answer.any():
+                continue
+            last = int(np.flatnonzero(is_answer)[-1])
+            before = np.flatnonzero(~is_answer[: last + 1])
+            if len(before):
+                first, tokens = int(before[-1]) + 1, store.tokens(example).tolist()
+                found.append((tokens[:first], tokens[first : last + 1]))
+        return found
+
+    def _splits(self, stores: dict[str, ExampleStore]) -> Iterator[tuple[str, ExampleStore, NDArray[np.int64]]]:
+        train = stores["train"]
+        if "val" in stores:
+            yield "train", train, np.arange(len(train), dtype=np.int64)
+            yield "val", stores["val"], np.arange(len(stores["val"]), dtype=np.int64)
+            return
+        is_val = train.questions < np.uint64(int(self._val_fraction * 2.0**64))
+        yield "train", train, np.flatnonzero(~is_val)
+        yield "val", train, np.flatnonzero(is_val)
+
+    def _rows(self, store: ExampleStore, examples: NDArray[np.int64], split: str) -> ExampleRows:
+        rows = ExampleRows(store, examples, seq_len=self.seq_len, packs=self._packs)
+        if len(rows):
+            return rows
+        if len(examples):
+            longest = int(store.lengths[examples].min())
+            reason = f"no answer of the {split} split begins within {self.seq_len} tokens"
+            raise ConfigError(f"seq_len={self.seq_len}", reason, f"seq_len={longest} or more")
+        fix = "data.val_path=<rows>, a larger data.val_fraction, or data.path=<more rows>"
+        reason = f"it has {len(store):,} examples, and none of them is in the {split} split"
+        raise ConfigError(f"data.path={self._path}", reason, fix)
+
+    def _warn(self, stores: dict[str, ExampleStore], rows: dict[str, ExampleRows]) -> None:
+        """Log what is not trained on."""
+        for store in stores.values():
+            if dropped := store.meta.dropped:
+                places = ", ".join(dropped[:_SHOWN_PLACES]) + (", …" if len(dropped) > _SHOWN_PLACES else "")
+                LOGGER.warning("%d rows without an answer are left out: %s", len(dropped), places)
+        for split, found in rows.items():
+            if found.num_cut or found.num_without_targets:
+                LOGGER.warning(
+                    "Of the %s examples, %d are cut to %d tokens, and %d are left out: their answers begin later",
+                    *(split, found.num_cut, self.seq_len, found.num_without_targets),
+                )
+
+    def _open(self, name: str, path: str) -> Rows:
+        return open_rows(path, setting=f"data.{name}", hub_split=self._hub_split)
+
+    def _ready(self) -> tuple[Tokenizer, dict[str, ExampleStore], dict[str, ExampleRows]]:
+        assert self._prepared is not None, "prepare() comes first"
+        return self._prepared
+
+
+class _RowTexts:
+    """The text of rows, for a tokenizer that is trained on it."""
+
+    def __init__(self, rows: Rows, reader: Reader, *, content_hash: str, cache_dir: Path) -> None:
+        self.cache_dir = cache_dir
+        self.content_hash = content_hash
+        self._rows = rows
+        self._reader = reader
+
+    def texts(self, max_bytes: int) -> Iterator[str]:
+        num_bytes = 0
+        for row in self._rows:
+            example = self._reader.read(row.parse(), place=row.place)
+            for part in (example.prompt or "", example.answer):
+                for text in [part] if isinstance(part, str) else [str(message["content"]) for message in part]:
+                    num_bytes += len(text)
+                    yield text
+            if num_bytes >= max_bytes:
+                return

@@ -1,0 +1,235 @@
+"""Tokenized examples on disk: tokens and what each is, one example after the other, and where each came from.
+
+Letters: N examples.
+"""
+
+import hashlib
+import json
+import logging
+from array import array
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import asdict, dataclass
+from itertools import islice
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from recipes.cache import build_once
+from recipes.data.instructions.chat_template import ExampleTokenizer, Tokenized
+from recipes.data.instructions.conversation import Reader
+from recipes.data.instructions.read import Row
+from recipes.data.parallel import map_in_order
+from recipes.errors import ConfigError
+
+log = logging.getLogger("lightning_recipes")
+
+FORMAT_VERSION = 1  # to be increased when the same key gives other files
+_TASK_BYTES = 1024 * 1024
+_TASK_ROWS = 4096
+_ROWS_PER_PROCESS = 2000  # with fewer per process, starting it (~2 s with a chat template) does not pay off
+_CARRIES_LOSS, _IS_ANSWER = 1, 2  # bits of a mark
+_ARRAYS = {"starts": np.int64, "questions": np.uint64}
+
+Encoded = tuple[str, int, Tokenized]  # place, hash of the question, tokens
+
+
+@dataclass(frozen=True)
+class StoreMeta:
+    """The content of `meta.json`.
+
+    Attributes:
+        dropped: Places of rows without a token that carries loss.
+    """
+
+    format_version: int
+    dtype: str
+    num_examples: int
+    num_tokens: int
+    num_loss_tokens: int
+    dropped: list[str]
+
+
+class ExampleStore:
+    """A complete folder of examples, memory-mapped; picklable.
+
+    Args:
+        folder: Written by `cached_examples`.
+    """
+
+    def __init__(self, folder: Path) -> None:
+        self.folder = folder
+        fields = json.loads((folder / "meta.json").read_text(encoding="utf-8"))
+        self.meta = StoreMeta(**fields)
+        self._maps: dict[str, NDArray[Any]] = {}
+
+    def __len__(self) -> int:
+        return self.meta.num_examples
+
+    @property
+    def lengths(self) -> NDArray[np.int64]:
+        """Tokens of each example, [N]."""
+        lengths: NDArray[np.int64] = np.diff(self._map("starts"))
+        return lengths
+
+    @property
+    def questions(self) -> NDArray[np.uint64]:
+        """Hash of what each example asks, [N]."""
+        return self._map("questions")
+
+    def tokens(self, example: int, *, stop: int | None = None) -> NDArray[np.int64]:
+        """Return the first `stop` tokens of an example."""
+        return self._slice("tokens", example, stop).astype(np.int64)
+
+    def carries_loss(self, example: int, *, stop: int | None = None) -> NDArray[np.bool_]:
+        """Return which of the first `stop` tokens of an example carry loss."""
+        return (self._slice("marks", example, stop) & _CARRIES_LOSS).astype(np.bool_)
+
+    def is_answer(self, example: int) -> NDArray[np.bool_]:
+        """Return which tokens of an example are answers."""
+        return (self._slice("marks", example, None) & _IS_ANSWER).astype(np.bool_)
+
+    def place(self, example: int) -> str:
+        """Return file and line of an example."""
+        with (self.folder / "places.txt").open(encoding="utf-8", errors="surrogateescape") as lines:
+            return next(islice(lines, example, None)).rstrip("\n")
+
+    def _slice(self, name: str, example: int, stop: int | None) -> NDArray[Any]:
+        first, last = self._map("starts")[example : example + 2]
+        return self._map(name)[first : last if stop is None else min(last, first + stop)]
+
+    def _map(self, name: str) -> NDArray[Any]:
+        if name not in self._maps:
+            if name in _ARRAYS:
+                self._maps[name] = np.load(self.folder / f"{name}.npy", mmap_mode="r")
+            else:
+                dtype = np.dtype(self.meta.dtype if name == "tokens" else np.uint8).newbyteorder("<")
+                self._maps[name] = np.memmap(self.folder / f"{name}.bin", dtype=dtype, mode="r")
+        return self._maps[name]
+
+    def __getstate__(self) -> dict[str, Any]:
+        """Return everything but the maps, which pickle would turn into copies of the files."""
+        return {**self.__dict__, "_maps": {}}
+
+
+def cached_examples(
+    rows: Iterable[Row],
+    *,
+    reader: Reader,
+    tokenizer: ExampleTokenizer,
+    vocab_size: int,
+    key: str,
+    cache_dir: Path,
+    num_processes: int,
+) -> ExampleStore:
+    """Return the examples of rows, tokenizing them if they are not cached; safe in any number of processes.
+
+    Args:
+        rows: To read.
+        reader: Of rows.
+        tokenizer: Of examples.
+        vocab_size: Of the tokenizer.
+        key: Equal for equal results.
+        cache_dir: Folder of all caches.
+        num_processes: Processes that tokenize.
+
+    Raises:
+        ConfigError: A row cannot be read, or none carries loss; nothing is left in the cache.
+    """
+    digest = hashlib.blake2b(f"{FORMAT_VERSION} {key}".encode("utf-8", "surrogateescape"), digest_size=12).hexdigest()
+    folder = cache_dir / "examples" / digest
+
+    def build(temporary: Path) -> None:
+        _write(temporary, _encode_all(rows, reader, tokenizer, num_processes=num_processes), vocab_size=vocab_size)
+
+    build_once(folder, build, is_complete=is_complete)
+    return ExampleStore(folder)
+
+
+def is_complete(folder: Path) -> bool:
+    """Return whether a folder has its files, with the sizes given by `meta.json`."""
+    try:
+        meta = ExampleStore(folder).meta
+        sizes = {name: (folder / f"{name}.bin").stat().st_size for name in ("tokens", "marks")}
+        has_arrays = all((folder / f"{name}.npy").is_file() for name in _ARRAYS)
+    except (OSError, TypeError, ValueError):  # a file is missing, no JSON, or of other fields
+        return False
+    wanted = {"tokens": meta.num_tokens * np.dtype(meta.dtype).itemsize, "marks": meta.num_tokens}
+    return has_arrays and sizes == wanted and (folder / "places.txt").is_file()
+
+
+def _encode_all(
+    rows: Iterable[Row], reader: Reader, tokenizer: ExampleTokenizer, *, num_processes: int
+) -> Iterator[Encoded]:
+    tasks = _group(rows)
+    first = list(islice(tasks, 2))
+    workers = 1 if len(first) < 2 and sum(map(len, first)) < _ROWS_PER_PROCESS else num_processes
+    for _, encoded in map_in_order(_Encode(reader, tokenizer), _chain(first, tasks), workers=workers):
+        yield from encoded
+
+
+def _chain(first: list[list[Row]], rest: Iterator[list[Row]]) -> Iterator[list[Row]]:
+    yield from first
+    yield from rest
+
+
+def _group(rows: Iterable[Row]) -> Iterator[list[Row]]:
+    """Group rows into tasks of about 1 MiB."""
+    task: list[Row] = []
+    num_bytes = 0
+    for row in rows:
+        task.append(row)
+        num_bytes += row.num_bytes
+        if num_bytes >= _TASK_BYTES or len(task) == _TASK_ROWS:
+            yield task
+            task, num_bytes = [], 0
+    if task:
+        yield task
+
+
+@dataclass(frozen=True)
+class _Encode:
+    """What a process does with a task."""
+
+    reader: Reader
+    tokenizer: ExampleTokenizer
+
+    def __call__(self, rows: Sequence[Row]) -> list[Encoded]:
+        encoded = []
+        for row in rows:
+            example = self.reader.read(row.parse(), place=row.place)
+            question = hashlib.blake2b(example.question.encode("utf-8", "surrogatepass"), digest_size=8).digest()
+            encoded.append((row.place, int.from_bytes(question, "little"), self.tokenizer(example)))
+        return encoded
+
+
+def _write(folder: Path, encoded: Iterator[Encoded], *, vocab_size: int) -> None:
+    dtype = "uint16" if vocab_size <= 1 << 16 else "uint32"
+    starts, questions, dropped = array("q", [0]), array("Q"), list[str]()
+    num_loss_tokens = 0
+    files = [(folder / name).open("wb") for name in ("tokens.bin", "marks.bin", "places.txt")]
+    tokens_file, marks_file, places_file = files
+    try:
+        for place, question, example in encoded:
+            num_targets = int(example.carries_loss[1:].sum())  # nothing precedes the first token
+            if num_targets == 0:
+                dropped.append(place)
+                continue
+            tokens_file.write(example.tokens.astype(np.dtype(dtype).newbyteorder("<")).tobytes())
+            marks = example.carries_loss * np.uint8(_CARRIES_LOSS) + example.is_answer * np.uint8(_IS_ANSWER)
+            marks_file.write(marks.tobytes())
+            places_file.write(f"{place}\n".encode("utf-8", "surrogateescape"))
+            starts.append(starts[-1] + len(example.tokens))
+            questions.append(question)
+            num_loss_tokens += num_targets
+    finally:
+        for file in files:
+            file.close()
+    if not questions:
+        reason = f"none of its {len(dropped):,} rows has an answer" if dropped else "it has no rows"
+        raise ConfigError("data.path", reason, "data.path=<rows with answers>, or data.fields={…} for other names")
+    np.save(folder / "starts.npy", np.array(starts, dtype=np.int64))
+    np.save(folder / "questions.npy", np.array(questions, dtype=np.uint64))
+    meta = StoreMeta(FORMAT_VERSION, dtype, len(questions), starts[-1], num_loss_tokens, dropped)
+    (folder / "meta.json").write_text(json.dumps(asdict(meta), indent=2) + "\n", encoding="utf-8")

@@ -1,0 +1,73 @@
+"""One function over many tasks in several processes: results in the order of the tasks, in bounded memory.
+
+A worker dies with the process that started it.
+"""
+
+import multiprocessing
+import os
+import threading
+from collections import deque
+from collections.abc import Callable, Iterable, Iterator
+from concurrent.futures import Future, ProcessPoolExecutor
+from typing import Any, TypeVar
+
+Task = TypeVar("Task")
+Result = TypeVar("Result")
+
+_TASKS_PER_PROCESS = 2  # one running, one queued: this bounds the memory
+
+_function: Callable[[Any], Any] | None = None  # set once in each worker process
+
+
+def map_in_order(
+    function: Callable[[Task], Result], tasks: Iterable[Task], *, workers: int
+) -> Iterator[tuple[Task, Result]]:
+    """Yield each task and its result, in the order of the tasks, with a bounded number of them pending.
+
+    Args:
+        function: Picklable; sent to each worker once.
+        tasks: Picklable.
+        workers: Number of processes; 1: this one.
+    """
+    if workers == 1:
+        for task in tasks:
+            yield task, function(task)
+        return
+    # spawn: a fork of a process with threads may hang
+    pool = ProcessPoolExecutor(
+        workers,
+        mp_context=multiprocessing.get_context("spawn"),
+        initializer=_start_worker,
+        initargs=(function,),
+    )
+    pending: deque[tuple[Task, Future[Result]]] = deque()
+    try:
+        for task in tasks:
+            pending.append((task, pool.submit(_call, task)))
+            if len(pending) >= workers * _TASKS_PER_PROCESS:
+                oldest, future = pending.popleft()
+                yield oldest, future.result()
+        while pending:
+            oldest, future = pending.popleft()
+            yield oldest, future.result()
+    finally:
+        pool.shutdown(cancel_futures=True)
+
+
+def _start_worker(function: Callable[[Any], Any]) -> None:
+    global _function
+    _function = function
+    threading.Thread(target=_exit_with_parent, daemon=True).start()
+
+
+def _exit_with_parent() -> None:
+    """Exit when the parent dies: a killed parent cannot stop its workers, and they would wait for tasks forever."""
+    parent = multiprocessing.parent_process()
+    assert parent is not None, "a worker has a parent"
+    parent.join()
+    os._exit(1)
+
+
+def _call(task: Any) -> Any:
+    assert _function is not None, "_start_worker runs first"
+    return _function(task)

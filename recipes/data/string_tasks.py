@@ -1,0 +1,75 @@
+"""Questions that a program answers: letters to reverse or to sort, for first runs of fine-tuning."""
+
+import random
+from collections.abc import Callable, Iterator, Sequence
+from pathlib import Path
+from typing import Annotated, Any, ClassVar, Literal
+
+from typing_extensions import override
+
+from recipes.data.instructions.read import Row, Rows
+from recipes.data.instructions.source import Instructions
+from recipes.errors import ConfigError
+
+_LETTERS = "abcdefghijklmnopqrstuvwxyz"
+_LENGTHS = range(4, 8)  # letters
+_ANSWERS: dict[str, Callable[[str], str]] = {
+    "rev": lambda letters: letters[::-1],
+    "sort": lambda letters: "".join(sorted(letters)),
+}
+
+
+class StringTasks(Instructions):
+    """Examples such as `rev:abcd>` with the answer `dcba`, as prompts and completions."""
+
+    sample_kind: ClassVar[str] = "tokens"
+
+    def __init__(
+        self,
+        *,
+        tasks: list[Literal["rev", "sort"]],
+        num_examples: Annotated[int, ">= 100"],
+        shuffles_answers: bool,
+        **settings: Any,
+    ) -> None:
+        """Store the settings.
+
+        Args:
+            tasks: Of the examples, in turn.
+            num_examples: Training and validation together.
+            shuffles_answers: Each question gets the answer of another: a control, on which nothing can be learned.
+            **settings: As of `Instructions`.
+
+        Raises:
+            ConfigError: A task is unknown.
+        """
+        for task in tasks:
+            if task not in _ANSWERS:
+                raise ConfigError(
+                    f"data.tasks={tasks}", f"there is no task {task}", f"data.tasks=[{','.join(_ANSWERS)}]"
+                )
+        super().__init__(path="", format="prompt_completion", fields={}, val_path=None, hub_split="train", **settings)
+        self._rows_of_tasks = _TaskRows(tasks, num_examples, shuffles_answers)
+
+    @override
+    def _open(self, name: str, path: str) -> Rows:
+        return self._rows_of_tasks
+
+
+class _TaskRows:
+    def __init__(self, tasks: Sequence[str], num_examples: int, shuffles_answers: bool) -> None:
+        self.name = f"{num_examples:,} examples of {', '.join(tasks)}"
+        self._tasks = tasks
+        self._num_examples = num_examples
+        self._shuffles_answers = shuffles_answers
+
+    def content_hash(self, cache_dir: Path) -> str:
+        return f"{self.name} {self._shuffles_answers}"
+
+    def __iter__(self) -> Iterator[Row]:
+        rng = random.Random(0)
+        words = ["".join(rng.choices(_LETTERS, k=rng.choice(_LENGTHS))) for _ in range(self._num_examples)]
+        others = words[1:] + words[:1] if self._shuffles_answers else words
+        for index, (word, other) in enumerate(zip(words, others, strict=True)):
+            task = self._tasks[index % len(self._tasks)]
+            yield Row(f"example {index + 1}", {"prompt": f"{task}:{word}>", "completion": _ANSWERS[task](other)})

@@ -1,0 +1,171 @@
+"""Rows to samples: split by what is asked, counted, cached, and described."""
+
+import json
+import logging
+import pickle
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from recipes.data.instructions import store as store_module
+from recipes.data.instructions.source import Instructions
+from recipes.errors import ConfigError
+from recipes.tokenizer.bytes import Bytes
+
+
+def write(path: Path, rows: list[dict[str, Any]]) -> str:
+    path.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    return str(path)
+
+
+def sums(num_rows: int = 400) -> list[dict[str, Any]]:
+    return [{"prompt": f"{i}+{i}=", "completion": str(2 * i)} for i in range(num_rows)]
+
+
+def source_of(folder: Path, rows: list[dict[str, Any]] | None = None, **settings: Any) -> Instructions:
+    settings = {
+        "path": write(folder / "rows.jsonl", sums() if rows is None else rows),
+        "format": None,
+        "fields": {},
+        "template": "auto",
+        "train_on": "answers",
+        "packing": True,
+        "val_path": None,
+        "val_fraction": 0.1,
+        "hub_split": "train",
+        "tokenizer": Bytes(),
+        "seq_len": 32,
+        "cache_dir": str(folder / "cache"),
+    } | settings
+    source = Instructions(**settings)
+    source.prepare()
+    return source
+
+
+def test_a_tenth_is_held_out_by_what_is_asked_whatever_the_order(tmp_path: Path) -> None:
+    source = source_of(tmp_path)
+    asked = {source.tokenizer.decode(question) for question, _ in source.questions(1000)}
+    assert 20 <= len(asked) <= 60, "a tenth of 400"
+    assert len(source.train().examples) + len(source.val().examples) == 400
+    others = source_of(tmp_path, list(reversed(sums())))
+    assert {others.tokenizer.decode(question) for question, _ in others.questions(1000)} == asked
+    # the same question with another answer stays on its side
+    doubled = source_of(tmp_path, [*sums(), *({"prompt": row["prompt"], "completion": "?"} for row in sums())])
+    assert {doubled.tokenizer.decode(question) for question, _ in doubled.questions(1000)} == asked
+
+
+def test_questions_come_with_their_answers(tmp_path: Path) -> None:
+    source = source_of(tmp_path)
+    for question, answer in source.questions(10):
+        text = source.tokenizer.decode(question)
+        assert answer[-1] == source.tokenizer.end_of_text
+        assert int(source.tokenizer.decode(answer[:-1])) == 2 * int(text.partition("+")[0])
+    assert len(source.questions(10)) == 10
+
+
+def test_of_a_conversation_the_last_answer_is_asked_for(tmp_path: Path) -> None:
+    chat = [("user", "1"), ("assistant", "2"), ("user", "3"), ("assistant", "4")]
+    rows = [{"messages": [{"role": role, "content": f"{text}{i}"} for role, text in chat]} for i in range(40)]
+    for train_on in ("answers", "all"):
+        source = source_of(tmp_path, rows, seq_len=256, val_fraction=0.5, train_on=train_on)
+        question, answer = source.questions(1)[0]
+        assert source.tokenizer.decode(question).endswith("<|im_start|>assistant\n")
+        assert source.tokenizer.decode(question).count("<|im_start|>") == 4
+        assert source.tokenizer.decode(answer).startswith("4")
+
+
+def test_validation_rows_of_their_own_leave_training_whole(tmp_path: Path) -> None:
+    source = source_of(tmp_path, val_path=write(tmp_path / "val.jsonl", sums(7)))
+    assert (len(source.train().examples), len(source.val().examples)) == (400, 7)
+
+
+def test_the_line_of_the_log_counts_what_carries_loss(tmp_path: Path) -> None:
+    line = source_of(tmp_path, sums(100), seq_len=64).describe()
+    num_tokens = sum(len(f"{row['prompt']}{row['completion']}") + 1 for row in sums(100))
+    num_loss = sum(len(row["completion"]) + 1 for row in sums(100))
+    assert f"{num_loss:,} of {num_tokens:,} tokens carry loss ({num_loss / num_tokens:.0%})" in line
+    assert "training in" in line
+    assert "rows of 64, 9" in line
+
+
+def test_rows_without_an_answer_are_left_out_and_named(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    silent = {"messages": [{"role": "user", "content": "hello"}]}
+    with caplog.at_level(logging.WARNING, "lightning_recipes"):
+        source = source_of(tmp_path, [silent, *sums(50), silent])
+    assert len(source.train().examples) + len(source.val().examples) == 50
+    assert "2 rows without an answer are left out: rows.jsonl:1, rows.jsonl:52" in caplog.text
+    with pytest.raises(ConfigError, match="none of its 3 rows has an answer"):
+        source_of(tmp_path, [silent] * 3)
+
+
+def test_what_is_cut_is_counted(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    rows = [*sums(200), *({"prompt": f"{i}" * 50, "completion": "x"} for i in range(100, 110))]
+    rows += [{"prompt": f"{i}=", "completion": "x" * 50} for i in range(200, 220)]
+    with caplog.at_level(logging.WARNING, "lightning_recipes"):
+        source = source_of(tmp_path, rows, val_fraction=0.3)
+    counted = [(rows.num_cut, rows.num_without_targets) for rows in (source.train(), source.val())]
+    assert tuple(map(sum, zip(*counted, strict=True))) == (20, 10)
+    for split, (cut, left_out) in zip(("train", "val"), counted, strict=True):
+        assert f"Of the {split} examples, {cut} are cut to 32 tokens, and {left_out} are left out" in caplog.text
+
+
+def test_the_second_time_nothing_is_tokenized(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    first = source_of(tmp_path)
+    monkeypatch.setattr(store_module, "_encode_all", None)
+    again = source_of(tmp_path, seq_len=64, val_fraction=0.2)
+    assert again.train().num_inputs < first.train().num_inputs
+    monkeypatch.undo()
+    assert source_of(tmp_path, train_on="all").fingerprint != first.fingerprint
+
+
+def test_any_number_of_processes_writes_the_same_bytes(tmp_path: Path) -> None:
+    written = []
+    for name, processes in (("one", 1), ("two", 2)):
+        (tmp_path / name).mkdir()
+        source = source_of(tmp_path / name, sums(9000), num_processes=processes)
+        [folder] = [path for path in (tmp_path / name / "cache" / "examples").iterdir() if path.is_dir()]
+        written.append({path.name: path.read_bytes() for path in folder.iterdir()})
+        assert len(source.train().examples) > 8000
+    assert written[0] == written[1]
+    assert set(written[0]) == {"tokens.bin", "marks.bin", "starts.npy", "questions.npy", "places.txt", "meta.json"}
+
+
+def test_a_row_that_cannot_be_read_leaves_nothing_behind(tmp_path: Path) -> None:
+    rows = [*sums(9000), {"prompt": "x"}]
+    for processes in (1, 2):
+        with pytest.raises(ConfigError, match="rows.jsonl:9001: its fields are prompt"):
+            source_of(tmp_path, rows, num_processes=processes)
+    assert not [path for path in (tmp_path / "cache" / "examples").iterdir() if path.is_dir()]
+
+
+def test_rows_are_sent_to_loader_processes_without_the_files(tmp_path: Path) -> None:
+    rows = source_of(tmp_path, sums(9000)).train()
+    rows[0]
+    sent = pickle.dumps(rows)
+    assert (pickle.loads(sent)[5]["inputs"] == rows[5]["inputs"]).all()
+    tokens = (rows._store.folder / "tokens.bin").stat().st_size
+    assert len(sent) < 16 * len(rows.examples) + 16 * len(rows) + 10_000, f"and not the {tokens:,} bytes of tokens"
+
+
+def test_a_bad_batch_is_described_by_file_and_line(tmp_path: Path) -> None:
+    source = source_of(tmp_path)
+    described = source.describe_sample(0)
+    places = [int(document["name"].partition(":")[2]) - 1 for document in described["documents"]]
+    for place in places:
+        assert f"{place}+{place}={2 * place}" in described["text"]
+
+
+@pytest.mark.parametrize(
+    ("settings", "message"),
+    [
+        ({"rows": sums(3), "val_fraction": 0.01}, "it has 3 examples, and none of them is in the val split"),
+        ({"seq_len": 2}, "no answer of the train split begins within 2 tokens; type seq_len="),
+        ({"vocab_size": 200}, "model.vocab_size=200: the tokenizer has 257 tokens"),
+        ({"rows": []}, "it has no rows"),
+        ({"tokenizer": {}}, "tokenizer=none: text needs a tokenizer"),
+    ],
+)
+def test_what_cannot_be_trained_on_is_named(settings: dict[str, Any], message: str, tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match=message):
+        source_of(tmp_path, **settings)
