@@ -34,6 +34,17 @@ TINY = (
 )
 
 
+def needed_by(recipe: str, folder: Path) -> list[str]:
+    """Return what a recipe does not compose without: a disk, or data."""
+    if recipe.endswith("_nvme"):
+        return [f"strategy.nvme_path={folder}"]
+    if recipe != "sft":
+        return []
+    path = folder / "rows.jsonl"
+    path.write_text("".join(f'{{"prompt": "{i}+{i}=", "completion": "{2 * i}"}}\n' for i in range(200)))
+    return [f"data.path={path}"]
+
+
 def composed_config(*overrides: str) -> dict[str, Any]:
     """Return the checked config of overrides that must be valid."""
     composed, errors = compose_and_check(overrides)

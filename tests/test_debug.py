@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 from started import Started
-from support import ROOT, TINY, composed_config, read_metrics, run_train
+from support import ROOT, TINY, composed_config, needed_by, read_metrics, run_train
 
 from recipes.config import compose_and_check
 from recipes.config.check import strategy as engines
@@ -43,8 +43,7 @@ def test_every_recipe_takes_every_debug_option(
     recipe: str, option: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(engines, "check_toolchain", lambda *_, **__: ())
-    disk = [f"strategy.nvme_path={tmp_path}"] if recipe.endswith("_nvme") else []
-    composed, mistakes = compose_and_check([f"recipe={recipe}", f"debug={option}", *disk])
+    composed, mistakes = compose_and_check([f"recipe={recipe}", f"debug={option}", *needed_by(recipe, tmp_path)])
     assert composed is not None
     assert not mistakes, [str(mistake) for mistake in mistakes]
     name = recipe if option == "none" else f"debug_{option}"

@@ -11,6 +11,7 @@ from gpu_checks.rank_cases import (
     describe_missing,
     make_case,
     only_installed,
+    packed_case,
     run_cases,
     run_curves,
 )
@@ -125,6 +126,30 @@ def two_ranks(settings: Settings) -> Outcome:
     figures["warnings of a stream mismatch"] = log.count(_STREAM_WARNING)
     note = f"DDP synchronizes per parameter: {_STREAM_WARNING}" if _STREAM_WARNING in log else ""
     return judge([*failures, *unequal], headline=largest(found), figures=figures, note=note)
+
+
+def packed(settings: Settings) -> Outcome:
+    """Compare the curve of packed examples under FlexAttention with that under the dense mask, here and on the CPU."""
+    if settings.accelerator == "cpu":
+        raise Skip("FlexAttention needs a GPU: a CPU takes the dense mask")
+    cache = str(settings.folder / "examples")
+    on_gpu, models = f"trainer.accelerator={settings.accelerator}", ("gpt2", "llama")
+    cases = {
+        f"{model}, {name}": packed_case("single", *typed, world_size=1, model=model, cache_dir=cache)
+        for model in models
+        for name, typed in {
+            "FlexAttention": [on_gpu, "compile=true"],
+            "dense mask": [on_gpu, "compile=false"],
+            "dense mask on the CPU": ["compile=false"],
+        }.items()
+    }
+    rows = run_curves(settings, "packed", cases)
+    found: Differences = {}
+    for model in models:
+        of_model = {name: curve for name, curve in rows.items() if name.startswith(model)}
+        found |= find_differences(of_model, rows[f"{model}, dense mask on the CPU"])
+    limits = dict.fromkeys(found, ACROSS_DEVICES)
+    return judge(find_excess(found, limits), headline=largest(found), figures=found)
 
 
 def choose_engines(settings: Settings, check: str, names: Sequence[str]) -> list[str]:

@@ -34,6 +34,12 @@ CHECKS = (
         limit_seconds=120.0,
     ),
     Check(
+        name="packed documents",
+        passes_if="FlexAttention within 1e-4 of the dense mask on a CPU, in float32",
+        function="equality:packed",
+        limit_seconds=180.0,
+    ),
+    Check(
         name="resume after a kill",
         passes_if="weights and optimizer state equal to the last bit, with trainer.deterministic=true",
         function="recovery:resume_after_kill",

@@ -10,7 +10,7 @@ ROOT = Path(__file__).parents[2]
 PARITY = ROOT / "tests" / "parity"
 sys.path[:0] = [str(PARITY), str(ROOT / "tests")]
 
-from cases import STRATEGIES, case  # noqa: E402
+from cases import STRATEGIES, case, packed_case  # noqa: E402, F401
 from ranks import WORKER, run_on_ranks  # noqa: E402
 
 from gpu_checks.check import Settings  # noqa: E402

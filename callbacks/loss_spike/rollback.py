@@ -10,8 +10,8 @@ from lightning.fabric.utilities.exceptions import MisconfigurationException
 from lightning.pytorch import Trainer
 from torch import Tensor
 
-from ..host_memory import available_bytes
 from ..logged_step import run_folder
+from ..memory.host_memory import available_bytes
 from ..ranks import all_ranks
 from .checkpoint_list import checkpoint_lists, restore_checkpoint_lists
 from .replicas import NodeReplicas, find_replicas, is_shared

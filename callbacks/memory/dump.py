@@ -8,7 +8,7 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-from ..host_memory import available_bytes
+from .host_memory import available_bytes
 
 _MIB = 2**20
 _NUM_TENSORS = 30

@@ -77,6 +77,35 @@ STRATEGIES: dict[str, list[str]] = {
 }
 
 
+PACKED_DATA = {
+    "_target_": "recipes.data.string_tasks.StringTasks",
+    "tasks": ["rev", "sort"],
+    "num_examples": 400,
+    "shuffles_answers": False,
+    "template": "auto",
+    "train_on": "answers",
+    "packing": True,
+    "val_fraction": 0.2,
+    "tokenizer": {"_target_": "recipes.tokenizer.bytes.Bytes"},
+    "seq_len": 48,
+    "vocab_size": 257,
+}  # and a cache_dir
+_PACKED = [
+    *("model.vocab_size=257", "model.max_seq_len=48", "optimizer.lr=5e-3", "eval_samples=null"),
+    "callbacks=[grad_norm,loss_scale,answer_check]",
+    "callbacks.answer_check.num_questions=21",  # odd, so that one of two ranks has fewer
+    "callbacks.answer_check.score={_target_: support.number_of_text, _partial_: true}",
+]
+
+
+def packed_case(
+    strategy: str, *more: str, world_size: int, accumulate: int = 2, model: str = "gpt2", cache_dir: str | None = None
+) -> dict[str, Any]:
+    """Return the experiment on packed examples, with answers to validation questions."""
+    made = case(model, strategy=STRATEGIES[strategy], precision="32-true", accumulate=accumulate, world_size=world_size)
+    return made | {"overrides": [*made["overrides"], *_PACKED, *more], "data": PACKED_DATA | {"cache_dir": cache_dir}}
+
+
 def largest_difference(rows: list[dict[str, float]], reference: list[dict[str, float]]) -> dict[str, float]:
     """Return the largest relative difference of loss and norm over all steps."""
     assert len(rows) == len(reference), f"{len(rows)} rows != {len(reference)}"

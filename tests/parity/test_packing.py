@@ -3,43 +3,17 @@
 from typing import Any
 
 import pytest
-from cases import STRATEGIES, case, largest_difference
-
-DATA = {
-    "_target_": "recipes.data.string_tasks.StringTasks",
-    "tasks": ["rev", "sort"],
-    "num_examples": 400,
-    "shuffles_answers": False,
-    "template": "auto",
-    "train_on": "answers",
-    "packing": True,
-    "val_fraction": 0.2,
-    "tokenizer": {"_target_": "recipes.tokenizer.bytes.Bytes"},
-    "seq_len": 48,
-    "vocab_size": 257,
-}
-TASKS = ["model.vocab_size=257", "model.max_seq_len=48", "optimizer.lr=5e-3", "eval_samples=null"]
-ANSWERS = [
-    "callbacks=[grad_norm,loss_scale,answer_check]",
-    "callbacks.answer_check.num_questions=21",  # odd, so that one of two ranks has fewer
-    "callbacks.answer_check.score={_target_: support.number_of_text, _partial_: true}",
-]
-
-
-def packed(strategy: str, *more: str, world_size: int, accumulate: int = 2, model: str = "gpt2") -> dict[str, Any]:
-    made = case(model, strategy=STRATEGIES[strategy], precision="32-true", accumulate=accumulate, world_size=world_size)
-    return made | {"overrides": [*made["overrides"], *TASKS, *ANSWERS, *more], "data": DATA}
-
+from cases import PACKED_DATA, largest_difference, packed_case
 
 ON_ONE = {
-    f"{model}, {accumulate}": packed("single", world_size=1, accumulate=accumulate, model=model)
+    f"{model}, {accumulate}": packed_case("single", world_size=1, accumulate=accumulate, model=model)
     for model, accumulate in (("gpt2", 1), ("gpt2", 4), ("llama", 1))
 }
-ON_ONE["recomputed"] = packed("single", "activation_checkpoint=selective", world_size=1)
+ON_ONE["recomputed"] = packed_case("single", "activation_checkpoint=selective", world_size=1)
 ON_TWO = {
-    name: packed(name, world_size=2) for name in ("ddp", "fsdp", "fsdp, cpu offload", "ZeRO-1", "ZeRO-2", "ZeRO-3")
+    name: packed_case(name, world_size=2) for name in ("ddp", "fsdp", "fsdp, cpu offload", "ZeRO-1", "ZeRO-2", "ZeRO-3")
 }
-ON_TWO["llama, fsdp"] = packed("fsdp", world_size=2, model="llama")
+ON_TWO["llama, fsdp"] = packed_case("fsdp", world_size=2, model="llama")
 
 
 @pytest.fixture(scope="session")
@@ -47,7 +21,7 @@ def with_cache(tmp_path_factory: pytest.TempPathFactory) -> Any:
     folder = str(tmp_path_factory.mktemp("examples"))
 
     def fill(cases: dict[str, dict[str, Any]]) -> dict[str, dict[str, Any]]:
-        return {name: made | {"data": DATA | {"cache_dir": folder}} for name, made in cases.items()}
+        return {name: made | {"data": PACKED_DATA | {"cache_dir": folder}} for name, made in cases.items()}
 
     return fill
 

@@ -20,7 +20,7 @@ if not IS_LONG:
         *("quickstart", "single_fp16", "ddp_fp16", "fsdp_fp16", "fsdp_bf16_offload", "hsdp_bf16"),
         *("zero1_bf16", "zero2_fp16", "zero2_fp16_offload", "zero3_bf16", "zero3_fp16", "zero3_bf16_offload"),
     ]
-ALONE = [name for name in RECIPES if name.startswith(("single_", "quickstart"))]
+ALONE = [name for name in RECIPES if name.startswith(("single_", "quickstart", "sft"))]
 ON_TWO = [name for name in RECIPES if name not in ALONE]
 WORKER = Path(__file__).parent / "resume_ranks.py"
 COMMON = [

@@ -7,8 +7,8 @@ import torch
 from fake_cuda import fake_streams
 from torch._subclasses.fake_tensor import FakeTensorMode
 
-from callbacks.host_memory import available_bytes
 from callbacks.loss_spike.snapshot import Snapshot, SnapshotRing
+from callbacks.memory.host_memory import available_bytes
 
 
 def tensors() -> dict[str, torch.Tensor]:

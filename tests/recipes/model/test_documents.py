@@ -1,10 +1,15 @@
 """Packed documents: the logits and gradients of each are those it has alone, whichever kernel computes attention."""
 
+from typing import Any
+
 import pytest
 import torch
 from torch import Tensor
+from torch._dynamo.utils import counters
 from torch.nn.attention.flex_attention import flex_attention
 
+from recipes.compile import compile_blocks
+from recipes.model import llama
 from recipes.model.decoder import attend
 from recipes.model.documents import Documents, block_mask, dense_mask, number_documents
 from recipes.model.gpt2 import GPT2
@@ -85,3 +90,33 @@ def test_attention_by_blocks_equals_that_by_the_dense_mask() -> None:
     mask = block_mask(number_documents(positions))
     by_blocks = flex_attention(queries, keys, values, block_mask=mask, enable_gqa=True)
     torch.testing.assert_close(by_blocks, dense, rtol=1e-5, atol=1e-6)  # float32, other orders of the same sums
+
+
+def test_a_compiled_block_is_one_graph_whatever_the_documents(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Without gradients: on a CPU, torch has no backward pass of FlexAttention (2.13)."""
+
+    class Blocked(Documents):
+        def __init__(self, positions: Tensor, *, dropout: float) -> None:
+            self.mask = block_mask(number_documents(positions))  # as on a GPU
+
+    graphs = []
+
+    def backend(graph: torch.fx.GraphModule, inputs: Any) -> Any:
+        graphs.append([node.name for node in graph.graph.nodes if "flex" in node.name])
+        return graph.forward
+
+    torch.compiler.reset()
+    counters.clear()
+    model = model_of("llama").float()
+    tokens = packed()[0]
+    with torch.no_grad():
+        expected = [model(tokens, positions=positions) for positions in (packed()[1], packed()[1].flip(0))]
+        monkeypatch.setattr(llama, "Documents", Blocked)
+        compile_blocks(model.blocks, mode="default")
+        for block in model.blocks:
+            block.compile(backend=backend, dynamic=False)
+        for positions, logits in zip((packed()[1], packed()[1].flip(0)), expected, strict=True):
+            # float32, logits up to 100 after matrices of eight times their size
+            torch.testing.assert_close(model(tokens, positions=positions), logits, rtol=1e-4, atol=1e-3)
+    assert graphs == [["flex_attention"]], "one for both blocks, and for other documents"
+    assert not counters["graph_break"]
