@@ -18,6 +18,6 @@ class BuildWithoutSetup(build_py):
 setup(
     packages=[NAME, *(f"{NAME}.{name}" for name in INNER)],
     package_dir={NAME: "."},
-    package_data={"": ["*.yaml", "*.css", "*.js"]},
+    package_data={"": ["*.yaml", "*.css", "*.jinja", "*.js"]},
     cmdclass={"build_py": BuildWithoutSetup},
 )

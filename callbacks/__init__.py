@@ -19,6 +19,7 @@ from typing import TYPE_CHECKING
 # The public names, listed here only: at run time a name is imported from its module on first use, so that
 # `from callbacks import write_report` does not pay for importing torch and Lightning.
 if TYPE_CHECKING:
+    from .answer_check import AnswerCheck as AnswerCheck
     from .bottleneck.callback import BottleneckMonitor as BottleneckMonitor
     from .diagnosis.diagnose import diagnose as diagnose
     from .early_stop import EarlyStop as EarlyStop
@@ -28,6 +29,7 @@ if TYPE_CHECKING:
     from .loss_spike.recovery import TrainingDivergedError as TrainingDivergedError
     from .memory.callback import MemoryMonitor as MemoryMonitor
     from .progress.callback import ProgressLine as ProgressLine
+    from .protocols import SupportsAnswers as SupportsAnswers
     from .protocols import SupportsConsumed as SupportsConsumed
     from .protocols import SupportsFlops as SupportsFlops
     from .protocols import SupportsMetaForward as SupportsMetaForward

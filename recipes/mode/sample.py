@@ -3,16 +3,19 @@
 from typing import Annotated, Literal
 
 from recipes.build import Run
+from recipes.data.instructions.chat_template import prompt_for_answer
 from recipes.errors import ConfigError
 from recipes.mode.load import load_task, load_tokenizer
 from recipes.runtime.console import LOGGER
 from recipes.task.language_modeling import LanguageModeling
+from recipes.tokenizer import Tokenizer
 
 
 def sample(
     run: Run,
     *,
     prompt: str,
+    chat: bool,
     num_tokens: Annotated[int, ">= 1"],
     num_samples: Annotated[int, ">= 1"],
     temperature: Annotated[float, ">= 0, <= 1000"],
@@ -26,6 +29,7 @@ def sample(
     Args:
         run: A run with a checkpoint of a language model.
         prompt: Text to continue.
+        chat: The prompt is a user's message, to be answered: by the chat template that the run has learned from.
         num_tokens: Maximum number of tokens to generate; a text ends earlier at an end-of-text token.
         num_samples: Number of texts; text i is sampled with `seed + i`.
         temperature: 0 always picks the most likely token; 1 samples from the model's distribution.
@@ -49,16 +53,23 @@ def sample(
             "the data of that run is not text: it has no tokenizer",
             "resume=<a run on text>",
         )
+    tokens, ends = (task.tokenizer.encode(prompt), []) if not chat else _ask(prompt, task.tokenizer)
     for number in range(num_samples):
         text = task.generate_text(
-            prompt,
+            tokens,
             num_tokens,
             temperature=temperature,
             top_k=top_k,
             top_p=top_p,
             seed=seed + number,
+            ends=ends,
         )
         if num_samples > 1:
             LOGGER.info(f"--- {number + 1} of {num_samples}, seed {seed + number}")
-        LOGGER.info(f"{prompt}{text}")
+        LOGGER.info(f"{prompt}\n{text}" if chat else f"{prompt}{text}")
     return 0
+
+
+def _ask(message: str, tokenizer: Tokenizer) -> tuple[list[int], list[int]]:
+    tokens, end = prompt_for_answer(message, tokenizer)
+    return tokens, [end]

@@ -32,7 +32,7 @@ def generate(
     top_k: int | None,
     top_p: float | None,
     seed: int,
-    end_of_text: int | None = None,
+    ends: Collection[int] = (),
     use_cache: bool = True,
     agree: Callable[[int], int] | None = None,
 ) -> list[int]:
@@ -46,7 +46,7 @@ def generate(
         top_k: Sample among the k likeliest tokens; None: all.
         top_p: Sample among the fewest tokens that have this probability together; None: all.
         seed: The same seed and logits give the same tokens, on any device.
-        end_of_text: Stop when this token is sampled; it is not returned. None: never.
+        ends: Stop when one of these tokens is sampled; it is not returned.
         use_cache: False reads the whole window for every token: slower, the same tokens; a model whose `forward` has
             no `cache` argument always does.
         agree: Returns rank 0's token on every rank. On different GPUs the last bits of logits differ, and so may the
@@ -74,7 +74,7 @@ def generate(
                 break
             if agree is not None:
                 token = agree(token)
-            if token == end_of_text:
+            if token in ends:
                 break
             new_tokens.append(token)
     return new_tokens

@@ -3,13 +3,14 @@
 import functools
 import inspect
 import itertools
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 from typing import Any, ClassVar, cast
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from typing_extensions import override
 
+from recipes.errors import ConfigError
 from recipes.model import LanguageModel
 from recipes.model.generate import generate, generate_batch
 from recipes.numerics.head_loss import HeadLoss, cast_weight, split
@@ -35,8 +36,17 @@ class LanguageModeling(TrainingTask):
 
     @override
     def setup(self, stage: str) -> None:
-        if self.trainer.datamodule is not None:  # type: ignore[attr-defined]
-            self.tokenizer = self.trainer.datamodule.source.tokenizer  # type: ignore[attr-defined]
+        if self.trainer.datamodule is None:  # type: ignore[attr-defined]
+            return
+        source = self.trainer.datamodule.source  # type: ignore[attr-defined]
+        self.tokenizer = source.tokenizer
+        if getattr(source, "packs", False):
+            self._check_positions(self.meta_model())
+
+    def _check_positions(self, model: nn.Module) -> None:
+        if "positions" not in inspect.signature(model.forward).parameters:
+            reason = f"{type(model).__name__} takes no positions: packed examples would see each other"
+            raise ConfigError("data.packing=true", reason, "data.packing=false")
 
     def _run(self, batch: Batch, **options: Any) -> Any:
         """Return what the model returns of a batch, whose rows may hold several documents."""
@@ -111,27 +121,30 @@ class LanguageModeling(TrainingTask):
 
     def generate_text(
         self,
-        prompt: str,
+        prompt: str | list[int],
         num_tokens: int,
         *,
         temperature: float,
         top_k: int | None,
         top_p: float | None,
         seed: int,
+        ends: Collection[int] = (),
     ) -> str | None:
         """Return the continuation of a prompt, without the prompt; None without a tokenizer. Call on every rank.
 
         Args:
-            prompt: Text; an empty one starts a new document.
+            prompt: Text, or tokens; an empty one starts a new document.
             num_tokens: Largest number of tokens to add.
             temperature: 0: always the likeliest token; below 1: sharper; above 1: flatter.
             top_k: Sample among the k likeliest tokens; None: all.
             top_p: Sample among the fewest tokens that have this probability together; None: all.
             seed: Of the sampling.
+            ends: Tokens that end it, in addition to end-of-text.
         """
         if self.tokenizer is None:
             return None
-        prompt_tokens = self.tokenizer.encode(prompt) or [self.tokenizer.end_of_text]
+        tokens = self.tokenizer.encode(prompt) if isinstance(prompt, str) else prompt
+        prompt_tokens = tokens or [self.tokenizer.end_of_text]
         with self.trainer.precision_plugin.forward_context():
             tokens = generate(
                 cast(LanguageModel, self.model),
@@ -141,7 +154,7 @@ class LanguageModeling(TrainingTask):
                 top_k=top_k,
                 top_p=top_p,
                 seed=seed,
-                end_of_text=self.tokenizer.end_of_text,
+                ends=[self.tokenizer.end_of_text, *ends],
                 agree=self.trainer.strategy.broadcast,
             )
         return self.tokenizer.decode(tokens)
@@ -175,10 +188,7 @@ class LanguageModeling(TrainingTask):
         if self.tokenizer is None or not hasattr(source, "questions"):
             return None
         questions: list[tuple[list[int], list[int]]] = source.questions(num_questions)
-        special = self.tokenizer.special_ids | {self.tokenizer.end_of_text}
-        # the last special token of an answer: what a template writes after the end of a turn is no part of it
-        ends = {next((token for token in reversed(answer) if token in special), answer[-1]) for _, answer in questions}
-        ends.add(self.tokenizer.end_of_text)
+        ends = {self.tokenizer.end_of_text, *(self.tokenizer.find_end(answer) for _, answer in questions)}
         if num_tokens is None:
             num_tokens = max((len(answer) for _, answer in questions), default=0) + _MORE_TOKENS
         found = []

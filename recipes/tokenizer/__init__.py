@@ -125,6 +125,11 @@ class Tokenizer:
         added = self._backend.get_added_tokens_decoder()
         return frozenset(id for id, token in added.items() if token.special)
 
+    def find_end(self, answer: Sequence[int]) -> int:
+        """Return the token that ends an answer: its last special one, after which a template may write a line break."""
+        special = self.special_ids | {self.end_of_text}
+        return next((token for token in reversed(answer) if token in special), answer[-1])
+
     @property
     def chat_template(self) -> str | None:
         """The Jinja template of conversations that came with a published tokenizer; of several, the default."""

@@ -62,6 +62,7 @@ def _make_workplace(folder: Path) -> Path:
     (folder / "my_texts").mkdir()
     (folder / "my_texts/a.txt").write_text("text\n" * 100)
     (folder / "tokens.bin").write_bytes(bytes(2000))
+    (folder / "chats.jsonl").write_text('{"prompt": "1 + 1 = ", "completion": "2"}\n')
     composed, _ = compose_and_check(["hydra.run.dir=logs/mine"])
     assert composed is not None
     from omegaconf import OmegaConf

@@ -65,6 +65,12 @@ def _check_attention(config: Mapping[str, Any], *, on_gpu: bool) -> Iterator[Con
             "the kernel takes float16 and bfloat16 only",
             "attention=memory_efficient, or precision=bf16-mixed",
         )
+    elif name in ("flash", "cudnn") and on_gpu and config["data"].get("packing") is True:
+        yield ConfigError(
+            f"attention={name} data.packing=true",
+            "packed examples must not see each other, and the kernel takes no mask",
+            "attention=auto, or data.packing=false",
+        )
 
 
 def _check_tools(typed: str, *, on_gpu: bool) -> Iterator[ConfigError]:

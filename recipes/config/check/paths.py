@@ -19,6 +19,7 @@ from recipes.run_folder import (
     read_json_lines,
 )
 
+_HUB = "hf://"  # a data set, which only its own library finds
 _NEED_CHECKPOINT = ("evaluate", "sample", "export", "replay")
 
 
@@ -39,12 +40,14 @@ def check_paths(
 
 
 def _check_data_path(data: Mapping[str, Any]) -> Iterator[ConfigError]:
-    path = data.get("path")
-    if not isinstance(path, str):
-        return
-    expanded = os.path.expanduser(path)  # unlike Path's, it accepts a user that does not exist
-    if not os.path.exists(expanded) and next(expand_glob(expanded), None) is None:
-        yield ConfigError(f"data.path={path}", "there is no such file or folder", "data.path=<a path that exists>")
+    for name in ("path", "val_path"):
+        path = data.get(name)
+        if not isinstance(path, str) or path.startswith(_HUB):
+            continue
+        expanded = os.path.expanduser(path)  # unlike Path's, it accepts a user that does not exist
+        if not os.path.exists(expanded) and next(expand_glob(expanded), None) is None:
+            fix = f"data.{name}=<a path that exists>"
+            yield ConfigError(f"data.{name}={path}", "there is no such file or folder", fix)
 
 
 def _check_resume(config: Mapping[str, Any], overrides: Sequence[str]) -> Iterator[ConfigError]:

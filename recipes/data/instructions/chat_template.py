@@ -100,6 +100,24 @@ def find_template(name: str, tokenizer: Tokenizer) -> ChatTemplate:
     return ChatTemplate(path.read_text(encoding="utf-8"), str(path))
 
 
+def prompt_for_answer(message: str, tokenizer: Tokenizer) -> tuple[list[int], int]:
+    """Return the tokens that ask for an answer to a user's message, and the token that ends the answer.
+
+    Args:
+        message: Of the user.
+        tokenizer: With the template of the conversations that a model has learned from.
+
+    Raises:
+        ConfigError: The template rejects the conversation.
+    """
+    template = find_template("auto", tokenizer)
+    asked = [{"role": "user", "content": message}]
+    text, _ = template.render(asked, tokenizer, adds_prompt=True, tools=None)
+    example = Example(place="mode.prompt", prompt=asked, answer=[{"role": "assistant", "content": "yes"}])
+    answered = ExampleTokenizer(tokenizer, template, train_on="answers")(example)
+    return tokenizer.encode_rendered(text).ids, tokenizer.find_end(answered.tokens[answered.is_answer].tolist())
+
+
 class ExampleTokenizer:
     """Turns examples into tokens and what carries loss; picklable.
 

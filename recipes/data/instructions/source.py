@@ -24,7 +24,11 @@ _SHOWN_PLACES = 3
 
 
 class Instructions:
-    """Rows of `path`: JSONL, JSON or parquet files, or a data set of the hub."""
+    """Rows of `path`: JSONL, JSON or parquet files, or a data set of the hub.
+
+    Attributes:
+        packs: Whether samples hold several examples, each with its `positions`.
+    """
 
     sample_kind: ClassVar[str] = "tokens"
 
@@ -77,7 +81,7 @@ class Instructions:
         self._format = f"{format} {sorted(fields.items())}"
         self._template = template
         self._train_on = train_on
-        self._packs = packing
+        self.packs = packing
         self._hub_split = hub_split
         self._tokenizer_config = tokenizer
         self._cache_dir = cache_dir
@@ -132,14 +136,14 @@ class Instructions:
     @property
     def collate(self) -> Callable[[Sequence[Any]], Any] | None:
         """How samples become a batch; None: they have one length."""
-        return None if self._packs else pad_rows
+        return None if self.packs else pad_rows
 
     @property
     def fingerprint(self) -> str:
         """Equal for equal samples."""
         _, stores, _ = self._ready()
         names = "+".join(store.folder.name for store in stores.values())
-        return f"{names}/{self._val_fraction}/{self.seq_len}/{'packed' if self._packs else 'padded'}"
+        return f"{names}/{self._val_fraction}/{self.seq_len}/{'packed' if self.packs else 'padded'}"
 
     def describe(self) -> str:
         """Return the amount of data, and how much of it carries loss."""
@@ -148,7 +152,7 @@ class Instructions:
         num_loss = sum(store.meta.num_loss_tokens for store in stores.values())
         train, val = rows["train"], rows["val"]
         fill = train.num_inputs / (len(train) * self.seq_len)
-        packed = f" in {len(train):,} rows of {self.seq_len}, {fill:.0%} full" if self._packs else ""
+        packed = f" in {len(train):,} rows of {self.seq_len}, {fill:.0%} full" if self.packs else ""
         counts = f"{len(train.examples):,} training{packed} and {len(val.examples):,} validation examples"
         return f"{counts}; {num_loss:,} of {num_tokens:,} tokens carry loss ({num_loss / num_tokens:.0%})"
 
@@ -201,7 +205,7 @@ class Instructions:
         yield "val", train, np.flatnonzero(is_val)
 
     def _rows(self, store: ExampleStore, examples: NDArray[np.int64], split: str) -> ExampleRows:
-        rows = ExampleRows(store, examples, seq_len=self.seq_len, packs=self._packs)
+        rows = ExampleRows(store, examples, seq_len=self.seq_len, packs=self.packs)
         if len(rows):
             return rows
         if len(examples):

@@ -40,7 +40,7 @@ def main() -> None:
         top_k=None,
         top_p=None,
         seed=dist.get_rank(),
-        end_of_text=7,
+        ends=[7],
         agree=broadcast,
     )
     gathered: list[Any] = [None, None]

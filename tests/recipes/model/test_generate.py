@@ -116,7 +116,7 @@ def test_generation_stops_before_end_of_text() -> None:
     model = model_of("gpt2")
     tokens = greedy(model, 20)
     end = tokens[7]
-    stopped = generate(model, [1, 2, 3], 20, temperature=0.0, top_k=None, top_p=None, seed=0, end_of_text=end)
+    stopped = generate(model, [1, 2, 3], 20, temperature=0.0, top_k=None, top_p=None, seed=0, ends=[end])
     assert stopped == tokens[: tokens.index(end)]
 
 

@@ -266,3 +266,12 @@ def test_a_checkpoint_of_another_model_or_optimizer_is_rejected() -> None:
     resumed.on_load_checkpoint(checkpoint)
     with pytest.raises(ConfigError, match="the checkpoint holds the state of SGD"):
         resumed.remember_optimizer(torch.optim.AdamW(resumed.parameters(), lr=0.1))
+
+
+def test_a_model_that_takes_no_positions_trains_on_no_packed_examples() -> None:
+    source = SimpleNamespace(tokenizer=None, packs=True)
+    task = make_task(make_trainer(datamodule=SimpleNamespace(source=source)))
+    with pytest.raises(ConfigError, match="data.packing=true: Bigram takes no positions: packed examples would see"):
+        task.setup("fit")
+    source.packs = False
+    task.setup("fit")

@@ -102,3 +102,15 @@ def test_flash_attention_on_a_gpu_needs_16_bits(name: str) -> None:
         " type attention=memory_efficient, or precision=bf16-mixed"
     ]
     assert messages(f"attention={name}", "recipe=single_bf16") == []
+
+
+@pytest.mark.usefixtures("gpu")
+@pytest.mark.parametrize("name", ["flash", "cudnn"])
+def test_kernels_without_a_mask_take_no_packed_examples(name: str) -> None:
+    typed = ["recipe=sft_strings", "precision=bf16-mixed", f"attention={name}"]
+    assert messages(*typed) == [
+        f"attention={name} data.packing=true: packed examples must not see each other, and the kernel takes no mask;"
+        " type attention=auto, or data.packing=false"
+    ]
+    assert messages(*typed, "data.packing=false") == []
+    assert messages("recipe=sft_strings", "attention=memory_efficient") == []

@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from recipes.config.check.compatibility import check_compatibility
-from recipes.config.check.paths import check_run_folder
+from recipes.config.check.paths import _check_data_path, check_run_folder
 from recipes.config.check.sections import check_settings
 from recipes.config.compose import Composed, claim_folder, compose_run, parse_override, quote_options
 from recipes.entry.run import run_composed
@@ -123,3 +123,17 @@ def test_blanks_around_a_prompt_are_part_of_it(prompt: str) -> None:
 def test_a_folder_that_cannot_be_listed_is_left_to_whoever_locks_it(composed: Composed, tmp_path: Path) -> None:
     for folder in (tmp_path / ("a" * 300), tmp_path / "missing"):
         assert list(check_run_folder(composed.config, folder)) == []
+
+
+def test_data_is_a_path_that_exists_or_a_data_set_of_the_hub(tmp_path: Path) -> None:
+    rows = tmp_path / "rows.jsonl"
+    rows.write_text("{}")
+
+    def mistakes(**data: object) -> list[str]:
+        return [str(mistake) for mistake in _check_data_path(data)]
+
+    assert mistakes(path=str(rows), val_path=f"{tmp_path}/*.jsonl") == []
+    assert mistakes(path="hf://HuggingFaceH4/no_robots", val_path=None) == []
+    assert mistakes(path=str(rows), val_path="missing.jsonl") == [
+        "data.val_path=missing.jsonl: there is no such file or folder; type data.val_path=<a path that exists>"
+    ]

@@ -1,0 +1,71 @@
+"""Answers to questions that a model has not seen: `recipe=sft_strings`, its controls, and rows without packing."""
+
+import statistics
+import sys
+import tempfile
+import time
+from pathlib import Path
+from typing import Any
+
+from lightning.pytorch.callbacks import Callback
+from measure import build_run, report
+
+STEPS = 500
+EXAMPLES_A_ROW = 9  # that fit into 128 tokens, on average
+UNPACKED = ["data.packing=false", f"global_batch_size={8 * EXAMPLES_A_ROW}", f"eval_samples={64 * EXAMPLES_A_ROW}"]
+CASES: dict[str, list[str]] = {
+    "one step": ["trainer.max_steps=1", "warmup_steps=1"],
+    "answers learned, packed": [],
+    "answers learned, a row each": UNPACKED,
+    "control: prompts learned, too": ["data.train_on=all"],
+    "control: answers of other questions": ["data.shuffles_answers=true"],
+}
+
+
+class _Clock(Callback):
+    """The seconds of each step, and its tokens that are not padding."""
+
+    def __init__(self) -> None:
+        self.seconds: list[float] = []
+        self.tokens: list[int] = []
+        self.places = 0
+        self._began = 0.0
+
+    def on_train_batch_start(self, trainer: Any, pl_module: Any, batch: Any, batch_idx: int) -> None:
+        self.tokens.append(int((batch["inputs"] != 0).sum()))
+        self.places += batch["inputs"].numel()
+        self._began = time.perf_counter()
+
+    def on_train_batch_end(self, *_: Any) -> None:
+        self.seconds.append(time.perf_counter() - self._began)
+
+
+def train(case: str) -> dict[str, Any]:
+    """Train and answer; return the row of a case."""
+    print(case, file=sys.stderr)
+    clock = _Clock()
+    with tempfile.TemporaryDirectory() as folder:
+        fixed = ["recipe=sft_strings", f"data.cache_dir={Path(folder) / 'cache'}", "save_every=null"]
+        run = build_run([*fixed, "~callbacks.report", f"eval_every={STEPS}", *CASES[case]])
+        run.trainer.callbacks.append(clock)  # type: ignore[attr-defined]
+        began = time.perf_counter()
+        run.trainer.fit(run.task, datamodule=run.data)
+        seconds = time.perf_counter() - began
+    per_second = sum(clock.tokens) / sum(clock.seconds)
+    return {
+        "case": case,
+        "right of 200 unseen": f"{float(run.trainer.callback_metrics['val/exact_match']):.3f}",
+        "val/loss": f"{float(run.trainer.callback_metrics['val/loss']):.3f}",
+        "padding": f"{1 - sum(clock.tokens) / clock.places:.0%}",
+        "tokens/s without padding": f"{per_second:,.0f}",
+        "step, ms": f"{1e3 * statistics.median(clock.seconds):.1f}",
+        "seconds in all": f"{seconds:.0f}",
+    }
+
+
+def main() -> None:
+    report("fine_tuning", [train(case) for case in CASES])
+
+
+if __name__ == "__main__":
+    main()
