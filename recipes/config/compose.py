@@ -21,6 +21,7 @@ from omegaconf.resolvers import oc
 
 from recipes.config.cached_compose import compose_overrides
 from recipes.config.overrides import escape_interpolations, parse_override, to_overrides
+from recipes.config.published import published_size
 from recipes.config.resume import apply_changes, read_resumed_run, select_inherited
 from recipes.config.traits import trains
 from recipes.config.trust import CONF as CONF
@@ -72,13 +73,14 @@ class Composed:
 
 
 def register_resolvers(read_variable: Callable[..., str | None] = oc.env) -> None:
-    """Register `${run_folder:…}`, `${scaled_lr:…}`, `${steps_of:…}` and Hydra's `${now:…}`; may be called again.
+    """Register `${run_folder:…}`, `${published_size:…}` and the others of conf/, and Hydra's; may be called again.
 
     Args:
         read_variable: Resolves `${oc.env:…}`.
     """
     setup_globals()
     OmegaConf.register_new_resolver("oc.env", read_variable, replace=True)
+    OmegaConf.register_new_resolver("published_size", published_size, replace=True)
     OmegaConf.register_new_resolver("run_folder", run_folder, replace=True)
     OmegaConf.register_new_resolver("scaled_lr", scaled_lr, replace=True)
     OmegaConf.register_new_resolver("steps_of", steps_of, replace=True)

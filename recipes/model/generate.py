@@ -8,6 +8,7 @@ import inspect
 import logging
 from collections.abc import Callable, Collection, Iterator, Sequence
 from contextlib import contextmanager
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -127,7 +128,7 @@ def generate_batch(
     rngs = [torch.Generator().manual_seed(seed) for seed in seeds]
     answers: list[list[int]] = [[] for _ in prompts]
     unread, padding = _pad_right(prompts, device=next(iter(model.parameters())).device)  # [B, T], [B]
-    cache = KeyValueCache(num_layers=len(model.blocks), capacity=unread.shape[1] + num_tokens, padding=padding)
+    cache = _make_cache(model, capacity=unread.shape[1] + num_tokens, padding=padding)
     has_ended = [False] * len(prompts)
     with _evaluating(model), torch.compiler.set_stance("force_eager"), sdpa_kernel(_KERNELS):
         for step in range(min(num_tokens, model.max_seq_len - min(map(len, prompts)))):
@@ -188,7 +189,7 @@ class _Window:
     def __init__(self, model: LanguageModel, *, use_cache: bool) -> None:
         self.model = model
         self.tokens: list[int] = []
-        self.cache = KeyValueCache(num_layers=len(model.blocks), capacity=model.max_seq_len) if use_cache else None
+        self.cache = _make_cache(model, capacity=model.max_seq_len) if use_cache else None
 
     def read(self, new_tokens: list[int]) -> Tensor:
         """Return the logits [V] after `new_tokens`."""
@@ -205,6 +206,13 @@ class _Window:
         tokens = torch.tensor([unread], device=device)  # [1, T]
         logits: Tensor = self.model(tokens) if self.cache is None else self.model(tokens, cache=self.cache)
         return logits[0, -1]
+
+
+def _make_cache(model: LanguageModel, *, capacity: int, padding: Tensor | None = None) -> Any:
+    """Return an empty cache: the model's own, or keys and values by layer."""
+    if hasattr(model, "make_cache"):
+        return model.make_cache(capacity=capacity, padding=padding)
+    return KeyValueCache(num_layers=len(model.blocks), capacity=capacity, padding=padding)
 
 
 @contextmanager

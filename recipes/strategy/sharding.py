@@ -65,7 +65,7 @@ def shard_model(model: nn.Module, *, mesh: DeviceMesh, policy: ShardPolicy, opti
     blocks = list(get_blocks(model, option))
     alone = set(_large_children(model, num_elements=_count(blocks[0])))
     units: list[FSDPModule] = []  # in the order of the forward pass
-    for child in model.children():
+    for child in _list_units(model, model.blocks):  # type: ignore[arg-type]
         if child is model.blocks:
             # the backward pass starts with the last block: freed, it would be gathered again at once
             units += [_shard_unit(b, mesh, policy, reshard=b is not blocks[-1]) for b in blocks]
@@ -84,6 +84,15 @@ def shard_model(model: nn.Module, *, mesh: DeviceMesh, policy: ShardPolicy, opti
         offload_policy=policy.offload,
         reshard_after_forward=False,
     )
+
+
+def _list_units(model: nn.Module, blocks: nn.Module) -> Iterable[nn.Module]:
+    """Yield the list of blocks and what stands beside it, in the model and in the modules that it lies in."""
+    for child in model.children():
+        if child is not blocks and any(part is blocks for part in child.modules()):
+            yield from _list_units(child, blocks)
+        else:
+            yield child
 
 
 def _shard_unit(module: nn.Module, mesh: DeviceMesh, policy: ShardPolicy, *, reshard: bool) -> FSDPModule:
@@ -137,7 +146,8 @@ def _large_children(model: nn.Module, *, num_elements: int) -> Iterable[nn.Modul
     for module in model.modules():
         for parameter in module.parameters(recurse=False):
             uses[parameter] = uses.get(parameter, 0) + 1
-    unshared = (child for child in model.children() if all(uses[parameter] == 1 for parameter in child.parameters()))
+    units = _list_units(model, model.blocks)  # type: ignore[arg-type]
+    unshared = (child for child in units if all(uses[parameter] == 1 for parameter in child.parameters()))
     return [child for child in unshared if _count(child) >= num_elements]
 
 

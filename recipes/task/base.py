@@ -126,7 +126,7 @@ class TrainingTask(CountsFlops, Resumable, ABC):
         if self._compile_mode is not None and hasattr(model, "blocks"):
             compile_blocks(model.blocks, mode=self._compile_mode)  # type: ignore[arg-type]
             self.cross_entropy_sum = torch.compile(cross_entropy_sum, dynamic=False)
-        self.model_name = type(model).__name__  # before an engine may change its class
+        self.model_name = getattr(model, "title", type(model).__name__)  # before an engine may change its class
         first_weights = await_checkpoint if self.awaits_checkpoint else functools.partial(initialize, seed=self._seed)
         self.trainer.strategy.materialize(model, first_weights)  # type: ignore[attr-defined]
         self.model = model

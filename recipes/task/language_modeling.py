@@ -61,7 +61,10 @@ class LanguageModeling(TrainingTask):
     @functools.cached_property
     def _head_loss(self) -> HeadLoss | None:
         """The loss that needs some of the logits at a time; None: by choice, or for a model without `reduce`."""
-        if self._loss_chunk_tokens is None or "reduce" not in inspect.signature(self.model.forward).parameters:
+        takes_reduce = "reduce" in inspect.signature(self.model.forward).parameters
+        if self._loss_chunk_tokens is None or not takes_reduce:
+            return None
+        if not getattr(self.model, "computes_loss_in_chunks", True):
             return None
         head_loss = HeadLoss(
             vocab_size=cast(LanguageModel, self.model).vocab_size,

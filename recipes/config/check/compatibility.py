@@ -6,6 +6,7 @@ from typing import Any
 
 from recipes.config.check.types import to_setting
 from recipes.config.compose import CONF
+from recipes.config.published import read_size
 from recipes.config.signature import TargetNotFoundError, read_signature
 from recipes.errors import ConfigError
 
@@ -57,6 +58,7 @@ def check_compatibility(config: Mapping[str, Any]) -> Iterator[ConfigError]:
     yield from _check_min_steps(config["trainer"])
     yield from _check_job_time(config["launcher"])
     yield from _vocabulary(config)
+    yield from _published_model(config["model"])
     yield from _published_weights(config)
     if "tokenizer" in config["data"] and not config["data"]["tokenizer"]:
         yield ConfigError("tokenizer=none", "text needs a tokenizer", "tokenizer=bpe or tokenizer=bytes")
@@ -138,6 +140,17 @@ def _published_weights(config: Mapping[str, Any]) -> Iterator[ConfigError]:
             "published weights need the token ids of their own tokenizer",
             f"tokenizer=huggingface tokenizer.name={pretrained}",
         )
+
+
+def _published_model(model: Mapping[str, Any]) -> Iterator[ConfigError]:
+    """Check that the model that is to be built by its name exists."""
+    name = model.get("name")
+    if not model["_target_"].endswith(".HuggingFace") or name is None:
+        return
+    try:
+        read_size(name, "vocab_size")
+    except ConfigError as mistake:
+        yield mistake
 
 
 def _vocabulary(config: Mapping[str, Any]) -> Iterator[ConfigError]:

@@ -13,9 +13,11 @@ from torch.distributed.tensor import DTensor
 
 from recipes.errors import ConfigError
 from recipes.model.gpt2 import GPT2
+from recipes.model.huggingface import HuggingFace
 from recipes.model.init import fill
 from recipes.model.llama import Llama
 from recipes.model.weights.files import PublishedWeights, locate, open_weights
+from recipes.model.weights.hf_any import load_weights, save_weights
 from recipes.model.weights.hf_format import Entry, Format, HFConfig
 from recipes.model.weights.hf_gpt2 import GPT2Format
 from recipes.model.weights.hf_llama import LlamaFormat
@@ -33,13 +35,17 @@ def load_pretrained(model: nn.Module, name_or_folder: str | Path) -> None:
     """Fill every parameter and buffer of `model` from published weights.
 
     Args:
-        model: A GPT2 or Llama, on the device of the run, sharded or not.
+        model: A GPT2, Llama or HuggingFace, on the device of the run, sharded or not.
         name_or_folder: A folder with config.json and weights, or a hub name.
 
     Raises:
         ValueError: config.json and the model differ, or the weights are not found; every difference is listed and
             nothing was loaded.
     """
+    if isinstance(model, HuggingFace):
+        load_weights(model.inner, str(name_or_folder))
+        model.init_buffers()
+        return
     folder = locate(str(name_or_folder))
     layout = _format(model)
     config = json.loads((folder / "config.json").read_text(encoding="utf-8"))
@@ -63,7 +69,7 @@ def export_pretrained(model: nn.Module, folder: str | Path, *, tokenizer_folder:
     exported.
 
     Args:
-        model: A GPT2 or Llama, not sharded.
+        model: A GPT2, Llama or HuggingFace, not sharded.
         folder: Created if necessary; files of the same names are replaced.
         tokenizer_folder: Its tokenizer files are copied and its end-of-text token is written into config.json; None:
             no tokenizer.
@@ -71,9 +77,14 @@ def export_pretrained(model: nn.Module, folder: str | Path, *, tokenizer_folder:
     Raises:
         OSError: The file cannot be written, or reads back differently.
     """
-    layout = _format(model)
     target = Path(folder)
     target.mkdir(parents=True, exist_ok=True)
+    if isinstance(model, HuggingFace):
+        save_weights(model.inner, target)
+        if tokenizer_folder is not None:
+            _copy_tokenizer(tokenizer_folder, target)
+        return
+    layout = _format(model)
     parameters = dict(model.named_parameters())
     sharded = [name for name, value in parameters.items() if isinstance(value, DTensor)]
     assert not sharded, f"gather the model before it is exported: {len(sharded)} sharded parameters"
@@ -102,7 +113,7 @@ def _language_model(model: nn.Module) -> Any:
         raise ConfigError(
             f"model={type(model).__name__}",
             "no published format is known",
-            "model=gpt2 or model=llama_160m",
+            "model=gpt2, model=llama_160m or model=huggingface",
         )
     return model
 

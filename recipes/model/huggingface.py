@@ -1,0 +1,321 @@
+"""Any causal language model of `transformers`, by the name of its folder or repository.
+
+Shapes: B sequences, T tokens, W hidden size, V vocabulary.
+"""
+
+import hashlib
+import logging
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any, ClassVar, Self
+
+import torch
+from torch import Tensor, nn
+
+from recipes.errors import ConfigError
+from recipes.model.flops import Flops
+from recipes.model.init import fill
+from recipes.numerics.linear import Linear
+
+# settings of models that change the logits after the head, or the hidden states before it
+_CHANGE_LOGITS = ("final_logit_softcapping", "logit_scale", "logits_scaling", "output_multiplier_scale")
+_HAVE_EXPERTS = ("num_experts", "num_local_experts", "n_routed_experts")
+
+
+class HuggingFace(nn.Module):
+    """Wraps an `AutoModelForCausalLM`.
+
+    Its blocks are those that the model itself says not to split. Documents that share a row are kept apart by the
+    masks that the model makes of positions.
+
+    Args:
+        name: Folder with config.json, or name of a repository of the hub.
+        pretrained: Folder or repository of the weights to start from; None: drawn from the seed, each by its own rule.
+        max_seq_len: Longest row; the model must have as many positions.
+        vocab_size: V; as in config.json.
+
+    Raises:
+        ConfigError: There is no such model, transformers is not installed, the model has fewer positions, or no blocks.
+    """
+
+    input_kind: ClassVar[str] = "tokens"
+
+    def __init__(self, *, name: str, pretrained: str | None, max_seq_len: int, vocab_size: int | None) -> None:
+        super().__init__()
+        self.name = name
+        self.pretrained = pretrained
+        self.max_seq_len = max_seq_len
+        assert vocab_size is not None, "the check of the config has found a model without a vocabulary"
+        self.vocab_size = vocab_size
+        config = load_config(name)
+        _check_sizes(config, max_seq_len=max_seq_len, vocab_size=vocab_size)
+        self.inner: Any = make_model(config)
+        self.title = type(self.inner).__name__
+        self._where_blocks_are = find_blocks(self.inner, name=name)
+        # a loss in chunks computes logits by itself, from the weight alone
+        changed = any(getattr(config, key, None) not in (None, 1, 1.0) for key in _CHANGE_LOGITS)
+        head = self.inner.get_output_embeddings()
+        self.computes_loss_in_chunks = type(head) is nn.Linear and head.bias is None and not changed
+        for module in self.inner.modules():
+            if type(module) is nn.Linear:
+                module.__class__ = Linear
+        if self.computes_loss_in_chunks:
+            head.__class__ = _Head
+
+    @property
+    def blocks(self) -> nn.ModuleList:
+        """The units that are compiled, recomputed in the backward pass, and sharded; part of `inner`."""
+        parent, name = self._where_blocks_are
+        blocks: nn.ModuleList = getattr(self.inner.get_submodule(parent), name)
+        return blocks
+
+    def __setattr__(self, name: str, value: Any) -> None:
+        """Set an attribute; `blocks` in the model that has them."""
+        if name == "blocks":
+            parent, own = self._where_blocks_are
+            setattr(self.inner.get_submodule(parent), own, value)
+        else:
+            super().__setattr__(name, value)
+
+    def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> Self:
+        """Move or convert the parameters; tie again, because `to_empty` gives each module its own parameter."""
+        super()._apply(fn, recurse)  # type: ignore[no-untyped-call]
+        self.inner.tie_weights()
+        return self
+
+    def forward(
+        self,
+        tokens: Tensor,
+        cache: "TransformersCache | None" = None,
+        reduce: Callable[[Tensor, Tensor], Any] | None = None,
+        positions: Tensor | None = None,
+    ) -> Any:
+        """Return the logits of the next token.
+
+        Args:
+            tokens: [B, T] int64.
+            cache: Earlier tokens of the same sequences, extended by this call; None: no earlier tokens.
+            reduce: Called with the last hidden states [B, T, W] and the weight of the head [V, W] instead of computing
+                logits; what it returns is returned.
+            positions: [B, T] of each token in its document, 0 begins one; None: a row is one document.
+
+        Returns:
+            [B, T, V]; with a cache only the last position, [B, 1, V].
+        """
+        if cache is not None:
+            last = cache.run(self.inner, tokens)  # [B, 1, W or V]
+            return self.inner.get_output_embeddings()(last) if self.computes_loss_in_chunks else last
+        options = {} if positions is None else {"position_ids": positions}
+        if not self.computes_loss_in_chunks:
+            return self.inner(input_ids=tokens, use_cache=False, **options).logits  # [B, T, V]
+        hidden = self.inner.base_model(input_ids=tokens, use_cache=False, **options).last_hidden_state  # [B, T, W]
+        return self.inner.get_output_embeddings()(hidden, reduce)
+
+    def make_cache(self, *, capacity: int, padding: Tensor | None = None) -> "TransformersCache":
+        """Return an empty cache for `forward`; arguments as those of `KeyValueCache`."""
+        return TransformersCache(gives_hidden=self.computes_loss_in_chunks, padding=padding)
+
+    def init_weights(self, seed: int) -> None:
+        """Set every parameter and buffer in place, by the rules of the model, from (seed, name)."""
+        parameters = dict(self.inner.named_parameters())
+        for name, value in self._drawn(seed):
+            if name in parameters:
+                fill(parameters[name], value)
+        self.init_buffers()
+
+    @torch.no_grad()
+    def init_buffers(self) -> None:
+        """Set every buffer in place, such as rotary frequencies, which no file holds; nothing on the meta device."""
+        buffers = dict(self.inner.named_buffers())
+        if not buffers or next(iter(buffers.values())).is_meta:
+            return
+        units = {name.rpartition(".")[0] for name in buffers}
+        for name, value in self._drawn(0, only=units):
+            if name in buffers:
+                buffers[name].copy_(value)
+
+    def flops_per_token(self, seq_len: int) -> Flops | None:
+        """Return the FLOPs per trained token, forward and backward; None for experts, which are not all used."""
+        config = self.inner.config.get_text_config()
+        if any(getattr(config, key, None) for key in _HAVE_EXPERTS):
+            return None
+        num_parameters = sum(parameter.numel() for parameter in self.inner.parameters())
+        embedding = self.inner.get_input_embeddings().weight
+        if self.inner.get_output_embeddings().weight is not embedding:
+            num_parameters -= embedding.numel()
+        head_dim = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
+        attention = 6.0 * len(self.blocks) * config.num_attention_heads * head_dim * seq_len
+        return Flops(palm=6.0 * num_parameters + 2.0 * attention, causal=6.0 * num_parameters + attention)
+
+    def _drawn(self, seed: int, *, only: set[str] | None = None) -> Iterator[tuple[str, Tensor]]:
+        """Yield first values of parameters and buffers by name, drawn on the CPU unit by unit.
+
+        A unit is a block, as models scale what ends a branch there, or a module outside of blocks.
+        """
+        fresh = make_model_on_meta(self.inner.config)
+        parent, own = find_blocks(fresh, name=self.name)
+        prefix = f"{parent}.{own}." if parent else f"{own}."
+        for name, module in list(fresh.named_modules()):
+            is_block = name.startswith(prefix) and "." not in name.removeprefix(prefix)
+            if name.startswith(prefix) and not is_block:
+                continue
+            if only is not None and not any(
+                unit == name or (is_block and unit.startswith(f"{name}.")) for unit in only
+            ):
+                continue
+            if not is_block and not any(True for _ in _own_tensors(module)):
+                continue
+            module.to_empty(device="cpu", recurse=is_block)
+            with torch.random.fork_rng(devices=[]):
+                digest = hashlib.sha256(f"{seed}/{name}".encode()).digest()
+                torch.manual_seed(int.from_bytes(digest[:4], "big"))
+                for part in reversed(list(module.modules())) if is_block else [module]:
+                    fresh._init_weights(part)  # transformers calls it itself for models that are not on the meta device
+            found = [*module.named_parameters(recurse=is_block), *module.named_buffers(recurse=is_block)]
+            yield from ((f"{name}.{own_name}" if name else own_name, value.detach()) for own_name, value in found)
+            module.to_empty(device="meta", recurse=is_block)
+
+
+class _Head(Linear):
+    """Hidden states -> logits, or what a loss in chunks makes of them; see `decoder.Head`."""
+
+    def forward(self, input: Tensor, reduce: Callable[[Tensor, Tensor], Any] | None = None) -> Any:
+        """Return logits [..., V] of hidden states [..., W], or what `reduce` makes of both."""
+        return super().forward(input) if reduce is None else reduce(input, self.weight)
+
+
+class TransformersCache:
+    """Keys and values of sequences that a model of `transformers` has read; as `kv_cache.KeyValueCache`.
+
+    What pads the end of a prompt is moved to its beginning and masked.
+
+    Args:
+        gives_hidden: Whether `run` returns hidden states, for a head, or logits.
+        padding: Tokens [B] at the end of each row of the first forward pass that are no part of it; None: none.
+    """
+
+    def __init__(self, *, gives_hidden: bool, padding: Tensor | None) -> None:
+        self.padding = padding
+        self._gives_hidden = gives_hidden
+        self.clear()
+
+    def clear(self) -> None:
+        """Forget all tokens."""
+        from transformers import DynamicCache
+
+        self.length = 0
+        self._cache = DynamicCache()
+        self._mask: Tensor | None = None  # [B, tokens held]
+
+    def run(self, inner: Any, tokens: Tensor) -> Tensor:
+        """Return hidden states [B, 1, W] or logits [B, 1, V] of the last token of each sequence."""
+        num_new = tokens.shape[1]
+        positions = torch.arange(self.length, self.length + num_new, device=tokens.device)[None]  # [1, T]
+        is_read = torch.ones_like(tokens)  # [B, T]
+        if self.padding is not None:
+            positions = positions - self.padding[:, None]  # [B, T]
+            if self.length == 0:  # to the front, so that neighbours in a window of attention are neighbours here
+                is_read = (positions >= 0).long()
+                tokens = tokens.gather(1, positions.clamp(min=0))
+            positions = positions.clamp(min=0)
+        self._mask = is_read if self._mask is None else torch.cat([self._mask, is_read], dim=1)
+        model = inner.base_model if self._gives_hidden else inner
+        out = model(
+            input_ids=tokens,
+            position_ids=positions.expand(len(tokens), -1),
+            attention_mask=None if self.padding is None else self._mask,
+            past_key_values=self._cache,
+            use_cache=True,
+        )
+        self.length += num_new
+        values: Tensor = out.last_hidden_state if self._gives_hidden else out.logits  # [B, T, W or V]
+        return values[:, -1:]
+
+
+def load_config(name: str, *, setting: str = "model.name") -> Any:
+    """Return the configuration of a published model.
+
+    Raises:
+        ConfigError: There is none, or transformers is not installed.
+    """
+    try:
+        from transformers import AutoConfig
+    except ImportError as error:
+        reason = "it needs the package transformers, which is not installed"
+        raise ConfigError("model=huggingface", reason, "pip install -e '.[huggingface]'") from error
+    folder = Path(name).expanduser()
+    try:
+        config = AutoConfig.from_pretrained(str(folder) if folder.is_dir() else name, trust_remote_code=False)
+    except (OSError, ValueError, KeyError) as error:
+        reason = str(error).strip().partition("\n")[0]
+        raise ConfigError(
+            f"{setting}={name}", f"transformers says: {reason}", f"{setting}=<folder or hub id>"
+        ) from error
+    config.use_cache = False
+    return config
+
+
+def make_model(config: Any) -> Any:
+    """Return a causal language model of a configuration, on the current device in the default dtype."""
+    from transformers import AutoModelForCausalLM
+
+    try:
+        with _without_warnings_of_torchao():
+            return AutoModelForCausalLM.from_config(config, dtype=torch.get_default_dtype(), trust_remote_code=False)
+    except ValueError as error:
+        reason = str(error).strip().partition("\n")[0]
+        raise ConfigError(
+            "model.name=…", f"transformers says: {reason}", "model.name=<a causal language model>"
+        ) from error
+
+
+@contextmanager
+def _without_warnings_of_torchao() -> Iterator[None]:
+    """Keep quiet what torchao (0.18) says when transformers imports it: its kernels for GPUs that are not here."""
+    loggers = [logging.getLogger(name) for name in ("torchao", "torch.utils._pytree")]
+    levels = [logger.level for logger in loggers]
+    try:
+        for logger in loggers:
+            logger.setLevel(logging.ERROR)
+        yield
+    finally:
+        for logger, level in zip(loggers, levels, strict=True):
+            logger.setLevel(level)
+
+
+def make_model_on_meta(config: Any) -> Any:
+    """Return the same without storage."""
+    with torch.device("meta"):
+        return make_model(config)
+
+
+def find_blocks(inner: Any, *, name: str) -> tuple[str, str]:
+    """Return the name of the module that has the blocks, and their name in it.
+
+    Raises:
+        ConfigError: There are none.
+    """
+    whole = set(inner._no_split_modules or ())
+    for path, module in inner.named_modules():
+        if isinstance(module, nn.ModuleList) and len(module) and type(module[0]).__name__ in whole:
+            parent, _, own = path.rpartition(".")
+            return parent, own
+    reason = f"{type(inner).__name__} does not say which of its modules are blocks (_no_split_modules)"
+    raise ConfigError(f"model.name={name}", reason, "model.name=<another model>, or model=llama_1b and the like")
+
+
+def _check_sizes(config: Any, *, max_seq_len: int, vocab_size: int) -> None:
+    text = config.get_text_config()
+    positions = getattr(text, "max_position_embeddings", None)
+    if positions is not None and max_seq_len > positions:
+        reason = f"the model has {positions} positions"
+        raise ConfigError(f"model.max_seq_len={max_seq_len}", reason, f"model.max_seq_len={positions}")
+    if vocab_size != text.vocab_size:
+        reason = f"config.json has {text.vocab_size} tokens"
+        raise ConfigError(f"model.vocab_size={vocab_size}", reason, f"model.vocab_size={text.vocab_size}")
+
+
+def _own_tensors(module: nn.Module) -> Iterator[Tensor]:
+    yield from module.parameters(recurse=False)
+    yield from module.buffers(recurse=False)
