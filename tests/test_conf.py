@@ -113,7 +113,7 @@ def test_the_command_in_an_options_comment_composes(path: Path, monkeypatch: pyt
         else:
             _, mistakes = compose_and_check(overrides)
         # runs, texts and disks named there are the reader's own
-        theirs = ("resume=", "mode=", "data.path=", "strategy.nvme_path=")
+        theirs = ("resume=", "mode=", "data.path=", "strategy.nvme_path=", "model.name=")
         serious = [str(mistake) for mistake in mistakes if not mistake.setting.startswith(theirs)]
         assert not serious, (command, serious)
 
@@ -127,13 +127,14 @@ ONCE = {*zip(RECIPES, itertools.cycle(MODELS), strict=False), *zip(itertools.cyc
     [
         pytest.param(*pair, marks=[] if pair in ONCE else [pytest.mark.slow])
         for pair in itertools.product(RECIPES, MODELS)
-        if not (pair[0].startswith("sft") and pair[1] == "resnet18")  # these recipes set the data: text
+        # these recipes set the data: text, and one of them its tokenizer
+        if not (pair[0].startswith("sft") and pair[1] == "resnet18") and pair != ("sft_strings", "huggingface")
     ],
 )
 def test_every_recipe_composes_checks_and_builds_every_model_on_the_meta_device(
     recipe: str, model: str, tmp_path: Path
 ) -> None:
-    config = composed_config(f"recipe={recipe}", f"model={model}", *needed_by(recipe, tmp_path))
+    config = composed_config(f"recipe={recipe}", f"model={model}", *needed_by(recipe, tmp_path, model=model))
     run = build(config, tmp_path, [])
     with torch.device("meta"):
         made = run.task._make_model()

@@ -16,6 +16,7 @@ from torch import Tensor, nn
 from recipes.errors import ConfigError
 from recipes.model.flops import Flops
 from recipes.model.init import fill
+from recipes.model.transformers_cache import TransformersCache
 from recipes.numerics.linear import Linear
 
 # settings of models that change the logits after the head, or the hidden states before it
@@ -87,7 +88,7 @@ class HuggingFace(nn.Module):
     def forward(
         self,
         tokens: Tensor,
-        cache: "TransformersCache | None" = None,
+        cache: TransformersCache | None = None,
         reduce: Callable[[Tensor, Tensor], Any] | None = None,
         positions: Tensor | None = None,
     ) -> Any:
@@ -112,7 +113,7 @@ class HuggingFace(nn.Module):
         hidden = self.inner.base_model(input_ids=tokens, use_cache=False, **options).last_hidden_state  # [B, T, W]
         return self.inner.get_output_embeddings()(hidden, reduce)
 
-    def make_cache(self, *, capacity: int, padding: Tensor | None = None) -> "TransformersCache":
+    def make_cache(self, *, capacity: int, padding: Tensor | None = None) -> TransformersCache:
         """Return an empty cache for `forward`; arguments as those of `KeyValueCache`."""
         return TransformersCache(gives_hidden=self.computes_loss_in_chunks, padding=padding)
 
@@ -183,54 +184,6 @@ class _Head(Linear):
     def forward(self, input: Tensor, reduce: Callable[[Tensor, Tensor], Any] | None = None) -> Any:
         """Return logits [..., V] of hidden states [..., W], or what `reduce` makes of both."""
         return super().forward(input) if reduce is None else reduce(input, self.weight)
-
-
-class TransformersCache:
-    """Keys and values of sequences that a model of `transformers` has read; as `kv_cache.KeyValueCache`.
-
-    What pads the end of a prompt is moved to its beginning and masked.
-
-    Args:
-        gives_hidden: Whether `run` returns hidden states, for a head, or logits.
-        padding: Tokens [B] at the end of each row of the first forward pass that are no part of it; None: none.
-    """
-
-    def __init__(self, *, gives_hidden: bool, padding: Tensor | None) -> None:
-        self.padding = padding
-        self._gives_hidden = gives_hidden
-        self.clear()
-
-    def clear(self) -> None:
-        """Forget all tokens."""
-        from transformers import DynamicCache
-
-        self.length = 0
-        self._cache = DynamicCache()
-        self._mask: Tensor | None = None  # [B, tokens held]
-
-    def run(self, inner: Any, tokens: Tensor) -> Tensor:
-        """Return hidden states [B, 1, W] or logits [B, 1, V] of the last token of each sequence."""
-        num_new = tokens.shape[1]
-        positions = torch.arange(self.length, self.length + num_new, device=tokens.device)[None]  # [1, T]
-        is_read = torch.ones_like(tokens)  # [B, T]
-        if self.padding is not None:
-            positions = positions - self.padding[:, None]  # [B, T]
-            if self.length == 0:  # to the front, so that neighbours in a window of attention are neighbours here
-                is_read = (positions >= 0).long()
-                tokens = tokens.gather(1, positions.clamp(min=0))
-            positions = positions.clamp(min=0)
-        self._mask = is_read if self._mask is None else torch.cat([self._mask, is_read], dim=1)
-        model = inner.base_model if self._gives_hidden else inner
-        out = model(
-            input_ids=tokens,
-            position_ids=positions.expand(len(tokens), -1),
-            attention_mask=None if self.padding is None else self._mask,
-            past_key_values=self._cache,
-            use_cache=True,
-        )
-        self.length += num_new
-        values: Tensor = out.last_hidden_state if self._gives_hidden else out.logits  # [B, T, W or V]
-        return values[:, -1:]
 
 
 def load_config(name: str, *, setting: str = "model.name") -> Any:

@@ -62,6 +62,8 @@ def _make_workplace(folder: Path) -> Path:
     (folder / "my_texts").mkdir()
     (folder / "my_texts/a.txt").write_text("text\n" * 100)
     (folder / "tokens.bin").write_bytes(bytes(2000))
+    (folder / "SmolLM2-135M-Instruct").mkdir()
+    (folder / "SmolLM2-135M-Instruct/config.json").write_text('{"model_type": "llama", "vocab_size": 49152}')
     (folder / "chats.jsonl").write_text('{"prompt": "1 + 1 = ", "completion": "2"}\n')
     composed, _ = compose_and_check(["hydra.run.dir=logs/mine"])
     assert composed is not None

@@ -124,7 +124,7 @@ def test_first_weights_follow_the_model_and_the_seed_alone(kind: str, published:
         if parameter.dim() >= 2:
             assert not torch.equal(parameter, other.inner.get_parameter(name))
             # of at least 512 samples: 3 % is the standard error of a standard deviation
-            assert float(parameter.std()) == pytest.approx(float(expected[name].std()), rel=0.15), name
+            assert parameter.std().item() == pytest.approx(expected[name].std().item(), rel=0.15), name
         else:
             assert torch.equal(parameter, expected[name]), name  # zeros or ones
     for name, buffer in model.inner.named_buffers():

@@ -38,7 +38,8 @@ def count(model: nn.Module) -> int:
 
 
 def test_every_option_is_counted_here() -> None:
-    assert {file.stem for file in FOLDER.glob("*.yaml")} == set(NUM_PARAMETERS)
+    by_name = {"huggingface"}  # has as many as the model that is named
+    assert {file.stem for file in FOLDER.glob("*.yaml")} - by_name == set(NUM_PARAMETERS)
 
 
 @pytest.mark.parametrize("option", NUM_PARAMETERS)
