@@ -39,7 +39,7 @@ def needed_by(recipe: str, folder: Path, *, model: str = "") -> list[str]:
     """Return what a recipe or a model does not compose without: a disk, data, or a published model."""
     if model == "huggingface":
         config = {"model_type": "llama", "vocab_size": 2048, "hidden_size": 256, "intermediate_size": 512}
-        config |= {"num_hidden_layers": 1, "num_attention_heads": 2, "num_key_value_heads": 2}
+        config |= {"num_hidden_layers": 2, "num_attention_heads": 2, "num_key_value_heads": 2}
         (folder / "config.json").write_text(json.dumps(config))
         return [f"model.name={folder}", *needed_by(recipe, folder)]
     if recipe.endswith("_nvme"):
