@@ -101,7 +101,8 @@ class AnswerCheck(Callback):
         if self._pattern is None:
             return text.strip()
         matches = list(self._pattern.finditer(text))
-        return str(matches[-1].group(1 if self._pattern.groups else 0)) if matches else None
+        found = matches[-1].group(1 if self._pattern.groups else 0) if matches else None
+        return None if found is None else str(found)
 
 
 def _write(trainer: Trainer, answers: list[tuple[str, str, str]], scores: list[float]) -> None:

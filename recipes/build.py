@@ -27,7 +27,7 @@ from torchmetrics import Metric
 from recipes.checkpoint.resume import find_checkpoint, names_checkpoint
 from recipes.checkpoint.saver import CheckpointSaver
 from recipes.config.compose import Composed, Config, freeze
-from recipes.config.instantiate import make
+from recipes.config.instantiate import make, make_model
 from recipes.config.ranks import get_ranks
 from recipes.config.resume import find_tokenizer, with_saved_parts
 from recipes.config.traits import get_compile_mode, get_eval_samples, takes_steps, trains, tries_convolutions
@@ -148,7 +148,7 @@ def build_task(config: Config, precision: Precision) -> TrainingTask:
     """Return the task of a config, without a model: it is constructed once the Trainer has set up the ranks."""
     task: TrainingTask = make(config["task"])(
         # a function, not a model: the task calls it on the meta device once the Trainer has set up the ranks
-        make_model=functools.partial(make, config["model"]),
+        make_model=functools.partial(make_model, config),
         make_optimizer=make(config["optimizer"]),
         schedule=_make_schedule(config["scheduler"]),
         convert_model=precision.convert,

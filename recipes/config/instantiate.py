@@ -41,3 +41,11 @@ def _make_within(value: Any) -> Any:
     if isinstance(value, Mapping):
         return make(value) if TARGET in value else {key: _make_within(child) for key, child in value.items()}
     return [_make_within(child) for child in value] if isinstance(value, list) else value
+
+
+def make_model(config: Mapping[str, Any]) -> Any:
+    """Return the model of a config, with its adapter."""
+    model = make(config["model"])
+    if "adapter" in config:  # an older run has none
+        make(config["adapter"]).apply(model)
+    return model

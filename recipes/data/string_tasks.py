@@ -43,6 +43,8 @@ class StringTasks(Instructions):
         Raises:
             ConfigError: A task is unknown.
         """
+        if not tasks:
+            raise ConfigError("data.tasks=[]", "examples need a task", f"data.tasks=[{','.join(_ANSWERS)}]")
         for task in tasks:
             if task not in _ANSWERS:
                 raise ConfigError(

@@ -71,5 +71,8 @@ def sample(
 
 
 def _ask(message: str, tokenizer: Tokenizer) -> tuple[list[int], list[int]]:
+    if tokenizer.chat_template is None:
+        reason = "the run has learned from no conversations, and has no template for them"
+        raise ConfigError("mode.chat=true", reason, "mode.chat=false, and the prompt as it was learned")
     tokens, end = prompt_for_answer(message, tokenizer)
-    return tokens, [end]
+    return tokens, [] if end is None else [end]

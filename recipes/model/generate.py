@@ -8,6 +8,7 @@ import inspect
 import logging
 from collections.abc import Callable, Collection, Iterator, Sequence
 from contextlib import contextmanager
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -81,6 +82,19 @@ def generate(
     return new_tokens
 
 
+@dataclass
+class Answer:
+    """What a model has generated.
+
+    Attributes:
+        tokens: New ones.
+        has_ended: Whether the model has ended it; else there was no more room.
+    """
+
+    tokens: list[int]
+    has_ended: bool
+
+
 @torch.no_grad()
 def generate_batch(
     model: LanguageModel,
@@ -93,7 +107,7 @@ def generate_batch(
     seeds: Sequence[int],
     ends: Collection[int],
     all_ended: Callable[[bool], bool] | None = None,
-) -> list[list[int]]:
+) -> list[Answer]:
     """Continue many prompts of different lengths together: the tokens of each are those it would get alone.
 
     A forward pass reads one token of every prompt. Prompt and answer must fit into `max_seq_len`; the window does not
@@ -112,7 +126,7 @@ def generate_batch(
             sharded, every rank must run as many forward passes as the others. None: this process generates alone.
 
     Returns:
-        The new tokens of each prompt.
+        The answer to each prompt.
 
     Raises:
         ValueError: A setting is out of range, or a prompt is longer than the model's window.
@@ -126,25 +140,27 @@ def generate_batch(
                 f"a shorter prompt, or model.max_seq_len={len(prompt) + num_tokens}",
             )
     rngs = [torch.Generator().manual_seed(seed) for seed in seeds]
-    answers: list[list[int]] = [[] for _ in prompts]
+    answers = [Answer(tokens=[], has_ended=False) for _ in prompts]
     unread, padding = _pad_right(prompts, device=next(iter(model.parameters())).device)  # [B, T], [B]
     cache = _make_cache(model, capacity=unread.shape[1] + num_tokens, padding=padding)
-    has_ended = [False] * len(prompts)
+    is_over = [False] * len(prompts)
     with _evaluating(model), torch.compiler.set_stance("force_eager"), sdpa_kernel(_KERNELS):
-        for step in range(min(num_tokens, model.max_seq_len - min(map(len, prompts)))):
+        for step in range(num_tokens):  # not fewer where all windows are full: other ranks would wait for this one
             logits = model(unread, cache=cache)[:, -1]  # [B, V]
             probabilities = sampling_probabilities(logits, temperature=temperature, top_k=top_k, top_p=top_p)
             chosen = [_draw(row, rng) for row, rng in zip(probabilities, rngs, strict=True)]
             for row, token in enumerate(chosen):
                 is_full = len(prompts[row]) + step >= model.max_seq_len
-                has_ended[row] = has_ended[row] or token is None or token in ends or is_full
-                if token is not None and not has_ended[row]:
-                    answers[row].append(token)
-            ended = all(has_ended)
+                if token in ends and not is_over[row]:
+                    answers[row].has_ended = True
+                is_over[row] = is_over[row] or token is None or token in ends or is_full
+                if token is not None and not is_over[row]:
+                    answers[row].tokens.append(token)
+            ended = all(is_over)
             if all_ended(ended) if all_ended is not None else ended:
                 break
             unread = torch.tensor([[token or 0] for token in chosen], device=unread.device)  # [B, 1]
-            padding += torch.tensor(has_ended, device=padding.device)  # the next one replaces their last
+            padding += torch.tensor(is_over, device=padding.device)  # the next one replaces their last
     return answers
 
 

@@ -15,7 +15,7 @@ from torch import Tensor, nn
 
 from recipes.errors import ConfigError
 from recipes.model.flops import Flops
-from recipes.model.init import fill
+from recipes.model.init import fill, named_parameters
 from recipes.model.transformers_cache import TransformersCache
 from recipes.numerics.linear import Linear
 
@@ -119,7 +119,7 @@ class HuggingFace(nn.Module):
 
     def init_weights(self, seed: int) -> None:
         """Set every parameter and buffer in place, by the rules of the model, from (seed, name)."""
-        parameters = dict(self.inner.named_parameters())
+        parameters = dict(named_parameters(self.inner))
         for name, value in self._drawn(seed):
             if name in parameters:
                 fill(parameters[name], value)

@@ -14,16 +14,23 @@ import torch
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor, distribute_tensor
 
+from recipes.adapter import is_adapter
+
 INIT_STD = 0.02  # Radford et al. 2019 (GPT-2)
 
-# prefixes that wrappers add to a name; a wrapped parameter has the same values
-_WRAPPERS = ("_orig_mod.", "_checkpoint_wrapped_module.")
+# parts that wrappers add to a name; a wrapped parameter has the same values
+_WRAPPERS = ("_orig_mod.", "_checkpoint_wrapped_module.", "base_layer.")
 
 
 def named_parameters(model: nn.Module) -> Iterator[tuple[str, nn.Parameter]]:
-    """Yield `model.named_parameters()`, tied parameters once, under the names they have without wrappers."""
+    """Yield `model.named_parameters()`, tied parameters once, under the names they have without wrappers.
+
+    Those of an adapter are left out.
+    """
     # a list: filling a parameter may replace it in the model
     for name, parameter in list(model.named_parameters()):
+        if is_adapter(name):
+            continue
         for wrapper in _WRAPPERS:
             name = name.replace(wrapper, "")
         yield name, parameter

@@ -8,7 +8,7 @@ from torch import Tensor, nn
 
 from recipes.build import build_task
 from recipes.config.compose import Config
-from recipes.config.instantiate import make
+from recipes.config.instantiate import make, make_model
 from recipes.config.signature import read_signature
 from recipes.config.traits import get_traits
 from recipes.errors import ConfigError
@@ -115,7 +115,7 @@ def describe_step(
         return loss
 
     return Step(
-        make_model=lambda: make(config["model"]),
+        make_model=lambda: make_model(config),
         objective=objective,
         make_batch=_batch_maker(task.input_kind, shape, precision),
         make_optimizer=make(config["optimizer"]),

@@ -7,7 +7,7 @@ import torch
 from torch import nn
 
 from recipes.config.compose import Config
-from recipes.config.instantiate import make
+from recipes.config.instantiate import make, make_model
 from recipes.config.traits import get_compile_mode
 from recipes.errors import ConfigError
 from recipes.model.flops import Flops, flops_per_sample
@@ -98,7 +98,7 @@ def make_plan(config: Config, cluster: Cluster, *, rates: Rates | OperatorTimer 
     """
     precision: Precision = make(config["precision"])
     with torch.device("meta"):
-        model: nn.Module = make(config["model"])
+        model: nn.Module = make_model(config)
     num_parameters = sum(parameter.numel() for parameter in model.parameters())
     engine = find_engine(config, precision, cluster, model=model)
     num_ranks = engine.num_ranks

@@ -20,6 +20,7 @@ from recipes.task.base import Batch, TrainingTask
 from recipes.tokenizer import Tokenizer
 
 _QUESTIONS_AT_A_TIME = 32  # of a rank
+_NOT_ENDED = " …"
 _MORE_TOKENS = 8  # than the longest expected answer: one that is too long is wrong as soon as it is longer
 
 
@@ -185,16 +186,17 @@ class LanguageModeling(TrainingTask):
             all_ended: Returns whether a flag is true on every rank.
 
         Returns:
-            Texts; None if the data has no questions.
+            Texts; an answer that did not end ends with an ellipsis. None if the data has no questions.
         """
         source = self.trainer.datamodule.source  # type: ignore[attr-defined]
         if self.tokenizer is None or not hasattr(source, "questions"):
             return None
         questions: list[tuple[list[int], list[int]]] = source.questions(num_questions)
-        ends = {self.tokenizer.end_of_text, *(self.tokenizer.find_end(answer) for _, answer in questions)}
+        found_ends = {self.tokenizer.find_end(answer) for _, answer in questions} - {None}
+        ends = cast(set[int], found_ends | {self.tokenizer.end_of_text})
         if num_tokens is None:
             num_tokens = max((len(answer) for _, answer in questions), default=0) + _MORE_TOKENS
-        found = []
+        found: list[tuple[str, str, str]] = []
         # the same number of batches on every rank: where weights are sharded, each forward pass is a collective
         for start in range(0, len(questions), num_ranks * _QUESTIONS_AT_A_TIME):
             batch = questions[start : start + num_ranks * _QUESTIONS_AT_A_TIME]
@@ -211,9 +213,15 @@ class LanguageModeling(TrainingTask):
                     ends=ends,
                     all_ended=all_ended,
                 )
-            for (prompt, expected), tokens in zip(mine, given, strict=False):
+            for (prompt, expected), answer in zip(mine, given, strict=False):
                 until_end = list(itertools.takewhile(lambda token: token not in ends, expected))
-                found.append(tuple(self.tokenizer.decode(part) for part in (prompt, until_end, tokens)))
-        return cast(list[tuple[str, str, str]], found)
+                # without a token that ends it, an answer is as long as the expected one
+                has_end = len(until_end) < len(expected)
+                tokens = answer.tokens if has_end else answer.tokens[: len(expected)]
+                texts = [self.tokenizer.decode(part) for part in (prompt, until_end, tokens)]
+                if has_end and not answer.has_ended:
+                    texts[2] += _NOT_ENDED
+                found.append((texts[0], texts[1], texts[2]))
+        return found
 
     recipes_answer_questions = answer_questions  # for the callback that compares answers

@@ -125,10 +125,13 @@ class Tokenizer:
         added = self._backend.get_added_tokens_decoder()
         return frozenset(id for id, token in added.items() if token.special)
 
-    def find_end(self, answer: Sequence[int]) -> int:
-        """Return the token that ends an answer: its last special one, after which a template may write a line break."""
+    def find_end(self, answer: Sequence[int]) -> int | None:
+        """Return the token that ends an answer: its last special one, after which a template may write a line break.
+
+        None if it has none: where a turn ends cannot be seen from its tokens.
+        """
         special = self.special_ids | {self.end_of_text}
-        return next((token for token in reversed(answer) if token in special), answer[-1])
+        return next((token for token in reversed(answer) if token in special), None)
 
     @property
     def chat_template(self) -> str | None:

@@ -68,7 +68,9 @@ def test_all_right_shows_none(plain_module, make_trainer, caplog) -> None:
         (r"#### (-?\d+)", "42", "#### 42", 0.0),
         (r"#### (-?\d+)", "42", "42", 0.0),
         (r"\d+", "about 42", "42 of them", 1.0),
+        (r"x(\d)?", "x", "y x", 0.0),
         (None, "42 ", "42", 1.0),
+        (None, "42 …", "42", 0.0),
         (None, "42.", "42", 0.0),
     ],
 )

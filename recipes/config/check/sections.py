@@ -38,6 +38,7 @@ SETTINGS: dict[str, str] = {
 NODES = ("loader",)  # sections of config.yaml that are not a group
 COMPOSING = ("recipe", "debug", "hydra")  # groups without a section of their own
 NEWER = (
+    "adapter",
     "lr_scaling",
     "attention",
     "ignore_slurm",

@@ -21,6 +21,7 @@ TrainOn = Literal["answers", "last_answer", "all"]
 Marked = tuple[list[int], list[tuple[int, int]]]  # tokens, and where each answer begins and ends
 
 _FOLDER = Path(__file__).parent / "templates"
+_SHOWN_CHARACTERS = 40
 _GENERATION = re.compile(r"\{%-?\s*generation\s*-?%\}")
 
 
@@ -73,7 +74,15 @@ class ChatTemplate:
                 add_generation_prompt=adds_prompt,
                 **tokenizer.special_tokens,
             )
-        except (TemplateError, TypeError, KeyError, ValueError) as error:
+        except (
+            TemplateError,
+            ArithmeticError,
+            AttributeError,
+            LookupError,
+            RecursionError,
+            TypeError,
+            ValueError,
+        ) as error:
             reason = f"the template of {self.name} rejects it: {str(error).strip() or type(error).__name__}"
             raise ConfigError("conversation", reason, "data.template=chatml, or =<file.jinja>") from error
         return text, [(start, end) for start, end in (spans[0] if spans else [])]
@@ -100,8 +109,8 @@ def find_template(name: str, tokenizer: Tokenizer) -> ChatTemplate:
     return ChatTemplate(path.read_text(encoding="utf-8"), str(path))
 
 
-def prompt_for_answer(message: str, tokenizer: Tokenizer) -> tuple[list[int], int]:
-    """Return the tokens that ask for an answer to a user's message, and the token that ends the answer.
+def prompt_for_answer(message: str, tokenizer: Tokenizer) -> tuple[list[int], int | None]:
+    """Return the tokens that ask for an answer to a user's message, and the token that ends the answer, if one does.
 
     Args:
         message: Of the user.
@@ -177,25 +186,35 @@ class ExampleTokenizer:
         text, spans = self._template.render(messages, self._tokenizer, adds_prompt=False, tools=tools)
         encoding = self._tokenizer.encode_rendered(text)
         roles = [i for i, message in enumerate(messages) if message["role"] == "assistant"]
+        if self._train_on == "last_answer":
+            roles, spans = roles[-1:], spans[-1:]
+        if self._train_on == "all" and len(spans) != len(roles):
+            return list(encoding.ids), []
         if len(spans) != len(roles):
             raise self._cannot_mask(f"it marks {len(spans)} answers of {len(roles)}")
         marked = []
         for index, (start, end) in zip(roles, spans, strict=True):
-            first, last = encoding.char_to_token(start), encoding.char_to_token(end - 1)
-            if index in answers and start < end and first is not None and last is not None:
-                marked.append((first, last + 1))
+            if not _is_shown(messages[index], text[start:end]):
+                raise self._cannot_mask(f"where it marks one there is {text[start:end][:_SHOWN_CHARACTERS]!r}")
+            if index in answers and start < end:
+                marked.append(_find_tokens(encoding.offsets, start, end))
         return list(encoding.ids), marked
 
     def _by_difference(self, messages: list[Message], answers: list[int], tools: list[Any] | None) -> Marked:
         whole = self._ids(messages, adds_prompt=False, tools=tools)
         marked = []
         for index in answers:
-            before = self._ids(messages[:index], adds_prompt=True, tools=tools)
-            after = self._ids(messages[: index + 1], adds_prompt=False, tools=tools)
-            if after[: len(before)] != before or whole[: len(after)] != after:
-                if self._train_on == "all":
-                    continue  # nothing depends on where the answer is
-                raise self._cannot_mask("what it renders for an answer depends on what follows or on the prompt for it")
+            try:
+                before = self._ids(messages[:index], adds_prompt=True, tools=tools)
+                after = self._ids(messages[: index + 1], adds_prompt=False, tools=tools)
+                if after[: len(before)] != before or whole[: len(after)] != after:
+                    raise self._cannot_mask(
+                        "what it renders for an answer depends on what follows or on the prompt for it"
+                    )
+            except ConfigError:
+                if self._train_on != "all":  # else nothing depends on where an answer is
+                    raise
+                continue
             marked.append((len(before), len(after)))
         return whole, marked
 
@@ -207,3 +226,18 @@ class ExampleTokenizer:
     def _cannot_mask(self, reason: str) -> ConfigError:
         fix = "data.template=<file.jinja> with {% generation %} around answers, or data.train_on=last_answer or all"
         return ConfigError(f"data.template of {self._template.name}", f"answers cannot be found: {reason}", fix)
+
+
+def _is_shown(message: Message, span: str) -> bool:
+    """Return whether a block holds what the assistant wrote: within a macro, its place in the text is another.
+
+    The last line, as templates leave out what a model has thought before it.
+    """
+    lines = message["content"].strip().splitlines()
+    return not lines or lines[-1].strip() in span
+
+
+def _find_tokens(offsets: list[tuple[int, int]], start: int, end: int) -> tuple[int, int]:
+    """Return the tokens [first, stop) of the characters [start, end); one character may have several."""
+    inside = [index for index, (first, stop) in enumerate(offsets) if first < end and stop > start]
+    return (inside[0], inside[-1] + 1) if inside else (0, 0)

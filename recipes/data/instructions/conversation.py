@@ -1,5 +1,6 @@
 """What a row of a data set asks and answers: the formats that people have, as one."""
 
+import json
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
@@ -48,12 +49,14 @@ class Example:
 
     @property
     def question(self) -> str:
-        """Everything before the last answer: rows of the same question stay in the same split."""
+        """Everything before the first answer to a user: rows that begin with the same question stay in one split."""
         if isinstance(self.answer, str):
             return str(self.answer if self.prompt is None else self.prompt)
         messages = [*(self.prompt or []), *self.answer]
-        last = max((i for i, message in enumerate(messages) if message["role"] == "assistant"), default=len(messages))
-        return repr([(message["role"], message.get("content")) for message in messages[:last]])
+        roles = [message["role"] for message in messages]
+        asked = roles.index("user") if "user" in roles else 0
+        first = roles.index("assistant", asked) if "assistant" in roles[asked:] else len(messages)
+        return repr([(message["role"], message["content"]) for message in messages[:first]])
 
 
 class Reader:
@@ -84,7 +87,7 @@ class Reader:
         """
         kind = self._format or self._recognize(row, place=place)
         values = {name: self._get(row, name, place=place) for name in _FIELDS[kind]}
-        tools = row.get("tools") or None
+        tools = _tools(row.get("tools"), place)
         if kind in _MESSAGE_FIELDS:
             [messages] = values.values()
             return Example(place=place, prompt=None, answer=self._messages(messages, kind, place), tools=tools)
@@ -93,14 +96,16 @@ class Reader:
         if kind == "alpaca":
             question = _text(values["instruction"], "instruction", place)
             given = row.get(self._fields.get("input", "input"))
-            question = f"{question}\n\n{given}" if given else question
+            if given not in (None, ""):
+                question = f"{question}\n\n{_text(given, 'input', place)}"
             prompt = [{"role": "user", "content": question}]
             answer = {"role": "assistant", "content": _text(values["output"], "output", place)}
             return Example(place=place, prompt=prompt, answer=[answer])
         return Example(place=place, prompt=None, answer=_text(values["text"], "text", place))
 
     def _recognize(self, row: Mapping[str, Any], *, place: str) -> str:
-        for kind in FORMATS:
+        # a format whose fields somebody has mapped comes before those that a row happens to have as well
+        for kind in sorted(FORMATS, key=lambda kind: not {*_FIELDS[kind]} & {*self._fields}):
             if all(row.get(self._fields.get(name, name)) is not None for name in _FIELDS[kind]):
                 return kind
         wanted = "; ".join(" and ".join(names) for names in _FIELDS.values())
@@ -144,15 +149,32 @@ class Reader:
             raise ConfigError(
                 place, f"a message of role {role} has no {content_field}", f"a text as {content_field} there"
             )
-        if content is not None and not isinstance(content, str):
-            raise ConfigError(place, f"the {content_field} of a message is no text", f"a text as {content_field} there")
-        return {"role": role, "content": content or ""} | {
-            key: value for key, value in others.items() if value is not None
-        }
+        text = "" if content is None else _text(content, f"{content_field} of a message", place)
+        kept = {key: value for key, value in others.items() if value is not None and key not in ("role", "content")}
+        return kept | {"role": role, "content": text}
 
 
 def _text(value: Any, name: str, place: str) -> str:
     if not isinstance(value, str):
         shown = type(value).__name__
         raise ConfigError(place, f"its {name} is no text but {shown}", f"a text as {name} there")
+    try:
+        value.encode("utf-8")
+    except UnicodeEncodeError as error:
+        reason = f"its {name} has half a character ({value[error.start]!r}, a lone surrogate)"
+        raise ConfigError(place, reason, f"whole characters in {name} there") from error
     return value
+
+
+def _tools(value: Any, place: str) -> list[Any] | None:
+    """Return the tools of a row; many data sets hold them as JSON within the JSON."""
+    if isinstance(value, str):
+        try:
+            value = json.loads(value or "null")
+        except ValueError as error:
+            raise ConfigError(
+                place, f"its tools are a text that is no JSON ({error})", "a list as tools there"
+            ) from error
+    if value is not None and not isinstance(value, list):
+        raise ConfigError(place, f"its tools are no list but {type(value).__name__}", "a list as tools there")
+    return value or None

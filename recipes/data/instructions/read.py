@@ -4,6 +4,7 @@ import glob
 import gzip
 import json
 import os
+import zlib
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
@@ -46,7 +47,7 @@ class Row:
         if isinstance(fields, bytes):
             try:
                 fields = json.loads(fields)
-            except ValueError as error:
+            except (ValueError, RecursionError) as error:
                 raise _bad_json(self.place, error) from error
         if not isinstance(fields, dict):
             shown = json.dumps(fields, ensure_ascii=False)[:_SHOWN_CHARACTERS]
@@ -101,9 +102,10 @@ class FileRows:
         self._documents = [Document.of(file, name=file.relative_to(folder).as_posix()) for file in files]
 
     def content_hash(self, cache_dir: Path) -> str:
-        """Return a hash of all files, in order."""
+        """Return a hash of all names and files, in order."""
         states = [(document.path, document.num_bytes, document.mtime_ns) for document in self._documents]
-        return " ".join(content_digests(states, cache_dir=cache_dir))
+        digests = content_digests(states, cache_dir=cache_dir)
+        return " ".join(f"{digest} {doc.name}" for digest, doc in zip(digests, self._documents, strict=True))
 
     def __iter__(self) -> Iterator[Row]:
         """Yield all rows.
@@ -114,8 +116,9 @@ class FileRows:
         for document in self._documents:
             try:
                 yield from _parquet_rows(document) if document.name.endswith(".parquet") else _json_rows(document)
-            except (OSError, EOFError) as error:
-                reason = error if isinstance(error, OSError) else OSError(0, str(error))
+            except (OSError, EOFError, zlib.error) as error:
+                known = isinstance(error, OSError) and error.strerror is not None
+                reason = error if known and isinstance(error, OSError) else OSError(0, str(error))
                 raise unreadable(document.path, reason) from error
             if Document.of(document.path, name=document.name) != document:
                 fix = "the same command again, when nothing writes to it any more"
@@ -204,14 +207,14 @@ def _open(path: Path) -> BinaryIO:
 def _items(text: bytes, name: str) -> Iterator[Row]:
     try:
         items = json.loads(text.decode("utf-8-sig"))
-    except ValueError as error:
+    except (ValueError, RecursionError) as error:
         line = f":{error.lineno}" if isinstance(error, json.JSONDecodeError) else ""
         raise _bad_json(f"{name}{line}", error) from error
     for index, fields in enumerate(items):
         yield Row(f"{name} item {index + 1}", fields)
 
 
-def _bad_json(place: str, error: ValueError) -> ConfigError:
+def _bad_json(place: str, error: ValueError | RecursionError) -> ConfigError:
     reason = error.msg if isinstance(error, json.JSONDecodeError) else str(error)
     column = f", column {error.colno}" if isinstance(error, json.JSONDecodeError) else ""
     return ConfigError(place, f"it is no valid JSON: {reason}{column}", "one JSON object a line there")

@@ -98,12 +98,13 @@ class ExampleRows(Dataset[dict[str, Tensor]]):
         return min(int(self._store.lengths[example]) - 1, self.seq_len)
 
 
-def pad_rows(samples: Sequence[dict[str, Tensor]]) -> dict[str, Any]:
+def pad_rows(samples: Sequence[dict[str, Tensor]], *, seq_len: int) -> dict[str, Any]:
     """Return a batch of rows of one example each, padded at the end to the longest.
 
-    A multiple of 64 tokens; attention is causal, so no token sees the padding.
+    A multiple of 64 tokens, or `seq_len`; attention is causal, so no token sees the padding.
     """
-    width = -(-max(len(sample["inputs"]) for sample in samples) // PAD_TO) * PAD_TO
+    longest = max(len(sample["inputs"]) for sample in samples)
+    width = min(-(-longest // PAD_TO) * PAD_TO, seq_len)
     batch = {"inputs": torch.zeros(len(samples), width, dtype=torch.int64)}  # [B, T]
     batch["targets"] = torch.full_like(batch["inputs"], IGNORE_INDEX)
     for row, sample in enumerate(samples):

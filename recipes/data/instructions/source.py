@@ -1,5 +1,6 @@
 """Fine-tuning on conversations, or on prompts with answers: tokenized once, packed into rows."""
 
+import functools
 import logging
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
@@ -102,7 +103,8 @@ class Instructions:
         if self._val_path is not None:
             sources["val"] = self._open("val_path", self._val_path)
         hashes = {name: rows.content_hash(cache_dir) for name, rows in sources.items()}
-        corpus = _RowTexts(sources["train"], self._reader, content_hash=hashes["train"], cache_dir=cache_dir)
+        content = f"{hashes['train']} {self._format}"
+        corpus = _RowTexts(sources["train"], self._reader, content_hash=content, cache_dir=cache_dir)
         tokenizer = self._tokenizer_config.make(corpus)
         if self._known_ids is not None and tokenizer.vocab_size > self._known_ids:
             raise ConfigError(
@@ -125,7 +127,9 @@ class Instructions:
             for name, rows in sources.items()
         }
         rows = {name: self._rows(store, examples, name) for name, store, examples in self._splits(stores)}
-        self._prepared = tokenizer.with_chat_template(template.source), stores, rows
+        if any(store.meta.num_conversations for store in stores.values()):
+            tokenizer = tokenizer.with_chat_template(template.source)
+        self._prepared = tokenizer, stores, rows
         self._warn(stores, rows)
 
     @property
@@ -136,7 +140,7 @@ class Instructions:
     @property
     def collate(self) -> Callable[[Sequence[Any]], Any] | None:
         """How samples become a batch; None: they have one length."""
-        return None if self.packs else pad_rows
+        return None if self.packs else functools.partial(pad_rows, seq_len=self.seq_len)
 
     @property
     def fingerprint(self) -> str:
@@ -175,12 +179,12 @@ class Instructions:
     def questions(self, num_questions: int) -> list[tuple[list[int], list[int]]]:
         """Return prompt and last answer of validation examples, spread evenly, as tokens; fewer if there are fewer.
 
-        The end of a turn is part of an answer. Examples that are cut are left out.
+        The end of a turn is part of an answer. Examples are left out for which the model has no room.
         """
         _, stores, rows = self._ready()
         store = stores["val" if "val" in stores else "train"]
         examples = rows["val"].examples
-        whole = examples[store.lengths[examples] <= self.seq_len + 1]
+        whole = examples[store.lengths[examples] <= self.seq_len]
         chosen = whole[np.unique(np.arange(num_questions) * len(whole) // num_questions)] if len(whole) else whole
         found = []
         for example in chosen.tolist():
@@ -222,6 +226,13 @@ class Instructions:
             if dropped := store.meta.dropped:
                 places = ", ".join(dropped[:_SHOWN_PLACES]) + (", …" if len(dropped) > _SHOWN_PLACES else "")
                 LOGGER.warning("%d rows without an answer are left out: %s", len(dropped), places)
+        if "val" in stores:
+            num_known = int(np.isin(stores["val"].questions, stores["train"].questions).sum())
+            if num_known:
+                LOGGER.warning(
+                    "%d of %d examples of data.val_path begin with a question that training examples begin with",
+                    *(num_known, len(stores["val"])),
+                )
         for split, found in rows.items():
             if found.num_cut or found.num_without_targets:
                 LOGGER.warning(

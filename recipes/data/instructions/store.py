@@ -32,7 +32,7 @@ _ROWS_PER_PROCESS = 2000  # with fewer per process, starting it (~2 s with a cha
 _CARRIES_LOSS, _IS_ANSWER = 1, 2  # bits of a mark
 _ARRAYS = {"starts": np.int64, "questions": np.uint64}
 
-Encoded = tuple[str, int, Tokenized]  # place, hash of the question, tokens
+Encoded = tuple[str, int, bool, Tokenized]  # place, hash of the question, whether it is a conversation, tokens
 
 
 @dataclass(frozen=True)
@@ -40,6 +40,7 @@ class StoreMeta:
     """The content of `meta.json`.
 
     Attributes:
+        num_conversations: Examples of messages; the others are plain text.
         dropped: Places of rows without a token that carries loss.
     """
 
@@ -48,6 +49,7 @@ class StoreMeta:
     num_examples: int
     num_tokens: int
     num_loss_tokens: int
+    num_conversations: int
     dropped: list[str]
 
 
@@ -200,18 +202,19 @@ class _Encode:
         for row in rows:
             example = self.reader.read(row.parse(), place=row.place)
             question = hashlib.blake2b(example.question.encode("utf-8", "surrogatepass"), digest_size=8).digest()
-            encoded.append((row.place, int.from_bytes(question, "little"), self.tokenizer(example)))
+            is_chat = not isinstance(example.answer, str)
+            encoded.append((row.place, int.from_bytes(question, "little"), is_chat, self.tokenizer(example)))
         return encoded
 
 
 def _write(folder: Path, encoded: Iterator[Encoded], *, vocab_size: int) -> None:
     dtype = "uint16" if vocab_size <= 1 << 16 else "uint32"
     starts, questions, dropped = array("q", [0]), array("Q"), list[str]()
-    num_loss_tokens = 0
+    num_loss_tokens = num_conversations = 0
     files = [(folder / name).open("wb") for name in ("tokens.bin", "marks.bin", "places.txt")]
     tokens_file, marks_file, places_file = files
     try:
-        for place, question, example in encoded:
+        for place, question, is_chat, example in encoded:
             num_targets = int(example.carries_loss[1:].sum())  # nothing precedes the first token
             if num_targets == 0:
                 dropped.append(place)
@@ -223,6 +226,7 @@ def _write(folder: Path, encoded: Iterator[Encoded], *, vocab_size: int) -> None
             starts.append(starts[-1] + len(example.tokens))
             questions.append(question)
             num_loss_tokens += num_targets
+            num_conversations += is_chat
     finally:
         for file in files:
             file.close()
@@ -231,5 +235,5 @@ def _write(folder: Path, encoded: Iterator[Encoded], *, vocab_size: int) -> None
         raise ConfigError("data.path", reason, "data.path=<rows with answers>, or data.fields={…} for other names")
     np.save(folder / "starts.npy", np.array(starts, dtype=np.int64))
     np.save(folder / "questions.npy", np.array(questions, dtype=np.uint64))
-    meta = StoreMeta(FORMAT_VERSION, dtype, len(questions), starts[-1], num_loss_tokens, dropped)
+    meta = StoreMeta(FORMAT_VERSION, dtype, len(questions), starts[-1], num_loss_tokens, num_conversations, dropped)
     (folder / "meta.json").write_text(json.dumps(asdict(meta), indent=2) + "\n", encoding="utf-8")

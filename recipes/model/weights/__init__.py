@@ -9,6 +9,7 @@ import torch
 from recipes.errors import ConfigError
 from recipes.model import Model
 from recipes.model.init import constant_
+from recipes.model.weights.adapter import has_adapter, initialize_adapter
 
 
 @torch.no_grad()
@@ -36,7 +37,13 @@ def initialize(model: Model, seed: int) -> None:
     pretrained: str | None = getattr(model, "pretrained", None)
     if pretrained is None:
         model.init_weights(seed)
-        return
+    else:
+        _load_published(model, pretrained)
+    if has_adapter(model):  # type: ignore[arg-type]
+        initialize_adapter(model, seed)  # type: ignore[arg-type]
+
+
+def _load_published(model: Model, pretrained: str) -> None:
     # imported here, so that only a run that loads published weights pays for the import of safetensors
     from recipes.model.weights import huggingface, torchvision
 

@@ -10,7 +10,7 @@ import torch
 from torch import nn
 
 from recipes.errors import ConfigError
-from recipes.model.init import fill
+from recipes.model.init import fill, named_parameters
 from recipes.model.weights.files import locate, open_weights
 
 log = logging.getLogger("lightning_recipes")
@@ -30,7 +30,7 @@ def load_weights(inner: nn.Module, name_or_folder: str) -> None:
         ConfigError: The weights are not found, or are not those of the model.
     """
     folder = locate(name_or_folder)
-    parameters = dict(inner.named_parameters())
+    parameters = dict(named_parameters(inner))
     prefix = f"{getattr(inner, 'base_model_prefix', '')}."
     with open_weights(folder) as weights:
         names = weights.names()

@@ -4,6 +4,7 @@ import re
 from typing import Any
 
 from recipes.model.gpt2 import GPT2
+from recipes.model.init import named_parameters
 from recipes.model.weights.hf_format import Entry, HFConfig, Setting, plain_entry, vocab_entry
 
 # within block i: our name -> published name; the matrices among them are transposed
@@ -38,7 +39,7 @@ class GPT2Format:
         """Return every parameter, a tied head once."""
         size = self.model.vocab_size
         entries = []
-        for name, parameter in self.model.named_parameters():
+        for name, parameter in named_parameters(self.model):
             module, kind = name.rsplit(".", 1)
             if name == "embedding.weight":
                 entry = vocab_entry(name, published="transformer.wte.weight", vocab_size=size)

@@ -2,6 +2,7 @@
 
 from typing import Any
 
+from recipes.model.init import named_parameters
 from recipes.model.llama import Llama
 from recipes.model.rope import HIGH_FREQ_FACTOR, LOW_FREQ_FACTOR, ORIGINAL_CONTEXT
 from recipes.model.weights.hf_format import Entry, HFConfig, Setting, plain_entry, vocab_entry
@@ -52,7 +53,7 @@ class LlamaFormat:
         model = self.model
         size = model.vocab_size
         entries = []
-        for name, parameter in model.named_parameters():
+        for name, parameter in named_parameters(model):
             module, kind = name.rsplit(".", 1)
             if name == "embedding.weight":
                 entry = vocab_entry(name, published="model.embed_tokens.weight", vocab_size=size)

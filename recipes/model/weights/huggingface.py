@@ -14,7 +14,7 @@ from torch.distributed.tensor import DTensor
 from recipes.errors import ConfigError
 from recipes.model.gpt2 import GPT2
 from recipes.model.huggingface import HuggingFace
-from recipes.model.init import fill
+from recipes.model.init import fill, named_parameters
 from recipes.model.llama import Llama
 from recipes.model.weights.files import PublishedWeights, locate, open_weights
 from recipes.model.weights.hf_any import load_weights, save_weights
@@ -52,7 +52,7 @@ def load_pretrained(model: nn.Module, name_or_folder: str | Path) -> None:
     _check_config(layout, config=config, folder=folder)
     with open_weights(folder) as weights:
         names = _check_names(layout, weights=weights, folder=folder)
-        parameters = dict(model.named_parameters())
+        parameters = dict(named_parameters(model))
         for entry in layout.entries():
             parameter = parameters[entry.name]
             fill(
@@ -85,7 +85,7 @@ def export_pretrained(model: nn.Module, folder: str | Path, *, tokenizer_folder:
             _copy_tokenizer(tokenizer_folder, target)
         return
     layout = _format(model)
-    parameters = dict(model.named_parameters())
+    parameters = dict(named_parameters(model))
     sharded = [name for name, value in parameters.items() if isinstance(value, DTensor)]
     assert not sharded, f"gather the model before it is exported: {len(sharded)} sharded parameters"
     tensors: dict[str, Tensor] = {}

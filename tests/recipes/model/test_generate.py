@@ -9,7 +9,7 @@ import torch
 from torch import nn
 
 from recipes.errors import ConfigError
-from recipes.model.generate import generate, generate_batch, sampling_probabilities
+from recipes.model.generate import Answer, generate, generate_batch, sampling_probabilities
 from recipes.model.gpt2 import GPT2
 from recipes.model.kv_cache import KeyValueCache, LayerCache
 from recipes.model.llama import Llama
@@ -259,6 +259,10 @@ def test_a_temperature_that_float32_cannot_divide_by_is_greedy() -> None:
     assert probabilities.tolist() == [0.0, 1.0, 0.0]
 
 
+def tokens_of(answers: list[Answer]) -> list[list[int]]:
+    return [answer.tokens for answer in answers]
+
+
 PROMPTS = [[1, 2, 3], [7], [4, 5, 6, 7, 8, 9, 10], [3, 3]]
 
 
@@ -267,7 +271,7 @@ PROMPTS = [[1, 2, 3], [7], [4, 5, 6, 7, 8, 9, 10], [3, 3]]
 def test_prompts_of_different_lengths_are_continued_together_as_alone(architecture: str, temperature: float) -> None:
     model = model_of(architecture)
     settings = {"temperature": temperature, "top_k": None, "top_p": 0.9}
-    together = generate_batch(model, PROMPTS, 9, **settings, seeds=[0, 1, 2, 3], ends=[])
+    together = tokens_of(generate_batch(model, PROMPTS, 9, **settings, seeds=[0, 1, 2, 3], ends=[]))
     for index, prompt in enumerate(PROMPTS):
         assert together[index] == generate(model, prompt, 9, **settings, seed=index)
     assert len({tuple(tokens) for tokens in together}) == 4
@@ -276,9 +280,11 @@ def test_prompts_of_different_lengths_are_continued_together_as_alone(architectu
 def test_an_answer_ends_at_its_own_end_and_the_others_go_on() -> None:
     model = model_of("llama")
     settings = {"temperature": 0.0, "top_k": None, "top_p": None}
-    whole = generate_batch(model, PROMPTS, 9, **settings, seeds=range(4), ends=[])
+    whole = tokens_of(generate_batch(model, PROMPTS, 9, **settings, seeds=range(4), ends=[]))
     end = whole[0][3]
-    cut = generate_batch(model, PROMPTS, 9, **settings, seeds=range(4), ends=[end])
+    answers = generate_batch(model, PROMPTS, 9, **settings, seeds=range(4), ends=[end])
+    assert [answer.has_ended for answer in answers] == [end in full for full in whole]
+    cut = tokens_of(answers)
     for answer, full in zip(cut, whole, strict=True):
         assert answer == (full[: full.index(end)] if end in full else full)
     assert len(cut[0]) == whole[0].index(end) < 9
@@ -290,7 +296,7 @@ def test_an_answer_ends_where_the_window_does_whatever_the_others_do(architectur
     model = model_of(architecture)
     settings = {"temperature": 0.0, "top_k": None, "top_p": None}
     prompts = [[5] * 14, [1], [5] * MAX_SEQ_LEN]
-    answers = generate_batch(model, prompts, 20, **settings, seeds=range(3), ends=[])
+    answers = tokens_of(generate_batch(model, prompts, 20, **settings, seeds=range(3), ends=[]))
     assert [len(answer) for answer in answers] == [2, 15, 0]
     assert answers[1] == generate(model, [1], 15, **settings, seed=0)
     assert answers[0] == generate(model, [5] * 14, 2, **settings, seed=0)
@@ -306,8 +312,20 @@ def test_ranks_go_on_until_all_have_ended() -> None:
     first = generate(model, [1, 2, 3], 1, temperature=0.0, top_k=None, top_p=None, seed=0)
     settings = {"temperature": 0.0, "top_k": None, "top_p": None}
     [answer] = generate_batch(model, [[1, 2, 3]], 9, **settings, seeds=[0], ends=first, all_ended=all_ended)
-    assert answer == []
+    assert (answer.tokens, answer.has_ended) == ([], True)
     assert asked == [True] * 5
+
+
+def test_a_rank_whose_windows_are_full_does_not_leave_the_others_waiting() -> None:
+    settings = {"temperature": 0.0, "top_k": None, "top_p": None}
+    calls = []
+    for prompt in ([1] * (MAX_SEQ_LEN - 1), [1, 2]):
+        asked: list[bool] = []
+        generate_batch(
+            model_of("gpt2"), [prompt], 6, **settings, seeds=[0], ends=[], all_ended=lambda e, a=asked: a.append(e)
+        )
+        calls.append(len(asked))
+    assert calls == [6, 6]
 
 
 def test_a_prompt_beyond_the_window_is_rejected() -> None:

@@ -7,7 +7,12 @@ from typing import Any
 import pytest
 from chats import BRACKETS, CHATML, CHATS, TEMPLATES, WITH_BLOCKS, chat_tokenizer, make_backend, messages_of
 
-from recipes.data.instructions.chat_template import ChatTemplate, ExampleTokenizer, find_template
+from recipes.data.instructions.chat_template import (
+    ChatTemplate,
+    ExampleTokenizer,
+    find_template,
+    prompt_for_answer,
+)
 from recipes.data.instructions.conversation import Example
 from recipes.errors import ConfigError
 from recipes.tokenizer import Tokenizer
@@ -164,3 +169,69 @@ def test_the_seam_of_prompt_and_answer_is_that_of_generation() -> None:
     )
     assert found.tokens.tolist() == [1, 2, 9]
     assert found.carries_loss.tolist() == [False, True, True]
+
+
+OPEN_ENDED = (
+    "{%- for m in messages -%}{%- if m['role'] == 'assistant' -%}"
+    "{% generation %}{{ m['content'] }}{% endgeneration %}"
+    "{%- else -%}{{ m['content'] }}{%- endif -%}{{ '\\n' }}{%- endfor -%}"
+)
+
+
+@pytest.mark.parametrize("answer", ["hi 😀", "é", "世"])
+def test_an_answer_is_marked_to_the_last_byte_of_its_last_character(answer: str) -> None:
+    messages = [{"role": "user", "content": "q"}, {"role": "assistant", "content": answer}]
+    assert learned(*tokenize(OPEN_ENDED, messages)) == answer
+
+
+@pytest.mark.parametrize(
+    "template",
+    [
+        "{%- macro show(m) -%}{{ m['role'] + ': ' }}"
+        "{% generation %}{{ m['content'] }}{% endgeneration %}{%- endmacro -%}"
+        "{%- for m in messages -%}{%- if m['role'] == 'assistant' -%}{{ show(m) }}{%- else -%}{{ m['content'] }}"
+        "{%- endif -%}{%- endfor -%}",
+        "{%- for m in messages -%}{%- if m['role'] == 'assistant' -%}{%- set x -%}{% generation %}{{ m['content'] }}"
+        "{% endgeneration %}{%- endset -%}{{ 'PREFIX ' + x }}{%- else -%}{{ m['content'] }}{%- endif -%}{%- endfor -%}",
+    ],
+    ids=["macro", "set"],
+)
+def test_a_block_whose_place_in_the_text_is_another_is_refused(template: str) -> None:
+    with pytest.raises(ConfigError, match="answers cannot be found: where it marks one there is"):
+        tokenize(template, messages_of(CHATS[1]))
+
+
+def test_chatml_refuses_what_it_cannot_show() -> None:
+    source = find_template("chatml", byte_tokenizer()).source
+    call = [{"role": "user", "content": "q"}, {"role": "assistant", "content": "", "tool_calls": [{"name": "f"}]}]
+    with pytest.raises(ConfigError, match="it shows no tool calls"):
+        tokenize(source, call)
+    example = Example(place="", prompt=None, answer=messages_of(CHATS[0]), tools=[{"type": "function"}])
+    with pytest.raises(ConfigError, match="it shows no tools"):
+        ExampleTokenizer(chat_tokenizer(), ChatTemplate(source, "chatml"), train_on="answers")(example)
+
+
+def test_everything_can_be_learned_where_answers_cannot_be_found() -> None:
+    only_last = WITH_BLOCKS.replace("m['role'] == 'assistant'", "m['role'] == 'assistant' and loop.last")
+    with pytest.raises(ConfigError, match="it marks 1 answers of 2"):
+        tokenize(only_last, messages_of(CHATS[1]))
+    assert all(tokenize(only_last, messages_of(CHATS[1]), train_on="all")[1])
+    assert learned(*tokenize(only_last, messages_of(CHATS[1]), train_on="last_answer")).startswith("Bis bald")
+    needs_a_first = "{{ messages[0].role }}" + CHATML
+    greeted = [{"role": "assistant", "content": "Hello"}, *messages_of(CHATS[0])]
+    assert all(tokenize(needs_a_first, greeted, train_on="all")[1])
+
+
+@pytest.mark.parametrize("template", ["{{ 1 // 0 }}", "{%- macro f() -%}{{ f() }}{%- endmacro -%}{{ f() }}"])
+def test_a_template_that_fails_is_one_sentence(template: str) -> None:
+    with pytest.raises(ConfigError, match="the template of a test rejects it"):
+        tokenize(template, messages_of(CHATS[0]))
+
+
+def test_only_a_special_token_ends_an_answer() -> None:
+    tokenizer = chat_tokenizer()
+    assert tokenizer.find_end([*b"yes", 259, *b"\n"]) == 259
+    assert tokenizer.find_end([*b"yes"]) is None
+    asked, end = prompt_for_answer("hi", tokenizer.with_chat_template(CHATML))
+    assert (tokenizer.decode(asked), end) == ("<|im_start|>user\nhi<|im_end|>\n<|im_start|>assistant\n", 259)
+    assert prompt_for_answer("hi", tokenizer.with_chat_template(OPEN_ENDED))[1] is None

@@ -75,9 +75,13 @@ def test_rows_that_ask_the_same_have_one_question() -> None:
         ({"messages": [{"role": "robot", "content": "x"}]}, {}, "its role role='robot' is none of system"),
         ({"messages": [{"content": "x"}]}, {}, "its role role=None is none of"),
         ({"messages": [{"role": "user"}]}, {}, "a message of role user has no content"),
-        ({"messages": [{"role": "user", "content": 3}]}, {}, "the content of a message is no text"),
+        ({"messages": [{"role": "user", "content": 3}]}, {}, "its content of a message is no text but int"),
         ({"prompt": 1, "completion": "b"}, {}, "its prompt is no text but int"),
         ({"instruction": "a", "output": ["b"]}, {}, "its output is no text but list"),
+        ({"instruction": "a", "input": 0, "output": "b"}, {}, "its input is no text but int"),
+        ({"prompt": "a\ud800", "completion": "b"}, {}, "its prompt has half a character"),
+        ({"messages": CHAT, "tools": "{"}, {}, "its tools are a text that is no JSON"),
+        ({"messages": CHAT, "tools": 3}, {}, "its tools are no list but int"),
         ({"conversations": [{"from": "alien", "value": "x"}]}, {}, "its role from='alien' is none of"),
     ],
 )
@@ -95,3 +99,34 @@ def test_a_missing_field_of_a_named_format_is_named() -> None:
 def test_a_mapping_of_no_known_name_is_rejected() -> None:
     with pytest.raises(ConfigError, match=r"data.fields.mesages: it maps the names of a format"):
         Reader(format=None, fields={"mesages": "dialog"})
+
+
+def test_a_mapped_field_is_read_whatever_else_a_message_has() -> None:
+    row = {
+        "messages": [
+            {"role": "zzz", "speaker": "user", "content": "FR", "content_en": "EN"},
+            {"speaker": "assistant", "content_en": "x"},
+        ]
+    }
+    assert read(row, role="speaker", content="content_en").answer[0] == {"role": "user", "content": "EN"}
+    shared = {"conversations": [{"from": "human", "value": "q", "role": "x", "content": "other"}]}
+    assert read(shared).answer == [{"role": "user", "content": "q"}]
+
+
+def test_a_format_that_is_mapped_comes_before_one_that_a_row_has_as_well() -> None:
+    row = {"body": "long", "prompt": "a", "completion": "b"}
+    assert read(row, text="body").answer == "long"
+    assert read(row).answer == "b"
+
+
+def test_tools_may_be_json_within_the_json() -> None:
+    assert read({"messages": CHAT, "tools": '[{"name": "add"}]'}).tools == [{"name": "add"}]
+    assert read({"messages": CHAT, "tools": ""}).tools is None
+
+
+def test_conversations_that_begin_with_the_same_question_have_one_question() -> None:
+    longer = [*CHAT, {"role": "user", "content": "more"}, {"role": "assistant", "content": "3"}]
+    assert read({"messages": longer}).question == read({"messages": CHAT}).question
+    greeted = [{"role": "assistant", "content": "Hello!"}, *CHAT]
+    other = [{"role": "assistant", "content": "Hello!"}, {"role": "user", "content": "x"}, CHAT[1]]
+    assert read({"messages": greeted}).question != read({"messages": other}).question

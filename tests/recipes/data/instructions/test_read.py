@@ -3,6 +3,7 @@
 import gzip
 import json
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -129,3 +130,17 @@ def test_a_file_that_changes_while_it_is_read_is_named(tmp_path: Path) -> None:
     write_lines(path, ROWS * 3)
     with pytest.raises(ConfigError, match="changed while it was being read"):
         list(rows)
+
+
+def test_nesting_beyond_what_json_reads_is_named(tmp_path: Path) -> None:
+    (tmp_path / "a.jsonl").write_text('{"x": ' + "[" * 200_000 + "\n")
+    with pytest.raises(ConfigError, match="a.jsonl:1: it is no valid JSON"):
+        [row.parse() for row in read(tmp_path)]
+
+
+@pytest.mark.parametrize("damage", [lambda data: data[:40] + b"\0" * 40 + data[80:], lambda data: b"no gzip"])
+def test_a_damaged_gz_file_is_named(damage: Any, tmp_path: Path) -> None:
+    write_lines(tmp_path / "a.jsonl", ROWS * 1000)
+    (tmp_path / "b.jsonl.gz").write_bytes(damage(gzip.compress((tmp_path / "a.jsonl").read_bytes())))
+    with pytest.raises(ConfigError, match="b.jsonl.gz: it cannot be read: (?!None)"):
+        read(tmp_path / "b.jsonl.gz")

@@ -62,7 +62,7 @@ def test_a_row_of_one_example_has_its_length_and_no_positions(store: ExampleStor
 
 def test_a_batch_of_such_rows_is_padded_to_a_multiple_of_64_without_targets(store: ExampleStore) -> None:
     rows = rows_of(store, 12, packs=False)
-    batch = pad_rows([rows[1], rows[2]])
+    batch = pad_rows([rows[1], rows[2]], seq_len=100)
     assert batch["inputs"].shape == batch["targets"].shape == (2, 64)
     assert spell(batch["inputs"][0]) == "ef" + "." * 62
     assert spell(batch["targets"][1]) == "_____m|" + "_" * 57
@@ -91,3 +91,8 @@ def test_examples_keep_their_places_and_questions(store: ExampleStore) -> None:
 def test_a_row_beyond_the_last_is_refused(store: ExampleStore) -> None:
     with pytest.raises(IndexError, match="row 4 of 4"):
         rows_of(store, 12, packs=False)[4]
+
+
+def test_rows_are_not_padded_beyond_what_the_model_reads(store: ExampleStore) -> None:
+    rows = rows_of(store, 12, packs=False)
+    assert pad_rows([rows[1], rows[2]], seq_len=12)["inputs"].shape == (2, 12)

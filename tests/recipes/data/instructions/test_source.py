@@ -11,6 +11,7 @@ import pytest
 from recipes.data.instructions import store as store_module
 from recipes.data.instructions.source import Instructions
 from recipes.errors import ConfigError
+from recipes.tokenizer.bpe import Bpe
 from recipes.tokenizer.bytes import Bytes
 
 
@@ -169,3 +170,43 @@ def test_a_bad_batch_is_described_by_file_and_line(tmp_path: Path) -> None:
 def test_what_cannot_be_trained_on_is_named(settings: dict[str, Any], message: str, tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match=message):
         source_of(tmp_path, **settings)
+
+
+def test_what_a_tokenizer_is_trained_on_is_part_of_its_name(tmp_path: Path) -> None:
+    rows = [{"text": f"{i} aaaa bbbb " * 20, "alt": f"{i} cccc dddd " * 20} for i in range(50)]
+    lengths = []
+    for fields in ({"text": "text"}, {"text": "alt"}):
+        source = source_of(
+            tmp_path, rows, fields=fields, format="text", tokenizer=Bpe(vocab_size=300), val_fraction=0.5, seq_len=512
+        )
+        lengths.append(len(source.tokenizer.encode("cccc dddd")))
+    assert lengths[1] < lengths[0], "the second tokenizer has learned these words"
+
+
+def test_files_of_other_names_have_other_places(tmp_path: Path) -> None:
+    source = source_of(tmp_path)
+    assert source.describe_sample(0)["documents"][0]["name"].startswith("rows.jsonl:")
+    (tmp_path / "rows.jsonl").rename(tmp_path / "others.jsonl")
+    again = source_of(tmp_path, path=str(tmp_path / "others.jsonl"))
+    assert again.describe_sample(0)["documents"][0]["name"].startswith("others.jsonl:")
+
+
+def test_validation_rows_that_are_trained_on_are_counted(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    with caplog.at_level(logging.WARNING, "lightning_recipes"):
+        source_of(tmp_path, val_path=write(tmp_path / "val.jsonl", [*sums(7), {"prompt": "new", "completion": "x"}]))
+    assert "7 of 8 examples of data.val_path begin with a question that training examples begin with" in caplog.text
+
+
+def test_plain_prompts_leave_no_template_behind(tmp_path: Path) -> None:
+    assert source_of(tmp_path).tokenizer.chat_template is None
+    chat = [
+        {"messages": [{"role": "user", "content": f"{i}"}, {"role": "assistant", "content": "a"}]} for i in range(40)
+    ]
+    assert "im_start" in (source_of(tmp_path, chat, seq_len=128, val_fraction=0.5).tokenizer.chat_template or "")
+
+
+def test_a_question_leaves_room_for_its_answer(tmp_path: Path) -> None:
+    rows = [{"prompt": f"{i:03}=", "completion": "x" * 27} for i in range(100)]  # 32 tokens with the end, all that fits
+    assert len(source_of(tmp_path, rows, val_fraction=0.5).questions(10)) == 10
+    longer = [{"prompt": f"{i:04}=", "completion": "x" * 27} for i in range(100)]
+    assert source_of(tmp_path, longer, val_fraction=0.5).questions(10) == []

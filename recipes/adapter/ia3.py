@@ -1,0 +1,34 @@
+"""IA3 (Liu et al. 2022, arXiv 2205.05638): a factor for each output of a layer, or for each of its inputs."""
+
+from typing import Literal
+
+from torch import nn
+
+from recipes.adapter import find_targets, inject
+
+
+class IA3:
+    """Multiplies activations by learned factors, which begin at 1.
+
+    Args:
+        target_modules: Ends of names within a block; `all`: every linear layer there.
+        input_modules: Those of them whose inputs are multiplied, and not their outputs.
+    """
+
+    def __init__(self, *, target_modules: list[str] | Literal["all"], input_modules: list[str]) -> None:
+        self.target_modules = target_modules
+        self.input_modules = input_modules
+
+    def apply(self, model: nn.Module) -> None:
+        """Freeze the model and add the factors, without storage.
+
+        Raises:
+            ConfigError: The model has no such layers.
+        """
+        names = find_targets(model, self.target_modules, setting=f"adapter.target_modules={self.target_modules}")
+        inputs = find_targets(model, self.input_modules, setting=f"adapter.input_modules={self.input_modules}")
+        from peft import IA3Config
+
+        has_conv1d = any(type(module).__name__ == "Conv1D" for module in model.modules())
+        both = sorted({*names, *inputs})
+        inject(model, IA3Config(target_modules=both, feedforward_modules=inputs, fan_in_fan_out=has_conv1d))

@@ -1,0 +1,59 @@
+"""LoRA (Hu et al. 2021, arXiv 2106.09685): y = W x + (alpha / r) B A x with W frozen; DoRA scales its rows, too."""
+
+from typing import Annotated, Literal
+
+from torch import nn
+
+from recipes.adapter import find_targets, inject
+
+
+class Lora:
+    """Adds two matrices of rank r to each chosen layer.
+
+    Args:
+        r: Rank.
+        alpha: The product is scaled by alpha / r; with `scales_by_root`, by alpha / sqrt(r).
+        dropout: Probability, on the inputs of A.
+        target_modules: Ends of names within a block; `all`: every linear layer there.
+        scales_by_root: As rsLoRA (arXiv 2312.03732), for ranks of 64 and more.
+        dora: Learn the length of each row apart from its direction (arXiv 2402.09353).
+    """
+
+    def __init__(
+        self,
+        *,
+        r: Annotated[int, ">= 1"],
+        alpha: Annotated[float, "> 0"],
+        dropout: Annotated[float, ">= 0, <= 0.999"],
+        target_modules: list[str] | Literal["all"],
+        scales_by_root: bool,
+        dora: bool,
+    ) -> None:
+        self.r = r
+        self.alpha = alpha
+        self.dropout = dropout
+        self.target_modules = target_modules
+        self.scales_by_root = scales_by_root
+        self.dora = dora
+
+    def apply(self, model: nn.Module) -> None:
+        """Freeze the model and add the matrices, without storage.
+
+        Raises:
+            ConfigError: The model has no such layers.
+        """
+        names = find_targets(model, self.target_modules, setting=f"adapter.target_modules={self.target_modules}")
+        from peft import LoraConfig
+
+        inject(
+            model,
+            LoraConfig(
+                r=self.r,
+                lora_alpha=self.alpha,  # type: ignore[arg-type]
+                lora_dropout=self.dropout,
+                target_modules=names,
+                use_rslora=self.scales_by_root,
+                use_dora=self.dora,
+                fan_in_fan_out=any(type(module).__name__ == "Conv1D" for module in model.modules()),
+            ),
+        )
