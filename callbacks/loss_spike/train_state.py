@@ -52,8 +52,11 @@ def live_tensors(trainer: Trainer, *, writes_back: bool) -> Iterator[tuple[str, 
 
 
 def _torch_tensors(trainer: Trainer) -> Iterator[tuple[str, Tensor]]:
+    optimized = {id(parameter) for optimizer in trainer.optimizers for parameter in _parameters(optimizer)}
     seen: set[int] = set()
     for name, tensor in trainer.lightning_module.state_dict(keep_vars=True).items():
+        if isinstance(tensor, Parameter) and not tensor.requires_grad and id(tensor) not in optimized:
+            continue  # frozen beside an adapter: no step changes it
         if isinstance(tensor, Tensor) and id(tensor) not in seen:  # tied weights have two names
             seen.add(id(tensor))
             kind = "module" if isinstance(tensor, Parameter) else "buffer"

@@ -1,6 +1,7 @@
 """Few weights that are trained beside frozen ones: `adapter=`, injected by `peft` while the model has no storage."""
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from typing import Any, Protocol
 
 from torch import nn
@@ -35,13 +36,28 @@ def inject(model: nn.Module, config: Any) -> None:
     """Let peft replace the chosen layers.
 
     Args:
-        model: On the meta device.
+        model: Made on the current device, where the adapter is made too: the meta device, as a rule.
         config: Of peft.
     """
     from peft import inject_adapter_in_model
 
-    inject_adapter_in_model(config, model, low_cpu_mem_usage=True)
+    with _made_where_it_stays():
+        inject_adapter_in_model(config, model)
     model.adapter_config = config  # type: ignore[assignment]
+
+
+@contextmanager
+def _made_where_it_stays() -> Iterator[None]:
+    """Keep peft (0.21) from moving modules to the device of their layer, where they are already.
+
+    `mode=plan` builds the model of fake tensors, to which `Module.to` raises "Couldn't swap" (torch 2.13).
+    """
+    inner = nn.Module.to
+    nn.Module.to = lambda self, *_, **__: self  # type: ignore[method-assign, assignment]
+    try:
+        yield
+    finally:
+        nn.Module.to = inner  # type: ignore[method-assign]
 
 
 def find_targets(model: nn.Module, wanted: Sequence[str] | str, *, setting: str) -> list[str]:

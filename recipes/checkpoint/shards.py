@@ -124,8 +124,13 @@ def _shard(tensor: DTensor) -> Part | None:
 
 @torch.no_grad()
 def load_module(module: nn.Module, saved: Mapping[str, SavedTensor]) -> None:
-    """Copy saved tensors into a module, or into this rank's shards of it."""
+    """Copy saved tensors into a module, or into this rank's shards of it; what is frozen may have been left out."""
+    frozen = {
+        name for name, parameter in module.named_parameters(remove_duplicate=False) if not parameter.requires_grad
+    }
     for name, tensor in module.state_dict().items():
+        if name in frozen and name not in saved:
+            continue
         local = tensor.to_local() if isinstance(tensor, DTensor) else tensor
         local.copy_(_read_local(tensor, saved[name]).view(local.shape))
 

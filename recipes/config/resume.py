@@ -154,9 +154,13 @@ def _nearest_target(config: DictConfig, parts: Sequence[str]) -> object:
 
 
 def with_saved_parts(config: dict[str, Any], checkpoint: Path) -> dict[str, Any]:
-    """Return the config of a resumed run: weights from the checkpoint, not a hub; the tokenizer it was trained with."""
+    """Return the config of a resumed run: weights from the checkpoint, not a hub; the tokenizer it was trained with.
+
+    The checkpoint of an adapter holds it alone: what it stands beside is loaded as before.
+    """
     model, data = config["model"], config["data"]
-    if model.get("pretrained") is not None:
+    has_adapter = "adapter" in config and not config["adapter"]["_target_"].endswith(".NoAdapter")
+    if model.get("pretrained") is not None and not has_adapter:
         model = model | {"pretrained": None}
     saved = find_tokenizer(checkpoint)
     if saved is not None and data.get("tokenizer") is not None:

@@ -5,17 +5,21 @@ from typing import Literal
 
 from recipes.build import Run
 from recipes.mode.load import load_task
+from recipes.model.weights.adapter import has_adapter, merge_adapter, save_adapter
 from recipes.model.weights.huggingface import export_pretrained
 from recipes.runtime.console import LOGGER
 
 
-def export(run: Run, *, path: str | None, weights: Literal["trained", "ema"]) -> int:
+def export(
+    run: Run, *, path: str | None, weights: Literal["trained", "ema"], adapter: Literal["merged", "separate"]
+) -> int:
     """Write a folder that `transformers` loads.
 
     Args:
         run: A run with a checkpoint of a language model.
         path: The folder to write; None: `export` in the run folder.
         weights: `trained`, or `ema` for their moving average.
+        adapter: Of a run with one: `merged` into the weights that it stands beside, or `separate`, as peft loads it.
 
     Returns:
         The exit code, 0.
@@ -26,6 +30,12 @@ def export(run: Run, *, path: str | None, weights: Literal["trained", "ema"]) ->
     task, checkpoint = load_task(run, weights)
     folder = Path(path).expanduser() if path is not None else run.folder / "export"
     tokenizer = run.tokenizer_folder
+    if has_adapter(task.model):
+        if adapter == "separate":
+            save_adapter(task.model, folder)
+            LOGGER.info(f"Exported the adapter of {checkpoint} to {folder}, for peft")
+            return 0
+        merge_adapter(task.model)
     export_pretrained(task.model, folder, tokenizer_folder=tokenizer if tokenizer.is_dir() else None)
     LOGGER.info(f"Exported {checkpoint} to {folder}; every tensor was read back and is equal")
     return 0

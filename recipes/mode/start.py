@@ -132,7 +132,13 @@ def header(run: Run, *, resumed_from: Path | None) -> Iterator[str]:
     device = run.task.device
     devices = str(device) if num_ranks == 1 else f"{num_ranks} ranks of {device.type}"
     setup = f"{devices}, {run.precision.name}, {type(trainer.strategy).__name__}"
-    yield f"model: {run.task.model_name}, {num_parameters:,} parameters on {setup}"
+    num_trained = sum(unsharded_shape(weight).numel() for weight in run.task.parameters() if weight.requires_grad)
+    trained = (
+        ""
+        if num_trained == num_parameters
+        else f", {num_trained:,} of them trained ({num_trained / num_parameters:.2%}),"
+    )
+    yield f"model: {run.task.model_name}, {num_parameters:,} parameters{trained} on {setup}"
     num_samples = trainer.max_steps * plan.global_batch_size
     epochs = num_samples / len(run.data.source.train())
     num = plan.num_micro_batches

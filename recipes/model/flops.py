@@ -55,12 +55,21 @@ def decoder_flops_per_token(model: nn.Module, *, embedding: nn.Embedding, attent
         attention_width: H Q, query heads times head size; equal to hidden_size in most models.
         seq_len: T, tokens per sample.
     """
-    num_parameters = sum(parameter.numel() for parameter in model.parameters())
+    products = flops_of_products(model)
     if not model.tie_embeddings:
-        num_parameters -= embedding.weight.numel()
+        products -= _flops_of(embedding.weight)
     assert isinstance(model.blocks, nn.ModuleList)
     attention = 6.0 * len(model.blocks) * attention_width * seq_len
-    return Flops(palm=6.0 * num_parameters + 2.0 * attention, causal=6.0 * num_parameters + attention)
+    return Flops(palm=products + 2.0 * attention, causal=products + attention)
+
+
+def flops_of_products(model: nn.Module) -> float:
+    """Return the FLOPs per token of all weights: 6 each, and 4 of frozen ones, which have no gradient of their own."""
+    return sum(_flops_of(parameter) for parameter in model.parameters())
+
+
+def _flops_of(parameter: Tensor) -> float:
+    return (6.0 if parameter.requires_grad else 4.0) * parameter.numel()
 
 
 class CountsFlops:

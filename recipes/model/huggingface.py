@@ -14,7 +14,7 @@ import torch
 from torch import Tensor, nn
 
 from recipes.errors import ConfigError
-from recipes.model.flops import Flops
+from recipes.model.flops import Flops, flops_of_products
 from recipes.model.init import fill, named_parameters
 from recipes.model.transformers_cache import TransformersCache
 from recipes.numerics.linear import Linear
@@ -141,13 +141,13 @@ class HuggingFace(nn.Module):
         config = self.inner.config.get_text_config()
         if any(getattr(config, key, None) for key in _HAVE_EXPERTS):
             return None
-        num_parameters = sum(parameter.numel() for parameter in self.inner.parameters())
-        embedding = self.inner.get_input_embeddings().weight
-        if self.inner.get_output_embeddings().weight is not embedding:
-            num_parameters -= embedding.numel()
+        products = flops_of_products(self.inner)
+        embedding = self.inner.get_input_embeddings()
+        if self.inner.get_output_embeddings().weight is not embedding.weight:
+            products -= flops_of_products(embedding)
         head_dim = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
         attention = 6.0 * len(self.blocks) * config.num_attention_heads * head_dim * seq_len
-        return Flops(palm=6.0 * num_parameters + 2.0 * attention, causal=6.0 * num_parameters + attention)
+        return Flops(palm=products + 2.0 * attention, causal=products + attention)
 
     def _drawn(self, seed: int, *, only: set[str] | None = None) -> Iterator[tuple[str, Tensor]]:
         """Yield first values of parameters and buffers by name, drawn on the CPU unit by unit.

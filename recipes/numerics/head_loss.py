@@ -74,9 +74,19 @@ class HeadLoss:
         return torch.cat(losses).view_as(targets)
 
     def run_chunks(
-        self, hidden: Tensor, weight: Tensor, targets: Tensor, scale: Tensor | None, *, differentiate: bool
+        self,
+        hidden: Tensor,
+        weight: Tensor,
+        targets: Tensor,
+        scale: Tensor | None,
+        *,
+        differentiate: bool,
+        trains_weight: bool,
     ) -> tuple[Tensor, Tensor, Tensor | None, Tensor | None]:
-        """Return objective, loss, and the gradients of hidden states [N, W] and weight [V', W], both times `scale`."""
+        """Return objective, loss, and the gradients of hidden states [N, W] and weight [V', W], both times `scale`.
+
+        None where they are not needed: outside of training, or of a frozen weight.
+        """
         flat, flat_targets = hidden.flatten(0, -2), targets.flatten()  # [N, W], [N]
         weight_grad: Tensor | None = None  # [V', W], dtype of the weight
         hidden_grads: list[Tensor] = []  # [n, W] each
@@ -93,10 +103,12 @@ class HeadLoss:
                 label_smoothing=self.label_smoothing,
                 z_loss=self.z_loss,
                 differentiate=differentiate,
+                trains_weight=trains_weight,
             )
             objective, loss = objective + added, loss + plain
             if differentiate:
                 hidden_grads.append(for_hidden.to(flat.dtype))
+            if differentiate and trains_weight:
                 # the first is not added to zeros: a pass over all V' W numbers
                 weight_grad = for_weight.to(weight.dtype) if weight_grad is None else weight_grad.add_(for_weight)
         hidden_grad = torch.cat(hidden_grads) if len(hidden_grads) > 1 else hidden_grads[0] if differentiate else None
@@ -110,8 +122,14 @@ class _HeadLoss(torch.autograd.Function):
     def forward(
         ctx: Any, hidden: Tensor, weight: Tensor, targets: Tensor, scale: Tensor | None, head: HeadLoss
     ) -> tuple[Tensor, Tensor]:
-        differentiate = any(ctx.needs_input_grad)
-        objective, loss, *gradients = head.run_chunks(hidden, weight, targets, scale, differentiate=differentiate)
+        objective, loss, *gradients = head.run_chunks(
+            hidden,
+            weight,
+            targets,
+            scale,
+            differentiate=any(ctx.needs_input_grad[:2]),
+            trains_weight=ctx.needs_input_grad[1],
+        )
         ctx.shape, ctx.scale = hidden.shape, scale
         ctx.save_for_backward(*gradients)
         ctx.mark_non_differentiable(loss)
@@ -123,7 +141,9 @@ class _HeadLoss(torch.autograd.Function):
         hidden_grad, weight_grad = ctx.saved_tensors
         factor = grad_objective if ctx.scale is None else grad_objective / ctx.scale  # 0-dim
         # in place: a second backward pass through the same graph is not possible, as after any other
-        return hidden_grad.mul_(factor).view(ctx.shape), weight_grad.mul_(factor), None, None, None
+        of_weight = None if weight_grad is None else weight_grad.mul_(factor)
+        of_hidden = None if hidden_grad is None else hidden_grad.mul_(factor).view(ctx.shape)
+        return of_hidden, of_weight, None, None, None
 
 
 def _loss_and_gradients(
@@ -136,6 +156,7 @@ def _loss_and_gradients(
     label_smoothing: float,
     z_loss: float,
     differentiate: bool,
+    trains_weight: bool,
 ) -> Gradients:
     """Return objective and loss of a chunk, and the gradients of x [n, W] and weight [V', W].
 
@@ -148,6 +169,7 @@ def _loss_and_gradients(
         label_smoothing: s; a target has the probability 1 - s + s / V, all others s / V.
         z_loss: Weight of the squared log of the normalizer.
         differentiate: Without it, the gradients are empty.
+        trains_weight: Without it, that of the weight is: it is frozen.
     """
     logits = linear(x, weight)  # [n, V'], compute dtype
     if len(weight) > vocab_size:
@@ -179,7 +201,8 @@ def _loss_and_gradients(
     gradient = gradient.to(x.dtype)
     # of width W and not V: rows without a target are cleared on the narrow side of both products
     mask = carries_loss[:, None].to(x.dtype)  # [n, 1]
-    return objective, loss, linear(gradient, weight.T) * mask, weight_gradient(gradient, x * mask)
+    for_weight = weight_gradient(gradient, x * mask) if trains_weight else x.new_empty(0)  # [V', W]
+    return objective, loss, linear(gradient, weight.T) * mask, for_weight
 
 
 def split(num_tokens: int, chunk_tokens: int) -> Iterator[slice]:

@@ -11,6 +11,7 @@ from torch import Tensor
 from torch.distributed.tensor import DTensor
 from typing_extensions import override
 
+from recipes.adapter import is_adapter
 from recipes.preflight.result import Result
 
 _SHOWN = 4
@@ -35,6 +36,8 @@ class GradientProbe(Callback):
     @override
     def on_train_start(self, trainer: lightning.Trainer, pl_module: Any) -> None:
         parameters = dict(pl_module.named_parameters())
+        if any(map(is_adapter, parameters)):  # then all else is frozen on purpose
+            parameters = {name: parameter for name, parameter in parameters.items() if is_adapter(name)}
         self.names = list(parameters)
         self.frozen = [name for name, parameter in parameters.items() if not parameter.requires_grad]
         # DeepSpeed takes gradients away as they come; FSDP2 computes them for another tensor, see below

@@ -127,8 +127,8 @@ class TrainingTask(CountsFlops, Resumable, ABC):
             compile_blocks(model.blocks, mode=self._compile_mode)  # type: ignore[arg-type]
             self.cross_entropy_sum = torch.compile(cross_entropy_sum, dynamic=False)
         self.model_name = getattr(model, "title", type(model).__name__)  # before an engine may change its class
-        first_weights = await_checkpoint if self.awaits_checkpoint else functools.partial(initialize, seed=self._seed)
-        self.trainer.strategy.materialize(model, first_weights)  # type: ignore[attr-defined]
+        first_weights = await_checkpoint if self.awaits_checkpoint else initialize
+        self.trainer.strategy.materialize(model, functools.partial(first_weights, seed=self._seed))  # type: ignore[attr-defined]
         self.model = model
 
     def meta_model(self) -> nn.Module:

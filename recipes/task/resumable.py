@@ -17,6 +17,7 @@ from recipes.clipping import Clipping
 from recipes.errors import ConfigError
 from recipes.lightning_internals import skip_validation_once
 from recipes.model.init import unsharded_shape
+from recipes.model.weights.adapter import has_adapter
 from recipes.numerics.ema import NAME as AVERAGE
 
 
@@ -119,15 +120,21 @@ class Resumable(lightning.LightningModule):
         checkpoint["loggers"] = {type(logger).__name__: logger.version for logger in self.trainer.loggers}
         checkpoint["optimizer"] = self._optimizer
         checkpoint["parameters"] = self._parameters_in_order
-        checkpoint["tied"] = self._tied_names()
+        checkpoint["base"] = self._base_of_adapter
+        frozen = self._frozen_names()
+        for name in frozen:
+            checkpoint["state_dict"].pop(name, None)  # of this rank's shards
+        checkpoint["tied"] = {name: first for name, first in self._tied_names().items() if name not in frozen}
         checkpoint["rng"] = rng_state()
         checkpoint["clipping"] = self.recipes_live_scalars()
 
     @override
     def on_load_checkpoint(self, checkpoint: dict[str, Any]) -> None:
         tensors = self.state_dict(keep_vars=True)
-        shapes = {name: unsharded_shape(tensor) for name, tensor in tensors.items()}
+        frozen = self._frozen_names()
+        shapes = {name: unsharded_shape(tensor) for name, tensor in tensors.items() if name not in frozen}
         _check_model(shapes, checkpoint["state_dict"])
+        _check_base(self._base_of_adapter, checkpoint.get("base"))  # absent from files of earlier versions
         self.awaits_checkpoint = False
         self.num_samples = checkpoint["consumed"]["samples"]
         self.num_tokens = checkpoint["consumed"]["tokens"]
@@ -163,6 +170,21 @@ class Resumable(lightning.LightningModule):
         return {
             name: first[id(parameter)] for name, parameter in every if first.setdefault(id(parameter), name) != name
         }
+
+    def _frozen_names(self) -> frozenset[str]:
+        """Return the parameters that a checkpoint leaves out: beside an adapter, all that are not trained."""
+        if self._base_of_adapter is None:
+            return frozenset()
+        every = self.named_parameters(remove_duplicate=False)
+        return frozenset(name for name, parameter in every if not parameter.requires_grad)
+
+    @property
+    def _base_of_adapter(self) -> str | None:
+        """What the weights beside an adapter are: a published model, or drawn from a seed. None without an adapter."""
+        model: Any = self.model
+        if not has_adapter(model):
+            return None
+        return str(getattr(model, "pretrained", None) or f"seed {self._seed}")
 
     # Rollbacks.
 
@@ -211,6 +233,20 @@ def _check_model(own: Mapping[str, torch.Size], saved: Mapping[str, SavedTensor]
                 f" and {_show(own_shapes.get(name))} here",
                 "resume=… without settings of the model",
             )
+
+
+def _check_base(own: str | None, saved: str | None) -> None:
+    """Compare the weights beside an adapter with those that it was trained beside.
+
+    Raises:
+        ConfigError: They are others.
+    """
+    if own != saved:
+        raise ConfigError(
+            "resume=… model.…",
+            f"the checkpoint is of an adapter beside the weights of {saved}, and here are those of {own}",
+            "resume=… without settings of the model, its weights and the seed",
+        )
 
 
 def _show(shape: tuple[int, ...] | None) -> str:

@@ -29,6 +29,8 @@ ON_TWO = [
     "recipe=ddp_fp32 callbacks.loss_spike.snapshot_storage=disk",
     "recipe=fsdp_bf16 optimizer=muon ema_decay=0.9",
     "recipe=fsdp_bf16 optimizer=adafactor",
+    "recipe=fsdp_bf16 adapter=lora",
+    "recipe=zero3_bf16 adapter=lora",
 ]
 if IS_LONG:
     ON_TWO += ["recipe=fsdp_fp16", "recipe=zero1_bf16", "strategy=deepspeed_stage_2 precision=bf16-true"]

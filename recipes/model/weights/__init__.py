@@ -55,14 +55,19 @@ def _load_published(model: Model, pretrained: str) -> None:
 
 
 @torch.no_grad()
-def await_checkpoint(model: Model) -> None:
+def await_checkpoint(model: Model, seed: int) -> None:
     """Set buffers, and every parameter to NaN: a checkpoint's weights follow, and what it left out would show at once.
 
     Drawing first weights on every rank takes a minute or more for 8e9 parameters (2 s for 124M, `recipes.model.init`).
+    A checkpoint of an adapter holds nothing else: what it stands beside is loaded or drawn as without a checkpoint.
 
     Args:
         model: As for `initialize`.
+        seed: Of the run.
     """
+    if has_adapter(model):  # type: ignore[arg-type]
+        initialize(model, seed)
+        return
     model.init_buffers()
     for parameter in list(model.parameters()):  # a list: setting a parameter may replace it in the model
         constant_(parameter, math.nan)

@@ -106,7 +106,8 @@ class ZeroState:
             module: The module that DeepSpeed's engine wraps.
             saved: Every tensor by name.
         """
-        named = dict(module.named_parameters())
+        # what is frozen may have been left out
+        named = {name: p for name, p in module.named_parameters() if p.requires_grad or name in saved}
         optimizer = _stage_3_optimizer(named.values())
         if optimizer is not None:
             stage_3.write_weights(optimizer, {parameter: saved[name] for name, parameter in named.items()})

@@ -146,7 +146,7 @@ def test_a_checkpoint_that_follows_needs_no_first_weights_but_the_buffers(publis
     with torch.device("meta"):
         model = HuggingFace(name=folder, pretrained=None, max_seq_len=64, vocab_size=64)
     model.to_empty(device="cpu")
-    await_checkpoint(model)  # type: ignore[arg-type]
+    await_checkpoint(model, 0)  # type: ignore[arg-type]
     assert all(parameter.isnan().all() for parameter in model.parameters())
     for name, buffer in model.inner.named_buffers():
         assert torch.equal(buffer, reference.get_buffer(name))

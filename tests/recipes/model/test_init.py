@@ -151,7 +151,7 @@ def test_where_a_checkpoint_follows_nothing_is_drawn_and_nothing_stays_undefined
         model.to_empty(device="cpu")
         for tensor in model.state_dict().values():
             tensor.fill_(7)
-        await_checkpoint(model)
+        await_checkpoint(model, 0)
         assert all(parameter.isnan().all() for parameter in model.parameters())
     llama, resnet = models[1:]
     assert torch.equal(llama.rope_cos[0], torch.ones_like(llama.rope_cos[0])), "the rotary tables are no parameters"

@@ -114,3 +114,12 @@ def test_kernels_without_a_mask_take_no_packed_examples(name: str) -> None:
     ]
     assert messages(*typed, "data.packing=false") == []
     assert messages("recipe=sft_strings", "attention=memory_efficient") == []
+
+
+def test_dora_is_refused_where_weights_are_partitioned() -> None:
+    typed = ["adapter=dora", "strategy=deepspeed_stage_3", "trainer.devices=2"]
+    assert (
+        "adapter.dora=true strategy=deepspeed_stage_3: DoRA measures the frozen weights themselves, of which each rank"
+        " has a part; type strategy=fsdp, or adapter=lora"
+    ) in messages(*typed)
+    assert not [message for message in messages("adapter=lora", *typed[1:]) if "adapter" in message]

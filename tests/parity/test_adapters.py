@@ -1,0 +1,75 @@
+"""Adapters under every strategy: the curve of one device, checkpoints that hold them alone, and a resume to the bit."""
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+from cases import STRATEGIES, case, largest_difference
+from ranks import run_on_ranks
+
+from recipes.adapter import is_adapter
+from recipes.checkpoint.shard_file import open_tensors
+
+RESUME = Path(__file__).parent / "resume_ranks.py"
+# ZeRO-3 partitions frozen weights, which DoRA would have to read
+ON_TWO = {
+    f"{adapter}, {name}": (adapter, name)
+    for adapter, names in {
+        "lora": ("ddp", "fsdp", "fsdp, cpu offload", "ZeRO-1", "ZeRO-2, offload", "ZeRO-3"),
+        "dora": ("ddp", "fsdp"),
+        "ia3": ("fsdp", "ZeRO-3"),
+    }.items()
+    for name in names
+}
+ON_ONE = {f"{adapter}, 1": (adapter, "single") for adapter in ("lora", "dora", "ia3")}
+RESUMED = ["lora, ddp", "lora, fsdp", "lora, ZeRO-2, offload", "lora, ZeRO-3", "dora, fsdp"]
+
+
+def make_case(entry: tuple[str, str], *more: str, world_size: int) -> dict[str, Any]:
+    adapter, name = entry
+    made = case("llama", strategy=STRATEGIES[name], precision="32-true", accumulate=2, world_size=world_size)
+    learning_rate = "optimizer.lr=3e-2"  # few weights
+    return made | {"overrides": [*made["overrides"], f"adapter={adapter}", learning_rate, *more]}
+
+
+@pytest.fixture
+def curve(rows: Any) -> Any:
+    def find(name: str) -> list[dict[str, float]]:
+        entries, size = (ON_ONE, 1) if name in ON_ONE else (ON_TWO, 2)
+        cases = {key: make_case(entry, world_size=size) for key, entry in entries.items()}
+        found: list[dict[str, float]] = rows(f"adapters on {size}", cases, name, world_size=size)
+        return found
+
+    return find
+
+
+@pytest.mark.parametrize("name", ON_TWO)
+def test_an_adapter_has_the_curve_of_one_device(name: str, curve: Any) -> None:
+    alone = curve(f"{ON_TWO[name][0]}, 1")
+    difference = largest_difference(curve(name), alone)
+    # float32: other orders of the same sums, at the learning rate of few weights
+    assert difference["train/loss"] < 1e-5
+    assert difference["grad/norm"] < 1e-3
+    assert all(row["grad/norm"] > 0 for row in alone)
+
+
+@pytest.fixture(scope="module")
+def resumed(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
+    folder = tmp_path_factory.mktemp("adapters")
+    more = ["trainer.max_steps=3", "save_every=2", "eval_every=3"]
+    cases = {name: make_case(ON_TWO[name], *more, world_size=2) for name in RESUMED}
+    found = run_on_ranks(cases, world_size=2, folder=folder, worker=RESUME)
+    return {name: found[name] | {"folder": folder / f"results.json.{n}"} for n, name in enumerate(cases)}
+
+
+@pytest.mark.parametrize("name", RESUMED)
+def test_an_adapter_resumes_bit_for_bit_from_a_checkpoint_of_it_alone(name: str, resumed: dict[str, Any]) -> None:
+    result = resumed[name]
+    assert "error" not in result, result["error"]
+    for key in ("train/loss", "grad/norm", "val/loss"):
+        assert result["resumed"][key] == result["uninterrupted"][key], key
+    checkpoint = result["folder"] / "uninterrupted/checkpoints/step_0000002.ckpt"
+    saved = open_tensors(checkpoint.glob("rank_*.safetensors"))
+    weights = [key for key in saved if key.startswith("model.")]
+    assert weights
+    assert all(is_adapter(key) for key in weights), "the frozen weights are not in it"
