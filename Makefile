@@ -58,6 +58,7 @@ benchmark: $(VENV)/.installed-test
 	$(RUN) benchmarks/start.py
 	$(RUN) benchmarks/sweep.py
 	$(RUN) benchmarks/optimizers.py
+	$(RUN) benchmarks/fine_tuning.py
 	$(RUN) benchmarks/parity.py
 	$(RUN) benchmarks/memory.py
 	$(RUN) benchmarks/plan_accuracy.py

@@ -114,7 +114,8 @@ def _write(trainer: Trainer, answers: list[tuple[str, str, str]], scores: list[f
             text if len(text) <= _SHOWN_CHARACTERS else f"…{text[-_SHOWN_CHARACTERS:]}" for text in wrong
         )
         shown = f"; wrong: {question!r} -> {given!r}, expected {expected!r}"
-    log.info("step %d: %.1f of %d answers are right%s", step, sum(scores), len(scores), shown)
+    when = f"step {step}: " if step else ""  # of a checkpoint that is only evaluated, the trainer has taken none
+    log.info("%s%.1f of %d answers are right%s", when, sum(scores), len(scores), shown)
     folder = run_folder(trainer)
     if folder is None:
         return

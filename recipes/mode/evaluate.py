@@ -3,18 +3,24 @@
 import json
 from typing import Literal
 
+from lightning.pytorch.callbacks import Callback
+
 from recipes.build import Run
 from recipes.mode.load import load_task
 from recipes.runtime.console import LOGGER
+from recipes.task.language_modeling import LanguageModeling
 
 
-def evaluate(run: Run, *, split: Literal["train", "val"], weights: Literal["trained", "ema"]) -> int:
+def evaluate(
+    run: Run, *, split: Literal["train", "val"], weights: Literal["trained", "ema"], answers: Callback | None
+) -> int:
     """Print the metrics of a checkpoint and write them to `evaluate_<split>.json` in the run folder.
 
     Args:
         run: A run with a checkpoint.
         split: The part of the data to evaluate on.
         weights: `trained`, or `ema` for their moving average.
+        answers: Checks answers to validation questions, where the data has some; None: they are not asked.
 
     Returns:
         The exit code, 0.
@@ -25,6 +31,9 @@ def evaluate(run: Run, *, split: Literal["train", "val"], weights: Literal["trai
     task, checkpoint = load_task(run, weights)
     run.data.trainer = run.trainer
     run.data.prepare_data()
+    if isinstance(task, LanguageModeling) and answers is not None and split == "val":
+        task.source, task.tokenizer = run.data.source, run.data.source.tokenizer
+        run.trainer.callbacks.append(answers)  # type: ignore[attr-defined]
     [metrics] = run.trainer.validate(task, dataloaders=run.data.split_dataloader(split), verbose=False)
     results = {name.removeprefix("val/"): value for name, value in metrics.items()}
     num_samples = len(run.data.source.train() if split == "train" else run.data.source.val())

@@ -29,19 +29,21 @@ class LanguageModeling(TrainingTask):
 
     Attributes:
         tokenizer: For `generate_text`; None if the data is not text.
+        source: Of the data, for `answer_questions`; None without a data module.
     """
 
     input_kind: ClassVar[str] = "tokens"
 
     tokenizer: Tokenizer | None = None
+    source: Any = None
 
     @override
     def setup(self, stage: str) -> None:
         if self.trainer.datamodule is None:  # type: ignore[attr-defined]
             return
-        source = self.trainer.datamodule.source  # type: ignore[attr-defined]
-        self.tokenizer = source.tokenizer
-        if getattr(source, "packs", False):
+        self.source = self.trainer.datamodule.source  # type: ignore[attr-defined]
+        self.tokenizer = self.source.tokenizer
+        if getattr(self.source, "packs", False):
             self._check_positions(self.meta_model())
 
     def _check_positions(self, model: nn.Module) -> None:
@@ -188,10 +190,9 @@ class LanguageModeling(TrainingTask):
         Returns:
             Texts; an answer that did not end ends with an ellipsis. None if the data has no questions.
         """
-        source = self.trainer.datamodule.source  # type: ignore[attr-defined]
-        if self.tokenizer is None or not hasattr(source, "questions"):
+        if self.tokenizer is None or not hasattr(self.source, "questions"):
             return None
-        questions: list[tuple[list[int], list[int]]] = source.questions(num_questions)
+        questions: list[tuple[list[int], list[int]]] = self.source.questions(num_questions)
         found_ends = {self.tokenizer.find_end(answer) for _, answer in questions} - {None}
         ends = cast(set[int], found_ends | {self.tokenizer.end_of_text})
         if num_tokens is None:

@@ -38,6 +38,7 @@ PROVIDED: dict[str, set[str]] = {
     "logger.wandb": {"run_folder"},
     "callbacks.answer_check.score": {"given", "expected"},
     "mode": {"run", "composed"},
+    "mode.answers.score": {"given", "expected"},
     "mode.diagnose_run": {"path", "steps_per_epoch"},
     "mode.find_peak": {"device_name", "kind"},
     "mode.write": {"folders", "path"},

@@ -1,0 +1,83 @@
+"""What is done with a run that has learned from conversations: evaluate, chat, export with its template."""
+
+import json
+from pathlib import Path
+
+import pytest
+import transformers as hf
+
+from recipes.config import compose_and_check
+from recipes.entry.run import run_composed
+
+SMALL = [
+    *("recipe=sft", "tokenizer=bytes", "model.vocab_size=257", "model.num_layers=1", "model.hidden_size=32"),
+    *("model.num_heads=2", "model.max_seq_len=96", "trainer.max_steps=2", "global_batch_size=4", "eval_every=2"),
+    *("save_every=2", "warmup_steps=1", "data.val_fraction=0.3", "callbacks.answer_check.num_questions=3"),
+    "~callbacks.report",
+]
+
+
+def execute(*overrides: str) -> int:
+    composed, mistakes = compose_and_check(overrides)
+    assert composed is not None
+    assert not mistakes, [str(mistake) for mistake in mistakes]
+    return run_composed(composed)
+
+
+@pytest.fixture(scope="module")
+def runs(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
+    """Return the folders of a run of conversations, one with an adapter, and one of plain prompts."""
+    folder = tmp_path_factory.mktemp("fine_tuned")
+    chat = [[{"role": "user", "content": f"{i}?"}, {"role": "assistant", "content": f"{2 * i}"}] for i in range(40)]
+    lines = {
+        "chats": [{"messages": messages} for messages in chat],
+        "plain": [{"prompt": f"{i}?", "completion": f"{2 * i}"} for i in range(40)],
+    }
+    made = {}
+    for name, rows in lines.items():
+        (folder / f"{name}.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+        made[name] = folder / name
+    typed = [f"data.path={folder / 'chats.jsonl'}", *SMALL]
+    assert execute(*typed, f"hydra.run.dir={made['chats']}") == 0
+    made["adapter"] = folder / "adapter"
+    assert execute(*typed, "adapter=lora", f"hydra.run.dir={made['adapter']}") == 0
+    assert execute(f"data.path={folder / 'plain.jsonl'}", *SMALL, f"hydra.run.dir={made['plain']}") == 0
+    return made
+
+
+def test_answers_are_in_the_metrics_and_in_a_file(runs: dict[str, Path]) -> None:
+    rows = [json.loads(line) for line in (runs["chats"] / "answers.jsonl").open()]
+    assert [row["step"] for row in rows] == [2, 2, 2]
+    assert all(row["question"].endswith("<|im_start|>assistant\n") for row in rows)
+    assert "val/exact_match" in (runs["chats"] / "metrics.csv").read_text().splitlines()[0]
+
+
+@pytest.mark.parametrize("name", ["chats", "adapter"])
+def test_evaluate_answers_questions_as_the_run_did(name: str, runs: dict[str, Path]) -> None:
+    rows = [json.loads(line) for line in (runs[name] / "answers.jsonl").open()]
+    assert execute("mode=evaluate", f"resume={runs[name]}", "mode.answers.num_questions=3") == 0
+    found = json.loads((runs[name] / "evaluate_val.json").read_text())
+    assert found["exact_match"] == sum(row["score"] for row in rows) / 3
+    assert execute("mode=evaluate", f"resume={runs[name]}", "mode.answers=null") == 0
+    assert "exact_match" not in json.loads((runs[name] / "evaluate_val.json").read_text())
+
+
+def test_a_message_is_answered_by_the_template_of_the_run(
+    runs: dict[str, Path], capfd: pytest.CaptureFixture[str]
+) -> None:
+    typed = ["mode=sample", "mode.prompt=7?", "mode.chat=true", "mode.num_tokens=4"]
+    assert execute(*typed, f"resume={runs['chats']}") == 0
+    assert "7?\n" in "".join(capfd.readouterr())
+    assert execute(*typed, f"resume={runs['plain']}") == 2
+    assert "the run has learned from no conversations" in "".join(capfd.readouterr())
+
+
+def test_an_export_is_ready_to_chat(runs: dict[str, Path]) -> None:
+    for name in ("chats", "adapter"):
+        assert execute("mode=export", f"resume={runs[name]}") == 0
+        tokenizer = hf.AutoTokenizer.from_pretrained(runs[name] / "export")
+        asked = tokenizer.apply_chat_template(
+            [{"role": "user", "content": "7?"}], add_generation_prompt=True, tokenize=False
+        )
+        assert asked == "<|im_start|>user\n7?<|endoftext|>\n<|im_start|>assistant\n"
+        assert hf.AutoModelForCausalLM.from_pretrained(runs[name] / "export").config.vocab_size == 257
