@@ -39,7 +39,7 @@ def read_size(name: str, key: str) -> int:
         config: dict[str, Any] = json.loads(file.read_text(encoding="utf-8"))
     except (OSError, ValueError) as error:
         raise ConfigError(f"model.name={name}", f"its {_FILE} cannot be read ({error})", fix) from error
-    found = config.get(key, config.get(_NESTED, {}).get(key))
+    found = config.get(key, (config.get(_NESTED) or {}).get(key))
     if not isinstance(found, int):
         raise ConfigError(f"model.name={name}", f"its {_FILE} has no {key}", f"model.{key}=<number>")
     return found

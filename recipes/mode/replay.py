@@ -44,7 +44,11 @@ def replay(run: Run, *, step: int | None) -> int:
         saved = open_tensors(files)
         load_module(
             task,
-            {name: saved.get(name) or _tied_tensor(task, name, saved) for name in task.state_dict()},
+            {
+                name: saved.get(name) or _tied_tensor(task, name, saved)
+                for name in task.state_dict()
+                if name not in task.frozen_names()
+            },
         )
     else:
         LOGGER.info(

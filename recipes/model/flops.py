@@ -38,7 +38,9 @@ def flops_per_sample(model: nn.Module, shape: Sequence[int]) -> Flops | None:
         shape: Of one sample: [T] tokens, or [C, H, W] of a square image.
     """
     if hasattr(model, "flops_per_token"):
-        per_token: Flops = model.flops_per_token(shape[0])  # type: ignore[operator]
+        per_token: Flops | None = model.flops_per_token(shape[0])  # type: ignore[operator]
+        if per_token is None:
+            return None
         return Flops(palm=per_token.palm * shape[0], causal=per_token.causal * shape[0])
     if hasattr(model, "flops_per_sample") and shape[1] == shape[2]:
         per_sample: Flops = model.flops_per_sample(shape[1])  # type: ignore[operator]

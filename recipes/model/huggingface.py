@@ -4,24 +4,29 @@ Shapes: B sequences, T tokens, W hidden size, V vocabulary.
 """
 
 import hashlib
-import logging
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
-from pathlib import Path
 from typing import Any, ClassVar, Self
 
 import torch
 from torch import Tensor, nn
 
-from recipes.errors import ConfigError
 from recipes.model.flops import Flops, flops_of_products
 from recipes.model.init import fill, named_parameters
 from recipes.model.transformers_cache import TransformersCache
+from recipes.model.transformers_models import (
+    COMPARED,
+    check_kind,
+    check_sizes,
+    find_blocks,
+    load_config,
+    make_model,
+    make_model_on_meta,
+)
 from recipes.numerics.linear import Linear
 
 # settings of models that change the logits after the head, or the hidden states before it
 _CHANGE_LOGITS = ("final_logit_softcapping", "logit_scale", "logits_scaling", "output_multiplier_scale")
-_HAVE_EXPERTS = ("num_experts", "num_local_experts", "n_routed_experts")
+_HAVE_EXPERTS = ("num_experts", "num_local_experts", "n_routed_experts", "moe_num_experts", "ffn_config")
 
 
 class HuggingFace(nn.Module):
@@ -50,14 +55,18 @@ class HuggingFace(nn.Module):
         assert vocab_size is not None, "the check of the config has found a model without a vocabulary"
         self.vocab_size = vocab_size
         config = load_config(name)
-        _check_sizes(config, max_seq_len=max_seq_len, vocab_size=vocab_size)
+        check_kind(config, name=name)
+        check_sizes(config, max_seq_len=max_seq_len, vocab_size=vocab_size)
         self.inner: Any = make_model(config)
         self.title = type(self.inner).__name__
         self._where_blocks_are = find_blocks(self.inner, name=name)
         # a loss in chunks computes logits by itself, from the weight alone
         changed = any(getattr(config, key, None) not in (None, 1, 1.0) for key in _CHANGE_LOGITS)
         head = self.inner.get_output_embeddings()
-        self.computes_loss_in_chunks = type(head) is nn.Linear and head.bias is None and not changed
+        is_compared = config.model_type in COMPARED
+        self.computes_loss_in_chunks = is_compared and type(head) is nn.Linear and head.bias is None and not changed
+        self.keeps_documents_apart = is_compared
+        self._dtypes = {name: buffer.dtype for name, buffer in self.inner.named_buffers()}
         for module in self.inner.modules():
             if type(module) is nn.Linear:
                 module.__class__ = Linear
@@ -83,6 +92,13 @@ class HuggingFace(nn.Module):
         """Move or convert the parameters; tie again, because `to_empty` gives each module its own parameter."""
         super()._apply(fn, recurse)  # type: ignore[no-untyped-call]
         self.inner.tie_weights()
+        changed = [name for name, buffer in self.inner.named_buffers() if buffer.dtype != self._dtypes[name]]
+        for name in changed:  # bfloat16 cannot distinguish the positions of rotary frequencies above 256
+            parent, _, own = name.rpartition(".")
+            module = self.inner.get_submodule(parent)
+            module._buffers[own] = module._buffers[own].to(self._dtypes[name])
+        if changed:
+            self.init_buffers()
         return self
 
     def forward(
@@ -115,20 +131,23 @@ class HuggingFace(nn.Module):
 
     def make_cache(self, *, capacity: int, padding: Tensor | None = None) -> TransformersCache:
         """Return an empty cache for `forward`; arguments as those of `KeyValueCache`."""
-        return TransformersCache(gives_hidden=self.computes_loss_in_chunks, padding=padding)
+        return TransformersCache(self.inner.config, gives_hidden=self.computes_loss_in_chunks, padding=padding)
 
     def init_weights(self, seed: int) -> None:
         """Set every parameter and buffer in place, by the rules of the model, from (seed, name)."""
-        parameters = dict(named_parameters(self.inner))
+        parameters, buffers = dict(named_parameters(self.inner)), dict(self.inner.named_buffers())
         for name, value in self._drawn(seed):
             if name in parameters:
                 fill(parameters[name], value)
+            elif name in buffers:
+                buffers[name].data.copy_(value)
         self.init_buffers()
 
     @torch.no_grad()
     def init_buffers(self) -> None:
-        """Set every buffer in place, such as rotary frequencies, which no file holds; nothing on the meta device."""
-        buffers = dict(self.inner.named_buffers())
+        """Set in place what no file holds, such as rotary frequencies; nothing on the meta device."""
+        saved = self.inner.state_dict()
+        buffers = {name: buffer for name, buffer in self.inner.named_buffers() if name not in saved}
         if not buffers or next(iter(buffers.values())).is_meta:
             return
         units = {name.rpartition(".")[0] for name in buffers}
@@ -184,89 +203,6 @@ class _Head(Linear):
     def forward(self, input: Tensor, reduce: Callable[[Tensor, Tensor], Any] | None = None) -> Any:
         """Return logits [..., V] of hidden states [..., W], or what `reduce` makes of both."""
         return super().forward(input) if reduce is None else reduce(input, self.weight)
-
-
-def load_config(name: str, *, setting: str = "model.name") -> Any:
-    """Return the configuration of a published model.
-
-    Raises:
-        ConfigError: There is none, or transformers is not installed.
-    """
-    try:
-        from transformers import AutoConfig
-    except ImportError as error:
-        reason = "it needs the package transformers, which is not installed"
-        raise ConfigError("model=huggingface", reason, "pip install -e '.[huggingface]'") from error
-    folder = Path(name).expanduser()
-    try:
-        config = AutoConfig.from_pretrained(str(folder) if folder.is_dir() else name, trust_remote_code=False)
-    except (OSError, ValueError, KeyError) as error:
-        reason = str(error).strip().partition("\n")[0]
-        raise ConfigError(
-            f"{setting}={name}", f"transformers says: {reason}", f"{setting}=<folder or hub id>"
-        ) from error
-    config.use_cache = False
-    return config
-
-
-def make_model(config: Any) -> Any:
-    """Return a causal language model of a configuration, on the current device in the default dtype."""
-    from transformers import AutoModelForCausalLM
-
-    try:
-        with _without_warnings_of_torchao():
-            return AutoModelForCausalLM.from_config(config, dtype=torch.get_default_dtype(), trust_remote_code=False)
-    except ValueError as error:
-        reason = str(error).strip().partition("\n")[0]
-        raise ConfigError(
-            "model.name=…", f"transformers says: {reason}", "model.name=<a causal language model>"
-        ) from error
-
-
-@contextmanager
-def _without_warnings_of_torchao() -> Iterator[None]:
-    """Keep quiet what torchao (0.18) says when transformers imports it: its kernels for GPUs that are not here."""
-    loggers = [logging.getLogger(name) for name in ("torchao", "torch.utils._pytree")]
-    levels = [logger.level for logger in loggers]
-    try:
-        for logger in loggers:
-            logger.setLevel(logging.ERROR)
-        yield
-    finally:
-        for logger, level in zip(loggers, levels, strict=True):
-            logger.setLevel(level)
-
-
-def make_model_on_meta(config: Any) -> Any:
-    """Return the same without storage."""
-    with torch.device("meta"):
-        return make_model(config)
-
-
-def find_blocks(inner: Any, *, name: str) -> tuple[str, str]:
-    """Return the name of the module that has the blocks, and their name in it.
-
-    Raises:
-        ConfigError: There are none.
-    """
-    whole = set(inner._no_split_modules or ())
-    for path, module in inner.named_modules():
-        if isinstance(module, nn.ModuleList) and len(module) and type(module[0]).__name__ in whole:
-            parent, _, own = path.rpartition(".")
-            return parent, own
-    reason = f"{type(inner).__name__} does not say which of its modules are blocks (_no_split_modules)"
-    raise ConfigError(f"model.name={name}", reason, "model.name=<another model>, or model=llama_1b and the like")
-
-
-def _check_sizes(config: Any, *, max_seq_len: int, vocab_size: int) -> None:
-    text = config.get_text_config()
-    positions = getattr(text, "max_position_embeddings", None)
-    if positions is not None and max_seq_len > positions:
-        reason = f"the model has {positions} positions"
-        raise ConfigError(f"model.max_seq_len={max_seq_len}", reason, f"model.max_seq_len={positions}")
-    if vocab_size != text.vocab_size:
-        reason = f"config.json has {text.vocab_size} tokens"
-        raise ConfigError(f"model.vocab_size={vocab_size}", reason, f"model.vocab_size={text.vocab_size}")
 
 
 def _own_tensors(module: nn.Module) -> Iterator[Tensor]:

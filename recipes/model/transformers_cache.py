@@ -3,6 +3,7 @@
 Shapes: B sequences, T new tokens, W hidden size, V vocabulary.
 """
 
+import inspect
 from typing import Any
 
 import torch
@@ -15,11 +16,13 @@ class TransformersCache:
     What pads the end of a prompt is moved to its beginning and masked.
 
     Args:
+        config: Of the model, whose layers may keep other things than keys and values.
         gives_hidden: Whether `run` returns hidden states, for a head, or logits.
         padding: Tokens [B] at the end of each row of the first forward pass that are no part of it; None: none.
     """
 
-    def __init__(self, *, gives_hidden: bool, padding: Tensor | None) -> None:
+    def __init__(self, config: Any, *, gives_hidden: bool, padding: Tensor | None) -> None:
+        self._config = config
         self.padding = padding
         self._gives_hidden = gives_hidden
         self.clear()
@@ -29,7 +32,7 @@ class TransformersCache:
         from transformers import DynamicCache
 
         self.length = 0
-        self._cache = DynamicCache()
+        self._cache = DynamicCache(config=self._config)
         self._mask: Tensor | None = None  # [B, tokens held]
 
     def run(self, inner: Any, tokens: Tensor) -> Tensor:
@@ -45,12 +48,15 @@ class TransformersCache:
             positions = positions.clamp(min=0)
         self._mask = is_read if self._mask is None else torch.cat([self._mask, is_read], dim=1)
         model = inner.base_model if self._gives_hidden else inner
+        # of a prompt only the last logits are needed
+        last = {"logits_to_keep": 1} if "logits_to_keep" in inspect.signature(model.forward).parameters else {}
         out = model(
             input_ids=tokens,
             position_ids=positions.expand(len(tokens), -1),
             attention_mask=None if self.padding is None else self._mask,
             past_key_values=self._cache,
             use_cache=True,
+            **last,
         )
         self.length += num_new
         values: Tensor = out.last_hidden_state if self._gives_hidden else out.logits  # [B, T, W or V]

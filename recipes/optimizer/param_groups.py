@@ -21,9 +21,10 @@ def decay_groups(model: nn.Module, *, weight_decay: float) -> list[dict[str, Any
     Returns:
         One or two groups with `params`, `weight_decay` and `group_name` (`decay`, `no_decay`).
     """
-    trainable = [parameter for parameter in model.parameters() if parameter.requires_grad]
-    matrices = [parameter for parameter in trainable if len(unsharded_shape(parameter)) >= 2]
-    vectors = [parameter for parameter in trainable if len(unsharded_shape(parameter)) < 2]
+    trainable = {parameter: name for name, parameter in model.named_parameters() if parameter.requires_grad}
+    # factors of an adapter are kept as [outputs, 1]: shrunk towards zero, they would switch off what they multiply
+    matrices = [p for p, name in trainable.items() if len(unsharded_shape(p)) >= 2 and ".ia3_l." not in name]
+    vectors = [p for p, name in trainable.items() if len(unsharded_shape(p)) < 2 or ".ia3_l." in name]
     groups = [
         {"params": matrices, "weight_decay": weight_decay, "group_name": "decay"},
         {"params": vectors, "weight_decay": 0.0, "group_name": "no_decay"},

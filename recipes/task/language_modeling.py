@@ -47,8 +47,11 @@ class LanguageModeling(TrainingTask):
             self._check_positions(self.meta_model())
 
     def _check_positions(self, model: nn.Module) -> None:
-        if "positions" not in inspect.signature(model.forward).parameters:
-            reason = f"{type(model).__name__} takes no positions: packed examples would see each other"
+        takes_positions = "positions" in inspect.signature(model.forward).parameters
+        if not takes_positions or not getattr(model, "keeps_documents_apart", True):
+            title = getattr(model, "title", type(model).__name__)
+            why = "was not compared on them" if takes_positions else "takes no positions"
+            reason = f"{title} {why}: packed examples would see each other"
             raise ConfigError("data.packing=true", reason, "data.packing=false")
 
     def _run(self, batch: Batch, **options: Any) -> Any:

@@ -121,7 +121,7 @@ class Resumable(lightning.LightningModule):
         checkpoint["optimizer"] = self._optimizer
         checkpoint["parameters"] = self._parameters_in_order
         checkpoint["base"] = self._base_of_adapter
-        frozen = self._frozen_names()
+        frozen = self.frozen_names()
         for name in frozen:
             checkpoint["state_dict"].pop(name, None)  # of this rank's shards
         checkpoint["tied"] = {name: first for name, first in self._tied_names().items() if name not in frozen}
@@ -131,7 +131,7 @@ class Resumable(lightning.LightningModule):
     @override
     def on_load_checkpoint(self, checkpoint: dict[str, Any]) -> None:
         tensors = self.state_dict(keep_vars=True)
-        frozen = self._frozen_names()
+        frozen = self.frozen_names()
         shapes = {name: unsharded_shape(tensor) for name, tensor in tensors.items() if name not in frozen}
         _check_model(shapes, checkpoint["state_dict"])
         _check_base(self._base_of_adapter, checkpoint.get("base"))  # absent from files of earlier versions
@@ -155,9 +155,9 @@ class Resumable(lightning.LightningModule):
         """Write this rank's part of the weights alone, in the file format of a checkpoint."""
         folder.mkdir(parents=True, exist_ok=True)
         shards = self.trainer.strategy.lightning_module_state_dict()
-        tied = self._tied_names()
+        left_out = {*self._tied_names(), *self.frozen_names()}
         on_host = {
-            name: replace(shard, tensor=shard.tensor.cpu()) for name, shard in shards.items() if name not in tied
+            name: replace(shard, tensor=shard.tensor.cpu()) for name, shard in shards.items() if name not in left_out
         }
         path = folder / shard_name(self.trainer.global_rank)
         path.unlink(missing_ok=True)
@@ -171,7 +171,7 @@ class Resumable(lightning.LightningModule):
             name: first[id(parameter)] for name, parameter in every if first.setdefault(id(parameter), name) != name
         }
 
-    def _frozen_names(self) -> frozenset[str]:
+    def frozen_names(self) -> frozenset[str]:
         """Return the parameters that a checkpoint leaves out: beside an adapter, all that are not trained."""
         if self._base_of_adapter is None:
             return frozenset()

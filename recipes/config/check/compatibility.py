@@ -146,7 +146,7 @@ def _published_weights(config: Mapping[str, Any]) -> Iterator[ConfigError]:
 def _published_model(model: Mapping[str, Any]) -> Iterator[ConfigError]:
     """Check that the model that is to be built by its name exists."""
     name = model.get("name")
-    if not model["_target_"].endswith(".HuggingFace") or name is None:
+    if not model["_target_"].endswith(".HuggingFace") or name is None or model.get("vocab_size") is not None:
         return
     try:
         read_size(name, "vocab_size")

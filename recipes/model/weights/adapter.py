@@ -80,6 +80,9 @@ def save_adapter(model: Any, folder: Path) -> None:
     if not hasattr(model, "inner"):
         reason = f"{type(model).__name__} has other layers than the published model, so its adapter fits nothing else"
         raise ConfigError("mode.adapter=separate", reason, "mode.adapter=merged, or a run of model=huggingface")
+    if model.pretrained is None:
+        reason = "the weights beside the adapter were drawn from the seed, and are published nowhere"
+        raise ConfigError("mode.adapter=separate", reason, "mode.adapter=merged")
     folder.mkdir(parents=True, exist_ok=True)
     tensors = {
         f"base_model.model.{name.removeprefix('inner.').replace('.default', '')}": parameter.detach().cpu().contiguous()
@@ -90,7 +93,7 @@ def save_adapter(model: Any, folder: Path) -> None:
     tensors = {name.replace("lora_magnitude_vector.weight", "lora_magnitude_vector"): t for name, t in tensors.items()}
     save_file(tensors, folder / "adapter_model.safetensors", metadata={"format": "pt"})
     config = model.adapter_config
-    config.base_model_name_or_path = model.name
+    config.base_model_name_or_path = model.pretrained
     config.target_modules = {name.removeprefix("inner.") for name in config.target_modules}
     if getattr(config, "feedforward_modules", None):
         config.feedforward_modules = {name.removeprefix("inner.") for name in config.feedforward_modules}

@@ -22,7 +22,7 @@ def locate(name_or_folder: str) -> Path:
     Raises:
         ConfigError: It is neither a folder with config.json nor a repository that can be downloaded.
     """
-    folder = Path(name_or_folder)
+    folder = Path(name_or_folder).expanduser()
     if folder.is_dir():
         if not (folder / "config.json").is_file():
             raise ConfigError(

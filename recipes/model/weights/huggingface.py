@@ -80,9 +80,8 @@ def export_pretrained(model: nn.Module, folder: str | Path, *, tokenizer_folder:
     target = Path(folder)
     target.mkdir(parents=True, exist_ok=True)
     if isinstance(model, HuggingFace):
-        save_weights(model.inner, target)
-        if tokenizer_folder is not None:
-            _copy_tokenizer(tokenizer_folder, target)
+        end_of_text = None if tokenizer_folder is None else _copy_tokenizer(tokenizer_folder, target)
+        save_weights(model.inner, target, published=model.name, end_of_text=end_of_text)
         return
     layout = _format(model)
     parameters = dict(named_parameters(model))

@@ -79,7 +79,8 @@ def _stages_1_and_2(optimizer: Any, module: nn.Module) -> Iterator[tuple[str, Te
         yield f"master/{index}", flat.data
         yield from _moments(optimizer, flat, index)
     for name, parameter in module.named_parameters():
-        yield f"weight/{name}", parameter.data
+        if parameter.requires_grad:  # what is frozen beside an adapter changes in no step
+            yield f"weight/{name}", parameter.data
 
 
 def _stage_3(optimizer: Any, module: nn.Module, *, writes_back: bool) -> Iterator[tuple[str, Tensor]]:
@@ -92,7 +93,7 @@ def _stage_3(optimizer: Any, module: nn.Module, *, writes_back: bool) -> Iterato
                 optimizer._reassign_or_swap_out_partitioned_parameters(index)
     for name, parameter in module.named_parameters():
         # small parameters stay gathered: the loop above has not refreshed that copy
-        if parameter.numel() == parameter.ds_numel:  # type: ignore[attr-defined]
+        if parameter.requires_grad and parameter.numel() == parameter.ds_numel:  # type: ignore[attr-defined]
             yield f"weight/{name}", parameter.data
 
 

@@ -19,6 +19,7 @@ from recipes.model.llama import Llama
 from recipes.model.weights import initialize
 from recipes.model.weights.adapter import merge_adapter, save_adapter
 from recipes.model.weights.huggingface import export_pretrained
+from recipes.optimizer.param_groups import decay_groups
 
 LORA: dict[str, Any] = {
     "r": 4,
@@ -198,3 +199,21 @@ def test_without_an_adapter_everything_is_trained() -> None:
     model = make_own("gpt2")
     NoAdapter().apply(model)
     assert all(parameter.requires_grad for parameter in model.parameters())
+
+
+def test_factors_are_not_decayed_towards_zero_where_they_switch_off_what_they_multiply(folder: str) -> None:
+    model = adapted(folder, IA3(target_modules="all", input_modules=["down_proj"]))
+    [group] = decay_groups(model, weight_decay=0.1)
+    assert group["group_name"] == "no_decay"
+    assert len(group["params"]) == sum(is_adapter(name) for name, _ in model.named_parameters())
+    lora = decay_groups(adapted(folder, Lora(**LORA)), weight_decay=0.1)
+    assert [group["group_name"] for group in lora] == ["decay"]
+
+
+def test_a_separate_adapter_names_the_weights_that_it_was_trained_beside(folder: str, tmp_path: Path) -> None:
+    model = adapted(folder, Lora(**LORA))
+    save_adapter(model, tmp_path)
+    assert peft.PeftConfig.from_pretrained(str(tmp_path)).base_model_name_or_path == folder
+    model.pretrained = None
+    with pytest.raises(ConfigError, match="drawn from the seed, and are published nowhere"):
+        save_adapter(model, tmp_path)

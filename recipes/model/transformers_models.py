@@ -1,0 +1,162 @@
+"""Causal language models of `transformers`: which can be trained here, and where their blocks are."""
+
+import copy
+import logging
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import nn
+
+from recipes.errors import ConfigError
+
+log = logging.getLogger("lightning_recipes")
+
+# architectures whose logits, packed documents and files were compared with transformers 5.23 (test_huggingface.py)
+COMPARED = frozenset(
+    {
+        *(
+            "arcee",
+            "codegen",
+            "cohere",
+            "cohere2",
+            "ernie4_5",
+            "exaone4",
+            "gemma",
+            "gemma2",
+            "gemma3_text",
+            "glm",
+            "glm4",
+        ),
+        *(
+            "gpt2",
+            "gpt_bigcode",
+            "gpt_neox",
+            "gptj",
+            "granite",
+            "granitemoe",
+            "llama",
+            "mistral",
+            "mixtral",
+            "nemotron",
+        ),
+        *("olmo", "olmo2", "olmoe", "persimmon", "phi", "phi3", "qwen2", "qwen2_moe", "qwen3", "qwen3_moe", "smollm3"),
+        *("stablelm", "starcoder2"),
+    }
+)
+# that read a whole text at once, also where transformers lists them as causal models
+_ENCODERS = ("bert", "electra", "ernie", "data2vec", "big_bird", "roformer", "xlm", "xlnet", "reformer", "xmod")
+_configs: dict[str, Any] = {}
+_said: set[str] = set()
+
+
+def load_config(name: str) -> Any:
+    """Return the configuration of a published model, read once in a process.
+
+    Raises:
+        ConfigError: There is none, or transformers is not installed.
+    """
+    try:
+        from transformers import AutoConfig
+    except ImportError as error:
+        reason = "it needs the package transformers, which is not installed"
+        raise ConfigError("model=huggingface", reason, "pip install -e '.[huggingface]'") from error
+    folder = Path(name).expanduser()
+    try:
+        if name not in _configs:
+            where = str(folder) if folder.is_dir() else name
+            _configs[name] = AutoConfig.from_pretrained(where, trust_remote_code=False)
+    except (OSError, ValueError, KeyError) as error:
+        reason = str(error).strip().partition("\n")[0]
+        fix = "model.name=<folder or hub id>"
+        raise ConfigError(f"model.name={name}", f"transformers says: {reason}", fix) from error
+    return copy.deepcopy(_configs[name])
+
+
+def make_model(config: Any) -> Any:
+    """Return a causal language model of a configuration, on the current device in the default dtype."""
+    from transformers import AutoModelForCausalLM
+
+    try:
+        with _without_warnings_of_torchao():
+            return AutoModelForCausalLM.from_config(config, dtype=torch.get_default_dtype(), trust_remote_code=False)
+    except ValueError as error:
+        reason = str(error).strip().partition("\n")[0]
+        raise ConfigError(
+            "model.name=…", f"transformers says: {reason}", "model.name=<a causal language model>"
+        ) from error
+
+
+@contextmanager
+def _without_warnings_of_torchao() -> Iterator[None]:
+    """Keep quiet what torchao (0.18) says when transformers imports it: its kernels for GPUs that are not here."""
+    loggers = [logging.getLogger(name) for name in ("torchao", "torch.utils._pytree")]
+    levels = [logger.level for logger in loggers]
+    try:
+        for logger in loggers:
+            logger.setLevel(logging.ERROR)
+        yield
+    finally:
+        for logger, level in zip(loggers, levels, strict=True):
+            logger.setLevel(level)
+
+
+def make_model_on_meta(config: Any) -> Any:
+    """Return the same without storage."""
+    with torch.device("meta"):
+        return make_model(config)
+
+
+def find_blocks(inner: Any, *, name: str) -> tuple[str, str]:
+    """Return the name of the module that has the blocks, and their name in it.
+
+    Raises:
+        ConfigError: There are none.
+    """
+    whole = set(inner._no_split_modules or ())
+    number = getattr(inner.config, "num_hidden_layers", None)
+    for path, module in inner.named_modules():
+        if number is not None and isinstance(module, nn.ModuleList) and len(module) != number:
+            continue
+        if isinstance(module, nn.ModuleList) and len(module) and type(module[0]).__name__ in whole:
+            parent, _, own = path.rpartition(".")
+            return parent, own
+    reason = f"{type(inner).__name__} does not say which of its modules are blocks (_no_split_modules)"
+    raise ConfigError(f"model.name={name}", reason, "model.name=<another model>, or model=llama_1b and the like")
+
+
+def check_kind(config: Any, *, name: str) -> None:
+    """Refuse what is no causal language model in full precision, and say so where an architecture was not compared.
+
+    Raises:
+        ConfigError: It would be trained as something that it is not.
+    """
+    typed, kind = f"model.name={name}", config.model_type
+    if getattr(config, "quantization_config", None):
+        reason = "its weights are quantized, and their scales would be lost"
+        raise ConfigError(typed, reason, "model.name=<the same model in float32 or bfloat16>")
+    if config.get_text_config() is not config:
+        raise ConfigError(typed, f"a model of type {kind} reads more than text", "model.name=<its text model>")
+    is_encoder = kind not in COMPARED and any(part in kind for part in _ENCODERS)
+    if is_encoder or getattr(config, "is_encoder_decoder", False):
+        reason = f"in a model of type {kind} a token sees those after it"
+        raise ConfigError(typed, reason, "model.name=<a causal language model>")
+    if kind not in COMPARED and kind not in _said:
+        _said.add(kind)
+        log.warning(
+            "Models of type %s were not compared with transformers: all logits exist at once, examples are not packed",
+            kind,
+        )
+
+
+def check_sizes(config: Any, *, max_seq_len: int, vocab_size: int) -> None:
+    text = config.get_text_config()
+    positions = getattr(text, "max_position_embeddings", None)
+    if positions is not None and max_seq_len > positions:
+        reason = f"the model has {positions} positions"
+        raise ConfigError(f"model.max_seq_len={max_seq_len}", reason, f"model.max_seq_len={positions}")
+    if vocab_size != text.vocab_size:
+        reason = f"config.json has {text.vocab_size} tokens"
+        raise ConfigError(f"model.vocab_size={vocab_size}", reason, f"model.vocab_size={text.vocab_size}")
