@@ -72,6 +72,8 @@ def test_debug_nan_is_read_as_the_name_of_an_option() -> None:
 
 def test_no_model_has_dropout_by_default_so_overfit_need_not_disable_it() -> None:
     for path in (ROOT / "conf/model").glob("*.yaml"):
+        if path.stem == "huggingface":  # has what its own config.json says
+            continue
         config = composed_config(f"model={path.stem}", "debug=overfit")
         dropout = config["model"]["dropout"] if "dropout" in config["model"] else 0.0
         assert dropout == 0.0
