@@ -64,6 +64,8 @@ def load_config(name: str) -> Any:
         reason = "it needs the package transformers, which is not installed"
         raise ConfigError("model=huggingface", reason, "pip install -e '.[huggingface]'") from error
     folder = Path(name).expanduser()
+    if name.startswith((".", "/", "~")) and not folder.is_dir():
+        raise ConfigError(f"model.name={name}", "there is no such folder", "model.name=<folder or hub id>")
     try:
         if name not in _configs:
             where = str(folder) if folder.is_dir() else name

@@ -148,10 +148,12 @@ class Muon(torch.optim.Optimizer):
 def _hidden_matrices(model: nn.Module) -> dict[nn.Parameter, None]:
     """Return the trained parameters of two axes or more in the blocks of a model, in order."""
     blocks = getattr(model, "blocks", None)
-    trained = [] if blocks is None else [parameter for parameter in blocks.parameters() if parameter.requires_grad]
+    named = [] if blocks is None else blocks.named_parameters()
+    # factors of an adapter (IA3) are kept as [outputs, 1], and are no matrices
+    trained = [parameter for name, parameter in named if parameter.requires_grad and ".ia3_l." not in f".{name}"]
     hidden = {parameter: None for parameter in trained if len(unsharded_shape(parameter)) >= 2}
     if not hidden:
-        what = "`blocks`" if blocks is None else "a trained matrix in its `blocks`"
+        what = "`blocks`" if blocks is None else "trained matrix in its `blocks`"
         raise ConfigError(
             "optimizer=muon",
             f"it orthogonalizes the matrices of a model's blocks, and {type(model).__name__} has no {what}",

@@ -44,6 +44,7 @@ _REPLACED = {
     "strategy.offload": "strategy=fsdp strategy.cpu_offload=true, or strategy=deepspeed_stage_2_offload",
 }
 _MAX_OPTIONS = 2  # named in a suggestion
+_SEVERAL = ("callbacks", "logger")  # groups of which a list of options may be chosen
 
 
 def list_options(group: str) -> list[str]:
@@ -65,10 +66,12 @@ def suggest_addition(group: str, option: str, chosen: str) -> str:
     """Return the override that chooses one more option of a group beside the chosen ones.
 
     Args:
-        group: Of which several options can be chosen, such as callbacks.
+        group: Of most, one option is chosen; of callbacks and loggers several.
         option: The one to add.
         chosen: What is chosen, `default` or `[csv,wandb]`.
     """
+    if group not in _SEVERAL:
+        return f"{group}={option}"
     present = _split_options(chosen)
     if includes(group, option, chosen):
         return f"the same command without it: {group}={','.join(present)} includes it"

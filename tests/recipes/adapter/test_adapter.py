@@ -19,6 +19,7 @@ from recipes.model.llama import Llama
 from recipes.model.weights import initialize
 from recipes.model.weights.adapter import merge_adapter, save_adapter
 from recipes.model.weights.huggingface import export_pretrained
+from recipes.optimizer.muon import Muon
 from recipes.optimizer.param_groups import decay_groups
 
 LORA: dict[str, Any] = {
@@ -208,6 +209,14 @@ def test_factors_are_not_decayed_towards_zero_where_they_switch_off_what_they_mu
     assert len(group["params"]) == sum(is_adapter(name) for name, _ in model.named_parameters())
     lora = decay_groups(adapted(folder, Lora(**LORA)), weight_decay=0.1)
     assert [group["group_name"] for group in lora] == ["decay"]
+
+
+def test_muon_finds_no_matrix_among_factors(folder: str) -> None:
+    model = adapted(folder, IA3(target_modules="all", input_modules=[]))
+    options = {"lr": 0.1, "adamw_lr": None, "momentum": 0.9, "betas": (0.9, 0.95), "eps": 1e-8, "weight_decay": 0.1}
+    with pytest.raises(ConfigError, match="HuggingFace has no trained matrix in its `blocks`; type optimizer=adamw"):
+        Muon(model, **options)
+    assert len(Muon(adapted(folder, Lora(**LORA)), **options).param_groups) >= 1
 
 
 def test_a_separate_adapter_names_the_weights_that_it_was_trained_beside(folder: str, tmp_path: Path) -> None:

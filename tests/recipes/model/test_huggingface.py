@@ -314,7 +314,7 @@ def test_tensors_of_other_names_are_converted_with_a_line_that_says_so(
     [
         ({"max_seq_len": 65}, "model.max_seq_len=65: the model has 64 positions; type model.max_seq_len=64"),
         ({"vocab_size": 65}, "model.vocab_size=65: config.json has 64 tokens; type model.vocab_size=64"),
-        ({"name": "/nonexistent"}, "model.name=/nonexistent: transformers says: "),
+        ({"name": "/nonexistent"}, "model.name=/nonexistent: there is no such folder"),
     ],
 )
 def test_what_does_not_fit_is_named(settings: dict[str, Any], message: str, published: Any) -> None:
