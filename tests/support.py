@@ -59,6 +59,16 @@ def composed_config(*overrides: str) -> dict[str, Any]:
     return composed.config
 
 
+def execute(*overrides: str) -> int:
+    """Run a command line in this process and return its exit code."""
+    from recipes.entry.run import run_composed  # ranks of tests import this module, and need none of that
+
+    composed, mistakes = compose_and_check(overrides)
+    assert composed is not None
+    assert not mistakes, [str(mistake) for mistake in mistakes]
+    return run_composed(composed)
+
+
 def run_train(
     overrides: Sequence[str], *, folder: Path = ROOT, timeout: float = 240.0, python_path: str | None = None
 ) -> subprocess.CompletedProcess[str]:

@@ -32,6 +32,11 @@ def is_adapter(name: str) -> bool:
     return any(mark in name for mark in MARKS)
 
 
+def is_factor(name: str) -> bool:
+    """Return whether a parameter multiplies activations (IA3): kept as [outputs, 1] or [1, inputs], but no matrix."""
+    return ".ia3_l." in name
+
+
 def inject(model: nn.Module, config: Any) -> None:
     """Let peft replace the chosen layers.
 

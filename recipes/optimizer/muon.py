@@ -14,6 +14,7 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 from typing_extensions import override
 
+from recipes.adapter import is_factor
 from recipes.errors import ConfigError
 from recipes.model.init import unsharded_shape
 from recipes.optimizer.newton_schulz import orthogonalize
@@ -149,8 +150,7 @@ def _hidden_matrices(model: nn.Module) -> dict[nn.Parameter, None]:
     """Return the trained parameters of two axes or more in the blocks of a model, in order."""
     blocks = getattr(model, "blocks", None)
     named = [] if blocks is None else blocks.named_parameters()
-    # factors of an adapter (IA3) are kept as [outputs, 1], and are no matrices
-    trained = [parameter for name, parameter in named if parameter.requires_grad and ".ia3_l." not in f".{name}"]
+    trained = [parameter for name, parameter in named if parameter.requires_grad and not is_factor(name)]
     hidden = {parameter: None for parameter in trained if len(unsharded_shape(parameter)) >= 2}
     if not hidden:
         what = "`blocks`" if blocks is None else "trained matrix in its `blocks`"

@@ -4,6 +4,7 @@ from typing import Any
 
 from torch import nn
 
+from recipes.adapter import is_factor
 from recipes.model.init import unsharded_shape
 
 
@@ -22,9 +23,9 @@ def decay_groups(model: nn.Module, *, weight_decay: float) -> list[dict[str, Any
         One or two groups with `params`, `weight_decay` and `group_name` (`decay`, `no_decay`).
     """
     trainable = {parameter: name for name, parameter in model.named_parameters() if parameter.requires_grad}
-    # factors of an adapter are kept as [outputs, 1]: shrunk towards zero, they would switch off what they multiply
-    matrices = [p for p, name in trainable.items() if len(unsharded_shape(p)) >= 2 and ".ia3_l." not in name]
-    vectors = [p for p, name in trainable.items() if len(unsharded_shape(p)) < 2 or ".ia3_l." in name]
+    # shrunk towards zero, factors of an adapter would switch off what they multiply
+    matrices = [p for p, name in trainable.items() if len(unsharded_shape(p)) >= 2 and not is_factor(name)]
+    vectors = [p for p, name in trainable.items() if len(unsharded_shape(p)) < 2 or is_factor(name)]
     groups = [
         {"params": matrices, "weight_decay": weight_decay, "group_name": "decay"},
         {"params": vectors, "weight_decay": 0.0, "group_name": "no_decay"},

@@ -95,7 +95,7 @@ class ExampleRows(Dataset[dict[str, Tensor]]):
         return found
 
     def _num_inputs(self, example: int) -> int:
-        return min(int(self._store.lengths[example]) - 1, self.seq_len)
+        return min(self._store.length(example) - 1, self.seq_len)
 
 
 def pad_rows(samples: Sequence[dict[str, Tensor]], *, seq_len: int) -> dict[str, Any]:

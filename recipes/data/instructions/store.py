@@ -9,7 +9,7 @@ import logging
 from array import array
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import asdict, dataclass
-from itertools import islice
+from itertools import chain, islice
 from pathlib import Path
 from typing import Any
 
@@ -74,6 +74,11 @@ class ExampleStore:
         """Tokens of each example, [N]."""
         lengths: NDArray[np.int64] = np.diff(self._map("starts"))
         return lengths
+
+    def length(self, example: int) -> int:
+        """Return the tokens of one example, without a look at the others."""
+        first, last = self._map("starts")[example : example + 2]
+        return int(last - first)
 
     @property
     def questions(self) -> NDArray[np.uint64]:
@@ -167,13 +172,8 @@ def _encode_all(
     tasks = _group(rows)
     first = list(islice(tasks, 2))
     workers = 1 if len(first) < 2 and sum(map(len, first)) < _ROWS_PER_PROCESS else num_processes
-    for _, encoded in map_in_order(_Encode(reader, tokenizer), _chain(first, tasks), workers=workers):
+    for _, encoded in map_in_order(_Encode(reader, tokenizer), chain(first, tasks), workers=workers):
         yield from encoded
-
-
-def _chain(first: list[list[Row]], rest: Iterator[list[Row]]) -> Iterator[list[Row]]:
-    yield from first
-    yield from rest
 
 
 def _group(rows: Iterable[Row]) -> Iterator[list[Row]]:

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
-from recipes.adapter import is_adapter
+from recipes.adapter import is_adapter, is_factor
 from recipes.errors import ConfigError
 from recipes.model.init import constant_, fill, generator_for, unsharded_shape
 
@@ -38,7 +38,7 @@ def initialize_adapter(model: nn.Module, seed: int) -> None:
             fill(parameter, values)
         elif ".lora_B." in name:
             constant_(parameter, 0.0)
-        elif ".ia3_l." in name:
+        elif is_factor(name):
             constant_(parameter, 1.0)
         elif ".lora_magnitude_vector." in name:
             layer = model.get_submodule(name.partition(".lora_magnitude_vector.")[0])

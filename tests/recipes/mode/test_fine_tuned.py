@@ -5,9 +5,7 @@ from pathlib import Path
 
 import pytest
 import transformers as hf
-
-from recipes.config import compose_and_check
-from recipes.entry.run import run_composed
+from support import execute
 
 SMALL = [
     *("recipe=sft", "tokenizer=bytes", "model.vocab_size=257", "model.num_layers=1", "model.hidden_size=32"),
@@ -15,13 +13,6 @@ SMALL = [
     *("save_every=2", "warmup_steps=1", "data.val_fraction=0.3", "callbacks.answer_check.num_questions=3"),
     "~callbacks.report",
 ]
-
-
-def execute(*overrides: str) -> int:
-    composed, mistakes = compose_and_check(overrides)
-    assert composed is not None
-    assert not mistakes, [str(mistake) for mistake in mistakes]
-    return run_composed(composed)
 
 
 @pytest.fixture(scope="module")

@@ -7,10 +7,9 @@ from pathlib import Path
 import pytest
 import torch
 import yaml
-from support import TINY, composed_config, read_metrics, write_texts
+from support import TINY, composed_config, execute, read_metrics, write_texts
 
 from recipes.config import compose_and_check
-from recipes.entry.run import run_composed
 
 RUN_FILES = [
     ".lock",
@@ -43,14 +42,6 @@ SUMMARY_KEYS = [
     "train_loss",
     "val_loss",
 ]
-
-
-def execute(*overrides: str) -> int:
-    """Run a command line in this process and return its exit code."""
-    composed, mistakes = compose_and_check(overrides)
-    assert composed is not None
-    assert not mistakes, [str(mistake) for mistake in mistakes]
-    return run_composed(composed)
 
 
 @pytest.fixture(scope="module")
