@@ -122,6 +122,7 @@ def build(config: Config, folder: Path, overrides: list[str]) -> Run:
     )
     data: StreamDataModule = make(config["loader"])(
         source=make(config["data"]),
+        eval_sources={name: make(node) for name, node in config.get("eval_data", {}).items() if node is not None},
         accumulation=accumulation,
         seed=config["seed"],
         eval_samples=get_eval_samples(config) if takes_steps(config) else None,

@@ -4,7 +4,8 @@ Letters: N samples or tokens that carry loss, V classes or tokens of the vocabul
 """
 
 import inspect
-from collections.abc import Mapping
+import math
+from collections.abc import Mapping, Sequence
 
 import torch
 from torch import Tensor
@@ -12,7 +13,7 @@ from torchmetrics import Metric, MetricCollection
 from typing_extensions import override
 
 from recipes.errors import ConfigError
-from recipes.numerics.loss import IGNORE_INDEX
+from recipes.numerics.loss import IGNORE_INDEX, sum_by_source
 
 _PREFIX = "val/"
 _MAX_LOSS = 700.0  # e^710 overflows a float64; a loss that large means a broken model
@@ -58,6 +59,34 @@ class Perplexity(MeanLoss):
         return super().compute().clamp(max=_MAX_LOSS).exp()
 
 
+class SourceLosses(Metric):
+    """Mean loss over the targets of each source of a mixture.
+
+    Args:
+        num_sources: K.
+    """
+
+    is_differentiable = False
+    higher_is_better = False
+    full_state_update = False
+
+    totals: Tensor
+
+    def __init__(self, num_sources: int) -> None:
+        super().__init__()
+        self.add_state("totals", torch.zeros(2, num_sources, dtype=torch.float64), dist_reduce_fx="sum")
+
+    @override
+    def update(self, totals: Tensor) -> None:
+        """Add loss and number of targets of each source, [2, K]."""
+        self.totals += totals
+
+    @override
+    def compute(self) -> Tensor:
+        """Return the mean loss of each source, [K] float64, in nats; NaN without a target."""
+        return self.totals[0] / self.totals[1]
+
+
 class ValidationMetrics:
     """Computes `val/loss` and named metrics over a validation split, all ranks together.
 
@@ -69,10 +98,15 @@ class ValidationMetrics:
 
     Args:
         metrics: Name without `val/` -> metric; logged in this order after the loss.
+        split: Name of a further validation, whose metrics are `val/<split>/…`; None: the validation split.
+        sources: Names of the sources of a mixture, each of which has `val/<name>/loss`.
     """
 
-    def __init__(self, metrics: Mapping[str, Metric]) -> None:
-        every = {_PREFIX + name: metric for name, metric in {"loss": MeanLoss(), **metrics}.items()}
+    def __init__(self, metrics: Mapping[str, Metric], *, split: str | None = None, sources: Sequence[str] = ()) -> None:
+        prefix = _PREFIX if split is None else f"{_PREFIX}{split}/"
+        every = {prefix + name: metric for name, metric in {"loss": MeanLoss(), **metrics}.items()}
+        self._sources = sources
+        self._by_source = SourceLosses(len(sources))
         self._names = list(every)
         self._reads_logits = any("preds" in inspect.signature(metric.update).parameters for metric in every.values())
         # compute groups share one state between metrics whose states are equal after the first batch: top-1 and top-5
@@ -83,6 +117,7 @@ class ValidationMetrics:
     def reset(self) -> None:
         """Begin a validation."""
         self._metrics.reset()
+        self._by_source.reset()
 
     @torch.no_grad()
     def update(self, *, loss_sum: Tensor, logits: Tensor, targets: Tensor) -> None:
@@ -95,6 +130,7 @@ class ValidationMetrics:
         """
         if logits.device != self._device:
             self._metrics.to(logits.device)
+            self._by_source.to(logits.device)
             self._device = logits.device
         carries_loss = targets.flatten() != IGNORE_INDEX  # [all]
         offered = {"loss_sum": loss_sum, "num_targets": carries_loss.sum()}
@@ -107,10 +143,18 @@ class ValidationMetrics:
             offered |= {"preds": _recognizable(preds), "target": target}
         self._metrics.update(**offered)
 
+    def update_sources(self, losses: Tensor, targets: Tensor, sources: Tensor) -> None:
+        """Add the loss of each target [B, T] of samples of several sources [B]."""
+        self._by_source.update(sum_by_source(losses, targets, sources, num_sources=len(self._sources)))
+
     def compute(self) -> dict[str, float]:
         """Return `val/loss` and the metrics over all batches and ranks; called on every rank."""
         values = self._metrics.compute()
-        return {name: float(values[name]) for name in self._names}
+        found = {name: float(values[name]) for name in self._names}
+        if self._sources:
+            losses = zip(self._sources, self._by_source.compute().tolist(), strict=True)
+            found |= {f"val/{name}/loss": loss for name, loss in losses if not math.isnan(loss)}
+        return found
 
 
 def _recognizable(logits: Tensor) -> Tensor:

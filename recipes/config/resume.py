@@ -6,6 +6,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from hydra.core.override_parser.types import Override
 from hydra.errors import HydraException
 from omegaconf import DictConfig, OmegaConf
 
@@ -72,12 +73,12 @@ def select_inherited(
         hydra.errors.HydraException: A group or option does not exist.
     """
     parsed = [parse_override(override) for override in typed]
-    overridden = {override.key_or_group for override in parsed if not override.is_delete()}
+    overridden = {_get_place(override) for override in parsed if not override.is_delete()}
     repeated = set(typed)  # Hydra rejects the same deletion twice
     candidates = [
         override
         for override in resumed.overrides
-        if override not in repeated and parse_override(override).key_or_group not in overridden
+        if override not in repeated and _get_place(parse_override(override)) not in overridden
     ]
     before = compose_options(split_overrides(resumed.overrides, folder, name)[0], folder, name)
     now = compose_options(split_overrides([*candidates, *typed], folder, name)[0], folder, name)
@@ -126,11 +127,17 @@ def _read_overrides(folder: Path) -> list[str]:
 def _still_applies(override: str, others: Sequence[str], before: DictConfig, now: DictConfig) -> bool:
     """Return whether the section that an override belongs to is still of the same kind, or what it deletes is there."""
     parsed = parse_override(override)
-    parts = parsed.key_or_group.split(".")
+    parts = _get_place(parsed).split(".")
     if parsed.is_delete():
         is_added = any(other.startswith(f"+{parsed.key_or_group}{end}") for other in others for end in "=.")
         return len(parts) == 1 or is_added or _has(now, parts)
     return _nearest_target(before, parts[:-1]) == _nearest_target(now, parts[:-1])
+
+
+def _get_place(override: Override) -> str:
+    """Return the key that an override sets; of an option in a place of its own, `data@eval_data.mine`, that place."""
+    place: str = override.package or override.key_or_group
+    return place
 
 
 def _has(config: DictConfig, parts: Sequence[str]) -> bool:
@@ -163,10 +170,19 @@ def with_saved_parts(config: dict[str, Any], checkpoint: Path) -> dict[str, Any]
     if model.get("pretrained") is not None and not has_adapter:
         model = model | {"pretrained": None}
     saved = find_tokenizer(checkpoint)
-    if saved is not None and data.get("tokenizer") is not None:
-        target = "recipes.tokenizer.huggingface.HuggingFace"
-        data = data | {"tokenizer": {"_target_": target, "name": str(saved)}}
-    return config | {"model": model, "data": data}
+    eval_data = config.get("eval_data", {})
+    if saved is not None:
+        tokenizer = {"_target_": "recipes.tokenizer.huggingface.HuggingFace", "name": str(saved)}
+        data = _with_tokenizer(data, tokenizer)
+        if "sources" in data:
+            data = data | {"sources": {key: _with_tokenizer(node, tokenizer) for key, node in data["sources"].items()}}
+        eval_data = {key: _with_tokenizer(node, tokenizer) for key, node in eval_data.items()}
+    return config | {"model": model, "data": data, "eval_data": eval_data}
+
+
+def _with_tokenizer(data: Any, tokenizer: Config) -> Any:
+    has_one = isinstance(data, dict) and data.get("tokenizer") is not None
+    return data | {"tokenizer": tokenizer} if has_one else data
 
 
 def find_tokenizer(checkpoint: Path | None) -> Path | None:

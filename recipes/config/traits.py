@@ -1,6 +1,6 @@
 """Read what the chosen mode and strategy can do from constants in their source, without importing them."""
 
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -18,6 +18,9 @@ _TRIALS = frozenset(
         "recipes.mode.preflight.preflight",
     }
 )
+
+
+DATA_GROUPS = ("data.sources", "eval_data")  # sections of named nodes, each an option of data
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -108,6 +111,22 @@ def tries_convolutions(config: Mapping[str, Any]) -> bool:
         return typed
     has_images = read_signature(config["task"]["_target_"]).constants.get("input_kind") == "images"
     return has_images and not config["trainer"].get("deterministic")
+
+
+def is_place_of_data(place: str) -> bool:
+    """Return whether an option of data may stand at a dotted place: `data.sources.mine`, `eval_data.mine`."""
+    group, _, name = place.rpartition(".")
+    return group in DATA_GROUPS and bool(name)
+
+
+def list_data(config: Mapping[str, Any]) -> Iterator[tuple[str, Mapping[str, Any]]]:
+    """Yield every node of a data source with its section: of the run, of a mixture, and of further validations."""
+    data = config["data"]
+    yield "data", data
+    for group, nodes in zip(DATA_GROUPS, (data.get("sources"), config.get("eval_data")), strict=True):
+        for name, node in nodes.items() if isinstance(nodes, Mapping) else ():
+            if isinstance(node, Mapping) and isinstance(node.get("_target_"), str):
+                yield f"{group}.{name}", node
 
 
 def runs_elsewhere(config: Mapping[str, Any]) -> bool:

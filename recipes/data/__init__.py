@@ -6,9 +6,14 @@ processes that only tokenize start in a fraction of a second.
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, ClassVar, Protocol
+from contextlib import contextmanager
+from typing import TYPE_CHECKING, Any, ClassVar, Protocol
+
+from recipes.errors import ConfigError
 
 if TYPE_CHECKING:
+    from collections.abc import Iterator
+
     from torch import Tensor
 
     from recipes.tokenizer import Tokenizer
@@ -18,6 +23,8 @@ class SampleDataset(Protocol):
     """Samples by index, equal in every process: dicts of `inputs` [T] or [C, H, W] and `targets` [T] or [].
 
     Where several documents are packed into a sample, also `positions` [T], of each token in its own: 0 begins one.
+    A dataset with an order of its own has a method `make_order`, of a seed; one that is not to be thinned out evenly
+    for validation, a method `spread`, of a number of samples.
 
     Attributes:
         targets_per_sample: Targets that carry loss in one sample; None if it varies.
@@ -36,7 +43,8 @@ class DataSource(Protocol):
     """One option of conf/data.
 
     One whose samples differ in length has a method `collate` that makes a batch of them; one that knows questions and
-    their answers, a method `questions` that returns both as tokens.
+    their answers, a method `questions` that returns both as tokens. One that reads text has a method `corpus`, and its
+    `prepare` takes a tokenizer, to be used in place of its own.
 
     Attributes:
         sample_kind: "tokens" or "images"; a plain literal, because the config check reads it from source.
@@ -59,3 +67,21 @@ class DataSource(Protocol):
 
     def train(self) -> SampleDataset: ...
     def val(self) -> SampleDataset: ...
+
+
+def prepare_with(source: Any, tokenizer: Tokenizer | None) -> None:
+    """Prepare a data source, with this tokenizer if there is one and the source reads text."""
+    if tokenizer is not None and hasattr(source, "corpus"):
+        source.prepare(tokenizer)
+    else:
+        source.prepare()
+
+
+@contextmanager
+def in_section(section: str) -> Iterator[None]:
+    """Name the section of a data source in its mistakes, which it takes for `data`."""
+    try:
+        yield
+    except ConfigError as error:
+        setting, fix = (text.replace("data.", f"{section}.") for text in (error.setting, error.fix))
+        raise ConfigError(setting, error.reason, fix) from error

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 from torch.utils.data import Dataset
 
-from recipes.data.sampler import PositionSampler, ShuffledOrder
+from recipes.data.sampler import Order, PositionSampler
 from recipes.numerics.accumulation import Accumulation
 from recipes.numerics.loss import IGNORE_INDEX, count_targets
 
@@ -37,7 +37,7 @@ class TrainingStream:
         self,
         *,
         accumulation: Accumulation,
-        order: ShuffledOrder,
+        order: Order,
         make_loader: Callable[[PositionSampler], Iterable[Batch]],
         targets_per_sample: int | None,
         rank: int,

@@ -4,6 +4,7 @@ import functools
 import itertools
 import logging
 import os
+from collections.abc import Mapping
 from typing import Annotated, Any
 
 import lightning.pytorch as lightning
@@ -12,10 +13,10 @@ import torch
 from torch.utils.data import DataLoader, Subset
 from typing_extensions import override
 
-from recipes.data import DataSource, SampleDataset
+from recipes.data import DataSource, SampleDataset, in_section, prepare_with
 from recipes.data.batches import Batch, RankShare, TrainingStream
 from recipes.data.loader_process import SignalProofLoader
-from recipes.data.sampler import RepeatedOrder, ShuffledOrder
+from recipes.data.sampler import Order, RepeatedOrder, ShuffledOrder
 from recipes.numerics.accumulation import Accumulation
 from recipes.runtime.world import num_cores
 
@@ -25,10 +26,11 @@ GPU_WORKERS = 4
 
 
 class StreamDataModule(lightning.LightningDataModule):
-    """An endless stream of training samples, ordered by (seed, position) alone, and a fixed validation split.
+    """An endless stream of training samples, ordered by (seed, position) alone, and fixed validation splits.
 
     Args:
         source: Where samples come from.
+        eval_sources: Where samples of further validations come from, by name: their validation splits.
         accumulation: Global batch and micro-batches.
         seed: Of the order of training samples.
         eval_samples: Validation samples per evaluation, spread evenly over the split; None: all.
@@ -41,6 +43,7 @@ class StreamDataModule(lightning.LightningDataModule):
         self,
         *,
         source: DataSource,
+        eval_sources: Mapping[str, DataSource] | None = None,
         accumulation: Accumulation,
         seed: int,
         eval_samples: int | None,
@@ -49,6 +52,7 @@ class StreamDataModule(lightning.LightningDataModule):
     ) -> None:
         super().__init__()
         self.source = source
+        self.eval_sources = dict(eval_sources or {})
         self._stream: TrainingStream | None = None
         self._start_position = 0
         self._accumulation = accumulation
@@ -70,10 +74,16 @@ class StreamDataModule(lightning.LightningDataModule):
     @override
     def prepare_data(self) -> None:
         self.source.prepare()
+        for name, source in self.eval_sources.items():
+            with in_section(f"eval_data.{name}"):
+                prepare_with(source, self.source.tokenizer)
 
     @override
     def setup(self, stage: str) -> None:
-        self.source.prepare()  # cached by now: every rank opens what one rank prepared
+        self.prepare_data()  # cached by now: every rank opens what one rank prepared
+        max_steps = self._trainer().max_steps
+        if stage == "fit" and max_steps > 0 and hasattr(self.source, "check_run"):
+            self.source.check_run(max_steps * self._accumulation.global_batch_size)
 
     @override
     def train_dataloader(self) -> TrainingStream:
@@ -85,8 +95,8 @@ class StreamDataModule(lightning.LightningDataModule):
         trainer, dataset = self._trainer(), self.source.train()
         self._stream = TrainingStream(
             accumulation=self._accumulation,
-            order=self._order(len(dataset)),
-            make_loader=lambda sampler: self._loader(dataset, batch_sampler=sampler),
+            order=self._order(dataset),
+            make_loader=lambda sampler: self._loader(dataset, self.source, batch_sampler=sampler),
             targets_per_sample=dataset.targets_per_sample,
             rank=trainer.global_rank,
             world_size=trainer.world_size,
@@ -96,18 +106,47 @@ class StreamDataModule(lightning.LightningDataModule):
         return self._stream
 
     @override
-    def val_dataloader(self) -> DataLoader[Batch]:
-        dataset = self.source.val()
+    def val_dataloader(self) -> DataLoader[Batch] | list[DataLoader[Batch]]:
+        """Return the loader of the validation split; with further validations, a list of it and theirs."""
         if self._period is not None:
             dataset = self.source.train()
-            first = self._order(len(dataset)).indices(np.arange(self._period))  # [period]
-            dataset = Subset(dataset, first.tolist())  # type: ignore[arg-type, assignment]
-        return self._loader(self._rank_share(_spread_evenly(dataset, self._eval_samples)))
+            first = self._order(dataset).indices(np.arange(self._period))  # [period]
+            return self._loader(self._rank_share(Subset(dataset, first.tolist())), self.source)  # type: ignore[arg-type]
+        loaders = [
+            self._loader(self._rank_share(_spread_evenly(source.val(), self._eval_samples)), source)
+            for source in (self.source, *self.eval_sources.values())
+        ]
+        return loaders if self.eval_sources else loaders[0]
 
-    def split_dataloader(self, split: str) -> DataLoader[Batch]:
-        """Return a loader of one whole split in order, for `mode=evaluate`."""
-        dataset = self.source.train() if split == "train" else self.source.val()
-        return self._loader(self._rank_share(dataset))
+    @property
+    def eval_names(self) -> list[str]:
+        """Names of the further validations, in the order of the loaders."""
+        return [] if self._period is not None else list(self.eval_sources)
+
+    def split_dataloaders(self, split: str) -> list[DataLoader[Batch]]:
+        """Return loaders of whole splits in order, for `mode=evaluate`; of "val", the further validations as well."""
+        if split == "train":
+            return [self._loader(self._rank_share(self.source.train()), self.source)]
+        sources = (self.source, *self.eval_sources.values())
+        return [self._loader(self._rank_share(source.val()), source) for source in sources]
+
+    def count_source_tokens(self) -> dict[str, int]:
+        """Return the tokens of each source of a mixture up to the position of the stream; none if it is no mixture."""
+        dataset: Any = self.source.train()
+        return dataset.count_tokens(self.position) if hasattr(dataset, "count_tokens") else {}
+
+    def count_new_samples(self) -> int:
+        """Return how many samples the stream brings before any of them comes again."""
+        dataset: Any = self.source.train()
+        return dataset.count_new() if hasattr(dataset, "count_new") else len(dataset)
+
+    def describe_epochs(self, num_samples: int) -> str:
+        """Return how often the first samples of the stream go through the data, for the log."""
+        dataset: Any = self.source.train()
+        if not hasattr(dataset, "count_epochs"):
+            return f"{num_samples / len(dataset):.3g} epochs"
+        parts = [f"{epochs:.3g} of {name}" for name, epochs in dataset.count_epochs(num_samples).items()]
+        return f"epochs: {', '.join(parts)}"
 
     @override
     def state_dict(self) -> dict[str, Any]:
@@ -133,7 +172,7 @@ class StreamDataModule(lightning.LightningDataModule):
             position: Samples consumed at the end of the step.
         """
         accumulation = self._accumulation
-        order = self._order(len(self.source.train()))
+        order = self._order(self.source.train())
         first = position - accumulation.global_batch_size
         places = itertools.product(
             range(accumulation.num_micro_batches),
@@ -167,16 +206,16 @@ class StreamDataModule(lightning.LightningDataModule):
             "period": self._period,
         }
 
-    def _order(self, num_samples: int) -> ShuffledOrder:
-        if self._period is None:
-            return ShuffledOrder(num_samples, self._seed)
-        return RepeatedOrder(num_samples, self._seed, period=self._period)
+    def _order(self, dataset: Any) -> Order:
+        order = dataset.make_order(self._seed) if hasattr(dataset, "make_order") else None
+        order = order or ShuffledOrder(len(dataset), self._seed)
+        return order if self._period is None else RepeatedOrder(order, period=self._period)
 
     def _rank_share(self, dataset: Any) -> RankShare:
         trainer = self._trainer()
         return RankShare(dataset, rank=trainer.global_rank, world_size=trainer.world_size)
 
-    def _loader(self, dataset: Any, **order: Any) -> DataLoader[Batch]:
+    def _loader(self, dataset: Any, source: DataSource, **order: Any) -> DataLoader[Batch]:
         on_gpu = self._trainer().strategy.root_device.type == "cuda"
         workers = self._num_workers
         if workers is None:
@@ -186,7 +225,7 @@ class StreamDataModule(lightning.LightningDataModule):
         return SignalProofLoader(
             dataset,
             **order,
-            collate_fn=getattr(self.source, "collate", None),  # None: samples of one shape are stacked
+            collate_fn=getattr(source, "collate", None),  # None: samples of one shape are stacked
             num_workers=workers,
             pin_memory=on_gpu,
             persistent_workers=workers > 0,
@@ -217,4 +256,6 @@ def _spread_evenly(dataset: SampleDataset, num_samples: int | None) -> Any:
     """Return `num_samples` samples spread evenly over a dataset; all if it has no more."""
     if num_samples is None or num_samples >= len(dataset):
         return dataset
+    if hasattr(dataset, "spread"):
+        return dataset.spread(num_samples)
     return Subset(dataset, [i * len(dataset) // num_samples for i in range(num_samples)])  # type: ignore[arg-type]

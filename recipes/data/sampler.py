@@ -3,11 +3,13 @@
 Letters: N samples, M micro-batches, B samples per micro-batch.
 """
 
+from abc import ABC, abstractmethod
 from collections.abc import Iterator
 
 import numpy as np
 from numpy.typing import NDArray
 from torch.utils.data import Sampler
+from typing_extensions import override
 
 UInt64s = NDArray[np.uint64]
 Positions = NDArray[np.int64]
@@ -31,8 +33,20 @@ def _seed_value(seed: int) -> UInt64s:
     return mix64(np.array([(seed + _GOLDEN) & _WORD], dtype=np.uint64))
 
 
-class ShuffledOrder:
-    """Position in an endless stream -> sample; every epoch is another permutation.
+class Order(ABC):
+    """Position in an endless stream, counted from 0 over all epochs -> sample."""
+
+    def __call__(self, position: int) -> int:
+        """Return the sample at one position."""
+        return int(self.indices(np.array([position], dtype=np.int64))[0])
+
+    @abstractmethod
+    def indices(self, positions: Positions) -> Positions:
+        """Return the samples at many positions, in an array of the same shape."""
+
+
+class ShuffledOrder(Order):
+    """Every epoch is another permutation of all samples.
 
     A Feistel network permutes the smallest even power of two that holds N; a value outside of N is permuted again
     until it falls inside, which keeps the result a permutation (cycle walking: Black and Rogaway, "Ciphers with
@@ -53,12 +67,8 @@ class ShuffledOrder:
         self.seed = seed
         self._half_bits = max(_MIN_HALF_BITS, ((num_samples - 1).bit_length() + 1) // 2)
 
-    def __call__(self, position: int) -> int:
-        """Return the sample at one position, counted from 0 over all epochs."""
-        return int(self.indices(np.array([position], dtype=np.int64))[0])
-
+    @override
     def indices(self, positions: Positions) -> Positions:
-        """Return the samples at many positions, in an array of the same shape."""
         flat = positions.reshape(-1)
         assert flat.size == 0 or flat.min() >= 0, f"position {flat.min()} is before the stream"
         epochs, offsets = np.divmod(flat, self.num_samples)
@@ -81,23 +91,22 @@ class ShuffledOrder:
         return (left << half) | right
 
 
-class RepeatedOrder(ShuffledOrder):
-    """The beginning of the stream, repeated: position -> the sample at position modulo `period`.
+class RepeatedOrder(Order):
+    """The beginning of a stream, repeated: position -> the sample at position modulo `period`.
 
     Args:
-        num_samples: N, samples in one epoch.
-        seed: Of the stream whose first `period` samples are repeated.
+        order: Of the stream.
         period: Positions after which the samples repeat.
     """
 
-    def __init__(self, num_samples: int, seed: int, *, period: int) -> None:
-        super().__init__(num_samples, seed)
+    def __init__(self, order: Order, *, period: int) -> None:
         assert period > 0, period
-        self.period = period
+        self._order = order
+        self._period = period
 
+    @override
     def indices(self, positions: Positions) -> Positions:
-        """Return the samples at many positions, in an array of the same shape."""
-        return super().indices(positions % self.period)
+        return self._order.indices(positions % self._period)
 
 
 class PositionSampler(Sampler[list[int]]):
@@ -117,7 +126,7 @@ class PositionSampler(Sampler[list[int]]):
 
     def __init__(
         self,
-        order: ShuffledOrder,
+        order: Order,
         *,
         start_position: int,
         micro_batch_size: int,

@@ -34,8 +34,10 @@ def evaluate(
     if isinstance(task, LanguageModeling) and answers is not None and split == "val":
         task.source, task.tokenizer = run.data.source, run.data.source.tokenizer
         run.trainer.callbacks.append(answers)  # type: ignore[attr-defined]
-    [metrics] = run.trainer.validate(task, dataloaders=run.data.split_dataloader(split), verbose=False)
-    results = {name.removeprefix("val/"): value for name, value in metrics.items()}
+    further = run.data.eval_names if split == "val" else []
+    task.name_data(sources=getattr(run.data.source, "source_names", ()), further=further)
+    by_loader = run.trainer.validate(task, dataloaders=run.data.split_dataloaders(split), verbose=False)
+    results = {name.removeprefix("val/"): value for metrics in by_loader for name, value in metrics.items()}
     num_samples = len(run.data.source.train() if split == "train" else run.data.source.val())
     record = {
         "checkpoint": str(checkpoint),

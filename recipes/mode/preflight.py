@@ -106,7 +106,7 @@ class Checklist:
         yield check_optimizer(gradients, run.task.optimized_parameters)
         size, num_ranks = run.accumulation.micro_batch_size, run.trainer.world_size
         drawn = draw(run, num_batches=_DRAWN)
-        yield data_checks.check_repeats(drawn.digests, len(run.data.source.train()))
+        yield data_checks.check_repeats(drawn.digests, run.data.count_new_samples())
         num_workers = self._config["loader"]["num_workers"]
         del run
         sizes = {"micro_batch_size": size, "num_ranks": num_ranks}

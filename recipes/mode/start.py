@@ -140,13 +140,12 @@ def header(run: Run, *, resumed_from: Path | None) -> Iterator[str]:
     )
     yield f"model: {run.task.model_name}, {num_parameters:,} parameters{trained} on {setup}"
     num_samples = trainer.max_steps * plan.global_batch_size
-    epochs = num_samples / len(run.data.source.train())
     num = plan.num_micro_batches
     micro_batches = "1 micro-batch" if num == 1 else f"{num} micro-batches"
     yield (
         f"batch: {plan.global_batch_size} samples per step in {micro_batches}"
         f"{' per rank' if num_ranks > 1 else ''};"
-        f" {trainer.max_steps:,} steps are {num_samples:,} samples, {epochs:.3g} epochs"
+        f" {trainer.max_steps:,} steps are {num_samples:,} samples, {run.data.describe_epochs(num_samples)}"
     )
     if run.precision.scales_loss and device.type == "cpu":
         yield "float16 is emulated on a CPU, about ten times slower than precision=bf16-mixed"

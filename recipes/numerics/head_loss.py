@@ -45,8 +45,10 @@ class HeadLoss:
 
     def __call__(
         self, hidden: Tensor, weight: Tensor, *, targets: Tensor, scale: Tensor | None = None
-    ) -> tuple[Tensor, Tensor]:
+    ) -> tuple[Tensor, Tensor, Tensor]:
         """Return the training objective and the plain loss, both summed over targets, 0-dim float32 in nats.
+
+        The third is the plain loss of each target, [B, T], 0 where there is none. Only the objective has a gradient.
 
         Args:
             hidden: [B, T, W], input of the head.
@@ -55,8 +57,8 @@ class HeadLoss:
             scale: 0-dim; roughly the factor that the gradient of the objective will have in the backward pass. Only
                 float16 needs it: small gradients of the logits would be rounded to zero before they are scaled.
         """
-        objective, loss = _HeadLoss.apply(hidden, weight, targets, scale, self)  # type: ignore[no-untyped-call]
-        return objective, loss
+        objective, loss, by_token = _HeadLoss.apply(hidden, weight, targets, scale, self)  # type: ignore[no-untyped-call]
+        return objective, loss, by_token
 
     def token_losses(self, hidden: Tensor, weight: Tensor, *, targets: Tensor) -> Tensor:
         """Return the plain loss of each target, [B, T] float32; 0 where there is none. Arguments: as above."""
@@ -82,10 +84,10 @@ class HeadLoss:
         *,
         differentiate: bool,
         trains_weight: bool,
-    ) -> tuple[Tensor, Tensor, Tensor | None, Tensor | None]:
-        """Return objective, loss, and the gradients of hidden states [N, W] and weight [V', W], both times `scale`.
+    ) -> tuple[Tensor, Tensor, Tensor, Tensor | None, Tensor | None]:
+        """Return objective, loss, loss by target, and gradients of hidden states [N, W] and weight [V', W].
 
-        None where they are not needed: outside of training, or of a frozen weight.
+        The gradients are times `scale`; None where they are not needed: outside of training, or of a frozen weight.
         """
         flat, flat_targets = hidden.flatten(0, -2), targets.flatten()  # [N, W], [N]
         weight_grad: Tensor | None = None  # [V', W], dtype of the weight
@@ -93,6 +95,7 @@ class HeadLoss:
         cast = cast_weight(weight)  # [V', W], compute dtype
         objective = torch.zeros((), dtype=torch.float32, device=flat.device)
         loss = torch.zeros_like(objective)
+        by_token: list[Tensor] = []  # [n] each
         for part in split(len(flat), self.chunk_tokens):
             added, plain, for_hidden, for_weight = self._chunk(
                 flat[part].to(cast.dtype),
@@ -105,14 +108,15 @@ class HeadLoss:
                 differentiate=differentiate,
                 trains_weight=trains_weight,
             )
-            objective, loss = objective + added, loss + plain
+            objective, loss = objective + added, loss + plain.sum()
+            by_token.append(plain)
             if differentiate:
                 hidden_grads.append(for_hidden.to(flat.dtype))
             if differentiate and trains_weight:
                 # the first is not added to zeros: a pass over all V' W numbers
                 weight_grad = for_weight.to(weight.dtype) if weight_grad is None else weight_grad.add_(for_weight)
         hidden_grad = torch.cat(hidden_grads) if len(hidden_grads) > 1 else hidden_grads[0] if differentiate else None
-        return objective, loss, hidden_grad, weight_grad
+        return objective, loss, torch.cat(by_token).view_as(targets), hidden_grad, weight_grad
 
 
 class _HeadLoss(torch.autograd.Function):
@@ -121,8 +125,8 @@ class _HeadLoss(torch.autograd.Function):
     @staticmethod
     def forward(
         ctx: Any, hidden: Tensor, weight: Tensor, targets: Tensor, scale: Tensor | None, head: HeadLoss
-    ) -> tuple[Tensor, Tensor]:
-        objective, loss, *gradients = head.run_chunks(
+    ) -> tuple[Tensor, Tensor, Tensor]:
+        objective, loss, by_token, *gradients = head.run_chunks(
             hidden,
             weight,
             targets,
@@ -132,12 +136,12 @@ class _HeadLoss(torch.autograd.Function):
         )
         ctx.shape, ctx.scale = hidden.shape, scale
         ctx.save_for_backward(*gradients)
-        ctx.mark_non_differentiable(loss)
-        return objective, loss
+        ctx.mark_non_differentiable(loss, by_token)
+        return objective, loss, by_token
 
     @staticmethod
     @once_differentiable  # type: ignore[misc, untyped-decorator]
-    def backward(ctx: Any, grad_objective: Tensor, _: Tensor) -> tuple[Tensor | None, ...]:
+    def backward(ctx: Any, grad_objective: Tensor, *_: Tensor) -> tuple[Tensor | None, ...]:
         hidden_grad, weight_grad = ctx.saved_tensors
         factor = grad_objective if ctx.scale is None else grad_objective / ctx.scale  # 0-dim
         # in place: a second backward pass through the same graph is not possible, as after any other
@@ -158,7 +162,7 @@ def _loss_and_gradients(
     differentiate: bool,
     trains_weight: bool,
 ) -> Gradients:
-    """Return objective and loss of a chunk, and the gradients of x [n, W] and weight [V', W].
+    """Return the objective of a chunk, 0-dim, its loss by target, [n], and the gradients of x [n, W], weight [V', W].
 
     Args:
         x: [n, W], compute dtype.
@@ -178,8 +182,8 @@ def _loss_and_gradients(
     columns = targets.clamp(min=0)[:, None]  # [n, 1]
     log_p = F.log_softmax(logits, dim=1, dtype=torch.float32)  # [n, V']
     target_log_p = log_p.gather(1, columns).squeeze(1)  # [n]
-    loss = torch.where(carries_loss, -target_log_p, 0.0).sum()
-    objective = loss
+    losses = torch.where(carries_loss, -target_log_p, 0.0)  # [n]
+    objective = losses.sum()
     log_normalizer = None
     if label_smoothing:
         mean_log_p = log_p[:, :vocab_size].mean(dim=1)  # [n]
@@ -188,7 +192,7 @@ def _loss_and_gradients(
         log_normalizer = logits.gather(1, columns).squeeze(1).float() - target_log_p  # [n]
         objective = objective + z_loss * torch.where(carries_loss, log_normalizer.square(), 0.0).sum()
     if not differentiate:
-        return objective, loss, x.new_empty(0), x.new_empty(0)
+        return objective, losses, x.new_empty(0), x.new_empty(0)
     del logits
     gradient = log_p.exp_()  # [n, V'] float32, of the logits from here on
     if log_normalizer is not None:
@@ -202,7 +206,7 @@ def _loss_and_gradients(
     # of width W and not V: rows without a target are cleared on the narrow side of both products
     mask = carries_loss[:, None].to(x.dtype)  # [n, 1]
     for_weight = weight_gradient(gradient, x * mask) if trains_weight else x.new_empty(0)  # [V', W]
-    return objective, loss, linear(gradient, weight.T) * mask, for_weight
+    return objective, losses, linear(gradient, weight.T) * mask, for_weight
 
 
 def split(num_tokens: int, chunk_tokens: int) -> Iterator[slice]:

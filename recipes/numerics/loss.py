@@ -57,6 +57,33 @@ def regularizer_sum(logits: Tensor, targets: Tensor, *, label_smoothing: float, 
     return torch.where(carries_loss, terms, 0.0).sum()
 
 
+def token_losses(logits: Tensor, targets: Tensor) -> Tensor:
+    """Return the cross-entropy of each target, [...] float32; 0 where there is none. Arguments: as above."""
+    losses = F.cross_entropy(
+        logits.float().flatten(0, -2),
+        targets.flatten(),
+        ignore_index=IGNORE_INDEX,
+        reduction="none",
+    )  # [N]
+    return losses.view_as(targets)
+
+
+def sum_by_source(losses: Tensor, targets: Tensor, sources: Tensor, *, num_sources: int) -> Tensor:
+    """Return loss and number of targets of each source, [2, K] float64.
+
+    Args:
+        losses: [B, T], 0 where there is no target.
+        targets: [B, T]; `IGNORE_INDEX` is none.
+        sources: [B], of each sample, from 0.
+        num_sources: K.
+    """
+    counts = (targets != IGNORE_INDEX).sum(dim=1)  # [B]
+    per_sample = torch.stack([losses.double().sum(dim=1), counts.double()])  # [2, B]
+    is_of = sources[:, None] == torch.arange(num_sources, device=sources.device)  # [B, K]
+    # a product and not `index_add`, which adds in any order on a GPU
+    return per_sample @ is_of.double()
+
+
 def mean_per_sample(logits: Tensor, targets: Tensor) -> Tensor:
     """Return the mean cross-entropy of each sample over its targets that carry loss.
 
@@ -67,14 +94,8 @@ def mean_per_sample(logits: Tensor, targets: Tensor) -> Tensor:
     Returns:
         [B] in float32, in nats; NaN for a sample without a target.
     """
-    losses = F.cross_entropy(
-        logits.float().flatten(0, -2),
-        targets.flatten(),
-        ignore_index=IGNORE_INDEX,
-        reduction="none",
-    )  # [N]
     num_targets = (targets.reshape(len(targets), -1) != IGNORE_INDEX).sum(dim=1)  # [B]
-    return losses.view(len(targets), -1).sum(dim=1) / num_targets
+    return token_losses(logits, targets).view(len(targets), -1).sum(dim=1) / num_targets
 
 
 def count_targets(targets: Tensor) -> Tensor:

@@ -18,20 +18,18 @@ from recipes.clipping.none import NoClipping
 from recipes.compile import compile_blocks
 from recipes.errors import ConfigError
 from recipes.lightning_internals import align_row_step
-from recipes.metrics import ValidationMetrics
 from recipes.model.flops import CountsFlops
 from recipes.model.weights import await_checkpoint, initialize
-from recipes.numerics.collectives import average_over_ranks
 from recipes.numerics.ema import average_weights
-from recipes.numerics.loss import cross_entropy_sum, regularizer_sum
-from recipes.optimizer import hold_averages
+from recipes.numerics.loss import cross_entropy_sum, regularizer_sum, sum_by_source, token_losses
 from recipes.strategy import StepGuard
 from recipes.task.resumable import Resumable
+from recipes.task.validated import Validated
 
 Batch = dict[str, Any]
 
 
-class TrainingTask(CountsFlops, Resumable, ABC):
+class TrainingTask(CountsFlops, Validated, Resumable, ABC):
     """A model, its optimizer and schedule, and the loss as a sum over targets.
 
     Args:
@@ -52,7 +50,6 @@ class TrainingTask(CountsFlops, Resumable, ABC):
 
     Attributes:
         row: Metrics of the current step, logged when it ends.
-        val_metrics: Of the validation under way.
     """
 
     input_kind: ClassVar[str]
@@ -76,7 +73,7 @@ class TrainingTask(CountsFlops, Resumable, ABC):
         seed: int,
         metrics: Mapping[str, Metric],
     ) -> None:
-        super().__init__(seed=seed, clipping=clipping, keeps_average=ema_decay is not None)
+        super().__init__(metrics=metrics, seed=seed, clipping=clipping, keeps_average=ema_decay is not None)
         self._ema_decay = ema_decay
         self._regularizer = {"label_smoothing": label_smoothing, "z_loss": z_loss}
         self._make_model = make_model
@@ -91,15 +88,13 @@ class TrainingTask(CountsFlops, Resumable, ABC):
         self.row: dict[str, float | Tensor] = {}
         self._micro_batches_in_window = self._window_samples = self._window_tokens = 0
         self._window_loss: Tensor | None = None
-        self.val_metrics = ValidationMetrics(metrics)
-
-    @abstractmethod
-    def loss_sum(self, batch: Batch) -> tuple[Tensor, Tensor]:
-        """Return the loss of a micro-batch summed over its targets, 0-dim float32, and the logits [..., V]."""
+        self._window_sources: Tensor | None = None  # [2, K], loss and targets of each source of a mixture
 
     def objective_sum(self, batch: Batch) -> tuple[Tensor, Tensor]:
         """Return the training objective and the plain loss in it, both 0-dim, summed over targets."""
         loss_sum, logits = self.loss_sum(batch)
+        if "source" in batch:
+            self.add_sources(batch, token_losses(self._without_padding(logits).detach(), batch["targets"]))
         if not any(self._regularizer.values()):
             return loss_sum, loss_sum
         # padding columns are -inf, and label smoothing averages over all columns
@@ -110,9 +105,10 @@ class TrainingTask(CountsFlops, Resumable, ABC):
     def recipes_sample_losses(self, batch: Batch) -> Tensor:
         """Return the mean loss of each sample over its targets, [B] float32."""
 
-    def _without_padding(self, logits: Tensor) -> Tensor:
-        """Return a view of logits [..., V] without the columns that pad the vocabulary."""
-        return logits[..., : getattr(self.model, "vocab_size", None)]
+    def add_sources(self, batch: Batch, losses: Tensor) -> None:
+        """Add the plain losses [B, T] of a micro-batch of several sources to those of the step."""
+        added = sum_by_source(losses, batch["targets"], batch["source"], num_sources=len(self.source_names))
+        self._window_sources = added if self._window_sources is None else self._window_sources + added
 
     @override
     def configure_model(self) -> None:
@@ -221,28 +217,6 @@ class TrainingTask(CountsFlops, Resumable, ABC):
         """Global norm before clipping of the last optimizer step, a 0-dim tensor."""
         return self.trainer.strategy.grad_norm  # type: ignore[attr-defined, no-any-return]
 
-    @override
-    def on_validation_epoch_start(self) -> None:
-        self.val_metrics.reset()
-        self.share_statistics()
-        hold_averages(self.trainer.optimizers, self.model, held=True)
-
-    def share_statistics(self) -> None:
-        """Average running means and variances over ranks: each rank has those of its own samples."""
-        saved = self.state_dict(keep_vars=True)  # without constant tables
-        buffers = (buffer for name, buffer in self.named_buffers() if name in saved)
-        average_over_ranks(buffer for buffer in buffers if buffer.is_floating_point())
-
-    @override
-    def validation_step(self, batch: Batch, batch_idx: int) -> None:
-        loss_sum, logits = self.loss_sum(batch)
-        self.val_metrics.update(loss_sum=loss_sum, logits=self._without_padding(logits), targets=batch["targets"])
-
-    @override
-    def on_validation_epoch_end(self) -> None:
-        hold_averages(self.trainer.optimizers, self.model, held=False)
-        self.log_dict(self.val_metrics.compute())
-
     def _count(self, batch: Batch) -> None:
         num_samples = len(batch["targets"]) * self.trainer.world_size
         self._window_samples += num_samples
@@ -257,11 +231,11 @@ class TrainingTask(CountsFlops, Resumable, ABC):
 
         The loss is summed over ranks only if someone reads it: on logged steps, and on every step under a guard.
         """
-        trainer, window_loss = self.trainer, self._window_loss
+        trainer, window_loss, sources = self.trainer, self._window_loss, self._window_sources
         self.num_samples += self._window_samples
         self.num_tokens += self._window_tokens
         self._window_samples = self._window_tokens = self._micro_batches_in_window = 0
-        self._window_loss = None
+        self._window_loss = self._window_sources = None
         step = trainer.global_step + 1
         if step == trainer.max_steps:
             trainer.should_stop = True  # makes Lightning log and validate the last step, whatever its number
@@ -277,7 +251,20 @@ class TrainingTask(CountsFlops, Resumable, ABC):
         self.log_row({"train/loss": loss, "train/samples": self.num_samples})
         if self.num_tokens:
             self.log_row({"train/tokens": self.num_tokens})
+        if sources is not None:
+            self._log_sources(self._sum_over_ranks(sources))
         self.log_row(dict(self._learning_rates()))
+
+    def _log_sources(self, totals: Tensor) -> None:
+        """Log loss and consumed tokens of each source of a mixture; a source without targets in this step has no loss.
+
+        Args:
+            totals: [2, K], loss and targets over all ranks.
+        """
+        found = zip(self.source_names, *totals.tolist(), strict=True)
+        self.log_row({f"train/{name}/loss": loss_sum / count for name, loss_sum, count in found if count})
+        tokens = self.trainer.datamodule.count_source_tokens()  # type: ignore[attr-defined]
+        self.log_row({f"train/{name}/tokens": count for name, count in tokens.items()})
 
     def log_row(self, metrics: Mapping[str, float | Tensor]) -> None:
         """Add metrics to the row of this step, which `RowWriter` logs when the step is over."""

@@ -11,11 +11,12 @@ from torch import Tensor, nn
 from typing_extensions import override
 
 from recipes.errors import ConfigError
+from recipes.metrics import ValidationMetrics
 from recipes.model import LanguageModel
 from recipes.model.generate import generate, generate_batch
 from recipes.numerics.head_loss import HeadLoss, cast_weight, split
 from recipes.numerics.linear import linear
-from recipes.numerics.loss import IGNORE_INDEX, cross_entropy_sum, mean_per_sample
+from recipes.numerics.loss import IGNORE_INDEX, mean_per_sample, token_losses
 from recipes.task.base import Batch, TrainingTask
 from recipes.tokenizer import Tokenizer
 
@@ -39,6 +40,7 @@ class LanguageModeling(TrainingTask):
 
     @override
     def setup(self, stage: str) -> None:
+        super().setup(stage)
         if self.trainer.datamodule is None:  # type: ignore[attr-defined]
             return
         self.source = self.trainer.datamodule.source  # type: ignore[attr-defined]
@@ -90,37 +92,45 @@ class LanguageModeling(TrainingTask):
             unscaled = torch.ones((), device=batch["inputs"].device) * (self._undo_division() / batch["num_targets"])
             scale = self.trainer.strategy.scale_loss(unscaled)  # type: ignore[attr-defined]
         reduce = functools.partial(self._head_loss, targets=batch["targets"], scale=scale)
-        objective, loss = self._run(batch, reduce=reduce)
+        objective, loss, by_token = self._run(batch, reduce=reduce)
+        if "source" in batch:
+            self.add_sources(batch, by_token)
         return objective, loss
 
     @override
-    def validation_step(self, batch: Batch, batch_idx: int) -> None:
+    def validation_step(self, batch: Batch, batch_idx: int, dataloader_idx: int = 0) -> None:
         if self._head_loss is None:
-            super().validation_step(batch, batch_idx)
-        else:
-            self._run(batch, reduce=functools.partial(self._measure, targets=batch["targets"]))
+            super().validation_step(batch, batch_idx, dataloader_idx)
+            return
+        metrics = self._metrics_of(dataloader_idx)
+        losses = self._run(batch, reduce=functools.partial(self._measure, targets=batch["targets"], metrics=metrics))
+        if "source" in batch and metrics is self.val_metrics:
+            metrics.update_sources(losses, batch["targets"], batch["source"])
 
-    def _measure(self, hidden: Tensor, weight: Tensor, *, targets: Tensor) -> None:
-        """Add a batch to the validation metrics, some tokens at a time.
+    def _measure(self, hidden: Tensor, weight: Tensor, *, targets: Tensor, metrics: ValidationMetrics) -> Tensor:
+        """Add a batch to validation metrics, some tokens at a time, and return the loss of each target, [B, T].
 
         Args:
             hidden: [B, T, W], input of the head.
             weight: [V, W] of the head, with padding.
             targets: [B, T].
+            metrics: Of the validation under way.
         """
         assert self._loss_chunk_tokens is not None
         flat, flat_targets = hidden.flatten(0, -2), targets.flatten()  # [B T, W], [B T]
         weight = cast_weight(weight)
+        losses = []
         for part in split(len(flat), self._loss_chunk_tokens):
             logits = self._without_padding(linear(flat[part].to(weight.dtype), weight))  # [n, V], compute dtype
-            loss_sum = cross_entropy_sum(logits, flat_targets[part])
-            self.val_metrics.update(loss_sum=loss_sum, logits=logits, targets=flat_targets[part])
+            losses.append(token_losses(logits, flat_targets[part]))  # [n]
+            metrics.update(loss_sum=losses[-1].sum(), logits=logits, targets=flat_targets[part])
+        return torch.cat(losses).view_as(targets)
 
     def recipes_sample_losses(self, batch: Batch) -> Tensor:
         if self._head_loss is None:
             return mean_per_sample(self._run(batch), batch["targets"])
-        token_losses = functools.partial(self._head_loss.token_losses, targets=batch["targets"])
-        losses = self._run(batch, reduce=token_losses)  # [B, T]
+        of_tokens = functools.partial(self._head_loss.token_losses, targets=batch["targets"])
+        losses = self._run(batch, reduce=of_tokens)  # [B, T]
         num_targets = (batch["targets"] != IGNORE_INDEX).sum(dim=1)  # [B]
         means: Tensor = losses.sum(dim=1) / num_targets
         return means

@@ -49,10 +49,25 @@ if "LONG_TESTS" not in os.environ:  # set by `make test-long` and `make kill-tes
     STEPS = {name: steps // 3 for name, steps in STEPS.items()}
 
 
+# the ranks of DDP read a mixture: lines and noise, in other shares from the 20th step on
+_MIXTURE = (
+    "data=mixture",
+    "+data@data.sources.lines=text_files",
+    "+data@data.sources.noise=random_tokens",
+    "tokenizer=bytes",  # random tokens set none
+    "data.weights={lines: 0.7, noise: 0.3}",
+    "data.stages=[{from: 156, weights: {lines: 0.4, noise: 0.6}}]",
+)
+
+
 def get_overrides(name: str, folder: Path, texts: Path) -> list[str]:
     """Return the overrides of a case: the same for every start."""
-    steps = f"trainer.max_steps={STEPS[name]}"
-    return [*COMMON, *CASES[name], steps, f"data.path={texts}", f"hydra.run.dir={folder}"]
+    common = [*COMMON, *CASES[name], f"trainer.max_steps={STEPS[name]}", f"hydra.run.dir={folder}"]
+    if name != "ddp":
+        return [*common, f"data.path={texts}"]
+    replaced = {override.partition("=")[0] for override in _MIXTURE}
+    kept = [override for override in common if override.partition("=")[0] not in replaced]
+    return [*kept, *_MIXTURE, f"data.sources.lines.path={texts}"]
 
 
 def compose(overrides: Sequence[str]) -> Composed:

@@ -106,6 +106,38 @@ def packed_case(
     return made | {"overrides": [*made["overrides"], *_PACKED, *more], "data": PACKED_DATA | {"cache_dir": cache_dir}}
 
 
+MIXED_DATA = {
+    "_target_": "recipes.data.mixture.source.Mixture",
+    "sources": {
+        "letters": PACKED_DATA,
+        "noise": {
+            "_target_": "recipes.data.random_tokens.RandomTokens",
+            "vocab_size": 257,
+            "seq_len": 48,
+            "num_samples": 70,
+        },
+    },
+    "weights": {"letters": 0.7, "noise": 0.3},
+    "stages": [{"from": 51, "weights": {"letters": 0.4, "noise": 0.6}}],  # within a step
+    "max_repeats": None,
+    "seq_len": 48,
+}
+
+
+def mixed_case(strategy: str, *, world_size: int, accumulate: int = 2, more: tuple[str, ...] = ()) -> dict[str, Any]:
+    """Return the experiment on packed examples and noise in one stream, with a second validation."""
+    other = ("+data@eval_data.other=random_tokens", "+eval_data.other.seed=3", "tokenizer=bytes")
+    made = packed_case(strategy, *other, *more, world_size=world_size, accumulate=accumulate)
+    return made | {"data": MIXED_DATA}
+
+
+def with_cache_dir(data: dict[str, Any], folder: str) -> dict[str, Any]:
+    """Return a node of data whose texts are cached in a folder."""
+    if "sources" in data:
+        return data | {"sources": {name: with_cache_dir(node, folder) for name, node in data["sources"].items()}}
+    return data | {"cache_dir": folder} if "tokenizer" in data else data
+
+
 def largest_difference(rows: list[dict[str, float]], reference: list[dict[str, float]]) -> dict[str, float]:
     """Return the largest relative difference of loss and norm over all steps."""
     assert len(rows) == len(reference), f"{len(rows)} rows != {len(reference)}"

@@ -1,18 +1,21 @@
-"""Packed examples under every strategy: the curve of one device, and the same answers to the same questions."""
+"""Packed examples and mixtures under every strategy: the curve of one device, of each source, and the same answers."""
 
 from typing import Any
 
 import pytest
-from cases import PACKED_DATA, largest_difference, packed_case
+from cases import largest_difference, mixed_case, packed_case, with_cache_dir
 
 ON_ONE = {
     f"{model}, {accumulate}": packed_case("single", world_size=1, accumulate=accumulate, model=model)
     for model, accumulate in (("gpt2", 1), ("gpt2", 4), ("llama", 1))
 }
 ON_ONE["recomputed"] = packed_case("single", "activation_checkpoint=selective", world_size=1)
+ON_ONE |= {f"mixture, {accumulate}": mixed_case("single", world_size=1, accumulate=accumulate) for accumulate in (1, 4)}
+ON_ONE["mixture, all logits"] = mixed_case("single", world_size=1, accumulate=1, more=("loss_chunk_tokens=null",))
 ON_TWO = {
     name: packed_case(name, world_size=2) for name in ("ddp", "fsdp", "fsdp, cpu offload", "ZeRO-1", "ZeRO-2", "ZeRO-3")
 }
+MIXED_ON_TWO = {f"mixture, {name}": mixed_case(name, world_size=2) for name in ("ddp", "fsdp", "ZeRO-3")}
 ON_TWO["llama, fsdp"] = packed_case("fsdp", world_size=2, model="llama")
 
 
@@ -21,7 +24,7 @@ def with_cache(tmp_path_factory: pytest.TempPathFactory) -> Any:
     folder = str(tmp_path_factory.mktemp("examples"))
 
     def fill(cases: dict[str, dict[str, Any]]) -> dict[str, dict[str, Any]]:
-        return {name: made | {"data": PACKED_DATA | {"cache_dir": folder}} for name, made in cases.items()}
+        return {name: made | {"data": with_cache_dir(made["data"], folder)} for name, made in cases.items()}
 
     return fill
 
@@ -33,7 +36,7 @@ def on_one(rows: Any, with_cache: Any) -> Any:
 
 @pytest.fixture
 def on_two(rows: Any, with_cache: Any) -> Any:
-    return lambda name: rows("packing on two", with_cache(ON_TWO), name, world_size=2)
+    return lambda name: rows("packing on two", with_cache(ON_TWO | MIXED_ON_TWO), name, world_size=2)
 
 
 def assert_same_curve(found: list[dict[str, float]], expected: list[dict[str, float]]) -> None:
@@ -54,3 +57,35 @@ def test_micro_batches_and_recomputation_keep_the_curve_of_packed_examples(name:
 @pytest.mark.parametrize("name", ON_TWO)
 def test_every_strategy_has_the_curve_and_the_answers_of_one_device(name: str, on_one: Any, on_two: Any) -> None:
     assert_same_curve(on_two(name), on_one("llama, 1" if "llama" in name else "gpt2, 1"))
+
+
+def assert_same_mixture(found: list[dict[str, float]], expected: list[dict[str, float]]) -> None:
+    assert_same_curve(found, expected)
+    for row, other in zip(found, expected, strict=True):
+        names = [name for name in row if name.startswith(("train/letters/", "train/noise/"))]
+        assert len(names) == 4
+        assert {name: row[name] for name in names} == pytest.approx({name: other[name] for name in names}, rel=1e-5)
+    last = {name: value for name, value in found[-1].items() if name.startswith("val/") and name.count("/") == 2}
+    assert {"val/letters/loss", "val/noise/loss", "val/other/loss"} <= set(last)
+    assert last == pytest.approx({name: expected[-1][name] for name in last}, rel=1e-5)
+
+
+@pytest.mark.parametrize("name", ["mixture, 4", "mixture, all logits"])
+def test_micro_batches_and_all_logits_keep_the_losses_of_each_source(name: str, on_one: Any) -> None:
+    assert_same_mixture(on_one(name), on_one("mixture, 1"))
+
+
+@pytest.mark.parametrize("name", MIXED_ON_TWO)
+def test_every_strategy_has_the_losses_of_each_source_of_one_device(name: str, on_one: Any, on_two: Any) -> None:
+    assert_same_mixture(on_two(name), on_one("mixture, 1"))
+
+
+def test_the_loss_of_a_step_is_that_of_its_sources_by_their_targets(on_one: Any) -> None:
+    rows = on_one("mixture, 1")
+    tokens = {name: [row[f"train/{name}/tokens"] for row in rows] for name in ("letters", "noise")}
+    # 16 samples of 48 tokens a step: 0.7 of the first 51 are letters, 0.4 of those after
+    assert [tokens["letters"][index] / 48 for index in (0, 2, 7)] == [11, 34, 67]
+    assert all(sum(pair) == 16 * 48 * step for step, pair in enumerate(zip(*tokens.values(), strict=True), start=1))
+    for row in rows:
+        low, high = sorted((row["train/letters/loss"], row["train/noise/loss"]))
+        assert low < row["train/loss"] < high

@@ -8,6 +8,7 @@ from typing import Any
 from recipes.config.check.activation_checkpoint import check_activation_checkpoint
 from recipes.config.check.batch_size import check_batch_size, count_ranks
 from recipes.config.check.compatibility import check_compatibility, check_kinds
+from recipes.config.check.data import check_data
 from recipes.config.check.devices import check_devices
 from recipes.config.check.loss_spike import check_loss_spike
 from recipes.config.check.lr_scaling import check_lr_scaling
@@ -44,7 +45,7 @@ def check_config(
     """
     renamed = [*check_renamed(config)]
     structure = [*check_structure(config)]
-    found = [*structure, *check_settings(config), *check_nodes(config), *check_metrics(config)]
+    found = [*structure, *check_settings(config), *check_nodes(config), *check_data(config), *check_metrics(config)]
     mistakes = drop_consequences(found, renamed)
     mistakes = locate_mistakes([*renamed, *mistakes], overrides)
     if structure:

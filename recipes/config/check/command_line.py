@@ -28,6 +28,7 @@ from recipes.config.compose import MODE_OF_SWEEPS, Composed, compose_run, quote_
 from recipes.config.overrides import parse_override, quote
 from recipes.config.resume import read_resumed_run, select_inherited
 from recipes.config.signature import TargetNotFoundError, read_signature
+from recipes.config.traits import is_place_of_data
 from recipes.errors import ConfigError
 
 
@@ -125,7 +126,7 @@ def _split_valid(typed: Sequence[str], folder: Path, name: str) -> tuple[list[st
         if override is None:
             mistakes.append(ConfigError(text, "it is not key=value", "key=value"))
             continue
-        if override.package is not None and folder == CONF:
+        if override.package is not None and folder == CONF and not is_place_of_data(override.package):
             group = override.key_or_group
             reason, fix = "the place of a group in the config is fixed", f"{group}=<{' | '.join(list_options(group))}>"
             mistakes.append(ConfigError(text, reason, fix))
@@ -171,7 +172,7 @@ def _find_unknown_option(
     chosen = value if isinstance(value, list) else [value]
     unknown = [str(option) for option in chosen if str(option) not in options]
     if not unknown and chosen:
-        is_added = override.is_add() or override.is_force_add()
+        is_added = override.package is None and (override.is_add() or override.is_force_add())
         return _answer_added_option(typed, group, str(chosen[0]), others, folder, name) if is_added else None
     if not chosen and is_list_of_options(group):
         return None

@@ -5,6 +5,7 @@ from difflib import get_close_matches
 from typing import Any
 
 from recipes.config.check.types import to_setting
+from recipes.config.traits import list_data
 from recipes.errors import ConfigError
 
 _PREFIX = "val/"
@@ -38,8 +39,7 @@ def check_readers(config: Mapping[str, Any]) -> Iterator[ConfigError]:
     ours = ("recipes.", "callbacks.")
     if not all(str(node["_target_"]).startswith(ours) for node in (config["task"], *callbacks)):
         return
-    computed = [_PREFIX + name for name, node in config.get("metrics", {}).items() if node is not None]
-    computed = [_PREFIX + "loss", *computed]
+    computed = [*_list_computed(config)]
     for setting, switch in _READERS.items():
         name = _select(config, setting)
         # other prefixes are those of callbacks, and of training
@@ -49,6 +49,18 @@ def check_readers(config: Mapping[str, Any]) -> Iterator[ConfigError]:
             yield ConfigError(
                 f"{setting}={name}", f"validation computes {' '.join(computed)}", f"{setting}={near}, or +metrics.…"
             )
+
+
+def _list_computed(config: Mapping[str, Any]) -> Iterator[str]:
+    """Yield the metrics of a validation: of its split, of each source of a mixture, of each further validation."""
+    names = ["loss", *(name for name, node in config.get("metrics", {}).items() if node is not None)]
+    yield from (_PREFIX + name for name in names)
+    for section, _ in list_data(config):
+        group, _, member = section.rpartition(".")
+        if group == "eval_data":
+            yield from (f"{_PREFIX}{member}/{name}" for name in names)
+        elif group:
+            yield f"{_PREFIX}{member}/loss"
 
 
 def _count_classes(model: object) -> int | None:

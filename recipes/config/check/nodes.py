@@ -32,7 +32,7 @@ PROVIDED: dict[str, set[str]] = {
         "seed",
         "metrics",
     },
-    "loader": {"source", "accumulation", "seed", "eval_samples"},
+    "loader": {"source", "eval_sources", "accumulation", "seed", "eval_samples"},
     "logger.csv": {"run_folder"},
     "logger.tensorboard": {"run_folder"},
     "logger.wandb": {"run_folder"},

@@ -79,7 +79,8 @@ def _check_node(
         return
     target = node[TARGET] if TARGET in node else None
     is_partial = bool(node[PARTIAL]) if PARTIAL in node else False
-    places = [place, (*place[:1], _ANY, *place[2:])] if len(place) > 1 else [place]
+    places = [place, _as_option(place)]
+    places += [(*place[:1], _ANY, *place[2:])] if len(place) > 1 else []
     is_known = isinstance(target, str) and any((known, target, is_partial) in admitted.nodes for known in places)
     if not is_known and not _is_typed((*place, TARGET), target, typed_values):
         group = place[0] if place else ""
@@ -89,6 +90,14 @@ def _check_node(
         if key not in (TARGET, PARTIAL):
             where = ".".join([*place, key])
             yield ConfigError(f"{where}=…", f"{origin} sets it, and no node has it", _FIX_OF_A_FORGERY)
+
+
+def _as_option(place: Place) -> Place:
+    """Return where the options of conf/data name what a source of a mixture, or of `eval_data`, consists of."""
+    for named in (("data", "sources"), ("eval_data",)):
+        if place[: len(named)] == named and len(place) > len(named):
+            return ("data", *place[len(named) + 1 :])
+    return place
 
 
 def _reject(place: Place, value: object, reason: str, origin: Path) -> ConfigError:

@@ -6,7 +6,7 @@ from pathlib import Path
 from typing import Any
 
 from recipes.config.compose import cluster_job_name
-from recipes.config.traits import trains
+from recipes.config.traits import list_data, trains
 from recipes.data.glob_files import expand_glob
 from recipes.errors import ConfigError
 from recipes.run_folder import (
@@ -34,20 +34,21 @@ def check_paths(
         run_folder: Folder for the files of the run.
         continues: Whether what the folder contains is an earlier start of this very run.
     """
-    yield from _check_data_path(config["data"])
+    for section, node in list_data(config):
+        yield from _check_data_path(section, node)
     yield from _check_resume(config, overrides)
     yield from check_run_folder(config, run_folder, continues=continues)
 
 
-def _check_data_path(data: Mapping[str, Any]) -> Iterator[ConfigError]:
+def _check_data_path(section: str, data: Mapping[str, Any]) -> Iterator[ConfigError]:
     for name in ("path", "val_path"):
         path = data.get(name)
         if not isinstance(path, str) or path.startswith(_HUB):
             continue
         expanded = os.path.expanduser(path)  # unlike Path's, it accepts a user that does not exist
         if not os.path.exists(expanded) and next(expand_glob(expanded), None) is None:
-            fix = f"data.{name}=<a path that exists>"
-            yield ConfigError(f"data.{name}={path}", "there is no such file or folder", fix)
+            fix = f"{section}.{name}=<a path that exists>"
+            yield ConfigError(f"{section}.{name}={path}", "there is no such file or folder", fix)
 
 
 def _check_resume(config: Mapping[str, Any], overrides: Sequence[str]) -> Iterator[ConfigError]:

@@ -35,10 +35,11 @@ SETTINGS: dict[str, str] = {
     "ignore_slurm": "bool",
     "profile": "Annotated[int, '>= 1'] | None",
 }
-NODES = ("loader",)  # sections of config.yaml that are not a group
+NODES = ("loader", "eval_data")  # sections of config.yaml that are not a group
 COMPOSING = ("recipe", "debug", "hydra")  # groups without a section of their own
 NEWER = (
     "adapter",
+    "eval_data",
     "lr_scaling",
     "attention",
     "ignore_slurm",
@@ -47,9 +48,10 @@ NEWER = (
     "sweep",
     "metrics",
     "plan",
+    "quality",
 )  # sections that the frozen configs of older runs lack
 # or with one only sometimes
-_WITHOUT_TARGET = ("callbacks", "dashboard", "logger", "lr_scaling", "metrics", "tokenizer")
+_WITHOUT_TARGET = ("callbacks", "dashboard", "eval_data", "logger", "lr_scaling", "metrics", "quality", "tokenizer")
 _NEEDED_OF_TRAINER = ("max_steps", "accelerator", "devices", "num_nodes", "accumulate_grad_batches")
 _MAX_NAME_BYTES = 200  # file systems have 255; W&B and the sweep add to it
 

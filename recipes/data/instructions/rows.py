@@ -105,8 +105,8 @@ def pad_rows(samples: Sequence[dict[str, Tensor]], *, seq_len: int) -> dict[str,
     """
     longest = max(len(sample["inputs"]) for sample in samples)
     width = min(-(-longest // PAD_TO) * PAD_TO, seq_len)
-    batch = {"inputs": torch.zeros(len(samples), width, dtype=torch.int64)}  # [B, T]
-    batch["targets"] = torch.full_like(batch["inputs"], IGNORE_INDEX)
+    batch = {name: torch.zeros(len(samples), width, dtype=torch.int64) for name in samples[0]}  # [B, T]
+    batch["targets"].fill_(IGNORE_INDEX)
     for row, sample in enumerate(samples):
         for name, values in sample.items():
             batch[name][row, : len(values)] = values

@@ -17,7 +17,7 @@ from recipes.data.instructions.rows import ExampleRows, pad_rows
 from recipes.data.instructions.store import ExampleStore, cached_examples
 from recipes.errors import ConfigError
 from recipes.runtime.world import num_cores
-from recipes.tokenizer import Tokenizer, TokenizerConfig
+from recipes.tokenizer import TextCorpus, Tokenizer, TokenizerConfig
 
 LOGGER = logging.getLogger("lightning_recipes")
 
@@ -88,10 +88,29 @@ class Instructions:
         self._cache_dir = cache_dir
         self._known_ids = vocab_size
         self._num_processes = num_processes
+        self._opened: dict[str, Rows] = {}
         self._prepared: tuple[Tokenizer, dict[str, ExampleStore], dict[str, ExampleRows]] | None = None
 
-    def prepare(self) -> None:
+    def corpus(self) -> TextCorpus:
+        """Return the text of the training rows, with a hash of it.
+
+        Raises:
+            ConfigError: There are no rows.
+        """
+        cache_dir = open_cache_dir(self._cache_dir)
+        rows = self._open("path", self._path)
+        content = f"{rows.content_hash(cache_dir)} {self._format}"
+        return _RowTexts(rows, self._reader, content_hash=content, cache_dir=cache_dir)
+
+    def make_tokenizer(self, corpus: TextCorpus) -> Tokenizer:
+        """Return the tokenizer of the settings, trained on a corpus if it has to be trained."""
+        return self._tokenizer_config.make(corpus)
+
+    def prepare(self, tokenizer: Tokenizer | None = None) -> None:
         """Tokenize the rows unless they are in the cache, and pack them; a second call does nothing.
+
+        Args:
+            tokenizer: Of text elsewhere that these rows go with; None: by the settings.
 
         Raises:
             ConfigError: A row cannot be read, its answers cannot be found, or a split is empty.
@@ -103,9 +122,7 @@ class Instructions:
         if self._val_path is not None:
             sources["val"] = self._open("val_path", self._val_path)
         hashes = {name: rows.content_hash(cache_dir) for name, rows in sources.items()}
-        content = f"{hashes['train']} {self._format}"
-        corpus = _RowTexts(sources["train"], self._reader, content_hash=content, cache_dir=cache_dir)
-        tokenizer = self._tokenizer_config.make(corpus)
+        tokenizer = tokenizer or self.make_tokenizer(self.corpus())
         if self._known_ids is not None and tokenizer.vocab_size > self._known_ids:
             raise ConfigError(
                 f"model.vocab_size={self._known_ids}",
@@ -241,7 +258,9 @@ class Instructions:
                 )
 
     def _open(self, name: str, path: str) -> Rows:
-        return open_rows(path, setting=f"data.{name}", hub_split=self._hub_split)
+        if name not in self._opened:
+            self._opened[name] = open_rows(path, setting=f"data.{name}", hub_split=self._hub_split)
+        return self._opened[name]
 
     def _ready(self) -> tuple[Tokenizer, dict[str, ExampleStore], dict[str, ExampleRows]]:
         assert self._prepared is not None, "prepare() comes first"

@@ -11,7 +11,7 @@ from recipes.data.text.corpus import Corpus, Document, unreadable
 from recipes.data.text.sequences import TokenWindows, check_length
 from recipes.data.text.token_cache import Split, TokenCache, cached_tokens
 from recipes.errors import ConfigError
-from recipes.tokenizer import Tokenizer, TokenizerConfig
+from recipes.tokenizer import TextCorpus, Tokenizer, TokenizerConfig
 
 
 class TextSource(ABC):
@@ -50,6 +50,7 @@ class TextSource(ABC):
         self._cache_dir = cache_dir
         self._known_ids = vocab_size
         self._num_processes = num_processes
+        self._corpus: Corpus | None = None
         self._prepared: tuple[Tokenizer, TokenCache] | None = None
 
     @abstractmethod
@@ -64,8 +65,25 @@ class TextSource(ABC):
     def suggest_more_text(self) -> str:
         """Return the override that gives more text, for an error about too little."""
 
-    def prepare(self) -> None:
+    def corpus(self) -> Corpus:
+        """Return the text, with a hash of it.
+
+        Raises:
+            ConfigError: There is no text.
+        """
+        if self._corpus is None:
+            self._corpus = Corpus(self.list_documents(), cache_dir=open_cache_dir(self._cache_dir))
+        return self._corpus
+
+    def make_tokenizer(self, corpus: TextCorpus) -> Tokenizer:
+        """Return the tokenizer of the settings, trained on a corpus if it has to be trained."""
+        return self._tokenizer_config.make(corpus)
+
+    def prepare(self, tokenizer: Tokenizer | None = None) -> None:
         """Tokenize the text unless it is in the cache; a second call does nothing.
+
+        Args:
+            tokenizer: Of text elsewhere that this text goes with; None: by the settings.
 
         Raises:
             ConfigError: There is no text, it is not UTF-8, the tokenizer has more ids than the model, or the text is
@@ -73,8 +91,8 @@ class TextSource(ABC):
         """
         if self._prepared is not None:
             return
-        corpus = Corpus(self.list_documents(), cache_dir=open_cache_dir(self._cache_dir))
-        tokenizer = self._tokenizer_config.make(corpus)
+        corpus = self.corpus()
+        tokenizer = tokenizer or self.make_tokenizer(corpus)
         if self._known_ids is not None and tokenizer.vocab_size > self._known_ids:
             raise ConfigError(
                 f"model.vocab_size={self._known_ids}",

@@ -116,7 +116,7 @@ def test_more_micro_batches_than_one_block_are_seamless():
 
 
 def test_a_repeated_order_repeats_the_beginning_of_the_stream():
-    whole, repeated = ShuffledOrder(57, seed=3), RepeatedOrder(57, seed=3, period=12)
+    whole, repeated = ShuffledOrder(57, seed=3), RepeatedOrder(ShuffledOrder(57, seed=3), period=12)
     first = whole.indices(np.arange(12)).tolist()
     assert repeated.indices(np.arange(60)).tolist() == 5 * first
     assert repeated(12 * 10**12 + 7) == first[7]
@@ -124,12 +124,12 @@ def test_a_repeated_order_repeats_the_beginning_of_the_stream():
 
 def test_a_period_longer_than_an_epoch_continues_into_the_next_one():
     first = ShuffledOrder(10, seed=3).indices(np.arange(24)).tolist()
-    assert RepeatedOrder(10, seed=3, period=24).indices(np.arange(48)).tolist() == 2 * first
+    assert RepeatedOrder(ShuffledOrder(10, seed=3), period=24).indices(np.arange(48)).tolist() == 2 * first
 
 
 @pytest.mark.parametrize("world_size", [1, 2, 3])
 def test_ranks_and_micro_batches_share_one_repeated_stream(world_size):
-    order = RepeatedOrder(37, seed=3, period=12)
+    order = RepeatedOrder(ShuffledOrder(37, seed=3), period=12)
     stream = read(order, start=0, micro_batch_size=2, world_size=world_size, num_samples=60)
     assert stream == 5 * stream[:12]
     assert len(set(stream)) == 12

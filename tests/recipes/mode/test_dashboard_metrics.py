@@ -36,7 +36,8 @@ def written_names() -> set[str]:
 def validated_names() -> set[str]:
     """Return the metrics of a validation: the loss, and those of every option of conf/metrics."""
     options = [yaml.safe_load(path.read_text()) for path in (ROOT / "conf" / "metrics").glob("*.yaml")]
-    return {"val/loss"} | {f"val/{name}" for option in options for name in option}
+    names = {"loss"} | {name for option in options for name in option}
+    return {f"val/{place}{name}" for name in names for place in ("", "*/")}  # of the split, and of further data
 
 
 def _name(node: ast.expr | None) -> str | None:

@@ -17,7 +17,7 @@ class FakeRun:
         self.trainer = SimpleNamespace(world_size=1, max_steps=10, global_step=7, strategy=None)
         self.accumulation = SimpleNamespace(global_batch_size=8, num_micro_batches=1)
         self.task = SimpleNamespace(device=torch.device(device), parameters=list, model_name="GPT2")
-        self.data = SimpleNamespace(source=SimpleNamespace(train=lambda: range(80)))
+        self.data = SimpleNamespace(describe_epochs=lambda num_samples: f"{num_samples / 80:.3g} epochs")
         self.precision = SimpleNamespace(name="bf16-mixed", scales_loss=False)
 
 

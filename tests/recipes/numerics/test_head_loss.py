@@ -54,7 +54,7 @@ def gradients_of(objective: Tensor, hidden: Tensor, head: Head) -> tuple[Tensor,
 def test_loss_and_gradients_are_those_of_all_logits(chunk_tokens: int, regularizer: dict[str, float]) -> None:
     hidden, head, targets = make_batch()
     chunked = HeadLoss(vocab_size=V, chunk_tokens=chunk_tokens, **regularizer)
-    objective, loss = head(hidden, lambda x, weight: chunked(x, weight, targets=targets))
+    objective, loss, by_token = head(hidden, lambda x, weight: chunked(x, weight, targets=targets))
     found = gradients_of(objective, hidden, head)
     expected_objective, expected_loss = with_all_logits(hidden, head, targets, **regularizer)
     # float32 sums in another order: of 96 tokens, and of up to 50 columns
@@ -62,6 +62,9 @@ def test_loss_and_gradients_are_those_of_all_logits(chunk_tokens: int, regulariz
     torch.testing.assert_close(loss, expected_loss, rtol=1e-6, atol=0)
     for ours, reference in zip(found, gradients_of(expected_objective, hidden, head), strict=True):
         torch.testing.assert_close(ours, reference, rtol=1e-4, atol=2e-6)
+    assert by_token.shape == targets.shape
+    torch.testing.assert_close(by_token.sum(), expected_loss, rtol=1e-6, atol=0)
+    assert not by_token[targets == IGNORE_INDEX].any()
     assert not found[1][V:].any(), "padded rows are not trained"
     assert not found[0][targets == IGNORE_INDEX].any()
 
@@ -99,7 +102,7 @@ def test_small_gradients_survive_float16_where_the_loss_is_scaled() -> None:
         with torch.no_grad():
             head.weight.zero_()
         with torch.autocast("cpu", torch.float16):
-            objective, _ = head(hidden, lambda x, weight: chunked(x, weight, targets=targets, scale=scale))
+            objective, *_ = head(hidden, lambda x, weight: chunked(x, weight, targets=targets, scale=scale))
         (objective * 1024.0).backward()
         assert head.weight.grad is not None
         return head.weight.grad[2:, 0] / 1024.0
@@ -131,7 +134,7 @@ def test_no_tensor_has_the_size_of_all_logits() -> None:
 
     chunked = HeadLoss(vocab_size=V, chunk_tokens=16, label_smoothing=0.1, z_loss=0.1)
     with Sizes():
-        objective, _ = head(hidden, lambda x, weight: chunked(x, weight, targets=targets))
+        objective, *_ = head(hidden, lambda x, weight: chunked(x, weight, targets=targets))
         objective.backward()
     assert max(sizes) == max(16 * PADDED, B * T * W, PADDED * W)
     assert max(sizes) < B * T * V
@@ -140,7 +143,7 @@ def test_no_tensor_has_the_size_of_all_logits() -> None:
 def test_a_second_backward_pass_through_the_same_loss_is_an_error() -> None:
     hidden, head, targets = make_batch()
     chunked = HeadLoss(vocab_size=V, chunk_tokens=16, label_smoothing=0.0, z_loss=0.0)
-    objective, _ = head(hidden, lambda x, weight: chunked(x, weight, targets=targets))
+    objective, *_ = head(hidden, lambda x, weight: chunked(x, weight, targets=targets))
     objective.backward(retain_graph=True)
     with pytest.raises(RuntimeError, match="modified by an inplace operation"):
         objective.backward()

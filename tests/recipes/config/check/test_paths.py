@@ -130,7 +130,7 @@ def test_data_is_a_path_that_exists_or_a_data_set_of_the_hub(tmp_path: Path) -> 
     rows.write_text("{}")
 
     def mistakes(**data: object) -> list[str]:
-        return [str(mistake) for mistake in _check_data_path(data)]
+        return [str(mistake) for mistake in _check_data_path("data", data)]
 
     assert mistakes(path=str(rows), val_path=f"{tmp_path}/*.jsonl") == []
     assert mistakes(path="hf://HuggingFaceH4/no_robots", val_path=None) == []

@@ -1,0 +1,1 @@
+"""Several sources in one stream, by weight: `data=mixture`."""

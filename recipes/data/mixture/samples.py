@@ -1,0 +1,164 @@
+"""The samples of several sources, and the order in which the stream takes them.
+
+Letters: K sources, N samples, B samples of a batch, T tokens of a sample.
+"""
+
+import hashlib
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+from torch.utils.data import Dataset
+from typing_extensions import override
+
+from recipes.data import SampleDataset
+from recipes.data.instructions.rows import pad_rows
+from recipes.data.mixture.stages import Stages
+from recipes.data.sampler import Order, Positions, ShuffledOrder
+
+
+class MixtureOrder(Order):
+    """Position -> sample, where the samples of all sources are numbered one source after the other.
+
+    Each source goes through its own samples as if it were alone, under a seed made of its name: another source beside
+    it, or another share, changes when its samples come and not which ones.
+
+    Args:
+        lengths: Samples by source.
+        stages: Position -> source.
+        seed: Of the run.
+    """
+
+    def __init__(self, lengths: Mapping[str, int], stages: Stages, *, seed: int) -> None:
+        counts = list(lengths.values())
+        self._firsts = np.cumsum([0, *counts[:-1]], dtype=np.int64)  # [K]
+        self._stages = stages
+        self._orders = [ShuffledOrder(count, _own_seed(seed, name)) for name, count in lengths.items()]
+
+    @override
+    def indices(self, positions: Positions) -> Positions:
+        sources, had = self._stages.locate(positions.reshape(-1))
+        found = np.empty_like(had)
+        for k in np.unique(sources):
+            of_source = sources == k
+            found[of_source] = self._firsts[k] + self._orders[k].indices(had[of_source])
+        return found.reshape(positions.shape)
+
+
+def _own_seed(seed: int, name: str) -> int:
+    digest = hashlib.blake2b(f"{seed} {name}".encode(), digest_size=8).digest()
+    return int.from_bytes(digest, "little")
+
+
+class MixedSamples(Dataset[dict[str, Tensor]]):
+    """The training samples of all sources, one source after the other, each with `source`, the number of its own.
+
+    Args:
+        parts: By the names of their sources.
+        stages: Position -> source.
+    """
+
+    def __init__(self, parts: Mapping[str, SampleDataset], stages: Stages) -> None:
+        self.parts = parts
+        self.stages = stages
+        self._lasts = np.cumsum([len(part) for part in parts.values()])  # [K], one past the last sample
+        self._by_number = list(parts.values())
+        counts = {part.targets_per_sample for part in self._by_number}
+        self.targets_per_sample = counts.pop() if len(counts) == 1 else None
+        self.tokens_per_sample = max(part.tokens_per_sample for part in self._by_number)
+
+    def __len__(self) -> int:
+        return int(self._lasts[-1])
+
+    def __getitem__(self, index: int) -> dict[str, Tensor]:
+        """Return a sample of its source, with `source`, [] int64."""
+        source, own = self.locate(index)
+        return self._by_number[source][own] | {"source": torch.tensor(source)}
+
+    def locate(self, index: int) -> tuple[int, int]:
+        """Return the source of a sample, and its index there."""
+        if not -len(self) <= index < len(self):
+            raise IndexError(f"sample {index} of {len(self)}")
+        index %= len(self)
+        source = int(np.searchsorted(self._lasts, index, side="right"))
+        return source, index - int(self._lasts[source]) + len(self._by_number[source])
+
+    def make_order(self, seed: int) -> MixtureOrder:
+        """Return the order of the stream."""
+        lengths = {name: len(part) for name, part in self.parts.items()}
+        return MixtureOrder(lengths, self.stages, seed=seed)
+
+    def count_new(self) -> int:
+        """Return how many samples the stream brings before any of them comes again."""
+        end = self.stages.find_end(np.array([len(part) for part in self._by_number]))
+        return len(self) if end is None else end
+
+    def count_epochs(self, position: int) -> dict[str, float]:
+        """Return how often the stream has gone through each source before a position."""
+        counts = self.stages.count_before(position).tolist()
+        return {name: count / len(part) for (name, part), count in zip(self.parts.items(), counts, strict=True)}
+
+    def count_tokens(self, position: int) -> dict[str, int]:
+        """Return the tokens of each source before a position; of samples that differ in length, an upper limit."""
+        counts = self.stages.count_before(position).tolist()
+        return {
+            name: count * part.tokens_per_sample for (name, part), count in zip(self.parts.items(), counts, strict=True)
+        }
+
+
+class MixedValidation(Dataset[dict[str, Tensor]]):
+    """Validation samples of all sources in the shares of the last stage, none of them twice.
+
+    Their loss is what the stream's would be on new samples.
+
+    Args:
+        parts: By the names of their sources.
+        stages: The last stage alone.
+        num_samples: Largest number; None: until the samples of a source are used up.
+    """
+
+    def __init__(self, parts: Mapping[str, SampleDataset], stages: Stages, num_samples: int | None = None) -> None:
+        self._parts = parts
+        self._stages = stages
+        self._by_number = list(parts.values())
+        lengths = np.array([len(part) for part in self._by_number])  # [K]
+        most = stages.find_end(lengths)
+        assert most is not None, "in a single stage each source runs out"
+        number = most if num_samples is None else min(num_samples, most)
+        self._sources, had = stages.locate(np.arange(number, dtype=np.int64))  # [N] each
+        used = np.maximum(stages.count_before(number), 1)  # [K]
+        self._own = had * lengths[self._sources] // used[self._sources]  # [N], spread evenly over a source
+        self.targets_per_sample = None
+        self.tokens_per_sample = max(part.tokens_per_sample for part in self._by_number)
+
+    def __len__(self) -> int:
+        return len(self._sources)
+
+    def __getitem__(self, index: int) -> dict[str, Tensor]:
+        """Return a sample of its source, with `source`, [] int64."""
+        source = int(self._sources[index])
+        return self._by_number[source][int(self._own[index])] | {"source": torch.tensor(source)}
+
+    def spread(self, num_samples: int) -> "MixedValidation":
+        """Return fewer samples, in the same shares and spread evenly over each source."""
+        return MixedValidation(self._parts, self._stages, num_samples)
+
+
+def collate(samples: Sequence[dict[str, Tensor]], *, seq_len: int) -> dict[str, Any]:
+    """Return a batch of samples of several sources: all with positions if one has some, all of one length.
+
+    Args:
+        samples: B of them, `inputs` and `targets` [T], `source` [], and perhaps `positions` [T].
+        seq_len: Largest T.
+    """
+    has_positions = any("positions" in sample for sample in samples)
+    rows = []
+    for sample in samples:
+        row = {name: values for name, values in sample.items() if name != "source"}
+        if has_positions and "positions" not in row:
+            row["positions"] = torch.arange(len(row["inputs"]))  # a single document
+        rows.append(row)
+    batch = pad_rows(rows, seq_len=seq_len)
+    return batch | {"source": torch.stack([sample["source"] for sample in samples])}  # [B]

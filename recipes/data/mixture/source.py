@@ -1,0 +1,219 @@
+"""The data source of `data=mixture`: other data sources, their weights, and one tokenizer for all."""
+
+import functools
+import hashlib
+import math
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import Annotated, Any, ClassVar
+
+from recipes.data import DataSource, in_section, prepare_with
+from recipes.data.mixture.samples import MixedSamples, MixedValidation, collate
+from recipes.data.mixture.stages import PERIOD, Stages
+from recipes.errors import ConfigError
+from recipes.tokenizer import TextCorpus, Tokenizer
+
+_TOLERANCE = 1e-6  # of a sum of weights
+_EXAMPLE = "+data@data.sources.code=stdlib_text"
+
+
+class Mixture:
+    """Samples of several sources by weight, in an order that depends on position and seed alone.
+
+    Attributes:
+        sources: By name.
+    """
+
+    sample_kind: ClassVar[str] = "tokens"
+
+    def __init__(
+        self,
+        *,
+        sources: dict[str, Any],
+        weights: dict[str, float],
+        stages: list[Any],
+        max_repeats: Annotated[float, "> 0"] | None,
+        seq_len: Annotated[int, ">= 1"],
+    ) -> None:
+        """Store the settings; nothing is read before `prepare`.
+
+        Args:
+            sources: Data sources of text by name.
+            weights: Share of the samples that each source has, from the first one on.
+            stages: Other shares later: each has `from`, a position in the stream in samples, and `weights`.
+            max_repeats: How often the run may read any sample; None: any number of times.
+            seq_len: Largest number of tokens of a sample.
+
+        Raises:
+            ConfigError: There are no sources, weights are not theirs or do not add up to 1, or stages are not in order.
+        """
+        if not sources:
+            raise ConfigError("data.sources={}", "a mixture needs sources", f"{_EXAMPLE} data.weights={{code: 1.0}}")
+        self.sources: dict[str, DataSource] = sources
+        starts, of_stages = [0], [_check_weights("data.weights", weights, sources)]
+        for index, stage in enumerate(stages):
+            where = f"data.stages[{index}]"
+            starts.append(_read_start(where, stage, after=starts[-1]))
+            of_stages.append(_check_weights(f"{where}.weights", stage["weights"], sources))
+        self._stages = Stages(starts, of_stages)
+        self._last_stage = Stages([0], of_stages[-1:])
+        self._max_repeats = max_repeats
+        self._seq_len = seq_len
+        self._prepared: tuple[MixedSamples, MixedValidation] | None = None
+
+    def prepare(self) -> None:
+        """Prepare every source with one tokenizer, made from the text of all; a second call does nothing.
+
+        Raises:
+            ConfigError: A source cannot be prepared.
+        """
+        if self._prepared is not None:
+            return
+        corpora = {name: self._corpus(name) for name, source in self.sources.items() if hasattr(source, "corpus")}
+        tokenizer = None
+        if corpora:
+            first: Any = self.sources[next(iter(corpora))]
+            joined = corpora if len(corpora) > 1 else None
+            tokenizer = first.make_tokenizer(next(iter(corpora.values())) if joined is None else _JoinedText(joined))
+        for name, source in self.sources.items():
+            with in_section(f"data.sources.{name}"):
+                prepare_with(source, tokenizer)
+        train = MixedSamples({name: source.train() for name, source in self.sources.items()}, self._stages)
+        val = MixedValidation({name: source.val() for name, source in self.sources.items()}, self._last_stage)
+        self._prepared = train, val
+
+    def check_run(self, num_samples: int) -> None:
+        """Check that a run does not read the samples of any source too often.
+
+        Args:
+            num_samples: That the run reads.
+
+        Raises:
+            ConfigError: It does.
+        """
+        if self._max_repeats is None:
+            return
+        for name, epochs in self.train().count_epochs(num_samples).items():
+            if epochs > self._max_repeats:
+                count = len(self.train().parts[name])
+                reason = f"{num_samples:,} samples of this run read the {count:,} of {name} {epochs:.3g} times"
+                fix = f"data.max_repeats={math.ceil(epochs)}, a smaller data.weights.{name}, or fewer trainer.max_steps"
+                raise ConfigError(f"data.max_repeats={self._max_repeats}", reason, fix)
+
+    @property
+    def source_names(self) -> list[str]:
+        """Names of the sources, by the numbers that samples carry."""
+        return list(self.sources)
+
+    @property
+    def tokenizer(self) -> Tokenizer | None:
+        """The tokenizer of all sources, with the template of conversations if there are some; after `prepare`."""
+        found = [source.tokenizer for source in self.sources.values() if source.tokenizer is not None]
+        with_template = [tokenizer for tokenizer in found if tokenizer.chat_template is not None]
+        return next(iter(with_template or found), None)
+
+    @property
+    def packs(self) -> bool:
+        """Whether samples of any source hold several examples."""
+        return any(getattr(source, "packs", False) for source in self.sources.values())
+
+    @property
+    def collate(self) -> Callable[[Sequence[Any]], Any]:
+        """How samples become a batch."""
+        return functools.partial(collate, seq_len=self._seq_len)
+
+    @property
+    def fingerprint(self) -> str:
+        """Equal for equal samples in equal shares."""
+        parts = [f"{name}={source.fingerprint}" for name, source in self.sources.items()]
+        shares = ";".join(f"{start}:{counts.tolist()}" for start, counts in self._stages)
+        return f"{'+'.join(parts)}/{shares}"
+
+    def describe(self) -> str:
+        """Return what each source has, and its share at the start."""
+        _, counts = next(iter(self._stages))
+        parts = [
+            f"{name} ({count / PERIOD:.4g} of the samples): {source.describe()}"
+            for (name, source), count in zip(self.sources.items(), counts.tolist(), strict=True)
+        ]
+        return "; ".join(parts)
+
+    def describe_sample(self, sample: int) -> dict[str, Any]:
+        """Return where a training sample comes from, for the dump of a bad batch."""
+        number, own = self.train().locate(sample)
+        name = self.source_names[number]
+        describe: Any = getattr(self.sources[name], "describe_sample", lambda _: {})
+        found: dict[str, Any] = {"source": name}
+        return found | describe(own)
+
+    def train(self) -> MixedSamples:
+        """Return the training samples."""
+        assert self._prepared is not None, "prepare() comes first"
+        return self._prepared[0]
+
+    def val(self) -> MixedValidation:
+        """Return validation samples in the shares of the last stage."""
+        assert self._prepared is not None, "prepare() comes first"
+        return self._prepared[1]
+
+    def questions(self, num_questions: int) -> list[tuple[list[int], list[int]]]:
+        """Return questions of all sources that know some, as many of each."""
+        asked: list[Any] = [source for source in self.sources.values() if hasattr(source, "questions")]
+        each = -(-num_questions // max(len(asked), 1))
+        found = [question for source in asked for question in source.questions(each)]
+        return found[:num_questions]
+
+    def _corpus(self, name: str) -> TextCorpus:
+        source: Any = self.sources[name]
+        with in_section(f"data.sources.{name}"):
+            corpus: TextCorpus = source.corpus()
+        return corpus
+
+
+def _check_weights(setting: str, weights: object, sources: Mapping[str, Any]) -> list[float]:
+    """Return the weight of each source, in their order."""
+    typed = f"{setting}={weights}".replace("'", "")
+    named = "{" + ", ".join(f"{name}: {1 / len(sources):.4g}" for name in sources) + "}"
+    if not isinstance(weights, dict) or set(weights) != set(sources):
+        raise ConfigError(typed, f"the sources are {', '.join(sources)}, and each has a weight", f"{setting}={named}")
+    values = [weights[name] for name in sources]
+    if not all(isinstance(value, int | float) and math.isfinite(value) and value >= 0 for value in values):
+        raise ConfigError(typed, "weights are numbers from 0 to 1", f"{setting}={named}")
+    total = sum(values)
+    if abs(total - 1) > _TOLERANCE:
+        fixed = [value / total for value in values] if total > 0 else [1 / len(values)] * len(values)
+        shown = ", ".join(f"{name}: {value:.4g}" for name, value in zip(sources, fixed, strict=True))
+        raise ConfigError(typed, f"weights add up to 1, and these to {total:.6g}", f"{setting}={{{shown}}}")
+    if smallest := [value for value in values if 0 < value < 1 / PERIOD]:
+        reason = f"shares are counted in {PERIOD:,}ths, and {smallest[0]:.3g} is less than one"
+        raise ConfigError(typed, reason, f"{setting} of at least {1 / PERIOD}, or 0")
+    return values
+
+
+def _read_start(where: str, stage: object, *, after: int) -> int:
+    """Return the first position of a stage."""
+    if not isinstance(stage, dict) or set(stage) != {"from", "weights"}:
+        fix = f"data.stages=[{{from: {after + 100_000}, weights: {{…}}}}]"
+        raise ConfigError(f"{where}={stage}", "a stage has a position, `from`, and `weights`", fix)
+    start = stage["from"]
+    if not isinstance(start, int) or isinstance(start, bool) or start <= after:
+        reason = f"stages follow each other, and the one before begins at sample {after:,}"
+        raise ConfigError(f"{where}.from={start}", reason, f"{where}.from={after + 100_000}")
+    return start
+
+
+class _JoinedText:
+    """The text of several corpora, for a tokenizer that is trained on it: as much of each."""
+
+    def __init__(self, corpora: Mapping[str, TextCorpus]) -> None:
+        self._corpora = list(corpora.values())
+        content = "\0".join(corpus.content_hash for corpus in self._corpora)
+        self.content_hash = hashlib.blake2b(content.encode("utf-8", "surrogateescape"), digest_size=16).hexdigest()
+
+    @property
+    def cache_dir(self) -> Path:
+        return self._corpora[0].cache_dir
+
+    def texts(self, max_bytes: int) -> Iterator[str]:
+        for corpus in self._corpora:
+            yield from corpus.texts(max_bytes // len(self._corpora))

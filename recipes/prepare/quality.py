@@ -1,0 +1,261 @@
+"""Rules that find poor documents: those of Gopher, C4 and FineWeb, each with a limit of its own.
+
+Line rules change a text (`clean`), document rules reject it (`find_failures`); a value at the limit passes. Made for
+English web pages: code and languages without spaces fail. document.py defines words, lines and what is measured.
+
+Sources: Gopher arXiv 2112.11446 appendix A.1.1, C4 arXiv 1910.10683 section 2.2, FineWeb arXiv 2406.17557 section 3.6.
+"""
+
+import math
+import re
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from difflib import get_close_matches
+from typing import Any
+
+from recipes.errors import ConfigError
+from recipes.prepare.document import (
+    SHORT_LINE_CHARACTERS,
+    STOP_WORDS,
+    Document,
+    is_bullet,
+    is_cut_off,
+    is_punctuated,
+    is_short,
+)
+from recipes.prepare.repetition import DUPLICATE_LENGTHS, TOP_LENGTHS
+
+_CITATION_MARK = re.compile(r"[ \t]?\[(?:\d+|edit|citation needed)\]")
+_PHRASES = {
+    "remove_javascript_lines": ("javascript",),
+    "remove_policy_lines": (
+        "terms of use",
+        "privacy policy",
+        "cookie policy",
+        "uses cookies",
+        "use of cookies",
+        "use cookies",
+    ),
+}
+
+
+@dataclass(frozen=True)
+class Rule:
+    """One rule.
+
+    Attributes:
+        description: One sentence, for the report.
+        kind: Of the limit: `flag`, `count` (a whole number), `share` (0 to 1) or `number` (0 or more).
+        measure: What a document rule compares with its limit, which is the largest value that passes if the name begins
+            with `max_`, else the smallest; None: a line rule.
+    """
+
+    description: str
+    kind: str
+    measure: Callable[[Document], float] | None = None
+
+
+def _top(n: int) -> Rule:
+    description = f"Share of the characters that are within the most frequent sequence of {n} words."
+    return Rule(description, "share", lambda d: d.per_character(d.ngrams.top[n]))
+
+
+def _duplicate(n: int) -> Rule:
+    description = f"Share of the characters that are within sequences of {n} words that occurred before."
+    return Rule(description, "share", lambda d: d.per_character(d.ngrams.duplicate[n]))
+
+
+RULES: dict[str, Rule] = {
+    # C4, line rules in the order in which they are tried
+    "remove_citation_marks": Rule("Marks such as [1], [edit] and [citation needed] are cut out of lines.", "flag"),
+    "remove_unpunctuated_lines": Rule("Lines must end in . ? ! or a quotation mark, not in an ellipsis.", "flag"),
+    "min_words_per_line": Rule("Lines with fewer words are removed.", "count"),
+    "remove_javascript_lines": Rule("Lines that mention JavaScript are removed.", "flag"),
+    "remove_policy_lines": Rule("Lines about terms of use, privacy policy or cookies are removed.", "flag"),
+    # Gopher, quality
+    "min_words": Rule("Number of words.", "count", lambda d: len(d.words)),
+    "max_words": Rule("Number of words.", "count", lambda d: len(d.words)),
+    "min_mean_word_length": Rule("Mean length of a word in characters.", "number", lambda d: d.mean_word_length),
+    "max_mean_word_length": Rule("Mean length of a word in characters.", "number", lambda d: d.mean_word_length),
+    "max_symbols_per_word": Rule(
+        "Hashes per word or ellipses per word, whichever are more.", "number", lambda d: d.per_word(d.num_symbols)
+    ),
+    "max_bullet_lines": Rule(
+        "Share of lines that begin with a bullet.", "share", lambda d: d.share_of_lines(is_bullet)
+    ),
+    "max_ellipsis_lines": Rule(
+        "Share of lines that end in an ellipsis.", "share", lambda d: d.share_of_lines(is_cut_off)
+    ),
+    "min_alphabetic_words": Rule(
+        "Share of words that have a letter.", "share", lambda d: d.per_word(d.num_alphabetic_words)
+    ),
+    "min_stop_words": Rule(f"How many of {len(STOP_WORDS)} stop words occur.", "count", lambda d: d.num_stop_words),
+    # Gopher, repetition
+    "max_duplicate_lines": Rule(
+        "Share of lines that occurred before.", "share", lambda d: d.line_repeats[0] / max(1, len(d.lines))
+    ),
+    "max_duplicate_paragraphs": Rule(
+        "Share of paragraphs that occurred before.",
+        "share",
+        lambda d: d.paragraph_repeats[0] / max(1, len(d.paragraphs)),
+    ),
+    "max_duplicate_line_characters": Rule(
+        "Share of the characters that are in lines that occurred before.",
+        "share",
+        lambda d: d.per_character(d.line_repeats[1]),
+    ),
+    "max_duplicate_paragraph_characters": Rule(
+        "Share of the characters that are in paragraphs that occurred before.",
+        "share",
+        lambda d: d.per_character(d.paragraph_repeats[1]),
+    ),
+    **{f"max_top_{n}gram_characters": _top(n) for n in TOP_LENGTHS},
+    **{f"max_duplicate_{n}gram_characters": _duplicate(n) for n in DUPLICATE_LENGTHS},
+    # C4, document rules
+    "min_sentences": Rule("Number of sentences.", "count", lambda d: d.num_sentences),
+    "max_curly_brackets": Rule("Number of opening curly brackets.", "count", lambda d: d.text.count("{")),
+    "max_lorem_ipsum": Rule("Mentions of lorem ipsum.", "count", lambda d: d.text.lower().count("lorem ipsum")),
+    # FineWeb
+    "min_punctuated_lines": Rule(
+        "Share of lines that end in . ? ! or a quotation mark.", "share", lambda d: d.share_of_lines(is_punctuated)
+    ),
+    "max_short_lines": Rule(
+        f"Share of lines of at most {SHORT_LINE_CHARACTERS} characters.", "share", lambda d: d.share_of_lines(is_short)
+    ),
+    "max_repeated_line_characters": Rule(
+        "Share of the characters other than newlines that are in lines that occurred before.",
+        "share",
+        lambda d: d.line_repeats[1] / max(1, d.num_characters - d.num_newlines),
+    ),
+    "max_newlines_per_word": Rule("Newlines per word.", "number", lambda d: d.per_word(d.num_newlines)),
+}
+
+_LIMITS = {
+    "flag": "true or false",
+    "count": "a whole number of 0 or more",
+    "share": "a number from 0 to 1",
+    "number": "a number of 0 or more",
+}
+
+
+def check_rules(rules: Mapping[str, Any]) -> None:
+    """Check the names and limits of rules; a limit of None switches its rule off.
+
+    Raises:
+        ConfigError: A rule is unknown, its limit is of the wrong kind or range, or no text can pass.
+    """
+    for name, limit in rules.items():
+        setting = f"quality.{name}={_format(limit)}"
+        if name not in RULES:
+            near = get_close_matches(str(name), RULES, 1)
+            fix = f"quality.{near[0]}={_format(limit)}" if near else "quality=[gopher,c4,fineweb], which have all rules"
+            raise ConfigError(setting, "there is no such rule", fix)
+        kind = RULES[name].kind
+        if limit is not None and not _is_limit(limit, kind):
+            fix = f"quality.{name}=<{_LIMITS[kind]}>, or null to switch the rule off"
+            raise ConfigError(setting, f"its limit is {_LIMITS[kind]}", fix)
+    for measured in ("words", "mean_word_length"):
+        low, high = rules.get(f"min_{measured}"), rules.get(f"max_{measured}")
+        if low is not None and high is not None and low > high:
+            reason = f"no text passes it and quality.max_{measured}={high}"
+            raise ConfigError(f"quality.min_{measured}={low}", reason, f"quality.min_{measured}=<at most {high}>")
+
+
+def _is_limit(limit: object, kind: str) -> bool:
+    if kind == "flag" or isinstance(limit, bool):  # a bool is an int
+        return kind == "flag" and isinstance(limit, bool)
+    if kind == "count":
+        return isinstance(limit, int) and limit >= 0
+    return isinstance(limit, int | float) and (0 <= limit <= 1 if kind == "share" else 0 <= limit < math.inf)
+
+
+def _format(limit: object) -> str:
+    return {"None": "null", "True": "true", "False": "false"}.get(str(limit), str(limit))
+
+
+def find_failures(text: str, rules: Mapping[str, Any]) -> dict[str, float]:
+    """Return the document rules that a text fails.
+
+    Args:
+        text: Any text, after `clean` if there are line rules.
+        rules: Limits by name, as `check_rules` accepts them; those of line rules are ignored.
+
+    Returns:
+        The measured value of each rule that failed, in the order of `RULES`.
+    """
+    document = Document(text)
+    failures: dict[str, float] = {}
+    for name, rule in RULES.items():
+        limit = rules.get(name)
+        if limit is None or rule.measure is None:
+            continue
+        value = float(rule.measure(document))
+        if value > limit if name.startswith("max_") else value < limit:
+            failures[name] = value
+    return failures
+
+
+def clean(text: str, rules: Mapping[str, Any]) -> tuple[str, dict[str, int]]:
+    """Remove the lines that break a line rule.
+
+    Blank lines break none. One that a removal leaves beside another, or at the beginning, goes with the removed line.
+
+    Args:
+        text: Any text.
+        rules: Limits by name, as `check_rules` accepts them; those of document rules are ignored.
+
+    Returns:
+        The text, the same if no rule applied, and for each rule that did, how many lines it removed (citation marks:
+        how many marks). A line that breaks several rules counts for the first in the order of `RULES`.
+    """
+    removed: dict[str, int] = {}
+    if rules.get("remove_citation_marks"):
+        text, removed["remove_citation_marks"] = _CITATION_MARK.subn("", text)
+    checks = _line_checks(text, rules)
+    removed.update(dict.fromkeys(checks, 0))
+    kept = [""]  # as if a blank line came before
+    after_removal = False
+    for line in text.split("\n") if checks else ():
+        bare = line.strip()
+        broken = _find_broken(bare, checks) if bare else None
+        if broken is not None:
+            removed[broken] += 1
+            after_removal = True
+        elif bare or not after_removal or kept[-1].strip():
+            kept.append(line)
+            after_removal = False
+    applied = {name: count for name, count in removed.items() if count}
+    return ("\n".join(kept[1:]) if applied and checks else text), applied
+
+
+def _line_checks(text: str, rules: Mapping[str, Any]) -> dict[str, Callable[[str], bool]]:
+    """Return, for each line rule that is on and may apply to a text, whether a line breaks it."""
+    checks: dict[str, Callable[[str], bool]] = {}
+    if rules.get("remove_unpunctuated_lines"):
+        checks["remove_unpunctuated_lines"] = lambda line: not is_punctuated(line) or is_cut_off(line)
+    min_words = rules.get("min_words_per_line")
+    if min_words:
+        # looks no further than the last word that matters
+        checks["min_words_per_line"] = lambda line: len(line.split(None, min_words - 1)) < min_words
+    lowered = text.lower()
+    for name, phrases in _PHRASES.items():
+        present = [phrase for phrase in phrases if rules.get(name) and phrase in lowered]
+        if present:
+            checks[name] = _mentions(present)
+    return checks
+
+
+def _mentions(phrases: list[str]) -> Callable[[str], bool]:
+    def mentions(line: str) -> bool:
+        lowered = line.lower()
+        return any(phrase in lowered for phrase in phrases)
+
+    return mentions
+
+
+def _find_broken(line: str, checks: Mapping[str, Callable[[str], bool]]) -> str | None:
+    """Return the first rule that a line breaks; None if it breaks none."""
+    for name, breaks in checks.items():
+        if breaks(line):
+            return name
+    return None

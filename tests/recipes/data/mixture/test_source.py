@@ -1,0 +1,259 @@
+"""A mixture reads each source as if it were alone, in its share, with one tokenizer, and says what is wrong."""
+
+import json
+from collections import Counter
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+from recipes.data.instructions.source import Instructions
+from recipes.data.mixture.source import Mixture
+from recipes.data.random_tokens import RandomTokens
+from recipes.data.sampler import ShuffledOrder
+from recipes.data.text_files import TextFiles
+from recipes.errors import ConfigError
+from recipes.numerics.loss import IGNORE_INDEX
+from recipes.tokenizer.bpe import Bpe
+from recipes.tokenizer.bytes import Bytes
+
+SEQ_LEN = 16
+
+
+def text_source(folder: Path, name: str, *, num_files: int = 30, tokenizer: Any = None) -> TextFiles:
+    texts = folder / name
+    texts.mkdir()
+    for index in range(num_files):
+        (texts / f"{index:02}.txt").write_text(f"{name} {index}: " + f"{name} says {index * 7919}. " * 8)
+    return TextFiles(
+        path=str(texts),
+        tokenizer=tokenizer or Bytes(),
+        seq_len=SEQ_LEN,
+        val_fraction=0.2,
+        cache_dir=str(folder / "cache"),
+    )
+
+
+def question_source(folder: Path, *, packing: bool = True) -> Instructions:
+    path = folder / "sums.jsonl"
+    rows = [{"prompt": f"{i}+1=", "completion": str(i + 1)} for i in range(200)]
+    path.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    return Instructions(
+        path=str(path),
+        format=None,
+        fields={},
+        template="auto",
+        train_on="answers",
+        packing=packing,
+        val_path=None,
+        val_fraction=0.2,
+        hub_split="train",
+        tokenizer=Bytes(),
+        seq_len=SEQ_LEN,
+        cache_dir=str(folder / "cache"),
+    )
+
+
+def mixture_of(sources: dict[str, Any], weights: dict[str, float], **settings: Any) -> Mixture:
+    settings = {"stages": [], "max_repeats": None, "seq_len": SEQ_LEN} | settings
+    return Mixture(sources=sources, weights=weights, **settings)
+
+
+def two_texts(folder: Path, weights: dict[str, float] | None = None, **settings: Any) -> Mixture:
+    sources = {name: text_source(folder, name) for name in ("plain", "fancy")}
+    mixture = mixture_of(sources, weights or {"plain": 0.75, "fancy": 0.25}, **settings)
+    mixture.prepare()
+    return mixture
+
+
+def test_sources_have_their_shares_and_each_goes_through_its_own_samples(tmp_path: Path) -> None:
+    train = two_texts(tmp_path).train()
+    places = [train.locate(index) for index in train.make_order(3).indices(np.arange(4000)).tolist()]
+    assert Counter(source for source, _ in places) == {0: 3000, 1: 1000}
+    for number, part in enumerate(train.parts.values()):
+        own = [index for source, index in places if source == number]
+        epoch = own[: len(part)]
+        assert sorted(epoch) == list(range(len(part))), "every sample once, before any comes again"
+        assert own[len(part) : 2 * len(part)] != epoch, "in another order the next time"
+
+
+def test_another_share_or_another_source_beside_it_keeps_the_order_within_a_source(tmp_path: Path) -> None:
+    def own(mixture: Mixture, name: str) -> list[int]:
+        train = mixture.train()
+        number = mixture.source_names.index(name)
+        order = train.make_order(3).indices(np.arange(400)).tolist()
+        return [index for source, index in map(train.locate, order) if source == number]
+
+    first = own(two_texts(tmp_path), "fancy")
+    sources = {name: text_source(tmp_path, name) for name in ("third", "fourth")}
+    sources["fancy"] = two_texts_again(tmp_path)
+    other = mixture_of(sources, {"third": 0.25, "fourth": 0.25, "fancy": 0.5})
+    other.prepare()
+    assert own(other, "fancy")[: len(first)] == first
+
+
+def two_texts_again(folder: Path) -> TextFiles:
+    return TextFiles(
+        path=str(folder / "fancy"), tokenizer=Bytes(), seq_len=SEQ_LEN, val_fraction=0.2, cache_dir=str(folder / "c")
+    )
+
+
+def test_a_sample_is_that_of_its_source_with_its_number(tmp_path: Path) -> None:
+    mixture = two_texts(tmp_path)
+    train = mixture.train()
+    last = len(train) - 1
+    sample = train[last]
+    own = mixture.sources["fancy"].train()
+    assert int(sample["source"]) == 1
+    assert torch.equal(sample["inputs"], own[len(own) - 1]["inputs"])
+    assert mixture.describe_sample(last)["source"] == "fancy"
+    assert mixture.describe_sample(last)["text"].startswith(mixture.tokenizer.decode(sample["inputs"].tolist()))
+    with pytest.raises(IndexError):
+        train[len(train)]
+
+
+def test_packed_and_plain_rows_share_a_batch(tmp_path: Path) -> None:
+    sources = {"text": text_source(tmp_path, "text"), "sums": question_source(tmp_path)}
+    mixture = mixture_of(sources, {"text": 0.5, "sums": 0.5})
+    mixture.prepare()
+    train = mixture.train()
+    batch = mixture.collate([train[0], train[len(train) - 1]])
+    assert batch["source"].tolist() == [0, 1]
+    assert batch["inputs"].shape == batch["positions"].shape == (2, SEQ_LEN)
+    assert batch["positions"][0].tolist() == list(range(SEQ_LEN)), "a window of text is one document"
+    assert int((batch["positions"][1] == 0).sum()) > 1, "a packed row holds several"
+    assert mixture.packs
+
+
+def test_rows_of_one_example_are_padded_beside_windows_of_text(tmp_path: Path) -> None:
+    sources = {"text": text_source(tmp_path, "text"), "sums": question_source(tmp_path, packing=False)}
+    mixture = mixture_of(sources, {"text": 0.5, "sums": 0.5})
+    mixture.prepare()
+    train = mixture.train()
+    batch = mixture.collate([train[0], train[len(train) - 1]])
+    assert set(batch) == {"inputs", "targets", "source"}
+    assert batch["targets"][0].min() >= 0
+    length = len(train[len(train) - 1]["inputs"])
+    assert length < SEQ_LEN
+    assert (batch["targets"][1, length:] == IGNORE_INDEX).all()
+
+
+def test_validation_takes_new_samples_in_the_shares_of_the_last_stage_and_none_twice(tmp_path: Path) -> None:
+    stage = {"from": 100, "weights": {"plain": 0.2, "fancy": 0.8}}
+    val = two_texts(tmp_path, stages=[stage]).val()
+    sources = [int(val[index]["source"]) for index in range(len(val))]
+    texts = [tuple(val[index]["inputs"].tolist()) for index in range(len(val))]
+    assert len(set(texts)) == len(texts)
+    assert sum(sources) == pytest.approx(0.8 * len(val), abs=1)
+    few = val.spread(10)
+    assert Counter(int(few[index]["source"]) for index in range(10)) == {0: 2, 1: 8}
+    whole = [tuple(sample["inputs"].tolist()) for sample in (val[i] for i in range(len(val)))]
+    assert tuple(few[9]["inputs"].tolist()) != whole[9], "spread over the split, not its beginning"
+
+
+def test_one_tokenizer_is_trained_on_the_text_of_all_sources(tmp_path: Path) -> None:
+    sources = {
+        name: text_source(tmp_path, name, tokenizer=Bpe(vocab_size=300, max_training_bytes=100_000))
+        for name in ("aaaa", "zzzz")
+    }
+    mixture = mixture_of(sources, {"aaaa": 0.5, "zzzz": 0.5})
+    mixture.prepare()
+    assert mixture.tokenizer is not None
+    for name, source in sources.items():
+        assert source.tokenizer.fingerprint == mixture.tokenizer.fingerprint
+        assert len(mixture.tokenizer.encode(f" {name}")) <= 2, "merges of both"
+
+
+def test_sources_without_text_mix_as_well() -> None:
+    sources = {
+        name: RandomTokens(vocab_size=50, seq_len=SEQ_LEN, num_samples=100, seed=seed)
+        for seed, name in enumerate(("a", "b"))
+    }
+    mixture = mixture_of(sources, {"a": 0.5, "b": 0.5})
+    mixture.prepare()
+    assert mixture.tokenizer is None
+    assert mixture.train().targets_per_sample == SEQ_LEN, "constant, so that no window is read ahead"
+
+
+def test_fingerprints_tell_shares_apart(tmp_path: Path) -> None:
+    one = two_texts(tmp_path)
+    sources = one.sources
+    prints = {one.fingerprint}
+    for weights in ({"plain": 0.5, "fancy": 0.5}, {"plain": 0.75, "fancy": 0.25}):
+        for stages in ([], [{"from": 10, "weights": {"plain": 0.9, "fancy": 0.1}}]):
+            other = mixture_of(sources, weights, stages=stages)
+            prints.add(other.fingerprint)
+    assert len(prints) == 4
+
+
+def test_a_run_that_reads_a_source_too_often_is_refused_with_the_number(tmp_path: Path) -> None:
+    mixture = two_texts(tmp_path, max_repeats=2.0)
+    length = len(mixture.train().parts["plain"])
+    most = int(2 * length / 0.75)
+    mixture.check_run(most - 2)
+    with pytest.raises(ConfigError) as error:
+        mixture.check_run(most + 200)
+    assert f"read the {length} of plain" in error.value.reason
+    assert "data.max_repeats=3" in error.value.fix
+
+
+@pytest.mark.parametrize(
+    ("weights", "reason", "fix"),
+    [
+        ({"plain": 3, "fancy": 1}, "add up to 1, and these to 4", "data.weights={plain: 0.75, fancy: 0.25}"),
+        ({"plain": 1.0}, "the sources are plain, fancy", "data.weights={plain: 0.5, fancy: 0.5}"),
+        ({"plain": 0.5, "fancy": 0.4, "x": 0.1}, "the sources are", "data.weights={plain: 0.5, fancy: 0.5}"),
+        ({"plain": 1.5, "fancy": -0.5}, "numbers from 0 to 1", "data.weights={plain: 0.5, fancy: 0.5}"),
+        ({"plain": "half", "fancy": 0.5}, "numbers from 0 to 1", "data.weights="),
+        ({"plain": 0.99999, "fancy": 0.00001}, "less than one", "of at least 0.0001, or 0"),
+        ({"plain": 0, "fancy": 0}, "these to 0", "data.weights={plain: 0.5, fancy: 0.5}"),
+    ],
+)
+def test_wrong_weights_are_answered_with_right_ones(weights: Any, reason: str, fix: str, tmp_path: Path) -> None:
+    with pytest.raises(ConfigError) as error:
+        two_texts(tmp_path, weights)
+    assert reason in error.value.reason
+    assert fix in error.value.fix
+    assert error.value.setting.startswith("data.weights={")
+
+
+@pytest.mark.parametrize(
+    ("stages", "setting"),
+    [
+        ([{"from": 0, "weights": {"plain": 0.5, "fancy": 0.5}}], "data.stages[0].from=0"),
+        ([{"at": 5}], "data.stages[0]="),
+        ([{"from": 5, "weights": {"plain": 0.5, "fancy": 0.6}}], "data.stages[0].weights="),
+        (
+            [{"from": at, "weights": {"plain": 0.5, "fancy": 0.5}} for at in (10, 10)],
+            "data.stages[1].from=10",
+        ),
+    ],
+)
+def test_wrong_stages_are_named(stages: list[Any], setting: str, tmp_path: Path) -> None:
+    with pytest.raises(ConfigError) as error:
+        two_texts(tmp_path, stages=stages)
+    assert error.value.setting.startswith(setting)
+
+
+def test_a_mixture_of_nothing_shows_how_to_add_a_source() -> None:
+    with pytest.raises(ConfigError, match=r"\+data@data\.sources\.code=stdlib_text"):
+        mixture_of({}, {})
+
+
+def test_a_mistake_in_a_source_names_its_place_in_the_config(tmp_path: Path) -> None:
+    sources = {"plain": text_source(tmp_path, "plain"), "none": text_source(tmp_path, "none", num_files=0)}
+    with pytest.raises(ConfigError) as error:
+        mixture_of(sources, {"plain": 0.5, "none": 0.5}).prepare()
+    assert error.value.setting.startswith("data.sources.none.path=")
+    assert "data.sources.none.path=" in error.value.fix
+
+
+def test_a_source_alone_is_the_source_without_a_mixture(tmp_path: Path) -> None:
+    mixture = mixture_of({"only": text_source(tmp_path, "only")}, {"only": 1.0})
+    mixture.prepare()
+    train = mixture.train()
+    order = train.make_order(5)
+    alone = ShuffledOrder(len(train), order._orders[0].seed)
+    assert order.indices(np.arange(100)).tolist() == alone.indices(np.arange(100)).tolist()
