@@ -6,7 +6,7 @@ from pathlib import Path
 from typing import ClassVar
 
 from recipes.data.text.corpus import Document
-from recipes.data.text.source import TextSource, list_files
+from recipes.data.text.source import FileSource, list_files
 from recipes.errors import ConfigError
 
 _INSTALLED = {"site-packages", "dist-packages", "lib-dynload", "__pycache__"}
@@ -15,7 +15,7 @@ _SKIPPED_FOLDERS = frozenset(_INSTALLED | _MOSTLY_DATA)
 _GENERATED_PREFIX = "_sysconfigdata"  # generated at build time, contains paths of the machine
 
 
-class StdlibText(TextSource):
+class StdlibText(FileSource):
     """One document per module. Its content, and so its token cache, depends on the Python version.
 
     Args: See `TextSource`.

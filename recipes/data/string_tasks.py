@@ -7,8 +7,8 @@ from typing import Annotated, Any, ClassVar, Literal
 
 from typing_extensions import override
 
-from recipes.data.instructions.read import Row, Rows
 from recipes.data.instructions.source import Instructions
+from recipes.data.read_rows import Row, Rows
 from recipes.errors import ConfigError
 
 _LETTERS = "abcdefghijklmnopqrstuvwxyz"
@@ -64,6 +64,10 @@ class _TaskRows:
         self._tasks = tasks
         self._num_examples = num_examples
         self._shuffles_answers = shuffles_answers
+
+    @property
+    def num_bytes(self) -> int:
+        return sum(row.num_bytes for row in self)
 
     def content_hash(self, cache_dir: Path) -> str:
         return f"{self.name} {self._shuffles_answers}"

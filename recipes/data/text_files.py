@@ -8,7 +8,7 @@ from typing import Annotated, ClassVar
 
 from recipes.data.glob_files import expand_glob
 from recipes.data.text.corpus import Document
-from recipes.data.text.source import TextSource, list_files
+from recipes.data.text.source import FileSource, list_files
 from recipes.errors import ConfigError
 from recipes.tokenizer import TokenizerConfig
 
@@ -19,7 +19,7 @@ _CODE = ".py .pyi .c .h .cc .cpp .hpp .cu .cuh .java .kt .js .ts .tsx .go .rs .r
 TEXT_SUFFIXES = frozenset(f"{_PROSE} {_CODE}".split())
 
 
-class TextFiles(TextSource):
+class TextFiles(FileSource):
     """Reads `path`: a file; a folder, recursively, by suffix; or a glob, `**` included."""
 
     sample_kind: ClassVar[str] = "tokens"

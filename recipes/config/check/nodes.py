@@ -42,7 +42,7 @@ PROVIDED: dict[str, set[str]] = {
     "mode.diagnose_run": {"path", "steps_per_epoch"},
     "mode.find_peak": {"device_name", "kind"},
     "mode.write": {"folders", "path"},
-    "mode.write_page": {"path", "plan", "lines", "title", "text", "figures", "results", "images"},
+    "mode.write_page": {"path", "plan", "lines", "title", "text", "figures", "results", "images", "report"},
     "sweep.compare": {"folders", "path", "sort", "dashboard"},
 }
 _INSTANTIATE = {"_target_", "_partial_", "_convert_", "_recursive_", "_args_"}

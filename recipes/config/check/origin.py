@@ -108,7 +108,7 @@ def _reject(place: Place, value: object, reason: str, origin: Path) -> ConfigErr
 def _is_written_elsewhere(place: Place, value: object) -> bool:
     """Return whether a value becomes a line of a shell script, or names a file outside the run folder."""
     if place[:1] == ("mode",):
-        return place[-1] == "path" and value is not None
+        return place[-1] in ("path", "output") and value is not None
     if len(place) != 2 or place[0] != "launcher" or place[1] == TARGET:
         return False
     return not _WORD.fullmatch(value) if isinstance(value, str) else bool(value) and isinstance(value, list | Mapping)

@@ -89,7 +89,7 @@ def describe_range(text: str) -> str:
     other, bound = highest[0].split(" ", 1)
     if (sign, other) == (">=", "<="):
         return f"from {number} to {bound}"
-    return f"{'at least' if sign == '>=' else 'above'} {number} and below {bound}"
+    return f"{'at least' if sign == '>=' else 'above'} {number} and {'at most' if other == '<=' else 'below'} {bound}"
 
 
 def _is_inside(value: float, text: str) -> bool:

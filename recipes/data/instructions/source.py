@@ -12,9 +12,9 @@ from numpy.typing import NDArray
 from recipes.cache import open_cache_dir
 from recipes.data.instructions.chat_template import ExampleTokenizer, TrainOn, find_template
 from recipes.data.instructions.conversation import Reader
-from recipes.data.instructions.read import Rows, open_rows
 from recipes.data.instructions.rows import ExampleRows, pad_rows
 from recipes.data.instructions.store import ExampleStore, cached_examples
+from recipes.data.read_rows import Rows, open_rows
 from recipes.errors import ConfigError
 from recipes.runtime.world import num_cores
 from recipes.tokenizer import TextCorpus, Tokenizer, TokenizerConfig

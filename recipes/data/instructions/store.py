@@ -19,8 +19,8 @@ from numpy.typing import NDArray
 from recipes.cache import build_once
 from recipes.data.instructions.chat_template import ExampleTokenizer, Tokenized
 from recipes.data.instructions.conversation import Reader
-from recipes.data.instructions.read import Row
 from recipes.data.parallel import map_in_order
+from recipes.data.read_rows import Row
 from recipes.errors import ConfigError
 
 log = logging.getLogger("lightning_recipes")

@@ -7,11 +7,12 @@ import os
 import re
 import time
 import uuid
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from itertools import pairwise
 from pathlib import Path
+from typing import Any, Protocol
 
 from recipes.errors import ConfigError
 
@@ -65,6 +66,16 @@ class Piece:
     stop: int
 
     @property
+    def name(self) -> str:
+        """Name of the document."""
+        return self.document.name
+
+    @property
+    def num_bytes(self) -> int:
+        """Size."""
+        return self.stop - self.start
+
+    @property
     def ends_document(self) -> bool:
         """Whether this is the last piece of the document."""
         return self.stop == self.document.num_bytes
@@ -91,8 +102,40 @@ class Piece:
             ) from error
 
 
+class TextPiece(Protocol):
+    """A part of a document, or all of it; picklable."""
+
+    @property
+    def name(self) -> str: ...
+    @property
+    def num_bytes(self) -> int: ...
+    @property
+    def ends_document(self) -> bool: ...
+    def read(self) -> str: ...
+
+
+class TokenCorpus(Protocol):
+    """Documents that are tokenized in their order."""
+
+    @property
+    def cache_dir(self) -> Path: ...
+    @property
+    def content_hash(self) -> str: ...
+    @property
+    def num_bytes(self) -> int: ...
+    def texts(self, max_bytes: int) -> Iterator[str]: ...
+    def pieces(self, *, cut: bool = True) -> Iterator[TextPiece]:
+        """Yield all documents; with `cut=False`, one piece per document."""
+
+    def make_split(self, val_fraction: float) -> Callable[[Any], bool]:
+        """Return whether the document of a piece is for validation. If none is, the tail of the tokens will be."""
+
+    def check_unchanged(self) -> None:
+        """Check that what was read is what was hashed."""
+
+
 class Corpus:
-    """Documents in order, with a hash and a validation split that depend on their content.
+    """Files in order, with a hash and a validation split that depend on their content.
 
     Args:
         documents: In the order in which they are tokenized; empty ones are dropped.
@@ -120,6 +163,11 @@ class Corpus:
             line = f"{content} {document.num_bytes} {document.name}\0"
             digest.update(line.encode("utf-8", "surrogateescape"))  # a file name may be any bytes
         return digest.hexdigest()
+
+    def make_split(self, val_fraction: float) -> Callable[[Any], bool]:
+        """Return whether the document of a piece is for validation."""
+        held_out = self.val_documents(val_fraction)
+        return lambda piece: piece.name in held_out
 
     def val_documents(self, val_fraction: float) -> frozenset[str]:
         """Return the names of the documents for validation, about `val_fraction` of all bytes.
@@ -158,11 +206,10 @@ class Corpus:
         fraction = min(1.0, max_bytes / max(1, self.num_bytes))
         num_seen = num_read = 0  # bytes
         for piece in self.pieces():
-            num_bytes = piece.stop - piece.start
             if num_read <= num_seen * fraction:
-                num_read += num_bytes
+                num_read += piece.num_bytes
                 yield piece.read()
-            num_seen += num_bytes
+            num_seen += piece.num_bytes
 
     def check_unchanged(self) -> None:
         """Check that the files that were read are those that were hashed.

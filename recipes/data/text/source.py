@@ -6,8 +6,10 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Annotated, Any, NoReturn
 
+from typing_extensions import override
+
 from recipes.cache import open_cache_dir
-from recipes.data.text.corpus import Corpus, Document, unreadable
+from recipes.data.text.corpus import Corpus, Document, TokenCorpus, unreadable
 from recipes.data.text.sequences import TokenWindows, check_length
 from recipes.data.text.token_cache import Split, TokenCache, cached_tokens
 from recipes.errors import ConfigError
@@ -15,7 +17,7 @@ from recipes.tokenizer import TextCorpus, Tokenizer, TokenizerConfig
 
 
 class TextSource(ABC):
-    """Documents -> windows of tokens; a subclass lists the documents."""
+    """Documents -> windows of tokens; a subclass says where the documents are."""
 
     def __init__(
         self,
@@ -50,29 +52,32 @@ class TextSource(ABC):
         self._cache_dir = cache_dir
         self._known_ids = vocab_size
         self._num_processes = num_processes
-        self._corpus: Corpus | None = None
+        self._corpus: TokenCorpus | None = None
         self._prepared: tuple[Tokenizer, TokenCache] | None = None
 
     @abstractmethod
-    def list_documents(self) -> Sequence[Document]:
-        """Return the files to read, in a fixed order.
+    def make_corpus(self, cache_dir: Path) -> TokenCorpus:
+        """Return the documents, in a fixed order.
+
+        Args:
+            cache_dir: Of hashes, tokenizers and tokens.
 
         Raises:
-            ConfigError: There are no files.
+            ConfigError: There are none.
         """
 
     @abstractmethod
     def suggest_more_text(self) -> str:
         """Return the override that gives more text, for an error about too little."""
 
-    def corpus(self) -> Corpus:
+    def corpus(self) -> TokenCorpus:
         """Return the text, with a hash of it.
 
         Raises:
             ConfigError: There is no text.
         """
         if self._corpus is None:
-            self._corpus = Corpus(self.list_documents(), cache_dir=open_cache_dir(self._cache_dir))
+            self._corpus = self.make_corpus(open_cache_dir(self._cache_dir))
         return self._corpus
 
     def make_tokenizer(self, corpus: TextCorpus) -> Tokenizer:
@@ -156,6 +161,22 @@ class TextSource(ABC):
             start=0,
             stop=self.cache.num_tokens(split),
         )
+
+
+class FileSource(TextSource):
+    """Files of text, each a document; a subclass lists them."""
+
+    @abstractmethod
+    def list_documents(self) -> Sequence[Document]:
+        """Return the files to read, in a fixed order.
+
+        Raises:
+            ConfigError: There are no files.
+        """
+
+    @override
+    def make_corpus(self, cache_dir: Path) -> TokenCorpus:
+        return Corpus(self.list_documents(), cache_dir=cache_dir)
 
 
 def check_windows(*, seq_len: int, val_fraction: float) -> None:

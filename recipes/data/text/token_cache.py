@@ -16,7 +16,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from recipes.cache import build_once
-from recipes.data.text.corpus import Corpus
+from recipes.data.text.corpus import TokenCorpus
 from recipes.data.text.tokenize import tokenize
 from recipes.tokenizer import Tokenizer
 
@@ -90,7 +90,7 @@ class TokenCache:
 
 
 def cached_tokens(
-    corpus: Corpus, tokenizer: Tokenizer, *, val_fraction: float, num_processes: int | None
+    corpus: TokenCorpus, tokenizer: Tokenizer, *, val_fraction: float, num_processes: int | None
 ) -> TokenCache:
     """Return the tokens of a corpus, tokenizing it if they are not cached; safe in any number of processes.
 
@@ -151,14 +151,14 @@ class _SplitWriter:
 
 def _build(
     folder: Path,
-    corpus: Corpus,
+    corpus: TokenCorpus,
     tokenizer: Tokenizer,
     *,
     val_fraction: float,
     num_processes: int | None,
 ) -> None:
     dtype = "uint16" if tokenizer.vocab_size <= 1 << 16 else "uint32"
-    num_train, num_val = _write_tokens(
+    num_documents, num_train, num_val = _write_tokens(
         folder,
         corpus,
         tokenizer,
@@ -175,7 +175,7 @@ def _build(
         dtype=dtype,
         vocab_size=tokenizer.vocab_size,
         end_of_text=tokenizer.end_of_text,
-        num_documents=len(corpus.documents),
+        num_documents=num_documents,
         num_bytes=corpus.num_bytes,
         num_train_tokens=num_train,
         num_val_tokens=num_val,
@@ -186,34 +186,34 @@ def _build(
 
 def _write_tokens(
     folder: Path,
-    corpus: Corpus,
+    corpus: TokenCorpus,
     tokenizer: Tokenizer,
     *,
     dtype: str,
     val_fraction: float,
     num_processes: int | None,
-) -> tuple[int, int]:
-    """Write `train.bin`, `val.bin` and `documents.jsonl`; return the number of tokens of both splits."""
-    held_out = corpus.val_documents(val_fraction)
+) -> tuple[int, int, int]:
+    """Write `train.bin`, `val.bin` and `documents.jsonl`; return the documents, and the tokens of both splits."""
+    is_held_out = corpus.make_split(val_fraction)
     end = np.array([tokenizer.end_of_text], dtype=dtype)
     rows = []
     train_path, val_path = folder / "train.bin", folder / "val.bin"
     with train_path.open("wb") as train_file, val_path.open("wb") as val_file:
         train, val = _SplitWriter("train", train_file), _SplitWriter("val", val_file)
         for piece, tokens in tokenize(corpus, tokenizer, dtype=dtype, num_processes=num_processes):
-            writer = val if piece.document.name in held_out else train
+            writer = val if is_held_out(piece) else train
             writer.write(tokens)
             if piece.ends_document:
                 writer.write(end)
-                rows.append(writer.end_document(piece.document.name))
-    num_train, num_val = train.num_tokens, val.num_tokens
-    if not held_out:
+                rows.append(writer.end_document(piece.name))
+    num_documents, num_train, num_val = len(rows), train.num_tokens, val.num_tokens
+    if num_val == 0:
         num_val = round(num_train * val_fraction)
         num_train -= num_val
         _move_tail(folder, num_bytes=num_train * np.dtype(dtype).itemsize)
         rows = list(_split_rows(rows, num_train=num_train))
     _write_index(folder / "documents.jsonl", rows)
-    return num_train, num_val
+    return num_documents, num_train, num_val
 
 
 def _split_rows(rows: list[Row], *, num_train: int) -> Iterator[Row]:

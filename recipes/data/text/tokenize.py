@@ -15,14 +15,14 @@ import numpy as np
 from numpy.typing import NDArray
 
 from recipes.data.parallel import map_in_order
-from recipes.data.text.corpus import Corpus, Piece
+from recipes.data.text.corpus import TextPiece, TokenCorpus
 from recipes.runtime.world import num_cores
 from recipes.tokenizer import Tokenizer
 
 log = logging.getLogger(__name__)
 
 Tokens = NDArray[np.unsignedinteger]
-Task = list[Piece]
+Task = list[TextPiece]
 
 # with less text per process, starting it (~0.3 s) does not pay off
 _MIN_BYTES_PER_PROCESS = 2 * 1024**2
@@ -31,8 +31,8 @@ _TASK_BYTES = 1024 * 1024
 
 
 def tokenize(
-    corpus: Corpus, tokenizer: Tokenizer, *, dtype: str, num_processes: int | None = None
-) -> Iterator[tuple[Piece, Tokens]]:
+    corpus: TokenCorpus, tokenizer: Tokenizer, *, dtype: str, num_processes: int | None = None
+) -> Iterator[tuple[TextPiece, Tokens]]:
     """Yield every piece of the corpus and its tokens, in the order of the corpus.
 
     Args:
@@ -53,7 +53,7 @@ def tokenize(
     with _progress(corpus.num_bytes) as advance:
         for task, arrays in map_in_order(encode, tasks, workers=workers):
             yield from zip(task, arrays, strict=True)
-            advance(sum(piece.stop - piece.start for piece in task))
+            advance(sum(piece.num_bytes for piece in task))
 
 
 def num_workers(num_bytes: int, tokenizer: Tokenizer, *, num_processes: int | None) -> int:
@@ -65,13 +65,13 @@ def num_workers(num_bytes: int, tokenizer: Tokenizer, *, num_processes: int | No
     return max(1, min(most, num_bytes // per_process))
 
 
-def _group(pieces: Iterable[Piece]) -> Iterator[Task]:
+def _group(pieces: Iterable[TextPiece]) -> Iterator[Task]:
     """Group pieces into tasks of about 1 MiB."""
     task: Task = []
     num_bytes = 0
     for piece in pieces:
         task.append(piece)
-        num_bytes += piece.stop - piece.start
+        num_bytes += piece.num_bytes
         if num_bytes >= _TASK_BYTES:
             yield task
             task, num_bytes = [], 0

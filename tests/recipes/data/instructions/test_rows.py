@@ -8,9 +8,9 @@ import torch
 
 from recipes.data.instructions.chat_template import ChatTemplate, ExampleTokenizer
 from recipes.data.instructions.conversation import Reader
-from recipes.data.instructions.read import Row
 from recipes.data.instructions.rows import ExampleRows, pad_rows
 from recipes.data.instructions.store import ExampleStore, cached_examples
+from recipes.data.read_rows import Row
 from recipes.tokenizer.bytes import byte_tokenizer
 
 EXAMPLES = [("ab", "cd"), ("e", "f"), ("ghijkl", "m"), ("n", "opqrstuv")]  # of 5, 3, 8 and 10 tokens with the end

@@ -1,4 +1,4 @@
-"""Rows of JSON, JSONL and parquet files and of Hugging Face data sets, each with its place for errors."""
+"""Rows of JSON, JSONL, parquet and text files and of Hugging Face data sets, each with its place for errors."""
 
 import glob
 import gzip
@@ -16,6 +16,7 @@ from recipes.errors import ConfigError
 
 HUB = "hf://"
 SUFFIXES = (".jsonl", ".json", ".jsonl.gz", ".json.gz", ".parquet")
+TEXT_SUFFIXES = (".txt", ".text", ".md", ".rst", ".txt.gz")
 _PARQUET_BATCH = 1024  # rows that are in memory at a time
 _SHOWN_CHARACTERS = 60
 
@@ -64,26 +65,31 @@ class Rows(Protocol):
 
     @property
     def name(self) -> str: ...
+    @property
+    def num_bytes(self) -> int:
+        """Size on disk or in memory, roughly."""
+
     def content_hash(self, cache_dir: Path) -> str:
         """Return a hash of all rows."""
 
     def __iter__(self) -> Iterator[Row]: ...
 
 
-def open_rows(path: str, *, setting: str, hub_split: str) -> Rows:
+def open_rows(path: str, *, setting: str, hub_split: str, text_field: str | None = None) -> Rows:
     """Return the rows of a path.
 
     Args:
         path: A file, a folder, a glob, or `hf://` and the id of a data set.
         setting: Where the path was typed, for errors: "data.path".
         hub_split: Split of a data set of the hub.
+        text_field: Files of plain text are read as well, each as a row with this field; None: they are not.
 
     Raises:
         ConfigError: There is nothing.
     """
     if path.startswith(HUB):
         return HubRows(path.removeprefix(HUB), setting=setting, split=hub_split)
-    return FileRows(path, setting=setting)
+    return FileRows(path, setting=setting, text_field=text_field)
 
 
 class FileRows:
@@ -92,14 +98,22 @@ class FileRows:
     Args:
         path: A file; a folder, whose files are read by suffix; or a glob.
         setting: Where the path was typed.
+        text_field: Of the row that a file of plain text becomes; None: there are none.
     """
 
-    def __init__(self, path: str, *, setting: str) -> None:
+    def __init__(self, path: str, *, setting: str, text_field: str | None = None) -> None:
         self._setting = setting
+        self._text_field = text_field
+        self._suffixes = SUFFIXES if text_field is None else SUFFIXES + TEXT_SUFFIXES
         self.name = path
         files = self._find(Path(path).expanduser())
         folder = Path(os.path.commonpath([file.parent for file in files]))
         self._documents = [Document.of(file, name=file.relative_to(folder).as_posix()) for file in files]
+
+    @property
+    def num_bytes(self) -> int:
+        """Size on disk."""
+        return sum(document.num_bytes for document in self._documents)
 
     def content_hash(self, cache_dir: Path) -> str:
         """Return a hash of all names and files, in order."""
@@ -115,7 +129,7 @@ class FileRows:
         """
         for document in self._documents:
             try:
-                yield from _parquet_rows(document) if document.name.endswith(".parquet") else _json_rows(document)
+                yield from self._rows_of(document)
             except (OSError, EOFError, zlib.error) as error:
                 known = isinstance(error, OSError) and error.strerror is not None
                 reason = error if known and isinstance(error, OSError) else OSError(0, str(error))
@@ -124,12 +138,19 @@ class FileRows:
                 fix = "the same command again, when nothing writes to it any more"
                 raise ConfigError(f"{self._setting}={document.path}", "the file changed while it was being read", fix)
 
+    def _rows_of(self, document: Document) -> Iterator[Row]:
+        if document.name.endswith(".parquet"):
+            return _parquet_rows(document)
+        if self._text_field is not None and document.name.endswith(TEXT_SUFFIXES):
+            return _text_row(document, self._text_field)
+        return _json_rows(document)
+
     def _find(self, path: Path) -> list[Path]:
         if path.is_file():
             return [path]
         if path.is_dir():
-            files = [file for file in path.rglob("*") if file.is_file() and file.name.endswith(SUFFIXES)]
-            reason = f"the folder has no {', '.join(SUFFIXES)} file"
+            files = [file for file in path.rglob("*") if file.is_file() and file.name.endswith(self._suffixes)]
+            reason = f"the folder has no {', '.join(self._suffixes)} file"
         elif glob.has_magic(str(path)):
             files = [file for file in {*expand_glob(str(path))} if file.is_file()]
             reason = "no file matches"
@@ -175,6 +196,11 @@ class HubRows:
             fix = f"{setting}={HUB}<id or id:configuration>, or data.hub_split=<split>"
             raise ConfigError(typed, f"datasets says: {reason}", fix) from error
 
+    @property
+    def num_bytes(self) -> int:
+        """Size of the tables that the rows are in."""
+        return int(self._rows.data.nbytes)
+
     def content_hash(self, cache_dir: Path) -> str:
         """Return the fingerprint that `datasets` gives the rows."""
         return str(self._rows._fingerprint)
@@ -183,6 +209,18 @@ class HubRows:
         """Yield all rows."""
         for index, fields in enumerate(self._rows):
             yield Row(f"{self.name} row {index + 1}", dict(fields))
+
+
+def _text_row(document: Document, field: str) -> Iterator[Row]:
+    with _open(document.path) as file:
+        data = file.read()
+    try:
+        text = data.decode("utf-8-sig")
+    except UnicodeDecodeError as error:
+        reason = f"byte {error.start} is not UTF-8 text ({error.reason})"
+        fix = "data.path= of UTF-8 files; iconv -f latin1 -t utf-8 converts an old one"
+        raise ConfigError(f"data.path={document.path}", reason, fix) from error
+    yield Row(document.name, {field: text})
 
 
 def _json_rows(document: Document) -> Iterator[Row]:

@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from recipes.data.instructions.read import Row, open_rows
+from recipes.data.read_rows import Row, open_rows
 from recipes.errors import ConfigError
 
 ROWS = [{"prompt": "1", "completion": "2"}, {"prompt": "ä", "completion": "ö"}]

@@ -1,0 +1,107 @@
+"""Documents as rows of files or of a data set: their text, and which of them are for validation."""
+
+import hashlib
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from recipes.data.read_rows import Row, Rows
+from recipes.errors import ConfigError
+
+
+@dataclass(frozen=True)
+class RowPiece:
+    """A whole document.
+
+    Attributes:
+        name: Where it stands.
+        text: All of it.
+    """
+
+    name: str
+    text: str
+
+    @property
+    def num_bytes(self) -> int:
+        """Size, roughly."""
+        return len(self.text)
+
+    @property
+    def ends_document(self) -> bool:
+        """A document is one piece."""
+        return True
+
+    def read(self) -> str:
+        """Return the text."""
+        return self.text
+
+
+class RowCorpus:
+    """Rows with a field of text, as documents to tokenize.
+
+    Args:
+        rows: Where they come from.
+        text_field: Name of the field.
+        cache_dir: Folder of cached tokenizers and tokens.
+    """
+
+    def __init__(self, rows: Rows, *, text_field: str, cache_dir: Path) -> None:
+        self.cache_dir = cache_dir
+        self.content_hash = f"{rows.content_hash(cache_dir)} {text_field}"
+        self._rows = rows
+        self._text_field = text_field
+
+    @property
+    def num_bytes(self) -> int:
+        """Size of the rows, roughly."""
+        return self._rows.num_bytes
+
+    def texts(self, max_bytes: int) -> Iterator[str]:
+        """Yield the text in order, or documents spread evenly over it that add up to about `max_bytes`."""
+        fraction = min(1.0, max_bytes / max(1, self.num_bytes))
+        num_seen = num_read = 0
+        for piece in self.pieces():
+            if num_read <= num_seen * fraction and num_read < max_bytes:
+                num_read += piece.num_bytes
+                yield piece.text
+            num_seen += piece.num_bytes
+
+    def pieces(self, *, cut: bool = True) -> Iterator[RowPiece]:
+        """Yield the documents that have text."""
+        for row in self._rows:
+            text = read_text(row, self._text_field)
+            if text:
+                yield RowPiece(row.place, text)
+
+    def make_split(self, val_fraction: float) -> Callable[[Any], bool]:
+        """Return whether a document is for validation: by a hash of its text, so that equal ones stay together."""
+        limit = int(val_fraction * 2.0**64)
+
+        def is_val(piece: RowPiece) -> bool:
+            digest = hashlib.blake2b(piece.text.encode("utf-8", "surrogatepass"), digest_size=8).digest()
+            return int.from_bytes(digest, "little") < limit
+
+        return is_val
+
+    def check_unchanged(self) -> None:
+        """Do nothing: rows check it while they are read."""
+
+
+def read_text(row: Row, field: str) -> str:
+    """Return the text of a row.
+
+    Raises:
+        ConfigError: The row has no such field, or it is no text.
+    """
+    fields = row.parse()
+    if field not in fields:
+        known = ", ".join(fields) or "none"
+        fix = f"data.text_field=<{' | '.join(fields) or 'the field of the text'}>"
+        raise ConfigError(row.place, f"it has no field {field}; its fields are {known}", fix)
+    if not isinstance(fields[field], str):
+        shown = "null" if fields[field] is None else f"a {type(fields[field]).__name__}"
+        raise ConfigError(
+            row.place, f"its field {field} is {shown}, not text", "data.text_field=<the field of the text>"
+        )
+    return str(fields[field])

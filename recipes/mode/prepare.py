@@ -1,0 +1,174 @@
+"""Prepare documents for training: drop poor ones, copies, and what evaluation sets hold. Needs no GPU and no model."""
+
+import hashlib
+import time
+from collections.abc import Callable, Iterator, Mapping
+from pathlib import Path
+from typing import Annotated, Any
+
+from recipes.cache import open_cache_dir
+from recipes.config.compose import Composed
+from recipes.config.instantiate import make
+from recipes.data.read_rows import Rows, open_rows
+from recipes.errors import ConfigError
+from recipes.prepare.chunk import Filters
+from recipes.prepare.contamination import EvaluationSet
+from recipes.prepare.minhash import BandHasher, choose_bands
+from recipes.prepare.pipeline import DOCUMENTS, WORK, Pipeline
+from recipes.prepare.quality import RULES, check_rules
+from recipes.runtime.console import LOGGER
+from recipes.runtime.world import num_cores
+
+PAGE = "report.html"
+
+
+def prepare(
+    composed: Composed,
+    *,
+    output: str,
+    exact_copies: bool,
+    near_copies: Annotated[float, "> 0, <= 1"] | None,
+    max_compared: Annotated[int, ">= 1"],
+    rules_off: dict[str, Any],
+    evaluation: dict[str, str],
+    evaluation_split: str,
+    evaluation_words: Annotated[int, ">= 1"],
+    min_coverage: Annotated[float, "> 0, <= 1"],
+    shard_mb: Annotated[float, "> 0"],
+    num_processes: Annotated[int, ">= 1"] | None,
+    write_page: Callable[..., None],
+) -> int:
+    """Write the documents that stay as JSONL, and a page that shows what was dropped and why.
+
+    Args:
+        composed: The composed command; its `data` says where the documents are.
+        output: Folder of the documents and of the report; a second start there goes on with what the first has begun.
+        exact_copies: Drop documents that are equal to an earlier one.
+        near_copies: Least Jaccard similarity, of sequences of five words, at which a document is a copy of an earlier
+            one; None: they stay.
+        max_compared: Documents that each one is compared with, of those that may be near copies.
+        rules_off: Rules of `quality` that do not hold for a kind of documents: a list of them, or `all`.
+        evaluation: Files or data sets by name; documents that repeat what is in them are dropped.
+        evaluation_split: Split of data sets of the hub in `evaluation`.
+        evaluation_words: Words of the sequences by which repetitions are found.
+        min_coverage: Share of an item of an evaluation set that a document must repeat.
+        shard_mb: Largest size of a file of documents, in MB.
+        num_processes: Processes; None: one per core.
+        write_page: Writes the page: `(path, report)`.
+
+    Returns:
+        The exit code, 0.
+
+    Raises:
+        ConfigError: A setting is wrong, or the documents cannot be read.
+    """
+    rules = composed.config.get("quality", {})
+    check_rules(rules)
+    _check_rules_off(rules_off, rules)
+    source = make(composed.config["data"])
+    if not hasattr(source, "open_rows"):
+        raise ConfigError("mode=prepare data=…", "it reads documents as rows", "data=documents data.path=<files>")
+    rows: Rows = source.open_rows()
+    cache_dir = open_cache_dir(composed.config["data"]["cache_dir"])
+    sets = {
+        name: open_rows(path, setting=f"mode.evaluation.{name}", hub_split=evaluation_split, text_field="text")
+        for name, path in evaluation.items()
+    }
+    folder = Path(output).expanduser()
+    hasher = None if near_copies is None else BandHasher(*choose_bands(near_copies))
+    filters = Filters(
+        folder=folder / WORK,
+        text_field=source.text_field,
+        domain_field=source.domain_field,
+        rules=rules,
+        rules_off=rules_off,
+        evaluation=_make_evaluation(sets, min_coverage=min_coverage, num_words=evaluation_words),
+        hasher=hasher,
+    )
+    settings = {
+        "text_field": source.text_field,
+        "domain_field": source.domain_field,
+        "quality": rules,
+        "rules_off": rules_off,
+        "exact_copies": exact_copies,
+        "near_copies": near_copies,
+        "max_compared": max_compared,
+        "evaluation": sorted(evaluation),
+        "evaluation_words": evaluation_words,
+        "min_coverage": min_coverage,
+        "shard_mb": shard_mb,
+    }
+    pipeline = Pipeline(
+        output=folder,
+        filters=filters,
+        removes_exact=exact_copies,
+        near_threshold=near_copies,
+        max_compared=max_compared,
+        shard_bytes=int(shard_mb * 1e6),
+        settings=settings,
+    )
+    hashes = [rows.content_hash(cache_dir), *(f"{name} {sets[name].content_hash(cache_dir)}" for name in sorted(sets))]
+    content = hashlib.blake2b("\0".join(hashes).encode("utf-8", "surrogateescape"), digest_size=16).hexdigest()
+    LOGGER.info(f"preparing {rows.name}, {rows.num_bytes / 1e6:,.1f} MB")
+    begun = time.monotonic()
+    report = pipeline.run(rows, content_hash=content, num_processes=num_processes or num_cores())
+    write_page(folder / PAGE, report)
+    for line in _summarize(report, seconds=time.monotonic() - begun):
+        LOGGER.info(line)
+    LOGGER.info(f"{folder / PAGE}; train on them: data=documents data.path={folder / DOCUMENTS}")
+    return 0
+
+
+def _check_rules_off(rules_off: Mapping[str, Any], rules: Mapping[str, Any]) -> None:
+    for domain, names in rules_off.items():
+        if names == "all":
+            continue
+        unknown = [name for name in names if name not in RULES] if isinstance(names, list) else [names]
+        if unknown:
+            reason = "it is a list of rules of quality=, or all"
+            fix = f"mode.rules_off.{domain}=[{','.join(list(rules)[:2])}], or =all"
+            raise ConfigError(f"mode.rules_off.{domain}={names}", reason, fix)
+
+
+def _make_evaluation(sets: Mapping[str, Rows], *, min_coverage: float, num_words: int) -> EvaluationSet | None:
+    if not sets:
+        return None
+    items = _read_items(sets)
+    return EvaluationSet(items, min_coverage=min_coverage, num_words=num_words, min_words=min(8, num_words))
+
+
+def _read_items(sets: Mapping[str, Rows]) -> Iterator[tuple[str, str]]:
+    """Yield every item: all text of a row, or a line of a text file."""
+    for name, rows in sets.items():
+        for row in rows:
+            fields = row.parse()
+            if list(fields) == ["text"] and "\n" in str(fields["text"]).strip():
+                for number, line in enumerate(str(fields["text"]).splitlines(), start=1):
+                    yield f"{name}: {row.place} line {number}", line
+            else:
+                yield f"{name}: {row.place}", "\n".join(_texts(fields))
+
+
+def _texts(value: Any) -> Iterator[str]:
+    if isinstance(value, str):
+        yield value
+    elif isinstance(value, dict | list):
+        for child in value.values() if isinstance(value, dict) else value:
+            yield from _texts(child)
+
+
+def _summarize(report: Mapping[str, Any], *, seconds: float) -> Iterator[str]:
+    rate = report["bytes"] / 1e6 / max(seconds, 1e-3)
+    yield (
+        f"{report['kept']:,} of {report['documents']:,} documents stay,"
+        f" {report['kept_bytes'] / 1e6:,.1f} of {report['bytes'] / 1e6:,.1f} MB ({rate:.1f} MB/s)"
+    )
+    for reason, count in report["dropped"].items():
+        yield f"dropped: {count:,} {reason}"
+    if (near := report["near_copies"]) and near["not_compared"]:
+        yield f"{near['not_compared']:,} pairs that may be near copies were not compared: mode.max_compared"
+    if evaluation := report["evaluation"]:
+        yield (
+            f"of {evaluation['items']:,} items of evaluation sets {evaluation['found']:,} were in documents,"
+            f" {evaluation['found_in_part']:,} in part; {evaluation['too_short']:,} are too short to look for"
+        )

@@ -1,0 +1,219 @@
+"""Documents in, documents out: one parallel pass that judges each, then copies among those that stay, then files.
+
+Every file appears whole or not at all, and depends on input and settings alone: a pipeline that was killed goes on
+where it was, and any number of processes writes the same bytes.
+"""
+
+import hashlib
+import json
+import logging
+import shutil
+import time
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from recipes.data.parallel import map_in_order
+from recipes.data.read_rows import Rows
+from recipes.errors import ConfigError
+from recipes.prepare.chunk import Chunk, Filters, chunk_path, group_rows, judge_chunk, write_file
+from recipes.prepare.near_duplicates import Bools, Copies
+from recipes.prepare.report import EXACT, NEAR, count_copies, make_report, merge
+from recipes.prepare.survivors import Survivors, cut_shards
+
+LOGGER = logging.getLogger("lightning_recipes")
+
+REPORT = "report.json"
+DOCUMENTS = "documents"
+WORK = "unfinished"
+_STATE = "state.json"
+_VERSION = 1  # to be increased when the same input and settings give other documents
+_SECONDS_BETWEEN_LINES = 30.0
+
+Facts = dict[str, Any]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Pipeline:
+    """What is done to documents, and where they go.
+
+    Attributes:
+        output: Folder of the documents that stay, and of the report.
+        filters: What each document is judged by.
+        removes_exact: Whether documents that are equal to an earlier one are dropped.
+        near_threshold: Least Jaccard similarity of a near copy; None: they stay.
+        max_compared: Originals that a document is compared with.
+        shard_bytes: Largest size of a file of documents.
+        settings: What was typed, for the report.
+    """
+
+    output: Path
+    filters: Filters
+    removes_exact: bool
+    near_threshold: float | None
+    max_compared: int
+    shard_bytes: int
+    settings: Mapping[str, Any]
+
+    def run(self, rows: Rows, *, content_hash: str, num_processes: int) -> Facts:
+        """Prepare documents and return the report; one that was finished before is read.
+
+        Args:
+            rows: The documents.
+            content_hash: Of the rows, and of everything else that the settings name.
+            num_processes: Of the first pass.
+
+        Raises:
+            ConfigError: The folder holds something else, a row cannot be read, or no document stays.
+        """
+        key = json.dumps([_VERSION, content_hash, dict(self.settings)], sort_keys=True)
+        digest = hashlib.blake2b(key.encode("utf-8", "surrogateescape"), digest_size=16).hexdigest()
+        if (finished := self._open_folder(digest)) is not None:
+            LOGGER.info("%s holds these documents already", self.output)
+            return finished
+        num_chunks = self._judge(rows, num_processes)
+        facts = merge(_read_facts(self._work, num_chunks))
+        survivors = self._survivors(facts, num_chunks)
+        is_first = survivors.find_first() if self.removes_exact else np.ones(len(survivors), dtype=np.bool_)
+        near = self._find_near(survivors, is_first)
+        is_near = np.zeros(len(survivors), dtype=np.bool_)
+        if near is not None:
+            is_near[[copy.document for copy in near.copies]] = True
+        count_copies(facts, survivors, {EXACT: ~is_first, NEAR: is_near})
+        self._write(survivors, np.flatnonzero(is_first & ~is_near))
+        report = make_report(
+            facts,
+            survivors,
+            rules=self.filters.rules,
+            near=near,
+            evaluation=self.filters.evaluation,
+            settings=self.settings,
+        )
+        text = json.dumps({"input": digest} | report, indent=1, ensure_ascii=False)
+        write_file(self.output / REPORT, text.encode("utf-8", "surrogatepass"))
+        shutil.rmtree(self._work)
+        return report
+
+    @property
+    def _work(self) -> Path:
+        return self.output / WORK
+
+    def _open_folder(self, digest: str) -> Facts | None:
+        """Make the output ready; return the report if everything is there."""
+        report, state = self.output / REPORT, self._work / _STATE
+        typed, fix = f"mode.output={self.output}", "mode.output=<another folder>"
+        if report.is_file():
+            found: Facts = json.loads(report.read_text(encoding="utf-8"))
+            if found.get("input") != digest:
+                raise ConfigError(typed, "it holds documents of another input or other settings", fix)
+            return found
+        if state.is_file():
+            if json.loads(state.read_text(encoding="utf-8")) != digest:
+                reason = "a preparation of another input or with other settings was begun there"
+                raise ConfigError(typed, reason, f"{fix}, or rm -r {self.output}")
+            LOGGER.info("%s: goes on with what was begun", self.output)
+            return None
+        if self.output.is_dir() and any(self.output.iterdir()) and not self._work.is_dir():
+            raise ConfigError(typed, "the folder is not empty", fix)
+        try:
+            self._work.mkdir(parents=True, exist_ok=True)
+        except OSError as error:
+            raise ConfigError(typed, f"it cannot be created: {error.strerror}", fix) from error
+        write_file(state, json.dumps(digest).encode())
+        return None
+
+    def _judge(self, rows: Rows, num_processes: int) -> int:
+        """Judge all chunks that are not there yet; return how many there are."""
+        progress = _Progress(rows.num_bytes)
+        num_chunks = 0
+
+        def missing() -> Iterator[Chunk]:
+            nonlocal num_chunks
+            for chunk in group_rows(rows):
+                num_chunks += 1
+                if chunk_path(self.filters.folder, chunk.number, ".npz").is_file():
+                    progress.advance(chunk)
+                else:
+                    yield chunk
+
+        judge = _Judge(self.filters)
+        for chunk, _ in map_in_order(judge, missing(), workers=num_processes):
+            progress.advance(chunk)
+        return num_chunks
+
+    def _survivors(self, facts: Facts, num_chunks: int) -> Survivors:
+        num_documents = sum(domain["documents"] for domain in facts["domains"].values())
+        if num_chunks:
+            survivors = Survivors(self._work, num_chunks, text_field=self.filters.text_field)
+            if len(survivors):
+                return survivors
+        reasons = ", ".join(
+            f"{count:,} {reason}"
+            for domain in facts["domains"].values()
+            for reason, count in sorted(domain["dropped"].items())
+        )
+        first = f"; the first: {facts['unreadable'][0]['reason']}" if facts["unreadable"] else ""
+        fix = "data.path=<documents>, data.text_field=<the field of the text>, or other rules in quality="
+        shutil.rmtree(self._work)
+        raise ConfigError(
+            f"mode.output={self.output}", f"none of {num_documents:,} documents stays: {reasons or 'none'}{first}", fix
+        )
+
+    def _find_near(self, survivors: Survivors, is_first: Bools) -> Copies | None:
+        if self.near_threshold is None:
+            return None
+        LOGGER.info("looking for near copies among %s documents", f"{int(is_first.sum()):,}")
+        return survivors.find_near_copies(is_first, threshold=self.near_threshold, max_compared=self.max_compared)
+
+    def _write(self, survivors: Survivors, kept: NDArray[np.int64]) -> None:
+        """Write the documents that stay, in order; files that are there already have the same bytes."""
+        folder = self.output / DOCUMENTS
+        folder.mkdir(exist_ok=True)
+        sizes = survivors.line_bytes[kept]
+        for number, (start, stop) in enumerate(cut_shards(sizes.tolist(), self.shard_bytes)):
+            path = folder / f"{number:05}.jsonl"
+            if path.is_file():
+                continue
+            temporary = path.with_name(f".{path.name}")
+            with temporary.open("wb") as file:
+                file.writelines(survivors.lines(kept[start:stop]))
+            temporary.replace(path)
+
+
+class _Judge:
+    """The first pass over a chunk; picklable, with a name for each process."""
+
+    def __init__(self, filters: Filters) -> None:
+        self._filters = filters
+
+    def __call__(self, chunk: Chunk) -> None:
+        judge_chunk(chunk, filters=self._filters)
+
+
+def _read_facts(folder: Path, num_chunks: int) -> Iterator[Facts]:
+    for number in range(num_chunks):
+        yield json.loads(chunk_path(folder, number, ".json").read_text(encoding="utf-8"))
+
+
+class _Progress:
+    """Logs a line now and then.
+
+    Args:
+        num_bytes: Of all rows, roughly.
+    """
+
+    def __init__(self, num_bytes: int) -> None:
+        self._total = num_bytes
+        self._done = 0
+        self._logged = time.monotonic()
+
+    def advance(self, chunk: Chunk) -> None:
+        """Count a chunk."""
+        self._done += sum(row.num_bytes for row in chunk.rows)
+        if time.monotonic() - self._logged > _SECONDS_BETWEEN_LINES:
+            self._logged = time.monotonic()
+            LOGGER.info("%.1f of about %.1f MB judged", self._done / 1e6, self._total / 1e6)

@@ -1,0 +1,118 @@
+"""The documents that passed the first pass, over all chunks: which of them are copies, and their lines.
+
+Letters: N documents, B bands.
+"""
+
+import json
+from collections import Counter
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from recipes.prepare.chunk import chunk_path
+from recipes.prepare.minhash import shingles
+from recipes.prepare.near_duplicates import Bools, Copies, find_copies
+from recipes.prepare.ngrams import Hashes
+
+_KEYS = "keys.npy"
+
+
+class Survivors:
+    """All documents of a folder of chunks, in order.
+
+    Args:
+        folder: Of the chunks.
+        num_chunks: How many there are, all complete.
+        text_field: Name of the field that holds the text.
+    """
+
+    def __init__(self, folder: Path, num_chunks: int, *, text_field: str) -> None:
+        self._folder = folder
+        self._text_field = text_field
+        parts = [self._load(number) for number in range(num_chunks)]
+        counts = [len(part["line_bytes"]) for part in parts]
+        self._firsts = np.cumsum([0, *counts])  # [chunks + 1]
+        self.line_bytes = np.concatenate([part["line_bytes"] for part in parts])  # [N]
+        self.text_bytes = np.concatenate([part["text_bytes"] for part in parts])  # [N]
+        self.digests = np.concatenate([part["digests"] for part in parts])  # [N, 2]
+        self.domains: NDArray[np.str_] = np.concatenate([part["domains"] for part in parts])  # [N]
+        starts = np.cumsum(self.line_bytes) - self.line_bytes
+        self._offsets = starts - np.repeat(starts[self._firsts[:-1][np.array(counts) > 0]], [n for n in counts if n])
+
+    def __len__(self) -> int:
+        return len(self.line_bytes)
+
+    def find_first(self) -> Bools:
+        """Return which documents have no equal one before them, [N]."""
+        as_one = np.ascontiguousarray(self.digests).view([("a", "<u8"), ("b", "<u8")]).reshape(-1)
+        _, firsts = np.unique(as_one, return_index=True)
+        is_first = np.zeros(len(self), dtype=np.bool_)
+        is_first[firsts] = True
+        return is_first
+
+    def find_near_copies(self, is_candidate: Bools, *, threshold: float, max_compared: int) -> Copies:
+        """Find the near copies among some documents, see `find_copies`."""
+        return find_copies(
+            self._band_keys(), self._shingles, threshold=threshold, max_compared=max_compared, is_candidate=is_candidate
+        )
+
+    def fields(self, document: int) -> dict[str, Any]:
+        """Return the row of a document."""
+        chunk = int(np.searchsorted(self._firsts, document, side="right")) - 1
+        with chunk_path(self._folder, chunk, ".jsonl").open("rb") as file:
+            file.seek(int(self._offsets[document]))
+            found: dict[str, Any] = json.loads(file.read(int(self.line_bytes[document])))
+        return found
+
+    def text(self, document: int) -> str:
+        """Return the text of a document."""
+        return str(self.fields(document)[self._text_field])
+
+    def lines(self, documents: NDArray[np.int64]) -> Iterator[bytes]:
+        """Yield the lines of documents, in ascending order."""
+        chunks = np.searchsorted(self._firsts, documents, side="right") - 1
+        for chunk in np.unique(chunks).tolist():
+            with chunk_path(self._folder, chunk, ".jsonl").open("rb") as file:
+                for document in documents[chunks == chunk].tolist():
+                    file.seek(int(self._offsets[document]))
+                    yield file.read(int(self.line_bytes[document]))
+
+    def count(self, documents: Bools) -> Counter[str]:
+        """Return the number of documents of each domain."""
+        return Counter(self.domains[documents].tolist())
+
+    def _load(self, number: int) -> dict[str, NDArray[Any]]:
+        with np.load(chunk_path(self._folder, number, ".npz")) as arrays:
+            return {name: arrays[name] for name in arrays.files if name != "keys"}
+
+    def _band_keys(self) -> Hashes:
+        """Return the keys of all documents, [N, B], as a memory map."""
+        path = self._folder / _KEYS
+        keys: Hashes | None = None
+        for number, (start, stop) in enumerate(zip(self._firsts, self._firsts[1:], strict=False)):
+            with np.load(chunk_path(self._folder, number, ".npz")) as arrays:
+                part = arrays["keys"]
+            if keys is None:
+                shape = (len(self), part.shape[1])
+                keys = np.lib.format.open_memmap(path, mode="w+", dtype=np.uint64, shape=shape)  # type: ignore[no-untyped-call]
+            keys[start:stop] = part
+        assert keys is not None, "there is a chunk"
+        return keys
+
+    def _shingles(self, document: int) -> Hashes:
+        return shingles(self.text(document))
+
+
+def cut_shards(line_bytes: Sequence[int], max_bytes: int) -> list[tuple[int, int]]:
+    """Return where each file of documents begins and ends: none is larger than `max_bytes`, except of one document."""
+    shards: list[tuple[int, int]] = []
+    start = size = 0
+    for index, num_bytes in enumerate(line_bytes):
+        if index > start and size + num_bytes > max_bytes:
+            shards.append((start, index))
+            start, size = index, 0
+        size += num_bytes
+    return [*shards, (start, len(line_bytes))] if len(line_bytes) else []
