@@ -1,6 +1,8 @@
 """Every command of README.md and the pages that this machine can run does, in a subprocess, as typed."""
 
+import json
 import os
+import pydoc_data.topics
 import shlex
 import subprocess
 import sys
@@ -65,7 +67,15 @@ def workplace(tmp_path_factory: pytest.TempPathFactory) -> Path:
     texts.mkdir()
     for number in range(3):
         (texts / f"{number}.txt").write_text("".join(f"line {i * number}\n" for i in range(4000)))
-    (folder / "tokens.bin").write_bytes(array("H", [*range(200)] * 2000).tobytes())
+    tokens = array("H", [*range(200)] * 2000).tobytes()
+    (folder / "tokens.bin").write_bytes(tokens)
+    (folder / "tokens").mkdir()
+    for number in range(3):
+        (folder / "tokens" / f"{number}.bin").write_bytes(tokens)
+    (folder / "raw").mkdir()
+    rows = [{"text": text, "kind": "prose"} for text in pydoc_data.topics.topics.values()]
+    (folder / "raw" / "topics.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    (folder / "questions.jsonl").write_text(json.dumps({"question": rows[0]["text"][:500]}) + "\n")
     # little text, as `mode=evaluate` reads the whole validation split
     done = run_train(["hydra.run.dir=logs/mine", "data=text_files", "data.path=my_texts", *SHORT], folder=folder)
     assert done.returncode == 0, done.stdout + done.stderr

@@ -2,7 +2,7 @@
 
 import hashlib
 import time
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -65,17 +65,12 @@ def prepare(
     rules = composed.config.get("quality", {})
     check_rules(rules)
     _check_rules_off(rules_off, rules)
-    source = make(composed.config["data"])
-    if not hasattr(source, "open_rows"):
-        raise ConfigError("mode=prepare data=…", "it reads documents as rows", "data=documents data.path=<files>")
-    rows: Rows = source.open_rows()
-    cache_dir = open_cache_dir(composed.config["data"]["cache_dir"])
+    source, rows = _open_documents(composed.config["data"])
     sets = {
         name: open_rows(path, setting=f"mode.evaluation.{name}", hub_split=evaluation_split, text_field="text")
         for name, path in evaluation.items()
     }
     folder = Path(output).expanduser()
-    hasher = None if near_copies is None else BandHasher(*choose_bands(near_copies))
     filters = Filters(
         folder=folder / WORK,
         text_field=source.text_field,
@@ -83,21 +78,12 @@ def prepare(
         rules=rules,
         rules_off=rules_off,
         evaluation=_make_evaluation(sets, min_coverage=min_coverage, num_words=evaluation_words),
-        hasher=hasher,
+        hasher=None if near_copies is None else BandHasher(*choose_bands(near_copies)),
     )
-    settings = {
-        "text_field": source.text_field,
-        "domain_field": source.domain_field,
-        "quality": rules,
-        "rules_off": rules_off,
-        "exact_copies": exact_copies,
-        "near_copies": near_copies,
-        "max_compared": max_compared,
-        "evaluation": sorted(evaluation),
-        "evaluation_words": evaluation_words,
-        "min_coverage": min_coverage,
-        "shard_mb": shard_mb,
-    }
+    copies = {"exact_copies": exact_copies, "near_copies": near_copies, "max_compared": max_compared}
+    fields = {"text_field": source.text_field, "domain_field": source.domain_field}
+    judged_by = {"quality": rules, "rules_off": rules_off, "evaluation": sorted(evaluation)}
+    judged_by |= {"min_coverage": min_coverage, "evaluation_words": evaluation_words}
     pipeline = Pipeline(
         output=folder,
         filters=filters,
@@ -105,18 +91,38 @@ def prepare(
         near_threshold=near_copies,
         max_compared=max_compared,
         shard_bytes=int(shard_mb * 1e6),
-        settings=settings,
+        settings=fields | judged_by | copies | {"shard_mb": shard_mb},
     )
-    hashes = [rows.content_hash(cache_dir), *(f"{name} {sets[name].content_hash(cache_dir)}" for name in sorted(sets))]
-    content = hashlib.blake2b("\0".join(hashes).encode("utf-8", "surrogateescape"), digest_size=16).hexdigest()
+    content = _hash_content([rows, *(sets[name] for name in sorted(sets))], composed.config["data"]["cache_dir"])
     LOGGER.info(f"preparing {rows.name}, {rows.num_bytes / 1e6:,.1f} MB")
     begun = time.monotonic()
     report = pipeline.run(rows, content_hash=content, num_processes=num_processes or num_cores())
     write_page(folder / PAGE, report)
-    for line in _summarize(report, seconds=time.monotonic() - begun):
+    for line in _summarize(report, folder, seconds=time.monotonic() - begun):
         LOGGER.info(line)
-    LOGGER.info(f"{folder / PAGE}; train on them: data=documents data.path={folder / DOCUMENTS}")
     return 0
+
+
+def _open_documents(data: Mapping[str, Any]) -> tuple[Any, Rows]:
+    """Return the source of the documents, and their rows."""
+    source = make(data)
+    if not hasattr(source, "open_rows"):
+        raise ConfigError("mode=prepare data=…", "it reads documents as rows", "data=documents data.path=<files>")
+    return source, source.open_rows()
+
+
+def _make_evaluation(sets: Mapping[str, Rows], *, min_coverage: float, num_words: int) -> EvaluationSet | None:
+    if not sets:
+        return None
+    items = _read_items(sets)
+    return EvaluationSet(items, min_coverage=min_coverage, num_words=num_words, min_words=min(8, num_words))
+
+
+def _hash_content(read: Sequence[Rows], cache_dir: str) -> str:
+    """Return a hash of everything that is read."""
+    folder = open_cache_dir(cache_dir)
+    joined = "\0".join(rows.content_hash(folder) for rows in read)
+    return hashlib.blake2b(joined.encode("utf-8", "surrogateescape"), digest_size=16).hexdigest()
 
 
 def _check_rules_off(rules_off: Mapping[str, Any], rules: Mapping[str, Any]) -> None:
@@ -128,13 +134,6 @@ def _check_rules_off(rules_off: Mapping[str, Any], rules: Mapping[str, Any]) -> 
             reason = "it is a list of rules of quality=, or all"
             fix = f"mode.rules_off.{domain}=[{','.join(list(rules)[:2])}], or =all"
             raise ConfigError(f"mode.rules_off.{domain}={names}", reason, fix)
-
-
-def _make_evaluation(sets: Mapping[str, Rows], *, min_coverage: float, num_words: int) -> EvaluationSet | None:
-    if not sets:
-        return None
-    items = _read_items(sets)
-    return EvaluationSet(items, min_coverage=min_coverage, num_words=num_words, min_words=min(8, num_words))
 
 
 def _read_items(sets: Mapping[str, Rows]) -> Iterator[tuple[str, str]]:
@@ -157,7 +156,7 @@ def _texts(value: Any) -> Iterator[str]:
             yield from _texts(child)
 
 
-def _summarize(report: Mapping[str, Any], *, seconds: float) -> Iterator[str]:
+def _summarize(report: Mapping[str, Any], folder: Path, *, seconds: float) -> Iterator[str]:
     rate = report["bytes"] / 1e6 / max(seconds, 1e-3)
     yield (
         f"{report['kept']:,} of {report['documents']:,} documents stay,"
@@ -172,3 +171,4 @@ def _summarize(report: Mapping[str, Any], *, seconds: float) -> Iterator[str]:
             f"of {evaluation['items']:,} items of evaluation sets {evaluation['found']:,} were in documents,"
             f" {evaluation['found_in_part']:,} in part; {evaluation['too_short']:,} are too short to look for"
         )
+    yield f"{folder / PAGE}; train on them: data=documents data.path={folder / DOCUMENTS}"

@@ -125,7 +125,7 @@ def judge_chunk(chunk: Chunk, *, filters: Filters) -> None:
     complete = chunk_path(filters.folder, chunk.number, ".npz")
     temporary = complete.with_name(f".{complete.name}")
     with temporary.open("wb") as file:
-        np.savez(file, **arrays)
+        np.savez(file, **arrays)  # type: ignore[arg-type]
     os.replace(temporary, complete)
 
 

@@ -96,7 +96,8 @@ class BandHasher:
             from datasketch import MinHash
         except ImportError as error:
             reason = "datasketch, which makes the permutations, is not installed"
-            raise ConfigError("near duplicates", reason, "pip install 'datasketch>=2,<3'") from error
+            fix = "pip install -e '.[prepare]', or mode.near_copies=null"
+            raise ConfigError("mode.near_copies", reason, fix) from error
         self.num_bands = num_bands
         self.num_rows = num_rows
         minhash = MinHash(num_perm=num_bands * num_rows, seed=seed, scheme="affine64")

@@ -65,6 +65,9 @@ def _make_workplace(folder: Path) -> Path:
     (folder / "SmolLM2-135M-Instruct").mkdir()
     (folder / "SmolLM2-135M-Instruct/config.json").write_text('{"model_type": "llama", "vocab_size": 49152}')
     (folder / "chats.jsonl").write_text('{"prompt": "1 + 1 = ", "completion": "2"}\n')
+    (folder / "questions.jsonl").write_text('{"question": "1 + 1 = "}\n')
+    for name in ("raw", "tokens", "prepared/documents"):
+        (folder / name).mkdir(parents=True)
     composed, _ = compose_and_check(["hydra.run.dir=logs/mine"])
     assert composed is not None
     from omegaconf import OmegaConf

@@ -19,7 +19,7 @@ from recipes.run_folder import (
     read_json_lines,
 )
 
-_HUB = "hf://"  # a data set, which only its own library finds
+_PROTOCOL = "://"  # of a data set or a bucket, which only its own library finds
 _NEED_CHECKPOINT = ("evaluate", "sample", "export", "replay")
 
 
@@ -43,7 +43,7 @@ def check_paths(
 def _check_data_path(section: str, data: Mapping[str, Any]) -> Iterator[ConfigError]:
     for name in ("path", "val_path"):
         path = data.get(name)
-        if not isinstance(path, str) or path.startswith(_HUB):
+        if not isinstance(path, str) or _PROTOCOL in path:
             continue
         expanded = os.path.expanduser(path)  # unlike Path's, it accepts a user that does not exist
         if not os.path.exists(expanded) and next(expand_glob(expanded), None) is None:

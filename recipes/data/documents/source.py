@@ -1,14 +1,14 @@
 """Training on documents that are rows of files or of a data set, and the rows themselves for `mode=prepare`."""
 
-from pathlib import Path
 from typing import Any, ClassVar
 
 from typing_extensions import override
 
+from recipes.cache import open_cache_dir
 from recipes.data.documents.rows import RowCorpus
 from recipes.data.read_rows import Rows, open_rows
-from recipes.data.text.corpus import TokenCorpus
 from recipes.data.text.source import TextSource
+from recipes.data.text.token_corpus import TokenCorpus
 
 
 class Documents(TextSource):
@@ -43,8 +43,8 @@ class Documents(TextSource):
         return open_rows(self._path, setting="data.path", hub_split=self._hub_split, text_field=self.text_field)
 
     @override
-    def make_corpus(self, cache_dir: Path) -> TokenCorpus:
-        return RowCorpus(self.open_rows(), text_field=self.text_field, cache_dir=cache_dir)
+    def make_corpus(self) -> TokenCorpus:
+        return RowCorpus(self.open_rows(), text_field=self.text_field, cache_dir=open_cache_dir(self._cache_dir))
 
     @override
     def suggest_more_text(self) -> str:

@@ -143,8 +143,8 @@ class Mixture:
         number, own = self.train().locate(sample)
         name = self.source_names[number]
         describe: Any = getattr(self.sources[name], "describe_sample", lambda _: {})
-        found: dict[str, Any] = {"source": name}
-        return found | describe(own)
+        found: dict[str, Any] = describe(own)
+        return {"source": name} | found
 
     def train(self) -> MixedSamples:
         """Return the training samples."""

@@ -9,9 +9,10 @@ from typing import Annotated, Any, NoReturn
 from typing_extensions import override
 
 from recipes.cache import open_cache_dir
-from recipes.data.text.corpus import Corpus, Document, TokenCorpus, unreadable
+from recipes.data.text.corpus import Corpus, Document, unreadable
 from recipes.data.text.sequences import TokenWindows, check_length
 from recipes.data.text.token_cache import Split, TokenCache, cached_tokens
+from recipes.data.text.token_corpus import TokenCorpus
 from recipes.errors import ConfigError
 from recipes.tokenizer import TextCorpus, Tokenizer, TokenizerConfig
 
@@ -56,11 +57,8 @@ class TextSource(ABC):
         self._prepared: tuple[Tokenizer, TokenCache] | None = None
 
     @abstractmethod
-    def make_corpus(self, cache_dir: Path) -> TokenCorpus:
+    def make_corpus(self) -> TokenCorpus:
         """Return the documents, in a fixed order.
-
-        Args:
-            cache_dir: Of hashes, tokenizers and tokens.
 
         Raises:
             ConfigError: There are none.
@@ -77,7 +75,7 @@ class TextSource(ABC):
             ConfigError: There is no text.
         """
         if self._corpus is None:
-            self._corpus = self.make_corpus(open_cache_dir(self._cache_dir))
+            self._corpus = self.make_corpus()
         return self._corpus
 
     def make_tokenizer(self, corpus: TextCorpus) -> Tokenizer:
@@ -175,8 +173,9 @@ class FileSource(TextSource):
         """
 
     @override
-    def make_corpus(self, cache_dir: Path) -> TokenCorpus:
-        return Corpus(self.list_documents(), cache_dir=cache_dir)
+    def make_corpus(self) -> TokenCorpus:
+        # the folder of the cache is created once there is something to read
+        return Corpus(self.list_documents(), cache_dir=open_cache_dir(self._cache_dir))
 
 
 def check_windows(*, seq_len: int, val_fraction: float) -> None:

@@ -16,7 +16,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from recipes.cache import build_once
-from recipes.data.text.corpus import TokenCorpus
+from recipes.data.text.token_corpus import TokenCorpus
 from recipes.data.text.tokenize import tokenize
 from recipes.tokenizer import Tokenizer
 

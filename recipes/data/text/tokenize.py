@@ -15,7 +15,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from recipes.data.parallel import map_in_order
-from recipes.data.text.corpus import TextPiece, TokenCorpus
+from recipes.data.text.token_corpus import TextPiece, TokenCorpus
 from recipes.runtime.world import num_cores
 from recipes.tokenizer import Tokenizer
 

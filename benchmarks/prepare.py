@@ -1,0 +1,130 @@
+"""`mode=prepare` on a gigabyte of text: speed of each part, memory, and how many of the planted copies it finds.
+
+python benchmarks/prepare.py [MB of text, 1000 by default]
+"""
+
+import json
+import pydoc_data.topics
+import subprocess
+import sys
+import tempfile
+import threading
+import time
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from measure import report
+
+ROOT = Path(__file__).parent.parent
+WORDS_A_DOCUMENT = 500
+COPIES = {"exact": 0.02, "near": 0.05}  # of all documents
+CHANGED = 0.01  # of the words of a near copy: a Jaccard similarity of about 0.9
+RULES = "quality=[gopher,c4,fineweb]"
+NO_COPIES = ("mode.exact_copies=false", "mode.near_copies=null")
+CASES: dict[str, tuple[str, ...]] = {
+    "read and write": (*NO_COPIES,),
+    "rules of Gopher, C4, FineWeb": (*NO_COPIES, RULES, "quality.remove_unpunctuated_lines=null"),
+    "exact and near copies": (),
+    "all, and an evaluation set": (RULES, "quality.remove_unpunctuated_lines=null", "evaluation"),
+}
+
+
+def write_corpus(path: Path, num_bytes: int) -> tuple[int, int]:
+    """Write documents of words with the frequencies of English prose; return all documents and the near copies."""
+    words, counts = np.unique(" ".join(pydoc_data.topics.topics.values()).split(), return_counts=True)
+    frequencies = counts / counts.sum()
+    rng = np.random.default_rng(0)
+    earlier: list[Any] = []
+    written = number = num_near = 0
+    with path.open("w", encoding="utf-8") as file:
+        while written < num_bytes:
+            draw = rng.random()
+            if earlier and draw < COPIES["exact"] + COPIES["near"]:
+                drawn = earlier[int(rng.integers(len(earlier)))].copy()
+                if draw >= COPIES["exact"]:
+                    changed = rng.choice(WORDS_A_DOCUMENT, int(CHANGED * WORDS_A_DOCUMENT), replace=False)
+                    drawn[changed] = rng.choice(len(words), len(changed))
+                    num_near += 1
+            else:
+                drawn = rng.choice(len(words), WORDS_A_DOCUMENT, p=frequencies)
+                if len(earlier) < 20_000:
+                    earlier.append(drawn)
+            sentences = [" ".join(words[part]) + "." for part in drawn.reshape(-1, 20)]
+            written += file.write(json.dumps({"text": "\n".join(sentences), "id": number}) + "\n")
+            number += 1
+    return number, num_near
+
+
+class _Memory(threading.Thread):
+    """The largest memory of a process and its children, their shared pages counted once."""
+
+    def __init__(self, pid: int) -> None:
+        super().__init__(daemon=True)
+        self.peak_bytes = 0
+        self._pid = pid
+
+    def run(self) -> None:
+        while Path(f"/proc/{self._pid}").exists():
+            self.peak_bytes = max(self.peak_bytes, sum(map(_held, _tree(self._pid))))
+            time.sleep(0.5)
+
+
+def _tree(pid: int) -> list[int]:
+    try:
+        text = Path(f"/proc/{pid}/task/{pid}/children").read_text()
+    except OSError:
+        return []
+    return [pid, *(inner for child in text.split() for inner in _tree(int(child)))]
+
+
+def _held(pid: int) -> int:
+    try:
+        lines = Path(f"/proc/{pid}/smaps_rollup").read_text().splitlines()
+    except OSError:
+        return 0
+    return sum(int(line.split()[1]) * 1024 for line in lines if line.startswith("Pss:"))
+
+
+def prepare(name: str, corpus: Path, folder: Path, planted: tuple[int, int]) -> dict[str, Any]:
+    """Run a case and return its row."""
+    print(name, file=sys.stderr)
+    output = folder / "out"
+    options = [option for option in CASES[name] if option != "evaluation"]
+    if "evaluation" in CASES[name]:
+        questions = folder / "questions.jsonl"
+        lines = (json.dumps({"question": " ".join(text.split()[:60])}) for text in pydoc_data.topics.topics.values())
+        questions.write_text("\n".join(lines))
+        options.append(f"mode.evaluation={{topics: {questions}}}")
+    command = ["mode=prepare", "data=documents", f"data.path={corpus}", f"mode.output={output}", *options]
+    began = time.perf_counter()
+    process = subprocess.Popen([sys.executable, str(ROOT / "train.py"), *command], stdout=subprocess.DEVNULL)
+    memory = _Memory(process.pid)
+    memory.start()
+    assert process.wait() == 0, command
+    seconds = time.perf_counter() - began
+    found = json.loads((output / "report.json").read_text())
+    subprocess.run(["rm", "-r", str(output)], check=True)
+    near = found["dropped"].get("near copy", 0)
+    return {
+        "what is done": name,
+        "text, MB": f"{found['bytes'] / 1e6:,.0f}",
+        "MB/s": f"{found['bytes'] / 1e6 / seconds:.1f}",
+        "peak memory, MiB": f"{memory.peak_bytes / 2**20:,.0f}",
+        "documents": f"{found['documents']:,}",
+        "kept": f"{found['kept']:,}",
+        # rules drop copies before they are compared
+        "planted near copies found": f"{near / planted[1]:.1%}" if near and RULES not in options else "",
+    }
+
+
+def main() -> None:
+    num_bytes = int(sys.argv[1] if len(sys.argv) > 1 else 1000) * 10**6
+    with tempfile.TemporaryDirectory() as name:
+        corpus = Path(name) / "corpus.jsonl"
+        planted = write_corpus(corpus, num_bytes)
+        report("prepare", [prepare(case, corpus, Path(name), planted) for case in CASES])
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,77 @@
+"""An order that reads few files at a time, as arithmetic on the position: no buffer whose content could be lost.
+
+Letters: F files, N samples of all files.
+"""
+
+from collections.abc import Sequence
+from functools import lru_cache
+
+import numpy as np
+from typing_extensions import override
+
+from recipes.data.sampler import Order, Positions, ShuffledOrder, mix64
+
+
+class ShardOrder(Order):
+    """Each epoch takes the files in another order, in groups; the samples of a group are shuffled.
+
+    Args:
+        counts: [F], samples of each file.
+        files_at_a_time: Files of a group: so many are read at once, and samples do not leave their group.
+        seed: Of the run.
+    """
+
+    def __init__(self, counts: Sequence[int], *, files_at_a_time: int, seed: int) -> None:
+        self._counts = np.asarray(counts, dtype=np.int64)
+        self._firsts = np.cumsum(self._counts) - self._counts  # [F], first sample of each file
+        self._num_samples = int(self._counts.sum())
+        self._files_at_a_time = files_at_a_time
+        self._seed = seed
+        self._files = ShuffledOrder(len(counts), seed)
+        # of each loader process and rank: the epochs that a batch touches
+        self._epoch = lru_cache(maxsize=2)(self._make_epoch)
+
+    @override
+    def indices(self, positions: Positions) -> Positions:
+        flat = positions.reshape(-1)
+        epochs, offsets = np.divmod(flat, self._num_samples)
+        found = np.empty_like(flat)
+        for epoch in np.unique(epochs).tolist():
+            here = epochs == epoch
+            found[here] = self._in_epoch(epoch, offsets[here])
+        return found.reshape(positions.shape)
+
+    def __getstate__(self) -> dict[str, object]:
+        return {name: value for name, value in self.__dict__.items() if name != "_epoch"}
+
+    def __setstate__(self, state: dict[str, object]) -> None:
+        self.__dict__.update(state)
+        self._epoch = lru_cache(maxsize=2)(self._make_epoch)
+
+    def _make_epoch(self, epoch: int) -> tuple[Positions, Positions]:
+        """Return the files of an epoch in their order, [F], and the position in the epoch where each begins, [F]."""
+        numbers = np.arange(len(self._counts), dtype=np.int64)
+        files = self._files.indices(epoch * len(self._counts) + numbers)
+        counts = self._counts[files]
+        return files, np.cumsum(counts) - counts
+
+    def _in_epoch(self, epoch: int, offsets: Positions) -> Positions:
+        files, begins = self._epoch(epoch)
+        groups = begins[:: self._files_at_a_time]  # position where each group begins
+        numbers = np.searchsorted(groups, offsets, side="right") - 1
+        found = np.empty_like(offsets)
+        for number in np.unique(numbers).tolist():
+            here = numbers == number
+            first = number * self._files_at_a_time
+            members = files[first : first + self._files_at_a_time]
+            counts = self._counts[members]
+            order = ShuffledOrder(int(counts.sum()), self._group_seed(epoch, number))
+            within = order.indices(offsets[here] - groups[number])
+            ends = np.cumsum(counts)
+            file = np.searchsorted(ends, within, side="right")
+            found[here] = self._firsts[members[file]] + within - (ends - counts)[file]
+        return found
+
+    def _group_seed(self, epoch: int, group: int) -> int:
+        key = np.array([self._seed & (2**63 - 1), epoch, group], dtype=np.uint64)
+        return int(mix64(mix64(mix64(key[:1]) ^ key[1:2]) ^ key[2:])[0])

@@ -1,0 +1,267 @@
+"""Training on files of tokens that need not be on this machine, nor fit on its disk.
+
+Letters: L tokens per sample.
+"""
+
+import hashlib
+import io
+import logging
+from collections.abc import Sequence
+from functools import lru_cache
+from typing import Annotated, Any, ClassVar, Literal
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import Tensor
+from torch.utils.data import Dataset
+
+from recipes.cache import open_cache_dir
+from recipes.data.token_shards.order import ShardOrder
+from recipes.data.token_shards.storage import Storage
+from recipes.errors import ConfigError
+from recipes.tokenizer import Tokenizer
+
+LOGGER = logging.getLogger("lightning_recipes")
+
+_SUFFIXES = (".npy", ".bin")
+_HEADER_BYTES = 4096
+_OPEN_FILES = 64  # of a process
+_DTYPES = {"<u2": "uint16", "<u4": "uint32"}
+
+
+class ShardWindows(Dataset[dict[str, Tensor]]):
+    """Samples of all files, one after the other; no sample spans two of them.
+
+    Sample i of a file reads its tokens [i L, i L + L) and predicts the successor of each. Picklable.
+
+    Args:
+        storage: The files.
+        layouts: Type and first byte of the tokens of each file.
+        seq_len: L.
+        vocab_size: Every token must be below it.
+        files_at_a_time: Files among which samples are shuffled.
+    """
+
+    def __init__(
+        self,
+        storage: Storage,
+        layouts: Sequence[tuple[str, int]],
+        *,
+        seq_len: int,
+        vocab_size: int,
+        files_at_a_time: int,
+    ) -> None:
+        self._storage = storage
+        self._layouts = list(layouts)
+        self._vocab_size = vocab_size
+        self._files_at_a_time = files_at_a_time
+        self.seq_len = seq_len
+        self.counts = [
+            max(0, ((size - start) // np.dtype(dtype).itemsize - 1) // seq_len)
+            for size, (dtype, start) in zip(storage.sizes, layouts, strict=True)
+        ]
+        self._lasts = np.cumsum(self.counts)  # one past the last sample of each file
+        self._open = lru_cache(maxsize=_OPEN_FILES)(self._open_file)
+
+    @property
+    def targets_per_sample(self) -> int:
+        """Every position has a target."""
+        return self.seq_len
+
+    @property
+    def tokens_per_sample(self) -> int:
+        """Every input is a token."""
+        return self.seq_len
+
+    def __len__(self) -> int:
+        return int(self._lasts[-1])
+
+    def __getitem__(self, index: int) -> dict[str, Tensor]:
+        """Return one sample: inputs and targets, [L] int64."""
+        if not -len(self) <= index < len(self):
+            raise IndexError(f"sample {index} of {len(self)}")
+        index %= len(self)
+        file = int(np.searchsorted(self._lasts, index, side="right"))
+        first = (index - int(self._lasts[file]) + self.counts[file]) * self.seq_len
+        tokens = torch.from_numpy(self._open(file)[first : first + self.seq_len + 1].astype(np.int64))  # [L + 1]
+        return {"inputs": tokens[:-1], "targets": tokens[1:]}
+
+    def make_order(self, seed: int) -> ShardOrder:
+        """Return the order of the stream, which reads few files at a time."""
+        return ShardOrder(self.counts, files_at_a_time=self._files_at_a_time, seed=seed)
+
+    def describe_sample(self, index: int) -> dict[str, Any]:
+        """Return the file of a sample."""
+        return {"documents": [{"name": self._storage.names[int(np.searchsorted(self._lasts, index, side="right"))]}]}
+
+    def _open_file(self, file: int) -> NDArray[np.unsignedinteger]:
+        dtype, start = self._layouts[file]
+        tokens: NDArray[np.unsignedinteger] = np.memmap(
+            self._storage.open_local(file), dtype=dtype, mode="r", offset=start
+        )
+        if (largest := int(tokens.max(initial=0))) >= self._vocab_size:
+            raise ConfigError(
+                f"data.path={self._storage.names[file]}",
+                f"it has token {largest} and the vocabulary ends at {self._vocab_size - 1}",
+                f"model.vocab_size={largest + 1} or more, or the right data.dtype",
+            )
+        return tokens
+
+    def __getstate__(self) -> dict[str, object]:
+        return {name: value for name, value in self.__dict__.items() if name != "_open"}
+
+    def __setstate__(self, state: dict[str, object]) -> None:
+        self.__dict__.update(state)
+        self._open = lru_cache(maxsize=_OPEN_FILES)(self._open_file)
+
+
+class TokenShards:
+    """Files of tokens in local or object storage: `.npy`, or `.bin` without a header."""
+
+    sample_kind: ClassVar[str] = "tokens"
+
+    def __init__(
+        self,
+        *,
+        path: str,
+        val_path: str | None,
+        dtype: Literal["uint16", "uint32"],
+        files_at_a_time: Annotated[int, ">= 1"],
+        cache_gb: Annotated[float, "> 0"] | None,
+        vocab_size: int,
+        seq_len: Annotated[int, ">= 1"],
+        cache_dir: str,
+    ) -> None:
+        """Store the settings; nothing is read before `prepare`.
+
+        Args:
+            path: File, folder or glob, perhaps with a protocol of fsspec.
+            val_path: The same for validation; None: the last file of `path`.
+            dtype: Of files without a header, little-endian.
+            files_at_a_time: Files that are read at once, among whose samples the order is random.
+            cache_gb: Most that copies of files from elsewhere take; None: no limit.
+            vocab_size: Every token must be below it.
+            seq_len: Tokens per sample.
+            cache_dir: Folder of copies.
+        """
+        self._path = path
+        self._val_path = val_path
+        self._dtype = dtype
+        self._files_at_a_time = files_at_a_time
+        self._cache_gb = cache_gb
+        self._vocab_size = vocab_size
+        self.seq_len = seq_len
+        self._cache_dir = cache_dir
+        self._prepared: tuple[ShardWindows, ShardWindows] | None = None
+
+    @property
+    def tokenizer(self) -> Tokenizer | None:
+        """None: the files do not contain the tokenizer."""
+        return None
+
+    def prepare(self) -> None:
+        """List the files and read the headers of `.npy` files; a second call does nothing.
+
+        Raises:
+            ConfigError: There are no files, or too few; or they hold no tokens.
+        """
+        if self._prepared is not None:
+            return
+        storage = self._open("path", self._path)
+        layouts = self._layouts("path", storage)
+        if self._val_path is not None:
+            val_storage = self._open("val_path", self._val_path)
+            val_layouts = self._layouts("val_path", val_storage)
+        elif len(storage.names) == 1:
+            reason = "it is a single file, and validation reads the last one"
+            raise ConfigError(f"data.path={self._path}", reason, "data.val_path=<file of tokens>, or data=token_file")
+        else:
+            val_storage, val_layouts = self._open("path", self._path), layouts[-1:]
+            val_storage.names, val_storage.sizes = storage.names[-1:], storage.sizes[-1:]
+            storage.names, storage.sizes, layouts = storage.names[:-1], storage.sizes[:-1], layouts[:-1]
+        self._prepared = self._windows(storage, layouts), self._windows(val_storage, val_layouts)
+        for split, windows in zip(("training", "validation"), self._prepared, strict=True):
+            if not len(windows):
+                reason = f"no {split} file has {self.seq_len + 1} tokens"
+                raise ConfigError(f"seq_len={self.seq_len}", reason, "a smaller seq_len, or larger files")
+
+    @property
+    def fingerprint(self) -> str:
+        """Equal for files of equal names and sizes."""
+        storages = [windows._storage for windows in self._ready()]
+        names = " ".join(f"{n} {s}" for storage in storages for n, s in zip(storage.names, storage.sizes, strict=True))
+        digest = hashlib.blake2b(names.encode("utf-8", "surrogateescape"), digest_size=12).hexdigest()
+        return f"{digest}/{self.seq_len}/{self._files_at_a_time}"
+
+    def describe(self) -> str:
+        """Return the number of files and samples."""
+        train, val = self._ready()
+        files = f"{len(train.counts):,} training and {len(val.counts):,} validation files"
+        return f"{files}; {len(train):,} and {len(val):,} samples of {self.seq_len} tokens in {self._path}"
+
+    def describe_sample(self, sample: int) -> dict[str, Any]:
+        """Return the file of a training sample, for the dump of a bad batch."""
+        return self.train().describe_sample(sample)
+
+    def train(self) -> ShardWindows:
+        """Return the training samples."""
+        return self._ready()[0]
+
+    def val(self) -> ShardWindows:
+        """Return the validation samples."""
+        return self._ready()[1]
+
+    def _ready(self) -> tuple[ShardWindows, ShardWindows]:
+        assert self._prepared is not None, "prepare() comes first"
+        return self._prepared
+
+    def _open(self, name: str, path: str) -> Storage:
+        return Storage(
+            path,
+            setting=f"data.{name}",
+            suffixes=_SUFFIXES,
+            cache_dir=open_cache_dir(self._cache_dir),
+            cache_gb=self._cache_gb,
+        )
+
+    def _windows(self, storage: Storage, layouts: list[tuple[str, int]]) -> ShardWindows:
+        return ShardWindows(
+            storage,
+            layouts,
+            seq_len=self.seq_len,
+            vocab_size=self._vocab_size,
+            files_at_a_time=self._files_at_a_time,
+        )
+
+    def _layouts(self, name: str, storage: Storage) -> list[tuple[str, int]]:
+        """Return type and first byte of the tokens of each file."""
+        layouts: list[tuple[str, int]] = []
+        for index, file in enumerate(storage.names):
+            layouts.append((self._dtype, 0))
+            if file.endswith(".npy"):
+                try:
+                    layouts[-1] = _npy_layout(storage.read_start(index, _HEADER_BYTES))
+                except ValueError as error:
+                    fix = f"data.{name}=<one-dimensional .npy of uint16 or uint32>"
+                    raise ConfigError(f"data.{name}={file}", str(error), fix) from error
+            dtype, start = layouts[-1]
+            if (storage.sizes[index] - start) % np.dtype(dtype).itemsize:
+                reason = f"its {storage.sizes[index] - start} bytes are no {dtype} tokens: it is truncated"
+                raise ConfigError(f"data.{name}={file}", reason, "the file copied again, or the right data.dtype")
+        return layouts
+
+
+def _npy_layout(start: bytes) -> tuple[str, int]:
+    """Return type and first byte of the tokens of a .npy file.
+
+    Raises:
+        ValueError: It holds something else.
+    """
+    file = io.BytesIO(start)
+    version = np.lib.format.read_magic(file)  # type: ignore[no-untyped-call]
+    read = np.lib.format.read_array_header_1_0 if version == (1, 0) else np.lib.format.read_array_header_2_0
+    shape, _, dtype = read(file)  # type: ignore[no-untyped-call]
+    if len(shape) != 1 or dtype.str not in _DTYPES:
+        raise ValueError(f"it holds {dtype} {shape}")
+    return _DTYPES[dtype.str], file.tell()

@@ -1,0 +1,143 @@
+"""Files in any storage that fsspec knows: listed once, copied to a cache when they are first read."""
+
+import contextlib
+import fcntl
+import hashlib
+import logging
+import os
+import time
+import uuid
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+from recipes.errors import ConfigError
+
+log = logging.getLogger(__name__)
+
+_PARTIAL = ".partial."
+
+
+class Storage:
+    """The files of one path, local ones where they are and all others by copies.
+
+    Picklable: each process opens its own connection.
+
+    Args:
+        path: File, folder or glob, perhaps with a protocol: `s3://bucket/tokens/*.npy`.
+        setting: Where it was typed: "data.path".
+        suffixes: Of the files of a folder.
+        cache_dir: Of copies.
+        cache_gb: Most that copies take together; None: no limit.
+
+    Raises:
+        ConfigError: There is no file, or the package for the protocol is missing.
+    """
+
+    def __init__(
+        self, path: str, *, setting: str, suffixes: tuple[str, ...], cache_dir: Path, cache_gb: float | None
+    ) -> None:
+        self._setting = setting
+        self._path = path
+        self._cache_dir = cache_dir
+        self._cache_bytes = None if cache_gb is None else int(cache_gb * 1e9)
+        self._connected: tuple[Any, str] | None = None
+        fix = f"{setting}=<file, folder or glob of tokens, local or as in s3://bucket/folder>"
+        with self._explained(fix):
+            files, pattern = self._connect()
+            self.is_local = "file" in files.protocol if isinstance(files.protocol, tuple) else files.protocol == "file"
+            if files.isdir(pattern):
+                names = [name for name in files.find(pattern) if name.endswith(suffixes)]
+            else:
+                names = files.glob(pattern) if any(mark in pattern for mark in "*?[") else [pattern]
+            self.names: list[str] = sorted(name for name in names if files.isfile(name))
+            self.sizes: list[int] = [int(files.size(name)) for name in self.names]
+        if not self.names:
+            raise ConfigError(f"{setting}={path}", f"no file there ends in {', '.join(suffixes)}", fix)
+
+    def open_local(self, index: int) -> Path:
+        """Return the path of a file on this machine, copied there if it is elsewhere."""
+        name = self.names[index]
+        if self.is_local:
+            return Path(name)
+        copy = self._copy_path(index)
+        if not copy.is_file():
+            copy.parent.mkdir(parents=True, exist_ok=True)
+            with _locked(copy.with_name(f".{copy.name}.lock")):
+                if not copy.is_file():
+                    self._copy(index, copy)
+        os.utime(copy)  # used now: the oldest are deleted first
+        return copy
+
+    def read_start(self, index: int, num_bytes: int) -> bytes:
+        """Return the first bytes of a file, without copying it."""
+        with self._explained(f"{self._setting}=<files that can be read>"):
+            files, _ = self._connect()
+            found: bytes = files.cat_file(self.names[index], start=0, end=num_bytes)
+        return found
+
+    def _copy(self, index: int, copy: Path) -> None:
+        if self._cache_bytes is not None:
+            self._make_room(self.sizes[index])
+        temporary = copy.with_name(f".{copy.name}{_PARTIAL}{uuid.uuid4().hex}")
+        began = time.monotonic()
+        try:
+            with self._explained(f"{self._setting}=<files that can be read>"):
+                files, _ = self._connect()
+                files.get_file(self.names[index], str(temporary))
+            if temporary.stat().st_size != self.sizes[index]:
+                reason = f"{self.names[index]} has {temporary.stat().st_size:,} bytes, and had {self.sizes[index]:,}"
+                raise ConfigError(f"{self._setting}={self._path}", reason, "the same command again")
+            temporary.replace(copy)
+        finally:
+            temporary.unlink(missing_ok=True)
+        log.info("copied %s, %.1f MB in %.1f s", copy.name, self.sizes[index] / 1e6, time.monotonic() - began)
+
+    def _make_room(self, num_bytes: int) -> None:
+        """Delete the copies that were not used for the longest time."""
+        assert self._cache_bytes is not None
+        folder = self._copy_path(0).parent
+        copies = [path for path in folder.iterdir() if not path.name.startswith(".")]
+        used = sorted((path.stat().st_mtime, path.stat().st_size, path) for path in copies)
+        total = num_bytes + sum(size for _, size, _ in used)
+        for _, size, path in used:
+            if total <= self._cache_bytes:
+                return
+            path.unlink(missing_ok=True)  # a process that has it open keeps reading it
+            total -= size
+
+    def _copy_path(self, index: int) -> Path:
+        folder = hashlib.blake2b(self._path.encode(), digest_size=10).hexdigest()
+        key = hashlib.blake2b(f"{self.names[index]} {self.sizes[index]}".encode(), digest_size=8).hexdigest()
+        return self._cache_dir / "shards" / folder / f"{key}_{Path(self.names[index]).name}"
+
+    def _connect(self) -> tuple[Any, str]:
+        if self._connected is None:
+            import fsspec
+
+            path = os.path.expanduser(self._path) if "://" not in self._path else self._path
+            self._connected = fsspec.core.url_to_fs(path)
+        return self._connected
+
+    @contextlib.contextmanager
+    def _explained(self, fix: str) -> Iterator[None]:
+        """Turn what fsspec and its protocols raise into a sentence."""
+        try:
+            yield
+        except ConfigError:
+            raise
+        except Exception as error:  # each protocol has exceptions of its own
+            reason = str(error).strip().partition("\n")[0] or type(error).__name__
+            raise ConfigError(f"{self._setting}={self._path}", f"it cannot be read: {reason}", fix) from error
+
+    def __getstate__(self) -> dict[str, object]:
+        return {**self.__dict__, "_connected": None}
+
+
+@contextlib.contextmanager
+def _locked(path: Path) -> Iterator[None]:
+    """Hold a lock that is released when the process dies; without locks in the file system, two may copy the same."""
+    with path.open("ab") as file:
+        with contextlib.suppress(OSError):
+            fcntl.flock(file, fcntl.LOCK_EX)
+        yield
