@@ -17,6 +17,7 @@ from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 from torch.utils._pytree import tree_leaves
 
 from recipes.activation_checkpoint.entered import Entered
+from recipes.numerics.nf4 import get_parts, is_nf4
 
 _Key = tuple[int, int]  # storage, version of what is in it
 
@@ -227,10 +228,12 @@ class _Call:
     def _state(self) -> set[int]:
         """Return where the parameters and buffers are now: under FSDP2 the unsharded ones, while the block computes."""
         return {
-            _address(tensor)
+            _address(part)
             for module in self._owners
             for tensor in (*module._parameters.values(), *module._buffers.values())
-            if tensor is not None and not is_traceable_wrapper_subclass(tensor)
+            if tensor is not None
+            for part in (get_parts(tensor) if is_nf4(tensor) else [tensor])
+            if not is_traceable_wrapper_subclass(part)
         }
 
 

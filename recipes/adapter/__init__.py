@@ -7,6 +7,7 @@ from typing import Any, Protocol
 from torch import nn
 
 from recipes.errors import ConfigError
+from recipes.numerics.torchao_import import without_warnings_of_torchao
 
 ALL = "all"
 # parts of the names of an adapter's own parameters
@@ -101,7 +102,8 @@ def check_peft() -> None:
         ConfigError: It is not.
     """
     try:
-        import peft  # noqa: F401
+        with without_warnings_of_torchao():
+            import peft  # noqa: F401
     except ImportError as error:
         reason = "adapters need the package peft, which is not installed"
         raise ConfigError("adapter=…", reason, "pip install -e '.[peft]', or adapter=none") from error

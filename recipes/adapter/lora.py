@@ -5,6 +5,7 @@ from typing import Annotated, Literal
 from torch import nn
 
 from recipes.adapter import find_targets, inject
+from recipes.adapter.nf4_base import hold_in_nf4
 
 
 class Lora:
@@ -17,6 +18,8 @@ class Lora:
         target_modules: Ends of names within a block; `all`: every linear layer there.
         scales_by_root: As rsLoRA (arXiv 2312.03732), for ranks of 64 and more.
         dora: Learn the length of each row apart from its direction (arXiv 2402.09353).
+        base: How the frozen weights of linear layers in the blocks are held: `nf4`, in 4 bits (QLoRA, arXiv
+            2305.14314); None: in the dtype of the run.
     """
 
     def __init__(
@@ -28,6 +31,7 @@ class Lora:
         target_modules: list[str] | Literal["all"],
         scales_by_root: bool,
         dora: bool,
+        base: Literal["nf4"] | None = None,
     ) -> None:
         self.r = r
         self.alpha = alpha
@@ -35,12 +39,13 @@ class Lora:
         self.target_modules = target_modules
         self.scales_by_root = scales_by_root
         self.dora = dora
+        self.base = base
 
     def apply(self, model: nn.Module) -> None:
         """Freeze the model and add the matrices, without storage.
 
         Raises:
-            ConfigError: The model has no such layers.
+            ConfigError: The model has no such layers, or none that can be held in NF4.
         """
         names = find_targets(model, self.target_modules, setting=f"adapter.target_modules={self.target_modules}")
         from peft import LoraConfig
@@ -57,3 +62,5 @@ class Lora:
                 fan_in_fan_out=any(type(module).__name__ == "Conv1D" for module in model.modules()),
             ),
         )
+        if self.base == "nf4":
+            hold_in_nf4(model)

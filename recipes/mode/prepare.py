@@ -94,11 +94,15 @@ def prepare(
         settings=fields | judged_by | copies | {"shard_mb": shard_mb},
     )
     content = _hash_content([rows, *(sets[name] for name in sorted(sets))], composed.config["data"]["cache_dir"])
+    return _run(pipeline, rows, content, num_processes or num_cores(), write_page)
+
+
+def _run(pipeline: Pipeline, rows: Rows, content_hash: str, num_processes: int, write_page: Callable[..., None]) -> int:
     LOGGER.info(f"preparing {rows.name}, {rows.num_bytes / 1e6:,.1f} MB")
     begun = time.monotonic()
-    report = pipeline.run(rows, content_hash=content, num_processes=num_processes or num_cores())
-    write_page(folder / PAGE, report)
-    for line in _summarize(report, folder, seconds=time.monotonic() - begun):
+    report = pipeline.run(rows, content_hash=content_hash, num_processes=num_processes)
+    write_page(pipeline.output / PAGE, report)
+    for line in _summarize(report, pipeline.output, seconds=time.monotonic() - begun):
         LOGGER.info(line)
     return 0
 

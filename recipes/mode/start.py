@@ -10,6 +10,7 @@ import torch
 from lightning.pytorch.callbacks import Callback
 from typing_extensions import override
 
+from recipes.adapter.nf4_base import describe_base
 from recipes.build import Run
 from recipes.checkpoint.checkpoint_io import FolderCheckpointIO
 from recipes.logger.csv import CsvLogger
@@ -139,6 +140,9 @@ def header(run: Run, *, resumed_from: Path | None) -> Iterator[str]:
         else f", {num_trained:,} of them trained ({num_trained / num_parameters:.2%}),"
     )
     yield f"model: {run.task.model_name}, {num_parameters:,} parameters{trained} on {setup}"
+    base = describe_base(run.task)
+    if base is not None:
+        yield f"base: {base}"
     num_samples = trainer.max_steps * plan.global_batch_size
     num = plan.num_micro_batches
     micro_batches = "1 micro-batch" if num == 1 else f"{num} micro-batches"

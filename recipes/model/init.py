@@ -15,6 +15,7 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor, distribute_tensor
 
 from recipes.adapter import is_adapter
+from recipes.numerics.nf4 import fill_nf4, is_nf4
 
 INIT_STD = 0.02  # Radford et al. 2019 (GPT-2)
 
@@ -72,10 +73,12 @@ def generator_for(name: str, *, seed: int) -> torch.Generator:
 
 @torch.no_grad()
 def fill(parameter: Tensor, values: Tensor) -> None:
-    """Copy `values`, the unsharded tensor, into `parameter` or into this rank's shard of it."""
+    """Copy `values`, the unsharded tensor, into `parameter` or into this rank's shard of it; quantize for NF4."""
     assert parameter.shape == values.shape, f"{tuple(parameter.shape)} != {tuple(values.shape)}"
     if hasattr(parameter, "fill_whole"):
         parameter.fill_whole(values)
+    elif is_nf4(parameter):
+        fill_nf4(parameter, values)
     elif isinstance(parameter, DTensor):
         shard = distribute_tensor(
             values.to(parameter.device, parameter.dtype),

@@ -2,8 +2,6 @@
 
 import copy
 import logging
-from collections.abc import Iterator
-from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -11,6 +9,7 @@ import torch
 from torch import nn
 
 from recipes.errors import ConfigError
+from recipes.numerics.torchao_import import without_warnings_of_torchao
 
 log = logging.getLogger("lightning_recipes")
 
@@ -82,27 +81,13 @@ def make_model(config: Any) -> Any:
     from transformers import AutoModelForCausalLM
 
     try:
-        with _without_warnings_of_torchao():
+        with without_warnings_of_torchao():
             return AutoModelForCausalLM.from_config(config, dtype=torch.get_default_dtype(), trust_remote_code=False)
     except ValueError as error:
         reason = str(error).strip().partition("\n")[0]
         raise ConfigError(
             "model.name=…", f"transformers says: {reason}", "model.name=<a causal language model>"
         ) from error
-
-
-@contextmanager
-def _without_warnings_of_torchao() -> Iterator[None]:
-    """Keep quiet what torchao (0.18) says when transformers imports it: its kernels for GPUs that are not here."""
-    loggers = [logging.getLogger(name) for name in ("torchao", "torch.utils._pytree")]
-    levels = [logger.level for logger in loggers]
-    try:
-        for logger in loggers:
-            logger.setLevel(logging.ERROR)
-        yield
-    finally:
-        for logger, level in zip(loggers, levels, strict=True):
-            logger.setLevel(level)
 
 
 def make_model_on_meta(config: Any) -> Any:

@@ -46,7 +46,9 @@ def linear(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
     if not _goes_to_onednn(x, weight, num_weights=weight.numel()):
         return F.linear(x, weight, bias)
     if torch.is_grad_enabled():
-        return _Linear.apply(x, weight, bias)  # type: ignore[no-any-return, no-untyped-call]
+        # as a matrix: oneDNN returns a view of one, and autograd lets no one write into a view made by a Function
+        out: Tensor = _Linear.apply(x.flatten(0, -2), weight, bias)  # type: ignore[no-untyped-call]
+        return out.view(*x.shape[:-1], len(weight))
     return _multiply(x, weight, bias)
 
 
@@ -114,11 +116,10 @@ class _Linear(torch.autograd.Function):
     @once_differentiable  # type: ignore[misc, untyped-decorator]
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
         x, weight = ctx.saved_tensors
-        grad_rows = grad.flatten(0, -2)  # [N, M]
         return (
-            None if weight is None else _multiply(grad, weight.T),  # [..., K]
-            None if x is None else weight_gradient(grad_rows, x.flatten(0, -2)),  # [M, K]
-            grad_rows.sum(0) if ctx.needs_input_grad[2] else None,  # [M]
+            None if weight is None else _multiply(grad, weight.T),  # [N, K]
+            None if x is None else weight_gradient(grad, x),  # [M, K]
+            grad.sum(0) if ctx.needs_input_grad[2] else None,  # [M]
         )
 
 

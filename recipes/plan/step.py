@@ -22,6 +22,7 @@ from torch.utils._pytree import tree_leaves
 
 from recipes.activation_checkpoint import ActivationCheckpoint
 from recipes.numerics.ema import average_weights
+from recipes.numerics.nf4 import get_parts
 from recipes.optimizer import DividesWork
 from recipes.plan.activations import mark_host_copies
 from recipes.plan.trace import GRADIENTS, OPTIMIZER, WEIGHTS, Op, StepTracer
@@ -122,7 +123,8 @@ def record_step(
             optimizer.zero_grad()
         with StepTracer(keep_calls=keep_calls) as tracer, mark_host_copies(tracer), _gpu_operators(step.on_gpu):
             for tensor in [*model.parameters(), *model.buffers()]:
-                tracer.add(tensor, category=WEIGHTS)
+                for part in get_parts(tensor):
+                    tracer.add(part, category=WEIGHTS)
             _mark(tracer, parameters, optimizer)
             _mark_blocks(model, tracer)
             if step.drops_gradients:

@@ -105,8 +105,8 @@ class StepTracer(TorchDispatchMode):  # type: ignore[no-untyped-call]
 
     @override
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        if any(issubclass(kind, DTensor) for kind in types):
-            return NotImplemented  # its operators on local tensors come back here
+        if any(issubclass(kind, DTensor) or kind.__name__ == "NF4Tensor" for kind in types):
+            return NotImplemented  # their operators on plain tensors come back here
         kwargs = kwargs or {}
         out = func(*args, **kwargs)
         namespace = func.namespace

@@ -13,6 +13,7 @@ from torch.nn.parallel import DistributedDataParallel
 from typing_extensions import override
 
 from recipes.checkpoint.shards import ShardSavingMixin
+from recipes.numerics.nf4 import list_nf4
 from recipes.optimizer import DividesWork
 from recipes.precision import Precision
 from recipes.strategy.precision_plugin import to_lightning_plugin
@@ -69,6 +70,11 @@ class DDP(TorchNativeMixin, ShardSavingMixin, DDPStrategy):
         2.6.6 by #21746). The nodes that accumulate gradients then belong to that stream: torch 2.13 warns on every
         rank, and synchronizes the streams for every parameter of every backward pass.
         """
+        in_nf4 = [name for name, _ in list_nf4(model)]
+        if in_nf4:
+            # it would broadcast them from rank 0, for which NF4Tensor (torchao 0.18) has no operator; seed or files
+            # alone decide what they are, so all ranks have the same
+            DistributedDataParallel._set_params_and_buffers_to_ignore_for_model(model, in_nf4)  # type: ignore[no-untyped-call]
         return DistributedDataParallel(module=model, device_ids=self.determine_ddp_device_ids(), **self._ddp_kwargs)
 
     @override

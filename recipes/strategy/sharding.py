@@ -10,6 +10,8 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, OffloadPolicy, fully_shard
 from torch.distributed.fsdp._fully_shard._fsdp_param_group import FSDPParamGroup
 
+from recipes.errors import ConfigError
+from recipes.numerics.nf4 import list_nf4
 from recipes.precision import Precision
 from recipes.strategy import get_blocks
 
@@ -60,8 +62,9 @@ def shard_model(model: nn.Module, *, mesh: DeviceMesh, policy: ShardPolicy, opti
         option: Of the strategy, to name it in messages.
 
     Raises:
-        ConfigError: The model has no `blocks`.
+        ConfigError: The model has no `blocks`, or the rows of a weight in NF4 do not divide over the ranks.
     """
+    _check_rows_in_nf4(model, num_shards=mesh.size(mesh.ndim - 1))
     blocks = list(get_blocks(model, option))
     alone = set(_large_children(model, num_elements=_count(blocks[0])))
     units: list[FSDPModule] = []  # in the order of the forward pass
@@ -84,6 +87,17 @@ def shard_model(model: nn.Module, *, mesh: DeviceMesh, policy: ShardPolicy, opti
         offload_policy=policy.offload,
         reshard_after_forward=False,
     )
+
+
+def _check_rows_in_nf4(model: nn.Module, *, num_shards: int) -> None:
+    """Reject rows that FSDP2 would fill up: torchao's NF4Tensor (0.18) can only be split evenly."""
+    for name, weight in list_nf4(model):
+        if len(weight) % num_shards:
+            raise ConfigError(
+                f"adapter.base=nf4 with {num_shards} shards",
+                f"{name} has {len(weight)} rows, which do not divide over them",
+                "strategy=ddp, adapter=lora, or another number of devices",
+            )
 
 
 def _list_units(model: nn.Module, blocks: nn.Module) -> Iterable[nn.Module]:

@@ -19,6 +19,7 @@ from recipes.lightning_internals import skip_validation_once
 from recipes.model.init import unsharded_shape
 from recipes.model.weights.adapter import has_adapter
 from recipes.numerics.ema import NAME as AVERAGE
+from recipes.numerics.nf4 import list_nf4
 
 
 class Resumable(lightning.LightningModule):
@@ -54,6 +55,11 @@ class Resumable(lightning.LightningModule):
     def recipes_consumed(self) -> tuple[int, int]:
         """Return samples and tokens consumed so far over all ranks, for callbacks."""
         return self.num_samples, self.num_tokens
+
+    @property
+    def seed(self) -> int:
+        """Of the first weights and of each rank's random state."""
+        return self._seed
 
     # The optimizer of a run: remembered when it is built, set up when training starts.
 
@@ -184,7 +190,8 @@ class Resumable(lightning.LightningModule):
         model: Any = self.model
         if not has_adapter(model):
             return None
-        return str(getattr(model, "pretrained", None) or f"seed {self._seed}")
+        base = str(getattr(model, "pretrained", None) or f"seed {self._seed}")
+        return f"{base} in NF4" if any(list_nf4(model)) else base
 
     # Rollbacks.
 

@@ -18,25 +18,44 @@ ON_TWO = {
         "lora": ("ddp", "fsdp", "fsdp, cpu offload", "ZeRO-1", "ZeRO-2, offload", "ZeRO-3"),
         "dora": ("ddp", "fsdp"),
         "ia3": ("fsdp", "ZeRO-3"),
+        "qlora": ("ddp", "fsdp", "fsdp, cpu offload", "hsdp"),
     }.items()
     for name in names
 }
-ON_ONE = {f"{adapter}, 1": (adapter, "single") for adapter in ("lora", "dora", "ia3")}
-RESUMED = ["lora, ddp", "lora, fsdp", "lora, ZeRO-2, offload", "lora, ZeRO-3", "dora, fsdp"]
+ON_ONE = {f"{adapter}, 1": (adapter, "single") for adapter in ("lora", "dora", "ia3", "qlora")}
+RESUMED = [
+    "lora, ddp",
+    "lora, fsdp",
+    "lora, ZeRO-2, offload",
+    "lora, ZeRO-3",
+    "dora, fsdp",
+    "qlora, ddp",
+    "qlora, fsdp",
+]
+# NF4 takes layers whose inputs divide into blocks of 64
+WIDER = ["model.hidden_size=64", "model.ffn_hidden_size=128"]
+VARIANTS = {
+    "qlora, recomputed": ["activation_checkpoint=every_block"],
+    "qlora, all at once": ["micro_batch_size=16"],
+    "qlora, bf16-mixed": ["precision=bf16-mixed"],
+}
 
 
 def make_case(entry: tuple[str, str], *more: str, world_size: int) -> dict[str, Any]:
     adapter, name = entry
     made = case("llama", strategy=STRATEGIES[name], precision="32-true", accumulate=2, world_size=world_size)
     learning_rate = "optimizer.lr=3e-2"  # few weights
-    return made | {"overrides": [*made["overrides"], f"adapter={adapter}", learning_rate, *more]}
+    wider = WIDER if adapter == "qlora" else []
+    return made | {"overrides": [*made["overrides"], f"adapter={adapter}", learning_rate, *wider, *more]}
 
 
 @pytest.fixture
 def curve(rows: Any) -> Any:
     def find(name: str) -> list[dict[str, float]]:
-        entries, size = (ON_ONE, 1) if name in ON_ONE else (ON_TWO, 2)
+        entries, size = (ON_TWO, 2) if name in ON_TWO else (ON_ONE, 1)
         cases = {key: make_case(entry, world_size=size) for key, entry in entries.items()}
+        if size == 1:
+            cases |= {key: make_case(("qlora", "single"), *more, world_size=1) for key, more in VARIANTS.items()}
         found: list[dict[str, float]] = rows(f"adapters on {size}", cases, name, world_size=size)
         return found
 
@@ -51,6 +70,23 @@ def test_an_adapter_has_the_curve_of_one_device(name: str, curve: Any) -> None:
     assert difference["train/loss"] < 1e-5
     assert difference["grad/norm"] < 1e-3
     assert all(row["grad/norm"] > 0 for row in alone)
+
+
+def test_recomputing_blocks_beside_weights_in_4_bits_changes_no_bit(curve: Any) -> None:
+    recomputed, alone = curve("qlora, recomputed"), curve("qlora, 1")
+    for key in ("train/loss", "grad/norm"):
+        assert [row[key] for row in recomputed] == [row[key] for row in alone]
+
+
+def test_micro_batches_beside_weights_in_4_bits_have_the_curve_of_one(curve: Any) -> None:
+    difference = largest_difference(curve("qlora, all at once"), curve("qlora, 1"))
+    assert difference["train/loss"] < 1e-5  # as between strategies
+    assert difference["grad/norm"] < 1e-3
+
+
+def test_weights_in_4_bits_learn_in_bf16_mixed(curve: Any) -> None:
+    difference = largest_difference(curve("qlora, bf16-mixed"), curve("qlora, 1"))
+    assert 0 < difference["train/loss"] < 1e-2  # products of 8 bits of mantissa
 
 
 @pytest.fixture(scope="module")

@@ -31,6 +31,7 @@ ON_TWO = [
     "recipe=fsdp_bf16 optimizer=adafactor",
     "recipe=fsdp_bf16 adapter=lora",
     "recipe=zero3_bf16 adapter=lora",
+    "recipe=fsdp_bf16 adapter=qlora model.hidden_size=64",
 ]
 if IS_LONG:
     ON_TWO += ["recipe=fsdp_fp16", "recipe=zero1_bf16", "strategy=deepspeed_stage_2 precision=bf16-true"]

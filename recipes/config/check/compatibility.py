@@ -4,6 +4,7 @@ import re
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
+from recipes.config.check.adapter import check_adapter
 from recipes.config.check.types import to_setting
 from recipes.config.compose import CONF
 from recipes.config.published import read_size
@@ -58,7 +59,7 @@ def check_compatibility(config: Mapping[str, Any]) -> Iterator[ConfigError]:
     yield from _check_min_steps(config["trainer"])
     yield from _check_job_time(config["launcher"])
     yield from _vocabulary(config)
-    yield from _adapter(config)
+    yield from check_adapter(config)
     yield from _published_model(config["model"])
     yield from _published_weights(config)
     if "tokenizer" in config["data"] and not config["data"]["tokenizer"]:
@@ -152,17 +153,6 @@ def _published_model(model: Mapping[str, Any]) -> Iterator[ConfigError]:
         read_size(name, "vocab_size")
     except ConfigError as mistake:
         yield mistake
-
-
-def _adapter(config: Mapping[str, Any]) -> Iterator[ConfigError]:
-    """Check that the strategy can hold an adapter and what it stands beside."""
-    adapter = config.get("adapter", {})
-    if adapter.get("dora") and config["strategy"].get("stage") == 3:
-        yield ConfigError(
-            "adapter.dora=true strategy=deepspeed_stage_3",
-            "DoRA measures the frozen weights themselves, of which each rank has a part",
-            "strategy=fsdp, or adapter=lora",
-        )
 
 
 def _vocabulary(config: Mapping[str, Any]) -> Iterator[ConfigError]:

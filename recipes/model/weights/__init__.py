@@ -6,10 +6,12 @@ from typing import Any
 
 import torch
 
+from recipes.adapter.nf4_base import unquantize
 from recipes.errors import ConfigError
 from recipes.model import Model
 from recipes.model.init import constant_
 from recipes.model.weights.adapter import has_adapter, initialize_adapter
+from recipes.numerics.nf4 import dequantize
 
 
 @torch.no_grad()
@@ -34,13 +36,40 @@ def initialize(model: Model, seed: int) -> None:
             f"{name} has no init_buffers(), which a resume calls to set what a checkpoint does not hold",
             "def init_buffers(self): in that class, empty if there are no such buffers",
         )
+    _initialize_base(model, seed)
+    if has_adapter(model):  # type: ignore[arg-type]
+        initialize_adapter(model, seed)  # type: ignore[arg-type]
+
+
+def _initialize_base(model: Model, seed: int) -> None:
     pretrained: str | None = getattr(model, "pretrained", None)
     if pretrained is None:
         model.init_weights(seed)
     else:
         _load_published(model, pretrained)
-    if has_adapter(model):  # type: ignore[arg-type]
-        initialize_adapter(model, seed)  # type: ignore[arg-type]
+
+
+@torch.no_grad()
+def restore_precision(model: Model, seed: int) -> float | None:
+    """Replace frozen weights in NF4 by those that they were quantized from, in place.
+
+    Args:
+        model: Not sharded.
+        seed: Of the run.
+
+    Returns:
+        The norm of all differences over the norm of all these weights; None: there are none in NF4.
+    """
+    restored = unquantize(model)  # type: ignore[arg-type]
+    if not restored:
+        return None
+    _initialize_base(model, seed)
+    squares = torch.zeros(2, dtype=torch.float64)  # of differences, of weights
+    for layer, rounded in restored:
+        whole = layer.weight.float()  # [M, K]
+        for index, values in enumerate((dequantize(rounded) - whole, whole)):
+            squares[index] += torch.linalg.vector_norm(values, dtype=torch.float64).square().cpu()
+    return math.sqrt(squares[0] / squares[1])
 
 
 def _load_published(model: Model, pretrained: str) -> None:

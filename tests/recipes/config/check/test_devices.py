@@ -123,3 +123,28 @@ def test_dora_is_refused_where_weights_are_partitioned() -> None:
         " has a part; type strategy=fsdp, or adapter=lora"
     ) in messages(*typed)
     assert not [message for message in messages("adapter=lora", *typed[1:]) if "adapter" in message]
+
+
+@pytest.mark.parametrize(
+    ("typed", "message"),
+    [
+        (
+            "strategy=deepspeed_stage_2",
+            "adapter.base=nf4 strategy=deepspeed_stage_2: DeepSpeed broadcasts and partitions all weights as plain"
+            " tensors, which weights in 4 bits are not; type strategy=fsdp, or adapter=lora",
+        ),
+        (
+            "adapter.dora=true",
+            "adapter.base=nf4 adapter.dora=true: DoRA measures the rows of the frozen weights in every step, which 4"
+            " bits do not hold as numbers; type adapter=qlora, or adapter=dora",
+        ),
+        (
+            "precision=fp8-mixed",
+            "adapter.base=nf4 precision=fp8-mixed: float8 products cast weights of 16 or 32 bits, and these have 4;"
+            " type precision=bf16-mixed, or adapter=lora",
+        ),
+    ],
+)
+def test_weights_in_4_bits_are_refused_where_they_would_be_read_as_numbers(typed: str, message: str) -> None:
+    assert message in messages("adapter=qlora", typed)
+    assert not [found for found in messages("adapter=lora", typed) if "base" in found]

@@ -1,0 +1,70 @@
+"""Frozen weights beside an adapter in 4 bits (QLoRA, Dettmers et al. 2023, arXiv 2305.14314)."""
+
+import importlib.util
+from collections.abc import Iterator
+
+import torch
+from torch import Tensor, nn
+
+from recipes.errors import ConfigError
+from recipes.numerics.linear import Linear
+from recipes.numerics.nf4 import BLOCK, NF4Linear, list_nf4, num_bytes
+
+
+def hold_in_nf4(model: nn.Module) -> None:
+    """Let the frozen weights of the linear layers in the blocks be held in NF4, in place; values follow.
+
+    Embeddings, norms and the head stay as they are. So do layers whose inputs do not divide into blocks of 64, and the
+    `Conv1D` of GPT-2 in transformers, whose rows are inputs.
+
+    Args:
+        model: With an adapter, without storage as a rule.
+
+    Raises:
+        ConfigError: torchao is not installed, or there is no such layer.
+    """
+    if importlib.util.find_spec("torchao") is None:
+        raise ConfigError("adapter.base=nf4", "torchao is not installed", "pip install -e '.[fp8]'")
+    layers = list(_find_layers(model.blocks))  # type: ignore[arg-type]
+    if not layers:
+        reason = f"{type(model).__name__} has no linear layer whose inputs divide into blocks of {BLOCK}"
+        raise ConfigError("adapter.base=nf4", reason, "adapter=lora")
+    for layer in layers:
+        NF4Linear.convert(layer)
+
+
+def _find_layers(blocks: nn.Module) -> Iterator[nn.Linear]:
+    """Yield the linear layers of torch and of this collection that are frozen: no matrices of an adapter."""
+    for module in blocks.modules():
+        if isinstance(module, nn.Linear) and type(module) in (nn.Linear, Linear):
+            is_trained = any(parameter.requires_grad for parameter in module.parameters(recurse=False))
+            if not is_trained and module.in_features % BLOCK == 0:
+                yield module
+
+
+def unquantize(model: nn.Module) -> list[tuple[nn.Linear, Tensor]]:
+    """Give layers in NF4 weights of the run's dtype again, in place, with undefined values.
+
+    Returns:
+        The layers with the weights that they had, in NF4.
+    """
+    layers: list[tuple[nn.Linear, Tensor]] = [
+        (module, module.weight) for module in model.modules() if isinstance(module, NF4Linear)
+    ]
+    for layer, weight in layers:
+        whole = torch.empty(weight.shape, dtype=weight.dtype, device=weight.device)  # [M, K]
+        layer.weight = nn.Parameter(whole, requires_grad=False)
+        layer.__class__ = Linear
+    return layers
+
+
+def describe_base(model: nn.Module) -> str | None:
+    """Return how many weights are held in NF4, in how many bytes of all ranks together; None: none are."""
+    weights = [weight for _, weight in list_nf4(model)]
+    if not weights:
+        return None
+    num_weights = sum(weight.numel() for weight in weights)
+    num_frozen = sum(weight.numel() for weight in model.parameters() if not weight.requires_grad)
+    before = sum(weight.numel() * weight.dtype.itemsize for weight in weights) / 2**20
+    after = sum(num_bytes(*weight.shape) for weight in weights) / 2**20
+    return f"{num_weights:,} of {num_frozen:,} frozen weights in NF4, {after:,.1f} instead of {before:,.1f} MiB"

@@ -1,0 +1,19 @@
+"""The first import of torchao, without what it says about kernels for other machines."""
+
+import logging
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+
+@contextmanager
+def without_warnings_of_torchao() -> Iterator[None]:
+    """Keep quiet what torchao (0.18) says when it is imported: its kernels for GPUs that are not here."""
+    loggers = [logging.getLogger(name) for name in ("torchao", "torch.utils._pytree")]
+    levels = [logger.level for logger in loggers]
+    try:
+        for logger in loggers:
+            logger.setLevel(logging.ERROR)
+        yield
+    finally:
+        for logger, level in zip(loggers, levels, strict=True):
+            logger.setLevel(level)
