@@ -8,13 +8,26 @@ import pytest
 import torch
 import torch.nn.functional as F
 import transformers as hf
-from cases import COMMON, GLOBAL_BATCH_SIZE, NUM_STEPS, STRATEGIES, TOKENS, largest_difference
+from cases import COMMON, GLOBAL_BATCH_SIZE, IS_LONG, NUM_STEPS, STRATEGIES, TOKENS, largest_difference
 from support import MaskedTokens
 
 from recipes.data.sampler import ShuffledOrder
 from recipes.scheduler import warmup_cosine
 
 LR = 1e-3
+SMALL: dict[str, Any] = {
+    "vocab_size": 64,
+    "hidden_size": 32,
+    "intermediate_size": 64,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "head_dim": 8,
+    "max_position_embeddings": 16,
+    "bos_token_id": 1,
+    "eos_token_id": 2,
+    "pad_token_id": 0,
+}
 KINDS: dict[str, Any] = {
     "llama": lambda: hf.LlamaConfig(
         vocab_size=64,
@@ -41,15 +54,28 @@ KINDS: dict[str, Any] = {
         eos_token_id=2,
     ),
 }
+# norms of queries and keys, tied heads, sliding windows, scaled embeddings, capped logits
+OTHERS: dict[str, Any] = {
+    "qwen2": lambda: hf.Qwen2Config(**SMALL),
+    "qwen3": lambda: hf.Qwen3Config(**SMALL),
+    "mistral": lambda: hf.MistralConfig(**SMALL, sliding_window=8),
+    "gemma": lambda: hf.GemmaConfig(**SMALL),
+    "gemma2": lambda: hf.Gemma2Config(**SMALL, sliding_window=8),
+    "gemma3": lambda: hf.Gemma3TextConfig(**SMALL, sliding_window=8),
+}
 ON_ONE = {f"{kind}, {more}": (kind, "single", more) for kind in KINDS for more in ("eager", "recomputed", "all logits")}
 ON_TWO = {f"{kind}, {name}": (kind, name, "eager") for kind in KINDS for name in ("ddp", "fsdp", "ZeRO-2", "ZeRO-3")}
+ON_ONE |= {f"{kind}, eager": (kind, "single", "eager") for kind in OTHERS if IS_LONG}
+# of the others one strategy here, and the rest in `make test-long`
+_LONG_TOO = ("fsdp", "ZeRO-3") if IS_LONG else ("fsdp",)
+ON_TWO |= {f"{kind}, {name}": (kind, name, "eager") for kind in OTHERS for name in _LONG_TOO}
 MORE = {"eager": [], "recomputed": ["activation_checkpoint=selective"], "all logits": ["loss_chunk_tokens=null"]}
 
 
 @pytest.fixture(scope="session")
 def folders(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
     made = {}
-    for kind, config in KINDS.items():
+    for kind, config in (KINDS | OTHERS).items():
         torch.manual_seed(0)
         made[kind] = tmp_path_factory.mktemp(kind)
         hf.AutoModelForCausalLM.from_config(config()).save_pretrained(made[kind])

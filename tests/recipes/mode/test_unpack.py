@@ -1,0 +1,144 @@
+"""A GGUF file becomes a folder with the weights that it stands for, and a model that is trained."""
+
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from numpy.typing import NDArray
+from support import execute
+
+from recipes.config import compose_and_check
+
+HEADS, WIDTH, INNER, LAYERS = 4, 64, 96, 2
+TOKENS = ["<unk>", "<s>", "</s>", *(chr(code) for code in range(33, 127)), "ab"]
+
+
+def make_model() -> Any:
+    from transformers import LlamaConfig, LlamaForCausalLM
+
+    torch.manual_seed(0)
+    config = LlamaConfig(
+        vocab_size=len(TOKENS),
+        hidden_size=WIDTH,
+        intermediate_size=INNER,
+        num_hidden_layers=LAYERS,
+        num_attention_heads=HEADS,
+        num_key_value_heads=HEADS,
+        max_position_embeddings=128,
+        tie_word_embeddings=False,
+    )
+    return LlamaForCausalLM(config)
+
+
+def interleave(weight: NDArray[Any]) -> NDArray[Any]:
+    """Return the rows of a projection as llama.cpp orders them: the two halves of each head take turns."""
+    rows, columns = weight.shape
+    return weight.reshape(HEADS, 2, rows // HEADS // 2, columns).swapaxes(1, 2).reshape(rows, columns)
+
+
+def write_gguf(path: Path, model: Any, *, architecture: str = "llama", quantized: bool = False) -> None:
+    import gguf
+
+    writer = gguf.GGUFWriter(path, architecture)
+    writer.add_context_length(128)
+    writer.add_embedding_length(WIDTH)
+    writer.add_block_count(LAYERS)
+    writer.add_feed_forward_length(INNER)
+    writer.add_head_count(HEADS)
+    writer.add_head_count_kv(HEADS)
+    writer.add_rope_dimension_count(WIDTH // HEADS)
+    writer.add_rope_freq_base(10000.0)
+    writer.add_layer_norm_rms_eps(1e-6)
+    writer.add_vocab_size(len(TOKENS))
+    writer.add_tokenizer_model("gpt2")
+    writer.add_token_list(TOKENS)
+    writer.add_token_merges(["a b"])
+    writer.add_token_types([3, 3, 3] + [1] * (len(TOKENS) - 3))
+    writer.add_bos_token_id(1)
+    writer.add_eos_token_id(2)
+    names = gguf.get_tensor_name_map(gguf.MODEL_ARCH.LLAMA, LAYERS)
+    for name, tensor in model.state_dict().items():
+        values = tensor.numpy()
+        if "q_proj" in name or "k_proj" in name:
+            values = interleave(values)
+        found = names.get_name(name, try_suffixes=(".weight",))
+        if quantized and values.ndim == 2:
+            kind = gguf.GGMLQuantizationType.Q8_0
+            writer.add_tensor(found, gguf.quants.quantize(values, kind), raw_dtype=kind)
+        else:
+            writer.add_tensor(found, values)
+    writer.write_header_to_file()
+    writer.write_kv_data_to_file()
+    writer.write_tensors_to_file()
+    writer.close()
+
+
+def unpacked(folder: Path, *overrides: str) -> Any:
+    from transformers import AutoModelForCausalLM
+
+    typed = [f"mode.path={folder / 'model.gguf'}", f"mode.output={folder / 'out'}", *overrides]
+    assert execute("mode=unpack", *typed) == 0
+    return AutoModelForCausalLM.from_pretrained(folder / "out", dtype="auto")
+
+
+def test_weights_are_those_of_the_model_that_the_file_was_made_from(tmp_path: Path) -> None:
+    model = make_model()
+    write_gguf(tmp_path / "model.gguf", model)
+    found = unpacked(tmp_path).state_dict()
+    expected = model.state_dict()
+    assert found.keys() == expected.keys()
+    for name, values in expected.items():
+        assert torch.equal(found[name], values), name
+
+
+def test_quantized_weights_become_what_they_stand_for(tmp_path: Path) -> None:
+    import gguf
+
+    model = make_model()
+    write_gguf(tmp_path / "model.gguf", model, quantized=True)
+    found = unpacked(tmp_path, "mode.dtype=bfloat16").state_dict()
+    name = "model.layers.0.mlp.up_proj.weight"
+    kind = gguf.GGMLQuantizationType.Q8_0
+    stands_for = gguf.quants.dequantize(gguf.quants.quantize(model.state_dict()[name].numpy(), kind), kind)
+    assert found[name].dtype == torch.bfloat16
+    assert torch.equal(found[name], torch.from_numpy(np.ascontiguousarray(stands_for)).bfloat16())
+
+
+def test_the_folder_is_trained(tmp_path: Path) -> None:
+    write_gguf(tmp_path / "model.gguf", make_model())
+    unpacked(tmp_path)
+    tiny = [
+        "model=huggingface",
+        f"model.name={tmp_path / 'out'}",
+        "data=random_tokens",
+        "model.max_seq_len=16",
+        "callbacks=[]",
+    ]
+    tiny += ["trainer.max_steps=2", "global_batch_size=2", "eval_samples=2", "save_every=null"]
+    assert execute(*tiny, f"hydra.run.dir={tmp_path / 'run'}") == 0
+
+
+def mistake(folder: Path, **settings: str) -> str:
+    from recipes.build import execute as execute_mode
+    from recipes.errors import ConfigError
+
+    typed = {"path": str(folder / "model.gguf"), "output": str(folder / "out")} | settings
+    composed, mistakes = compose_and_check(["mode=unpack", *(f"mode.{key}={value}" for key, value in typed.items())])
+    assert not mistakes
+    assert composed is not None
+    with pytest.raises(ConfigError) as error:
+        execute_mode(composed)
+    return str(error.value)
+
+
+def test_other_files_and_folders_are_left_as_they_are(tmp_path: Path) -> None:
+    assert "there is no such file" in mistake(tmp_path)
+    (tmp_path / "model.gguf").write_bytes(b"PK\x03\x04")
+    assert "it is no GGUF file" in mistake(tmp_path)
+    write_gguf(tmp_path / "model.gguf", make_model(), architecture="unheard_of")
+    assert "transformers says" in mistake(tmp_path)
+    assert not list(tmp_path.glob("*out*"))
+    (tmp_path / "out").mkdir()
+    assert "it exists already" in mistake(tmp_path)
