@@ -38,18 +38,20 @@ def is_factor(name: str) -> bool:
     return ".ia3_l." in name
 
 
-def inject(model: nn.Module, config: Any) -> None:
+def inject(model: nn.Module, config: Any, *, pretrained: str | None) -> None:
     """Let peft replace the chosen layers.
 
     Args:
         model: Made on the current device, where the adapter is made too: the meta device, as a rule.
         config: Of peft.
+        pretrained: Folder of peft that its first weights come from; None: they are drawn.
     """
     from peft import inject_adapter_in_model
 
     with _made_where_it_stays():
         inject_adapter_in_model(config, model)
     model.adapter_config = config  # type: ignore[assignment]
+    model.adapter_pretrained = pretrained  # type: ignore[assignment]
 
 
 @contextmanager

@@ -13,11 +13,15 @@ class IA3:
     Args:
         target_modules: Ends of names within a block; `all`: every linear layer there.
         input_modules: Those of them whose inputs are multiplied, and not their outputs.
+        pretrained: Folder of peft whose weights it begins with; None: factors begin at 1.
     """
 
-    def __init__(self, *, target_modules: list[str] | Literal["all"], input_modules: list[str]) -> None:
+    def __init__(
+        self, *, target_modules: list[str] | Literal["all"], input_modules: list[str], pretrained: str | None = None
+    ) -> None:
         self.target_modules = target_modules
         self.input_modules = input_modules
+        self.pretrained = pretrained
 
     def apply(self, model: nn.Module) -> None:
         """Freeze the model and add the factors, without storage.
@@ -31,4 +35,5 @@ class IA3:
 
         has_conv1d = any(type(module).__name__ == "Conv1D" for module in model.modules())
         both = sorted({*names, *inputs})
-        inject(model, IA3Config(target_modules=both, feedforward_modules=inputs, fan_in_fan_out=has_conv1d))
+        config = IA3Config(target_modules=both, feedforward_modules=inputs, fan_in_fan_out=has_conv1d)
+        inject(model, config, pretrained=self.pretrained)

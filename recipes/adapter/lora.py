@@ -18,6 +18,7 @@ class Lora:
         target_modules: Ends of names within a block; `all`: every linear layer there.
         scales_by_root: As rsLoRA (arXiv 2312.03732), for ranks of 64 and more.
         dora: Learn the length of each row apart from its direction (arXiv 2402.09353).
+        pretrained: Folder of peft whose weights it begins with; None: it begins with no effect.
         base: How the frozen weights of linear layers in the blocks are held: `nf4`, in 4 bits (QLoRA, arXiv
             2305.14314); None: in the dtype of the run.
     """
@@ -31,6 +32,7 @@ class Lora:
         target_modules: list[str] | Literal["all"],
         scales_by_root: bool,
         dora: bool,
+        pretrained: str | None = None,
         base: Literal["nf4"] | None = None,
     ) -> None:
         self.r = r
@@ -39,6 +41,7 @@ class Lora:
         self.target_modules = target_modules
         self.scales_by_root = scales_by_root
         self.dora = dora
+        self.pretrained = pretrained
         self.base = base
 
     def apply(self, model: nn.Module) -> None:
@@ -61,6 +64,7 @@ class Lora:
                 use_dora=self.dora,
                 fan_in_fan_out=any(type(module).__name__ == "Conv1D" for module in model.modules()),
             ),
+            pretrained=self.pretrained,
         )
         if self.base == "nf4":
             hold_in_nf4(model)

@@ -177,7 +177,10 @@ def with_saved_parts(config: dict[str, Any], checkpoint: Path) -> dict[str, Any]
         if "sources" in data:
             data = data | {"sources": {key: _with_tokenizer(node, tokenizer) for key, node in data["sources"].items()}}
         eval_data = {key: _with_tokenizer(node, tokenizer) for key, node in eval_data.items()}
-    return config | {"model": model, "data": data, "eval_data": eval_data}
+    changed = {"model": model, "data": data, "eval_data": eval_data}
+    if has_adapter and config["adapter"].get("pretrained") is not None:
+        changed["adapter"] = config["adapter"] | {"pretrained": None}  # the checkpoint has its weights
+    return config | changed
 
 
 def _with_tokenizer(data: Any, tokenizer: Config) -> Any:

@@ -6,8 +6,9 @@ from typing import Literal
 from recipes.build import Run
 from recipes.mode.load import load_task
 from recipes.model.weights import restore_precision
-from recipes.model.weights.adapter import has_adapter, merge_adapter, save_adapter
+from recipes.model.weights.adapter import has_adapter, merge_adapter
 from recipes.model.weights.huggingface import export_pretrained
+from recipes.model.weights.peft_folder import save_adapter
 from recipes.runtime.console import LOGGER
 from recipes.task.base import TrainingTask
 

@@ -24,8 +24,9 @@ from recipes.model.gpt2 import GPT2
 from recipes.model.huggingface import HuggingFace
 from recipes.model.llama import Llama
 from recipes.model.weights import initialize, restore_precision
-from recipes.model.weights.adapter import merge_adapter, save_adapter
+from recipes.model.weights.adapter import merge_adapter
 from recipes.model.weights.huggingface import export_pretrained
+from recipes.model.weights.peft_folder import save_adapter
 from recipes.numerics.nf4 import (
     VALUES,
     NF4Linear,

@@ -1,0 +1,110 @@
+"""An adapter as a folder of `peft`: written beside a published model, and read to go on training it."""
+
+import json
+from pathlib import Path
+from typing import Any
+
+from safetensors import SafetensorError, safe_open
+from torch import nn
+
+from recipes.adapter import is_adapter
+from recipes.errors import ConfigError
+from recipes.model.init import fill, unsharded_shape
+
+WEIGHTS, CONFIG = "adapter_model.safetensors", "adapter_config.json"
+# settings that change what an adapter computes, by their names in peft and here
+_OF_LORA = {"r": "r", "lora_alpha": "alpha", "use_rslora": "scales_by_root", "use_dora": "dora"}
+
+
+def name_in_peft(name: str) -> str:
+    """Return the name in a folder of peft of a parameter of an adapter."""
+    # it drops the name of the adapter, and the `weight` of a vector of lengths with it
+    plain = name.removeprefix("inner.").replace(".default", "")
+    return f"base_model.model.{plain.replace('lora_magnitude_vector.weight', 'lora_magnitude_vector')}"
+
+
+def save_adapter(model: Any, folder: Path) -> None:
+    """Write a folder that `peft.PeftModel.from_pretrained` loads beside the published model.
+
+    Args:
+        model: A HuggingFace with an adapter, not sharded.
+        folder: Created if necessary.
+
+    Raises:
+        ConfigError: The layers of the model have other names than the published ones.
+    """
+    from safetensors.torch import save_file
+
+    if not hasattr(model, "inner"):
+        reason = f"{type(model).__name__} has other layers than the published model, so its adapter fits nothing else"
+        raise ConfigError("mode.adapter=separate", reason, "mode.adapter=merged, or a run of model=huggingface")
+    if model.pretrained is None:
+        reason = "the weights beside the adapter were drawn from the seed, and are published nowhere"
+        raise ConfigError("mode.adapter=separate", reason, "mode.adapter=merged")
+    folder.mkdir(parents=True, exist_ok=True)
+    tensors = {
+        name_in_peft(name): parameter.detach().cpu().contiguous()
+        for name, parameter in model.named_parameters()
+        if is_adapter(name)
+    }
+    save_file(tensors, folder / WEIGHTS, metadata={"format": "pt"})
+    config = model.adapter_config
+    config.base_model_name_or_path = model.pretrained
+    config.target_modules = {name.removeprefix("inner.") for name in config.target_modules}
+    if getattr(config, "feedforward_modules", None):
+        config.feedforward_modules = {name.removeprefix("inner.") for name in config.feedforward_modules}
+    config.task_type = "CAUSAL_LM"
+    config.save_pretrained(str(folder))
+
+
+def load_adapter(model: nn.Module, pretrained: str) -> None:
+    """Set the weights of an adapter to those of a folder of peft, in place.
+
+    Args:
+        model: With an adapter, sharded or not.
+        pretrained: The folder.
+
+    Raises:
+        ConfigError: It is no such folder, or its adapter is of another kind, rank or place.
+    """
+    folder, typed = Path(pretrained).expanduser(), f"adapter.pretrained={pretrained}"
+    fix = f"adapter.pretrained=<folder with {CONFIG} and {WEIGHTS}>, or null"
+    for name in (CONFIG, WEIGHTS):
+        if not (folder / name).is_file():
+            raise ConfigError(typed, f"there is no {name} in it", fix)
+    try:
+        _check_config(json.loads((folder / CONFIG).read_text(encoding="utf-8")), model.adapter_config, typed)
+        with safe_open(folder / WEIGHTS, framework="pt") as file:
+            _fill(model, file, typed)
+    except (ValueError, SafetensorError) as error:
+        if isinstance(error, ConfigError):
+            raise
+        raise ConfigError(typed, f"its files are damaged: {error}", fix) from error
+
+
+def _check_config(found: dict[str, Any], own: Any, typed: str) -> None:
+    kind = own.peft_type.value
+    if found.get("peft_type") != kind:
+        raise ConfigError(
+            f"{typed} adapter={kind.lower()}", f"it is of the kind {found.get('peft_type')}", "another one"
+        )
+    for theirs, ours in _OF_LORA.items():
+        if hasattr(own, theirs) and found.get(theirs) != getattr(own, theirs):
+            value = json.dumps(found.get(theirs))
+            raise ConfigError(typed, f"it was trained with adapter.{ours}={value}", f"adapter.{ours}={value}")
+
+
+def _fill(model: nn.Module, file: Any, typed: str) -> None:
+    parameters = {name_in_peft(name): value for name, value in model.named_parameters() if is_adapter(name)}
+    names = set(file.keys())
+    if names != set(parameters):
+        other = sorted(names ^ set(parameters))[0]
+        reason = f"it has {len(names)} tensors and the model {len(parameters)}; {other} is in one of them alone"
+        raise ConfigError(typed, reason, "adapter.target_modules=<those of its adapter_config.json>, or its own model")
+    for name, parameter in parameters.items():
+        values = file.get_tensor(name)
+        shape = unsharded_shape(parameter)
+        if values.numel() != shape.numel():
+            reason = f"{name} has the shape {tuple(values.shape)}, and that of the model {tuple(shape)}"
+            raise ConfigError(typed, reason, "the model it was trained with")
+        fill(parameter, values.view(shape))
