@@ -11,7 +11,9 @@ from recipes.config.instantiate import make, make_model
 from recipes.config.traits import get_compile_mode
 from recipes.errors import ConfigError
 from recipes.model.flops import Flops, flops_per_sample
+from recipes.model.weights.adapter import has_adapter
 from recipes.numerics.accumulation import Accumulation, divide
+from recipes.numerics.nf4 import get_parts
 from recipes.plan.activations import PCIE_BYTES_PER_SECOND, Transfer, keep_budget, time_transfers
 from recipes.plan.communication import Communication, of_partitions, of_replicas, of_shards
 from recipes.plan.config_step import Engine, describe_step, find_engine, find_sample_shape
@@ -118,7 +120,7 @@ def make_plan(config: Config, cluster: Cluster, *, rates: Rates | OperatorTimer 
     elif engine.sharding is not None and step.accumulates and not engine.sharding.syncs_each_micro_batch:
         unsharded = num_parameters * precision.param_dtype.itemsize
         moments = list(with_unsharded_gradients(moments, num_bytes=unsharded))
-    state_bytes = _state_bytes(moments[0], engine)
+    state_bytes = _state_bytes(moments[0], engine, saved_share=_saved_share(model))
     moments, offloaded = _without_offloaded(moments, engine, is_gpu=step.on_gpu)
     checkpoint_bytes = state_bytes * (num_ranks if engine.zero or engine.sharding else 1)
     if engine.sharding is not None and len(engine.sharding.mesh) > 1:
@@ -156,11 +158,22 @@ def _record(step: Step, kinds: Sequence[object], *, keep_calls: bool) -> tuple[l
     return ops if budget is None else keep_budget(ops, budget), None
 
 
-def _state_bytes(first: Moment, engine: Engine) -> int:
+def _saved_share(model: nn.Module) -> float:
+    """Return the share of the bytes of all weights that checkpoints hold: of an adapter, it alone."""
+    if not has_adapter(model):
+        return 1.0
+    of_all, of_trained = (
+        sum(part.nbytes for parameter in parameters for part in get_parts(parameter))
+        for parameters in (model.parameters(), (p for p in model.parameters() if p.requires_grad))
+    )
+    return of_trained / of_all
+
+
+def _state_bytes(first: Moment, engine: Engine, *, saved_share: float) -> int:
     """Return the bytes of weights and optimizer state on a rank: what a checkpoint holds, and a snapshot."""
-    weights = first.held.get(MASTER, first.held.get(WEIGHTS, 0))
+    weights = int(first.held.get(MASTER, first.held.get(WEIGHTS, 0)) * saved_share)
     if engine.zero is not None and engine.zero.is_half:
-        weights += first.held.get(WEIGHTS, 0)
+        weights += int(first.held.get(WEIGHTS, 0) * saved_share)
     return weights + first.held.get(OPTIMIZER, 0)
 
 

@@ -85,6 +85,16 @@ def test_a_checkpoint_has_the_same_size_under_every_strategy() -> None:
         assert size == pytest.approx(12 * parameters, rel=1e-3), option
 
 
+@pytest.mark.parametrize("adapter", ["lora", "qlora"])
+@pytest.mark.parametrize("recipe", ["single_bf16", "fsdp_bf16"])
+def test_checkpoints_and_snapshots_of_an_adapter_hold_it_alone(adapter: str, recipe: str) -> None:
+    plan = _gpu_plan(f"recipe={recipe}", "model=gpt2", "global_batch_size=64", f"adapter={adapter}", "adapter.r=8")
+    # 8 x (768 + 2304 + 768 + 768 + 768 + 3072 + 3072 + 768) in each of 12 blocks: two moments and the weight, float32
+    num_trained = 12 * 8 * (768 + 2304 + 768 + 768 + 768 + 3072 + 3072 + 768)
+    assert plan.checkpoint_bytes == pytest.approx(12 * num_trained, rel=0.01)  # and a count of steps for each tensor
+    assert plan.host["checkpoint being written"] <= plan.checkpoint_bytes
+
+
 def test_activations_grow_with_the_micro_batch_and_nothing_else_does() -> None:
     small = _gpu_plan("recipe=ddp_bf16", "model=gpt2", "global_batch_size=64", "micro_batch_size=2")
     large = _gpu_plan("recipe=ddp_bf16", "model=gpt2", "global_batch_size=64", "micro_batch_size=4")
