@@ -4,7 +4,9 @@ python benchmarks/prepare.py [MB of text, 1000 by default]
 """
 
 import json
+import os
 import pydoc_data.topics
+import statistics
 import subprocess
 import sys
 import tempfile
@@ -14,9 +16,10 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-from measure import report
+from measure import in_turn, report
 
 ROOT = Path(__file__).parent.parent
+CORPUS_MB, PEERS_MB, ROUNDS = 1000, 20, 3
 WORDS_A_DOCUMENT = 500
 COPIES = {"exact": 0.02, "near": 0.05}  # of all documents
 CHANGED = 0.01  # of the words of a near copy: a Jaccard similarity of about 0.9
@@ -118,11 +121,62 @@ def prepare(name: str, corpus: Path, folder: Path, planted: tuple[int, int]) -> 
     }
 
 
+def compare() -> list[dict[str, Any]]:
+    """Prepare 20 MB here and by datatrove, in turn, with two processes each; return a row for each kind of work."""
+    rows = []
+    with tempfile.TemporaryDirectory() as name:
+        folder = Path(name)
+        write_corpus(folder / "corpus", PEERS_MB * 10**6)
+        lines = (folder / "corpus").read_text().splitlines(keepends=True)
+        (folder / "parts").mkdir()
+        for part in range(2):  # a file for each of its processes
+            (folder / "parts" / f"{part}.jsonl").write_text("".join(lines[part::2]))
+        for title, what, options in (
+            ("rules of Gopher, C4, FineWeb", "filters", CASES["rules of Gopher, C4, FineWeb"]),
+            ("near copies", "copies", ("mode.exact_copies=false",)),
+        ):
+            source = f"data.path={folder / 'parts'}"
+            ours = [str(ROOT / "train.py"), "mode=prepare", "data=documents", source, "mode.num_processes=2", *options]
+            theirs = [str(ROOT / "benchmarks/contenders/datatrove_prepare.py"), what, str(folder / "parts")]
+            seconds: dict[str, list[float]] = {"here": [], "datatrove": []}
+            kept = {}
+            for number in in_turn(ROUNDS):
+                output = folder / f"{what}_{number}"
+                commands = {
+                    "here": [sys.executable, *ours, f"mode.output={output}_here"],
+                    "datatrove": [os.environ["PEERS_PYTHON"], *theirs, f"{output}_theirs"],
+                }
+                for who, command in commands.items():
+                    began = time.perf_counter()
+                    subprocess.run(command, check=True, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
+                    seconds[who].append(time.perf_counter() - began)
+                kept["here"] = _count_lines(Path(f"{output}_here/documents"))
+                kept["datatrove"] = _count_lines(Path(f"{output}_theirs/kept"))
+            median = {who: statistics.median(values) for who, values in seconds.items()}
+            rows.append(
+                {
+                    "what is done": title,
+                    "text, MB": PEERS_MB,
+                    "here, MB/s": f"{PEERS_MB / median['here']:.1f}",
+                    "datatrove, MB/s": f"{PEERS_MB / median['datatrove']:.1f}",
+                    "kept here": f"{kept['here']:,}",
+                    "kept by datatrove": f"{kept['datatrove']:,}",
+                }
+            )
+    return rows
+
+
+def _count_lines(folder: Path) -> int:
+    return sum(len(path.read_text().splitlines()) for path in folder.glob("*")) if folder.is_dir() else 0
+
+
 def main() -> None:
-    num_bytes = int(sys.argv[1] if len(sys.argv) > 1 else 1000) * 10**6
+    if sys.argv[1:] == ["peers"]:
+        report("prepare_peers", compare(), command="PEERS_PYTHON=… python benchmarks/prepare.py peers")
+        return
     with tempfile.TemporaryDirectory() as name:
         corpus = Path(name) / "corpus.jsonl"
-        planted = write_corpus(corpus, num_bytes)
+        planted = write_corpus(corpus, CORPUS_MB * 10**6)
         report("prepare", [prepare(case, corpus, Path(name), planted) for case in CASES])
 
 
