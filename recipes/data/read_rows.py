@@ -138,6 +138,11 @@ class FileRows:
                 fix = "the same command again, when nothing writes to it any more"
                 raise ConfigError(f"{self._setting}={document.path}", "the file changed while it was being read", fix)
 
+    @property
+    def files(self) -> list[Path]:
+        """The files, in the order in which they are read."""
+        return [document.path for document in self._documents]
+
     def _rows_of(self, document: Document) -> Iterator[Row]:
         if document.name.endswith(".parquet"):
             return _parquet_rows(document)

@@ -71,6 +71,7 @@ def prepare(
         for name, path in evaluation.items()
     }
     folder = Path(output).expanduser()
+    _check_output(folder, rows)
     filters = Filters(
         folder=folder / WORK,
         text_field=source.text_field,
@@ -105,6 +106,15 @@ def _run(pipeline: Pipeline, rows: Rows, content_hash: str, num_processes: int, 
     for line in _summarize(report, pipeline.output, seconds=time.monotonic() - begun):
         LOGGER.info(line)
     return 0
+
+
+def _check_output(folder: Path, rows: Rows) -> None:
+    """Reject an output that the next start would read as input."""
+    inside = [file for file in getattr(rows, "files", []) if file.resolve().is_relative_to(folder.resolve())]
+    parent = Path(rows.name).expanduser()
+    if inside or (parent.is_dir() and folder.resolve().is_relative_to(parent.resolve())):
+        reason = f"it is within what is read, {rows.name}, or the other way round"
+        raise ConfigError(f"mode.output={folder}", reason, "mode.output=<a folder beside it>")
 
 
 def _open_documents(data: Mapping[str, Any]) -> tuple[Any, Rows]:

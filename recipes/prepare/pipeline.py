@@ -24,6 +24,7 @@ from recipes.prepare.chunk import Chunk, Filters, chunk_path, group_rows, judge_
 from recipes.prepare.near_duplicates import Bools, Copies
 from recipes.prepare.report import EXACT, NEAR, count_copies, make_report, merge
 from recipes.prepare.survivors import Survivors, cut_shards
+from recipes.runtime.lock import lock_run_folder
 
 LOGGER = logging.getLogger("lightning_recipes")
 
@@ -75,6 +76,10 @@ class Pipeline:
         if (finished := self._open_folder(digest)) is not None:
             LOGGER.info("%s holds these documents already", self.output)
             return finished
+        with lock_run_folder(self._work, setting="mode.output"):
+            return self._prepare(rows, digest, num_processes)
+
+    def _prepare(self, rows: Rows, digest: str, num_processes: int) -> Facts:
         num_chunks = self._judge(rows, num_processes)
         facts = merge(_read_facts(self._work, num_chunks))
         survivors = self._survivors(facts, num_chunks)

@@ -38,7 +38,7 @@ def lock_run_folder(folder: Path, *, setting: str = "hydra.run.dir") -> Iterator
                 file.seek(0)
                 raise ConfigError(
                     f"{setting}={folder}",
-                    f"another process is training in it: {file.read().decode().strip()}",
+                    f"another process is at work in it: {file.read().decode().strip()}",
                     f"{setting}=<another folder>, or end that process",
                 )
             time.sleep(_POLL_SECONDS)

@@ -28,10 +28,21 @@ def check_data(config: Mapping[str, Any]) -> Iterator[ConfigError]:
             elif where in kinds and None not in (kinds[where], kinds["data"]) and kinds[where] != kinds["data"]:
                 reason = f"it gives {kinds[where]}, and data= gives {kinds['data']}"
                 yield ConfigError(f"{where}=…", reason, f"another option: +data@{where}=<option of data>")
+    yield from _check_tokenizers(config)
     sources, further = (_select(config, group) for group in DATA_GROUPS)
     for name in {*_names(sources)} & {*_names(further)}:
         reason = f"the mixture has a source of this name, and both would be val/{name}/loss"
         yield ConfigError(f"eval_data.{name}=…", reason, f"+data@eval_data.<another name>={name}")
+
+
+def _check_tokenizers(config: Mapping[str, Any]) -> Iterator[ConfigError]:
+    """Check that nobody has chosen a tokenizer for one source alone: all have the tokens of the first."""
+    typed = [(section, node["tokenizer"]) for section, node in list_data(config) if "tokenizer" in node]
+    for section, tokenizer in typed[1:]:
+        if tokenizer != typed[0][1]:
+            setting = f"{section}.tokenizer={to_setting(tokenizer)}"
+            reason = f"one model reads all data, with the tokens of {typed[0][0]}"
+            yield ConfigError(setting, reason, "tokenizer=<the one for all of them>")
 
 
 def _names(members: object) -> list[str]:

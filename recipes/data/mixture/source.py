@@ -78,6 +78,11 @@ class Mixture:
         for name, source in self.sources.items():
             with in_section(f"data.sources.{name}"):
                 prepare_with(source, tokenizer)
+        for name, source in self.sources.items():
+            longest = source.train().tokens_per_sample
+            if longest > self._seq_len:
+                reason = f"a sample of the mixture has at most {self._seq_len} tokens"
+                raise ConfigError(f"data.sources.{name}.seq_len={longest}", reason, f"seq_len={longest}")
         train = MixedSamples({name: source.train() for name, source in self.sources.items()}, self._stages)
         val = MixedValidation({name: source.val() for name, source in self.sources.items()}, self._last_stage)
         self._prepared = train, val

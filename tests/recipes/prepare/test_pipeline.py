@@ -23,6 +23,7 @@ from recipes.prepare import pipeline as pipeline_module
 from recipes.prepare.minhash import shingles
 from recipes.prepare.near_duplicates import jaccard
 from recipes.prepare.survivors import cut_shards
+from recipes.runtime import lock
 
 WORDS = sorted({word for text in pydoc_data.topics.topics.values() for word in text.split() if word.isalpha()})
 
@@ -295,6 +296,30 @@ def test_a_folder_of_something_else_stays_as_it_is(tmp_path: Path) -> None:
     write_rows(tmp_path / "out" / "mine.txt", ["precious\n"])
     assert "the folder is not empty" in mistake(source, tmp_path / "out")
     assert list((tmp_path / "out").iterdir()) == [tmp_path / "out" / "mine.txt"]
+
+
+def test_what_is_written_is_never_read(tmp_path: Path) -> None:
+    source = write_rows(tmp_path / "raw" / "a.jsonl", [{"text": "word " * 60}])
+    for path, output in ((source.parent, source.parent / "out"), (source, source.parent), (source, tmp_path)):
+        assert "it is within what is read" in mistake(path, output)
+    assert list(source.parent.iterdir()) == [source]
+
+
+def test_two_preparations_do_not_write_into_one_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    source = write_rows(tmp_path / "a.jsonl", [{"text": make_text(random.Random(6))}])
+    monkeypatch.setattr(lock, "_WAIT_SECONDS", 0.1)
+    work = tmp_path / "out" / "unfinished"
+    work.mkdir(parents=True)
+    holder = "import sys; from pathlib import Path; from recipes.runtime.lock import lock_run_folder\n"
+    holder += f"with lock_run_folder(Path({str(work)!r})): print('held', flush=True); sys.stdin.read()"
+    with subprocess.Popen(
+        [sys.executable, "-c", holder], cwd=ROOT, stdin=subprocess.PIPE, stdout=subprocess.PIPE
+    ) as other:
+        assert other.stdout is not None
+        assert other.stdout.readline() == b"held\n"
+        assert "another process is at work in it" in mistake(source, tmp_path / "out")
+        other.kill()
+    prepare(source, tmp_path / "out")
 
 
 def test_files_are_cut_before_they_grow_too_large() -> None:

@@ -43,6 +43,10 @@ def test_options_of_data_stand_in_a_mixture_and_beside_it() -> None:
         ([*MIXED, "+data@data.sources.mine=text_files"], "no data.sources.mine.path"),
         (["+data@model.x=stdlib_text"], "model.x=…: GPT2 has no argument 'x'"),
         (["+data@eval_data.x=stdlib_test"], "stdlib_text"),
+        (
+            ["+data@eval_data.x=stdlib_text", "eval_data.x.tokenizer={_target_: recipes.tokenizer.bytes.Bytes}"],
+            "one model reads all data, with the tokens of data",
+        ),
         (["+data@eval_data.x=text_files", "eval_data.x.path=nowhere"], "eval_data.x.path=nowhere: there is no such"),
     ],
 )

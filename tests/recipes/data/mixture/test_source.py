@@ -237,6 +237,12 @@ def test_wrong_stages_are_named(stages: list[Any], setting: str, tmp_path: Path)
     assert error.value.setting.startswith(setting)
 
 
+def test_a_sample_longer_than_those_of_the_mixture_is_refused(tmp_path: Path) -> None:
+    mixture = mixture_of({"text": text_source(tmp_path, "text")}, {"text": 1.0}, seq_len=SEQ_LEN // 2)
+    with pytest.raises(ConfigError, match=r"data\.sources\.text\.seq_len=16: a sample of the mixture has at most 8"):
+        mixture.prepare()
+
+
 def test_a_mixture_of_nothing_shows_how_to_add_a_source() -> None:
     with pytest.raises(ConfigError, match=r"\+data@data\.sources\.code=stdlib_text"):
         mixture_of({}, {})
