@@ -5,8 +5,8 @@ from typing import Annotated, ClassVar
 import numpy as np
 import torch
 from torch import Tensor
-from torch.utils.data import Dataset
 
+from recipes.data.full_windows import FullWindows
 from recipes.data.sampler import mix64
 from recipes.errors import ConfigError
 from recipes.tokenizer import Tokenizer
@@ -14,7 +14,7 @@ from recipes.tokenizer import Tokenizer
 _VAL_STREAM = 1 << 62  # validation counts its tokens from here, training from 0
 
 
-class NoiseWindows(Dataset[dict[str, Tensor]]):
+class NoiseWindows(FullWindows):
     """Sample i has L inputs and L targets cut from L + 1 uniform tokens, which depend on (seed, i) alone.
 
     Args:
@@ -28,19 +28,9 @@ class NoiseWindows(Dataset[dict[str, Tensor]]):
     def __init__(self, *, num_samples: int, vocab_size: int, seq_len: int, seed: int, first_token: int) -> None:
         self.num_samples = num_samples
         self.vocab_size = vocab_size
-        self.seq_len = seq_len
+        super().__init__(seq_len)
         self.seed = seed
         self.first_token = first_token
-
-    @property
-    def targets_per_sample(self) -> int:
-        """Every position has a target."""
-        return self.seq_len
-
-    @property
-    def tokens_per_sample(self) -> int:
-        """Every input is a token."""
-        return self.seq_len
 
     def __len__(self) -> int:
         """Return the number of samples before they repeat."""

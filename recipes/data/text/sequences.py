@@ -10,12 +10,12 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 from torch import Tensor
-from torch.utils.data import Dataset
 
+from recipes.data.full_windows import FullWindows
 from recipes.errors import ConfigError
 
 
-class TokenWindows(Dataset[dict[str, Tensor]]):
+class TokenWindows(FullWindows):
     """Sample i reads tokens [i*L, i*L + L) and predicts the successor of each; an incomplete last window is dropped.
 
     Picklable: each process opens its own map when it first reads a sample.
@@ -39,24 +39,14 @@ class TokenWindows(Dataset[dict[str, Tensor]]):
         stop: int,
         byte_offset: int = 0,
     ) -> None:
+        super().__init__(seq_len)
         assert 0 <= start <= stop, (start, stop)
         self.path = path
         self.dtype = np.dtype(dtype).newbyteorder("<")
-        self.seq_len = seq_len
         self.start = start
         self.stop = stop
         self.byte_offset = byte_offset
         self._tokens: NDArray[np.unsignedinteger] | None = None
-
-    @property
-    def targets_per_sample(self) -> int:
-        """Every position has a target."""
-        return self.seq_len
-
-    @property
-    def tokens_per_sample(self) -> int:
-        """Every input is a token."""
-        return self.seq_len
 
     def __len__(self) -> int:
         """Return the number of complete windows, each with one more token for its last target."""

@@ -14,9 +14,9 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 from torch import Tensor
-from torch.utils.data import Dataset
 
 from recipes.cache import open_cache_dir
+from recipes.data.full_windows import FullWindows
 from recipes.data.token_shards.order import ShardOrder
 from recipes.data.token_shards.storage import Storage
 from recipes.errors import ConfigError
@@ -30,7 +30,7 @@ _OPEN_FILES = 64  # of a process
 _DTYPES = {"<u2": "uint16", "<u4": "uint32"}
 
 
-class ShardWindows(Dataset[dict[str, Tensor]]):
+class ShardWindows(FullWindows):
     """Samples of all files, one after the other; no sample spans two of them.
 
     Sample i of a file reads its tokens [i L, i L + L) and predicts the successor of each. Picklable.
@@ -56,23 +56,13 @@ class ShardWindows(Dataset[dict[str, Tensor]]):
         self._layouts = list(layouts)
         self._vocab_size = vocab_size
         self._files_at_a_time = files_at_a_time
-        self.seq_len = seq_len
+        super().__init__(seq_len)
         self.counts = [
             max(0, ((size - start) // np.dtype(dtype).itemsize - 1) // seq_len)
             for size, (dtype, start) in zip(storage.sizes, layouts, strict=True)
         ]
         self._lasts = np.cumsum(self.counts)  # one past the last sample of each file
         self._open = lru_cache(maxsize=_OPEN_FILES)(self._open_file)
-
-    @property
-    def targets_per_sample(self) -> int:
-        """Every position has a target."""
-        return self.seq_len
-
-    @property
-    def tokens_per_sample(self) -> int:
-        """Every input is a token."""
-        return self.seq_len
 
     def __len__(self) -> int:
         return int(self._lasts[-1])
