@@ -3,8 +3,9 @@
 import csv
 import itertools
 import json
+import math
 import os
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -18,6 +19,7 @@ METRICS_FILE = "metrics.csv"
 PLAN_FILE = "plan.json"
 SAMPLES_FILE = "samples.jsonl"
 SUMMARY_FILE = "summary.json"
+EVALUATIONS = "evaluations"  # its field that mode=evaluate writes
 CHECKPOINTS = "checkpoints"
 OOM_FOLDER = "oom"
 ROLLED_BACK_FOLDER = "rolled_back"
@@ -112,6 +114,29 @@ def read_summary(run_folder: Path) -> dict[str, Any] | None:
     """
     path = run_folder / SUMMARY_FILE
     return read_json(path, fix=f"rm {path}, and the run counts as not ended") if path.is_file() else None
+
+
+def add_evaluations(run_folder: Path, evaluations: Mapping[str, Mapping[str, Any]]) -> None:
+    """Add results of evaluations to summary.json, and leave what else is in it as it is.
+
+    Args:
+        run_folder: Of a run that has ended or not.
+        evaluations: By split or task: the checkpoint, and its metrics; replaces earlier ones of the same name.
+
+    Raises:
+        ConfigError: There is a summary.json that cannot be read.
+        OSError: It cannot be written.
+    """
+    summary = read_summary(run_folder) or {}
+    earlier = summary.get(EVALUATIONS)
+    added = {name: {key: _for_json(value) for key, value in found.items()} for name, found in evaluations.items()}
+    summary[EVALUATIONS] = (earlier if isinstance(earlier, dict) else {}) | added
+    write_atomically(run_folder / SUMMARY_FILE, json.dumps(summary, indent=2) + "\n")
+
+
+def _for_json(value: Any) -> Any:
+    """Return a value, or None for NaN and inf, which JSON cannot hold."""
+    return None if isinstance(value, float) and not math.isfinite(value) else value
 
 
 def read_json(path: Path, *, fix: str) -> dict[str, Any]:

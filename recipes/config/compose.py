@@ -182,7 +182,7 @@ def compose_run(overrides: Sequence[str], *, config_folder: Path = CONF, config_
     config = _to_plain(node)
     if resumed:
         before = _to_plain(compose_overrides(resumed.overrides, config_folder, config_name))
-        frozen = resumed.config | {key: config[key] for key in ("mode", "resume")}
+        frozen = resumed.config | {key: config[key] for key in ("mode", "resume", "evaluator") if key in config}
         frozen.setdefault("metrics", config["metrics"])  # absent from runs of earlier versions
         config = _use_cache_of(config, apply_changes(frozen, before=before, now=config))
     return Composed(

@@ -24,7 +24,7 @@ from recipes.run_folder import (
 )
 
 Config = dict[str, Any]
-_SINGLE_START = ("hydra.", "mode.")  # sections that hold for one start of a run, not for the run
+_SINGLE_START = ("hydra.", "mode.", "evaluator.")  # sections that hold for one start of a run, not for the run
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -119,7 +119,7 @@ def _read_overrides(folder: Path) -> list[str]:
             key = parse_override(override).key_or_group
         except (HydraException, TypeError, AttributeError) as error:
             raise ConfigError(str(folder / ENVIRONMENT_FILE), f"{override!r} is no override", fix) from error
-        if key not in ("mode", "resume") and not key.startswith(_SINGLE_START):
+        if key not in ("mode", "resume", "evaluator") and not key.startswith(_SINGLE_START):
             kept.append(override)
     return kept
 

@@ -15,8 +15,9 @@ import torch
 from lightning.pytorch.callbacks import Callback
 from typing_extensions import override
 
+from recipes.errors import ConfigError
 from recipes.model.init import unsharded_shape
-from recipes.run_folder import SUMMARY_FILE, write_atomically
+from recipes.run_folder import EVALUATIONS, SUMMARY_FILE, read_summary, write_atomically
 from recipes.runtime.failure import is_out_of_memory, is_peer_failure, read_oom_of_other_rank
 from recipes.runtime.signals import Preempted
 
@@ -117,6 +118,7 @@ class SummaryWriter(Callback):
         is_failed_resume = not self._has_begun and (self._folder / SUMMARY_FILE).exists()
         if is_failed_resume or not trainer.is_global_zero:
             return
+        evaluations = self._read_evaluations()
         self.newest = {
             "status": status,
             "steps": trainer.global_step,
@@ -128,11 +130,20 @@ class SummaryWriter(Callback):
             "seconds": round(self._get_seconds(), 3),
             **collect_summary_fields(trainer.callbacks),  # type: ignore[attr-defined]
             "num_parameters": sum(unsharded_shape(p).numel() for p in pl_module.parameters()),
+            **evaluations,
         }
         try:
             write_atomically(self._folder / SUMMARY_FILE, json.dumps(self.newest, indent=2) + "\n")
         except OSError as error:
             LOGGER.error(f"{SUMMARY_FILE} could not be written: {error.strerror}")
+
+    def _read_evaluations(self) -> dict[str, Any]:
+        """Return the field of summary.json that `mode=evaluate` has written: each names the checkpoint it is of."""
+        try:
+            earlier = read_summary(self._folder) or {}
+        except ConfigError:  # damaged, and written again as a whole
+            earlier = {}
+        return {EVALUATIONS: earlier[EVALUATIONS]} if EVALUATIONS in earlier else {}
 
 
 def collect_summary_fields(callbacks: list[Callback]) -> dict[str, Any]:

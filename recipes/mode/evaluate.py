@@ -1,33 +1,53 @@
-"""Evaluate a checkpoint on a split: loss and metrics. One forward pass over the whole split."""
+"""Evaluate a checkpoint on a split, in one forward pass over the whole of it, or by an evaluator on other tasks."""
 
 import json
-from typing import Literal
+from collections.abc import Mapping
+from typing import Any, Literal
 
 from lightning.pytorch.callbacks import Callback
 
 from recipes.build import Run
-from recipes.mode.load import load_task
+from recipes.errors import ConfigError
+from recipes.evaluator import Evaluator
+from recipes.mode.load import load_task, load_tokenizer
+from recipes.run_folder import add_evaluations, write_atomically
 from recipes.runtime.console import LOGGER
 from recipes.task.language_modeling import LanguageModeling
 
+Weights = Literal["trained", "ema"]
+
 
 def evaluate(
-    run: Run, *, split: Literal["train", "val"], weights: Literal["trained", "ema"], answers: Callback | None
+    run: Run,
+    *,
+    split: Literal["train", "val"],
+    weights: Literal["trained", "ema"],
+    answers: Callback | None,
+    evaluator: Evaluator | Mapping[str, Any] | None,
 ) -> int:
-    """Print the metrics of a checkpoint and write them to `evaluate_<split>.json` in the run folder.
+    """Print the metrics of a checkpoint, write them to `evaluate_….json` in the run folder, and into summary.json.
 
     Args:
         run: A run with a checkpoint.
         split: The part of the data to evaluate on.
         weights: `trained`, or `ema` for their moving average.
         answers: Checks answers to validation questions, where the data has some; None: they are not asked.
+        evaluator: Evaluates on its own tasks, instead of the split; empty: the split.
 
     Returns:
         The exit code, 0.
 
     Raises:
-        ConfigError: There is no checkpoint, or no average in it.
+        ConfigError: There is no checkpoint, or no average in it, or the evaluator cannot do what it was set to.
     """
+    if evaluator:
+        _evaluate_tasks(run, evaluator, weights)  # type: ignore[arg-type]
+    else:
+        _evaluate_split(run, split, weights, answers)
+    return 0
+
+
+def _evaluate_split(run: Run, split: Literal["train", "val"], weights: Weights, answers: Callback | None) -> None:
     task, checkpoint = load_task(run, weights)
     run.data.trainer = run.trainer
     run.data.prepare_data()
@@ -46,8 +66,36 @@ def evaluate(
         "samples": num_samples,
         "weights": weights,
     }
-    text = json.dumps(record | results, indent=2) + "\n"
-    (run.folder / f"evaluate_{split}.json").write_text(text, encoding="utf-8")
-    shown = ", ".join(f"{name} {value:.4f}" for name, value in results.items())
-    LOGGER.info(f"{checkpoint} on the {num_samples:,} samples of {split}: {shown}")
-    return 0
+    _write(run, split, record | results)
+    described = {"checkpoint": checkpoint.name, "weights": weights, "data": run.data.source.fingerprint}
+    add_evaluations(run.folder, {split: described | results})
+    LOGGER.info(f"{checkpoint} on the {num_samples:,} samples of {split}: {_list_metrics(results)}")
+
+
+def _evaluate_tasks(run: Run, evaluator: Evaluator, weights: Weights) -> None:
+    evaluator.prepare()
+    tokenizer = load_tokenizer(run)
+    if tokenizer is None:
+        reason = "the data of that run is not text: it has no tokenizer"
+        raise ConfigError(f"evaluator={evaluator.name} resume={run.folder}", reason, "resume=<a run on text>")
+    task, checkpoint = load_task(run, weights)
+    assert isinstance(task, LanguageModeling), "the config check admits only language models"
+    record = evaluator.evaluate(task, tokenizer)
+    _write(run, evaluator.name, {"checkpoint": str(checkpoint), "weights": weights} | record)
+    described = {"checkpoint": checkpoint.name, "weights": weights}
+    for name, result in record["tasks"].items():
+        metrics = {metric: found["value"] for metric, found in result["metrics"].items()}
+        add_evaluations(run.folder, {name: described | metrics})
+        errors = {metric: found["stderr"] for metric, found in result["metrics"].items()}
+        LOGGER.info(f"{checkpoint} on {name}: {_list_metrics(metrics, errors)}")
+
+
+def _write(run: Run, name: str, record: Mapping[str, Any]) -> None:
+    write_atomically(run.folder / f"evaluate_{name}.json", json.dumps(record, indent=2) + "\n")
+
+
+def _list_metrics(metrics: Mapping[str, float | None], errors: Mapping[str, float | None] | None = None) -> str:
+    """Return metrics as text, with the standard errors that are known."""
+    shown = {name: "unknown" if value is None else f"{value:.4f}" for name, value in metrics.items()}
+    known = {name: f" ± {error:.4f}" for name, error in (errors or {}).items() if error is not None}
+    return ", ".join(f"{name} {value}{known.get(name, '')}" for name, value in shown.items())

@@ -107,6 +107,7 @@ def generate_batch(
     seeds: Sequence[int],
     ends: Collection[int],
     all_ended: Callable[[bool], bool] | None = None,
+    is_complete: Callable[[list[int]], bool] | None = None,
 ) -> list[Answer]:
     """Continue many prompts of different lengths together: the tokens of each are those it would get alone.
 
@@ -124,6 +125,7 @@ def generate_batch(
         ends: Tokens that end an answer; they are not returned.
         all_ended: Returns whether this rank's answers and those of all other ranks have ended: where weights are
             sharded, every rank must run as many forward passes as the others. None: this process generates alone.
+        is_complete: Returns whether the tokens of an answer complete it, called after each one; None: `ends` decide.
 
     Returns:
         The answer to each prompt.
@@ -156,6 +158,8 @@ def generate_batch(
                 is_over[row] = is_over[row] or token is None or token in ends or is_full
                 if token is not None and not is_over[row]:
                     answers[row].tokens.append(token)
+                    if is_complete is not None and is_complete(answers[row].tokens):
+                        answers[row].has_ended = is_over[row] = True
             ended = all(is_over)
             if all_ended(ended) if all_ended is not None else ended:
                 break

@@ -16,6 +16,7 @@ from .values import (
     METRICS_BY_MEASURE,
     differing_parameters,
     find_best,
+    get_evaluations,
     get_value,
     is_higher_better,
 )
@@ -29,7 +30,7 @@ class ComparedRun:
     """One run of the comparison.
 
     Attributes:
-        values: Measures, by their name in `summary.json`; None where unknown.
+        values: Measures, by their name in `summary.json`, and evaluations; None where unknown.
         best: The best value of each metric that a bar panel names.
         curves: Thinned points by metric.
         parameters: Config values that differ between the runs; None where this run has none.
@@ -66,7 +67,8 @@ def read_runs(folders: Sequence[Path], sections: Sequence[Section], *, sort: str
     buckets_per_weight = MAX_POINTS / 4 / max(1, total_weight)
     named = [name for panel in panels for name in panel.parameters]
     runs = [_read_thin(folder, metrics, panels, buckets_per_weight) for folder in folders]
-    measures = list(dict.fromkeys([sort, *METRICS_BY_MEASURE]))
+    evaluated = [measure for run in runs for measure in get_evaluations(run.record)]
+    measures = list(dict.fromkeys([sort, *METRICS_BY_MEASURE, *evaluated]))
     values = [
         {measure: get_value(run.record, measure) for measure in measures} | {"best_val_loss": run.best_val_loss}
         for run in runs

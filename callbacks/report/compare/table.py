@@ -74,7 +74,7 @@ def runs_table(runs: Sequence[ComparedRun], page: Path, *, sort: str) -> str:
 
 def get_measures(runs: Sequence[ComparedRun], sort: str) -> list[str]:
     """Return the measures that some run has, `sort` first; one that is 0 in every run is omitted."""
-    names = list(dict.fromkeys([sort, *METRICS_BY_MEASURE]))
+    names = list(dict.fromkeys([sort, *METRICS_BY_MEASURE, *runs[0].values]))  # then evaluations
     return [name for name in names if any(run.values[name] for run in runs)]
 
 

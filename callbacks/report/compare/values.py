@@ -24,9 +24,15 @@ METRICS_BY_MEASURE: dict[str, tuple[str, ...]] = {
     "rollbacks": ("spike/rollbacks",),
     "skipped_steps": ("spike/skipped_steps",),
 }
+_SPLITS = ("train", "val")  # a column `val/loss` would be taken for the metric of the training run
 _HIGHER_IS_BETTER = (
     "accuracy",
     "acc",
+    "exact_match",
+    "chrf",
+    "rouge",
+    "mcc",
+    "pass@",
     "per_second",
     "mfu",
     "tflops",
@@ -45,10 +51,12 @@ def get_value(run: RunRecord, measure: str) -> float | None:
 
     Args:
         run: The run.
-        measure: A key of `summary.json` or the name of a metric.
+        measure: A key of `summary.json`, the name of a metric, or of one in `get_evaluations`.
     """
     if measure in run.summary and is_finite(run.summary[measure]):
         return float(run.summary[measure])
+    if measure in (evaluated := get_evaluations(run)):
+        return evaluated[measure]
     if measure == "steps":
         return run.last_step
     names = METRICS_BY_MEASURE.get(measure, (measure, measure.replace("_", "/", 1)))
@@ -56,6 +64,17 @@ def get_value(run: RunRecord, measure: str) -> float | None:
     if measure.startswith("best_"):
         return find_best([value for _, value in points], measure)
     return points[-1][1] if points and math.isfinite(points[-1][1]) else None
+
+
+def get_evaluations(run: RunRecord) -> dict[str, float]:
+    """Return what was evaluated after training, by `<split or task>/<metric>`; a split is named `evaluate_<split>`."""
+    evaluations = run.summary.get("evaluations")
+    found: dict[str, float] = {}
+    for name, metrics in evaluations.items() if isinstance(evaluations, dict) else ():
+        owner = f"evaluate_{name}" if name in _SPLITS else name
+        values = metrics.items() if isinstance(metrics, dict) else ()
+        found |= {f"{owner}/{metric}": float(value) for metric, value in values if is_finite(value)}
+    return found
 
 
 def find_best(values: Sequence[float], measure: str) -> float | None:

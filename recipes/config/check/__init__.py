@@ -10,6 +10,7 @@ from recipes.config.check.batch_size import check_batch_size, count_ranks
 from recipes.config.check.compatibility import check_compatibility, check_kinds
 from recipes.config.check.data import check_data
 from recipes.config.check.devices import check_devices
+from recipes.config.check.evaluator import check_evaluator
 from recipes.config.check.loss_spike import check_loss_spike
 from recipes.config.check.lr_scaling import check_lr_scaling
 from recipes.config.check.metrics import check_metrics, check_readers
@@ -76,6 +77,7 @@ def check_config(
         *check_optimizer(config, choices),
         *check_loss_spike(config, world_size or 1),
         *check_readers(config),
+        *check_evaluator(config),
         *check_resumed(config, run_folder),
         *check_paths(config, overrides, run_folder, continues=continues),
     ]

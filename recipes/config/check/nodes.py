@@ -45,6 +45,8 @@ PROVIDED: dict[str, set[str]] = {
     "mode.write_page": {"path", "plan", "lines", "title", "text", "figures", "results", "images", "report"},
     "sweep.compare": {"folders", "path", "sort", "dashboard"},
 }
+# sections that refer to another one, `evaluator: ${evaluator}`, where mistakes are reported
+REPEATED = ("mode.evaluator",)
 _INSTANTIATE = {"_target_", "_partial_", "_convert_", "_recursive_", "_args_"}
 
 
@@ -59,6 +61,8 @@ def check_nodes(config: Mapping[str, Any], path: str = "") -> Iterator[ConfigErr
         if not isinstance(value, dict):
             continue
         key_path = f"{path}.{key}" if path else str(key)
+        if key_path in REPEATED:
+            continue
         if isinstance(value.get("_target_"), str):
             yield from _check_node(key_path, value)
         yield from check_nodes(value, key_path)

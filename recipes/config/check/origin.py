@@ -65,6 +65,8 @@ def check_origin(config: Mapping[str, Any], typed: Sequence[str], origin: Path) 
         if _is_written_elsewhere(place, value) and not is_known and not _is_typed(place, value, typed_values):
             why = "a folder may not choose the files and the shell lines that are written outside of it"
             yield _reject(place, value, why, origin)
+        if _names_tasks(place, value) and not _is_typed(_without_mode(place), value, typed_values):
+            yield _reject(place, value, "a folder may not choose tasks: their YAML files may run code", origin)
 
 
 def _check_node(
@@ -112,6 +114,18 @@ def _is_written_elsewhere(place: Place, value: object) -> bool:
     if len(place) != 2 or place[0] != "launcher" or place[1] == TARGET:
         return False
     return not _WORD.fullmatch(value) if isinstance(value, str) else bool(value) and isinstance(value, list | Mapping)
+
+
+def _names_tasks(place: Place, value: object) -> bool:
+    """Return whether a value is a task of an evaluator, or the folder of such."""
+    section, *rest = _without_mode(place) or ("",)
+    is_task = "tasks" in rest and not isinstance(value, list) and value != "???"
+    return section == "evaluator" and (is_task or (rest[-1:] == ["task_folder"] and value is not None))
+
+
+def _without_mode(place: Place) -> Place:
+    """Return where the evaluator of a mode was typed: `mode.evaluator` refers to `evaluator`."""
+    return place[1:] if place[:2] == ("mode", "evaluator") else place
 
 
 def _is_typed(place: Place, value: object, typed_values: Mapping[Place, object]) -> bool:

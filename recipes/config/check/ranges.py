@@ -3,6 +3,7 @@
 from collections.abc import Iterator, Mapping
 from typing import Any
 
+from recipes.config.check.nodes import REPEATED
 from recipes.config.check.sections import SETTINGS
 from recipes.config.check.types import annotation_from, find_out_of_range, matches_type
 from recipes.config.signature import TargetNotFoundError, read_signature
@@ -34,6 +35,8 @@ def _check_nodes(config: Mapping[str, Any], path: str) -> Iterator[ConfigError]:
         if not isinstance(node, Mapping):
             continue
         here = f"{path}.{key}" if path else str(key)
+        if here in REPEATED:
+            continue
         if isinstance(node.get("_target_"), str):
             yield from _check_node(here, node)
         yield from _check_nodes(node, here)

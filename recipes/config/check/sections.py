@@ -49,9 +49,13 @@ NEWER = (
     "metrics",
     "plan",
     "quality",
+    "evaluator",
 )  # sections that the frozen configs of older runs lack
 # or with one only sometimes
-_WITHOUT_TARGET = ("callbacks", "dashboard", "eval_data", "logger", "lr_scaling", "metrics", "quality", "tokenizer")
+_WITHOUT_TARGET = (
+    *("callbacks", "dashboard", "eval_data", "evaluator", "logger", "lr_scaling", "metrics", "quality"),
+    "tokenizer",
+)
 _NEEDED_OF_TRAINER = ("max_steps", "accelerator", "devices", "num_nodes", "accumulate_grad_batches")
 _MAX_NAME_BYTES = 200  # file systems have 255; W&B and the sweep add to it
 

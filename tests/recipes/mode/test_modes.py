@@ -143,6 +143,27 @@ def test_evaluate_gives_the_validation_loss_of_the_run(run: Path) -> None:
     (run / "evaluate_val.json").unlink()
 
 
+def test_evaluations_are_in_the_summary_beside_what_was_there_and_name_their_checkpoint(
+    run: Path, tmp_path: Path
+) -> None:
+    copy = shutil.copytree(run, tmp_path / "copy", symlinks=True)
+    before = json.loads((copy / "summary.json").read_text())
+    before.pop("evaluations", None)
+    found = {}
+    for checkpoint in ("step_0000006.ckpt", "step_0000012.ckpt"):
+        assert execute(f"resume={copy}/checkpoints/{checkpoint}", "mode=evaluate") == 0
+        after = json.loads((copy / "summary.json").read_text())
+        found[checkpoint] = after.pop("evaluations")["val"]
+        assert after == before
+        assert found[checkpoint]["checkpoint"] == checkpoint
+        assert found[checkpoint]["loss"] == json.loads((copy / "evaluate_val.json").read_text())["loss"]
+    assert found["step_0000006.ckpt"]["loss"] != found["step_0000012.ckpt"]["loss"]
+    assert execute(f"resume={copy}", "trainer.max_steps=13") == 0
+    resumed = json.loads((copy / "summary.json").read_text())
+    assert resumed["steps"] == 13
+    assert resumed["evaluations"]["val"] == found["step_0000012.ckpt"]
+
+
 def test_evaluate_computes_a_metric_that_the_run_did_not_have(run: Path) -> None:
     top = "{_target_: torchmetrics.classification.MulticlassAccuracy, num_classes: 257, top_k: 20, average: micro}"
     assert execute(f"resume={run}", "mode=evaluate", f"+metrics.top20={top}") == 0

@@ -328,6 +328,21 @@ def test_a_rank_whose_windows_are_full_does_not_leave_the_others_waiting() -> No
     assert calls == [6, 6]
 
 
+def test_an_answer_ends_after_the_token_that_completes_it_and_the_others_go_on() -> None:
+    model = model_of("llama")
+    settings = {"temperature": 0.0, "top_k": None, "top_p": None}
+    whole = tokens_of(generate_batch(model, PROMPTS, 9, **settings, seeds=range(4), ends=[]))
+    last = whole[0][3:5]
+    answers = generate_batch(
+        model, PROMPTS, 9, **settings, seeds=range(4), ends=[], is_complete=lambda tokens: tokens[-2:] == last
+    )
+    assert (answers[0].tokens, answers[0].has_ended) == (whole[0][:5], True)
+    assert [answer.tokens for answer in answers[1:] if not answer.has_ended] == [
+        full for answer, full in zip(answers[1:], whole[1:], strict=True) if not answer.has_ended
+    ]
+    assert max(len(answer.tokens) for answer in answers) == 9
+
+
 def test_a_prompt_beyond_the_window_is_rejected() -> None:
     with pytest.raises(ConfigError, match="a prompt of 17 tokens: the model reads 16"):
         generate_batch(model_of("gpt2"), [[1] * 17], 2, temperature=0.0, top_k=None, top_p=None, seeds=[0], ends=[])

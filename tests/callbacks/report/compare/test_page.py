@@ -130,6 +130,26 @@ def test_a_measure_of_which_more_is_better_is_sorted_from_high_to_low(three, tmp
     ]
 
 
+def test_evaluations_are_columns_and_may_be_what_runs_are_sorted_by(tmp_path: Path) -> None:
+    evaluated = [
+        {"hellaswag": {"checkpoint": "step_0000010.ckpt", "weights": "trained", "acc_norm": value, "acc": None}}
+        for value in (0.25, 0.5)
+    ]
+    evaluated[0]["val"] = {"checkpoint": "step_0000010.ckpt", "weights": "trained", "loss": 3.75}
+    runs = [
+        write_run(tmp_path / str(i), losses=[4.0], config=make_config(0.1), val_loss=4.0 - i, evaluations=evaluations)
+        for i, evaluations in enumerate([*evaluated, "damaged"])
+    ]
+    page = make_page(runs, tmp_path / "page.html", sort="hellaswag/acc_norm")
+    heads, *rows = Table(page).rows
+    assert heads[2] == "hellaswag/acc_norm"
+    assert [row[2] for row in rows] == ["0.5", "0.25", DASH]
+    column = heads.index("evaluate_val/loss")
+    assert sorted(row[column] for row in rows) == ["3.75", DASH, DASH]
+    assert "hellaswag/acc" not in heads
+    assert [row[heads.index("val loss")] for row in rows] == ["3", "4", "2"]  # of the training run, as before
+
+
 def test_sorting_by_what_no_run_has_is_an_error_that_lists_what_they_have(three, tmp_path: Path) -> None:
     with pytest.raises(LookupError, match="no run has it; they have best_val_loss, mfu, steps"):
         write_comparison(three, tmp_path / "report.html", sort="val_accurracy")

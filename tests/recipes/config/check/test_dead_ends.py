@@ -29,8 +29,8 @@ WORKS = {
 }
 # reported together, in any order
 TOGETHER = {
-    "data.path=nope,y.txt": "data.path=nope,y.txt: there is no 'data.path'; type data=text_files data.path=nope,y.txt,"
-    " or data=token_file data.path=nope,y.txt",
+    "data.path=nope,y.txt": "data.path=nope,y.txt: there is no 'data.path'; type data=documents data.path=nope,y.txt,"
+    " or data=text_files data.path=nope,y.txt",
     "name=nope,y": "name=nope,y: a single run takes one value; type \"name='nope,y'\" for one text,"
     " or python train.py -m name=nope,y",
     "optimizer.lr=0,001": "optimizer.lr=0,001: a single run takes one value; type optimizer.lr=0.001,"
@@ -49,7 +49,7 @@ TOGETHER = {
     "+callbacks=memory": "+callbacks=memory: callbacks=default is chosen already, and + adds a setting, not an option;"
     " type the same command without it: callbacks=default includes it",
     "data.path=t.txt": "data.path=t.txt: there is no 'data.path';"
-    " type data=text_files data.path=t.txt, or data=token_file data.path=t.txt",
+    " type data=documents data.path=t.txt, or data=text_files data.path=t.txt",
     "optimizer.momentum=0.9": (
         "optimizer.momentum=0.9: there is no 'optimizer.momentum'; type optimizer=sgd optimizer.momentum=0.9,"
         " or optimizer=muon optimizer.momentum=0.9"
@@ -92,7 +92,7 @@ ALONE = {
     "mode._target_=null": (
         "mode._target_=null: it names the class or function to call;"
         " type mode=<batch_find | dashboard | diagnose | evaluate | export | fit | lr_find | noise_scale | plan |"
-        " preflight | replay | report | sample | wandb_sweep>"
+        " preflight | prepare | replay | report | sample | unpack | wandb_sweep>"
     ),
     "logger.csv=null": "logger.csv=null: every run writes metrics.csv; type logger=none for nothing else",
     "data=text_files data.path='~nouser/x'": (

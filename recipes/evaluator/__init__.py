@@ -1,0 +1,26 @@
+"""Evaluate a checkpoint by something other than a split of its data: what `mode=evaluate` calls."""
+
+from typing import Any, Protocol
+
+from recipes.task.language_modeling import LanguageModeling
+from recipes.tokenizer import Tokenizer
+
+
+class Evaluator(Protocol):
+    """One option of conf/evaluator.
+
+    Attributes:
+        name: Of its file in the run folder, `evaluate_<name>.json`.
+    """
+
+    name: str
+
+    def prepare(self) -> None:
+        """Check its settings, and read what it asks; before any weights are loaded.
+
+        Raises:
+            ConfigError: A setting is wrong, or something cannot be read.
+        """
+
+    def evaluate(self, task: LanguageModeling, tokenizer: Tokenizer) -> dict[str, Any]:
+        """Return a record as JSON; in it `tasks`, by name, with the `metrics` of each: name -> `value`, `stderr`."""

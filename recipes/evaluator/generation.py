@@ -1,0 +1,87 @@
+"""How a task wants text to be generated, and where it ends: the settings of lm-evaluation-harness, and their text."""
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from recipes.errors import ConfigError
+from recipes.tokenizer import Tokenizer
+
+_NUM_TOKENS = ("max_gen_toks", "max_new_tokens", "max_tokens", "max_completion_tokens")  # the first that is there
+_DEFAULT_NUM_TOKENS = 256  # of the harness
+
+
+@dataclass(frozen=True)
+class Generation:
+    """Settings of a request, hashable.
+
+    Attributes:
+        until: Texts that end an answer, and are not part of it.
+        num_tokens: Largest number of tokens to generate.
+        temperature: 0: always the likeliest token.
+        top_k: Sample among so many tokens; None: all.
+        top_p: Sample among tokens of this probability; None: all.
+    """
+
+    until: tuple[str, ...]
+    num_tokens: int
+    temperature: float
+    top_k: int | None
+    top_p: float | None
+
+    @classmethod
+    def read(cls, settings: Mapping[str, Any]) -> "Generation":
+        """Read the `generation_kwargs` of a task.
+
+        Raises:
+            ConfigError: One of them has no counterpart here.
+        """
+        rest = dict(settings)
+        until = rest.pop("until", None) or []
+        lengths = [rest.pop(name, None) for name in _NUM_TOKENS]
+        num_tokens = next((int(length) for length in lengths if length is not None), _DEFAULT_NUM_TOKENS)
+        samples = rest.pop("do_sample", None)
+        temperature = float(rest.pop("temperature", 1.0 if samples else 0.0))
+        top_k, top_p = rest.pop("top_k", None), rest.pop("top_p", None)
+        if rest:
+            name, value = next(iter(rest.items()))
+            raise ConfigError(
+                f"generation_kwargs.{name}={value}",
+                "the task asks for it, and it has no counterpart here",
+                f"a task whose YAML sets no {name}",
+            )
+        return cls(
+            until=(until,) if isinstance(until, str) else tuple(until),
+            num_tokens=num_tokens,
+            temperature=0.0 if samples is False else temperature,
+            top_k=int(top_k) if top_k else None,  # 0, as in transformers: all
+            top_p=None if top_p is None else float(top_p),
+        )
+
+
+class Ending:
+    """Finds where an answer ends.
+
+    Args:
+        until: Texts that end it.
+        tokenizer: Of the answer.
+    """
+
+    def __init__(self, until: Sequence[str], tokenizer: Tokenizer) -> None:
+        self._until = [*filter(None, until), tokenizer.decode([tokenizer.end_of_text])]
+        self._tokenizer = tokenizer
+        self._special = tokenizer.special_ids
+        # a token has at least one byte; two more, where a tokenizer drops a blank before the first
+        self._num_last = max(len(text.encode()) for text in self._until) + 2
+
+    def is_reached(self, tokens: Sequence[int]) -> bool:
+        """Return whether the newest tokens complete a text that ends the answer, which may spell a special token."""
+        newest = self._tokenizer.decode(tokens[-self._num_last :])
+        return any(text in newest for text in self._until)
+
+    def cut(self, tokens: Sequence[int]) -> str:
+        """Return the text of an answer up to what ends it, without special tokens."""
+        answer = self._tokenizer.decode([token for token in tokens if token not in self._special])
+        for text in self._until:
+            answer = answer.split(text)[0]
+        return answer

@@ -1,0 +1,255 @@
+"""Evaluate a language model on published tasks, by EleutherAI's lm-evaluation-harness (package `lm_eval`, 0.4).
+
+The harness builds prompts and computes metrics; `Scorer` answers its requests with this project's model as it is,
+without an export. The package is imported when this option is chosen.
+"""
+
+import math
+from collections.abc import Iterator, Mapping, Sequence
+from difflib import get_close_matches
+from importlib.metadata import version
+from itertools import chain
+from pathlib import Path
+from typing import Annotated, Any, cast
+
+from recipes.data.instructions.chat_template import find_template, prompt_for_answer
+from recipes.errors import ConfigError
+from recipes.evaluator.scorer import Scorer
+from recipes.model import LanguageModel
+from recipes.runtime.console import LOGGER
+from recipes.task.language_modeling import LanguageModeling
+from recipes.tokenizer import Tokenizer
+
+_BOOTSTRAP = 1000  # replicates for the standard error of a metric without a formula; the harness takes 100,000
+_INSTALL = "pip install -e '.[eval]'"
+
+
+class LmEval:
+    """Runs tasks of lm-evaluation-harness.
+
+    Args:
+        tasks: Names of tasks, groups or tags, or paths of YAML files.
+        task_folder: Folder of YAML files whose tasks have names, too; None: those of the harness alone.
+        num_fewshot: Worked examples before each question; None: as the task says. A task whose YAML says 0 keeps it.
+        limit: Samples per task, the first ones; None: all.
+        batch_size: Requests per forward pass.
+        chat: Put questions in the chat template of the run.
+    """
+
+    name = "lm_eval"
+
+    def __init__(
+        self,
+        *,
+        tasks: list[str],
+        task_folder: str | None,
+        num_fewshot: Annotated[int, ">= 0"] | None,
+        limit: Annotated[int, ">= 1"] | None,
+        batch_size: Annotated[int, ">= 1"],
+        chat: bool,
+    ) -> None:
+        self._tasks = tasks
+        self._task_folder = task_folder
+        self._num_fewshot = num_fewshot
+        self._limit = limit
+        self._batch_size = batch_size
+        self._chat = chat
+        self._manager: Any = None
+        self._loaded: list[Any] = []
+
+    def prepare(self) -> None:
+        """Load the tasks and their data.
+
+        Raises:
+            ConfigError: The package is missing, there is no such task, or its data cannot be read.
+        """
+        try:
+            from lm_eval.tasks import TaskManager
+        except ImportError as error:
+            reason = f"the package lm_eval cannot be imported: {error}"
+            raise ConfigError("evaluator=lm_eval", reason, _INSTALL) from error
+        if self._task_folder is not None and not Path(self._task_folder).expanduser().is_dir():
+            setting = f"evaluator.task_folder={self._task_folder}"
+            raise ConfigError(setting, "there is no such folder", "evaluator.task_folder=<folder of YAML files>")
+        specs = [str(Path(name).expanduser()) if _is_file(name) else name for name in self._tasks]
+        folder = None if self._task_folder is None else str(Path(self._task_folder).expanduser())
+        # reading all its 14,000 tasks takes seconds
+        self._manager = TaskManager(include_path=folder, include_defaults=not all(map(_is_file, specs)))
+        for spec in specs:
+            if not _is_file(spec) and spec not in self._manager.all_tasks:
+                raise _unknown(spec, self._manager.all_tasks)
+        self._loaded = [*chain.from_iterable(map(self._load, specs))]
+
+    def _load(self, spec: str) -> Iterator[Any]:
+        """Yield the groups that a spec names, or the tasks.
+
+        Raises:
+            ConfigError: The harness cannot load one.
+        """
+        setting = f"evaluator.tasks=[{spec}]"
+        try:
+            found = self._manager.load([spec])
+        except (ConnectionError, FileNotFoundError) as error:
+            reason = f"its data is not on this machine and cannot be downloaded: {_first_line(error)}"
+            fix = "the same command once where there is network, and HF_HOME=<the folder of its downloads> here"
+            raise ConfigError(setting, reason, fix) from error
+        except Exception as error:  # whatever a task's YAML or its own Python code raises
+            reason = f"the harness cannot load it: {type(error).__name__}: {_first_line(error)}"
+            raise ConfigError(setting, reason, "evaluator.tasks=[<other tasks>]") from error
+        for task in found["tasks"].values():
+            if getattr(task, "UNSAFE_CODE", False) or getattr(task, "MULTIMODAL", False):
+                reason = "it runs what the model writes" if getattr(task, "UNSAFE_CODE", False) else "it shows images"
+                raise ConfigError(setting, f"{reason}, which is not supported", "evaluator.tasks=[<other tasks>]")
+        children = {*chain.from_iterable(found.get("group_map", {}).values())}
+        outer = [group for name, group in found.get("groups", {}).items() if name not in children]
+        yield from outer or found["tasks"].values()
+
+    def evaluate(self, task: LanguageModeling, tokenizer: Tokenizer) -> dict[str, Any]:
+        """Run the tasks and return their metrics, with versions and settings.
+
+        Args:
+            task: With the model, on the device.
+            tokenizer: That the model was trained with.
+
+        Raises:
+            ConfigError: The model cannot answer what a task asks, or the run has no chat template.
+        """
+        from lm_eval import simple_evaluate
+
+        scorer = Scorer(
+            cast(LanguageModel, task.model),
+            tokenizer,
+            batch_size=self._batch_size,
+            forward_context=task.trainer.precision_plugin.forward_context,
+            ends=_find_end_of_turn(tokenizer) if self._chat else [],
+        )
+        found = simple_evaluate(
+            model=_make_harness_model(scorer, tokenizer),
+            tasks=self._loaded,
+            num_fewshot=self._num_fewshot,
+            limit=self._limit,
+            bootstrap_iters=_BOOTSTRAP,
+            log_samples=False,
+            apply_chat_template=self._chat,
+            task_manager=self._manager,
+        )
+        if scorer.num_cut:
+            window = cast(LanguageModel, task.model).max_seq_len
+            reason = f"are longer than the {window} tokens that the model reads: it read their ends"
+            LOGGER.warning(f"{scorer.num_cut:,} contexts {reason}")
+        settings = {
+            "tasks": self._tasks,
+            "task_folder": self._task_folder,
+            "num_fewshot": self._num_fewshot,
+            "limit": self._limit,
+            "batch_size": self._batch_size,
+            "chat": self._chat,
+        }
+        record = {"lm_eval": version("lm_eval"), "settings": settings, "cut_contexts": scorer.num_cut}
+        return record | {"tasks": read_tasks(found)}
+
+
+def read_tasks(found: Mapping[str, Any]) -> dict[str, dict[str, Any]]:
+    """Return version, number of worked examples, samples and metrics of each task and group that has metrics.
+
+    Args:
+        found: What the harness returns: metrics have the keys `<name>,<filter>` and `<name>_stderr,<filter>`.
+    """
+    tasks: dict[str, dict[str, Any]] = {}
+    for name, values in found["results"].items():
+        metrics: dict[str, dict[str, Any]] = {}
+        for key, value in values.items():
+            metric, comma, answer_filter = key.partition(",")
+            if not comma or metric.endswith("_stderr"):
+                continue
+            title = metric if answer_filter == "none" else f"{metric}/{answer_filter}"
+            stderr = values.get(f"{metric}_stderr,{answer_filter}")
+            metrics[title] = {"value": _finite(value), "stderr": _finite(stderr)}
+        if metrics:
+            tasks[name] = {
+                "version": found.get("versions", {}).get(name),
+                "num_fewshot": found.get("n-shot", {}).get(name),
+                "samples": found.get("n-samples", {}).get(name, {}).get("effective"),
+                "metrics": metrics,
+            }
+    return tasks
+
+
+def _finite(value: object) -> float | None:
+    """Return a number; None for NaN and inf, which JSON cannot hold, and for the harness's N/A."""
+    return float(value) if isinstance(value, int | float) and math.isfinite(value) else None
+
+
+def render_chat(messages: list[dict[str, Any]], tokenizer: Tokenizer, *, adds_prompt: bool) -> str:
+    """Return a conversation as text, by the template of the run.
+
+    Args:
+        messages: Roles and contents.
+        tokenizer: With a template.
+        adds_prompt: End with the header of an answer; else the last message is the beginning of one, and stays open.
+
+    Raises:
+        ConfigError: The template rejects the conversation.
+    """
+    template = find_template("auto", tokenizer)
+    try:
+        text, _ = template.render(messages, tokenizer, adds_prompt=adds_prompt, tools=None)
+    except ConfigError:
+        without = [message for message in messages if message["role"] != "system"]
+        if len(without) == len(messages):
+            raise
+        text, _ = template.render(without, tokenizer, adds_prompt=adds_prompt, tools=None)
+    if adds_prompt:
+        return text
+    last = messages[-1]["content"]
+    shown = last if last in text else last.strip()  # some templates drop blanks around it
+    return text[: text.rindex(shown) + len(shown)]
+
+
+def _make_harness_model(scorer: Scorer, tokenizer: Tokenizer) -> Any:
+    """Return a model in the harness's sense, whose requests the scorer answers."""
+    from lm_eval.api.model import LM
+
+    class HarnessModel(LM):  # type: ignore[misc]
+        tokenizer_name = tokenizer.fingerprint
+
+        def loglikelihood(self, requests: Sequence[Any]) -> list[tuple[float, bool]]:
+            return scorer.score([request.args for request in requests])
+
+        def loglikelihood_rolling(self, requests: Sequence[Any]) -> list[float]:
+            return scorer.score_rolling([text for text, *_ in (request.args for request in requests)])
+
+        def generate_until(self, requests: Sequence[Any]) -> list[str]:
+            return scorer.generate([request.args for request in requests])
+
+        def apply_chat_template(self, chat_history: list[dict[str, str]], add_generation_prompt: bool = True) -> str:
+            return render_chat(chat_history, tokenizer, adds_prompt=add_generation_prompt)
+
+        def chat_template(self, chat_template: bool | str = False) -> str | None:
+            return tokenizer.chat_template if chat_template else None
+
+    return HarnessModel()
+
+
+def _find_end_of_turn(tokenizer: Tokenizer) -> list[int]:
+    if tokenizer.chat_template is None:
+        reason = "the run has learned from no conversations, and has no template for them"
+        raise ConfigError("evaluator.chat=true", reason, "evaluator.chat=false")
+    _, end = prompt_for_answer("?", tokenizer)
+    return [] if end is None else [end]
+
+
+def _unknown(name: str, known: Sequence[str]) -> ConfigError:
+    near = get_close_matches(name, known, 1, cutoff=0.5)
+    fix = f"evaluator.tasks=[{near[0]}]" if near else "evaluator.tasks=[<name of a task, or its YAML file>]"
+    is_path = name.endswith((".yaml", ".yml")) or "/" in name
+    reason = "there is no such file" if is_path else "the harness has no such task"
+    return ConfigError(f"evaluator.tasks=[{name}]", reason, fix)
+
+
+def _is_file(name: str) -> bool:
+    return name.endswith((".yaml", ".yml")) and Path(name).expanduser().is_file()
+
+
+def _first_line(error: Exception) -> str:
+    return str(error).strip().partition("\n")[0]

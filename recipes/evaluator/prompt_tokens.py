@@ -1,0 +1,71 @@
+"""Text of requests -> tokens of context and continuation, split where lm-evaluation-harness splits them."""
+
+from collections.abc import Iterator
+
+from recipes.tokenizer import Tokenizer
+
+Pair = tuple[list[int], list[int]]  # tokens of a context, and of what is scored after it
+
+
+class PromptTokens:
+    """Reads texts as `transformers` does: behind a tokenizer's first tokens, special tokens by their spelling.
+
+    Elsewhere in this project the spelling of a special token is plain text; here numbers are to be comparable with
+    published ones.
+
+    Args:
+        tokenizer: Of the run.
+
+    Attributes:
+        start: The token before an empty context: the one that begins texts, else end-of-text.
+    """
+
+    def __init__(self, tokenizer: Tokenizer) -> None:
+        self._tokenizer = tokenizer
+        self._first = tokenizer.first_tokens
+        spelling = tokenizer.special_tokens.get("bos_token")
+        ids = self._read(spelling) if spelling is not None else []
+        self.start: int = ids[0] if len(ids) == 1 else tokenizer.end_of_text
+        self._start_text = tokenizer.decode([self.start])
+
+    def encode(self, text: str) -> list[int]:
+        """Return the tokens of a text; a rendered conversation that begins with the first token gets no second one."""
+        first = [] if text.startswith(self._start_text) else self._first
+        return [*first, *self._read(text)]
+
+    def split(self, context: str, continuation: str) -> Pair:
+        """Return the tokens of a context, at least one, and of its continuation.
+
+        The continuation is what both texts together have beyond as many tokens as the context has alone. Of a token
+        across the seam the model reads the context's part, and the rest is not scored: as in the harness, and rare,
+        because blanks at the end of the context go to the continuation, where most vocabularies put them.
+        """
+        if not context.rstrip():  # nothing, or blanks alone
+            tokens = self._read(context + continuation)
+            if tokens[:1] == [self.start]:
+                return tokens[:1], tokens[1:]
+            return [self.start], tokens
+        num_blanks = len(context) - len(context.rstrip())
+        if num_blanks:
+            context, continuation = context[:-num_blanks], context[-num_blanks:] + continuation
+        tokens = self.encode(context)
+        return tokens, self.encode(context + continuation)[len(tokens) :]
+
+    def roll(self, text: str, *, window: int) -> Iterator[Pair]:
+        """Yield a text in parts that cover each token once, each behind as much context as the window has room for.
+
+        The first part is behind the start token, also where the tokenizer has put one there itself: the harness
+        counts it.
+
+        Args:
+            text: Of any length.
+            window: Largest number of tokens that the model reads.
+        """
+        tokens = [self.start, *self.encode(text)]
+        for begin in range(1, len(tokens), window):
+            end = min(begin + window, len(tokens))
+            yield tokens[max(0, end - 1 - window) : begin], tokens[begin:end]
+
+    def _read(self, text: str) -> list[int]:
+        ids: list[int] = self._tokenizer.encode_rendered(text).ids
+        return ids

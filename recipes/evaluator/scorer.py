@@ -1,0 +1,225 @@
+"""Answer the requests of lm-evaluation-harness with a model of this project: scores of texts, and generated texts.
+
+The numbers are those of the harness's own class for transformers on the exported model. Rows are sorted by length,
+requests with the same input share a row, and the head computes the logits of scored positions alone.
+
+Shapes: B rows, T tokens, W hidden size, N scored positions of a batch, K scored tokens of its requests, V tokens of the
+vocabulary.
+"""
+
+import inspect
+import logging
+import time
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from recipes.errors import ConfigError
+from recipes.evaluator.generation import Ending, Generation
+from recipes.evaluator.prompt_tokens import Pair, PromptTokens
+from recipes.model import LanguageModel
+from recipes.model.generate import generate_batch
+from recipes.numerics.head_loss import cast_weight
+from recipes.numerics.linear import linear
+from recipes.tokenizer import Tokenizer
+
+LOGGER = logging.getLogger("lightning_recipes")
+Score = tuple[float, bool]  # log-likelihood of a continuation, and whether each of its tokens is the likeliest
+Row = tuple[int, ...]  # input of the model
+_REPORT_SECONDS = 30.0
+
+
+class Scorer:
+    """Scores and continues texts, without gradients and without compilation.
+
+    Args:
+        model: In evaluation mode, on any device.
+        tokenizer: That it was trained with.
+        batch_size: Rows of a forward pass.
+        forward_context: Sets the precision of a forward pass.
+        ends: Tokens that end a generated text, in addition to end-of-text.
+
+    Attributes:
+        num_cut: Contexts that were longer than the window of the model, and lost their beginning.
+    """
+
+    def __init__(
+        self,
+        model: LanguageModel,
+        tokenizer: Tokenizer,
+        *,
+        batch_size: int,
+        forward_context: Callable[[], AbstractContextManager[Any]],
+        ends: Collection[int] = (),
+    ) -> None:
+        self._model = model
+        self._tokenizer = tokenizer
+        self._prompts = PromptTokens(tokenizer)
+        self._batch_size = batch_size
+        self._forward_context = forward_context
+        self._ends = {tokenizer.end_of_text, *ends}
+        takes_reduce = "reduce" in inspect.signature(model.forward).parameters
+        self._computes_head = takes_reduce and getattr(model, "computes_loss_in_chunks", True)
+        self.num_cut = 0
+
+    def score(self, requests: Sequence[tuple[str, str]]) -> list[Score]:
+        """Score the continuation in each pair of context and continuation.
+
+        Raises:
+            ConfigError: A continuation has no token, or more than the model reads.
+        """
+        pairs = [self._prompts.split(context, continuation) for context, continuation in requests]
+        return self._score_pairs(pairs)
+
+    def score_rolling(self, texts: Sequence[str]) -> list[float]:
+        """Return the log-likelihood of whole texts of any length."""
+        window = self._model.max_seq_len
+        parts = [list(self._prompts.roll(text, window=window)) for text in texts]
+        scores = iter(self._score_pairs([pair for pairs in parts for pair in pairs]))
+        return [sum(next(scores)[0] for _ in pairs) for pairs in parts]
+
+    def generate(self, requests: Sequence[tuple[str, Mapping[str, Any]]]) -> list[str]:
+        """Continue the context in each pair of context and settings; text i is sampled with seed i.
+
+        Raises:
+            ConfigError: A setting has no counterpart here, or asks for more tokens than the model reads.
+        """
+        by_settings: dict[Generation, list[int]] = {}
+        for index, (_, given) in enumerate(requests):
+            by_settings.setdefault(Generation.read(given), []).append(index)
+        prompts = [self._prompts.encode(context) or [self._prompts.start] for context, _ in requests]
+        texts: dict[int, str] = {}
+        report = _Progress(len(requests), "texts are generated")
+        for settings, chosen in by_settings.items():
+            num_read = self._room_for_prompt(settings.num_tokens)
+            self.num_cut += sum(len(prompts[index]) > num_read for index in chosen)
+            chosen.sort(key=lambda index: -len(prompts[index]))
+            ending = Ending(settings.until, self._tokenizer)
+            for batch in _batches(chosen, self._batch_size):
+                with self._forward_context():
+                    answers = generate_batch(
+                        self._model,
+                        [prompts[index][-num_read:] for index in batch],
+                        settings.num_tokens,
+                        temperature=settings.temperature,
+                        top_k=settings.top_k,
+                        top_p=settings.top_p,
+                        seeds=batch,
+                        ends=self._ends,
+                        is_complete=ending.is_reached,
+                    )
+                texts |= {index: ending.cut(answer.tokens) for index, answer in zip(batch, answers, strict=True)}
+                report.add(len(batch))
+        return [texts[index] for index in range(len(requests))]
+
+    def _room_for_prompt(self, num_tokens: int) -> int:
+        """Return how many tokens of a prompt fit before `num_tokens` new ones."""
+        window = self._model.max_seq_len
+        if num_tokens >= window:
+            raise ConfigError(
+                f"generation_kwargs.max_gen_toks={num_tokens}",
+                f"the task asks for so many new tokens, and the model reads {window} with the prompt",
+                f"generation_kwargs: {{max_gen_toks: {window // 2}}} in a YAML file of your own",
+            )
+        return window - num_tokens
+
+    @torch.no_grad()
+    def _score_pairs(self, pairs: Sequence[Pair]) -> list[Score]:
+        window = self._model.max_seq_len
+        rows: dict[Row, list[int]] = {}  # input -> requests that share it: choices of one token, the same context
+        for index, (context, continuation) in enumerate(pairs):
+            if not 0 < len(continuation) <= window:
+                raise _cannot_score(self._tokenizer.decode(continuation), len(continuation), window)
+            self.num_cut += len(context) + len(continuation) > window + 1
+            # the last token is scored and not read, so that window + 1 of them fit
+            rows.setdefault(tuple([*context, *continuation][-window - 1 : -1]), []).append(index)
+        scores: dict[int, Score] = {}
+        report = _Progress(len(pairs), "texts are scored")
+        for batch in _batches(sorted(rows, key=len, reverse=True), self._batch_size):
+            chosen = [rows[row] for row in batch]
+            scores |= self._score_batch(batch, chosen, pairs)
+            report.add(sum(map(len, chosen)))
+        return [scores[index] for index in range(len(pairs))]
+
+    def _score_batch(
+        self, rows: Sequence[Row], chosen: Sequence[Sequence[int]], pairs: Sequence[Pair]
+    ) -> dict[int, Score]:
+        """Return the scores of the requests of some rows.
+
+        Args:
+            rows: Inputs, the longest first.
+            chosen: Requests of each row.
+            pairs: Of all requests.
+        """
+        device = next(iter(self._model.parameters())).device
+        tokens = torch.zeros(len(rows), len(rows[0]), dtype=torch.int64)  # [B, T]; what pads a row comes after it
+        is_scored = torch.zeros(len(rows), len(rows[0]), dtype=torch.bool)  # [B, T]
+        places, targets, counts = list[int](), list[int](), dict[int, int]()
+        end = 0  # among the scored positions of all rows so far
+        for number, (row, requests) in enumerate(zip(rows, chosen, strict=True)):
+            tokens[number, : len(row)] = torch.tensor(row)
+            longest = max(len(pairs[index][1]) for index in requests)
+            is_scored[number, len(row) - longest : len(row)] = True
+            end += longest
+            for index in requests:
+                continuation = pairs[index][1]
+                places += range(end - len(continuation), end)
+                targets += continuation
+                counts[index] = len(continuation)
+        with self._forward_context(), torch.compiler.set_stance("force_eager"):
+            logits = self._compute_logits(tokens.to(device), is_scored.to(device)).float()  # [N, V] float32
+        at, wanted = torch.tensor(places, device=device), torch.tensor(targets, device=device)  # [K], [K]
+        likelihoods = (logits[at, wanted] - logits.logsumexp(dim=1)[at]).double().cpu()  # [K]
+        is_likeliest = (logits.argmax(dim=1)[at] == wanted).cpu()  # [K]
+        sizes = [*counts.values()]
+        parts = zip(counts, torch.split(likelihoods, sizes), torch.split(is_likeliest, sizes), strict=True)
+        return {index: (float(values.sum()), bool(same.all())) for index, values, same in parts}
+
+    def _compute_logits(self, tokens: Tensor, is_scored: Tensor) -> Tensor:
+        """Return the logits [N, V] of some positions, without columns that pad the vocabulary.
+
+        Args:
+            tokens: [B, T].
+            is_scored: [B, T] bool.
+        """
+        if not self._computes_head:
+            logits: Tensor = self._model(tokens)[is_scored]  # [N, V']
+            return logits[:, : self._model.vocab_size]
+
+        def compute_head(hidden: Tensor, weight: Tensor) -> Tensor:  # [B, T, W], [V', W]
+            weight = cast_weight(weight)
+            return linear(hidden[is_scored].to(weight.dtype), weight)
+
+        logits = self._model(tokens, reduce=compute_head)
+        return logits[:, : self._model.vocab_size]
+
+
+def _cannot_score(text: str, num_tokens: int, window: int) -> ConfigError:
+    shown = f"a continuation of {num_tokens} tokens, {text[:40]!r}"
+    if num_tokens:
+        return ConfigError(shown, f"the model reads {window}", "another task, or a model with a longer window")
+    return ConfigError(
+        shown, "together with its context it has no token of its own", "a task whose choices begin with a blank"
+    )
+
+
+def _batches(items: Sequence[Any], size: int) -> Iterator[Sequence[Any]]:
+    for start in range(0, len(items), size):
+        yield items[start : start + size]
+
+
+class _Progress:
+    """Logs every half minute how much is done."""
+
+    def __init__(self, total: int, what: str) -> None:
+        self._done, self._total, self._what = 0, total, what
+        self._logged = time.monotonic()
+
+    def add(self, num_done: int) -> None:
+        self._done += num_done
+        if time.monotonic() - self._logged > _REPORT_SECONDS:
+            self._logged = time.monotonic()
+            LOGGER.info(f"{self._done:,} of {self._total:,} {self._what}")
