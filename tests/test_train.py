@@ -52,7 +52,9 @@ def shortened(command: list[str]) -> list[str]:
         return command
     typed = {override.split("=")[0] for override in command}
     overrides = [override for override in SHORT if override.split("=")[0] not in typed]
-    if "callbacks.sample_text" in typed or any(override.startswith("recipe=sft") for override in command):
+    if "callbacks.sample_text" in typed or any(
+        override.startswith(("recipe=sft", "recipe=replay")) for override in command
+    ):
         overrides.remove("callbacks.sample_text.num_tokens=8")
     if any(override in ("model=gpt2", "model=llama_160m") for override in command):
         overrides += ["model.num_layers=2", "model.hidden_size=192", "model.num_heads=3", "seq_len=64"]

@@ -46,9 +46,10 @@ def linear(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
     if not _goes_to_onednn(x, weight, num_weights=weight.numel()):
         return F.linear(x, weight, bias)
     if torch.is_grad_enabled():
-        # as a matrix: oneDNN returns a view of one, and autograd lets no one write into a view made by a Function
+        # as a matrix: oneDNN returns a view of one, and autograd lets no one write into a view made by a Function. Nor
+        # is the result a view for autograd, as that of `F.linear` is none: FSDP2 warns of outputs that are
         out: Tensor = _Linear.apply(x.flatten(0, -2), weight, bias)  # type: ignore[no-untyped-call]
-        return out.view(*x.shape[:-1], len(weight))
+        return torch.ops.aten._unsafe_view(out, [*x.shape[:-1], len(weight)])  # type: ignore[no-any-return]
     return _multiply(x, weight, bias)
 
 
