@@ -16,7 +16,8 @@ class FakeRun:
     def __init__(self, device: str) -> None:
         self.trainer = SimpleNamespace(world_size=1, max_steps=10, global_step=7, strategy=None)
         self.accumulation = SimpleNamespace(global_batch_size=8, num_micro_batches=1)
-        self.task = SimpleNamespace(device=torch.device(device), parameters=list, model_name="GPT2")
+        empty = {"parameters": list, "named_parameters": list}
+        self.task = SimpleNamespace(device=torch.device(device), model_name="GPT2", **empty)
         self.data = SimpleNamespace(describe_epochs=lambda num_samples: f"{num_samples / 80:.3g} epochs")
         self.precision = SimpleNamespace(name="bf16-mixed", scales_loss=False)
 
