@@ -43,9 +43,10 @@ def _make_commands(commands: list[str]) -> str:
 
 
 def _list_changes(config: dict[str, Any], default: dict[str, object]) -> list[dict[str, str]]:
-    """Return the settings that differ from those of the default run; `name` names the folder only."""
+    """Return the settings that differ from those of the default run; names of folders are none of a recipe."""
     composed = _flatten(config)
-    keys = [key for key in composed if composed[key] != default.get(key) and key != "name"]
+    changed = [key for key in composed if composed[key] != default.get(key)]
+    keys = [key for key in changed if key != "name" and not key.endswith(".cache_dir")]
     return [
         {
             "setting": f"`{key}`",
