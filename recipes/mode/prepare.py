@@ -103,6 +103,10 @@ def _run(pipeline: Pipeline, rows: Rows, content_hash: str, num_processes: int, 
     begun = time.monotonic()
     report = pipeline.run(rows, content_hash=content_hash, num_processes=num_processes)
     write_page(pipeline.output / PAGE, report)
+    for kind in pipeline.filters.rules_off:
+        if kind not in report["domains"]:
+            kinds = ", ".join(report["domains"])
+            LOGGER.warning(f"mode.rules_off.{kind}: no document is of this kind; by data.domain_field they are {kinds}")
     for line in _summarize(report, pipeline.output, seconds=time.monotonic() - begun):
         LOGGER.info(line)
     return 0

@@ -24,6 +24,7 @@ from recipes.prepare.quality import clean, find_failures
 
 UNREADABLE, EMPTY, QUALITY, CONTAMINATED = "unreadable", "empty", "quality", "contaminated"
 NO_DOMAIN = "all"
+UNKNOWN_DOMAIN = "unknown"  # of a row without the field that says it
 
 _CHUNK_BYTES = 4 * 1024**2
 _CHUNK_ROWS = 4096
@@ -142,7 +143,7 @@ def _judge(row: Row, filters: Filters, facts: Facts, kept: _Kept) -> None:
         _drop(facts, NO_DOMAIN, UNREADABLE, row.num_bytes)
         _list(facts["unreadable"], {"place": row.place, "reason": "its text holds half a character (a lone surrogate)"})
         return
-    domain = NO_DOMAIN if filters.domain_field is None else str(fields.get(filters.domain_field, ""))
+    domain = NO_DOMAIN if filters.domain_field is None else str(fields.get(filters.domain_field, UNKNOWN_DOMAIN))
     num_bytes = len(text.encode())
     rules = filters.rules_of(domain)
     cleaned, removed = clean(text, rules)

@@ -152,6 +152,10 @@ class Pipeline:
 
     def _survivors(self, facts: Facts, num_chunks: int) -> Survivors:
         num_documents = sum(domain["documents"] for domain in facts["domains"].values())
+        typed = f"mode.output={self.output}"
+        if not num_documents:
+            shutil.rmtree(self._work)
+            raise ConfigError(typed, "there is no document to prepare", "data.path=<documents>")
         if num_chunks:
             survivors = Survivors(self._work, num_chunks, text_field=self.filters.text_field)
             if len(survivors):
@@ -164,9 +168,7 @@ class Pipeline:
         first = f"; the first: {facts['unreadable'][0]['reason']}" if facts["unreadable"] else ""
         fix = "data.path=<documents>, data.text_field=<the field of the text>, or other rules in quality="
         shutil.rmtree(self._work)
-        raise ConfigError(
-            f"mode.output={self.output}", f"none of {num_documents:,} documents stays: {reasons or 'none'}{first}", fix
-        )
+        raise ConfigError(typed, f"none of {num_documents:,} documents stays: {reasons}{first}", fix)
 
     def _find_near(self, survivors: Survivors, is_first: Bools) -> Copies | None:
         if self.near_threshold is None:

@@ -291,6 +291,17 @@ def test_a_mistake_is_one_sentence_and_leaves_no_folder(overrides: list[str], ex
     assert not list((tmp_path / "out").glob("**/*.*"))
 
 
+def test_no_document_is_a_sentence_and_a_kind_that_no_document_has_a_warning(
+    tmp_path: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
+    assert "there is no document to prepare" in mistake(write_rows(tmp_path / "none.jsonl", []), tmp_path / "out")
+    source = write_rows(tmp_path / "a.jsonl", [{"text": make_text(random.Random(7)), "kind": "prose"}])
+    prepare(source, tmp_path / "out", "data.domain_field=knid", "mode.rules_off={prose: all}")
+    out, err = capfd.readouterr()
+    shown = out + err
+    assert "mode.rules_off.prose: no document is of this kind; by data.domain_field they are unknown" in shown
+
+
 def test_a_folder_of_something_else_stays_as_it_is(tmp_path: Path) -> None:
     source = write_rows(tmp_path / "a.jsonl", [{"text": "word " * 60}])
     write_rows(tmp_path / "out" / "mine.txt", ["precious\n"])
