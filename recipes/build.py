@@ -28,6 +28,7 @@ from recipes.checkpoint.resume import find_checkpoint, names_checkpoint
 from recipes.checkpoint.saver import CheckpointSaver
 from recipes.config.compose import Composed, Config, freeze
 from recipes.config.instantiate import make, make_model
+from recipes.config.mesh import get_mesh
 from recipes.config.ranks import get_ranks
 from recipes.config.resume import find_tokenizer, with_saved_parts
 from recipes.config.traits import get_compile_mode, get_eval_samples, takes_steps, trains, tries_convolutions
@@ -35,6 +36,7 @@ from recipes.data.datamodule import StreamDataModule
 from recipes.errors import ConfigError
 from recipes.lightning_internals import disable_signal_handling, skip_empty_hooks
 from recipes.logger.writers import RowWriter, SummaryWriter
+from recipes.mesh import Mesh
 from recipes.metrics import check_metric
 from recipes.model.decoder import choose_attention_kernel
 from recipes.model.documents import choose_document_kernel
@@ -114,10 +116,11 @@ def build(config: Config, folder: Path, overrides: list[str]) -> Run:
     choose_document_kernel(flex_attention=get_compile_mode(config) is not None)
     ranks = get_ranks(config)
     devices = _get_devices(config["trainer"], ranks)
+    mesh = get_mesh(config, ranks)
     accumulation = divide(
         global_batch_size=config["global_batch_size"],
         micro_batch_size=config["micro_batch_size"],
-        num_devices=ranks.world_size,
+        num_devices=mesh.data_size,
         accumulate_grad_batches=config["trainer"]["accumulate_grad_batches"],
     )
     data: StreamDataModule = make(config["loader"])(
@@ -127,7 +130,7 @@ def build(config: Config, folder: Path, overrides: list[str]) -> Run:
         seed=config["seed"],
         eval_samples=get_eval_samples(config) if takes_steps(config) else None,
     )
-    trainer = _build_trainer(config, folder, ranks, devices, precision, accumulation)
+    trainer = _build_trainer(config, folder, ranks, mesh, devices, precision, accumulation)
     task = build_task(config, precision)
     task.awaits_checkpoint = checkpoint is not None  # every mode loads it
     return Run(
@@ -210,6 +213,7 @@ def _build_trainer(
     config: Config,
     folder: Path,
     ranks: Ranks,
+    mesh: Mesh,
     devices: list[torch.device],
     precision: Precision,
     accumulation: Accumulation,
@@ -226,7 +230,7 @@ def _build_trainer(
         callbacks = [SummaryWriter(run_folder=folder), *configured, RowWriter(), saver]
     # other modes run on one device, which reads the checkpoint of any strategy
     node = config["strategy"] if takes_steps(config) else SINGLE_DEVICE
-    strategy = make(node)(devices=devices, precision=precision, checkpoint_io=saver.checkpoint_io)
+    strategy = make(node)(devices=devices, precision=precision, checkpoint_io=saver.checkpoint_io, mesh=mesh)
     indices = list(dict.fromkeys(device.index for device in devices))
     if devices[0].type == "cuda" and len(indices) < len(devices):
         # each rank sees one GPU alone, under the same index; a Trainer would take no GPU twice

@@ -80,16 +80,20 @@ def skip_validation_once(trainer: lightning.Trainer, *, step: int) -> None:
     epoch_loop._skip_next_val = True
 
 
-def set_up_mesh(strategy: ModelParallelStrategy, get_shape: Callable[[], dict[str, int]]) -> None:
+def set_up_mesh(
+    strategy: ModelParallelStrategy, connect: Callable[[], None], get_shape: Callable[[], dict[str, int]]
+) -> None:
     """Join the process group and give a strategy its device mesh.
 
     `ModelParallelStrategy.setup_environment` (2.6.6) does both, but always lays out a mesh for tensor parallelism.
 
     Args:
         strategy: Its `device_mesh` is set.
-        get_shape: Returns the ranks along each named axis; called once the world size is known.
+        connect: Called once the ranks have joined.
+        get_shape: Returns the ranks along each named axis; called after that.
     """
     strategy._setup_distributed()
+    connect()
     shape = get_shape()
     strategy._device_mesh = init_device_mesh(
         strategy.root_device.type, tuple(shape.values()), mesh_dim_names=tuple(shape)

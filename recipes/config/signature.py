@@ -182,7 +182,7 @@ def _function_signature(node: ast.FunctionDef, *, skip_first: bool) -> Signature
 
 
 def _literals(body: Scope) -> list[tuple[str, object]]:
-    """Return class attributes whose value is a plain literal, or a tuple of them."""
+    """Return class attributes whose value is a plain literal, or a tuple or dict of them."""
     found: list[tuple[str, object]] = []
     for node in body:
         if not isinstance(node, ast.AnnAssign | ast.Assign) or not _is_literal(node.value):
@@ -196,4 +196,6 @@ def _literals(body: Scope) -> list[tuple[str, object]]:
 def _is_literal(node: ast.expr | None) -> bool:
     if isinstance(node, ast.Tuple):
         return all(isinstance(element, ast.Constant) for element in node.elts)
+    if isinstance(node, ast.Dict):
+        return all(isinstance(element, ast.Constant) for element in [*node.keys, *node.values])
     return isinstance(node, ast.Constant)

@@ -36,6 +36,7 @@ class StrategyTraits:
         clips_by_value: Whether it can clip each gradient value, not only the global norm.
         accepts_device_list: Whether `trainer.devices` may list GPUs whose indices do not start at 0.
         syncs_batch_norm: Whether Lightning can synchronize batch norm statistics over its ranks.
+        shards_within_node: Whether the ranks of a node share a copy of the model, and every node has one.
     """
 
     option: str
@@ -46,6 +47,7 @@ class StrategyTraits:
     clips_by_value: bool = True
     accepts_device_list: bool = True
     syncs_batch_norm: bool = False
+    shards_within_node: bool = False
 
     @property
     def typed(self) -> str:

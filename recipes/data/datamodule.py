@@ -98,9 +98,9 @@ class StreamDataModule(lightning.LightningDataModule):
             order=self._order(dataset),
             make_loader=lambda sampler: self._loader(dataset, self.source, batch_sampler=sampler),
             targets_per_sample=dataset.targets_per_sample,
-            rank=trainer.global_rank,
-            world_size=trainer.world_size,
-            sum_over_ranks=trainer.strategy.sum_over_ranks,  # type: ignore[attr-defined]
+            rank=trainer.strategy.data_rank,  # type: ignore[attr-defined]
+            world_size=trainer.strategy.data_size,  # type: ignore[attr-defined]
+            sum_over_ranks=trainer.strategy.sum_over_data_ranks,  # type: ignore[attr-defined]
             position=self.position,
         )
         return self._stream
@@ -176,7 +176,7 @@ class StreamDataModule(lightning.LightningDataModule):
         first = position - accumulation.global_batch_size
         places = itertools.product(
             range(accumulation.num_micro_batches),
-            range(self._trainer().world_size),
+            range(self._trainer().strategy.data_size),  # type: ignore[attr-defined]
             range(accumulation.micro_batch_size),
         )
         describe: Any = getattr(self.source, "describe_sample", lambda _: {})
@@ -212,8 +212,8 @@ class StreamDataModule(lightning.LightningDataModule):
         return order if self._period is None else RepeatedOrder(order, period=self._period)
 
     def _rank_share(self, dataset: Any) -> RankShare:
-        trainer = self._trainer()
-        return RankShare(dataset, rank=trainer.global_rank, world_size=trainer.world_size)
+        strategy: Any = self._trainer().strategy
+        return RankShare(dataset, rank=strategy.data_rank, world_size=strategy.data_size)
 
     def _loader(self, dataset: Any, source: DataSource, **order: Any) -> DataLoader[Batch]:
         on_gpu = self._trainer().strategy.root_device.type == "cuda"

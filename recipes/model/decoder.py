@@ -14,7 +14,9 @@ from typing_extensions import override
 
 from recipes.model.documents import Documents, attend_blocks
 from recipes.model.kv_cache import LayerCache
-from recipes.numerics.linear import Linear
+from recipes.numerics.linear import Linear, linear
+from recipes.parallel.context import ContextRanks
+from recipes.parallel.tensor import TensorRanks
 
 
 class Head(Linear):
@@ -24,7 +26,12 @@ class Head(Linear):
         hidden_size: W.
         num_rows: V', padding included.
         vocab_size: V.
+
+    Attributes:
+        ranks: That divide the vocabulary; None: this rank has all of it.
     """
+
+    ranks: TensorRanks | None = None
 
     def __init__(self, hidden_size: int, num_rows: int, *, vocab_size: int) -> None:
         super().__init__(hidden_size, num_rows, bias=False)
@@ -35,11 +42,18 @@ class Head(Linear):
         """Return logits [..., V'] of x [..., W], or what `reduce` makes of x and the weight [V', W].
 
         A loss that needs no more than some logits at a time is computed in here and not by the caller: engines that
-        shard weights gather this one while the module runs.
+        shard weights gather this one while the module runs. Where ranks divide the vocabulary, it gets this rank's rows.
         """
+        if self.ranks is None:
+            weight: Tensor = self.weight
+        else:
+            x, weight = self.ranks.enter(x), self.ranks.local(self.weight)
         if reduce is not None:
-            return reduce(x, self.weight)
-        return hide_padding(super().forward(x), vocab_size=self.vocab_size)
+            return reduce(x, weight)
+        logits = linear(x, weight)
+        if self.ranks is not None:
+            logits = self.ranks.join_columns(logits)
+        return hide_padding(logits, vocab_size=self.vocab_size)
 
 
 _flash_is_allowed = True  # as `torch.backends.cuda` knows, which the compiler (torch 2.13) cannot ask
@@ -68,6 +82,7 @@ def attend(
     dropout: float,
     cache: LayerCache | None,
     documents: Documents | None = None,
+    context: ContextRanks | None = None,
 ) -> Tensor:
     """Return causal scaled dot-product attention; the T x T scores are never stored.
 
@@ -78,10 +93,14 @@ def attend(
         dropout: Probability that an attention weight is dropped; 0.0 outside training.
         cache: Keys and values of earlier tokens, extended by this call; None: no earlier tokens.
         documents: Of the rows, where they are packed; None: a row is one document.
+        context: Ranks that divide the sequence, of which T tokens are this rank's; None: it has all of them. With a
+            cache every rank has all tokens.
 
     Returns:
         [B, H, T, Q], dtype of `queries`.
     """
+    if context is not None and cache is None:
+        return _attend_in_parts(queries, keys, values, dropout=dropout, documents=documents, context=context)
     mask: Tensor | None = None
     if cache is not None:
         num_new = queries.shape[2]
@@ -91,6 +110,36 @@ def attend(
         if not isinstance(documents.mask, Tensor):
             return attend_blocks(queries, keys, values, documents.mask)
         mask = documents.mask  # [B, 1, T, T]
+    return _attend_masked(queries, keys, values, mask, dropout=dropout)
+
+
+def _attend_in_parts(
+    queries: Tensor,
+    keys: Tensor,
+    values: Tensor,
+    *,
+    dropout: float,
+    documents: Documents | None,
+    context: ContextRanks,
+) -> Tensor:
+    """Return attention of this rank's part of the tokens, or of its share of the heads. Arguments: as above."""
+
+    def attend_whole(queries: Tensor, keys: Tensor, values: Tensor) -> Tensor:
+        return attend(queries, keys, values, dropout=dropout, cache=None, documents=documents)
+
+    mixed = context.exchange(queries, keys, values, attend_whole)
+    if mixed is not None:
+        return mixed
+    keys, values = context.gather(keys, values)  # [B, G, all tokens, Q]
+    if documents is None:
+        mask = context.causal_rows(queries.shape[2], device=queries.device)
+    else:
+        mask = context.own_tokens(documents.dense(), dim=2)
+    return _attend_masked(queries, keys, values, mask, dropout=dropout)
+
+
+def _attend_masked(queries: Tensor, keys: Tensor, values: Tensor, mask: Tensor | None, *, dropout: float) -> Tensor:
+    """Return attention under a mask; None: causal, or to all of a cache."""
     causal = mask is None and queries.shape[2] == keys.shape[2]  # a cache that was empty: the plain causal case
     grouped = keys.shape[1] != queries.shape[1]
     if grouped and (queries.dtype == torch.float32 or not _flash_is_allowed or mask is not None):

@@ -40,12 +40,16 @@ class Documents:
     """
 
     def __init__(self, positions: Tensor, *, dropout: float) -> None:
-        numbers = number_documents(positions)  # [B, T]
+        numbers = self._numbers = number_documents(positions)  # [B, T]
         self.mask: Tensor | BlockMask
         if _uses_flex_attention and positions.is_cuda and dropout == 0.0:
             self.mask = block_mask(numbers)
         else:
             self.mask = dense_mask(numbers)
+
+    def dense(self) -> Tensor:
+        """Return the mask as [B, 1, T, T] bool, whatever kernel uses it."""
+        return self.mask if isinstance(self.mask, Tensor) else dense_mask(self._numbers)
 
 
 def number_documents(positions: Tensor) -> Tensor:

@@ -18,14 +18,24 @@ from recipes.model.flops import Flops, decoder_flops_per_token
 from recipes.model.init import init_decoder
 from recipes.model.kv_cache import KeyValueCache, LayerCache
 from recipes.numerics.linear import Linear
+from recipes.parallel.context import ContextRanks
+from recipes.parallel.tensor import Cut
 
 
 class Attention(nn.Module):
-    """Multi-head causal self-attention; one matrix projects to queries, keys and values."""
+    """Multi-head causal self-attention; one matrix projects to queries, keys and values.
+
+    Attributes:
+        context: Ranks that divide the sequence; None: this rank has all of it.
+    """
+
+    tensor_parallel: ClassVar[dict[str, Cut]] = {"qkv": "columns", "out": "rows"}
+    context: ContextRanks | None = None
 
     def __init__(self, *, hidden_size: int, num_heads: int, dropout: float) -> None:
         super().__init__()
         self.num_heads = num_heads
+        self.head_dim = hidden_size // num_heads
         self.dropout = dropout
         self.qkv = Linear(hidden_size, 3 * hidden_size)
         self.out = Linear(hidden_size, hidden_size)
@@ -34,20 +44,28 @@ class Attention(nn.Module):
         """Return the rows of queries, keys and values, which an optimizer of matrices must not treat as one matrix."""
         return {"qkv.weight": (self.qkv.in_features,) * 3}
 
+    def split_heads(self, num_ranks: int) -> None:
+        """Keep the share of the heads of one of several ranks, which divide `qkv` and `out`."""
+        self.num_heads //= num_ranks
+
     def forward(self, x: Tensor, cache: LayerCache | None, documents: Documents | None) -> Tensor:
         """[B, T, W] -> [B, T, W]"""
-        batch, num_tokens, hidden_size = x.shape
-        heads = self.qkv(x).view(batch, num_tokens, 3, self.num_heads, hidden_size // self.num_heads)
+        batch, num_tokens, _ = x.shape
+        heads = self.qkv(x).view(batch, num_tokens, 3, self.num_heads, self.head_dim)
         # split along the axis of three: the backward pass then writes the gradient of `heads` once
         queries, keys, values = (part.transpose(1, 2) for part in heads.unbind(2))  # [B, H, T, Q] each, views
         dropout = self.dropout if self.training else 0.0
-        mixed = attend(queries, keys, values, dropout=dropout, cache=cache, documents=documents)  # [B, H, T, Q]
-        out: Tensor = self.out(mixed.transpose(1, 2).reshape(batch, num_tokens, hidden_size))
+        mixed = attend(
+            queries, keys, values, dropout=dropout, cache=cache, documents=documents, context=self.context
+        )  # [B, H, T, Q]
+        out: Tensor = self.out(mixed.transpose(1, 2).reshape(batch, num_tokens, -1))
         return out
 
 
 class Mlp(nn.Module):
     """Two linear layers with 4 W units between them."""
+
+    tensor_parallel: ClassVar[dict[str, Cut]] = {"up": "columns", "out": "rows"}
 
     def __init__(self, *, hidden_size: int) -> None:
         super().__init__()
@@ -62,6 +80,8 @@ class Mlp(nn.Module):
 
 class Block(nn.Module):
     """Attention, then the MLP, each on a normalized copy of the residual stream."""
+
+    tensor_parallel: ClassVar[dict[str, Cut]] = {"attention_norm": "norm", "mlp_norm": "norm"}
 
     def __init__(self, *, hidden_size: int, num_heads: int, dropout: float) -> None:
         super().__init__()
@@ -97,6 +117,13 @@ class GPT2(nn.Module):
     """
 
     input_kind: ClassVar[str] = "tokens"
+    tensor_parallel: ClassVar[dict[str, Cut]] = {
+        "embedding": "vocabulary",
+        "position": "positions",
+        "norm": "norm",
+        "head": "vocabulary",
+    }
+    context: ContextRanks | None = None
 
     def __init__(
         self,
@@ -155,21 +182,24 @@ class GPT2(nn.Module):
             cache: Earlier tokens of the same sequences, extended by this call; None: no earlier tokens.
             reduce: Called with the last hidden states [B, T, W] and the weight of the head [V, W] instead of computing
                 logits; what it returns is returned.
-            positions: [B, T] of each token in its document, 0 begins one; None: a row is one document.
+            positions: [B, T] of each token in its document, 0 begins one; None: a row is one document. Of all tokens
+                also where ranks divide the sequence and `tokens` are a part of it.
 
         Returns:
             [B, T, V] in the compute dtype, -inf in padded columns; with a cache only the last position, [B, 1, V].
         """
         num_tokens = tokens.shape[1]
-        end = num_tokens if cache is None else cache.end(num_tokens)
+        first = 0 if self.context is None or cache is not None else self.context.rank * num_tokens
+        end = first + num_tokens if cache is None else cache.end(num_tokens)
         assert end <= self.max_seq_len, f"{end} tokens > max_seq_len {self.max_seq_len}"
         documents = None
         if positions is not None:
             documents = Documents(positions, dropout=self.dropout.p if self.training else 0.0)
+            positions = positions[:, first:end]
         elif cache is not None:
             positions = cache.positions(num_tokens, device=tokens.device)  # [T] or [B, T]
         else:
-            positions = torch.arange(num_tokens, device=tokens.device)  # [T]
+            positions = torch.arange(first, end, device=tokens.device)  # [T]
         x = self.dropout(self.embedding(tokens) + self.position(positions))  # [B, T, W]
         for index, block in enumerate(self.blocks):
             x = block(x, None if cache is None else cache.layers[index], documents)

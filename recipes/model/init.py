@@ -75,6 +75,8 @@ def generator_for(name: str, *, seed: int) -> torch.Generator:
 def fill(parameter: Tensor, values: Tensor) -> None:
     """Copy `values`, the unsharded tensor, into `parameter` or into this rank's shard of it; quantize for NF4."""
     assert parameter.shape == values.shape, f"{tuple(parameter.shape)} != {tuple(values.shape)}"
+    if hasattr(parameter, "row_order"):  # tensor parallelism holds stacked rows in an order of its own
+        values = parameter.row_order.to_ranks(values)
     if hasattr(parameter, "fill_whole"):
         parameter.fill_whole(values)
     elif is_nf4(parameter):

@@ -16,8 +16,11 @@ from recipes.model.documents import Documents
 from recipes.model.flops import Flops, decoder_flops_per_token
 from recipes.model.init import init_decoder
 from recipes.model.kv_cache import KeyValueCache
-from recipes.model.llama_block import Attention, Block, Mlp, RMSNorm
+from recipes.model.llama_block import Attention, Block, Mlp
 from recipes.model.rope import Rotation, rope_tables
+from recipes.numerics.rms_norm import RMSNorm
+from recipes.parallel.context import ContextRanks
+from recipes.parallel.tensor import Cut
 
 
 class Llama(nn.Module):
@@ -45,6 +48,8 @@ class Llama(nn.Module):
     """
 
     input_kind: ClassVar[str] = "tokens"
+    tensor_parallel: ClassVar[dict[str, Cut]] = {"embedding": "vocabulary", "norm": "norm", "head": "vocabulary"}
+    context: ContextRanks | None = None
     rope_cos: Tensor  # [max_seq_len, Q / 2] float32
     rope_sin: Tensor  # [max_seq_len, Q / 2] float32
 
@@ -141,18 +146,20 @@ class Llama(nn.Module):
             cache: Earlier tokens of the same sequences, extended by this call; None: no earlier tokens.
             reduce: Called with the last hidden states [B, T, W] and the weight of the head [V, W] instead of computing
                 logits; what it returns is returned.
-            positions: [B, T] of each token in its document, 0 begins one; None: a row is one document.
+            positions: [B, T] of each token in its document, 0 begins one; None: a row is one document. Of all tokens
+                also where ranks divide the sequence and `tokens` are a part of it.
 
         Returns:
             [B, T, V] in the compute dtype, -inf in padded columns; with a cache only the last position, [B, 1, V].
         """
         num_tokens = tokens.shape[1]
-        end = num_tokens if cache is None else cache.end(num_tokens)
+        first = 0 if self.context is None or cache is not None else self.context.rank * num_tokens
+        end = first + num_tokens if cache is None else cache.end(num_tokens)
         assert end <= self.max_seq_len, f"{end} tokens > max_seq_len {self.max_seq_len}"
         documents = None
-        rows: Tensor | slice = slice(num_tokens)
+        rows: Tensor | slice = slice(first, end)
         if positions is not None:
-            documents, rows = Documents(positions, dropout=0.0), positions
+            documents, rows = Documents(positions, dropout=0.0), positions[:, first:end]
         elif cache is not None:
             rows = cache.positions(num_tokens, device=tokens.device)  # [T] or [B, T]
         rotation = Rotation(

@@ -3,6 +3,8 @@
 Shapes: B sequences, T tokens, W hidden_size, H query heads, G key-value heads, Q head size.
 """
 
+from typing import ClassVar
+
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
@@ -12,6 +14,9 @@ from recipes.model.documents import Documents
 from recipes.model.kv_cache import LayerCache
 from recipes.model.rope import Rotation, rotate
 from recipes.numerics.linear import Linear
+from recipes.numerics.rms_norm import RMSNorm
+from recipes.parallel.context import ContextRanks
+from recipes.parallel.tensor import Cut
 
 
 class Attention(nn.Module):
@@ -24,7 +29,18 @@ class Attention(nn.Module):
         head_dim: Q.
         rms_eps: Added to the mean square, where `qk_norm` is on.
         qk_norm: RMSNorm on each query and key head before its rotation.
+
+    Attributes:
+        context: Ranks that divide the sequence; None: this rank has all of it.
     """
+
+    tensor_parallel: ClassVar[dict[str, Cut]] = {
+        "qkv": "columns",
+        "out": "rows",
+        "query_norm": "head_norm",
+        "key_norm": "head_norm",
+    }
+    context: ContextRanks | None = None
 
     def __init__(
         self,
@@ -50,6 +66,11 @@ class Attention(nn.Module):
         keys = self.num_kv_heads * self.head_dim
         return {"qkv.weight": (self.num_heads * self.head_dim, keys, keys)}
 
+    def split_heads(self, num_ranks: int) -> None:
+        """Keep the share of the heads of one of several ranks, which divide `qkv` and `out`."""
+        self.num_heads //= num_ranks
+        self.num_kv_heads //= num_ranks
+
     def forward(self, x: Tensor, rotation: Rotation, cache: LayerCache | None, documents: Documents | None) -> Tensor:
         """[B, T, W] -> [B, T, W]"""
         batch, num_tokens, _ = x.shape
@@ -68,6 +89,7 @@ class Attention(nn.Module):
             dropout=0.0,
             cache=cache,
             documents=documents,
+            context=self.context,
         )  # [B, H, T, Q]
         out: Tensor = self.out(mixed.transpose(1, 2).reshape(batch, num_tokens, -1))
         return out
@@ -75,6 +97,8 @@ class Attention(nn.Module):
 
 class Mlp(nn.Module):
     """SwiGLU (Shazeer 2020, arXiv:2002.05202)."""
+
+    tensor_parallel: ClassVar[dict[str, Cut]] = {"gate": "columns", "up": "columns", "out": "rows"}
 
     def __init__(self, *, hidden_size: int, ffn_hidden_size: int) -> None:
         super().__init__()
@@ -91,6 +115,8 @@ class Mlp(nn.Module):
 class Block(nn.Module):
     """Attention, then the MLP, each on a normalized copy of the residual stream."""
 
+    tensor_parallel: ClassVar[dict[str, Cut]] = {"attention_norm": "norm", "mlp_norm": "norm"}
+
     def __init__(self, *, attention: Attention, mlp: Mlp, hidden_size: int, rms_eps: float) -> None:
         super().__init__()
         self.attention_norm = RMSNorm(hidden_size, eps=rms_eps)
@@ -106,20 +132,3 @@ class Block(nn.Module):
         out: Tensor = x + self.mlp(self.mlp_norm(x))
         return out
 
-
-class RMSNorm(nn.Module):
-    """x / sqrt(mean(x^2) + eps) * weight over the last dimension, in the dtype of x."""
-
-    def __init__(self, hidden_size: int, *, eps: float) -> None:
-        super().__init__()
-        self.eps = eps
-        self.weight = nn.Parameter(torch.ones(hidden_size))
-
-    def forward(self, x: Tensor) -> Tensor:
-        """[..., W] -> [..., W]"""
-        if x.is_cuda and x.dtype == self.weight.dtype:
-            return F.rms_norm(x, self.weight.shape, self.weight, self.eps)
-        # torch's kernel for CPUs takes 1.3 to 2 times as long, backward included (torch 2.13, [2, 1024, 768])
-        x32 = x.float()
-        mean_square = (x32 * x32).mean(dim=-1, keepdim=True)  # [..., 1]
-        return (x32 * torch.rsqrt(mean_square + self.eps)).to(x.dtype) * self.weight.to(x.dtype)

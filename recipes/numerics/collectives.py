@@ -1,23 +1,34 @@
-"""The two sums over ranks that this project needs in addition to those of the engines: one all-reduce each."""
+"""The collectives of this project in addition to those of the engines, some of them with a gradient.
+
+Those with a gradient take part in the forward and backward pass of ranks that share an activation. They are operators
+of torch that its compiler traces, and wait at once: a compiled block loses the gradient of an input that is still on
+its way (torch 2.13: `AsyncCollectiveTensor`).
+"""
 
 from collections.abc import Iterable
+from typing import Any, Literal
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
+from typing_extensions import override
+
+_OPS: Any = torch.ops._c10d_functional
+Reduction = Literal["sum", "max"]
 
 
-def sum_over_ranks(value: Tensor, device: torch.device) -> Tensor:
-    """Return the sum of a tensor over all ranks.
+def sum_over_ranks(value: Tensor, device: torch.device, group: dist.ProcessGroup | None = None) -> Tensor:
+    """Return the sum of a tensor over ranks.
 
     Args:
         value: Of the same shape on every rank; stays unchanged.
         device: Device that the process group works on; with several ranks the sum lies there.
+        group: The ranks; None: all.
     """
-    if not dist.is_initialized() or dist.get_world_size() == 1:
+    if not dist.is_initialized() or dist.get_world_size(group) == 1:
         return value
     total = value.to(device, copy=True)  # shape of `value`; all_reduce overwrites it
-    dist.all_reduce(total)
+    dist.all_reduce(total, group=group)
     return total
 
 
@@ -29,3 +40,132 @@ def average_over_ranks(tensors: Iterable[Tensor]) -> None:
     for tensor in tensors:
         dist.all_reduce(tensor)
         tensor.div_(dist.get_world_size())
+
+
+def reduce_parts(value: Tensor, group: dist.ProcessGroup, *, reduction: Reduction = "sum") -> Tensor:
+    """Return the sum, or the largest, of a tensor over the ranks of a group; without a gradient."""
+    out: Tensor = _OPS.wait_tensor(_OPS.all_reduce(value.contiguous(), reduction, group.group_name))
+    return out
+
+
+def gather_parts(x: Tensor, group: dist.ProcessGroup, *, dim: int) -> Tensor:
+    """Return the parts of all ranks, concatenated along a dimension in the order of the ranks; without a gradient."""
+    size = group.size()
+    gathered: Tensor = _OPS.wait_tensor(_OPS.all_gather_into_tensor(x.contiguous(), size, group.group_name))
+    # [N B, t, ...] -> [B, N t, ...]
+    return gathered.view(size, *x.shape).movedim(0, dim).flatten(dim, dim + 1)
+
+
+def scatter_sum(x: Tensor, group: dist.ProcessGroup, *, dim: int) -> Tensor:
+    """Return this rank's part, along a dimension, of the sum over the ranks of a group; without a gradient."""
+    size = group.size()
+    # [B, N t, ...] -> [N B, t, ...]
+    parts = _split(x, size, dim=dim).flatten(0, 1)
+    out: Tensor = _OPS.wait_tensor(_OPS.reduce_scatter_tensor(parts.contiguous(), "sum", size, group.group_name))
+    return out
+
+
+def exchange_parts(x: Tensor, group: dist.ProcessGroup, *, split: int, concat: int) -> Tensor:
+    """Give each rank of a group its part along one dimension, and join what all send along another; no gradient."""
+    size = group.size()
+    parts = _split(x, size, dim=split)  # [N, ...]
+    shape = parts.shape
+    counts = [parts[0].numel()] * size
+    received: Tensor = _OPS.wait_tensor(
+        _OPS.all_to_all_single(parts.contiguous().flatten(), counts, counts, group.group_name)
+    )
+    return received.view(shape).movedim(0, concat).flatten(concat, concat + 1)
+
+
+def _split(x: Tensor, size: int, *, dim: int) -> Tensor:
+    """Return equal parts along a dimension as a new first one."""
+    return x.reshape(*x.shape[:dim], size, x.shape[dim] // size, *x.shape[dim + 1 :]).movedim(dim, 0)
+
+
+class GatherParts(torch.autograd.Function):
+    """Every rank uses all parts: the gradient of a part is summed over ranks. `apply(x, group, dim)`."""
+
+    @staticmethod
+    @override
+    def forward(ctx: Any, x: Tensor, group: dist.ProcessGroup, dim: int) -> Tensor:
+        ctx.group, ctx.dim = group, dim
+        return gather_parts(x, group, dim=dim)
+
+    @staticmethod
+    @override
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None]:
+        return scatter_sum(grad, ctx.group, dim=ctx.dim), None, None
+
+
+class ScatterSum(torch.autograd.Function):
+    """Every rank keeps a part of the sum: the gradient of the addends is gathered. `apply(x, group, dim)`."""
+
+    @staticmethod
+    @override
+    def forward(ctx: Any, x: Tensor, group: dist.ProcessGroup, dim: int) -> Tensor:
+        ctx.group, ctx.dim = group, dim
+        return scatter_sum(x, group, dim=dim)
+
+    @staticmethod
+    @override
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None]:
+        return gather_parts(grad, ctx.group, dim=ctx.dim), None, None
+
+
+class UseOnAll(torch.autograd.Function):
+    """Every rank uses the same tensor for another part of the result: its gradient is summed. `apply(x, group)`."""
+
+    @staticmethod
+    @override
+    def forward(ctx: Any, x: Tensor, group: dist.ProcessGroup) -> Tensor:
+        ctx.group = group
+        return x.view_as(x)
+
+    @staticmethod
+    @override
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:
+        return reduce_parts(grad, ctx.group), None
+
+
+class SumParts(torch.autograd.Function):
+    """Every rank uses the same sum in the same way: each addend has its gradient. `apply(x, group)`."""
+
+    @staticmethod
+    @override
+    def forward(ctx: Any, x: Tensor, group: dist.ProcessGroup) -> Tensor:
+        return reduce_parts(x, group)
+
+    @staticmethod
+    @override
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:
+        return grad, None
+
+
+class JoinColumns(torch.autograd.Function):
+    """Every rank uses all columns in the same way: its own have their part of the gradient. `apply(x, group)`."""
+
+    @staticmethod
+    @override
+    def forward(ctx: Any, x: Tensor, group: dist.ProcessGroup) -> Tensor:
+        ctx.group, ctx.width = group, x.shape[-1]
+        return gather_parts(x, group, dim=x.ndim - 1)
+
+    @staticmethod
+    @override
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:
+        return grad.narrow(-1, ctx.group.rank() * ctx.width, ctx.width), None
+
+
+class ExchangeParts(torch.autograd.Function):
+    """Each rank gives up one dimension for another; backward the other way. `apply(x, group, split, concat)`."""
+
+    @staticmethod
+    @override
+    def forward(ctx: Any, x: Tensor, group: dist.ProcessGroup, split: int, concat: int) -> Tensor:
+        ctx.group, ctx.split, ctx.concat = group, split, concat
+        return exchange_parts(x, group, split=split, concat=concat)
+
+    @staticmethod
+    @override
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None, None]:
+        return exchange_parts(grad, ctx.group, split=ctx.concat, concat=ctx.split), None, None, None

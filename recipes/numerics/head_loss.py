@@ -3,18 +3,20 @@
 Shapes: N tokens, n of them in a chunk, W hidden size, V tokens of the vocabulary, V' with padding.
 """
 
+import functools
 from collections.abc import Callable, Iterator
 from typing import Any
 
 import torch
+import torch.distributed as dist
 import torch.nn.functional as F
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
+from recipes.numerics.collectives import gather_parts
+from recipes.numerics.divided_vocabulary import Gradients, loss_and_gradients_of_columns
 from recipes.numerics.linear import linear, weight_gradient
 from recipes.numerics.loss import IGNORE_INDEX
-
-Gradients = tuple[Tensor, Tensor, Tensor, Tensor]
 
 
 class HeadLoss:
@@ -30,18 +32,38 @@ class HeadLoss:
         chunk_tokens: n; larger is faster until the device is full, 8 V' n bytes in bfloat16.
         label_smoothing: As in `regularizer_sum`.
         z_loss: As in `regularizer_sum`.
+        vocabulary_group: Ranks that divide the vocabulary; weights are those of this rank's tokens, and gradients of
+            hidden states their part. None: this rank has all of it.
     """
 
-    def __init__(self, *, vocab_size: int, chunk_tokens: int, label_smoothing: float, z_loss: float) -> None:
+    def __init__(
+        self,
+        *,
+        vocab_size: int,
+        chunk_tokens: int,
+        label_smoothing: float,
+        z_loss: float,
+        vocabulary_group: dist.ProcessGroup | None = None,
+    ) -> None:
         self.vocab_size = vocab_size
         self.chunk_tokens = chunk_tokens
         self.label_smoothing = label_smoothing
         self.z_loss = z_loss
+        self._group = vocabulary_group
         self._chunk: Callable[..., Gradients] = _loss_and_gradients
+        if vocabulary_group is not None:
+            self._chunk = functools.partial(loss_and_gradients_of_columns, group=vocabulary_group)
 
     def compile(self, **options: Any) -> None:
         """Compile what a chunk does: one kernel reads its logits and writes their gradient."""
-        self._chunk = torch.compile(_loss_and_gradients, dynamic=False, **options)
+        self._chunk = torch.compile(self._chunk, dynamic=False, **options)
+
+    def logits(self, hidden: Tensor, weight: Tensor) -> Tensor:
+        """Return the logits [n, V] of some tokens, without padding and without a gradient."""
+        logits = linear(hidden.to(weight.dtype), weight)
+        if self._group is not None:
+            logits = gather_parts(logits, self._group, dim=1)
+        return logits[:, : self.vocab_size]
 
     def __call__(
         self, hidden: Tensor, weight: Tensor, *, targets: Tensor, scale: Tensor | None = None
@@ -66,7 +88,7 @@ class HeadLoss:
         weight = cast_weight(weight)
         losses = [
             F.cross_entropy(
-                linear(flat[part].to(weight.dtype), weight)[:, : self.vocab_size].float(),
+                self.logits(flat[part], weight).float(),
                 flat_targets[part],
                 ignore_index=IGNORE_INDEX,
                 reduction="none",

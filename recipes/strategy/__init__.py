@@ -10,6 +10,8 @@ from torch.distributed.tensor import DTensor
 from recipes.clipping import Clipping
 from recipes.errors import ConfigError
 from recipes.lightning_internals import unwrap_optimizer
+from recipes.mesh import Mesh
+from recipes.parallel.groups import Groups
 
 
 class StepGuard(Protocol):
@@ -39,6 +41,10 @@ class Engine(Protocol):
         clipping: Adaptive limit of the norm in addition to the fixed one; None disables it.
         current_loss_scale: Factor on the loss, read from the device; None without a loss scaler.
         num_overflows: Optimizer steps that this process skipped because a gradient was not finite.
+        mesh: Sizes of the device mesh.
+        groups: The process groups that this rank is in.
+        data_rank: Which samples this rank has, of `data_size`.
+        data_size: Ranks, or groups of ranks, that have different samples.
         frees_gradients: Whether gradients are freed after the step; False zeroes them in place.
     """
 
@@ -50,6 +56,18 @@ class Engine(Protocol):
 
     @property
     def root_device(self) -> torch.device: ...
+
+    @property
+    def mesh(self) -> Mesh: ...
+
+    @property
+    def groups(self) -> Groups: ...
+
+    @property
+    def data_rank(self) -> int: ...
+
+    @property
+    def data_size(self) -> int: ...
 
     @property
     def current_loss_scale(self) -> float | None: ...
@@ -78,6 +96,12 @@ class Engine(Protocol):
 
     def sum_over_ranks(self, value: Tensor) -> Tensor:
         """Return the sum of a tensor over all ranks; with several ranks it lies on their device."""
+
+    def sum_over_data_ranks(self, value: Tensor) -> Tensor:
+        """Return the sum of what belongs to samples, over the ranks with other samples."""
+
+    def sum_over_token_ranks(self, value: Tensor) -> Tensor:
+        """Return the sum of what belongs to tokens, such as a loss, over the ranks with other tokens."""
 
 
 def get_blocks(model: nn.Module, option: str) -> Iterable[nn.Module]:

@@ -1,6 +1,6 @@
 """DDP: the full model on every rank; gradients are averaged once per optimizer step, during the backward pass."""
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import ClassVar
 
 import lightning.pytorch as lightning
@@ -13,8 +13,10 @@ from torch.nn.parallel import DistributedDataParallel
 from typing_extensions import override
 
 from recipes.checkpoint.shards import ShardSavingMixin
+from recipes.mesh import Mesh
 from recipes.numerics.nf4 import list_nf4
 from recipes.optimizer import DividesWork
+from recipes.parallel.context import divide_sequences
 from recipes.precision import Precision
 from recipes.strategy.precision_plugin import to_lightning_plugin
 from recipes.strategy.torch_native import TorchNativeMixin
@@ -32,6 +34,7 @@ class DDP(TorchNativeMixin, ShardSavingMixin, DDPStrategy):
         devices: Devices of this node, one per rank.
         precision: Dtypes of weights and products.
         checkpoint_io: Writes and reads checkpoints; None uses Lightning's.
+        mesh: Of replicas, and of ranks that divide their sequences; None: every rank has samples of its own.
     """
 
     option: ClassVar[str] = "ddp"
@@ -47,13 +50,26 @@ class DDP(TorchNativeMixin, ShardSavingMixin, DDPStrategy):
         devices: Sequence[torch.device],
         precision: Precision,
         checkpoint_io: CheckpointIO | None = None,
+        mesh: Mesh | None = None,
     ) -> None:
+        self._configured_mesh = mesh
         super().__init__(
             checkpoint_io=checkpoint_io,
             precision_plugin=to_lightning_plugin(precision, devices[0]),
             gradient_as_bucket_view=True,
             broadcast_buffers=False,
         )
+
+    @override
+    def setup_environment(self) -> None:
+        super().setup_environment()
+        self.connect_ranks()
+
+    @override
+    def materialize(self, model: nn.Module, initialize: Callable[[nn.Module], None]) -> None:
+        if self.groups.context is not None:
+            divide_sequences(model, self.groups.context)
+        super().materialize(model, initialize)
 
     @override
     def prepare_optimizer(self, optimizer: torch.optim.Optimizer) -> torch.optim.Optimizer:

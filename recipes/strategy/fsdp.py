@@ -2,7 +2,7 @@
 
 from collections.abc import Callable, Generator, Sequence
 from contextlib import contextmanager
-from typing import Annotated, Any, ClassVar, Literal
+from typing import ClassVar, Literal
 
 import torch
 from lightning.pytorch.plugins.io import CheckpointIO
@@ -13,6 +13,9 @@ from typing_extensions import override
 
 from recipes.checkpoint.shards import ShardSavingMixin
 from recipes.lightning_internals import set_up_mesh
+from recipes.mesh import Mesh
+from recipes.parallel.context import divide_sequences
+from recipes.parallel.tensor import divide_tensors, mark_row_orders
 from recipes.precision import Precision
 from recipes.strategy import get_blocks
 from recipes.strategy.precision_plugin import to_lightning_plugin
@@ -30,6 +33,8 @@ class FSDP2Strategy(TorchNativeMixin, ShardSavingMixin, ModelParallelStrategy):
         devices: Devices of this node, one per rank.
         precision: Dtypes of weights and products.
         checkpoint_io: Writes and reads checkpoints; None uses Lightning's.
+        mesh: Of replicas, shards, and ranks that divide sequences and matrices; None: every rank has a shard and
+            samples of its own.
         cpu_offload: Keep shards, gradients and optimizer state in host memory; the optimizer steps there.
         gradient_sync: `per_micro_batch` reduce-scatters after every backward pass. `per_step` does so once per
             optimizer step; until then each rank holds the gradients of the full model, 4 bytes a parameter.
@@ -51,11 +56,13 @@ class FSDP2Strategy(TorchNativeMixin, ShardSavingMixin, ModelParallelStrategy):
         devices: Sequence[torch.device],
         precision: Precision,
         checkpoint_io: CheckpointIO | None = None,
+        mesh: Mesh | None = None,
         cpu_offload: bool,
         gradient_sync: Literal["per_micro_batch", "per_step"],
         reshard_after_forward: bool,
         reduce_dtype: Literal["float32", "bfloat16"],
     ) -> None:
+        self._configured_mesh = mesh
         on_gpu = devices[0].type == "cuda"
         super().__init__(
             save_distributed_checkpoint=False,
@@ -74,18 +81,30 @@ class FSDP2Strategy(TorchNativeMixin, ShardSavingMixin, ModelParallelStrategy):
         self._gradient_sync = gradient_sync
 
     def mesh_shape(self) -> dict[str, int]:
-        """Return the ranks along each axis of the device mesh: the last one shards, one before it replicates."""
-        return {"shard": self.world_size}
+        """Return the ranks along each axis of the device mesh: replicas, shards, and parts of a matrix.
+
+        Ranks that divide a sequence have other tokens, and shards of the weights, as those with other samples do.
+        """
+        mesh = self.mesh
+        shape = {"shard": mesh.shard * mesh.context}
+        if mesh.replicate > 1:
+            shape = {"replicate": mesh.replicate} | shape
+        return shape | ({"tensor": mesh.tensor} if mesh.tensor > 1 else {})
 
     @override
     def setup_environment(self) -> None:
-        """Join the process group and lay out `mesh_shape`; Lightning's would add an axis for tensor parallelism."""
-        set_up_mesh(self, self.mesh_shape)
+        """Join the process group and lay out the mesh; Lightning's would always add an axis for tensor parallelism."""
+        set_up_mesh(self, self.connect_ranks, self.mesh_shape)
 
     def materialize(self, model: nn.Module, initialize: Callable[[nn.Module], None]) -> None:
         """Shard block by block, then give each shard storage and weights: no rank ever holds the full model."""
         get_blocks(model, self.option)  # a model without blocks is rejected before there need be a mesh
-        shard_model(model, mesh=self.device_mesh, policy=self._policy, option=self.option)
+        if self.mesh.tensor > 1:
+            divide_tensors(model, self.device_mesh["tensor"], sequence_parallel=self.mesh.sequence_parallel)
+        if self.groups.context is not None:
+            divide_sequences(model, self.groups.context)
+        names = [name for name in self.device_mesh.mesh_dim_names or () if name != "tensor"]
+        shard_model(model, mesh=self.device_mesh[tuple(names)], policy=self._policy, option=self.option)
         offloaded = isinstance(self._policy.offload, CPUOffloadPolicy)
         model.to_empty(device="cpu" if offloaded else self.root_device)
         if offloaded:
@@ -93,6 +112,7 @@ class FSDP2Strategy(TorchNativeMixin, ShardSavingMixin, ModelParallelStrategy):
             for module in model.modules():
                 for name, buffer in module.named_buffers(recurse=False):
                     setattr(module, name, buffer.to(self.root_device))
+        mark_row_orders(model)
         initialize(model)
         assert isinstance(model, FSDPModule)
         self._root = model
@@ -127,19 +147,8 @@ class FSDP2Strategy(TorchNativeMixin, ShardSavingMixin, ModelParallelStrategy):
 class HSDPStrategy(FSDP2Strategy):
     """FSDP2 within groups of ranks, replicas across them: gradients are reduced inside a group, then between groups.
 
-    Args:
-        shard_size: Ranks that hold one copy of the model together; None means the ranks of one node.
-        **fully_shard_arguments: As for `FSDP2Strategy`.
+    A mesh without a number of shards has those of one node (`recipes.config.mesh`).
     """
 
     option: ClassVar[str] = "hsdp"
-
-    def __init__(self, *, shard_size: Annotated[int, ">= 1"] | None, **fully_shard_arguments: Any) -> None:
-        super().__init__(**fully_shard_arguments)
-        self._shard_size = shard_size
-
-    @override
-    def mesh_shape(self) -> dict[str, int]:
-        """Return the number of replicas, then of shards."""
-        shard_size = self._shard_size or self.num_processes
-        return {"replicate": self.world_size // shard_size, "shard": shard_size}
+    shards_within_node: ClassVar[bool] = True

@@ -8,6 +8,7 @@ from lightning.pytorch.plugins.io import CheckpointIO
 from lightning.pytorch.strategies import SingleDeviceStrategy
 
 from recipes.checkpoint.shards import ShardSavingMixin
+from recipes.mesh import Mesh
 from recipes.precision import Precision
 from recipes.strategy.precision_plugin import to_lightning_plugin
 from recipes.strategy.torch_native import TorchNativeMixin
@@ -20,6 +21,7 @@ class SingleDevice(TorchNativeMixin, ShardSavingMixin, SingleDeviceStrategy):
         devices: The device the model lives on, alone in the list.
         precision: Dtypes of weights and products.
         checkpoint_io: Writes and reads checkpoints; None uses Lightning's.
+        mesh: Of one rank.
     """
 
     option: ClassVar[str] = "single"
@@ -32,7 +34,9 @@ class SingleDevice(TorchNativeMixin, ShardSavingMixin, SingleDeviceStrategy):
         devices: Sequence[torch.device],
         precision: Precision,
         checkpoint_io: CheckpointIO | None = None,
+        mesh: Mesh | None = None,
     ) -> None:
+        assert mesh is None or mesh.world_size == 1, mesh
         [device] = devices
         super().__init__(
             device=device,

@@ -7,21 +7,22 @@ from collections.abc import Callable, Iterable
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from lightning.pytorch.plugins import Precision as Plugin
 from torch import Tensor, nn
-from torch.distributed.tensor import DTensor, Partial, Shard
+from torch.distributed.tensor import DTensor
 
 from recipes.clipping import Clipping
 from recipes.lightning_internals import state_left_on_device
-from recipes.numerics.collectives import sum_over_ranks
 from recipes.strategy import StepGuard, skip_step
+from recipes.strategy.mesh_ranks import MeshRanksMixin
 from recipes.strategy.precision_plugin import get_loss_scale, get_num_overflows
 
 # torch 2.13 adds float32 squares on a CPU one after the other: the sum of 38 million comes out 0.26 % too small
 _CHUNK = 4096
 
 
-class TorchNativeMixin:
+class TorchNativeMixin(MeshRanksMixin):
     """Implements `recipes.strategy.Engine`; stands before Lightning's strategy among the base classes.
 
     Attributes:
@@ -39,7 +40,6 @@ class TorchNativeMixin:
     optimizers: list[torch.optim.Optimizer]
     frees_gradients = True
     precision_plugin: Plugin
-    root_device: torch.device
 
     def materialize(self, model: nn.Module, initialize: Callable[[nn.Module], None]) -> None:
         """Put the full model on the device; weights depend on seed and name alone, so all ranks have the same."""
@@ -67,16 +67,24 @@ class TorchNativeMixin:
         )
         self.grad_norm = norm
         if self.guard is not None:
-            skip_step(self.optimizers[0], parameters, self.guard.judge(norm))
+            skip_step(self.optimizers[0], parameters, self._agree(self.guard.judge(norm)))
+
+    def _agree(self, skips: Tensor) -> Tensor:
+        """Return whether any rank skips the step, where ranks hold parts of one model and must all do the same.
+
+        They judge the same loss and norm; but sums of the same numbers, in groups of ranks of their own, need not have
+        the same last bit.
+        """
+        if self.mesh.model_size == 1:
+            return skips
+        worst = skips.to(self.root_device, torch.float32, copy=True)
+        dist.all_reduce(worst, dist.ReduceOp.MAX)
+        return worst.bool()
 
     def scale_loss(self, value: Tensor) -> Tensor:
         """Return a tensor times the loss scale, on the device."""
         scaler = getattr(self.precision_plugin, "scaler", None)
         return value if scaler is None else scaler.scale(value)
-
-    def sum_over_ranks(self, value: Tensor) -> Tensor:
-        """Return the sum of a tensor over all ranks."""
-        return sum_over_ranks(value, self.root_device)
 
     @property
     def current_loss_scale(self) -> float | None:
@@ -99,7 +107,7 @@ def clip_gradients(
     """Measure the global gradient norm and clip in place. Waits for no device.
 
     Args:
-        parameters: Plain tensors or DTensors of one mesh; those without a gradient are ignored.
+        parameters: Plain tensors or DTensors, in any mix of placements; those without a gradient are ignored.
         max_norm: Largest global L2 norm; None disables clipping by norm.
         max_value: Largest absolute value of an element; None disables clipping by value.
         clipping: Adaptive limit of the norm, in addition to `max_norm`; None disables it.
@@ -108,45 +116,61 @@ def clip_gradients(
         The global L2 norm before clipping over all shards, a 0-dim tensor, inf where a gradient is NaN or inf (as
         DeepSpeed reports it); and the limit of the norm, a 0-dim tensor, inf where there was none.
     """
-    with_grad = [parameter for parameter in parameters if parameter.grad is not None]
-    grads = [parameter.grad for parameter in with_grad if parameter.grad is not None]
+    grads = [parameter.grad for parameter in parameters if parameter.grad is not None]
     norm = global_norm(grads)  # 0-dim, float32
     limit = torch.full_like(norm, torch.inf if max_norm is None else max_norm)  # 0-dim
     if clipping is not None:
         limit = torch.minimum(limit, clipping.limit(norm))
-        # the formula of clip_grads_with_norm_, which accepts no limit on the device: reading it would wait
+    # this rank's parts: torch 2.13 multiplies no list of DTensors on several meshes or beside plain tensors
+    parts = [_local(grad) for grad in grads]
+    if parts and (max_norm is not None or clipping is not None):
+        # the formula of torch's `clip_grads_with_norm_`, which accepts no limit on the device: reading it would wait
         scale = (limit / (norm + 1e-6)).clamp(max=1.0)  # 0-dim
-        for grad in grads:
-            local = _local(grad)
-            local.mul_(scale.to(local.device))
-    elif max_norm is not None:
-        nn.utils.clip_grads_with_norm_(with_grad, max_norm, norm)
-    if max_value is not None:
-        nn.utils.clip_grad_value_(with_grad, max_value)
+        torch._foreach_mul_(parts, scale.to(parts[0].device))
+    if parts and max_value is not None:
+        torch._foreach_clamp_min_(parts, -max_value)
+        torch._foreach_clamp_max_(parts, max_value)
     return torch.where(norm.isfinite(), norm, torch.inf), limit
 
 
 def global_norm(grads: list[Tensor]) -> Tensor:
     """Return the L2 norm over all elements of all gradients and all shards, a 0-dim float32 tensor."""
-    if grads and _local(grads[0]).device.type != "cpu":
-        norm = nn.utils.get_total_norm(grads)
-        return norm.full_tensor() if isinstance(norm, DTensor) else norm
-    parts = [_local(grad) for grad in grads]
+    if not grads:
+        return torch.zeros(())
+    squares = _own_squares(grads)  # 0-dim float64
+    if any(isinstance(grad, DTensor) for grad in grads):
+        # over all ranks, whatever mesh a gradient is on: each element has been counted once
+        dist.all_reduce(squares)
+    return squares.sqrt().float()
+
+
+def _own_squares(grads: list[Tensor]) -> Tensor:
+    """Return the sum of squares of what this rank is the first to hold, 0-dim float64."""
+    parts = [_local(grad) for grad in grads if _holds_first(grad)]
+    device = _local(grads[0]).device
+    squares = torch.zeros((), dtype=torch.float64, device=device)
+    if device.type != "cpu":
+        norms = torch._foreach_norm(parts, 2, dtype=torch.float32) if parts else []
+        return torch.stack(norms).double().square().sum() if norms else squares
     small = [part for part in parts if 0 < part.numel() <= _CHUNK]
-    squares = torch.zeros((), dtype=torch.float64)
     if small:  # biases and norms are half of all parameters: one call for all of them
         norms = torch._foreach_norm(small, 2, dtype=torch.float32)
         squares = torch.stack(norms).double().square().sum()
     for part in parts:
         if part.numel() > _CHUNK:
             squares = squares + _sum_of_squares(part)
-    if grads and isinstance(grads[0], DTensor):
-        # a sum over this rank's rows is one addend of the total: Partial, all-reduced by full_tensor;
-        # along a replicated axis every rank has the same sum already, and adding it would count it twice
-        placements = [Partial() if isinstance(p, Shard) else p for p in grads[0].placements]
-        addend = DTensor.from_local(squares, grads[0].device_mesh, placements, run_check=False)
-        squares = addend.full_tensor()
-    return squares.sqrt().float()
+    return squares
+
+
+def _holds_first(grad: Tensor) -> bool:
+    """Return whether no rank before this one holds the same elements: of a plain tensor, each rank counts its own."""
+    if not isinstance(grad, DTensor):
+        return True
+    coordinates = grad.device_mesh.get_coordinate()
+    assert coordinates is not None, "every rank is in the mesh"
+    # of placements only `is_replicate` is right for all of torch 2.13: a strided shard is no `Shard`
+    held = zip(coordinates, grad.placements, strict=True)
+    return not any(coordinate and placement.is_replicate() for coordinate, placement in held)
 
 
 def _sum_of_squares(grad: Tensor) -> Tensor:

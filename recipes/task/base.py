@@ -182,7 +182,7 @@ class TrainingTask(CountsFlops, Validated, Resumable, ABC):
 
     def _undo_division(self) -> int:
         """Return by what Lightning (accumulation) and engines (ranks) divide; `num_targets` has done both already."""
-        return self.trainer.accumulate_grad_batches * self.trainer.world_size
+        return self.trainer.accumulate_grad_batches * self.trainer.strategy.averaged_size  # type: ignore[attr-defined, no-any-return]
 
     @override
     def optimizer_zero_grad(self, epoch: int, batch_idx: int, optimizer: Any) -> None:
@@ -218,7 +218,7 @@ class TrainingTask(CountsFlops, Validated, Resumable, ABC):
         return self.trainer.strategy.grad_norm  # type: ignore[attr-defined, no-any-return]
 
     def _count(self, batch: Batch) -> None:
-        num_samples = len(batch["targets"]) * self.trainer.world_size
+        num_samples = len(batch["targets"]) * self.trainer.strategy.data_size  # type: ignore[attr-defined]
         self._window_samples += num_samples
         self._window_tokens += num_samples * self._tokens_per_sample(batch)
         self._micro_batches_in_window += 1
@@ -243,7 +243,7 @@ class TrainingTask(CountsFlops, Validated, Resumable, ABC):
         is_logged = step % trainer.log_every_n_steps == 0 or trainer.should_stop  # type: ignore[attr-defined]
         if window_loss is None or not (is_logged or guard is not None):
             return
-        loss = self._sum_over_ranks(window_loss)
+        loss = self._sum_over_token_ranks(window_loss)
         if guard is not None:
             guard.loss = loss
         if not is_logged:
@@ -252,7 +252,7 @@ class TrainingTask(CountsFlops, Validated, Resumable, ABC):
         if self.num_tokens:
             self.log_row({"train/tokens": self.num_tokens})
         if sources is not None:
-            self._log_sources(self._sum_over_ranks(sources))
+            self._log_sources(self._sum_over_token_ranks(sources))
         self.log_row(dict(self._learning_rates()))
 
     def _log_sources(self, totals: Tensor) -> None:
@@ -282,5 +282,5 @@ class TrainingTask(CountsFlops, Validated, Resumable, ABC):
             for group in groups:
                 yield f"lr/{group['group_name']}", group["lr"]
 
-    def _sum_over_ranks(self, value: Tensor) -> Tensor:
-        return self.trainer.strategy.sum_over_ranks(value)  # type: ignore[attr-defined, no-any-return]
+    def _sum_over_token_ranks(self, value: Tensor) -> Tensor:
+        return self.trainer.strategy.sum_over_token_ranks(value)  # type: ignore[attr-defined, no-any-return]

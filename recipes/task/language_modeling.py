@@ -15,8 +15,7 @@ from recipes.metrics import ValidationMetrics
 from recipes.model import LanguageModel
 from recipes.model.generate import generate, generate_batch
 from recipes.numerics.head_loss import HeadLoss, cast_weight, split
-from recipes.numerics.linear import linear
-from recipes.numerics.loss import IGNORE_INDEX, mean_per_sample, token_losses
+from recipes.numerics.loss import IGNORE_INDEX, token_losses
 from recipes.task.base import Batch, TrainingTask
 from recipes.tokenizer import Tokenizer
 
@@ -62,6 +61,13 @@ class LanguageModeling(TrainingTask):
             options["positions"] = batch["positions"]  # [B, T]
         return self.model(batch["inputs"], **options)
 
+    def _own_tokens(self, batch: Batch) -> Batch:
+        """Return a batch with this rank's part of every sequence; positions stay those of all tokens."""
+        ranks = getattr(self.model, "context", None)
+        if ranks is None:
+            return batch
+        return batch | {name: ranks.own_tokens(batch[name], dim=1) for name in ("inputs", "targets")}  # [B, t]
+
     def loss_sum(self, batch: Batch) -> tuple[Tensor, Tensor]:
         logits = self._run(batch)  # [B, T, V], compute dtype
         return self.cross_entropy_sum(logits, batch["targets"]), logits
@@ -78,6 +84,7 @@ class LanguageModeling(TrainingTask):
             vocab_size=cast(LanguageModel, self.model).vocab_size,
             chunk_tokens=self._loss_chunk_tokens,
             **self._regularizer,
+            vocabulary_group=self.trainer.strategy.groups.tensor,  # type: ignore[attr-defined]
         )
         if self._compile_mode is not None:
             head_loss.compile()
@@ -85,6 +92,7 @@ class LanguageModeling(TrainingTask):
 
     @override
     def objective_sum(self, batch: Batch) -> tuple[Tensor, Tensor]:
+        batch = self._own_tokens(batch)
         if self._head_loss is None:
             return super().objective_sum(batch)
         scale = None
@@ -99,40 +107,48 @@ class LanguageModeling(TrainingTask):
 
     @override
     def validation_step(self, batch: Batch, batch_idx: int, dataloader_idx: int = 0) -> None:
+        batch = self._own_tokens(batch)
         if self._head_loss is None:
             super().validation_step(batch, batch_idx, dataloader_idx)
             return
         metrics = self._metrics_of(dataloader_idx)
-        losses = self._run(batch, reduce=functools.partial(self._measure, targets=batch["targets"], metrics=metrics))
+        measure = functools.partial(self._measure, self._head_loss, targets=batch["targets"], metrics=metrics)
+        losses = self._run(batch, reduce=measure)
         if "source" in batch and metrics is self.val_metrics:
             metrics.update_sources(losses, batch["targets"], batch["source"])
 
-    def _measure(self, hidden: Tensor, weight: Tensor, *, targets: Tensor, metrics: ValidationMetrics) -> Tensor:
+    def _measure(
+        self, head_loss: HeadLoss, hidden: Tensor, weight: Tensor, *, targets: Tensor, metrics: ValidationMetrics
+    ) -> Tensor:
         """Add a batch to validation metrics, some tokens at a time, and return the loss of each target, [B, T].
 
         Args:
+            head_loss: Of this task.
             hidden: [B, T, W], input of the head.
             weight: [V, W] of the head, with padding.
             targets: [B, T].
             metrics: Of the validation under way.
         """
-        assert self._loss_chunk_tokens is not None
         flat, flat_targets = hidden.flatten(0, -2), targets.flatten()  # [B T, W], [B T]
         weight = cast_weight(weight)
         losses = []
-        for part in split(len(flat), self._loss_chunk_tokens):
-            logits = self._without_padding(linear(flat[part].to(weight.dtype), weight))  # [n, V], compute dtype
+        for part in split(len(flat), head_loss.chunk_tokens):
+            logits = head_loss.logits(flat[part], weight)  # [n, V], compute dtype
             losses.append(token_losses(logits, flat_targets[part]))  # [n]
             metrics.update(loss_sum=losses[-1].sum(), logits=logits, targets=flat_targets[part])
         return torch.cat(losses).view_as(targets)
 
     def recipes_sample_losses(self, batch: Batch) -> Tensor:
+        batch = self._own_tokens(batch)
         if self._head_loss is None:
-            return mean_per_sample(self._run(batch), batch["targets"])
-        of_tokens = functools.partial(self._head_loss.token_losses, targets=batch["targets"])
-        losses = self._run(batch, reduce=of_tokens)  # [B, T]
+            losses = token_losses(self._run(batch), batch["targets"])  # [B, T]
+        else:
+            of_tokens = functools.partial(self._head_loss.token_losses, targets=batch["targets"])
+            losses = self._run(batch, reduce=of_tokens)
         num_targets = (batch["targets"] != IGNORE_INDEX).sum(dim=1)  # [B]
-        means: Tensor = losses.sum(dim=1) / num_targets
+        of_samples = torch.stack([losses.sum(dim=1), num_targets.to(losses.dtype)])  # [2, B]
+        loss_sums, counts = self.trainer.strategy.sum_over_sequence(of_samples)  # type: ignore[attr-defined]
+        means: Tensor = loss_sums / counts
         return means
 
     def _tokens_per_sample(self, batch: Batch) -> int:

@@ -15,7 +15,7 @@ _DERIVED = {"trainer.accumulate_grad_batches"}
 PROVIDED: dict[str, set[str]] = {
     "optimizer": {"model"},
     "scheduler": {"step"},
-    "strategy": {"devices", "precision", "checkpoint_io"},
+    "strategy": {"devices", "precision", "checkpoint_io", "mesh"},
     "task": {
         "make_model",
         "make_optimizer",

@@ -22,6 +22,7 @@ _LOSS_SPIKE = {
 RENAMED_SETTINGS = {
     "checkpoint.if_save_fails": "checkpoint.on_save_error",
     "strategy.reduce_every": "strategy.gradient_sync",
+    "strategy.shard_size": "data_parallel_shard",
     "clipping.warm_up": "clipping.warmup_steps",
     "callbacks.early_stop.after": "callbacks.early_stop.patience",
     "callbacks.early_stop.metric": "callbacks.early_stop.monitor",

@@ -23,7 +23,6 @@ def check_strategy(config: Mapping[str, Any], world_size: int | None) -> Iterato
     strategy, trainer = config["strategy"], config["trainer"]
     traits = get_traits(strategy)
     yield from check_offload(strategy)
-    yield from _check_shard_size(strategy, world_size)
     clips_by = trainer.get("gradient_clip_algorithm")
     if clips_by == "value" and not traits.clips_by_value:
         yield ConfigError(
@@ -64,20 +63,6 @@ def _check_sync_batchnorm(strategy: Mapping[str, Any], typed: str) -> Iterator[C
             "torch synchronizes batch norm statistics between GPUs only, and there is none",
             "trainer.sync_batchnorm=false",
         )
-
-
-def _check_shard_size(strategy: Mapping[str, Any], world_size: int | None) -> Iterator[ConfigError]:
-    """Check that hybrid sharding gives every copy of the model the same number of ranks."""
-    shard_size = strategy.get("shard_size")
-    if not shard_size or shard_size < 1 or world_size is None or world_size % shard_size == 0:
-        return
-    below = max(size for size in range(1, world_size + 1) if size <= shard_size and world_size % size == 0)
-    ranks = "1 rank does" if world_size == 1 else f"{world_size} ranks do"
-    yield ConfigError(
-        f"strategy.shard_size={shard_size}",
-        f"{ranks} not divide into groups of {shard_size}",
-        f"strategy.shard_size={below}, or null for the ranks of one node",
-    )
 
 
 def check_optimizer(config: Mapping[str, Any], choices: Mapping[str, str]) -> Iterator[ConfigError]:

@@ -24,7 +24,8 @@ from recipes.lightning_internals import (
     join_deepspeed_process_group,
     state_left_on_device,
 )
-from recipes.numerics.collectives import sum_over_ranks
+from recipes.mesh import Mesh
+from recipes.parallel.context import divide_sequences
 from recipes.precision import Precision, to_deepspeed_config
 from recipes.strategy import get_blocks
 from recipes.strategy.deepspeed.checkpoint import ZeroState
@@ -39,10 +40,11 @@ from recipes.strategy.deepspeed.partition import (
 )
 from recipes.strategy.deepspeed.step_guard import StepGuardMixin, ZeroStepGuard
 from recipes.strategy.deepspeed.train_state import TrainStateMixin
+from recipes.strategy.mesh_ranks import MeshRanksMixin
 from recipes.strategy.precision_plugin import ZeroPrecision
 
 
-class DeepSpeedZero(StepGuardMixin, TrainStateMixin, PerRankSavingMixin, DeepSpeedStrategy):
+class DeepSpeedZero(StepGuardMixin, TrainStateMixin, PerRankSavingMixin, MeshRanksMixin, DeepSpeedStrategy):
     """Lightning's DeepSpeed strategy as a `recipes.strategy.Engine`, on GPUs and on CPUs.
 
     The mixed precisions are torch's autocast over float32 weights, as under every other strategy; `bf16-true` is
@@ -52,6 +54,7 @@ class DeepSpeedZero(StepGuardMixin, TrainStateMixin, PerRankSavingMixin, DeepSpe
         devices: Devices of this node, one per rank.
         precision: Dtypes of weights and products.
         checkpoint_io: Writes and reads checkpoints; None uses Lightning's.
+        mesh: Of shards, and of ranks that divide their sequences; None: every rank has samples of its own.
         stage: 1 partitions optimizer state, 2 also gradients, 3 also weights.
         offload_optimizer: Where optimizer state lives; it steps in host memory with DeepSpeedCPUAdam. None keeps it
             on the device.
@@ -72,11 +75,13 @@ class DeepSpeedZero(StepGuardMixin, TrainStateMixin, PerRankSavingMixin, DeepSpe
         devices: Sequence[torch.device],
         precision: Precision,
         checkpoint_io: CheckpointIO | None = None,
+        mesh: Mesh | None = None,
         stage: Literal[1, 2, 3],
         offload_optimizer: Literal["cpu", "nvme"] | None,
         offload_parameters: Literal["cpu", "nvme"] | None,
         nvme_path: str | None,
     ) -> None:
+        self._configured_mesh = mesh
         on_gpu = devices[0].type == "cuda"
         if not on_gpu:
             os.environ["DS_ACCELERATOR"] = "cpu"
@@ -115,6 +120,7 @@ class DeepSpeedZero(StepGuardMixin, TrainStateMixin, PerRankSavingMixin, DeepSpe
     def setup_environment(self) -> None:
         """Skip Lightning's check, which rejects CPUs (#12607, 2.6.6): DeepSpeed runs on them with gloo."""
         DDPStrategy.setup_environment(self)
+        self.connect_ranks()
 
     @override
     def setup_distributed(self) -> None:
@@ -151,6 +157,8 @@ class DeepSpeedZero(StepGuardMixin, TrainStateMixin, PerRankSavingMixin, DeepSpe
 
     def materialize(self, model: nn.Module, initialize: Callable[[nn.Module], None]) -> None:
         """Give the model storage and weights; at stage 3 one parameter at a time, so that no rank holds the model."""
+        if self.groups.context is not None:
+            divide_sequences(model, self.groups.context)
         if self._uses_disk:
             from deepspeed.ops.op_builder import AsyncIOBuilder
 
@@ -233,10 +241,6 @@ class DeepSpeedZero(StepGuardMixin, TrainStateMixin, PerRankSavingMixin, DeepSpe
         assert isinstance(self.config, dict)
         assert max_value is None, "the config check rejects clipping by value"
         assert self.config["gradient_clipping"] == (max_norm or 0.0)
-
-    def sum_over_ranks(self, value: Tensor) -> Tensor:
-        """Return the sum of a tensor over all ranks."""
-        return sum_over_ranks(value, _without_cpu_index(self.root_device))
 
     def scale_loss(self, value: Tensor) -> Tensor:
         """Return a tensor times the loss scale."""

@@ -1,0 +1,124 @@
+"""Check that the sizes of the device mesh divide what they split: ranks, heads, vocabulary, sequence."""
+
+from collections.abc import Iterator, Mapping
+from typing import Any
+
+from recipes.config.mesh import MODEL_SIZES, make_mesh
+from recipes.config.ranks import get_ranks
+from recipes.config.signature import read_signature
+from recipes.config.traits import takes_steps
+from recipes.errors import ConfigError
+
+# optimizers of single elements; the others read whole matrices or blocks of them
+_ELEMENTWISE = ("adam", "adamw", "lion", "sgd", "schedule_free")
+
+
+def check_mesh(config: Mapping[str, Any], world_size: int | None) -> Iterator[ConfigError]:
+    """Check the mesh of a run that takes steps; every other mode runs on one device.
+
+    Args:
+        config: Composed config whose nodes match their signatures.
+        world_size: Ranks of the run; None if they are a mistake of their own.
+    """
+    if not takes_steps(config) or world_size is None:
+        return
+    if any(not isinstance(config.get(name, 1), int) or config.get(name, 1) < 1 for name in MODEL_SIZES):
+        return  # reported by the checks of types and ranges
+    try:
+        make_mesh(config, get_ranks(config))
+    except ConfigError as mistake:
+        yield mistake
+        return
+    tensor, context = (config.get(name, 1) for name in MODEL_SIZES)
+    if tensor == context == 1:
+        return
+    yield from _check_model(config, tensor, context)
+    yield from _check_sequence(config, tensor, context)
+    if tensor > 1:
+        yield from _check_tensor(config, tensor)
+
+
+def _check_model(config: Mapping[str, Any], tensor: int, context: int) -> Iterator[ConfigError]:
+    """Check that the model is one whose heads and vocabulary can be divided, and that they can be."""
+    model, target = config["model"], str(config["model"]["_target_"])
+    constants = read_signature(target).constants
+    for name, size, declared in zip(MODEL_SIZES, (tensor, context), ("tensor_parallel", "context"), strict=True):
+        if size > 1 and declared not in constants:
+            yield ConfigError(
+                f"{name}={size} model={target.rpartition('.')[2]}",
+                "it does not declare how ranks divide it",
+                f"{name}=1, or model=gpt2, model=llama_160m or another size of them",
+            )
+            return
+    if tensor == 1:
+        return
+    heads = int(model["num_heads"])
+    wanted = [("num_heads", heads), ("num_kv_heads", int(model.get("num_kv_heads", heads)))]
+    wanted.append(("ffn_hidden_size", int(model.get("ffn_hidden_size", 4 * model["hidden_size"]))))
+    multiple = int(model.get("vocab_pad_multiple", 64))
+    rows = -(-int(model["vocab_size"]) // multiple) * multiple
+    for name, number in wanted:
+        if number % tensor:
+            yield ConfigError(
+                f"tensor_parallel_size={tensor}",
+                f"model.{name}={number} does not divide over {tensor} ranks",
+                f"tensor_parallel_size={_nearest(tensor, number)}, or model.{name}={-(-number // tensor) * tensor}",
+            )
+            return
+    if rows % tensor:
+        yield ConfigError(
+            f"tensor_parallel_size={tensor}",
+            f"the vocabulary of {rows} rows does not divide over {tensor} ranks",
+            f"model.vocab_pad_multiple={multiple * tensor}",
+        )
+
+
+def _check_sequence(config: Mapping[str, Any], tensor: int, context: int) -> Iterator[ConfigError]:
+    """Check that the tokens of a sample divide."""
+    splits = context * (tensor if config.get("sequence_parallel", True) else 1)
+    seq_len = config["data"].get("seq_len") or config.get("seq_len")
+    if isinstance(seq_len, int) and seq_len % splits:
+        names = [f"context_parallel_size={context}"] if context > 1 else []
+        names += [f"tensor_parallel_size={tensor} sequence_parallel=true"] if splits > context else []
+        yield ConfigError(
+            f"seq_len={seq_len} {' '.join(names)}",
+            f"{seq_len} tokens do not divide over {splits} ranks",
+            f"seq_len={max(1, seq_len // splits) * splits}",
+        )
+
+
+def _check_tensor(config: Mapping[str, Any], tensor: int) -> Iterator[ConfigError]:
+    """Check what divided matrices cannot be combined with."""
+    typed, model = f"tensor_parallel_size={tensor}", config["model"]
+    if not config.get("sequence_parallel", True) and model.get("dropout"):
+        yield ConfigError(
+            f"{typed} sequence_parallel=false model.dropout={model['dropout']}",
+            "ranks with the same tokens would drop other activations of them",
+            "sequence_parallel=true, or model.dropout=0",
+        )
+    optimizer = str(config["optimizer"]["_target_"]).split(".")
+    if "recipes" in optimizer and optimizer[-2] not in _ELEMENTWISE:
+        yield ConfigError(
+            f"{typed} optimizer={optimizer[-2]}",
+            "it reads whole matrices, of which a rank has parts",
+            "optimizer=adamw, or tensor_parallel_size=1",
+        )
+    adapter = str((config.get("adapter") or {}).get("_target_", "recipes.adapter.NoAdapter"))
+    if not adapter.endswith(".NoAdapter"):
+        yield ConfigError(
+            f"{typed} adapter={adapter.split('.')[-2]}",
+            "the matrices of an adapter are not divided over ranks",
+            "tensor_parallel_size=1, or adapter=none",
+        )
+    precision = str(config["precision"].get("name", ""))
+    if precision.startswith("fp8"):
+        yield ConfigError(
+            f"{typed} precision={precision}",
+            "products of divided matrices are not computed in float8",
+            "precision=bf16-mixed, or tensor_parallel_size=1",
+        )
+
+
+def _nearest(wanted: int, number: int) -> int:
+    """Return the largest divisor of a number that is not above another."""
+    return next(size for size in range(min(wanted, number), 0, -1) if number % size == 0)

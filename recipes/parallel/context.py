@@ -1,0 +1,99 @@
+"""Context parallelism: N ranks divide every sequence, and exchange what attention needs of the other parts.
+
+Where N divides the heads, each rank gets some heads of all tokens (DeepSpeed-Ulysses, arXiv 2309.14509): attention
+itself, its mask and its kernel stay those of one device, and the work is the same on every rank. Else each rank
+gathers the keys and values of all tokens for its own queries.
+
+Shapes: B sequences, H query heads, G key-value heads, T tokens, t = T / N tokens of a rank, Q head size.
+"""
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+
+from recipes.errors import ConfigError
+from recipes.numerics.collectives import ExchangeParts, GatherParts
+
+Attend = Callable[[Tensor, Tensor, Tensor], Tensor]
+
+
+class ContextRanks:
+    """The ranks that divide the sequences of this one; each has a contiguous part, in the order of the ranks.
+
+    Args:
+        group: The ranks.
+    """
+
+    def __init__(self, group: dist.ProcessGroup) -> None:
+        self.group = group
+        self.size = group.size()
+        self.rank = group.rank()
+
+    def own_tokens(self, x: Tensor, *, dim: int) -> Tensor:
+        """Return this rank's part of something along the sequence.
+
+        Raises:
+            ValueError: The ranks do not divide the sequence.
+        """
+        if x.shape[dim] % self.size:
+            raise ValueError(
+                f"{x.shape[dim]} tokens do not divide over context_parallel_size={self.size}; set another seq_len"
+            )
+        return x.chunk(self.size, dim=dim)[self.rank]
+
+    def exchange(self, queries: Tensor, keys: Tensor, values: Tensor, attend: Attend) -> Tensor | None:
+        """Return causal attention [B, H, t, Q] computed for some heads of all tokens; None: the heads do not divide.
+
+        Args:
+            queries: [B, H, t, Q].
+            keys: [B, G, t, Q].
+            values: [B, G, t, Q].
+            attend: Attention of some heads to all tokens.
+        """
+        if queries.shape[1] % self.size:
+            return None
+        if keys.shape[1] % self.size:  # as many copies as there are queries: a rank needs whole heads
+            repeats = queries.shape[1] // keys.shape[1]
+            keys, values = (part.repeat_interleave(repeats, dim=1) for part in (keys, values))  # [B, H, t, Q]
+        by_heads = [
+            ExchangeParts.apply(part, self.group, 1, 2)  # type: ignore[no-untyped-call]
+            for part in (queries, keys, values)
+        ]  # [B, H / N, T, Q], [B, G / N, T, Q] twice
+        mixed = attend(*by_heads)
+        out: Tensor = ExchangeParts.apply(mixed, self.group, 2, 1)  # type: ignore[no-untyped-call]
+        return out
+
+    def gather(self, keys: Tensor, values: Tensor) -> tuple[Tensor, Tensor]:
+        """Return keys and values of all tokens: [B, G, t, Q] -> [B, G, T, Q]."""
+        every: Any = [GatherParts.apply(part, self.group, 2) for part in (keys, values)]  # type: ignore[no-untyped-call]
+        return every[0], every[1]
+
+    def causal_rows(self, num_own: int, *, device: torch.device) -> Tensor:
+        """Return where this rank's t tokens may attend: [t, T] bool."""
+        rows = self.rank * num_own + torch.arange(num_own, device=device)  # [t]
+        return torch.arange(num_own * self.size, device=device) <= rows[:, None]
+
+
+def divide_sequences(model: nn.Module, group: dist.ProcessGroup) -> None:
+    """Let a model compute a part of every sequence, in place.
+
+    Args:
+        model: Its attentions have an attribute `context`.
+        group: The ranks that divide them.
+
+    Raises:
+        ConfigError: The model has no such attribute.
+    """
+    if not hasattr(model, "context"):
+        raise ConfigError(
+            f"context_parallel_size={group.size()}",
+            f"the attention of {type(model).__name__} cannot be divided along the sequence",
+            "context_parallel_size=1, or model=gpt2 or a Llama",
+        )
+    ranks = ContextRanks(group)
+    for module in model.modules():
+        if hasattr(module, "context"):
+            module.context = ranks  # type: ignore[assignment]

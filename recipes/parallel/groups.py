@@ -1,0 +1,42 @@
+"""The process groups of a mesh: which ranks add up what."""
+
+from dataclasses import dataclass
+
+import torch.distributed as dist
+
+from recipes.mesh import Mesh
+
+
+@dataclass(frozen=True, kw_only=True)
+class Groups:
+    """The groups that this rank is in.
+
+    Attributes:
+        tensor: Ranks that divide every matrix of this one; None: it is alone.
+        context: Ranks that divide every sequence of this one; None: it is alone.
+        data: Ranks that have the other samples; None: all ranks.
+        tokens: Ranks that have the other tokens; None: all ranks.
+    """
+
+    tensor: dist.ProcessGroup | None = None
+    context: dist.ProcessGroup | None = None
+    data: dist.ProcessGroup | None = None
+    tokens: dist.ProcessGroup | None = None
+
+
+def make_groups(mesh: Mesh) -> Groups:
+    """Create the process groups of a mesh. A collective: every rank creates every group, in the same order."""
+    if mesh.model_size == 1:
+        return Groups()
+    return Groups(
+        tensor=_make_group(mesh, "tensor") if mesh.tensor > 1 else None,
+        context=_make_group(mesh, "context") if mesh.context > 1 else None,
+        data=_make_group(mesh, "replicate", "shard"),
+        tokens=_make_group(mesh, "replicate", "shard", "context"),
+    )
+
+
+def _make_group(mesh: Mesh, *dimensions: str) -> dist.ProcessGroup:
+    own: dist.ProcessGroup
+    own, _ = dist.new_subgroups_by_enumeration(list(mesh.groups(*dimensions)))  # type: ignore[no-untyped-call]
+    return own

@@ -1,0 +1,73 @@
+"""What every strategy knows of its ranks: which samples they have, and which of them add up what."""
+
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from recipes.mesh import Mesh
+from recipes.numerics.collectives import sum_over_ranks
+from recipes.parallel.groups import Groups, make_groups
+
+
+class MeshRanksMixin:
+    """Implements the part of `recipes.strategy.Engine` about ranks.
+
+    Attributes:
+        mesh: Sizes of the device mesh; set once the ranks have found each other.
+        groups: The process groups that this rank is in.
+    """
+
+    mesh = Mesh()
+    groups = Groups()
+    global_rank: int
+    root_device: torch.device
+    _configured_mesh: Mesh | None = None
+
+    def connect_ranks(self) -> None:
+        """Lay out the mesh. A collective, called once the process group exists.
+
+        Without a configured mesh every rank has samples of its own.
+        """
+        strategy: Any = self
+        self.mesh = self._configured_mesh or Mesh(shard=strategy.world_size)
+        assert self.mesh.world_size == strategy.world_size, f"{self.mesh} != {strategy.world_size} ranks"
+        self.groups = make_groups(self.mesh)
+
+    @property
+    def data_rank(self) -> int:
+        """Which samples this rank has, of `data_size`."""
+        return self.mesh.data_rank(self.global_rank)
+
+    @property
+    def data_size(self) -> int:
+        """Ranks, or groups of ranks, that have different samples."""
+        return self.mesh.data_size
+
+    @property
+    def averaged_size(self) -> int:
+        """Ranks over which gradients are averaged."""
+        return self.mesh.averaged_size
+
+    def sum_over_ranks(self, value: Tensor) -> Tensor:
+        """Return the sum of a tensor over all ranks."""
+        return sum_over_ranks(value, self._communication_device)
+
+    def sum_over_data_ranks(self, value: Tensor) -> Tensor:
+        """Return the sum of what belongs to samples, such as a number of targets, over ranks with other samples."""
+        return sum_over_ranks(value, self._communication_device, self.groups.data)
+
+    def sum_over_token_ranks(self, value: Tensor) -> Tensor:
+        """Return the sum of what belongs to tokens, such as a loss, over ranks with other tokens."""
+        return sum_over_ranks(value, self._communication_device, self.groups.tokens)
+
+    def sum_over_sequence(self, value: Tensor) -> Tensor:
+        """Return the sum over the ranks that divide the sequences of this one."""
+        if self.groups.context is None:
+            return value
+        return sum_over_ranks(value, self._communication_device, self.groups.context)
+
+    @property
+    def _communication_device(self) -> torch.device:
+        # the tensors of a CPU with an index lie on `cpu`, whatever the rank
+        return self.root_device if self.root_device.type == "cuda" else torch.device("cpu")
