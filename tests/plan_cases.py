@@ -93,7 +93,7 @@ CASES: dict[str, tuple[int, list[str]]] = {
     "fsdp, offloaded": (2, [*GPT, "strategy=fsdp", "strategy.cpu_offload=true"]),
     "fsdp, 12 layers, batch 2": (2, [*DEEP, "strategy=fsdp", "global_batch_size=2"]),
     "fsdp, llama, bf16-mixed": (2, [*LLAMA, "strategy=fsdp", "precision=bf16-mixed"]),
-    "hsdp": (2, [*GPT, "strategy=hsdp", "strategy.shard_size=2"]),
+    "hsdp": (2, [*GPT, "strategy=hsdp", "data_parallel_shard=2"]),
     "ZeRO-1": (2, [*GPT, "strategy=deepspeed_stage_1"]),
     "ZeRO-1, batch 2": (2, [*GPT, "strategy=deepspeed_stage_1", "global_batch_size=2"]),
     "ZeRO-1, 2 micro-batches": (2, [*GPT, "strategy=deepspeed_stage_1", "micro_batch_size=2"]),

@@ -15,7 +15,7 @@ from recipes.checkpoint.layout import RUN_FILE, is_shard, merge_state, split_sta
 from recipes.checkpoint.manifest import Manifest, find_content_fault, find_fault, read_manifest
 from recipes.checkpoint.resume import get_fallbacks
 from recipes.checkpoint.retention import remove
-from recipes.checkpoint.shard_file import open_tensors
+from recipes.checkpoint.saved_tensor import open_tensors
 from recipes.checkpoint.writer import CheckpointWriter
 from recipes.errors import ConfigError
 

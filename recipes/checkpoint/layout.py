@@ -11,7 +11,8 @@ from typing import Any
 
 import torch
 
-from recipes.checkpoint.shard_file import Part, SavedTensor
+from recipes.checkpoint.saved_tensor import SavedTensor
+from recipes.checkpoint.shard_file import Part
 
 RUN_FILE = "run.pt"
 _OPTIMIZER, _RNG = "optimizer", "rng"

@@ -10,7 +10,8 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from recipes.checkpoint.shard_file import Part, SavedTensor
+from recipes.checkpoint.saved_tensor import SavedTensor
+from recipes.checkpoint.shard_file import Part
 from recipes.checkpoint.shards import unsharded_part
 
 

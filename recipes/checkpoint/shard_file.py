@@ -2,30 +2,29 @@
 
 The layout is that of torch's own distributed checkpoints in safetensors (`HuggingFaceStorageWriter`): what a file
 holds of a tensor starts at its `saved_offsets`. ZeRO's parts are ranges of the flattened tensor, so theirs are one
-number.
+number. The rows of a part may be from several places (`recipes.parallel.placement`), which the file then lists.
 """
 
 import errno
 import json
-import math
 import os
 import shutil
 import struct
-from collections.abc import Iterable, Iterator, Mapping
-from dataclasses import dataclass, field
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import torch
 import xxhash
-from safetensors import safe_open
 from torch import Tensor
 
 from recipes.checkpoint.manifest import FileRecord, sync
 
-_UNSHARDED_SHAPES = "whole_shapes"  # key in the header's metadata
-_SHARDING_INFO = "DCP_SHARDING_INFO"  # torch.distributed.checkpoint._hf_utils, torch 2.13
+UNSHARDED_SHAPES = "whole_shapes"  # key in the header's metadata
+ROWS = "rows"  # another one, in files with such parts
+SHARDING_INFO = "DCP_SHARDING_INFO"  # torch.distributed.checkpoint._hf_utils, torch 2.13
 _CHUNK_BYTES = 4 << 20  # stays in the cache while it is checked, hashed and written
 _DTYPES = {
     torch.float64: "F64",
@@ -53,32 +52,18 @@ class Part:
     """What one rank holds of a tensor, and writes.
 
     Attributes:
-        tensor: A slab of rows, a range of the flattened tensor, or all of it; on any device.
+        tensor: A box of the tensor, a range of the flattened tensor, or all of it; on any device.
         offsets: Position of its first element in the unsharded tensor, one number per dimension of `tensor`.
         unsharded_shape: Shape of the unsharded tensor.
         constant: Whether its values stay the same until the next optimizer step.
+        rows: First row in the unsharded tensor, and number, of each group of rows; None: they follow each other.
     """
 
     tensor: Tensor
     offsets: tuple[int, ...]
     unsharded_shape: torch.Size
     constant: bool = True
-
-
-def flat_start(offsets: tuple[int, ...], unsharded_shape: torch.Size) -> int:
-    """Return the position of a part's first element in the flattened tensor; a part is a range of it.
-
-    Raises:
-        ValueError: The part is cut along another dimension than the first.
-    """
-    if len(offsets) != len(unsharded_shape):
-        [start] = offsets
-        return start
-    if any(offsets[1:]):
-        raise ValueError(
-            f"a part that starts at {offsets} of {list(unsharded_shape)} is not a range of the flattened tensor"
-        )
-    return offsets[0] * math.prod(unsharded_shape[1:]) if offsets else 0
+    rows: tuple[tuple[int, int], ...] | None = None
 
 
 # --- write ---
@@ -141,10 +126,12 @@ def _header(ordered: list[tuple[str, Part]]) -> bytes:
     """Return length and JSON, padded so that the first tensor starts at a multiple of 8."""
     header: dict[str, Any] = {
         "__metadata__": {
-            _SHARDING_INFO: json.dumps({name: {"saved_offsets": list(part.offsets)} for name, part in ordered}),
-            _UNSHARDED_SHAPES: json.dumps({name: list(part.unsharded_shape) for name, part in ordered}),
+            SHARDING_INFO: json.dumps({name: {"saved_offsets": list(part.offsets)} for name, part in ordered}),
+            UNSHARDED_SHAPES: json.dumps({name: list(part.unsharded_shape) for name, part in ordered}),
         }
     }
+    if rows := {name: part.rows for name, part in ordered if part.rows is not None}:
+        header["__metadata__"][ROWS] = json.dumps(rows)
     start = 0
     for name, part in ordered:
         end = start + part.tensor.numel() * part.tensor.element_size()
@@ -174,83 +161,3 @@ def _is_finite(chunk: memoryview, dtype: torch.dtype | None) -> bool:
     kind, exponent = _EXPONENTS[dtype]
     bits = np.frombuffer(chunk, dtype=kind)
     return not bool(((bits & kind(exponent)) == kind(exponent)).any())
-
-
-# --- read ---
-
-
-@dataclass(frozen=True, kw_only=True)
-class _SavedPart:
-    start: int  # in the flattened unsharded tensor
-    stop: int
-    file: Any
-    name: str
-
-
-@dataclass(frozen=True, kw_only=True)
-class SavedTensor:
-    """A tensor on disk.
-
-    Attributes:
-        shape: Of the unsharded tensor.
-    """
-
-    shape: torch.Size
-    _parts: list[_SavedPart] = field(default_factory=list)
-
-    def read(self) -> Tensor:
-        """Read the unsharded tensor into memory of its own.
-
-        Raises:
-            ValueError: The checkpoint does not hold all of it.
-        """
-        return self.read_range(0, math.prod(self.shape)).view(self.shape)
-
-    def read_range(self, start: int, stop: int) -> Tensor:
-        """Read elements `start` to `stop` of the flattened tensor, and no others, into memory of their own.
-
-        Raises:
-            ValueError: The checkpoint does not hold all of them.
-        """
-        overlapping = sorted(
-            (part for part in self._parts if max(part.start, start) < min(part.stop, stop)),
-            key=lambda part: part.start,
-        )
-        if not overlapping and stop > start:
-            raise ValueError(f"elements {start} to {stop} of a tensor are not in the checkpoint")
-        slices, position = [], start
-        for part in overlapping:
-            if part.start > position:  # a gap: reported below
-                break
-            end = min(stop, part.stop)
-            flat = part.file.get_tensor(part.name).reshape(-1)  # mapped, not read
-            slices.append(flat[position - part.start : end - part.start])
-            position = end
-        if position < stop and stop > start:
-            raise ValueError(f"elements {position} to {stop} of a tensor are not in the checkpoint")
-        if not slices:  # an empty range, in the dtype of the tensor
-            empty: Tensor = self._parts[0].file.get_tensor(self._parts[0].name).reshape(-1)[:0]
-            return empty.clone()
-        return torch.cat(slices)  # [stop - start], a copy
-
-
-def open_tensors(files: Iterable[Path]) -> dict[str, SavedTensor]:
-    """Return every tensor in the files of a checkpoint by name; reads headers only."""
-    tensors: dict[str, SavedTensor] = {}
-    for path in files:
-        for name, shape, part in _open_parts(path):
-            tensor = tensors.setdefault(name, SavedTensor(shape=shape))
-            tensor._parts.append(part)
-    return tensors
-
-
-def _open_parts(path: Path) -> Iterator[tuple[str, torch.Size, _SavedPart]]:
-    file: Any = safe_open(str(path), framework="pt")
-    metadata: Mapping[str, str] = file.metadata()
-    offsets = json.loads(metadata[_SHARDING_INFO])
-    shapes = json.loads(metadata[_UNSHARDED_SHAPES])
-    for name in file.keys():  # noqa: SIM118, not a dict
-        shape = torch.Size(shapes[name])
-        start = flat_start(tuple(offsets[name]["saved_offsets"]), shape)
-        stop = start + math.prod(file.get_slice(name).get_shape())
-        yield name, shape, _SavedPart(start=start, stop=stop, file=file, name=name)

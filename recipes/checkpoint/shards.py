@@ -10,11 +10,12 @@ import torch
 from lightning.pytorch.plugins.io import CheckpointIO
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
-from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
 
-from recipes.checkpoint.shard_file import Part, SavedTensor, flat_start
+from recipes.checkpoint.saved_tensor import SavedTensor
+from recipes.checkpoint.shard_file import Part
 from recipes.lightning_internals import unwrap_optimizer
 from recipes.numerics.ema import NAME as EMA_KEY
+from recipes.parallel.placement import RowOrder, find_box, find_row_orders
 from recipes.precision.float8 import unwrap
 
 
@@ -49,18 +50,29 @@ class ShardSavingMixin(PerRankSavingMixin):
         """Return this rank's parts of the module."""
         # buffers, such as batch-norm statistics, change in the next forward pass: they are not constant
         constant = {name for name, _ in self.lightning_module.named_parameters()}
-        state: Mapping[str, Tensor] = self.lightning_module.state_dict()
-        return get_shards(state, constant=constant, writes_unsharded=self.is_global_zero)
+        state: Mapping[str, Tensor] = self.lightning_module.state_dict(keep_vars=True)
+        orders = find_row_orders(self.lightning_module)
+        return get_shards(
+            state,
+            constant=constant,
+            writes_unsharded=self.is_global_zero,
+            row_orders={name: orders[id(tensor)] for name, tensor in state.items() if id(tensor) in orders},
+        )
 
     def optimizer_state(self, optimizer: torch.optim.Optimizer) -> dict[str, Any]:
         """Return this rank's parts of the optimizer state, keyed as torch's `state_dict`."""
         saved = unwrap_optimizer(optimizer).state_dict()
+        orders = find_row_orders(self.lightning_module)
+        parameters = [parameter for group in optimizer.param_groups for parameter in group["params"]]
         state = {
             index: _without_tensors(values)
             | get_shards(
                 {key: value for key, value in values.items() if isinstance(value, Tensor)},
                 constant=values,
                 writes_unsharded=self.is_global_zero,
+                row_orders=dict.fromkeys(values, orders[id(parameters[index])])
+                if id(parameters[index]) in orders
+                else {},
             )
             for index, values in saved["state"].items()
         }
@@ -73,21 +85,28 @@ class ShardSavingMixin(PerRankSavingMixin):
     def load_optimizer_state_dict(self, checkpoint: Any) -> None:
         """Load the optimizer state of this rank's parameters."""
         for optimizer, saved in zip(self.optimizers, checkpoint["optimizer_states"], strict=True):
-            load_optimizer(optimizer, saved)
+            load_optimizer(optimizer, saved, find_row_orders(self.lightning_module))
 
 
-def get_shards(state: Mapping[str, Tensor], *, constant: Collection[str], writes_unsharded: bool) -> dict[str, Part]:
+def get_shards(
+    state: Mapping[str, Tensor],
+    *,
+    constant: Collection[str],
+    writes_unsharded: bool,
+    row_orders: Mapping[str, RowOrder],
+) -> dict[str, Part]:
     """Return the parts of some tensors that this rank writes, by name.
 
     Args:
         state: Tensors by name.
         constant: Names of those that only an optimizer step changes.
         writes_unsharded: Whether this rank writes tensors that every rank holds unsharded.
+        row_orders: Of those whose rows ranks hold in another order than files.
     """
     parts = {}
     for name, tensor in state.items():
         if isinstance(tensor, DTensor):
-            part = _shard(tensor)
+            part = _shard(tensor, row_orders.get(name))
         elif writes_unsharded:
             part = unsharded_part(tensor, constant=name in constant)
         else:
@@ -104,8 +123,8 @@ def unsharded_part(tensor: Tensor, *, constant: bool = True) -> Part:
     return Part(tensor=tensor, offsets=offsets, unsharded_shape=tensor.shape, constant=constant)
 
 
-def _shard(tensor: DTensor) -> Part | None:
-    """Return this rank's rows; None if it has none, or if another replica writes them."""
+def _shard(tensor: DTensor, row_order: RowOrder | None) -> Part | None:
+    """Return this rank's part; None if it has none, or if another replica writes it."""
     mesh = tensor.device_mesh
     coordinates = mesh.get_coordinate()
     assert coordinates is not None, "every rank is in the mesh"
@@ -114,12 +133,13 @@ def _shard(tensor: DTensor) -> Part | None:
         for coordinate, placement in zip(coordinates, tensor.placements, strict=True)
         if placement.is_replicate()
     ]
-    _, offsets = compute_local_shape_and_global_offset(tensor.shape, mesh, tensor.placements)
+    offsets, _ = find_box(tensor)
     local = unwrap(tensor.to_local().detach())  # [rows of this rank, ...]
-    # under HSDP only the first replica writes; all would write the same rows
+    # of ranks that hold the same only the first writes
     if any(replica_coordinates) or local.numel() == 0:
         return None
-    return Part(tensor=local, offsets=tuple(offsets), unsharded_shape=tensor.shape)
+    rows = None if row_order is None else tuple(row_order.find(offsets[0], len(local)))
+    return Part(tensor=local, offsets=offsets, unsharded_shape=tensor.shape, rows=rows)
 
 
 @torch.no_grad()
@@ -128,24 +148,29 @@ def load_module(module: nn.Module, saved: Mapping[str, SavedTensor]) -> None:
     frozen = {
         name for name, parameter in module.named_parameters(remove_duplicate=False) if not parameter.requires_grad
     }
-    for name, tensor in module.state_dict().items():
+    orders = find_row_orders(module)
+    for name, tensor in module.state_dict(keep_vars=True).items():
         if name in frozen and name not in saved:
             continue
         local = tensor.to_local() if isinstance(tensor, DTensor) else tensor
-        local.copy_(_read_local(tensor, saved[name]).view(local.shape))
+        local.copy_(_read_local(tensor, saved[name], orders.get(id(tensor))).view(local.shape))
 
 
 @torch.no_grad()
-def load_optimizer(optimizer: torch.optim.Optimizer, saved: dict[str, Any]) -> None:
+def load_optimizer(optimizer: torch.optim.Optimizer, saved: dict[str, Any], row_orders: Mapping[int, RowOrder]) -> None:
     """Load saved optimizer state in the dtype of the weights; hyper-parameters stay those of this run.
 
     Args:
         optimizer: Of unsharded parameters or of shards.
         saved: Keyed as torch's `state_dict`, with `SavedTensor` for tensors.
+        row_orders: Of parameters whose rows ranks hold in another order than files, by `id`.
     """
     parameters = [parameter for group in optimizer.param_groups for parameter in group["params"]]
     state = {
-        index: {key: _read_like(parameters[index], value) for key, value in values.items()}
+        index: {
+            key: _read_like(parameters[index], value, row_orders.get(id(parameters[index])))
+            for key, value in values.items()
+        }
         for index, values in saved["state"].items()
     }
     # this run's hyper-parameters: `fused` decides on which device torch puts a saved step
@@ -169,13 +194,13 @@ def _without_tensors(values: Mapping[str, Any]) -> dict[str, Any]:
     return {key: value for key, value in values.items() if not isinstance(value, Tensor)}
 
 
-def _read_like(parameter: Tensor, saved: Any) -> Any:
+def _read_like(parameter: Tensor, saved: Any, row_order: RowOrder | None) -> Any:
     """Read optimizer state sharded and placed as its parameter, in its own dtype; return other values unchanged."""
     if not isinstance(saved, SavedTensor):
         return saved
     if not (isinstance(parameter, DTensor) and saved.shape == parameter.shape):
         return saved.read()
-    values = _read_local(parameter, saved)  # [elements of this rank], in host memory
+    values = _read_local(parameter, saved, row_order)  # [elements of this rank], in host memory
     # placed as the parameter's own shard: `DTensor.from_local` would move it to the device of the mesh, and a run with
     # offloaded weights would fill its GPU with optimizer state
     state: Any = torch.empty_like(parameter.detach(), dtype=values.dtype)
@@ -184,11 +209,12 @@ def _read_like(parameter: Tensor, saved: Any) -> Any:
     return state
 
 
-def _read_local(tensor: Tensor, saved: SavedTensor) -> Tensor:
+def _read_local(tensor: Tensor, saved: SavedTensor, row_order: RowOrder | None) -> Tensor:
     """Read the elements of a tensor that this rank holds, flat."""
     if not isinstance(tensor, DTensor):
         return saved.read().reshape(-1)
-    _, offsets = compute_local_shape_and_global_offset(tensor.shape, tensor.device_mesh, tensor.placements)
-    num_elements = tensor.to_local().numel()
-    start = flat_start(tuple(offsets), tensor.shape) if num_elements else 0
-    return saved.read_range(start, start + num_elements)
+    offsets, shape = find_box(tensor)
+    if row_order is None or 0 in shape:
+        return saved.read_box(offsets, shape).reshape(-1)
+    pieces = row_order.find(offsets[0], shape[0])
+    return torch.cat([saved.read_box((first, *offsets[1:]), (n, *shape[1:])).reshape(-1) for first, n in pieces])

@@ -69,10 +69,8 @@ def _divide_data(config: Mapping[str, Any], data_size: int, *, per_node: int) ->
         return (data_size, 1) if traits.replicates_state else (1, data_size)
     if replicate is None and shard is None:
         shard = min(per_node, data_size) if traits.shards_within_node else data_size
-    if shard is None:
-        shard = data_size // replicate
-    if replicate is None:
-        replicate = data_size // shard
+    shard = int(shard or data_size // (replicate or 1))
+    replicate = int(replicate or data_size // shard)
     if replicate * shard != data_size:
         others = _count(data_size) if data_size > 1 else "1 rank does"
         raise ConfigError(

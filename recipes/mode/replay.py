@@ -10,7 +10,7 @@ from torch import Tensor
 
 from recipes.build import Run
 from recipes.checkpoint.layout import is_shard
-from recipes.checkpoint.shard_file import open_tensors
+from recipes.checkpoint.saved_tensor import open_tensors
 from recipes.checkpoint.shards import load_module
 from recipes.errors import ConfigError
 from recipes.mode.load import load_task

@@ -42,7 +42,8 @@ class Head(Linear):
         """Return logits [..., V'] of x [..., W], or what `reduce` makes of x and the weight [V', W].
 
         A loss that needs no more than some logits at a time is computed in here and not by the caller: engines that
-        shard weights gather this one while the module runs. Where ranks divide the vocabulary, it gets this rank's rows.
+        shard weights gather this one while the module runs. Where ranks divide the vocabulary, the weight is this
+        rank's rows.
         """
         if self.ranks is None:
             weight: Tensor = self.weight

@@ -12,10 +12,11 @@ from collections.abc import Iterator
 
 import torch
 from torch import Tensor, nn
-from torch.distributed.tensor import DTensor, distribute_tensor
+from torch.distributed.tensor import DTensor
 
 from recipes.adapter import is_adapter
 from recipes.numerics.nf4 import fill_nf4, is_nf4
+from recipes.parallel.placement import cut_box, find_box
 
 INIT_STD = 0.02  # Radford et al. 2019 (GPT-2)
 
@@ -82,13 +83,7 @@ def fill(parameter: Tensor, values: Tensor) -> None:
     elif is_nf4(parameter):
         fill_nf4(parameter, values)
     elif isinstance(parameter, DTensor):
-        shard = distribute_tensor(
-            values.to(parameter.device, parameter.dtype),
-            parameter.device_mesh,
-            parameter.placements,
-            src_data_rank=None,  # every rank has all values already: nothing is sent
-        )
-        parameter.to_local().copy_(shard.to_local())
+        parameter.to_local().copy_(cut_box(values, *find_box(parameter)))
     else:
         parameter.copy_(values)
 

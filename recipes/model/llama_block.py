@@ -131,4 +131,3 @@ class Block(nn.Module):
         x = x + self.attention(self.attention_norm(x), rotation, cache, documents)
         out: Tensor = x + self.mlp(self.mlp_norm(x))
         return out
-

@@ -23,7 +23,7 @@ from recipes.errors import ConfigError
 from recipes.numerics.collectives import GatherParts, JoinColumns, ScatterSum, SumParts, UseOnAll
 from recipes.numerics.linear import Linear, linear
 from recipes.numerics.rms_norm import RMSNorm, rms_norm
-from recipes.parallel.row_order import RowOrder
+from recipes.parallel.placement import RowOrder
 
 Cut = Literal["columns", "rows", "vocabulary", "positions", "norm", "head_norm"]
 
@@ -75,7 +75,8 @@ class TensorRanks:
 
     def own_tokens(self, x: Tensor, *, dim: int) -> Tensor:
         """Return this rank's part of something along the sequence; all of it where the sequence is not divided."""
-        return x.chunk(self.size, dim=dim)[self.rank] if self.splits_sequence else x
+        own: Tensor = x.chunk(self.size, dim=dim)[self.rank] if self.splits_sequence else x
+        return own
 
     def local(self, parameter: Tensor | None, *, of_heads: bool = False) -> Any:
         """Return this rank's part of a parameter.
@@ -90,7 +91,8 @@ class TensorRanks:
             return parameter
         has_whole = all(placement.is_replicate() for placement in parameter.placements)
         is_partial = has_whole and (self.splits_sequence or of_heads)
-        return parameter.to_local(grad_placements=[Partial()] if is_partial else parameter.placements)
+        placements = [Partial()] if is_partial else parameter.placements
+        return parameter.to_local(grad_placements=placements)
 
 
 class ColumnLinear(Linear):
@@ -111,8 +113,9 @@ class RowLinear(Linear):
     @override
     def forward(self, input: Tensor) -> Tensor:
         out = self.ranks.leave(linear(input, self.ranks.local(self.weight)))
-        # after the sum, or every rank would add it
-        return out if self.bias is None else out + self.ranks.local(self.bias).to(out.dtype)
+        if self.bias is not None:  # after the sum, or every rank would add it
+            out = out + self.ranks.local(self.bias).to(out.dtype)
+        return out
 
 
 class VocabularyEmbedding(nn.Embedding):
@@ -267,18 +270,8 @@ class _Enter:
         return self._ranks.enter(args[0]), *args[1:]
 
 
-def list_row_orders(module: nn.Module) -> dict[str, RowOrder]:
-    """Return the parameters whose rows are held in another order than in files."""
-    return {
-        f"{name}.{own}": layer.row_order  # type: ignore[misc]
-        for name, layer in module.named_modules()
-        if hasattr(layer, "row_order")
-        for own, _ in layer.named_parameters(recurse=False)
-    }
-
-
 def mark_row_orders(model: nn.Module) -> None:
-    """Let `model.init.fill` know in which order a parameter holds its rows."""
+    """Let `recipes.model.init.fill` know in which order a parameter holds its rows."""
     for layer in model.modules():
         if hasattr(layer, "row_order"):
             for parameter in layer.parameters(recurse=False):

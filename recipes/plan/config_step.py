@@ -9,14 +9,15 @@ from torch import Tensor, nn
 from recipes.build import build_task
 from recipes.config.compose import Config
 from recipes.config.instantiate import make, make_model
+from recipes.config.mesh import make_mesh
 from recipes.config.signature import read_signature
 from recipes.config.traits import get_traits
-from recipes.errors import ConfigError
 from recipes.numerics.accumulation import Accumulation
 from recipes.plan.hardware import Cluster
 from recipes.plan.memory import Zero
 from recipes.plan.step import Batch, Sharding, Step
 from recipes.precision import Precision
+from recipes.runtime.world import Ranks
 from recipes.strategy.deepspeed.partition import ALIGNMENT, BUCKET_ELEMENTS, list_cast_weights
 
 
@@ -53,16 +54,9 @@ def find_engine(config: Config, precision: Precision, cluster: Cluster, *, model
     traits = get_traits(node)
     num_ranks = cluster.num_devices if traits.needs_process_group else 1
     if traits.state_layout == "fsdp":
-        shard_size = node.get("shard_size", num_ranks) or cluster.per_node
-        if num_ranks % shard_size:
-            raise ConfigError(
-                f"strategy.shard_size={shard_size}",
-                f"{num_ranks} ranks do not divide into groups of {shard_size}",
-                f"strategy.shard_size=<a divisor of {num_ranks}>",
-            )
-        mesh = (num_ranks,) if "shard_size" not in node else (num_ranks // shard_size, shard_size)
+        mesh = make_mesh(config, Ranks(per_node=cluster.per_node, num_nodes=cluster.num_nodes, started_by=None))
         sharding = Sharding(
-            mesh=mesh,
+            mesh=(mesh.shard,) if mesh.replicate == 1 else (mesh.replicate, mesh.shard),
             cpu_offload=node["cpu_offload"],
             syncs_each_micro_batch=node["gradient_sync"] == "per_micro_batch",
             reshard_after_forward=node["reshard_after_forward"],

@@ -20,8 +20,6 @@ class MeshRanksMixin:
 
     mesh = Mesh()
     groups = Groups()
-    global_rank: int
-    root_device: torch.device
     _configured_mesh: Mesh | None = None
 
     def connect_ranks(self) -> None:
@@ -29,15 +27,15 @@ class MeshRanksMixin:
 
         Without a configured mesh every rank has samples of its own.
         """
-        strategy: Any = self
-        self.mesh = self._configured_mesh or Mesh(shard=strategy.world_size)
-        assert self.mesh.world_size == strategy.world_size, f"{self.mesh} != {strategy.world_size} ranks"
+        world_size = self._strategy.world_size
+        self.mesh = self._configured_mesh or Mesh(shard=world_size)
+        assert self.mesh.world_size == world_size, f"{self.mesh} != {world_size} ranks"
         self.groups = make_groups(self.mesh)
 
     @property
     def data_rank(self) -> int:
         """Which samples this rank has, of `data_size`."""
-        return self.mesh.data_rank(self.global_rank)
+        return self.mesh.data_rank(self._strategy.global_rank)
 
     @property
     def data_size(self) -> int:
@@ -61,13 +59,12 @@ class MeshRanksMixin:
         """Return the sum of what belongs to tokens, such as a loss, over ranks with other tokens."""
         return sum_over_ranks(value, self._communication_device, self.groups.tokens)
 
-    def sum_over_sequence(self, value: Tensor) -> Tensor:
-        """Return the sum over the ranks that divide the sequences of this one."""
-        if self.groups.context is None:
-            return value
-        return sum_over_ranks(value, self._communication_device, self.groups.context)
-
     @property
     def _communication_device(self) -> torch.device:
         # the tensors of a CPU with an index lie on `cpu`, whatever the rank
-        return self.root_device if self.root_device.type == "cuda" else torch.device("cpu")
+        device: torch.device = self._strategy.root_device
+        return device if device.type == "cuda" else torch.device("cpu")
+
+    @property
+    def _strategy(self) -> Any:
+        return self  # as what it is mixed into

@@ -8,8 +8,10 @@ from contextlib import contextmanager
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from lightning.pytorch.plugins import DeepSpeedPrecision, HalfPrecision, MixedPrecision
 from lightning.pytorch.plugins import Precision as Plugin
+from torch.distributed.tensor import DTensor
 from typing_extensions import override
 
 from recipes.lightning_internals import is_accumulating
@@ -20,7 +22,8 @@ from recipes.strategy import get_local_device
 class CountingScaler(torch.amp.GradScaler):
     """A dynamic loss scaler that counts the optimizer steps it skips.
 
-    Correct on shards: torch reduces the overflow flag of DTensor gradients over their mesh.
+    Correct on shards, whatever mix of placements their gradients have: torch 2.13 takes the overflow flag of all of them
+    to lie on the ranks as the first gradient does, so that some ranks would step and others not.
 
     Attributes:
         num_overflows: Optimizer steps skipped because a gradient was not finite.
@@ -38,8 +41,19 @@ class CountingScaler(torch.amp.GradScaler):
     ) -> dict[torch.device, torch.Tensor]:
         # torch 2.13 copies both to the gradients' device without waiting. Offloaded gradients are on the host, where
         # the kernel would read the copies before they have arrived
-        device = get_local_device(parameter for group in optimizer.param_groups for parameter in group["params"])
-        return super()._unscale_grads_(optimizer, inv_scale.to(device), found_inf.to(device), allow_fp16)
+        parameters = [parameter for group in optimizer.param_groups for parameter in group["params"]]
+        device = get_local_device(parameters)
+        inv_scale, found_inf = inv_scale.to(device), found_inf.to(device)
+        grads = [parameter.grad for parameter in parameters if parameter.grad is not None]
+        shards = [grad for grad in grads if isinstance(grad, DTensor)]
+        if not shards:
+            return super()._unscale_grads_(optimizer, inv_scale, found_inf, allow_fp16)
+        # of this rank's parts; then the flag of all ranks, which step together or not at all
+        parts = [grad.to_local() if isinstance(grad, DTensor) else grad for grad in grads]
+        torch._amp_foreach_non_finite_check_and_unscale_(parts, found_inf, inv_scale)
+        flag = found_inf.to(shards[0].device_mesh.device_type)
+        dist.all_reduce(flag, dist.ReduceOp.MAX)
+        return {device: flag.to(device)}
 
     @override
     def _maybe_opt_step(

@@ -43,7 +43,7 @@ class TorchNativeMixin(MeshRanksMixin):
 
     def materialize(self, model: nn.Module, initialize: Callable[[nn.Module], None]) -> None:
         """Put the full model on the device; weights depend on seed and name alone, so all ranks have the same."""
-        model.to_empty(device=self.root_device)
+        model.to_empty(device=self._strategy.root_device)
         initialize(model)
 
     def teardown(self) -> None:
@@ -77,7 +77,7 @@ class TorchNativeMixin(MeshRanksMixin):
         """
         if self.mesh.model_size == 1:
             return skips
-        worst = skips.to(self.root_device, torch.float32, copy=True)
+        worst = skips.to(self._communication_device, torch.float32, copy=True)
         dist.all_reduce(worst, dist.ReduceOp.MAX)
         return worst.bool()
 
@@ -138,8 +138,9 @@ def global_norm(grads: list[Tensor]) -> Tensor:
     if not grads:
         return torch.zeros(())
     squares = _own_squares(grads)  # 0-dim float64
-    if any(isinstance(grad, DTensor) for grad in grads):
+    if meshes := {grad.device_mesh for grad in grads if isinstance(grad, DTensor)}:
         # over all ranks, whatever mesh a gradient is on: each element has been counted once
+        squares = squares.to(next(iter(meshes)).device_type)  # offloaded gradients are in host memory
         dist.all_reduce(squares)
     return squares.sqrt().float()
 
@@ -150,8 +151,8 @@ def _own_squares(grads: list[Tensor]) -> Tensor:
     device = _local(grads[0]).device
     squares = torch.zeros((), dtype=torch.float64, device=device)
     if device.type != "cpu":
-        norms = torch._foreach_norm(parts, 2, dtype=torch.float32) if parts else []
-        return torch.stack(norms).double().square().sum() if norms else squares
+        of_parts = list(torch._foreach_norm(parts, 2, dtype=torch.float32)) if parts else []
+        return torch.stack(of_parts).double().square().sum() if of_parts else squares
     small = [part for part in parts if 0 < part.numel() <= _CHUNK]
     if small:  # biases and norms are half of all parameters: one call for all of them
         norms = torch._foreach_norm(small, 2, dtype=torch.float32)

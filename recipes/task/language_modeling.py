@@ -14,8 +14,10 @@ from recipes.errors import ConfigError
 from recipes.metrics import ValidationMetrics
 from recipes.model import LanguageModel
 from recipes.model.generate import generate, generate_batch
+from recipes.numerics.collectives import reduce_parts
 from recipes.numerics.head_loss import HeadLoss, cast_weight, split
 from recipes.numerics.loss import IGNORE_INDEX, token_losses
+from recipes.parallel.tensor import TensorRanks
 from recipes.task.base import Batch, TrainingTask
 from recipes.tokenizer import Tokenizer
 
@@ -80,11 +82,12 @@ class LanguageModeling(TrainingTask):
             return None
         if not getattr(self.model, "computes_loss_in_chunks", True):
             return None
+        ranks: TensorRanks | None = getattr(getattr(self.model, "head", None), "ranks", None)
         head_loss = HeadLoss(
             vocab_size=cast(LanguageModel, self.model).vocab_size,
             chunk_tokens=self._loss_chunk_tokens,
             **self._regularizer,
-            vocabulary_group=self.trainer.strategy.groups.tensor,  # type: ignore[attr-defined]
+            vocabulary_group=None if ranks is None else ranks.group,
         )
         if self._compile_mode is not None:
             head_loss.compile()
@@ -147,7 +150,8 @@ class LanguageModeling(TrainingTask):
             losses = self._run(batch, reduce=of_tokens)
         num_targets = (batch["targets"] != IGNORE_INDEX).sum(dim=1)  # [B]
         of_samples = torch.stack([losses.sum(dim=1), num_targets.to(losses.dtype)])  # [2, B]
-        loss_sums, counts = self.trainer.strategy.sum_over_sequence(of_samples)  # type: ignore[attr-defined]
+        ranks = getattr(self.model, "context", None)
+        loss_sums, counts = of_samples if ranks is None else reduce_parts(of_samples, ranks.group)
         means: Tensor = loss_sums / counts
         return means
 

@@ -12,7 +12,8 @@ from typing_extensions import override
 
 from recipes.checkpoint.layout import shard_name
 from recipes.checkpoint.rng_state import restore, rng_state, seed_rank
-from recipes.checkpoint.shard_file import SavedTensor, write_shard
+from recipes.checkpoint.saved_tensor import SavedTensor
+from recipes.checkpoint.shard_file import write_shard
 from recipes.clipping import Clipping
 from recipes.errors import ConfigError
 from recipes.lightning_internals import skip_validation_once

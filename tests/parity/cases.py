@@ -1,5 +1,6 @@
 """The experiment that every strategy must reproduce: steps with uneven masks, clipping, AdamW and warm-up."""
 
+import math
 import os
 from typing import Any
 
@@ -47,7 +48,7 @@ MODELS: dict[str, tuple[list[str], dict[str, Any]]] = {
 def case(model: str, *, strategy: list[str], precision: str, accumulate: int, world_size: int) -> dict[str, Any]:
     """Return one way to run the experiment: its overrides, and the data node that replaces the composed one."""
     overrides, data = MODELS[model]
-    micro_batch_size = GLOBAL_BATCH_SIZE // (accumulate * world_size)
+    micro_batch_size = GLOBAL_BATCH_SIZE // (accumulate * count_data_ranks(strategy, world_size))
     return {
         "overrides": [
             *overrides,
@@ -61,19 +62,36 @@ def case(model: str, *, strategy: list[str], precision: str, accumulate: int, wo
     }
 
 
+def count_data_ranks(strategy: list[str], world_size: int) -> int:
+    """Return the ranks that have different samples."""
+    typed = dict(override.split("=", 1) for override in strategy)
+    sizes = (int(typed.get(f"{name}_parallel_size", 1)) for name in ("tensor", "context"))
+    return world_size // math.prod(sizes)
+
+
 STRATEGIES: dict[str, list[str]] = {
     "single": ["strategy=single"],
     "ddp": ["strategy=ddp"],
     "fsdp": ["strategy=fsdp"],
     "fsdp, gradient sync per step": ["strategy=fsdp", "strategy.gradient_sync=per_step"],
     "fsdp, cpu offload": ["strategy=fsdp", "strategy.cpu_offload=true"],
-    "hsdp": ["strategy=hsdp", "strategy.shard_size=2"],
+    "hsdp": ["strategy=hsdp", "data_parallel_shard=2"],
     "ZeRO-1": ["strategy=deepspeed_stage_1"],
     "ZeRO-1, offload": ["strategy=deepspeed_stage_1", "strategy.offload_optimizer=cpu"],
     "ZeRO-2": ["strategy=deepspeed_stage_2"],
     "ZeRO-2, offload": ["strategy=deepspeed_stage_2_offload"],
     "ZeRO-3": ["strategy=deepspeed_stage_3"],
     "ZeRO-3, offload": ["strategy=deepspeed_stage_3_offload"],
+    "tp2": ["strategy=fsdp", "tensor_parallel_size=2"],
+    "tp2, whole sequence": ["strategy=fsdp", "tensor_parallel_size=2", "sequence_parallel=false"],
+    "tp2, all logits": ["strategy=fsdp", "tensor_parallel_size=2", "loss_chunk_tokens=null"],
+    "tp2, cpu offload": ["strategy=fsdp", "tensor_parallel_size=2", "strategy.cpu_offload=true"],
+    "cp2, ddp": ["strategy=ddp", "context_parallel_size=2"],
+    "cp2, fsdp": ["strategy=fsdp", "context_parallel_size=2"],
+    "cp2, ZeRO-2": ["strategy=deepspeed_stage_2", "context_parallel_size=2"],
+    "cp2, ZeRO-3": ["strategy=deepspeed_stage_3", "context_parallel_size=2"],
+    "tp2, cp2": ["strategy=fsdp", "tensor_parallel_size=2", "context_parallel_size=2"],
+    "tp2, two replicas": ["strategy=fsdp", "tensor_parallel_size=2", "data_parallel_replicate=2"],
 }
 
 

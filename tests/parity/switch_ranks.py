@@ -15,7 +15,7 @@ from support import composed_config, read_metrics  # noqa: E402
 
 from recipes.build import build  # noqa: E402
 from recipes.checkpoint.layout import is_shard  # noqa: E402
-from recipes.checkpoint.shard_file import open_tensors  # noqa: E402
+from recipes.checkpoint.saved_tensor import open_tensors  # noqa: E402
 
 
 def train(case: dict[str, Any], folder: Path, *more: str) -> dict[str, Any]:

@@ -8,7 +8,7 @@ from cases import STRATEGIES, case, largest_difference
 from ranks import run_on_ranks
 
 from recipes.adapter import is_adapter
-from recipes.checkpoint.shard_file import open_tensors
+from recipes.checkpoint.saved_tensor import open_tensors
 
 RESUME = Path(__file__).parent / "resume_ranks.py"
 # ZeRO-3 partitions frozen weights, which DoRA would have to read

@@ -45,7 +45,7 @@ def _case(name: str, texts: Path) -> dict[str, Any]:
     overrides += [*DECODER, "micro_batch_size=2", "callbacks=[grad_norm,loss_scale]"]
     overrides.append(f"trainer.devices={2 if name in ON_TWO else 1}")
     if name.startswith("hsdp"):
-        overrides.append("strategy.shard_size=2")
+        overrides.append("data_parallel_shard=2")
     if name == "zero3_bf16_nvme":  # DeepSpeed leaves what is smaller than a MiB in memory
         overrides += ["model.hidden_size=512", "model.vocab_size=8192"]
         disk = texts.parent / "disk"

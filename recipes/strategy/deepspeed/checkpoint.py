@@ -11,7 +11,8 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from recipes.checkpoint.shard_file import Part, SavedTensor
+from recipes.checkpoint.saved_tensor import SavedTensor
+from recipes.checkpoint.shard_file import Part
 from recipes.checkpoint.shards import get_shards, unsharded_part
 from recipes.strategy.deepspeed import checkpoint_stage3 as stage_3
 
@@ -48,7 +49,7 @@ class ZeroState:
                 parts[name] = part
         persistent = module.state_dict(keep_vars=True)
         buffers = {name: buffer for name, buffer in module.named_buffers() if name in persistent}
-        return parts | get_shards(buffers, constant=(), writes_unsharded=writes_unsharded)
+        return parts | get_shards(buffers, constant=(), writes_unsharded=writes_unsharded, row_orders={})
 
     @torch.no_grad()
     def optimizer(self, optimizer: Any, *, writes_unsharded: bool) -> dict[str, Any]:

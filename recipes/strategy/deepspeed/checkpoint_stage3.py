@@ -9,7 +9,8 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from recipes.checkpoint.shard_file import Part, SavedTensor
+from recipes.checkpoint.saved_tensor import SavedTensor
+from recipes.checkpoint.shard_file import Part
 
 # by parameter, then by name of optimizer state or None for the master weights: a flat tensor, padded
 Fragments = dict[nn.Parameter, dict[str | None, Tensor]]

@@ -8,7 +8,8 @@ import numpy as np
 import torch
 
 from recipes.checkpoint.rng_state import restore, rng_state, seed_rank
-from recipes.checkpoint.shard_file import Part, SavedTensor, open_tensors, write_shard
+from recipes.checkpoint.saved_tensor import SavedTensor, open_tensors
+from recipes.checkpoint.shard_file import Part, write_shard
 
 
 def _draws() -> list[float]:

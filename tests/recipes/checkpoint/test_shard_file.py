@@ -11,7 +11,7 @@ from safetensors.torch import load_file
 from torch import Tensor
 
 from recipes.checkpoint.manifest import hash_file
-from recipes.checkpoint.shard_file import Part, flat_start, write_shard
+from recipes.checkpoint.shard_file import Part, write_shard
 from recipes.checkpoint.shards import unsharded_part
 
 FLOATS = [torch.float64, torch.float32, torch.float16, torch.bfloat16]
@@ -154,12 +154,3 @@ def test_torch_itself_reads_what_two_ranks_wrote(tmp_path: Path) -> None:
         assert torch.equal(read[name], tensor), name
     with safe_open(tmp_path / "rank_00001.safetensors", framework="pt") as file:
         assert "DCP_SHARDING_INFO" in file.metadata()
-
-
-def test_a_part_that_is_not_a_range_of_the_flattened_tensor_is_rejected() -> None:
-    assert flat_start((2, 0, 0), torch.Size([5, 3, 2])) == 12
-    assert flat_start((11,), torch.Size([5, 3, 2])) == 11
-    assert flat_start((3,), torch.Size([5])) == 3
-    assert flat_start((), torch.Size([])) == 0
-    with pytest.raises(ValueError, match="is not a range of the flattened tensor"):
-        flat_start((0, 1, 0), torch.Size([5, 3, 2]))

@@ -15,7 +15,7 @@ def test_state_is_loaded_and_hyper_parameters_stay() -> None:
     weight.grad = torch.ones(4)
     saving.step()
     loading = torch.optim.AdamW([weight], lr=0.5, fused=True)
-    load_optimizer(loading, saving.state_dict())
+    load_optimizer(loading, saving.state_dict(), {})
     [group] = loading.param_groups
     assert (group["fused"], group["lr"], group["params"]) == (True, 0.5, [weight])
     state = loading.state[weight]
@@ -31,7 +31,7 @@ def test_state_takes_the_dtype_of_the_weights_when_a_run_resumes_in_another_prec
         saving.step()
         state = saving.state_dict()
         state["state"][0][EMA_KEY] = torch.full((4,), 3.0, dtype=torch.float32)
-        load_optimizer(loading, state)
+        load_optimizer(loading, state, {})
         loaded = loading.state[weight]
         assert loaded["exp_avg"].dtype == dtype
         assert loaded[EMA_KEY].dtype == torch.float32, "an average of bfloat16 weights is kept in float32"
@@ -51,7 +51,7 @@ def test_what_an_optimizer_keeps_in_float32_stays_so() -> None:
 
     saving, loading = make(), make()
     saving.step()
-    load_optimizer(loading, saving.state_dict())
+    load_optimizer(loading, saving.state_dict(), {})
     for loaded, saved in zip(loading.state.values(), saving.state.values(), strict=True):
         assert loaded["step"] == saved["step"]
         for name in loaded.keys() - {"step"}:

@@ -47,10 +47,10 @@ def stream(
         num_workers=num_workers,
         overfit_batches=overfit_batches,
     )
-    strategy = SimpleNamespace(root_device=torch.device("cpu"), sum_over_ranks=lambda value: value)
-    data.trainer = SimpleNamespace(  # type: ignore[assignment]
-        strategy=strategy, world_size=world_size, global_rank=rank
+    strategy = SimpleNamespace(
+        root_device=torch.device("cpu"), data_rank=rank, data_size=world_size, sum_over_data_ranks=lambda value: value
     )
+    data.trainer = SimpleNamespace(strategy=strategy)  # type: ignore[assignment]
     data.load_state_dict(data.state_dict() | {"position": position})
     return data, iter(data.train_dataloader())
 

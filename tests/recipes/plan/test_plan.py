@@ -133,8 +133,8 @@ def test_a_model_that_reads_values_is_planned_without_activations(monkeypatch: p
 
 
 def test_ranks_that_do_not_divide_into_shards_are_rejected() -> None:
-    with pytest.raises(ConfigError, match=r"strategy\.shard_size=3"):
-        _gpu_plan("recipe=hsdp_bf16", "model=gpt2", "global_batch_size=64", "strategy.shard_size=3")
+    with pytest.raises(ConfigError, match=r"data_parallel_shard=3"):
+        _gpu_plan("recipe=hsdp_bf16", "model=gpt2", "global_batch_size=64", "data_parallel_shard=3")
 
 
 @pytest.mark.parametrize("recipe", ["fsdp_bf16", "hsdp_bf16", "zero1_bf16", "zero3_bf16"])

@@ -53,7 +53,6 @@ def test_the_models_of_this_project_have_blocks(name: str) -> None:
 
 @pytest.mark.parametrize(("option", "strategy"), [("fsdp", FSDP2Strategy), ("hsdp", HSDPStrategy)])
 def test_fsdp_names_the_strategy_that_needs_no_blocks(option: str, strategy: type[FSDP2Strategy]) -> None:
-    own = {"shard_size": None} if option == "hsdp" else {}
     engine = strategy(
         devices=[torch.device("cpu")],
         precision=Precision(name="32-true"),
@@ -61,7 +60,6 @@ def test_fsdp_names_the_strategy_that_needs_no_blocks(option: str, strategy: typ
         gradient_sync="per_step",
         reshard_after_forward=True,
         reduce_dtype="float32",
-        **own,
     )
     with pytest.raises(ConfigError) as raised:
         engine.materialize(WithoutBlocks(), lambda model: None)

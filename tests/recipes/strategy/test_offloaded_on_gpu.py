@@ -15,7 +15,7 @@ from torch._subclasses.fake_tensor import unset_fake_temporarily
 from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
 
 from recipes.checkpoint import shards
-from recipes.checkpoint.shard_file import SavedTensor
+from recipes.checkpoint.saved_tensor import SavedTensor
 from recipes.checkpoint.shards import load_optimizer
 from recipes.numerics.ema import NAME, average_weights
 from recipes.strategy import skip_step
@@ -121,7 +121,7 @@ def test_optimizer_state_is_loaded_to_where_its_parameter_is(gpus: FakeGpus, dty
         mock.patch.object(SavedTensor, "read_range", read),
         mock.patch.object(shards, "compute_local_shape_and_global_offset", locate),
     ):
-        load_optimizer(optimizer, {"state": {0: saved}, "param_groups": groups})
+        load_optimizer(optimizer, {"state": {0: saved}, "param_groups": groups}, {})
     assert on_gpu == []
     state = optimizer.state[parameter]
     for name in ("exp_avg", "exp_avg_sq"):

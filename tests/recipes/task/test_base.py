@@ -38,18 +38,22 @@ def make_trainer(**more: Any) -> SimpleNamespace:
     group = {"lr": 0.1, "group_name": "decay"}
     trainer = SimpleNamespace(
         accumulate_grad_batches=1,
-        world_size=1,
-        global_rank=0,
         global_step=0,
         max_steps=100,
         log_every_n_steps=1,
         should_stop=False,
         loggers=[],
         optimizers=[SimpleNamespace(param_groups=[group])],
-        strategy=SimpleNamespace(guard=None, sum_over_ranks=lambda value: value),
+        strategy=make_strategy(),
     )
     vars(trainer).update(more)
     return trainer
+
+
+def make_strategy(*, num_ranks: int = 1, **more: Any) -> SimpleNamespace:
+    """Return what a task reads of a strategy whose ranks have different samples."""
+    settings = {"guard": None, "sum_over_token_ranks": lambda value: value}
+    return SimpleNamespace(data_size=num_ranks, averaged_size=num_ranks, **settings | more)
 
 
 def make_task(trainer: SimpleNamespace, **more: Any) -> LanguageModeling:
@@ -102,7 +106,7 @@ def test_loss_and_gradient_are_those_of_one_large_batch_however_it_is_split(worl
     model = Bigram()
     losses, gradient = [], torch.zeros_like(model.table.weight)
     for rank in range(world_size):
-        trainer = make_trainer(accumulate_grad_batches=accumulate, world_size=world_size)
+        trainer = make_trainer(accumulate_grad_batches=accumulate, strategy=make_strategy(num_ranks=world_size))
         task = make_task(trainer)
         micro_batches = batches[rank * accumulate : (rank + 1) * accumulate]
         if world_size == accumulate == 1:
@@ -153,7 +157,7 @@ def test_the_logged_loss_is_without_regularizers() -> None:
 
 
 def test_samples_and_tokens_of_all_ranks_are_counted_at_the_end_of_a_window() -> None:
-    task = make_task(make_trainer(accumulate_grad_batches=2, world_size=3))
+    task = make_task(make_trainer(accumulate_grad_batches=2, strategy=make_strategy(num_ranks=3)))
     first, second = window([6, 1], [2, 2])
     task.training_step(first, 0)
     assert (task.num_samples, task.num_tokens, task.row) == (0, 0, {})
@@ -188,7 +192,7 @@ def counting(calls: list[Tensor]) -> Callable[[Tensor], Tensor]:
 
 def test_a_step_that_is_not_logged_costs_no_collective() -> None:
     calls: list[Tensor] = []
-    strategy = SimpleNamespace(guard=None, sum_over_ranks=counting(calls))
+    strategy = make_strategy(sum_over_token_ranks=counting(calls))
     task = make_task(make_trainer(log_every_n_steps=5, strategy=strategy))
     task.training_step(window([6, 4])[0], 0)
     assert (calls, task.row) == ([], {})
@@ -197,7 +201,7 @@ def test_a_step_that_is_not_logged_costs_no_collective() -> None:
 def test_a_guard_sees_the_loss_over_all_ranks_at_every_step() -> None:
     calls: list[Tensor] = []
     guard = SimpleNamespace(loss=None)
-    strategy = SimpleNamespace(guard=guard, sum_over_ranks=counting(calls))
+    strategy = make_strategy(guard=guard, sum_over_token_ranks=counting(calls))
     task = make_task(make_trainer(log_every_n_steps=5, strategy=strategy))
     [batch] = window([6, 4])
     task.training_step(batch, 0)

@@ -178,11 +178,11 @@ MESSAGES = {
     "strategy=ddp strategy.precision=bf16": (
         "strategy.precision=bf16: build.py provides it; type nothing for strategy.precision"
     ),
-    "strategy=hsdp strategy.shard_size=3 trainer.accelerator=cpu trainer.devices=4": (
-        "strategy.shard_size=3: 4 ranks do not divide into groups of 3; type strategy.shard_size=2, or null for the ranks of one node"
+    "strategy=hsdp data_parallel_shard=3 trainer.accelerator=cpu trainer.devices=4": (
+        "data_parallel_shard=3: 4 ranks do not divide into groups of 3; type data_parallel_shard=2 data_parallel_replicate=null"
     ),
-    "strategy=hsdp strategy.shard_size=0": (
-        "strategy.shard_size=0: it must be at least 1; type strategy.shard_size=<at least 1>"
+    "strategy=hsdp data_parallel_shard=0": (
+        "data_parallel_shard=0: it must be at least 1; type data_parallel_shard=<at least 1>"
     ),
     "strategy=fsdp strategy.gradient_sync=step": (
         "strategy.gradient_sync=step: it takes per_micro_batch or per_step; type strategy.gradient_sync=<per_micro_batch or per_step>"

@@ -9,7 +9,8 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from recipes.checkpoint.shard_file import Part, SavedTensor, open_tensors, write_shard
+from recipes.checkpoint.saved_tensor import SavedTensor, open_tensors
+from recipes.checkpoint.shard_file import Part, write_shard
 from recipes.strategy.deepspeed.checkpoint import ZeroState
 
 SHAPES = {"weight": (3, 5), "bias": (7,), "frozen": (2, 2)}

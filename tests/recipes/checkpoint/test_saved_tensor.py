@@ -1,7 +1,9 @@
-"""Any range of a tensor is read correctly from any split into parts; a missing part is an error."""
+"""Any range and any box of a tensor are read correctly from any split into parts; a missing part is an error."""
 
+import itertools
 import random
 from collections import defaultdict
+from dataclasses import replace
 from itertools import pairwise
 from pathlib import Path
 
@@ -9,8 +11,10 @@ import pytest
 import torch
 from torch import Tensor
 
-from recipes.checkpoint.shard_file import Part, SavedTensor, open_tensors, write_shard
+from recipes.checkpoint.saved_tensor import SavedTensor, open_tensors
+from recipes.checkpoint.shard_file import Part, write_shard
 from recipes.checkpoint.shards import unsharded_part
+from recipes.parallel.placement import RowOrder, cut_box
 
 DTYPES = [torch.float32, torch.bfloat16, torch.float64, torch.int64]
 
@@ -39,6 +43,34 @@ def _split_by_rows(tensor: Tensor, rng: random.Random) -> list[Part]:
     ]
 
 
+def _split_by_boxes(tensor: Tensor, rng: random.Random) -> list[Part]:
+    """Return boxes, as under tensor parallelism and FSDP."""
+    bounds = [sorted({0, size, *(rng.randint(0, size) for _ in range(2))}) for size in tensor.shape]
+    parts = []
+    for box in itertools.product(*(pairwise(along) for along in bounds)):
+        offsets, shape = tuple(start for start, _ in box), tuple(stop - start for start, stop in box)
+        parts.append(Part(tensor=cut_box(tensor, offsets, shape), offsets=offsets, unsharded_shape=tensor.shape))
+    return parts
+
+
+def _split_stacked_rows(tensor: Tensor, rng: random.Random) -> list[Part]:
+    """Return slabs of rows whose parts each rank has a share of, as those of queries, keys and values."""
+    sizes, num_ranks = _find_stack(len(tensor))
+    order = RowOrder(sizes=sizes, num_ranks=num_ranks)
+    return [
+        replace(part, rows=tuple(order.find(part.offsets[0], len(part.tensor))))
+        for part in _split_by_rows(order.to_ranks(tensor), rng)
+    ]
+
+
+def _find_stack(num_rows: int) -> tuple[tuple[int, ...], int]:
+    """Return sizes of three or fewer parts and a number of ranks that divides each."""
+    num_ranks = 2 if num_rows % 2 == 0 else 1
+    unit = num_rows // num_ranks
+    sizes = [unit // 2, unit // 4, unit - unit // 2 - unit // 4]
+    return tuple(size * num_ranks for size in sizes), num_ranks
+
+
 def _write(folder: Path, parts: list[Part], rng: random.Random) -> dict[str, SavedTensor]:
     """Write each part to the file of another rank, and open the files in any order."""
     files = []
@@ -55,7 +87,7 @@ def test_any_range_of_any_split_is_the_slice_of_the_unsharded_tensor(seed: int, 
     torch.manual_seed(seed)
     shape = [rng.randint(1, 9) for _ in range(rng.randint(1, 3))]
     tensor = torch.randint(-99, 99, shape).to(rng.choice(DTYPES))
-    split = rng.choice([_split_flat, _split_by_rows])
+    split = rng.choice([_split_flat, _split_by_rows, _split_by_boxes, _split_stacked_rows])
     saved = _write(tmp_path, split(tensor, rng), rng)["weight"]
     assert saved.shape == tensor.shape
     assert torch.equal(saved.read(), tensor)
@@ -64,6 +96,28 @@ def test_any_range_of_any_split_is_the_slice_of_the_unsharded_tensor(seed: int, 
     for _ in range(20):
         start, stop = sorted(rng.randint(0, len(flat)) for _ in range(2))
         assert saved.read_range(start, stop).tolist() == flat[start:stop].tolist()
+        offsets = tuple(rng.randint(0, size) for size in shape)
+        box = tuple(rng.randint(0, size - offset) for offset, size in zip(offsets, shape, strict=True))
+        assert torch.equal(saved.read_box(offsets, box), cut_box(tensor, offsets, box))
+
+
+@pytest.mark.parametrize("missing", range(6))
+def test_a_missing_box_is_an_error_for_every_box_that_needs_it(missing: int, tmp_path: Path) -> None:
+    tensor = torch.arange(48.0).view(6, 8)
+    places = [((row, column), (3, size)) for row in (0, 3) for column, size in ((0, 2), (2, 5), (7, 1))]
+    parts = [Part(tensor=cut_box(tensor, *place), offsets=place[0], unsharded_shape=tensor.shape) for place in places]
+    del parts[missing]
+    saved = _write(tmp_path, parts, random.Random(0))["weight"]
+    (row, column), (height, width) = places[missing]
+    for top, left in itertools.product(range(6), range(8)):
+        box = ((top, left), (1, 1))
+        if row <= top < row + height and column <= left < column + width:
+            with pytest.raises(ValueError, match="are not in the checkpoint"):
+                saved.read_box(*box)
+        else:
+            assert torch.equal(saved.read_box(*box), cut_box(tensor, *box))
+    with pytest.raises(ValueError, match="are not in the checkpoint"):
+        saved.read()
 
 
 def test_a_tensor_that_was_read_shares_no_memory_with_the_file(tmp_path: Path) -> None:

@@ -1,0 +1,187 @@
+"""Tensors in the files of a checkpoint: any box or range of one is put together from the parts that ranks have written.
+
+The rank that reads need not hold what a rank has written: strategies, numbers of ranks and meshes may have changed.
+"""
+
+import json
+import math
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors import safe_open
+from torch import Tensor
+
+from recipes.checkpoint.shard_file import ROWS, SHARDING_INFO, UNSHARDED_SHAPES
+from recipes.parallel.placement import cut_box
+
+Sizes = tuple[int, ...]
+
+
+@dataclass(frozen=True, kw_only=True)
+class SavedPart:
+    """What one file holds of a tensor.
+
+    Attributes:
+        offsets: Position of its first element in the unsharded tensor; one number in the flattened one.
+        shape: Of the part, with as many numbers.
+        file: Open.
+        name: Of the tensor in it.
+        first_row: Of the part, among the rows that the file holds under the name.
+    """
+
+    offsets: Sizes
+    shape: Sizes
+    file: Any
+    name: str
+    first_row: int = 0
+
+    def load(self) -> Tensor:
+        """Return the part, mapped and not read."""
+        tensor: Tensor = self.file.get_tensor(self.name)
+        return tensor.narrow(0, self.first_row, self.shape[0]) if self.shape else tensor
+
+    def find_range(self, unsharded_shape: Sizes) -> tuple[int, int] | None:
+        """Return first and last element (exclusive) in the flattened tensor; None: the part is no range of it."""
+        if len(self.offsets) != len(unsharded_shape):
+            [start] = self.offsets
+        elif self.shape[1:] == unsharded_shape[1:]:
+            start = self.offsets[0] * math.prod(unsharded_shape[1:]) if self.offsets else 0
+        else:
+            return None
+        return start, start + math.prod(self.shape)
+
+
+@dataclass(frozen=True, kw_only=True)
+class SavedTensor:
+    """A tensor on disk.
+
+    Attributes:
+        shape: Of the unsharded tensor.
+    """
+
+    shape: torch.Size
+    _parts: list[SavedPart] = field(default_factory=list)
+
+    def read(self) -> Tensor:
+        """Read the unsharded tensor into memory of its own.
+
+        Raises:
+            ValueError: The checkpoint does not hold all of it.
+        """
+        return self.read_range(0, math.prod(self.shape)).view(self.shape)
+
+    def read_range(self, start: int, stop: int) -> Tensor:
+        """Read elements `start` to `stop` of the flattened tensor, and no others, into memory of their own.
+
+        Raises:
+            ValueError: The checkpoint does not hold all of them.
+        """
+        if stop <= start:  # in the dtype of the tensor
+            return self._parts[0].load().reshape(-1)[:0].clone()
+        if self._consists_of_ranges():
+            return self._join_ranges(start, stop)
+        # parts are cut along columns: the rows around the range
+        row_size = math.prod(self.shape[1:])
+        first, last = start // row_size, -(-stop // row_size)
+        rows = self._join_boxes((first, *[0] * (len(self.shape) - 1)), (last - first, *self.shape[1:]))
+        return rows.reshape(-1)[start - first * row_size : stop - first * row_size].clone()
+
+    def read_box(self, offsets: Sizes, shape: Sizes) -> Tensor:
+        """Read a box of the tensor into memory of its own.
+
+        Raises:
+            ValueError: The checkpoint does not hold all of it.
+        """
+        if 0 in shape:
+            return self.read_range(0, 0).view(shape)
+        if not self._consists_of_ranges():
+            return self._join_boxes(offsets, shape)
+        if not shape:
+            return self._join_ranges(0, 1).view(shape)
+        row_size = math.prod(self.shape[1:])
+        rows = self._join_ranges(offsets[0] * row_size, (offsets[0] + shape[0]) * row_size)
+        box = cut_box(rows.view(shape[0], *self.shape[1:]), (0, *offsets[1:]), shape)
+        return box.contiguous()
+
+    def _consists_of_ranges(self) -> bool:
+        return all(part.find_range(self.shape) is not None for part in self._parts)
+
+    def _join_ranges(self, start: int, stop: int) -> Tensor:
+        found = ((part.find_range(self.shape), part) for part in self._parts)
+        overlapping = sorted(
+            ((place, part) for place, part in found if place and max(place[0], start) < min(place[1], stop)),
+            key=lambda item: item[0],
+        )
+        slices, position = [], start
+        for (begin, end), part in overlapping:
+            if begin > position:  # a gap: reported below
+                break
+            end = min(stop, end)
+            slices.append(part.load().reshape(-1)[position - begin : end - begin])
+            position = end
+        if position < stop:
+            raise ValueError(f"elements {position} to {stop} of a tensor are not in the checkpoint")
+        return torch.cat(slices)  # [stop - start], a copy
+
+    def _join_boxes(self, offsets: Sizes, shape: Sizes) -> Tensor:
+        out: Tensor | None = None
+        num_found = 0
+        for part in self._parts:
+            common = _intersect(offsets, shape, part.offsets, part.shape)
+            if common is None:
+                continue
+            begin, sizes = common
+            loaded = part.load()
+            out = loaded.new_empty(shape) if out is None else out
+            within, held = (tuple(a - b for a, b in zip(begin, base, strict=True)) for base in (offsets, part.offsets))
+            cut_box(out, within, sizes).copy_(cut_box(loaded, held, sizes))
+            num_found += math.prod(sizes)
+        if out is None or num_found != math.prod(shape):  # parts do not overlap: each element has one writer
+            missing = math.prod(shape) - num_found
+            raise ValueError(f"{missing} elements of a tensor {list(self.shape)} are not in the checkpoint")
+        return out
+
+
+def _intersect(
+    offsets: Sequence[int], shape: Sequence[int], other: Sequence[int], other_shape: Sequence[int]
+) -> tuple[Sizes, Sizes] | None:
+    """Return offsets and shape of what two boxes have in common; None: nothing."""
+    begin = tuple(max(a, b) for a, b in zip(offsets, other, strict=True))
+    ends = (min(a + n, b + m) for a, n, b, m in zip(offsets, shape, other, other_shape, strict=True))
+    sizes = tuple(end - start for start, end in zip(begin, ends, strict=True))
+    return None if min(sizes) <= 0 else (begin, sizes)
+
+
+def open_tensors(files: Iterable[Path]) -> dict[str, SavedTensor]:
+    """Return every tensor in the files of a checkpoint by name; reads headers only."""
+    tensors: dict[str, SavedTensor] = {}
+    for path in files:
+        for name, shape, part in _open_parts(path):
+            tensor = tensors.setdefault(name, SavedTensor(shape=shape))
+            tensor._parts.append(part)
+    return tensors
+
+
+def _open_parts(path: Path) -> Iterator[tuple[str, torch.Size, SavedPart]]:
+    file: Any = safe_open(str(path), framework="pt")
+    metadata: Mapping[str, str] = file.metadata()
+    saved = json.loads(metadata[SHARDING_INFO])
+    shapes = json.loads(metadata[UNSHARDED_SHAPES])
+    rows = json.loads(metadata.get(ROWS, "{}"))
+    for name in file.keys():  # noqa: SIM118, not a dict
+        unsharded = torch.Size(shapes[name])
+        offsets = tuple(saved[name]["saved_offsets"])
+        shape = tuple(file.get_slice(name).get_shape())
+        if name not in rows:
+            yield name, unsharded, SavedPart(offsets=offsets, shape=shape, file=file, name=name)
+            continue
+        done = 0
+        for first, count in rows[name]:
+            box = SavedPart(
+                offsets=(first, *offsets[1:]), shape=(count, *shape[1:]), file=file, name=name, first_row=done
+            )
+            yield name, unsharded, box
+            done += count
