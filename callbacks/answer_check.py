@@ -13,7 +13,7 @@ from typing_extensions import override
 from .logged_step import completed_steps, run_folder
 from .profiler_hooks import get_profiler
 from .protocols import SupportsAnswers
-from .ranks import all_ranks, gather_objects, num_ranks
+from .ranks import all_ranks, data_rank, data_size, gather_by_samples, num_ranks
 
 log = logging.getLogger("lightning_recipes")
 
@@ -76,11 +76,11 @@ class AnswerCheck(Callback):
             own = pl_module.recipes_answer_questions(
                 self.num_questions,
                 num_tokens=self.num_tokens,
-                rank=trainer.global_rank if num_ranks() > 1 else 0,
-                num_ranks=num_ranks(),
+                rank=data_rank(trainer) if num_ranks() > 1 else 0,
+                num_ranks=data_size(trainer) if num_ranks() > 1 else 1,
                 all_ended=lambda ended: all_ranks(ended, pl_module.device),
             )
-        answers = [answer for answers in gather_objects(own) for answer in answers or ()]
+        answers = [answer for answers in gather_by_samples(own, trainer) for answer in answers or ()]
         if not answers:
             return
         scores = [self.judge(given, expected) for _, expected, given in answers]

@@ -4,7 +4,7 @@ Every rank must call them, in the same order. Those that return host values wait
 """
 
 from collections.abc import Mapping, Sequence
-from typing import TypeVar
+from typing import Any, TypeVar
 
 import torch
 import torch.distributed as dist
@@ -16,6 +16,16 @@ T = TypeVar("T")
 def num_ranks() -> int:
     """Return the number of ranks in the default process group; 1 without one."""
     return dist.get_world_size() if dist.is_available() and dist.is_initialized() else 1
+
+
+def data_rank(trainer: Any) -> int:
+    """Return which samples this rank has: a strategy whose ranks share samples declares `data_rank`."""
+    return int(getattr(trainer.strategy, "data_rank", trainer.global_rank))
+
+
+def data_size(trainer: Any) -> int:
+    """Return how many ranks, or groups of ranks that share samples, have different ones."""
+    return int(getattr(trainer.strategy, "data_size", trainer.world_size))
 
 
 def max_over_ranks(values: Mapping[str, float], device: torch.device) -> dict[str, float]:
@@ -73,3 +83,11 @@ def gather_objects(value: T) -> list[T]:
     gathered: list[T] = [value] * dist.get_world_size()
     dist.all_gather_object(gathered, value)
     return gathered
+
+
+def gather_by_samples(value: T, trainer: Any) -> list[T]:
+    """Return a picklable value of each rank that has other samples, of the first of those that share them."""
+    by_samples: dict[int, T] = {}
+    for number, found in gather_objects((data_rank(trainer), value)):
+        by_samples.setdefault(number, found)
+    return [by_samples[number] for number in sorted(by_samples)]

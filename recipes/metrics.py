@@ -6,6 +6,7 @@ Letters: N samples or tokens that carry loss, V classes or tokens of the vocabul
 import inspect
 import math
 from collections.abc import Mapping, Sequence
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -100,9 +101,17 @@ class ValidationMetrics:
         metrics: Name without `val/` -> metric; logged in this order after the loss.
         split: Name of a further validation, whose metrics are `val/<split>/…`; None: the validation split.
         sources: Names of the sources of a mixture, each of which has `val/<name>/loss`.
+        group: Process group of ranks that have other tokens, whose sums are added; None: all ranks.
     """
 
-    def __init__(self, metrics: Mapping[str, Metric], *, split: str | None = None, sources: Sequence[str] = ()) -> None:
+    def __init__(
+        self,
+        metrics: Mapping[str, Metric],
+        *,
+        split: str | None = None,
+        sources: Sequence[str] = (),
+        group: Any = None,
+    ) -> None:
         prefix = _PREFIX if split is None else f"{_PREFIX}{split}/"
         every = {prefix + name: metric for name, metric in {"loss": MeanLoss(), **metrics}.items()}
         self._sources = sources
@@ -113,6 +122,8 @@ class ValidationMetrics:
         # accuracy are, where all of it is right, and would stay the same number from then on (torchmetrics 1.9)
         self._metrics = MetricCollection(dict(every), compute_groups=False)
         self._device = torch.device("cpu")
+        for metric in (*every.values(), self._by_source):
+            metric.process_group = group
 
     def reset(self) -> None:
         """Begin a validation."""

@@ -1,7 +1,7 @@
-"""L2 norms of weights or gradients by block: one pass over them, one sum over ranks per block where sharded."""
+"""L2 norms of weights or gradients by block: one pass over them, and one sum over ranks where they are sharded."""
 
 import re
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from typing import Any
 
 import torch
@@ -37,24 +37,49 @@ def sum_by_block(named: Iterable[tuple[str, Tensor]]) -> dict[str, float | None]
     Returns:
         Norms by block; None where one is not finite.
     """
-    squares: dict[str, Tensor] = {}
-    for name, tensor in named:
-        square = _sum_of_squares(tensor)
-        block = get_block(name)
-        squares[block] = squares[block] + square if block in squares else square
+    squares = sum_squares_by(named, get_block)
     return {block: float(value.sqrt()) if bool(value.isfinite()) else None for block, value in squares.items()}
 
 
-def _sum_of_squares(tensor: Any) -> Tensor:
-    """Return the 0-dim sum of squares of the unsharded tensor, in float64."""
+def sum_squares(named: Iterable[tuple[str, Tensor]]) -> Tensor:
+    """Return the sum of squares over all elements of all tensors, 0-dim float64. Arguments: as above, at least one."""
+    return sum_squares_by(named, lambda name: "")[""]
+
+
+def sum_squares_by(named: Iterable[tuple[str, Tensor]], get_group: Callable[[str], str]) -> dict[str, Tensor]:
+    """Return the sums of squares of groups of tensors, 0-dim float64 each; `get_group` returns that of a name."""
+    whole: dict[str, Tensor] = {}
+    addends: dict[str, Tensor] = {}  # of this rank
+    for name, tensor in named:
+        square, is_addend = _sum_of_squares(tensor)
+        sums, group = addends if is_addend else whole, get_group(name)
+        sums[group] = sums[group] + square if group in sums else square
+    totals = _sum_over_ranks(addends)
+    for group, square in whole.items():
+        totals[group] = totals[group] + square.to(totals[group].device) if group in totals else square
+    return {group: totals[group] for group in dict.fromkeys([*whole, *totals])}
+
+
+def _sum_of_squares(tensor: Any) -> tuple[Tensor, bool]:
+    """Return the 0-dim sum of squares in float64, and whether those of all ranks are to be added."""
     if hasattr(tensor, "ds_tensor"):  # ZeRO-3: this rank's shard, padded with zeros
         in_memory = tensor.ds_tensor.status.name == "AVAILABLE"  # else offloaded to disk
         square: Tensor = tensor.ds_tensor.double().square().sum()
-        square = square if in_memory else torch.full_like(square, torch.nan)
-        if dist.get_world_size() > 1:
-            square = square.cuda() if dist.get_backend() == "nccl" else square
-            dist.all_reduce(square)
-        return square
-    square = tensor.double().square().sum()
-    full_tensor = getattr(square, "full_tensor", None)  # a DTensor's partial sum
-    return square if full_tensor is None else full_tensor()
+        return square if in_memory else torch.full_like(square, torch.nan), True
+    to_local = getattr(tensor, "to_local", None)
+    if to_local is None:
+        return tensor.double().square().sum(), False
+    # a DTensor, in any mix of placements: each element is counted by the first rank that holds it
+    places = zip(tensor.device_mesh.get_coordinate(), tensor.placements, strict=True)
+    is_first = not any(coordinate and placement.is_replicate() for coordinate, placement in places)
+    return to_local().double().square().sum() * is_first, True
+
+
+def _sum_over_ranks(addends: dict[str, Tensor]) -> dict[str, Tensor]:
+    """Return the sums over all ranks, which have the same names: one all-reduce, and none without names."""
+    if not addends or dist.get_world_size() == 1:
+        return addends
+    stacked = torch.stack(list(addends.values()))  # [blocks]
+    stacked = stacked.cuda() if dist.get_backend() == "nccl" else stacked
+    dist.all_reduce(stacked)
+    return dict(zip(addends, stacked, strict=True))

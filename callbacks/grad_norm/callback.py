@@ -13,7 +13,7 @@ from typing_extensions import override
 
 from ..logged_step import StepCounter, completed_steps, is_logged_step, log_row
 from ..protocols import KeepsGradNorm
-from .by_block import sum_by_block
+from .by_block import sum_by_block, sum_squares
 from .trend import NormTrend
 
 log = logging.getLogger("lightning_recipes")
@@ -198,6 +198,8 @@ def global_norm(optimizer: Optimizer, norm_type: float = 2.0) -> Tensor | None:
     present = [grad.coalesce().values() if grad.is_sparse else grad for grad in grads if grad is not None]
     if not present:
         return None
+    if norm_type == 2.0 and any(hasattr(grad, "to_local") for grad in present):
+        return sum_squares((str(number), grad) for number, grad in enumerate(present)).sqrt().float()
     norm = torch.nn.utils.get_total_norm(present, norm_type)  # [], dtype of the gradients
     # Gradients sharded as DTensors: the norm is a partial sum on each rank until it is gathered.
     full_tensor = getattr(norm, "full_tensor", None)

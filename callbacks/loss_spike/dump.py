@@ -18,7 +18,7 @@ from ..events import finite
 from ..grad_norm.by_block import norms_by_block
 from ..logged_step import run_folder
 from ..protocols import SupportsSampleLosses, SupportsSavedWeights
-from ..ranks import gather_objects
+from ..ranks import gather_by_samples
 from .monitor import SpikeMonitor, Verdict
 from .train_state import rng_state
 
@@ -99,7 +99,7 @@ class SpikeDump:
         # a full disk, a batch that cannot be pickled: must neither end the run nor leave the other ranks waiting below
         except Exception as error:
             log.warning(f"{folder} could not be written: {type(error).__name__}: {error}")
-        losses_by_rank = gather_objects([None if loss is None else loss.tolist() for loss in losses])
+        losses_by_rank = gather_by_samples([None if loss is None else loss.tolist() for loss in losses], trainer)
         weight_norms = norms_by_block(pl_module)
         if trainer.is_global_zero:
             content = _describe(trainer, verdict, monitor) | {"weight_norms": weight_norms}
@@ -164,7 +164,7 @@ def _write_samples(
         path: File to write.
         trainer: Of the run.
         parts: This rank's micro-batches of the step.
-        losses_by_rank: Losses of the samples of each micro-batch of each rank; None where unknown.
+        losses_by_rank: Losses of the samples of each micro-batch of each rank with other samples; None where unknown.
     """
     describe = getattr(getattr(trainer, "datamodule", None), "samples_of_step", None)
     position = parts[-1].position if parts else None

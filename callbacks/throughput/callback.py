@@ -13,6 +13,7 @@ from typing_extensions import override
 from ..logged_step import StepCounter, is_logged_step, log_row
 from ..profiler_hooks import Listener, ProfilerTap, get_profiler
 from ..protocols import SupportsConsumed
+from ..ranks import data_size
 from .mfu import FlopMeter
 from .stopwatch import CompileListener, Snapshot, Stopwatch, get_rates
 
@@ -203,14 +204,14 @@ class SpeedMonitor(Callback):
             if self._batch_size_fn is None:
                 samples, tokens = (max(0, b - a) for a, b in zip(before, self._counted, strict=True))
             else:
-                samples = self._batch_size_fn(batch) * trainer.world_size
+                samples = self._batch_size_fn(batch) * data_size(trainer)
                 tokens = 0 if self._length_fn is None else round(samples * self._length_fn(batch))
             known, causal = flops or (0.0, None)
             self._now += Snapshot(
                 samples=samples,
                 tokens=tokens,
-                flops=known * trainer.world_size,
-                causal_flops=(causal or 0.0) * trainer.world_size,
+                flops=known * data_size(trainer),
+                causal_flops=(causal or 0.0) * data_size(trainer),
                 uncounted=int(flops is None),
             )
         self._is_step_timed |= is_timed

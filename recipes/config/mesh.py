@@ -1,5 +1,6 @@
 """Read the sizes of the device mesh from a composed config; imports no torch."""
 
+import math
 from collections.abc import Mapping
 from typing import Any
 
@@ -24,6 +25,11 @@ def get_mesh(config: Mapping[str, Any], ranks: Ranks) -> Mesh:
     if not takes_steps(config):
         return Mesh()
     return make_mesh(config, ranks)
+
+
+def count_data_ranks(config: Mapping[str, Any], world_size: int) -> int:
+    """Return how many of a run's ranks have different samples, whether the sizes divide them or not."""
+    return max(1, world_size // math.prod(config.get(name) or 1 for name in MODEL_SIZES))
 
 
 def make_mesh(config: Mapping[str, Any], ranks: Ranks) -> Mesh:

@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from recipes.config.compose import Composed
+from recipes.config.mesh import count_data_ranks
 from recipes.config.traits import get_traits, takes_steps
 from recipes.entry.light_import import without_unused_packages
 from recipes.numerics.accumulation import divide
@@ -106,7 +107,7 @@ def remedies(composed: Composed, *, world_size: int, of_host: bool = False) -> I
     plan = divide(
         global_batch_size=config["global_batch_size"],
         micro_batch_size=config["micro_batch_size"],
-        num_devices=world_size,
+        num_devices=count_data_ranks(config, world_size),
         accumulate_grad_batches=config["trainer"]["accumulate_grad_batches"],
     )
     if (smaller := _next_smaller_divisor(plan.micro_batch_size)) is not None:

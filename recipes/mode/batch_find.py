@@ -12,6 +12,7 @@ import torch.distributed as dist
 
 from recipes.config.compose import Composed, Config
 from recipes.config.instantiate import make
+from recipes.config.mesh import count_data_ranks
 from recipes.config.ranks import get_ranks
 from recipes.entry.spawn import ProcessExit, spawn_ranks
 from recipes.errors import ConfigError
@@ -155,19 +156,20 @@ def search(sizes: Sequence[int], first: int, run_trial: Callable[[int], Trial]) 
 
 def _find_sizes(config: Config, ranks: Ranks) -> list[int]:
     """Return the micro-batch sizes that divide the samples of a rank."""
-    per_rank, rest = divmod(int(config["global_batch_size"]), ranks.world_size)
+    num_ranks = count_data_ranks(config, ranks.world_size)
+    per_rank, rest = divmod(int(config["global_batch_size"]), num_ranks)
     if rest or per_rank == 0:
         raise ConfigError(
             f"global_batch_size={config['global_batch_size']}",
-            f"it does not divide over {ranks.world_size} ranks",
-            f"global_batch_size={max(per_rank, 1) * ranks.world_size}",
+            f"it does not divide over {num_ranks} ranks",
+            f"global_batch_size={max(per_rank, 1) * num_ranks}",
         )
     return [size for size in range(1, per_rank + 1) if per_rank % size == 0]
 
 
-def _with_size(config: Config, size: int, num_micro_batches: int, world_size: int) -> Config:
+def _with_size(config: Config, size: int, num_micro_batches: int, num_ranks: int) -> Config:
     trainer = config["trainer"] | {"accumulate_grad_batches": None}
-    batch = size * num_micro_batches * world_size
+    batch = size * num_micro_batches * num_ranks
     return config | {"micro_batch_size": size, "global_batch_size": batch, "trainer": trainer}
 
 
@@ -191,10 +193,11 @@ def _run_trial(composed: Composed, config: Config, ranks: Ranks, size: int, limi
     Raises:
         TrialError: It failed for another reason than memory.
     """
-    per_rank = int(config["global_batch_size"]) // ranks.world_size
+    num_ranks = count_data_ranks(config, ranks.world_size)
+    per_rank = int(config["global_batch_size"]) // num_ranks
     with tempfile.TemporaryDirectory(prefix="recipes_trial_") as folder:
         file = Path(folder) / "trial.json"
-        changed = _with_size(config, size, min(per_rank // size, _MICRO_BATCHES), ranks.world_size)
+        changed = _with_size(config, size, min(per_rank // size, _MICRO_BATCHES), num_ranks)
         changed |= {"mode": config["mode"] | {"path": str(file)}}
         result = spawn_ranks(replace(composed, config=changed), ranks)
         # a host that is out of memory kills without a word

@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Annotated, Any
 
 from recipes.config.compose import Composed, Config
+from recipes.config.mesh import count_data_ranks
 from recipes.config.ranks import get_ranks
 from recipes.config.traits import get_traits
 from recipes.errors import ConfigError
@@ -60,7 +61,7 @@ def noise_scale(
 
 def _with_micro_batches(config: Config) -> Config:
     """Return the config with at least two micro-batches per step; those that are typed stay."""
-    batch, num_ranks = int(config["global_batch_size"]), get_ranks(config).world_size
+    batch, num_ranks = int(config["global_batch_size"]), count_data_ranks(config, get_ranks(config).world_size)
     size = config["micro_batch_size"]
     accumulated = config["trainer"]["accumulate_grad_batches"]
     per_rank = batch // num_ranks

@@ -104,7 +104,7 @@ class Checklist:
         yield check_frozen(gradients)
         yield check_gradients(gradients)
         yield check_optimizer(gradients, run.task.optimized_parameters)
-        size, num_ranks = run.accumulation.micro_batch_size, run.trainer.world_size
+        size, num_ranks = run.accumulation.micro_batch_size, run.trainer.strategy.data_size  # type: ignore[attr-defined]
         drawn = draw(run, num_batches=_DRAWN)
         yield data_checks.check_repeats(drawn.digests, run.data.count_new_samples())
         num_workers = self._config["loader"]["num_workers"]

@@ -14,6 +14,7 @@ from recipes.adapter.nf4_base import describe_base
 from recipes.build import Run
 from recipes.checkpoint.checkpoint_io import FolderCheckpointIO
 from recipes.logger.csv import CsvLogger
+from recipes.mesh import Mesh
 from recipes.model.init import unsharded_shape
 from recipes.run_folder import ENVIRONMENT_FILE, EVENTS_FILE, OOM_FOLDER, TOKENIZER_FOLDER
 from recipes.runtime.console import LOGGER
@@ -131,7 +132,7 @@ def header(run: Run, *, resumed_from: Path | None) -> Iterator[str]:
     num_parameters = sum(unsharded_shape(weight).numel() for weight in run.task.parameters())
     num_ranks = trainer.world_size
     device = run.task.device
-    devices = str(device) if num_ranks == 1 else f"{num_ranks} ranks of {device.type}"
+    devices = str(device) if num_ranks == 1 else f"{num_ranks} ranks of {device.type}{_describe_mesh(trainer)}"
     setup = f"{devices}, {run.precision.name}, {type(trainer.strategy).__name__}"
     num_trained = sum(unsharded_shape(weight).numel() for weight in run.task.parameters() if weight.requires_grad)
     trained = (
@@ -148,7 +149,7 @@ def header(run: Run, *, resumed_from: Path | None) -> Iterator[str]:
     micro_batches = "1 micro-batch" if num == 1 else f"{num} micro-batches"
     yield (
         f"batch: {plan.global_batch_size} samples per step in {micro_batches}"
-        f"{' per rank' if num_ranks > 1 else ''};"
+        f"{' per rank' if trainer.strategy.data_size > 1 else ''};"
         f" {trainer.max_steps:,} steps are {num_samples:,} samples, {run.data.describe_epochs(num_samples)}"
     )
     if run.precision.scales_loss and device.type == "cpu":
@@ -162,3 +163,11 @@ def header(run: Run, *, resumed_from: Path | None) -> Iterator[str]:
                 "on a GPU the curve differs in its last bits from that of a run without interruption;"
                 " trainer.deterministic=true makes them equal, with slower backward passes"
             )
+
+
+def _describe_mesh(trainer: lightning.Trainer) -> str:
+    """Return how the ranks divide the work, where not by samples alone."""
+    mesh: Mesh = trainer.strategy.mesh  # type: ignore[attr-defined]
+    if mesh.model_size == 1:
+        return ""
+    return f" ({', '.join(f'{name} {size}' for name, size in mesh.sizes().items())})"

@@ -22,8 +22,8 @@ from recipes.strategy import get_local_device
 class CountingScaler(torch.amp.GradScaler):
     """A dynamic loss scaler that counts the optimizer steps it skips.
 
-    Correct on shards, whatever mix of placements their gradients have: torch 2.13 takes the overflow flag of all of them
-    to lie on the ranks as the first gradient does, so that some ranks would step and others not.
+    Correct on shards, whatever mix of placements their gradients have. torch 2.13 reduces the overflow flag as if all
+    of them were placed as the first is, so that some ranks would step and others not.
 
     Attributes:
         num_overflows: Optimizer steps skipped because a gradient was not finite.

@@ -17,6 +17,7 @@ from recipes.checkpoint.shard_file import write_shard
 from recipes.clipping import Clipping
 from recipes.errors import ConfigError
 from recipes.lightning_internals import skip_validation_once
+from recipes.mesh import Mesh
 from recipes.model.init import unsharded_shape
 from recipes.model.weights.adapter import has_adapter
 from recipes.numerics.ema import NAME as AVERAGE
@@ -124,6 +125,7 @@ class Resumable(lightning.LightningModule):
     def on_save_checkpoint(self, checkpoint: dict[str, Any]) -> None:
         checkpoint["consumed"] = {"samples": self.num_samples, "tokens": self.num_tokens}
         checkpoint["strategy"] = type(self.trainer.strategy).__name__
+        checkpoint["model_ranks"] = self._model_ranks
         checkpoint["loggers"] = {type(logger).__name__: logger.version for logger in self.trainer.loggers}
         checkpoint["optimizer"] = self._optimizer
         checkpoint["parameters"] = self._parameters_in_order
@@ -151,7 +153,9 @@ class Resumable(lightning.LightningModule):
         self._resumed_optimizer = checkpoint["optimizer"]
         if self._optimizer is not None:  # some engines load after the optimizer is built
             _check_optimizer(self._optimizer, self._resumed_optimizer)
-        self._resumed_rng = checkpoint["rng"]
+        # as many ranks that divide the work in another way are other ranks; absent from files of earlier versions
+        is_same_mesh = checkpoint.get("model_ranks", {}) == self._model_ranks
+        self._resumed_rng = checkpoint["rng"] if is_same_mesh else []
         self.recipes_restore_scalars(checkpoint.get("clipping", {}))  # absent from files of earlier versions
         if not self._keeps_average:
             for state in checkpoint["optimizer_states"][0]["state"].values():
@@ -169,6 +173,12 @@ class Resumable(lightning.LightningModule):
         path = folder / shard_name(self.trainer.global_rank)
         path.unlink(missing_ok=True)
         write_shard(path, on_host)
+
+    @property
+    def _model_ranks(self) -> dict[str, int]:
+        """How many ranks divide sequences, and how many matrices; those of one are left out."""
+        mesh: Mesh = self.trainer.strategy.mesh  # type: ignore[attr-defined]
+        return {name: size for name, size in mesh.sizes().items() if name not in ("replicate", "shard")}
 
     def _tied_names(self) -> dict[str, str]:
         """Return every further name of a tied parameter -> its first name."""

@@ -13,6 +13,7 @@ from recipes.metrics import ValidationMetrics
 from recipes.numerics.collectives import average_over_ranks
 from recipes.numerics.loss import token_losses
 from recipes.optimizer import hold_averages
+from recipes.parallel.groups import Groups
 
 Batch = dict[str, Any]
 
@@ -36,12 +37,18 @@ class Validated(lightning.LightningModule):
         self._metrics = metrics
         self.name_data(sources=(), further=())
 
-    def name_data(self, *, sources: Sequence[str], further: Sequence[str]) -> None:
-        """Name the sources of a mixture, and the validations beside that of the validation split."""
+    def name_data(self, *, sources: Sequence[str], further: Sequence[str], group: Any = None) -> None:
+        """Name the sources of a mixture, and the validations beside that of the validation split.
+
+        Args:
+            sources: Names.
+            further: Names.
+            group: Of ranks that have other tokens; None: all.
+        """
         self.source_names = sources
-        self.val_metrics = ValidationMetrics(self._metrics, sources=sources)
+        self.val_metrics = ValidationMetrics(self._metrics, sources=sources, group=group)
         self.eval_metrics = [
-            ValidationMetrics({key: metric.clone() for key, metric in self._metrics.items()}, split=name)
+            ValidationMetrics({key: metric.clone() for key, metric in self._metrics.items()}, split=name, group=group)
             for name in further
         ]
 
@@ -50,7 +57,9 @@ class Validated(lightning.LightningModule):
         data: Any = self.trainer.datamodule  # type: ignore[attr-defined]
         if data is not None:
             further = getattr(data, "eval_names", ())  # a data module of the user's own has none
-            self.name_data(sources=getattr(data.source, "source_names", ()), further=further)
+            groups: Groups = self.trainer.strategy.groups  # type: ignore[attr-defined]
+            sources = getattr(data.source, "source_names", ())
+            self.name_data(sources=sources, further=further, group=groups.tokens)
 
     @abstractmethod
     def loss_sum(self, batch: Batch) -> tuple[Tensor, Tensor]:

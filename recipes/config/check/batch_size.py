@@ -3,7 +3,7 @@
 from collections.abc import Iterator, Mapping
 from typing import Any
 
-from recipes.config.mesh import get_mesh
+from recipes.config.mesh import count_data_ranks
 from recipes.config.ranks import get_ranks
 from recipes.errors import ConfigError
 from recipes.numerics.accumulation import divide
@@ -24,7 +24,7 @@ def check_batch_size(config: Mapping[str, Any], world_size: int | None) -> Itera
             divide(
                 global_batch_size=config["global_batch_size"],
                 micro_batch_size=config["micro_batch_size"],
-                num_devices=_count_data_ranks(config, world_size),
+                num_devices=count_data_ranks(config, world_size),
                 accumulate_grad_batches=accumulate,
             )
         except ConfigError as mistake:
@@ -37,14 +37,6 @@ def check_batch_size(config: Mapping[str, Any], world_size: int | None) -> Itera
             f"the model accepts at most model.max_seq_len={max_seq_len} tokens",
             f"seq_len={max_seq_len}",
         )
-
-
-def _count_data_ranks(config: Mapping[str, Any], world_size: int) -> int:
-    """Return the ranks that share a global batch; sizes of the mesh that do not fit are a mistake of their own."""
-    try:
-        return get_mesh(config, get_ranks(config)).data_size
-    except ConfigError:
-        return world_size
 
 
 def count_ranks(config: Mapping[str, Any]) -> tuple[int | None, list[ConfigError]]:

@@ -6,7 +6,7 @@ from typing import Any
 from recipes.config.mesh import MODEL_SIZES, make_mesh
 from recipes.config.ranks import get_ranks
 from recipes.config.signature import read_signature
-from recipes.config.traits import takes_steps
+from recipes.config.traits import plans_steps, takes_steps
 from recipes.errors import ConfigError
 
 # optimizers of single elements; the others read whole matrices or blocks of them
@@ -20,6 +20,8 @@ def check_mesh(config: Mapping[str, Any], world_size: int | None) -> Iterator[Co
         config: Composed config whose nodes match their signatures.
         world_size: Ranks of the run; None if they are a mistake of their own.
     """
+    if plans_steps(config):
+        yield from _check_plan(config)
     if not takes_steps(config) or world_size is None:
         return
     if any(not isinstance(config.get(name, 1), int) or config.get(name, 1) < 1 for name in MODEL_SIZES):
@@ -36,6 +38,17 @@ def check_mesh(config: Mapping[str, Any], world_size: int | None) -> Iterator[Co
     yield from _check_sequence(config, tensor, context)
     if tensor > 1:
         yield from _check_tensor(config, tensor)
+
+
+def _check_plan(config: Mapping[str, Any]) -> Iterator[ConfigError]:
+    """Reject a plan of what it cannot record yet: the part of a matrix or a sequence that a rank has."""
+    for name in MODEL_SIZES:
+        if config.get(name, 1) != 1:
+            yield ConfigError(
+                f"{name}={config[name]} mode=plan",
+                "a plan knows ranks that divide samples and weights, and none that divide matrices or sequences",
+                f"{name}=1, or mode=batch_find, which tries it",
+            )
 
 
 def _check_model(config: Mapping[str, Any], tensor: int, context: int) -> Iterator[ConfigError]:
