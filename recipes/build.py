@@ -123,6 +123,9 @@ def build(config: Config, folder: Path, overrides: list[str]) -> Run:
         num_devices=mesh.data_size,
         accumulate_grad_batches=config["trainer"]["accumulate_grad_batches"],
     )
+    num_micro_batches = accumulation.num_micro_batches
+    if mesh.pipeline > 1:  # its schedule takes all micro-batches of a step at once
+        accumulation = accumulation.in_one()
     data: StreamDataModule = make(config["loader"])(
         source=make(config["data"]),
         eval_sources={name: make(node) for name, node in config.get("eval_data", {}).items() if node is not None},
@@ -131,6 +134,7 @@ def build(config: Config, folder: Path, overrides: list[str]) -> Run:
         eval_samples=get_eval_samples(config) if takes_steps(config) else None,
     )
     trainer = _build_trainer(config, folder, ranks, mesh, devices, precision, accumulation)
+    trainer.strategy.num_micro_batches = num_micro_batches  # type: ignore[attr-defined]
     task = build_task(config, precision)
     task.awaits_checkpoint = checkpoint is not None  # every mode loads it
     return Run(

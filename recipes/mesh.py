@@ -1,17 +1,21 @@
 """Which rank holds what: the sizes of the device mesh, and the place of each rank in it. Pure arithmetic, no torch.
 
-From the outermost to the innermost dimension: replicate, shard, context, tensor. Ranks next to each other differ in
-the innermost one, whose traffic is the heaviest: it stays within a node.
+From the outermost to the innermost dimension: pipeline, replicate, shard, context, tensor. Ranks next to each other
+differ in the innermost one, whose traffic is the heaviest: it stays within a node.
 """
 
 from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import NamedTuple
 
+# stages of layers on each rank; of the schedule that is not here, one
+STAGES_PER_RANK = {"Interleaved1F1B": 2, "ZBVZeroBubble": 2}
+
 
 class Place(NamedTuple):
     """Where a rank is in the mesh, from 0 along each dimension."""
 
+    pipeline: int
     replicate: int
     shard: int
     context: int
@@ -23,18 +27,22 @@ class Mesh:
     """Ranks along each dimension.
 
     Attributes:
+        pipeline: Ranks that divide the layers.
         replicate: Copies of the model.
         shard: Ranks that divide the weights of a copy, each with samples of its own.
         context: Ranks that divide every sequence.
         tensor: Ranks that divide every matrix.
         sequence_parallel: Whether these divide the sequence between matrices, too.
+        pipeline_schedule: In which order stages of layers compute micro-batches, by torch's name.
     """
 
+    pipeline: int = 1
     replicate: int = 1
     shard: int = 1
     context: int = 1
     tensor: int = 1
     sequence_parallel: bool = True
+    pipeline_schedule: str = "1F1B"
 
     @property
     def world_size(self) -> int:
@@ -49,7 +57,7 @@ class Mesh:
     @property
     def model_size(self) -> int:
         """Ranks that work on the same samples."""
-        return self.context * self.tensor
+        return self.pipeline * self.context * self.tensor
 
     @property
     def averaged_size(self) -> int:
@@ -60,12 +68,14 @@ class Mesh:
         """Return where a rank is."""
         rest, tensor = divmod(rank, self.tensor)
         rest, context = divmod(rest, self.context)
-        replicate, shard = divmod(rest, self.shard)
-        return Place(replicate, shard, context, tensor)
+        rest, shard = divmod(rest, self.shard)
+        pipeline, replicate = divmod(rest, self.replicate)
+        return Place(pipeline, replicate, shard, context, tensor)
 
     def data_rank(self, rank: int) -> int:
         """Return which samples a rank has, of `data_size`."""
-        return rank // self.model_size
+        place = self.place(rank)
+        return place.replicate * self.shard + place.shard
 
     def groups(self, *dimensions: str) -> Iterator[list[int]]:
         """Yield the groups of ranks that differ in these dimensions alone, each in order; every rank is in one."""

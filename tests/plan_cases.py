@@ -93,6 +93,22 @@ CASES: dict[str, tuple[int, list[str]]] = {
     "fsdp, offloaded": (2, [*GPT, "strategy=fsdp", "strategy.cpu_offload=true"]),
     "fsdp, 12 layers, batch 2": (2, [*DEEP, "strategy=fsdp", "global_batch_size=2"]),
     "fsdp, llama, bf16-mixed": (2, [*LLAMA, "strategy=fsdp", "precision=bf16-mixed"]),
+    "fsdp, tensor": (2, [*GPT, "strategy=fsdp", "tensor_parallel_size=2"]),
+    "fsdp, tensor, whole sequences": (
+        2,
+        [*GPT, "strategy=fsdp", "tensor_parallel_size=2", "sequence_parallel=false"],
+    ),
+    "fsdp, llama, bf16-mixed, tensor, recomputed": (
+        2,
+        [*LLAMA, "strategy=fsdp", "precision=bf16-mixed", "tensor_parallel_size=2", RECOMPUTE],
+    ),
+    "fsdp, context": (2, [*GPT, "strategy=fsdp", "context_parallel_size=2"]),
+    "fsdp, llama, bf16-mixed, context, 2 micro-batches": (
+        2,
+        [*LLAMA, "strategy=fsdp", "precision=bf16-mixed", "context_parallel_size=2", "micro_batch_size=4"],
+    ),
+    "ddp, context": (2, [*GPT, "strategy=ddp", "context_parallel_size=2"]),
+    "ZeRO-3, context": (2, [*GPT, "strategy=deepspeed_stage_3", "context_parallel_size=2"]),
     "hsdp": (2, [*GPT, "strategy=hsdp", "data_parallel_shard=2"]),
     "ZeRO-1": (2, [*GPT, "strategy=deepspeed_stage_1"]),
     "ZeRO-1, batch 2": (2, [*GPT, "strategy=deepspeed_stage_1", "global_batch_size=2"]),

@@ -28,7 +28,7 @@ def step_of(overrides: Sequence[str], num_ranks: int) -> Step:
     accumulation = divide(
         global_batch_size=config["global_batch_size"],
         micro_batch_size=config["micro_batch_size"],
-        num_devices=num_ranks,
+        num_devices=engine.mesh.data_size,
         accumulate_grad_batches=None,
     )
     return describe_step(config, precision, accumulation, engine, (config["seq_len"],), on_gpu=False)

@@ -18,6 +18,7 @@ from torch.utils.checkpoint import (
 )
 
 from recipes.activation_checkpoint.host_offload import HostOffload, Kept, Saved, unpack
+from recipes.numerics.grouped_linear import PRODUCT as GROUPED_PRODUCT
 from recipes.numerics.linear import PRODUCTS as CPU_PRODUCTS
 
 Contexts = tuple[AbstractContextManager[Any], AbstractContextManager[Any]]
@@ -29,7 +30,7 @@ _aten, _collectives = torch.ops.aten, torch.ops._c10d_functional
 _PRODUCTS = frozenset(
     {
         *(_aten.mm.default, _aten.addmm.default, _aten.bmm.default, _aten.baddbmm.default, _aten.linear.default),
-        *CPU_PRODUCTS,
+        *(*CPU_PRODUCTS, GROUPED_PRODUCT),
         *(_aten._scaled_mm.default, _aten._grouped_mm.default, _aten.convolution.default),
     }
 )

@@ -9,7 +9,9 @@ from recipes.errors import ConfigError
 from recipes.mesh import Mesh
 from recipes.runtime.world import Ranks
 
-MODEL_SIZES = ("tensor_parallel_size", "context_parallel_size")  # of ranks that work on the same samples
+# of ranks that work on the same samples
+MODEL_SIZES = ("tensor_parallel_size", "context_parallel_size", "pipeline_parallel_size")
+_BY_FSDP = {"tensor_parallel_size": "matrices", "pipeline_parallel_size": "layers"}  # only it divides them
 
 
 def get_mesh(config: Mapping[str, Any], ranks: Ranks) -> Mesh:
@@ -29,29 +31,35 @@ def get_mesh(config: Mapping[str, Any], ranks: Ranks) -> Mesh:
 
 def count_data_ranks(config: Mapping[str, Any], world_size: int) -> int:
     """Return how many of a run's ranks have different samples, whether the sizes divide them or not."""
-    return max(1, world_size // math.prod(config.get(name) or 1 for name in MODEL_SIZES))
+    model_size: int = math.prod(config.get(name) or 1 for name in MODEL_SIZES)
+    return max(1, world_size // model_size)
 
 
 def make_mesh(config: Mapping[str, Any], ranks: Ranks) -> Mesh:
     """Return the mesh of a config's run on some ranks. Errors: as `get_mesh`."""
     # an older run's config has none of these settings, and its ranks divided samples alone
-    tensor, context = (config.get(name) or 1 for name in MODEL_SIZES)
+    sizes = {name: config.get(name) or 1 for name in MODEL_SIZES}
     traits = get_traits(config["strategy"])
-    if tensor > 1 and traits.state_layout != "fsdp":
-        raise ConfigError(
-            f"tensor_parallel_size={tensor} {traits.typed}",
-            "matrices are divided under strategy=fsdp and hsdp only",
-            "strategy=fsdp, which shards over the other ranks, or tensor_parallel_size=1",
-        )
-    data_size, rest = divmod(ranks.world_size, tensor * context)
+    for name, what in _BY_FSDP.items():
+        if sizes[name] > 1 and traits.state_layout != "fsdp":
+            raise ConfigError(
+                f"{name}={sizes[name]} {traits.typed}",
+                f"{what} are divided under strategy=fsdp and hsdp only",
+                f"strategy=fsdp, which shards over the other ranks, or {name}=1",
+            )
+    model_size = math.prod(sizes.values())
+    data_size, rest = divmod(ranks.world_size, model_size)
     if rest or not data_size:
         raise ConfigError(
-            " ".join(f"{name}={size}" for name, size in zip(MODEL_SIZES, (tensor, context), strict=True) if size > 1),
-            f"{_count(ranks.world_size)} not divide into groups of {tensor * context}",
-            _suggest_sizes(ranks.world_size, tensor=tensor, context=context),
+            " ".join(f"{name}={size}" for name, size in sizes.items() if size > 1),
+            f"{_count(ranks.world_size)} not divide into groups of {model_size}",
+            _suggest_sizes(ranks.world_size, sizes),
         )
+    tensor, context, pipeline = (sizes[name] for name in MODEL_SIZES)
     replicate, shard = _divide_data(config, data_size, per_node=max(1, ranks.per_node // (tensor * context)))
     return Mesh(
+        pipeline=pipeline,
+        pipeline_schedule=config.get("pipeline_schedule", "1F1B"),
         replicate=replicate,
         shard=shard,
         context=context,
@@ -75,23 +83,34 @@ def _divide_data(config: Mapping[str, Any], data_size: int, *, per_node: int) ->
         return (data_size, 1) if traits.replicates_state else (1, data_size)
     if replicate is None and shard is None:
         shard = min(per_node, data_size) if traits.shards_within_node else data_size
-    shard = int(shard or data_size // (replicate or 1))
+    has_copies_alone = replicate is not None and shard is None
+    shard = max(1, int(shard or data_size // (replicate or 1)))
     replicate = int(replicate or data_size // shard)
+    if replicate * shard != data_size and has_copies_alone:
+        raise ConfigError(
+            typed[0],
+            f"{_count(data_size)} not divide over {replicate} copies",
+            f"data_parallel_replicate={_nearest_below(replicate, data_size)}",
+        )
     if replicate * shard != data_size:
-        others = _count(data_size) if data_size > 1 else "1 rank does"
         raise ConfigError(
             " ".join(typed) or f"strategy={traits.option}",
-            f"{others} not divide into groups of {shard}" if len(typed) < 2 else f"{data_size} ranks have samples",
+            f"{_count(data_size)} not divide into groups of {shard}"
+            if len(typed) < 2
+            else f"{data_size} ranks have samples",
             f"data_parallel_shard={_nearest_below(shard, data_size)} data_parallel_replicate=null",
         )
     return replicate, shard
 
 
-def _suggest_sizes(world_size: int, *, tensor: int, context: int) -> str:
+def _suggest_sizes(world_size: int, sizes: Mapping[str, int]) -> str:
     """Return sizes that divide the ranks: the wanted ones or the next smaller."""
-    tensor = _nearest_below(tensor, world_size)
-    context = _nearest_below(context, world_size // tensor)
-    return f"tensor_parallel_size={tensor} context_parallel_size={context}, or another trainer.devices"
+    left, fits = world_size, []
+    for name, size in sizes.items():
+        if size > 1:
+            fits.append(f"{name}={_nearest_below(size, left)}")
+            left //= _nearest_below(size, left)
+    return f"{' '.join(fits)}, or another trainer.devices"
 
 
 def _nearest_below(wanted: int, number: int) -> int:

@@ -195,7 +195,7 @@ def _literals(body: Scope) -> list[tuple[str, object]]:
 
 def _is_literal(node: ast.expr | None) -> bool:
     if isinstance(node, ast.Tuple):
-        return all(isinstance(element, ast.Constant) for element in node.elts)
+        return all(_is_literal(element) for element in node.elts)
     if isinstance(node, ast.Dict):
-        return all(isinstance(element, ast.Constant) for element in [*node.keys, *node.values])
+        return all(_is_literal(element) for element in [*node.keys, *node.values])
     return isinstance(node, ast.Constant)

@@ -140,16 +140,18 @@ def header(run: Run, *, resumed_from: Path | None) -> Iterator[str]:
         if num_trained == num_parameters
         else f", {num_trained:,} of them trained ({num_trained / num_parameters:.2%}),"
     )
-    yield f"model: {run.task.model_name}, {num_parameters:,} parameters{trained} on {setup}"
+    num_idle = getattr(run.task.model, "num_idle_parameters", 0)
+    active = f", {num_parameters - num_idle:,} active per token," if num_idle else ""
+    yield f"model: {run.task.model_name}, {num_parameters:,} parameters{active}{trained} on {setup}"
     base = describe_base(run.task)
     if base is not None:
         yield f"base: {base}"
     num_samples = trainer.max_steps * plan.global_batch_size
-    num = plan.num_micro_batches
+    num = max(plan.num_micro_batches, trainer.strategy.num_micro_batches)  # type: ignore[attr-defined]
     micro_batches = "1 micro-batch" if num == 1 else f"{num} micro-batches"
     yield (
         f"batch: {plan.global_batch_size} samples per step in {micro_batches}"
-        f"{' per rank' if trainer.strategy.data_size > 1 else ''};"
+        f"{' per rank' if trainer.strategy.data_size > 1 else ''};"  # type: ignore[attr-defined]
         f" {trainer.max_steps:,} steps are {num_samples:,} samples, {run.data.describe_epochs(num_samples)}"
     )
     if run.precision.scales_loss and device.type == "cpu":

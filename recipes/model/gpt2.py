@@ -19,7 +19,7 @@ from recipes.model.init import init_decoder
 from recipes.model.kv_cache import KeyValueCache, LayerCache
 from recipes.numerics.linear import Linear
 from recipes.parallel.context import ContextRanks
-from recipes.parallel.tensor import Cut
+from recipes.parallel.tensor import Cut, TensorRanks
 
 
 class Attention(nn.Module):
@@ -123,7 +123,9 @@ class GPT2(nn.Module):
         "norm": "norm",
         "head": "vocabulary",
     }
+    pipeline_ends: ClassVar[tuple[tuple[str, ...], ...]] = (("embedding", "position"), ("norm", "head"))
     context: ContextRanks | None = None
+    ranks: TensorRanks | None = None
 
     def __init__(
         self,
@@ -159,7 +161,7 @@ class GPT2(nn.Module):
         self._tie()
 
     def _tie(self) -> None:
-        if self.tie_embeddings:
+        if self.tie_embeddings and None not in (self.embedding, self.head):  # two stages of a pipeline have copies
             self.head.weight = self.embedding.weight
 
     def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> Self:
@@ -178,7 +180,7 @@ class GPT2(nn.Module):
         """Return the logits of the next token.
 
         Args:
-            tokens: [B, T] int64.
+            tokens: [B, T] int64; hidden states [B, T, W] for a later stage of a pipeline, which has no embedding.
             cache: Earlier tokens of the same sequences, extended by this call; None: no earlier tokens.
             reduce: Called with the last hidden states [B, T, W] and the weight of the head [V, W] instead of computing
                 logits; what it returns is returned.
@@ -187,8 +189,9 @@ class GPT2(nn.Module):
 
         Returns:
             [B, T, V] in the compute dtype, -inf in padded columns; with a cache only the last position, [B, 1, V].
+            Hidden states [B, T, W] for an earlier stage of a pipeline, which has no head.
         """
-        num_tokens = tokens.shape[1]
+        num_tokens = tokens.shape[1] if self.ranks is None else self.ranks.count_tokens(tokens)
         first = 0 if self.context is None or cache is not None else self.context.rank * num_tokens
         end = first + num_tokens if cache is None else cache.end(num_tokens)
         assert end <= self.max_seq_len, f"{end} tokens > max_seq_len {self.max_seq_len}"
@@ -200,9 +203,13 @@ class GPT2(nn.Module):
             positions = cache.positions(num_tokens, device=tokens.device)  # [T] or [B, T]
         else:
             positions = torch.arange(first, end, device=tokens.device)  # [T]
-        x = self.dropout(self.embedding(tokens) + self.position(positions))  # [B, T, W]
-        for index, block in enumerate(self.blocks):
-            x = block(x, None if cache is None else cache.layers[index], documents)
+        x = tokens  # [B, T, W]
+        if self.embedding is not None:
+            x = self.dropout(self.embedding(tokens) + self.position(positions))
+        for index, block in self.blocks.named_children():
+            x = block(x, None if cache is None else cache.layers[int(index)], documents)
+        if self.head is None:
+            return x
         if cache is not None:
             x = cache.last(x)  # [B, 1, W]
         return self.head(self.norm(x), reduce)

@@ -27,7 +27,7 @@ _WRAPPERS = ("_orig_mod.", "_checkpoint_wrapped_module.", "base_layer.")
 def named_parameters(model: nn.Module) -> Iterator[tuple[str, nn.Parameter]]:
     """Yield `model.named_parameters()`, tied parameters once, under the names they have without wrappers.
 
-    Those of an adapter are left out.
+    Those of an adapter are left out. A copy of a parameter of another stage of a pipeline has the name of that.
     """
     # a list: filling a parameter may replace it in the model
     for name, parameter in list(model.named_parameters()):
@@ -35,7 +35,7 @@ def named_parameters(model: nn.Module) -> Iterator[tuple[str, nn.Parameter]]:
             continue
         for wrapper in _WRAPPERS:
             name = name.replace(wrapper, "")
-        yield name, parameter
+        yield getattr(parameter, "copy_of", name), parameter
 
 
 def init_decoder(model: nn.Module, *, seed: int, num_layers: int, vocab_size: int) -> None:

@@ -80,7 +80,7 @@ class KeyValueCache:
     @property
     def length(self) -> int:
         """Tokens held, padding included, before the forward pass that appends more."""
-        return self.layers[0].length
+        return max(layer.length for layer in self.layers)  # a stage of a pipeline fills those of its own layers
 
     def end(self, num_new: int) -> int:
         """Return the positions in use with T more tokens; with padding, only of the first tokens: then 0."""

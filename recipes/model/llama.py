@@ -20,7 +20,7 @@ from recipes.model.llama_block import Attention, Block, Mlp
 from recipes.model.rope import Rotation, rope_tables
 from recipes.numerics.rms_norm import RMSNorm
 from recipes.parallel.context import ContextRanks
-from recipes.parallel.tensor import Cut
+from recipes.parallel.tensor import Cut, TensorRanks
 
 
 class Llama(nn.Module):
@@ -49,7 +49,9 @@ class Llama(nn.Module):
 
     input_kind: ClassVar[str] = "tokens"
     tensor_parallel: ClassVar[dict[str, Cut]] = {"embedding": "vocabulary", "norm": "norm", "head": "vocabulary"}
+    pipeline_ends: ClassVar[tuple[tuple[str, ...], ...]] = (("embedding",), ("norm", "head"))
     context: ContextRanks | None = None
+    ranks: TensorRanks | None = None
     rope_cos: Tensor  # [max_seq_len, Q / 2] float32
     rope_sin: Tensor  # [max_seq_len, Q / 2] float32
 
@@ -99,8 +101,13 @@ class Llama(nn.Module):
         self._allocate_tables(device=self.embedding.weight.device)
         self.init_buffers()
 
-    def _build_block(self) -> Block:
-        attention = Attention(
+    def _build_block(self) -> nn.Module:
+        mlp = Mlp(hidden_size=self.hidden_size, ffn_hidden_size=self.ffn_hidden_size)
+        attention = self._build_attention()
+        return Block(attention=attention, mlp=mlp, hidden_size=self.hidden_size, rms_eps=self.rms_eps)
+
+    def _build_attention(self) -> Attention:
+        return Attention(
             hidden_size=self.hidden_size,
             num_heads=self.num_heads,
             num_kv_heads=self.num_kv_heads,
@@ -108,11 +115,9 @@ class Llama(nn.Module):
             rms_eps=self.rms_eps,
             qk_norm=self.qk_norm,
         )
-        mlp = Mlp(hidden_size=self.hidden_size, ffn_hidden_size=self.ffn_hidden_size)
-        return Block(attention=attention, mlp=mlp, hidden_size=self.hidden_size, rms_eps=self.rms_eps)
 
     def _tie(self) -> None:
-        if self.tie_embeddings:
+        if self.tie_embeddings and None not in (self.embedding, self.head):  # two stages of a pipeline have copies
             self.head.weight = self.embedding.weight
 
     def _allocate_tables(self, *, device: torch.device) -> None:
@@ -142,7 +147,7 @@ class Llama(nn.Module):
         """Return the logits of the next token.
 
         Args:
-            tokens: [B, T] int64.
+            tokens: [B, T] int64; hidden states [B, T, W] for a later stage of a pipeline, which has no embedding.
             cache: Earlier tokens of the same sequences, extended by this call; None: no earlier tokens.
             reduce: Called with the last hidden states [B, T, W] and the weight of the head [V, W] instead of computing
                 logits; what it returns is returned.
@@ -151,8 +156,9 @@ class Llama(nn.Module):
 
         Returns:
             [B, T, V] in the compute dtype, -inf in padded columns; with a cache only the last position, [B, 1, V].
+            Hidden states [B, T, W] for an earlier stage of a pipeline, which has no head.
         """
-        num_tokens = tokens.shape[1]
+        num_tokens = tokens.shape[1] if self.ranks is None else self.ranks.count_tokens(tokens)
         first = 0 if self.context is None or cache is not None else self.context.rank * num_tokens
         end = first + num_tokens if cache is None else cache.end(num_tokens)
         assert end <= self.max_seq_len, f"{end} tokens > max_seq_len {self.max_seq_len}"
@@ -166,12 +172,20 @@ class Llama(nn.Module):
             cos=self.rope_cos[rows].unsqueeze(-2),  # [T, 1, Q / 2], or [B, T, 1, Q / 2]
             sin=self.rope_sin[rows].unsqueeze(-2),
         )
-        x = self.embedding(tokens)  # [B, T, W]
-        for index, block in enumerate(self.blocks):
-            x = block(x, rotation, None if cache is None else cache.layers[index], documents)
+        x = tokens if self.embedding is None else self.embedding(tokens)  # [B, T, W]
+        x = self._run_blocks(x, rotation, cache, documents)
+        if self.head is None:
+            return x
         if cache is not None:
             x = cache.last(x)  # [B, 1, W]
         return self.head(self.norm(x), reduce)
+
+    def _run_blocks(
+        self, x: Tensor, rotation: Rotation, cache: KeyValueCache | None, documents: Documents | None
+    ) -> Tensor:
+        for index, block in self.blocks.named_children():
+            x = block(x, rotation, None if cache is None else cache.layers[int(index)], documents)
+        return x
 
     def init_weights(self, seed: int) -> None:
         """Set every parameter and buffer in place, from (seed, name, shape); see `init_decoder`."""

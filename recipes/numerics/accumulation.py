@@ -1,6 +1,6 @@
 """Splits a global batch into equal micro-batches, exactly or not at all; pure arithmetic, imports no torch."""
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from recipes.errors import ConfigError
 
@@ -18,6 +18,11 @@ class Accumulation:
     global_batch_size: int
     micro_batch_size: int
     num_micro_batches: int
+
+    def in_one(self) -> "Accumulation":
+        """Return the same global batch in one micro-batch, which a pipeline's schedule divides itself."""
+        size = self.micro_batch_size * self.num_micro_batches
+        return replace(self, micro_batch_size=size, num_micro_batches=1)
 
 
 def divide(

@@ -51,21 +51,23 @@ def loss_and_gradients_of_columns(
     logits = linear(x, weight).float()  # [n, v]
     logits[:, num_real:] = float("-inf")
     largest = reduce_parts(logits.amax(dim=1), group, reduction="max")  # [n]
+    logits.sub_(largest[:, None])  # from here on: the log of a sum has the digits that a large logit would take
     own_target = torch.where(is_own, logits.gather(1, columns).squeeze(1), 0.0)  # [n]
     own_sum = logits[:, :num_real].sum(dim=1)  # [n], for label smoothing
-    own_normalizer = (logits - largest[:, None]).exp_().sum(dim=1)  # [n]
+    own_normalizer = logits.exp().sum(dim=1)  # [n]
     normalizer, target, total = reduce_parts(torch.stack([own_normalizer, own_target, own_sum]), group)  # [n] each
-    log_normalizer = largest + normalizer.log()  # [n]
-    losses = torch.where(carries_loss, log_normalizer - target, 0.0)  # [n]
+    log_sum = normalizer.log()  # [n]
+    losses = torch.where(carries_loss, log_sum - target, 0.0)  # [n]
     objective = losses.sum()
     if label_smoothing:
         smoothed = label_smoothing * (target - total / vocab_size)  # [n]
         objective = objective + torch.where(carries_loss, smoothed, 0.0).sum()
+    log_normalizer = largest + log_sum  # [n]
     if z_loss:
         objective = objective + z_loss * torch.where(carries_loss, log_normalizer.square(), 0.0).sum()
     if not differentiate:
         return objective, losses, x.new_empty(0), x.new_empty(0)
-    gradient = logits.sub_(log_normalizer[:, None]).exp_()  # [n, v], of the logits from here on
+    gradient = logits.sub_(log_sum[:, None]).exp_()  # [n, v], of the logits from here on
     if z_loss:
         gradient *= (1 + 2 * z_loss * log_normalizer)[:, None]
     if label_smoothing:

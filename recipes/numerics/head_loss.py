@@ -34,6 +34,7 @@ class HeadLoss:
         z_loss: As in `regularizer_sum`.
         vocabulary_group: Ranks that divide the vocabulary; weights are those of this rank's tokens, and gradients of
             hidden states their part. None: this rank has all of it.
+        retains_graph: Whether the graph is differentiated twice, for inputs and for weights.
     """
 
     def __init__(
@@ -44,7 +45,9 @@ class HeadLoss:
         label_smoothing: float,
         z_loss: float,
         vocabulary_group: dist.ProcessGroup | None = None,
+        retains_graph: bool = False,
     ) -> None:
+        self.retains_graph = retains_graph
         self.vocab_size = vocab_size
         self.chunk_tokens = chunk_tokens
         self.label_smoothing = label_smoothing
@@ -156,7 +159,7 @@ class _HeadLoss(torch.autograd.Function):
             differentiate=any(ctx.needs_input_grad[:2]),
             trains_weight=ctx.needs_input_grad[1],
         )
-        ctx.shape, ctx.scale = hidden.shape, scale
+        ctx.shape, ctx.scale, ctx.retains_graph = hidden.shape, scale, head.retains_graph
         ctx.save_for_backward(*gradients)
         ctx.mark_non_differentiable(loss, by_token)
         return objective, loss, by_token
@@ -167,8 +170,9 @@ class _HeadLoss(torch.autograd.Function):
         hidden_grad, weight_grad = ctx.saved_tensors
         factor = grad_objective if ctx.scale is None else grad_objective / ctx.scale  # 0-dim
         # in place: a second backward pass through the same graph is not possible, as after any other
-        of_weight = None if weight_grad is None else weight_grad.mul_(factor)
-        of_hidden = None if hidden_grad is None else hidden_grad.mul_(factor).view(ctx.shape)
+        scale = torch.mul if ctx.retains_graph else Tensor.mul_
+        of_weight = None if weight_grad is None else scale(weight_grad, factor)
+        of_hidden = None if hidden_grad is None else scale(hidden_grad, factor).view(ctx.shape)
         return of_hidden, of_weight, None, None, None
 
 

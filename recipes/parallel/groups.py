@@ -12,12 +12,14 @@ class Groups:
     """The groups that this rank is in.
 
     Attributes:
+        pipeline: Ranks that divide the layers of this one's model; None: it is alone.
         tensor: Ranks that divide every matrix of this one; None: it is alone.
         context: Ranks that divide every sequence of this one; None: it is alone.
         data: Ranks that have the other samples; None: all ranks.
-        tokens: Ranks that have the other tokens; None: all ranks.
+        tokens: Ranks that have the other tokens, and other layers for these; None: all ranks.
     """
 
+    pipeline: dist.ProcessGroup | None = None
     tensor: dist.ProcessGroup | None = None
     context: dist.ProcessGroup | None = None
     data: dist.ProcessGroup | None = None
@@ -29,10 +31,11 @@ def make_groups(mesh: Mesh) -> Groups:
     if mesh.model_size == 1:
         return Groups()
     return Groups(
+        pipeline=_make_group(mesh, "pipeline") if mesh.pipeline > 1 else None,
         tensor=_make_group(mesh, "tensor") if mesh.tensor > 1 else None,
         context=_make_group(mesh, "context") if mesh.context > 1 else None,
         data=_make_group(mesh, "replicate", "shard"),
-        tokens=_make_group(mesh, "replicate", "shard", "context"),
+        tokens=_make_group(mesh, "pipeline", "replicate", "shard", "context"),
     )
 
 

@@ -36,6 +36,7 @@ class TensorRanks:
         sequence_parallel: Divide the sequence between matrices, too.
 
     Attributes:
+        sequence_parallel: As given.
         group: The ranks.
         splits_sequence: Whether the forward pass under way does: that of generated text has single tokens.
     """
@@ -45,12 +46,22 @@ class TensorRanks:
         self.group = mesh.get_group()
         self.size = mesh.size()
         self.rank = mesh.get_local_rank()
-        self.splits_sequence = sequence_parallel
-        self._sequence_parallel = sequence_parallel
+        self.splits_sequence = self.sequence_parallel = sequence_parallel
 
-    def begin(self, num_tokens: int, *, has_cache: bool) -> None:
-        """Decide for a forward pass of T tokens whether it divides the sequence."""
-        self.splits_sequence = self._sequence_parallel and not has_cache and num_tokens % self.size == 0
+    def begin(self, x: Tensor, *, has_cache: bool) -> None:
+        """Decide for a forward pass whether it divides the sequence.
+
+        Args:
+            x: Tokens [B, T], or hidden states [B, t, W] of an earlier stage, which has decided.
+            has_cache: Whether it generates text.
+        """
+        self.splits_sequence = self.sequence_parallel and not has_cache
+        if x.ndim == 2 and x.shape[1] % self.size:
+            self.splits_sequence = False
+
+    def count_tokens(self, x: Tensor) -> int:
+        """Return T of tokens [B, T] or hidden states [B, t, W]."""
+        return x.shape[1] * (self.size if x.ndim == 3 and self.splits_sequence else 1)
 
     def enter(self, x: Tensor) -> Tensor:
         """Return what every rank needs before a matrix cut by columns: [B, t, W] -> [B, T, W]."""
@@ -224,6 +235,7 @@ def divide_tensors(model: nn.Module, mesh: DeviceMesh, *, sequence_parallel: boo
             _divide_heads(module, ranks)
     divided: Any = model
     divided._tie()  # the weight of an embedding is another object now
+    divided.ranks = ranks
     model.register_forward_pre_hook(_Begin(ranks), with_kwargs=True)
 
 
@@ -257,7 +269,7 @@ class _Begin:
 
     def __call__(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         cache = kwargs.get("cache", args[1] if len(args) > 1 else None)
-        self._ranks.begin(args[0].shape[1], has_cache=cache is not None)
+        self._ranks.begin(args[0], has_cache=cache is not None)
 
 
 class _Enter:

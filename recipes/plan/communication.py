@@ -3,34 +3,61 @@
 from collections.abc import Sequence
 from dataclasses import dataclass
 
+from recipes.mesh import Mesh
 from recipes.plan.hardware import Cluster
 from recipes.plan.memory import Zero
 from recipes.plan.roofline import StepSeconds
-from recipes.plan.step import Sharding
 from recipes.plan.trace import Op
 
 _BUCKET_BYTES = 25 * 2**20  # DDP's: the last one has no computation left to hide behind
 _FLOAT32 = 4
+MODEL_DIMENSIONS = ("tensor", "context")  # of ranks that work on the same samples
 
 
 @dataclass(frozen=True, kw_only=True)
-class Communication:
-    """Traffic of one rank in one optimizer step.
+class Traffic:
+    """What a rank sends along one dimension of the mesh in one optimizer step.
 
     Attributes:
+        dimension: Of the mesh.
+        num_ranks: Along it.
         num_bytes: Sent by a rank.
         seconds: If nothing else used the links.
         exposed_seconds: Of these, while no computation runs.
     """
 
+    dimension: str = "replicate"
+    num_ranks: int = 1
     num_bytes: float = 0.0
     seconds: float = 0.0
     exposed_seconds: float = 0.0
 
 
+@dataclass(frozen=True, kw_only=True)
+class Communication:
+    """What a rank sends in one optimizer step, by dimension."""
+
+    traffic: tuple[Traffic, ...] = ()
+
+    @property
+    def num_bytes(self) -> float:
+        """Sent along all dimensions."""
+        return sum(part.num_bytes for part in self.traffic)
+
+    @property
+    def seconds(self) -> float:
+        """If the dimensions did not wait for each other."""
+        return sum(part.seconds for part in self.traffic)
+
+    @property
+    def exposed_seconds(self) -> float:
+        """Of these, while no computation runs."""
+        return sum(part.exposed_seconds for part in self.traffic)
+
+
 def of_replicas(
     cluster: Cluster, *, num_ranks: int, gradient_bytes: float, backward_seconds: float, ops: Sequence[Op] = ()
-) -> Communication:
+) -> Traffic:
     """Return DDP's: one all-reduce of the gradients, bucket by bucket during the last backward pass.
 
     An optimizer that divides its work sends its results in addition, which nothing hides.
@@ -40,66 +67,131 @@ def of_replicas(
         num_ranks: That average gradients.
         gradient_bytes: Of the model.
         backward_seconds: Of the last micro-batch.
-        ops: Of one step; the collectives among them are the optimizer's.
+        ops: Of one step; the collectives among them of all ranks are the optimizer's.
     """
     if num_ranks == 1:
-        return Communication()
+        return Traffic()
     sent = 2 * (num_ranks - 1) / num_ranks * gradient_bytes
     bandwidth, latency = cluster.bandwidth_between(num_ranks), cluster.reduction_latency(num_ranks)
     last = 2 * min(_BUCKET_BYTES, gradient_bytes) / bandwidth + latency
     seconds = sent / bandwidth + max(gradient_bytes / _BUCKET_BYTES, 1.0) * latency
     exposed = min(seconds, max(seconds - backward_seconds, last))
-    results = [op.cost.num_bytes for op in ops if op.cost.kind == "collective"]
+    results = [op.cost.num_bytes for op in ops if op.cost.kind == "collective" and not op.dimension]
     sharing = sum(results) / bandwidth + len(results) * cluster.latency_between(num_ranks)
-    return Communication(num_bytes=sent + sum(results), seconds=seconds + sharing, exposed_seconds=exposed + sharing)
+    return Traffic(
+        num_ranks=num_ranks,
+        num_bytes=sent + sum(results),
+        seconds=seconds + sharing,
+        exposed_seconds=exposed + sharing,
+    )
 
 
 def of_shards(
-    ops: Sequence[Op], step: StepSeconds, cluster: Cluster, sharding: Sharding, *, num_micro_batches: int
-) -> Communication:
+    ops: Sequence[Op],
+    step: StepSeconds,
+    cluster: Cluster,
+    mesh: Mesh,
+    *,
+    num_micro_batches: int,
+    syncs_each_micro_batch: bool = True,
+) -> list[Traffic]:
     """Return FSDP2's, from the collectives that were recorded.
 
     What one section sends, the next gathers among it, is sent while the section before computes: FSDP2 gathers ahead,
-    and reduces the gradients of a block while those of the next are computed.
+    and reduces the gradients of a block while those of the next are computed. Replicas add up what a shard has reduced.
 
     Args:
         ops: Of one step.
         step: Seconds of its sections.
         cluster: The devices.
-        sharding: Ranks along each axis.
+        mesh: Of the ranks.
+        num_micro_batches: Per optimizer step.
+        syncs_each_micro_batch: Whether gradients are reduced after each, not once a step.
+    """
+    sizes = {"shard": mesh.shard * mesh.context, "replicate": mesh.replicate}
+    strides = {"shard": mesh.tensor, "replicate": mesh.tensor * sizes["shard"]}
+    num_reductions = num_micro_batches if syncs_each_micro_batch else 1
+    needed = {name: dict.fromkeys(step.sections, (0.0, 0.0)) for name in sizes}  # seconds of a step, of a time
+    total = dict.fromkeys(sizes, 0.0)
+    for op in ops:
+        if op.cost.kind != "collective" or op.dimension not in sizes:
+            continue
+        name = op.dimension
+        sent, seconds = cost_of_collective(op, cluster, num_ranks=sizes[name], stride=strides[name])
+        repeats = (num_micro_batches if "gather" in op.name else num_reductions) if "/" in op.section else 1
+        total[name] += sent * repeats
+        of_step, at_once = needed[name].get(op.section, (0.0, 0.0))
+        needed[name][op.section] = (of_step + seconds * repeats, at_once + seconds)
+    result = []
+    for name, num_ranks in sizes.items():
+        exposed = hidden_behind = 0.0
+        seconds, at_a_time = (sum(part) for part in zip(*needed[name].values(), strict=True))
+        for section, part in step.sections.items():
+            of_step, at_once = needed[name].get(section, (0.0, 0.0))
+            if at_once and name == "shard":
+                exposed += max(at_once - hidden_behind, 0.0) * of_step / at_once
+            hidden_behind = part.total
+        if at_a_time and name == "replicate":  # what is late may catch up while later blocks are computed
+            exposed = max(at_a_time - step.of("backward/").total, 0.0) * seconds / at_a_time
+        if num_ranks > 1:
+            traffic = Traffic(
+                dimension=name, num_ranks=num_ranks, num_bytes=total[name], seconds=seconds, exposed_seconds=exposed
+            )
+            result.append(traffic)
+    return result
+
+
+def of_model_ranks(ops: Sequence[Op], cluster: Cluster, mesh: Mesh, *, num_micro_batches: int) -> list[Traffic]:
+    """Return what ranks send that divide matrices or sequences, from the collectives that were recorded.
+
+    None of it is hidden: what is sent is the input of the next operator.
+
+    Args:
+        ops: Of one step.
+        cluster: The devices.
+        mesh: Of the ranks.
         num_micro_batches: Per optimizer step.
     """
-    num_shards = sharding.mesh[-1]
-    bandwidth, latency = cluster.bandwidth_between(num_shards), cluster.latency_between(num_shards)
-    by_section: dict[str, float] = {}
-    counts: dict[str, int] = {}
-    for op in ops:
-        if op.cost.kind == "collective":
-            by_section[op.section] = by_section.get(op.section, 0.0) + op.cost.num_bytes
-            counts[op.section] = counts.get(op.section, 0) + 1
-    total = seconds = exposed = hidden_behind = 0.0
-    for name, part in step.sections.items():
-        repeats = num_micro_batches if "/" in name else 1
-        sent = by_section.get(name, 0.0) * (num_shards - 1) / num_shards
-        total += sent * repeats
-        needed = sent / bandwidth + counts.get(name, 0) * latency
-        seconds += needed * repeats
-        exposed += max(needed - hidden_behind, 0.0) * repeats
-        hidden_behind = part.total
-    if len(sharding.mesh) > 1 and sharding.mesh[0] > 1:
-        replicas = sharding.mesh[0]
-        gradients = max((op.allocated.get("gradients", 0) for op in ops[:1]), default=0)
-        sent = 2 * (replicas - 1) / replicas * gradients
-        across = sent / cluster.bandwidth_between(replicas * num_shards)
-        across += cluster.reduction_latency(replicas * num_shards)
-        total, seconds = total + sent, seconds + across
-        exposed += max(across - step.of("backward").total, 0.0)
-    return Communication(num_bytes=total, seconds=seconds, exposed_seconds=exposed)
+    result = []
+    for name in MODEL_DIMENSIONS:
+        num_ranks = getattr(mesh, name)
+        if num_ranks == 1:
+            continue
+        total = seconds = 0.0
+        for op in ops:
+            if op.cost.kind == "collective" and op.dimension == name:
+                stride = mesh.tensor if name == "context" else 1
+                repeats = num_micro_batches if "/" in op.section else 1
+                sent, took = cost_of_collective(op, cluster, num_ranks=num_ranks, stride=stride)
+                total, seconds = total + sent * repeats, seconds + took * repeats
+        traffic = Traffic(
+            dimension=name, num_ranks=num_ranks, num_bytes=total, seconds=seconds, exposed_seconds=seconds
+        )
+        result.append(traffic)
+    return result
+
+
+def cost_of_collective(op: Op, cluster: Cluster, *, num_ranks: int, stride: int) -> tuple[float, float]:
+    """Return the bytes that a rank sends in a recorded collective, and its seconds: of a ring, or of direct sends.
+
+    Args:
+        op: Its bytes are those of its larger side: what is gathered, or what is reduced.
+        cluster: The devices.
+        num_ranks: That take part.
+        stride: From one of them to the next.
+    """
+    if num_ranks == 1:
+        return 0.0, 0.0
+    is_sum = "all_reduce" in op.name or "allreduce" in op.name
+    sent = (2 if is_sum else 1) * (num_ranks - 1) / num_ranks * op.cost.num_bytes
+    latency = cluster.reduction_latency if is_sum else cluster.latency_between
+    seconds = sent / cluster.bandwidth_between(num_ranks, stride=stride) + latency(num_ranks, stride=stride)
+    return sent, seconds
 
 
 def of_partitions(
     zero: Zero, step: StepSeconds, cluster: Cluster, *, num_parameters: int, num_micro_batches: int, gathers_once: bool
-) -> Communication:
+) -> Traffic:
     """Return ZeRO's: gradients to their owners, weights back to everybody.
 
     Args:
@@ -111,7 +203,7 @@ def of_partitions(
         gathers_once: At stage 3, whether the gathered weights live until the backward pass.
     """
     if zero.num_ranks == 1:
-        return Communication()
+        return Traffic(dimension="shard")
     size = num_parameters * (2 if zero.is_half else _FLOAT32) * (zero.num_ranks - 1) / zero.num_ranks
     bandwidth, latency = cluster.bandwidth_between(zero.num_ranks), cluster.latency_between(zero.num_ranks)
     forward, backward = step.of("forward/").total, step.of("backward/").total
@@ -128,4 +220,10 @@ def of_partitions(
         exposed = max(size / bandwidth - backward, 0.0) * reductions + size / bandwidth  # the weights come back after
     # one collective for each bucket; those of a stage follow each other, so that their latency shows
     waited = sent / (zero.bucket * (2 if zero.is_half else _FLOAT32)) * latency
-    return Communication(num_bytes=sent, seconds=sent / bandwidth + waited, exposed_seconds=exposed + waited)
+    return Traffic(
+        dimension="shard",
+        num_ranks=zero.num_ranks,
+        num_bytes=sent,
+        seconds=sent / bandwidth + waited,
+        exposed_seconds=exposed + waited,
+    )

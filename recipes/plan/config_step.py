@@ -1,7 +1,8 @@
 """What a config means for one step: what its strategy does to it, and everything that the step depends on."""
 
+import math
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 import torch
 from torch import Tensor, nn
@@ -12,13 +13,17 @@ from recipes.config.instantiate import make, make_model
 from recipes.config.mesh import make_mesh
 from recipes.config.signature import read_signature
 from recipes.config.traits import get_traits
+from recipes.errors import ConfigError
+from recipes.mesh import Mesh
 from recipes.numerics.accumulation import Accumulation
 from recipes.plan.hardware import Cluster
 from recipes.plan.memory import Zero
+from recipes.plan.pipeline import Pipeline, read_pipeline
 from recipes.plan.step import Batch, Sharding, Step
 from recipes.precision import Precision
 from recipes.runtime.world import Ranks
 from recipes.strategy.deepspeed.partition import ALIGNMENT, BUCKET_ELEMENTS, list_cast_weights
+from recipes.task.base import TrainingTask
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -26,16 +31,23 @@ class Engine:
     """What the strategy of a config does to a step.
 
     Attributes:
-        num_ranks: Of the run.
+        mesh: Of the ranks of the run, or of one stage of its pipeline.
+        pipeline: Its stages.
         sharding: Of FSDP2; None: another.
         zero: Of DeepSpeed; None: another.
         offloads: Whether the optimizer steps in host memory.
     """
 
-    num_ranks: int
+    mesh: Mesh
+    pipeline: Pipeline = field(default_factory=Pipeline)
     sharding: Sharding | None = None
     zero: Zero | None = None
     offloads: bool = False
+
+    @property
+    def num_ranks(self) -> int:
+        """All ranks of the run."""
+        return self.mesh.world_size * self.pipeline.num_stages
 
 
 def find_engine(config: Config, precision: Precision, cluster: Cluster, *, model: nn.Module) -> Engine:
@@ -48,28 +60,26 @@ def find_engine(config: Config, precision: Precision, cluster: Cluster, *, model
         model: Unsharded, on any device.
 
     Raises:
-        ConfigError: The ranks do not divide into shards.
+        ConfigError: The sizes of the mesh do not divide the ranks.
     """
     node = config["strategy"]
     traits = get_traits(node)
-    num_ranks = cluster.num_devices if traits.needs_process_group else 1
+    pipeline, mesh = divide_ranks(config, cluster)
     if traits.state_layout == "fsdp":
-        mesh = make_mesh(config, Ranks(per_node=cluster.per_node, num_nodes=cluster.num_nodes, started_by=None))
         sharding = Sharding(
-            mesh=(mesh.shard,) if mesh.replicate == 1 else (mesh.replicate, mesh.shard),
             cpu_offload=node["cpu_offload"],
-            syncs_each_micro_batch=node["gradient_sync"] == "per_micro_batch",
+            syncs_each_micro_batch=node["gradient_sync"] == "per_micro_batch" and pipeline.num_stages == 1,
             reshard_after_forward=node["reshard_after_forward"],
             reduce_dtype=torch.bfloat16 if node["reduce_dtype"] == "bfloat16" else precision.reduce_dtype,
         )
-        return Engine(num_ranks=num_ranks, sharding=sharding, offloads=node["cpu_offload"])
+        return Engine(mesh=mesh, pipeline=pipeline, sharding=sharding, offloads=node["cpu_offload"])
     if traits.state_layout == "zero":
         num_parameters = sum(parameter.numel() for parameter in model.parameters())
         cast = list_cast_weights(getattr(model, "blocks", ())) if node["stage"] == 3 and precision.is_mixed else ()
         bucket = max(min(BUCKET_ELEMENTS, num_parameters // 8) // ALIGNMENT * ALIGNMENT, ALIGNMENT)
         zero = Zero(
             stage=node["stage"],
-            num_ranks=num_ranks,
+            num_ranks=mesh.world_size,
             bucket=bucket,
             num_buckets=2 if cluster.device.full_name is not None else 1,
             offloads_optimizer=node["offload_optimizer"] is not None,
@@ -77,8 +87,41 @@ def find_engine(config: Config, precision: Precision, cluster: Cluster, *, model
             is_half=not precision.is_mixed and precision.param_dtype != torch.float32,
             num_cast=sum(weight.numel() for weight in cast),
         )
-        return Engine(num_ranks=num_ranks, zero=zero, offloads=zero.offloads_optimizer)
-    return Engine(num_ranks=num_ranks)
+        return Engine(mesh=mesh, zero=zero, offloads=zero.offloads_optimizer)
+    return Engine(mesh=mesh)
+
+
+def divide_ranks(config: Config, cluster: Cluster) -> tuple[Pipeline, Mesh]:
+    """Return the stages of a config's pipeline, and the mesh of the ranks of one.
+
+    Raises:
+        ConfigError: The sizes do not divide the ranks, or there is one that a plan does not know.
+    """
+    if (config.get("expert_parallel_size") or 1) > 1:
+        raise ConfigError(
+            f"expert_parallel_size={config['expert_parallel_size']} mode=plan",
+            "a plan does not know ranks that divide experts",
+            "expert_parallel_size=1",
+        )
+    pipeline = read_pipeline(config)
+    traits = get_traits(config["strategy"])
+    world_size = cluster.num_devices if traits.needs_process_group else 1
+    stages = pipeline.num_stages
+    if stages > 1 and traits.state_layout != "fsdp":
+        raise ConfigError(
+            f"pipeline_parallel_size={stages} {traits.typed}",
+            "a plan divides layers under strategy=fsdp and hsdp only",
+            "strategy=fsdp, or pipeline_parallel_size=1",
+        )
+    if world_size % stages:
+        raise ConfigError(
+            f"pipeline_parallel_size={stages}",
+            f"{world_size} ranks do not divide into so many stages",
+            f"pipeline_parallel_size={math.gcd(world_size, stages)}",
+        )
+    per_node = math.gcd(cluster.per_node, world_size // stages)  # stages are the outermost dimension
+    ranks = Ranks(per_node=per_node, num_nodes=world_size // stages // per_node, started_by=None)
+    return pipeline, make_mesh(config | {"pipeline_parallel_size": 1}, ranks)
 
 
 def describe_step(
@@ -100,9 +143,12 @@ def describe_step(
         shape: Of one sample.
         on_gpu: Whether the operators are those of a GPU.
     """
-    task = build_task(config | {"metrics": {}, "compile": False}, precision)
+
+    def make_task() -> TrainingTask:
+        return build_task(config | {"metrics": {}, "compile": False}, precision)
 
     def objective(model: nn.Module, batch: Batch) -> Tensor:
+        task = make_task()  # a new one: its loss knows the ranks of the first model that it sees
         task.model = model
         objective_sum, _ = task.objective_sum(batch)
         loss: Tensor = objective_sum * (1.0 / batch["num_targets"])
@@ -111,7 +157,7 @@ def describe_step(
     return Step(
         make_model=lambda: make_model(config),
         objective=objective,
-        make_batch=_batch_maker(task.input_kind, shape, precision),
+        make_batch=_batch_maker(make_task().input_kind, shape, precision),
         make_optimizer=make(config["optimizer"]),
         precision=precision,
         activation_checkpoint=make(config["activation_checkpoint"]),
@@ -121,8 +167,9 @@ def describe_step(
         engine_steps=engine.zero is not None,
         drops_gradients=engine.zero is not None and engine.zero.stage > 1,
         ema_decay=config["ema_decay"],
+        mesh=engine.mesh,
         sharding=engine.sharding,
-        num_replicas=engine.num_ranks if engine.sharding is None and engine.zero is None else 1,
+        num_replicas=engine.mesh.world_size if engine.sharding is None and engine.zero is None else 1,
         on_gpu=on_gpu,
     )
 

@@ -72,6 +72,7 @@ LINKS = {
 _HOP_SECONDS, _PCIE_HOP_SECONDS, _NETWORK_HOP_SECONDS = 3.4e-6, 5.7e-6, 14e-6
 # what of a link or a memory a kernel gets: nccl-tests on NVLink and stream benchmarks on HBM reach 75 to 90 %
 LINK_EFFICIENCY = 0.75
+LARGEST_NODE = 8  # more devices than this in `plan.hardware=` are several nodes
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -99,23 +100,38 @@ class Cluster:
         """Devices in all nodes."""
         return self.per_node * self.num_nodes
 
-    def bandwidth_between(self, num_ranks: int) -> float:
-        """Return bytes per second and direction of a ring through a number of neighbouring ranks."""
-        slowest = LINKS[self.link] if num_ranks <= self.per_node else min(LINKS[self.link], LINKS[self.network])
-        return slowest * LINK_EFFICIENCY
+    def bandwidth_between(self, num_ranks: int, *, stride: int = 1) -> float:
+        """Return bytes per second and direction that a rank of a group gets, all groups like it sending at once.
 
-    def latency_between(self, num_ranks: int) -> float:
-        """Return the seconds in which nothing goes once around a ring of neighbouring ranks."""
-        nodes = -(-num_ranks // self.per_node)
-        hop = _PCIE_HOP_SECONDS if self.link.startswith("pcie") else _HOP_SECONDS
-        return max(num_ranks - nodes, 0) * hop + (nodes - 1) * _NETWORK_HOP_SECONDS
+        The ranks of a group in one node send through a network link each (rails), as NCCL's rings do: across nodes a
+        group of whole nodes is nearly as fast as within one, and one with a rank in each node is not.
 
-    def reduction_latency(self, num_ranks: int) -> float:
-        """Return the seconds in which all of some ranks have added nothing: twice a ring, or up and down a tree."""
-        nodes = -(-num_ranks // self.per_node)
-        hop = _PCIE_HOP_SECONDS if self.link.startswith("pcie") else _HOP_SECONDS
-        tree = (min(num_ranks, self.per_node) - 1) * hop + math.log2(nodes) * _NETWORK_HOP_SECONDS
-        return 2 * min(self.latency_between(num_ranks), tree)
+        Args:
+            num_ranks: Of the group.
+            stride: From one of its ranks to the next: 1, neighbours.
+        """
+        if (num_ranks - 1) * stride < self.per_node:
+            return LINKS[self.link] * LINK_EFFICIENCY
+        rails = min(max(self.per_node // stride, 1), num_ranks)
+        return min(LINKS[self.link], rails * LINKS[self.network]) * LINK_EFFICIENCY
+
+    def latency_between(self, num_ranks: int, *, stride: int = 1) -> float:
+        """Return the seconds in which nothing goes once around a ring of the ranks of a group."""
+        nodes = self._nodes_of(num_ranks, stride)
+        return max(num_ranks - nodes, 0) * self._hop + (nodes - 1) * _NETWORK_HOP_SECONDS
+
+    def reduction_latency(self, num_ranks: int, *, stride: int = 1) -> float:
+        """Return the seconds in which all ranks of a group have added nothing: twice a ring, or up and down a tree."""
+        nodes = self._nodes_of(num_ranks, stride)
+        tree = (-(-num_ranks // nodes) - 1) * self._hop + math.log2(nodes) * _NETWORK_HOP_SECONDS
+        return 2 * min(self.latency_between(num_ranks, stride=stride), tree)
+
+    def _nodes_of(self, num_ranks: int, stride: int) -> int:
+        return min(num_ranks, -(-num_ranks * stride // self.per_node)) if num_ranks > 1 else 1
+
+    @property
+    def _hop(self) -> float:
+        return _PCIE_HOP_SECONDS if self.link.startswith("pcie") else _HOP_SECONDS
 
 
 def find_cluster(
@@ -124,7 +140,8 @@ def find_cluster(
     """Return what `plan.hardware=` names.
 
     Args:
-        hardware: `h100x8`: a device and how many of them a node has; `auto` and `measured`: this machine.
+        hardware: `h100x8`: a device and how many of them there are, in nodes of 8 if they are more; `auto` and
+            `measured`: this machine.
         per_node: Ranks per node that the run asks for; None: all devices of a node.
         num_nodes: Nodes that the run asks for.
         interconnect: Link between devices, of a node or, with several nodes, between them; None: the usual one.
@@ -133,7 +150,10 @@ def find_cluster(
     Raises:
         ConfigError: There is no such device or link.
     """
-    device, count = _this_machine() if hardware in (AUTO, MEASURED) else _parse(hardware)
+    is_here = hardware in (AUTO, MEASURED)
+    device, count = _this_machine() if is_here else _parse(hardware)
+    if not is_here and per_node is None and num_nodes == 1 and count > LARGEST_NODE and count % LARGEST_NODE == 0:
+        count, num_nodes = LARGEST_NODE, count // LARGEST_NODE
     if interconnect is not None and interconnect not in LINKS:
         raise ConfigError(
             f"plan.interconnect={interconnect}",

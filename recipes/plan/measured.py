@@ -16,8 +16,9 @@ from torch import Tensor
 from torch.utils._pytree import tree_flatten, tree_map
 
 from recipes.plan.cost import cost_of
+from recipes.plan.fake_rank import MeshGroups, autocast
 from recipes.plan.roofline import Seconds, StepSeconds
-from recipes.plan.step import Step, autocast, build_model, clip, record_step
+from recipes.plan.step import Step, build_model, clip, record_step
 from recipes.plan.trace import Op
 from recipes.plan.unroll import find_period
 from recipes.runtime.console import LOGGER
@@ -132,7 +133,7 @@ def time_real_steps(step: Step, *, blocks: Sequence[int] | None, device: torch.d
     """
     seconds: list[float] = []
     with torch.device(device):
-        model = build_model(step, blocks, None)
+        model = build_model(step, blocks, MeshGroups())
         model.init_weights(0)  # type: ignore[operator]
         optimizer = step.make_optimizer(model)
         parameters = [parameter for parameter in model.parameters() if parameter.requires_grad]

@@ -8,27 +8,28 @@ from torch import nn
 
 from recipes.config.compose import Config
 from recipes.config.instantiate import make, make_model
-from recipes.config.traits import get_compile_mode
-from recipes.errors import ConfigError
+from recipes.mesh import Mesh
 from recipes.model.flops import Flops, flops_per_sample
 from recipes.model.weights.adapter import has_adapter
 from recipes.numerics.accumulation import Accumulation, divide
 from recipes.numerics.nf4 import get_parts
-from recipes.plan.activations import PCIE_BYTES_PER_SECOND, Transfer, keep_budget, time_transfers
-from recipes.plan.communication import Communication, of_partitions, of_replicas, of_shards
+from recipes.plan.activations import Transfer, keep_budget
+from recipes.plan.communication import Communication
 from recipes.plan.config_step import Engine, describe_step, find_engine, find_sample_shape
 from recipes.plan.hardware import GIB, Cluster
-from recipes.plan.measured import OperatorTimer, calibrate, time_operators
+from recipes.plan.measured import OperatorTimer
 from recipes.plan.memory import MASTER, Moment, Peak, find_peak, timeline, with_unsharded_gradients, with_zero
-from recipes.plan.roofline import Rates, StepSeconds, time_step
+from recipes.plan.pipeline import Pipeline
+from recipes.plan.roofline import Rates, StepSeconds
+from recipes.plan.stages import Stages, divide_layers, stage_moments
 from recipes.plan.step import Step, record_step
+from recipes.plan.times import estimate_times, measure_times
 from recipes.plan.trace import GRADIENTS, OFFLOADED, OPTIMIZER, WEIGHTS, Op
 from recipes.plan.unroll import block_kinds, record_unrolled
 from recipes.precision import Precision
 
 # kept free for what the allocator cannot use: blocks of other sizes than those asked for
 FRAGMENTATION = 0.05
-_HOST_ADAM_BYTES_PER_SECOND = 20e9  # of one rank, weights and state in host memory; depends on the host
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -38,6 +39,8 @@ class Plan:
     Attributes:
         cluster: What it is planned for.
         num_ranks: Of the run.
+        mesh: Of them, or of those of one stage of a pipeline.
+        pipeline: Its stages.
         accumulation: Global batch and micro-batches.
         num_parameters: Of the unsharded model.
         moments: Memory of a rank over one step.
@@ -54,10 +57,13 @@ class Plan:
         memory_budget: Of the activations; None: torch's own choice.
         step_seconds: Of an optimizer step; None without rates.
         forward_seconds: Of a micro-batch without gradients.
+        bubble: Share of a step in which a stage of the pipeline has nothing to do; None: there is none, or no rates.
     """
 
     cluster: Cluster
     num_ranks: int
+    mesh: Mesh
+    pipeline: Pipeline
     accumulation: Accumulation
     num_parameters: int
     moments: list[Moment]
@@ -74,6 +80,7 @@ class Plan:
     memory_budget: float | None = None
     step_seconds: float | None = None
     forward_seconds: float | None = None
+    bubble: float | None = None
 
     @property
     def limit_bytes(self) -> int:
@@ -107,32 +114,33 @@ def make_plan(config: Config, cluster: Cluster, *, rates: Rates | OperatorTimer 
     accumulation = divide(
         global_batch_size=config["global_batch_size"],
         micro_batch_size=config["micro_batch_size"],
-        num_devices=num_ranks,
+        num_devices=engine.mesh.data_size,
         accumulate_grad_batches=config["trainer"]["accumulate_grad_batches"],
     )
     shape = find_sample_shape(config)
     step = describe_step(config, precision, accumulation, engine, shape, on_gpu=cluster.device.full_name is not None)
     kinds = block_kinds(model, recomputes=step.activation_checkpoint.recomputes)
     ops, reason = _record(step, kinds, keep_calls=isinstance(rates, OperatorTimer))
-    moments = list(timeline(ops))
-    if engine.zero is not None:
-        moments = list(with_zero(moments, engine.zero, num_parameters=num_parameters, accumulates=step.accumulates))
-    elif engine.sharding is not None and step.accumulates and not engine.sharding.syncs_each_micro_batch:
-        unsharded = num_parameters * precision.param_dtype.itemsize
-        moments = list(with_unsharded_gradients(moments, num_bytes=unsharded))
+    stages = _find_stages(ops, model, engine, step, shape)
+    moments = _find_moments(ops, engine, step, stages, accumulation, num_parameters=num_parameters)
     state_bytes = _state_bytes(moments[0], engine, saved_share=_saved_share(model))
     moments, offloaded = _without_offloaded(moments, engine, is_gpu=step.on_gpu)
-    checkpoint_bytes = state_bytes * (num_ranks if engine.zero or engine.sharding else 1)
-    if engine.sharding is not None and len(engine.sharding.mesh) > 1:
-        checkpoint_bytes //= engine.sharding.mesh[0]
+    is_sharded = engine.zero is not None or engine.sharding is not None
+    checkpoint_bytes = state_bytes * (num_ranks if is_sharded else 1)
+    if engine.sharding is not None:
+        checkpoint_bytes //= engine.mesh.replicate
+    mesh = engine.mesh
     plan = Plan(
         cluster=cluster,
         num_ranks=num_ranks,
+        mesh=mesh,
+        pipeline=engine.pipeline,
         accumulation=accumulation,
         num_parameters=num_parameters,
         moments=moments,
         peak=find_peak(moments),
-        optimizer_bytes=ops[0].allocated.get(OPTIMIZER, 0) * (engine.sharding.mesh[-1] if engine.sharding else 1),
+        optimizer_bytes=ops[0].allocated.get(OPTIMIZER, 0)
+        * (mesh.world_size // mesh.replicate if engine.sharding else 1),
         host=offloaded | _host_copies(config, state_bytes, num_sharing=_num_sharing(engine, cluster)),
         checkpoint_bytes=checkpoint_bytes,
         disk_bytes=checkpoint_bytes * _num_kept(config),
@@ -142,14 +150,80 @@ def make_plan(config: Config, cluster: Cluster, *, rates: Rates | OperatorTimer 
     )
     if rates is None or reason is not None:
         return plan
+    num_micro_batches = accumulation.num_micro_batches
     if isinstance(rates, OperatorTimer):
-        return _with_measured_times(plan, ops, step, kinds, rates)
-    return _with_times(plan, config, ops, engine, rates)
+        times = measure_times(ops, step, kinds, rates, num_ranks=num_ranks, num_micro_batches=num_micro_batches)
+    else:
+        times = estimate_times(
+            config,
+            cluster,
+            ops,
+            engine,
+            rates,
+            num_parameters=num_parameters,
+            num_micro_batches=num_micro_batches,
+            stages=stages,
+        )
+    return replace(
+        plan,
+        step=times.step,
+        communication=times.communication,
+        transfer=times.transfer,
+        step_seconds=times.step_seconds,
+        forward_seconds=times.forward_seconds,
+        bubble=times.bubble,
+    )
+
+
+def _find_stages(ops: list[Op], model: nn.Module, engine: Engine, step: Step, shape: tuple[int, ...]) -> Stages | None:
+    """Return how a pipeline divides the layers; None: there is no pipeline."""
+    if engine.pipeline.num_stages == 1:
+        return None
+    mesh = engine.mesh
+    divided = mesh.context * (mesh.tensor if mesh.sequence_parallel else 1)
+    elements = step.micro_batch_size * shape[0] / divided * int(getattr(model, "hidden_size", 0))
+    # the residual stream has the dtype of the weights
+    boundary_bytes = elements * step.precision.param_dtype.itemsize
+    return divide_layers(ops, model, engine.pipeline, boundary_bytes=boundary_bytes)
+
+
+def _find_moments(
+    ops: list[Op],
+    engine: Engine,
+    step: Step,
+    stages: Stages | None,
+    accumulation: Accumulation,
+    *,
+    num_parameters: int,
+) -> list[Moment]:
+    """Return the memory of a rank, with what its engine adds to the recorded operators."""
+    moments = list(timeline(ops))
+    if engine.zero is not None:
+        return list(with_zero(moments, engine.zero, num_parameters=num_parameters, accumulates=step.accumulates))
+    if engine.sharding is None:
+        return moments
+    precision, tensor = step.precision, engine.mesh.tensor
+    if stages is not None:
+        return stage_moments(
+            ops,
+            moments,
+            stages,
+            num_micro_batches=accumulation.num_micro_batches,
+            gathered_itemsize=precision.compute_dtype.itemsize,
+            gradient_itemsize=engine.sharding.reduce_dtype.itemsize,
+            tensor=tensor,
+        )
+    if step.accumulates and not engine.sharding.syncs_each_micro_batch:
+        unsharded = num_parameters * precision.param_dtype.itemsize // tensor
+        return list(with_unsharded_gradients(moments, num_bytes=unsharded))
+    return moments
 
 
 def _record(step: Step, kinds: Sequence[object], *, keep_calls: bool) -> tuple[list[Op], str | None]:
     """Return the operators of a step and why those of the forward pass are missing; None: they are there."""
     try:
+        if step.mesh.tensor > 1 and kinds:  # DTensor derives placements once, with operators that are none of the step
+            record_step(step, blocks=[0])
         ops = record_unrolled(lambda blocks: record_step(step, blocks=blocks, keep_calls=keep_calls), kinds)
     except (RuntimeError, NotImplementedError) as error:  # what a fake tensor raises where a value is read
         reason = " ".join(str(error).split()) or type(error).__name__
@@ -220,74 +294,6 @@ def _num_kept(config: Config) -> int:
     node, steps = config["checkpoint"], config["trainer"]["max_steps"]
     every = node["keep_every"]
     return int(node["keep_last"] + node["keep_best"] + 1 + (steps // every if every else 0))
-
-
-def _with_measured_times(plan: Plan, ops: list[Op], step: Step, kinds: Sequence[object], timer: OperatorTimer) -> Plan:
-    if plan.num_ranks > 1:
-        raise ConfigError(
-            f"plan.hardware=measured with {plan.num_ranks} ranks",
-            "operators are timed on one device, and what ranks send each other is not",
-            "strategy=single trainer.devices=1, or plan.hardware=<a device of the table>",
-        )
-    times = time_operators(ops, timer, factor=calibrate(step, kinds, timer))
-    forward, backward = times.of("forward/").total, times.of("backward/").total
-    transfer = time_transfers(ops, times) if step.on_gpu else None  # on a CPU the copies were timed
-    exposed = transfer.exposed_seconds if transfer is not None else 0.0
-    seconds = plan.accumulation.num_micro_batches * (forward + backward + exposed)
-    seconds += times.of("clipping").total + times.of("optimizer").total
-    return replace(
-        plan,
-        step=times,
-        communication=Communication(),
-        transfer=transfer,
-        step_seconds=seconds,
-        forward_seconds=forward,
-    )
-
-
-def _with_times(plan: Plan, config: Config, ops: list[Op], engine: Engine, rates: Rates) -> Plan:
-    on_gpu = plan.cluster.device.full_name is not None
-    step = time_step(ops, rates, is_compiled=get_compile_mode(config, on_gpu=on_gpu) is not None)
-    num_micro_batches = plan.accumulation.num_micro_batches
-    backward = step.of("backward/").total
-    communication = Communication()
-    if engine.sharding is not None:
-        communication = of_shards(ops, step, plan.cluster, engine.sharding, num_micro_batches=num_micro_batches)
-    elif engine.zero is not None:
-        communication = of_partitions(
-            engine.zero,
-            step,
-            plan.cluster,
-            num_parameters=plan.num_parameters,
-            num_micro_batches=num_micro_batches,
-            gathers_once=plan.num_parameters <= 1_000_000_000,
-        )
-    else:
-        gradient_bytes = float(ops[0].allocated.get(GRADIENTS, 0))
-        communication = of_replicas(
-            plan.cluster, num_ranks=plan.num_ranks, gradient_bytes=gradient_bytes, backward_seconds=backward, ops=ops
-        )
-    transfer = time_transfers(ops, step)
-    exposed = transfer.exposed_seconds if transfer is not None else 0.0
-    seconds = num_micro_batches * (step.of("forward/").total + backward + exposed)
-    seconds += _optimizer_seconds(plan, step, engine, rates) + communication.exposed_seconds
-    return replace(
-        plan,
-        step=step,
-        communication=communication,
-        transfer=transfer,
-        step_seconds=seconds,
-        forward_seconds=step.of("forward/").total,
-    )
-
-
-def _optimizer_seconds(plan: Plan, step: StepSeconds, engine: Engine, rates: Rates) -> float:
-    share = 4.0 * plan.num_parameters / engine.num_ranks
-    if engine.offloads:  # gradients go to the host, weights come back; 7 reads and writes of the state in between
-        return 2 * share / PCIE_BYTES_PER_SECOND + 7 * share / _HOST_ADAM_BYTES_PER_SECOND
-    if engine.zero is not None:
-        return 9 * share / (rates.bandwidth * rates.memory)
-    return step.of("clipping").total + step.of("optimizer").total
 
 
 def gib(num_bytes: float) -> float:

@@ -73,7 +73,7 @@ def measure_run(
     eval_seconds = None
     eval_samples = get_eval_samples(config)
     if eval_samples is not None and plan.forward_seconds is not None:
-        share = -(-eval_samples // plan.num_ranks)
+        share = -(-eval_samples // plan.mesh.data_size)
         eval_seconds = -(-share // plan.accumulation.micro_batch_size) * plan.forward_seconds
     training = steps * seconds
     validating = length.evaluations * (eval_seconds or 0.0)

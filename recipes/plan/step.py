@@ -6,25 +6,35 @@ storage and collectives do nothing. Other engines are one device here: `recipes.
 
 import contextlib
 import functools
-import math
-from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensorMode
-from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.fsdp import CPUOffloadPolicy, OffloadPolicy
 from torch.distributed.tensor import DTensor
 from torch.utils._pytree import tree_leaves
 
 from recipes.activation_checkpoint import ActivationCheckpoint
+from recipes.mesh import Mesh
 from recipes.numerics.ema import average_weights
 from recipes.numerics.nf4 import get_parts
 from recipes.optimizer import DividesWork
+from recipes.parallel.context import divide_sequences
+from recipes.parallel.tensor import divide_tensors
 from recipes.plan.activations import mark_host_copies
+from recipes.plan.fake_rank import (
+    MeshGroups,
+    autocast,
+    default_dtype,
+    fake_ranks,
+    gpu_operators,
+    make_groups,
+    real_meshes,
+)
 from recipes.plan.trace import GRADIENTS, OPTIMIZER, WEIGHTS, Op, StepTracer
 from recipes.precision import Precision
 from recipes.strategy.sharding import ShardPolicy, shard_model
@@ -34,17 +44,15 @@ Batch = dict[str, Any]
 
 @dataclass(frozen=True, kw_only=True)
 class Sharding:
-    """How FSDP2 shards.
+    """How FSDP2 shards, over the ranks of `Step.mesh` that have different tokens.
 
     Attributes:
-        mesh: Ranks along each axis, the last one shards.
         cpu_offload: Keep shards in host memory.
         syncs_each_micro_batch: Reduce gradients after every backward pass, not once a step.
         reshard_after_forward: Gather each block again for its backward pass.
         reduce_dtype: In which gradients are summed over ranks.
     """
 
-    mesh: tuple[int, ...]
     cpu_offload: bool = False
     syncs_each_micro_batch: bool = True
     reshard_after_forward: bool = True
@@ -68,6 +76,7 @@ class Step:
         drops_gradients: Whether each gradient is taken away as soon as it is complete, as ZeRO 2 and 3 do.
         engine_steps: Whether gradients are clipped and the optimizer steps elsewhere, as under ZeRO.
         ema_decay: Of an average of the weights; None: there is none.
+        mesh: Of all ranks.
         sharding: Of FSDP2; None: each rank holds everything.
         num_replicas: Ranks that hold the same weights and gradients, without FSDP2.
         on_gpu: Record the operators of a GPU where they differ from those of a CPU.
@@ -85,6 +94,7 @@ class Step:
     drops_gradients: bool = False
     engine_steps: bool = False
     ema_decay: float | None = None
+    mesh: Mesh = field(default_factory=Mesh)
     sharding: Sharding | None = None
     num_replicas: int = 1
     on_gpu: bool = False
@@ -103,12 +113,12 @@ def record_step(
         keep_calls: Keep the arguments of each operator.
         computes: Whether there is a forward and a backward pass; else the model is only clipped and stepped.
     """
-    world_size = step.num_replicas if step.sharding is None else math.prod(step.sharding.mesh)
-    needs_group = step.sharding is not None or world_size > 1
-    with _fake_ranks(world_size if needs_group else 0), contextlib.ExitStack() as fakes:
-        mesh = _make_mesh(step.sharding)
+    needs_group = step.sharding is not None or step.num_replicas > 1 or step.mesh.model_size > 1
+    with fake_ranks(step.mesh.world_size if needs_group else 0), contextlib.ExitStack() as fakes:
+        groups = make_groups(step.mesh, shards=step.sharding is not None)
         fakes.enter_context(FakeTensorMode(allow_non_fake_inputs=True))
-        model = build_model(step, blocks, mesh)
+        with real_meshes():
+            model = build_model(step, blocks, groups)
         optimizer = step.make_optimizer(model)
         if isinstance(optimizer, DividesWork):
             optimizer.replicas = dist.group.WORLD if step.num_replicas > 1 else None
@@ -121,7 +131,8 @@ def record_step(
         optimizer.step()  # creates its state
         if step.drops_gradients or (step.engine_steps and not step.accumulates):
             optimizer.zero_grad()
-        with StepTracer(keep_calls=keep_calls) as tracer, mark_host_copies(tracer), _gpu_operators(step.on_gpu):
+        tracer = StepTracer(keep_calls=keep_calls, dimensions=groups.dimensions())
+        with tracer, mark_host_copies(tracer), gpu_operators(step.on_gpu):
             for tensor in [*model.parameters(), *model.buffers()]:
                 for part in get_parts(tensor):
                     tracer.add(part, category=WEIGHTS)
@@ -171,12 +182,6 @@ def _mark(tracer: StepTracer, parameters: list[nn.Parameter], optimizer: torch.o
                 tracer.add(value, category=OPTIMIZER)
 
 
-def _make_mesh(sharding: Sharding | None) -> DeviceMesh | None:
-    if sharding is None:
-        return None
-    return init_device_mesh("cpu", sharding.mesh, mesh_dim_names=("replicate", "shard")[-len(sharding.mesh) :])
-
-
 @torch.no_grad()
 def clip(parameters: list[nn.Parameter]) -> None:
     """Do what clipping does on a GPU: one pass over this rank's gradients for the norm, one to scale them."""
@@ -192,13 +197,26 @@ def _drop_gradient(tracer: StepTracer, parameter: Tensor) -> None:
     parameter.grad = None
 
 
-def build_model(step: Step, blocks: Sequence[int] | None, mesh: DeviceMesh | None) -> nn.Module:
-    with _default_dtype(step.precision.param_dtype):
+def build_model(step: Step, blocks: Sequence[int] | None, groups: MeshGroups) -> nn.Module:
+    """Return the model as its strategy would, `FSDP2Strategy.materialize` for one.
+
+    Args:
+        step: What to run.
+        blocks: Indices of the blocks to keep; None: all.
+        groups: Ranks that divide it.
+    """
+    with default_dtype(step.precision.param_dtype):
         model = step.make_model()
     if step.activation_checkpoint.changes_blocks:
         step.activation_checkpoint.apply(model.blocks)  # type: ignore[arg-type]
     if blocks is not None:
         model.blocks = nn.ModuleList([model.blocks[index] for index in blocks])  # type: ignore[index, misc]
+    mesh = groups.device_mesh
+    if step.mesh.tensor > 1:
+        assert mesh is not None
+        divide_tensors(model, mesh["tensor"], sequence_parallel=step.mesh.sequence_parallel)
+    if groups.context is not None:
+        divide_sequences(model, groups.context)
     if step.sharding is not None and mesh is not None:
         policy = ShardPolicy(
             precision=step.precision,
@@ -206,18 +224,9 @@ def build_model(step: Step, blocks: Sequence[int] | None, mesh: DeviceMesh | Non
             reshard_after_forward=step.sharding.reshard_after_forward,
             reduce_dtype=step.sharding.reduce_dtype,
         )
-        shard_model(model, mesh=mesh, policy=policy, option="fsdp")
+        names = tuple(name for name in mesh.mesh_dim_names or () if name != "tensor")
+        shard_model(model, mesh=mesh[names], policy=policy, option="fsdp")
     return model.train()
-
-
-@contextlib.contextmanager
-def _default_dtype(dtype: torch.dtype) -> Iterator[None]:
-    before = torch.get_default_dtype()
-    torch.set_default_dtype(dtype)
-    try:
-        yield
-    finally:
-        torch.set_default_dtype(before)
 
 
 def _mark_blocks(model: nn.Module, tracer: StepTracer) -> None:
@@ -249,49 +258,3 @@ def _mark_blocks(model: nn.Module, tracer: StepTracer) -> None:
         # before FSDP2's own hooks, which gather the next block in either direction: that is part of this one
         block.register_forward_pre_hook(functools.partial(before, name, index == 0), prepend=True)
         block.register_forward_hook(functools.partial(after, name, index == len(blocks) - 1), prepend=True)
-
-
-@contextlib.contextmanager
-def autocast(precision: Precision, device_type: str = "cpu") -> Iterator[None]:
-    """Enter autocast as Lightning's plugin does; fake tensors lie on the CPU."""
-    if not precision.is_mixed:
-        yield
-        return
-    with torch.autocast(device_type, precision.compute_dtype, cache_enabled=False):
-        yield
-
-
-@contextlib.contextmanager
-def _fake_ranks(world_size: int) -> Iterator[None]:
-    """Be rank 0 of a process group whose collectives do nothing; 0: none is needed."""
-    if world_size == 0:
-        yield
-        return
-    from torch.testing._internal.distributed.fake_pg import FakeStore
-
-    dist.init_process_group("fake", rank=0, world_size=world_size, store=FakeStore())
-    try:
-        yield
-    finally:
-        dist.destroy_process_group()
-
-
-@contextlib.contextmanager
-def _gpu_operators(on_gpu: bool) -> Iterator[None]:
-    """Replace what torch does otherwise on a GPU: dropout keeps a mask of one byte an element there."""
-    if not on_gpu:
-        yield
-        return
-    functional = nn.functional
-    dropout = functional.dropout
-
-    def native(input: Tensor, p: float = 0.5, training: bool = True, inplace: bool = False) -> Tensor:
-        if not training or p == 0.0:
-            return input
-        return torch.native_dropout(input, p, True)[0]
-
-    functional.dropout = native  # type: ignore[assignment]
-    try:
-        yield
-    finally:
-        functional.dropout = dropout

@@ -2,11 +2,12 @@
 
 import weakref
 from collections import defaultdict
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.tensor import DTensor
 from torch.utils._python_dispatch import TorchDispatchMode
@@ -26,10 +27,12 @@ WEIGHTS, GRADIENTS, OPTIMIZER, CASTS, ACTIVATIONS, OFFLOADED, LOSS, GATHERED, TE
     "communication",
     "temporary",
 )
+_WAIT: Any = torch.ops._c10d_functional.wait_tensor.default
 BEFORE = "before"  # the section of what exists when the step begins
 # namespaces of operators that move no data
 _BOOKKEEPING = frozenset({"prim", "profiler"})
-_COLLECTIVES = frozenset({"c10d", "fsdp", "_c10d_functional"})
+# FSDP2's, whose results are gathered weights and gradients under way; those with a gradient return activations
+_COLLECTIVES = frozenset({"c10d", "fsdp"})
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -45,6 +48,7 @@ class Op:
         reads: Storages that it reads, by number, with the bytes.
         writes: Storages that it writes, likewise.
         temporary: Those of `writes` that are freed before the section is over.
+        dimension: Of the mesh, whose ranks a collective connects; empty: no collective, or one of all ranks.
         call: The operator and its arguments, to run it again; None unless calls are kept.
     """
 
@@ -56,6 +60,7 @@ class Op:
     reads: dict[int, float] = field(default_factory=dict)
     writes: dict[int, float] = field(default_factory=dict)
     temporary: frozenset[int] = frozenset()
+    dimension: str = ""
     call: Any = None
 
 
@@ -77,6 +82,7 @@ class _Record:
     section: str
     cost: Cost
     call: Any
+    dimension: str = ""
     changes: list[tuple[_Block, int]] = field(default_factory=list)
     reads: dict[_Block, float] = field(default_factory=dict)
     writes: dict[_Block, float] = field(default_factory=dict)
@@ -90,13 +96,15 @@ class StepTracer(TorchDispatchMode):  # type: ignore[no-untyped-call]
 
     Args:
         keep_calls: Keep the arguments of each operator.
+        dimensions: Of the mesh, by the names of their process groups.
 
     Attributes:
         section: The part of the step that is running; set by the caller.
     """
 
-    def __init__(self, *, keep_calls: bool = False) -> None:
+    def __init__(self, *, keep_calls: bool = False, dimensions: Mapping[str, str] | None = None) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
+        self._dimensions = dimensions or {}
         self.section = BEFORE
         self._keep_calls = keep_calls
         self._records: list[_Record] = [_Record("start", BEFORE, Cost(), None)]
@@ -108,6 +116,8 @@ class StepTracer(TorchDispatchMode):  # type: ignore[no-untyped-call]
         if any(issubclass(kind, DTensor) or kind.__name__ == "NF4Tensor" for kind in types):
             return NotImplemented  # their operators on plain tensors come back here
         kwargs = kwargs or {}
+        if func is _WAIT:  # returns what it waited for; a fake of it would be another tensor
+            return args[0]
         out = func(*args, **kwargs)
         namespace = func.namespace
         if namespace in _BOOKKEEPING:
@@ -115,6 +125,8 @@ class StepTracer(TorchDispatchMode):  # type: ignore[no-untyped-call]
         call = (func, args, kwargs) if self._keep_calls else None
         record = _Record(str(func._schema.name), self.section, cost_of(func, args, kwargs, out), call)
         self._records.append(record)
+        if record.cost.kind == "collective":
+            record.dimension = self._dimensions.get(_group_name(args), "")
         for tensor in tree_leaves(out):
             if isinstance(tensor, Tensor):
                 block = self.add(tensor, by_collective=namespace in _COLLECTIVES)
@@ -238,9 +250,19 @@ class StepTracer(TorchDispatchMode):  # type: ignore[no-untyped-call]
                     reads={number(block): size for block, size in record.reads.items()},
                     writes={number(block): size for block, size in record.writes.items()},
                     temporary=frozenset(number(b) for b in record.writes if b.freed_in == record.section),
+                    dimension=record.dimension,
                 )
             )
         return ops
+
+
+def _group_name(args: Sequence[Any]) -> str:
+    """Return the name of the process group that a collective was called with."""
+    for arg in args:
+        if isinstance(arg, torch.ScriptObject) and "ProcessGroup" in str(arg._type()):  # type: ignore[attr-defined]
+            return dist.ProcessGroup.unbox(arg).group_name
+    names = [arg for arg in args if isinstance(arg, str)]  # of a reduction, and then of the group
+    return names[-1] if names else ""
 
 
 def _sum_by_category(changes: Iterable[tuple[_Block, int]]) -> dict[str, int]:

@@ -75,8 +75,10 @@ class Engine(Protocol):
     @property
     def num_overflows(self) -> int: ...
 
-    def materialize(self, model: nn.Module, initialize: Callable[[nn.Module], None]) -> None:
-        """Distribute a model described on the meta device, in place, and give it storage and initial weights.
+    def materialize(self, model: nn.Module, initialize: Callable[[nn.Module], None]) -> nn.Module:
+        """Distribute a model described on the meta device, and give it storage and initial weights.
+
+        Returns the model, or what this rank has of it: the same names, fewer layers.
 
         Args:
             model: On the meta device.
@@ -121,7 +123,7 @@ def get_blocks(model: nn.Module, option: str) -> Iterable[nn.Module]:
             f"it shards block by block, and {type(model).__name__} has no `blocks`",
             "strategy=ddp",
         )
-    return list(blocks)
+    return list(blocks.values() if isinstance(blocks, nn.ModuleDict) else blocks)
 
 
 def skip_step(optimizer: torch.optim.Optimizer, parameters: Iterable[nn.Parameter], skips: Tensor) -> None:

@@ -66,10 +66,10 @@ class DDP(TorchNativeMixin, ShardSavingMixin, DDPStrategy):
         self.connect_ranks()
 
     @override
-    def materialize(self, model: nn.Module, initialize: Callable[[nn.Module], None]) -> None:
+    def materialize(self, model: nn.Module, initialize: Callable[[nn.Module], None]) -> nn.Module:
         if self.groups.context is not None:
             divide_sequences(model, self.groups.context)
-        super().materialize(model, initialize)
+        return super().materialize(model, initialize)
 
     @override
     def prepare_optimizer(self, optimizer: torch.optim.Optimizer) -> torch.optim.Optimizer:

@@ -2,12 +2,12 @@
 
 from collections.abc import Callable, Generator, Sequence
 from contextlib import contextmanager
-from typing import ClassVar, Literal
+from typing import Any, ClassVar, Literal
 
 import torch
 from lightning.pytorch.plugins.io import CheckpointIO
 from lightning.pytorch.strategies import ModelParallelStrategy
-from torch import nn
+from torch import Tensor, nn
 from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule, OffloadPolicy
 from typing_extensions import override
 
@@ -15,9 +15,11 @@ from recipes.checkpoint.shards import ShardSavingMixin
 from recipes.lightning_internals import set_up_mesh
 from recipes.mesh import Mesh
 from recipes.parallel.context import divide_sequences
+from recipes.parallel.stages import PipelineRanks, StagedModel, cut_stage, mark_copies, plan_stages
 from recipes.parallel.tensor import divide_tensors, mark_row_orders
 from recipes.precision import Precision
 from recipes.strategy import get_blocks
+from recipes.strategy.pipeline import Pipeline
 from recipes.strategy.precision_plugin import to_lightning_plugin
 from recipes.strategy.sharding import ShardPolicy, shard_model
 from recipes.strategy.torch_native import TorchNativeMixin
@@ -81,7 +83,7 @@ class FSDP2Strategy(TorchNativeMixin, ShardSavingMixin, ModelParallelStrategy):
         self._gradient_sync = gradient_sync
 
     def mesh_shape(self) -> dict[str, int]:
-        """Return the ranks along each axis of the device mesh: replicas, shards, and parts of a matrix.
+        """Return the ranks along each axis of the device mesh: stages, replicas, shards, and parts of a matrix.
 
         Ranks that divide a sequence have other tokens, and shards of the weights, as those with other samples do.
         """
@@ -89,6 +91,8 @@ class FSDP2Strategy(TorchNativeMixin, ShardSavingMixin, ModelParallelStrategy):
         shape = {"shard": mesh.shard * mesh.context}
         if mesh.replicate > 1:
             shape = {"replicate": mesh.replicate} | shape
+        if mesh.pipeline > 1:
+            shape = {"pipeline": mesh.pipeline} | shape
         return shape | ({"tensor": mesh.tensor} if mesh.tensor > 1 else {})
 
     @override
@@ -96,14 +100,30 @@ class FSDP2Strategy(TorchNativeMixin, ShardSavingMixin, ModelParallelStrategy):
         """Join the process group and lay out the mesh; Lightning's would always add an axis for tensor parallelism."""
         set_up_mesh(self, self.connect_ranks, self.mesh_shape)
 
-    def materialize(self, model: nn.Module, initialize: Callable[[nn.Module], None]) -> None:
+    def materialize(self, model: nn.Module, initialize: Callable[[nn.Module], None]) -> nn.Module:
         """Shard block by block, then give each shard storage and weights: no rank ever holds the full model."""
         get_blocks(model, self.option)  # a model without blocks is rejected before there need be a mesh
+        if self.groups.pipeline is None:
+            self._materialize_part(model, initialize)
+            return model
+        plan = plan_stages(model, num_ranks=self.mesh.pipeline, schedule=self.mesh.pipeline_schedule)
+        ranks = PipelineRanks(self.groups.pipeline, plan, self.root_device)
+        parts = {stage: cut_stage(model, plan, stage) for stage in ranks.own_stages}
+        for part in parts.values():
+            self._materialize_part(part, initialize)
+        staged = StagedModel(parts, ranks)
+        self.pipeline = Pipeline(
+            staged, num_micro_batches=self.num_micro_batches, dtype=self._policy.precision.param_dtype
+        )
+        return staged
+
+    def _materialize_part(self, model: nn.Module, initialize: Callable[[nn.Module], None]) -> None:
+        """Do so with a whole model, or with one stage of it."""
         if self.mesh.tensor > 1:
             divide_tensors(model, self.device_mesh["tensor"], sequence_parallel=self.mesh.sequence_parallel)
         if self.groups.context is not None:
             divide_sequences(model, self.groups.context)
-        names = [name for name in self.device_mesh.mesh_dim_names or () if name != "tensor"]
+        names = [name for name in self.device_mesh.mesh_dim_names or () if name in ("replicate", "shard")]
         shard_model(model, mesh=self.device_mesh[tuple(names)], policy=self._policy, option=self.option)
         offloaded = isinstance(self._policy.offload, CPUOffloadPolicy)
         model.to_empty(device="cpu" if offloaded else self.root_device)
@@ -113,6 +133,7 @@ class FSDP2Strategy(TorchNativeMixin, ShardSavingMixin, ModelParallelStrategy):
                 for name, buffer in module.named_buffers(recurse=False):
                     setattr(module, name, buffer.to(self.root_device))
         mark_row_orders(model)
+        mark_copies(model)
         initialize(model)
         assert isinstance(model, FSDPModule)
         self._root = model
@@ -120,6 +141,11 @@ class FSDP2Strategy(TorchNativeMixin, ShardSavingMixin, ModelParallelStrategy):
     @override
     def model_to_device(self) -> None:
         """Do nothing: `materialize` has put every tensor on its device."""
+
+    @override
+    def backward(self, closure_loss: Tensor, *args: Any, **kwargs: Any) -> Tensor:
+        """Run the backward pass, which a pipeline has done already."""
+        return closure_loss if self.pipeline is not None else super().backward(closure_loss, *args, **kwargs)
 
     @override
     @contextmanager

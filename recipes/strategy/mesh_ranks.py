@@ -8,6 +8,7 @@ from torch import Tensor
 from recipes.mesh import Mesh
 from recipes.numerics.collectives import sum_over_ranks
 from recipes.parallel.groups import Groups, make_groups
+from recipes.strategy.pipeline import Pipeline
 
 
 class MeshRanksMixin:
@@ -16,10 +17,14 @@ class MeshRanksMixin:
     Attributes:
         mesh: Sizes of the device mesh; set once the ranks have found each other.
         groups: The process groups that this rank is in.
+        pipeline: Computes the gradients of a step where ranks divide the layers; None: they do not.
+        num_micro_batches: Of a step, for a pipeline.
     """
 
     mesh = Mesh()
     groups = Groups()
+    pipeline: Pipeline | None = None
+    num_micro_batches = 1
     _configured_mesh: Mesh | None = None
 
     def connect_ranks(self) -> None:
@@ -46,6 +51,12 @@ class MeshRanksMixin:
     def averaged_size(self) -> int:
         """Ranks over which gradients are averaged."""
         return self.mesh.averaged_size
+
+    @property
+    def writes_unsharded(self) -> bool:
+        """Whether this rank writes what every rank that has the same layers holds unsharded."""
+        place = self.mesh.place(self._strategy.global_rank)
+        return not any(place._replace(pipeline=0))
 
     def sum_over_ranks(self, value: Tensor) -> Tensor:
         """Return the sum of a tensor over all ranks."""

@@ -1,5 +1,6 @@
 """Which weights of a model FSDP2 gathers and reduces together, and in which dtype."""
 
+import functools
 import itertools
 from collections.abc import Iterable
 from dataclasses import dataclass
@@ -9,14 +10,16 @@ from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, OffloadPolicy, fully_shard
 from torch.distributed.fsdp._fully_shard._fsdp_param_group import FSDPParamGroup
+from torch.distributed.tensor import Shard
 
 from recipes.errors import ConfigError
+from recipes.numerics.grouped_linear import GroupedLinear
 from recipes.numerics.nf4 import list_nf4
 from recipes.precision import Precision
 from recipes.strategy import get_blocks
 
 # modules that autocast runs in the low precision: only their weights may be gathered in it
-_LOW_PRECISION = (nn.Linear, nn.Conv1d, nn.Conv2d, nn.Conv3d)
+_LOW_PRECISION = (nn.Linear, nn.Conv1d, nn.Conv2d, nn.Conv3d, GroupedLinear)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -125,6 +128,7 @@ def _shard_unit(module: nn.Module, mesh: DeviceMesh, policy: ShardPolicy, *, res
         mp_policy=policy.mixed_precision(low=bool(low)),
         offload_policy=policy.offload,
         reshard_after_forward=reshard and policy.reshard_after_forward,
+        shard_placement_fn=functools.partial(_choose_placement, num_shards=mesh.size(mesh.ndim - 1)),
         ignored_params=set(second),
     )
     assert isinstance(module, FSDPModule)
@@ -144,6 +148,16 @@ def _shard_unit(module: nn.Module, mesh: DeviceMesh, policy: ShardPolicy, *, res
         )
         state._fsdp_param_groups.append(other)
     return module
+
+
+def _choose_placement(parameter: nn.Parameter, *, num_shards: int) -> Shard | None:
+    """Return how the shards divide a parameter; None: by its first axis.
+
+    Matrices of experts, [E, M, K], are divided by rows where the ranks do not divide the experts: some ranks would
+    hold nothing, and all of them gather as much padding.
+    """
+    divides_rows = parameter.ndim == 3 and parameter.shape[0] % num_shards and not parameter.shape[1] % num_shards
+    return Shard(1) if divides_rows else None
 
 
 def _split_by_precision(module: nn.Module) -> tuple[list[nn.Parameter], list[nn.Parameter]]:

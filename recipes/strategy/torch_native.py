@@ -14,6 +14,7 @@ from torch.distributed.tensor import DTensor
 
 from recipes.clipping import Clipping
 from recipes.lightning_internals import state_left_on_device
+from recipes.parallel.stages import is_copy
 from recipes.strategy import StepGuard, skip_step
 from recipes.strategy.mesh_ranks import MeshRanksMixin
 from recipes.strategy.precision_plugin import get_loss_scale, get_num_overflows
@@ -41,10 +42,11 @@ class TorchNativeMixin(MeshRanksMixin):
     frees_gradients = True
     precision_plugin: Plugin
 
-    def materialize(self, model: nn.Module, initialize: Callable[[nn.Module], None]) -> None:
+    def materialize(self, model: nn.Module, initialize: Callable[[nn.Module], None]) -> nn.Module:
         """Put the full model on the device; weights depend on seed and name alone, so all ranks have the same."""
         model.to_empty(device=self._strategy.root_device)
         initialize(model)
+        return model
 
     def teardown(self) -> None:
         """End the run without a copy of its state to the host."""
@@ -116,8 +118,10 @@ def clip_gradients(
         The global L2 norm before clipping over all shards, a 0-dim tensor, inf where a gradient is NaN or inf (as
         DeepSpeed reports it); and the limit of the norm, a 0-dim tensor, inf where there was none.
     """
-    grads = [parameter.grad for parameter in parameters if parameter.grad is not None]
-    norm = global_norm(grads)  # 0-dim, float32
+    with_grad = [parameter for parameter in parameters if parameter.grad is not None]
+    grads = [parameter.grad for parameter in with_grad if parameter.grad is not None]
+    # a copy of another stage's parameter has the same gradient, which counts once
+    norm = global_norm([grad for grad, p in zip(grads, with_grad, strict=True) if not is_copy(p)])  # 0-dim, float32
     limit = torch.full_like(norm, torch.inf if max_norm is None else max_norm)  # 0-dim
     if clipping is not None:
         limit = torch.minimum(limit, clipping.limit(norm))

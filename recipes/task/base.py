@@ -124,8 +124,8 @@ class TrainingTask(CountsFlops, Validated, Resumable, ABC):
             self.cross_entropy_sum = torch.compile(cross_entropy_sum, dynamic=False)
         self.model_name = getattr(model, "title", type(model).__name__)  # before an engine may change its class
         first_weights = await_checkpoint if self.awaits_checkpoint else initialize
-        self.trainer.strategy.materialize(model, functools.partial(first_weights, seed=self._seed))  # type: ignore[attr-defined]
-        self.model = model
+        initialize_part = functools.partial(first_weights, seed=self._seed)
+        self.model = self.trainer.strategy.materialize(model, initialize_part)  # type: ignore[attr-defined]
 
     def meta_model(self) -> nn.Module:
         """Return an unsharded model without storage."""
@@ -169,16 +169,25 @@ class TrainingTask(CountsFlops, Validated, Resumable, ABC):
         The loss of a step is the sum over targets divided by the targets of the global batch, which every micro-batch
         carries as `num_targets`. A mean of means would weight targets by how full their micro-batch is.
         """
-        trainer = self.trainer
+        if self.trainer.strategy.pipeline is not None:  # type: ignore[attr-defined]
+            return self.pipeline_step(batch)
         objective_sum, loss_sum = self.objective_sum(batch)
         self._count(batch)
-        loss = loss_sum.detach() / batch["num_targets"]  # [], this micro-batch's part of the step's loss
-        self._window_loss = loss if self._window_loss is None else self._window_loss + loss
-        if self._micro_batches_in_window == trainer.accumulate_grad_batches:
-            # before the backward pass: the guard needs the loss of the step when gradients are clipped
-            self._end_window()
+        self._add_loss(loss_sum, batch)
         scaled: Tensor = objective_sum * (self._undo_division() / batch["num_targets"])
         return scaled
+
+    def pipeline_step(self, batch: Batch) -> Tensor:
+        """Compute the gradients of a whole step where ranks divide the layers, and return its loss."""
+        raise NotImplementedError(f"{type(self).__name__} does not train in stages; set pipeline_parallel_size=1")
+
+    def _add_loss(self, loss_sum: Tensor, batch: Batch) -> None:
+        """Add the loss of a micro-batch, summed over targets, to that of the step, and end the step with its last."""
+        loss = loss_sum.detach() / batch["num_targets"]  # [], this micro-batch's part of the step's loss
+        self._window_loss = loss if self._window_loss is None else self._window_loss + loss
+        if self._micro_batches_in_window == self.trainer.accumulate_grad_batches:
+            # before the backward pass: the guard needs the loss of the step when gradients are clipped
+            self._end_window()
 
     def _undo_division(self) -> int:
         """Return by what Lightning (accumulation) and engines (ranks) divide; `num_targets` has done both already."""
@@ -186,6 +195,8 @@ class TrainingTask(CountsFlops, Validated, Resumable, ABC):
 
     @override
     def optimizer_zero_grad(self, epoch: int, batch_idx: int, optimizer: Any) -> None:
+        if self.trainer.strategy.pipeline is not None:  # type: ignore[attr-defined]
+            return  # Lightning calls it after the training step, which has run the backward passes
         optimizer.zero_grad(set_to_none=self.trainer.strategy.frees_gradients)  # type: ignore[attr-defined]
 
     @override

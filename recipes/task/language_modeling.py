@@ -3,7 +3,7 @@
 import functools
 import inspect
 import itertools
-from collections.abc import Callable, Collection
+from collections.abc import Callable, Collection, Mapping
 from typing import Any, ClassVar, cast
 
 import torch
@@ -17,8 +17,11 @@ from recipes.model.generate import generate, generate_batch
 from recipes.numerics.collectives import reduce_parts
 from recipes.numerics.head_loss import HeadLoss, cast_weight, split
 from recipes.numerics.loss import IGNORE_INDEX, token_losses
+from recipes.parallel.stages import PipelineRanks
 from recipes.parallel.tensor import TensorRanks
-from recipes.task.base import Batch, TrainingTask
+from recipes.strategy.pipeline import Pipeline
+from recipes.task.base import Batch
+from recipes.task.experts import TrainsExperts
 from recipes.tokenizer import Tokenizer
 
 _QUESTIONS_AT_A_TIME = 32  # of a rank
@@ -26,7 +29,7 @@ _NOT_ENDED = " …"
 _MORE_TOKENS = 8  # than the longest expected answer: one that is too long is wrong as soon as it is longer
 
 
-class LanguageModeling(TrainingTask):
+class LanguageModeling(TrainsExperts):
     """Trains a model of tokens [B, T] -> logits [B, T, V]. Arguments: see `TrainingTask`.
 
     Attributes:
@@ -38,6 +41,7 @@ class LanguageModeling(TrainingTask):
 
     tokenizer: Tokenizer | None = None
     source: Any = None
+    _forward: Callable[..., Any] | None = None  # of the last stage of a pipeline, in its loss; None: the model
 
     @override
     def setup(self, stage: str) -> None:
@@ -61,7 +65,8 @@ class LanguageModeling(TrainingTask):
         """Return what the model returns of a batch, whose rows may hold several documents."""
         if "positions" in batch:
             options["positions"] = batch["positions"]  # [B, T]
-        return self.model(batch["inputs"], **options)
+        forward = self._forward or self.model
+        return forward(batch["inputs"], **options)
 
     def _own_tokens(self, batch: Batch) -> Batch:
         """Return a batch with this rank's part of every sequence; positions stay those of all tokens."""
@@ -83,11 +88,13 @@ class LanguageModeling(TrainingTask):
         if not getattr(self.model, "computes_loss_in_chunks", True):
             return None
         ranks: TensorRanks | None = getattr(getattr(self.model, "head", None), "ranks", None)
+        stages: PipelineRanks | None = getattr(self.model, "pipeline", None)
         head_loss = HeadLoss(
             vocab_size=cast(LanguageModel, self.model).vocab_size,
             chunk_tokens=self._loss_chunk_tokens,
             **self._regularizer,
             vocabulary_group=None if ranks is None else ranks.group,
+            retains_graph=stages is not None and stages.plan.schedule == "ZBVZeroBubble",
         )
         if self._compile_mode is not None:
             head_loss.compile()
@@ -95,7 +102,10 @@ class LanguageModeling(TrainingTask):
 
     @override
     def objective_sum(self, batch: Batch) -> tuple[Tensor, Tensor]:
-        batch = self._own_tokens(batch)
+        own = self._own_tokens(batch)
+        return self.add_routing_terms(*self._own_objective_sum(own), targets=own["targets"])
+
+    def _own_objective_sum(self, batch: Batch) -> tuple[Tensor, Tensor]:
         if self._head_loss is None:
             return super().objective_sum(batch)
         scale = None
@@ -109,8 +119,41 @@ class LanguageModeling(TrainingTask):
         return objective, loss
 
     @override
+    def pipeline_step(self, batch: Batch) -> Tensor:
+        pipeline: Pipeline = self.trainer.strategy.pipeline  # type: ignore[attr-defined]
+        self.trainer.optimizers[0].zero_grad()
+        num_targets = batch["num_targets"]
+        own = self._own_tokens(batch)
+        losses: list[Tensor] = []
+
+        def compute(forward: Callable[..., Any], hidden: Tensor, rest: Mapping[str, Tensor]) -> Tensor:
+            self._forward = forward
+            try:
+                micro_batch = {**rest, "inputs": hidden, "num_targets": num_targets}
+                objective_sum, loss_sum = self._own_objective_sum(micro_batch)
+            finally:
+                self._forward = None
+            losses.append(loss_sum.detach())
+            scaled = objective_sum * (self._undo_division() / num_targets)
+            scaled = self.trainer.strategy.scale_loss(scaled)  # type: ignore[attr-defined]
+            return torch.stack([scaled])  # no view, which FSDP2 warns of
+
+        names = [name for name in ("targets", "positions", "source") if name in own]
+        pipeline.step(own["inputs"], {name: own[name] for name in names}, compute)
+        self._count(batch)
+        # zeros where other ranks have the last stage: losses are summed over the ranks of a pipeline, too
+        loss_sum = torch.stack(losses).sum() if losses else torch.zeros((), device=own["inputs"].device)
+        self._add_loss(loss_sum, batch)
+        step_loss: Tensor = loss_sum / num_targets
+        return step_loss
+
+    @override
     def validation_step(self, batch: Batch, batch_idx: int, dataloader_idx: int = 0) -> None:
         batch = self._own_tokens(batch)
+        pipeline: Pipeline | None = self.trainer.strategy.pipeline  # type: ignore[attr-defined]
+        if pipeline is not None and not pipeline.has_last:
+            self._run(batch)  # metrics are those of the ranks that compute the loss
+            return
         if self._head_loss is None:
             super().validation_step(batch, batch_idx, dataloader_idx)
             return

@@ -65,7 +65,7 @@ def case(model: str, *, strategy: list[str], precision: str, accumulate: int, wo
 def count_data_ranks(strategy: list[str], world_size: int) -> int:
     """Return the ranks that have different samples."""
     typed = dict(override.split("=", 1) for override in strategy)
-    sizes = (int(typed.get(f"{name}_parallel_size", 1)) for name in ("tensor", "context"))
+    sizes = (int(typed.get(f"{name}_parallel_size", 1)) for name in ("tensor", "context", "pipeline"))
     return world_size // math.prod(sizes)
 
 

@@ -15,6 +15,7 @@ from recipes.config.check.loss_spike import check_loss_spike
 from recipes.config.check.lr_scaling import check_lr_scaling
 from recipes.config.check.mesh import check_mesh
 from recipes.config.check.metrics import check_metrics, check_readers
+from recipes.config.check.moe import check_moe
 from recipes.config.check.nodes import check_nodes
 from recipes.config.check.paths import check_paths
 from recipes.config.check.ranges import check_ranges
@@ -72,6 +73,7 @@ def check_config(
         *wrong_devices,
         *check_batch_size(config, world_size),
         *check_mesh(config, world_size),
+        *check_moe(config),
         *check_compatibility(config),
         *check_strategy(config, world_size),
         *check_activation_checkpoint(config),

@@ -3,6 +3,7 @@
 from collections.abc import Iterator, Mapping
 from typing import Any
 
+from recipes.config.check.pipeline import check_pipeline
 from recipes.config.mesh import MODEL_SIZES, make_mesh
 from recipes.config.ranks import get_ranks
 from recipes.config.signature import read_signature
@@ -31,13 +32,15 @@ def check_mesh(config: Mapping[str, Any], world_size: int | None) -> Iterator[Co
     except ConfigError as mistake:
         yield mistake
         return
-    tensor, context = (config.get(name, 1) for name in MODEL_SIZES)
-    if tensor == context == 1:
+    tensor, context, pipeline = (config.get(name, 1) for name in MODEL_SIZES)
+    if tensor == context == pipeline == 1:
         return
-    yield from _check_model(config, tensor, context)
+    yield from _check_model(config, (tensor, context, pipeline))
     yield from _check_sequence(config, tensor, context)
     if tensor > 1:
         yield from _check_tensor(config, tensor)
+    if pipeline > 1:
+        yield from check_pipeline(config, pipeline)
 
 
 def _check_plan(config: Mapping[str, Any]) -> Iterator[ConfigError]:
@@ -51,11 +54,11 @@ def _check_plan(config: Mapping[str, Any]) -> Iterator[ConfigError]:
             )
 
 
-def _check_model(config: Mapping[str, Any], tensor: int, context: int) -> Iterator[ConfigError]:
+def _check_model(config: Mapping[str, Any], sizes: tuple[int, int, int]) -> Iterator[ConfigError]:
     """Check that the model is one whose heads and vocabulary can be divided, and that they can be."""
     model, target = config["model"], str(config["model"]["_target_"])
     constants = read_signature(target).constants
-    for name, size, declared in zip(MODEL_SIZES, (tensor, context), ("tensor_parallel", "context"), strict=True):
+    for name, size, declared in zip(MODEL_SIZES, sizes, ("tensor_parallel", "context", "pipeline_ends"), strict=True):
         if size > 1 and declared not in constants:
             yield ConfigError(
                 f"{name}={size} model={target.rpartition('.')[2]}",
@@ -63,6 +66,7 @@ def _check_model(config: Mapping[str, Any], tensor: int, context: int) -> Iterat
                 f"{name}=1, or model=gpt2, model=llama_160m or another size of them",
             )
             return
+    tensor, *_ = sizes
     if tensor == 1:
         return
     heads = int(model["num_heads"])

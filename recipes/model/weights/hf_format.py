@@ -21,12 +21,14 @@ class Entry:
         published: Tensor names in the file.
         rows: Number of our rows that each of them fills.
         transposed: The file has [in, out] (GPT-2's Conv1D), ours is [out, in].
+        stacked: Ours has an axis for the tensors of the file, [E, out, in].
     """
 
     name: str
     published: tuple[str, ...]
     rows: tuple[int, ...]
     transposed: bool = False
+    stacked: bool = False
 
     def assemble(self, read: Callable[[str], Tensor], *, shape: torch.Size) -> Tensor:
         """Return our tensor, of `shape`.
@@ -42,19 +44,21 @@ class Entry:
         if self.transposed:
             parts = [part.t() for part in parts]
         found = tuple(len(part) for part in parts)
-        if found != self.rows or any(part.shape[1:] != shape[1:] for part in parts):
+        inner = shape[2:] if self.stacked else shape[1:]
+        if found != self.rows or any(part.shape[1:] != inner for part in parts):
             shapes = ", ".join(str(tuple(part.shape)) for part in parts)
             raise ValueError(
                 f"{' + '.join(self.published)} of shape {shapes} cannot fill {self.name} of shape "
                 f"{tuple(shape)}: the file is not what its config.json describes; "
                 "type model.pretrained=<another folder>"
             )
-        rows = parts[0] if len(parts) == 1 else torch.cat(parts)
+        rows = torch.stack(parts) if self.stacked else parts[0] if len(parts) == 1 else torch.cat(parts)
         return pad_rows(rows, num_rows=shape[0])
 
     def publish(self, parameter: Tensor) -> dict[str, Tensor]:
         """Return the file's tensors, by name: contiguous copies on the CPU, without padding."""
-        unpadded = parameter.detach().cpu()[: sum(self.rows)]
+        whole = parameter.detach().cpu()
+        unpadded = (whole.flatten(0, 1) if self.stacked else whole)[: sum(self.rows)]
         parts = torch.split(unpadded, list(self.rows))
         if self.transposed:
             parts = tuple(part.t() for part in parts)

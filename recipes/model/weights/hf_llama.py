@@ -1,6 +1,8 @@
 """Llama in the format of `LlamaForCausalLM`; with `qk_norm`, of `Qwen3ForCausalLM`."""
 
-from typing import Any
+from typing import Any, ClassVar
+
+from torch import nn
 
 from recipes.model.init import named_parameters
 from recipes.model.llama import Llama
@@ -32,7 +34,6 @@ _DEFAULTS = {  # transformers' LlamaConfig; published files of Qwen3 contain wha
     "tie_word_embeddings": False,
     "use_sliding_window": False,
 }
-_KNOWN_KINDS = "llama or qwen3"
 _KNOWN_ROPES = "default, or llama3 as Llama 3.1 to 3.3 use it"
 _LLAMA3_ROPE = {  # the rotary scaling that `rope_scaling_factor` means, factor aside
     "rope_type": "llama3",
@@ -43,7 +44,13 @@ _LLAMA3_ROPE = {  # the rotary scaling that `rope_scaling_factor` means, factor 
 
 
 class LlamaFormat:
-    """The published form of a `Llama`; see `hf_format.Format`."""
+    """The published form of a `Llama`; see `hf_format.Format`.
+
+    Attributes:
+        known_kinds: Values of `model_type` that it is for.
+    """
+
+    known_kinds: ClassVar[str] = "llama or qwen3"
 
     def __init__(self, model: Llama) -> None:
         self.model = model
@@ -54,7 +61,7 @@ class LlamaFormat:
         size = model.vocab_size
         entries = []
         for name, parameter in named_parameters(model):
-            module, kind = name.rsplit(".", 1)
+            module = name.rpartition(".")[0]
             if name == "embedding.weight":
                 entry = vocab_entry(name, published="model.embed_tokens.weight", vocab_size=size)
             elif name == "head.weight":
@@ -63,14 +70,22 @@ class LlamaFormat:
                 entry = plain_entry(name, published="model.norm.weight", parameter=parameter)
             else:
                 _, index, inner = module.split(".", 2)
-                block = f"model.layers.{index}"
-                if inner == "attention.qkv":
-                    entry = self._fused_entry(name, block=block)
-                else:
-                    published = f"{block}.{_IN_BLOCK[inner]}.{kind}"
-                    entry = plain_entry(name, published=published, parameter=parameter)
+                entry = self.block_entry(name, inner, parameter=parameter, block=f"model.layers.{index}")
             entries.append(entry)
         return entries
+
+    def block_entry(self, name: str, inner: str, *, parameter: nn.Parameter, block: str) -> Entry:
+        """Return the entry of a parameter of a block.
+
+        Args:
+            name: Of the parameter.
+            inner: Of its module in the block.
+            parameter: Ours.
+            block: Published name of the block.
+        """
+        if inner == "attention.qkv":
+            return self._fused_entry(name, block=block)
+        return plain_entry(name, published=f"{block}.{_IN_BLOCK[inner]}.weight", parameter=parameter)
 
     def _fused_entry(self, name: str, *, block: str) -> Entry:
         model = self.model
@@ -85,7 +100,7 @@ class LlamaFormat:
         model = self.model
         longest = max(model.max_seq_len, config["max_position_embeddings"])  # shorter is fine
         return [
-            Setting("kind", _KNOWN_KINDS, None),
+            Setting("kind", self.known_kinds, None),
             Setting("qk_norm", model.qk_norm, "model.qk_norm"),
             Setting("vocab_size", model.vocab_size, "model.vocab_size"),
             Setting("max_position_embeddings", longest, "model.max_seq_len"),
@@ -116,8 +131,8 @@ class LlamaFormat:
             full["num_key_value_heads"] = full["num_attention_heads"]
         if full["head_dim"] is None:
             full["head_dim"] = full["hidden_size"] // full["num_attention_heads"]
-        known = full["model_type"] in ("llama", "qwen3")
-        full["kind"] = _KNOWN_KINDS if known else full["model_type"]
+        known = full["model_type"] in self.known_kinds.split(" or ")
+        full["kind"] = self.known_kinds if known else full["model_type"]
         full["qk_norm"] = full["model_type"] == "qwen3"
         # transformers 5 keeps theta and scaling in `rope_parameters`, earlier ones in two keys.
         rope = {"rope_type": "default", **(full["rope_parameters"] or full["rope_scaling"] or {})}

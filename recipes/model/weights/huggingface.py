@@ -16,11 +16,13 @@ from recipes.model.gpt2 import GPT2
 from recipes.model.huggingface import HuggingFace
 from recipes.model.init import fill, named_parameters
 from recipes.model.llama import Llama
+from recipes.model.moe.llama import MoeLlama
 from recipes.model.weights.files import PublishedWeights, locate, open_weights
 from recipes.model.weights.hf_any import load_weights, save_weights
 from recipes.model.weights.hf_format import Entry, Format, HFConfig
 from recipes.model.weights.hf_gpt2 import GPT2Format
 from recipes.model.weights.hf_llama import LlamaFormat
+from recipes.model.weights.hf_mixtral import MixtralFormat
 
 _TOKENIZER_FILES = (
     "tokenizer.json",
@@ -87,6 +89,7 @@ def export_pretrained(model: nn.Module, folder: str | Path, *, tokenizer_folder:
     parameters = dict(named_parameters(model))
     sharded = [name for name, value in parameters.items() if isinstance(value, DTensor)]
     assert not sharded, f"gather the model before it is exported: {len(sharded)} sharded parameters"
+    settings = layout.config()  # first: an error leaves nothing behind
     tensors: dict[str, Tensor] = {}
     for entry in layout.entries():
         tensors |= entry.publish(parameters[entry.name])
@@ -96,7 +99,7 @@ def export_pretrained(model: nn.Module, folder: str | Path, *, tokenizer_folder:
     dtype = str(next(iter(tensors.values())).dtype).removeprefix("torch.")
     end_of_text = None if tokenizer_folder is None else _copy_tokenizer(tokenizer_folder, target)
     special = {"bos_token_id": end_of_text, "eos_token_id": end_of_text}
-    config = layout.config() | special | {"torch_dtype": dtype}
+    config = settings | special | {"torch_dtype": dtype}
     (target / "config.json").write_text(json.dumps(config, indent=2, sort_keys=True) + "\n", encoding="utf-8")
     _verify(layout, parameters=parameters, folder=target)
 
@@ -104,6 +107,8 @@ def export_pretrained(model: nn.Module, folder: str | Path, *, tokenizer_folder:
 def _format(model: nn.Module) -> Format:
     if isinstance(model, GPT2):
         return GPT2Format(model)
+    if isinstance(model, MoeLlama):
+        return MixtralFormat(model)
     return LlamaFormat(_language_model(model))
 
 

@@ -7,6 +7,8 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from recipes.numerics.grouped_linear import GroupedLinear
+
 ALIGNMENT = 1024  # elements; DeepSpeed needs an even number for NCCL
 BUCKET_ELEMENTS = 200_000_000  # Lightning's default: 0.8 GB in float32, twice that if communication overlaps
 # Elements of a rank's shard that are in host memory at a time while the optimizer steps, where a disk holds the rest:
@@ -84,7 +86,8 @@ def gather_in_compute_dtype(blocks: Iterable[nn.Module], optimizer: Any, dtype: 
 def list_cast_weights(blocks: Iterable[nn.Module]) -> list[nn.Parameter]:
     """Return the parameters of the linear layers of blocks, which autocast casts before each product."""
     modules = (module for block in blocks for module in block.modules())
-    return [p for module in modules if isinstance(module, nn.Linear) for p in module.parameters(recurse=False)]
+    cast = (module for module in modules if isinstance(module, nn.Linear | GroupedLinear))
+    return [parameter for module in cast for parameter in module.parameters(recurse=False)]
 
 
 @torch.no_grad()

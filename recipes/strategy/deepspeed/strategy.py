@@ -155,7 +155,7 @@ class DeepSpeedZero(StepGuardMixin, TrainStateMixin, PerRankSavingMixin, MeshRan
         """Partition nothing yet: the model is only described on the meta device, `materialize` partitions it."""
         yield
 
-    def materialize(self, model: nn.Module, initialize: Callable[[nn.Module], None]) -> None:
+    def materialize(self, model: nn.Module, initialize: Callable[[nn.Module], None]) -> nn.Module:
         """Give the model storage and weights; at stage 3 one parameter at a time, so that no rank holds the model."""
         if self.groups.context is not None:
             divide_sequences(model, self.groups.context)
@@ -173,6 +173,7 @@ class DeepSpeedZero(StepGuardMixin, TrainStateMixin, PerRankSavingMixin, MeshRan
             # `zero.Init` reads batch size and precision, which Lightning fills in later
             complete_deepspeed_config(self)
             partition(model, initialize, config=self.config, device=_without_cpu_index(self.root_device))
+        return model
 
     def prepare_optimizer(self, optimizer: torch.optim.Optimizer) -> torch.optim.Optimizer:
         """Replace an offloaded Adam or AdamW by DeepSpeedCPUAdam, which is compiled at its first use."""

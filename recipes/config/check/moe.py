@@ -1,0 +1,76 @@
+"""Check what a model with experts cannot be combined with, and that its experts suffice."""
+
+from collections.abc import Iterator, Mapping
+from typing import Any
+
+from recipes.config.signature import read_signature
+from recipes.config.traits import takes_steps
+from recipes.errors import ConfigError
+
+# optimizers that take what has two axes or more for one matrix
+_OF_MATRICES = ("adafactor", "muon")
+
+
+def check_moe(config: Mapping[str, Any]) -> Iterator[ConfigError]:
+    """Check a model that routes tokens to experts.
+
+    Args:
+        config: Composed config whose nodes match their signatures.
+    """
+    model = config["model"]
+    if not read_signature(str(model["_target_"])).constants.get("routes_tokens"):
+        return
+    experts, chosen = model.get("num_experts"), model.get("num_experts_per_token")
+    if isinstance(experts, int) and isinstance(chosen, int) and chosen > experts:
+        yield ConfigError(
+            f"model.num_experts_per_token={chosen}",
+            f"there are model.num_experts={experts}",
+            f"model.num_experts_per_token={experts}",
+        )
+    yield from _adapter_and_precision(config)
+    if takes_steps(config):
+        yield from _steps(config)
+
+
+def _adapter_and_precision(config: Mapping[str, Any]) -> Iterator[ConfigError]:
+    adapter = str((config.get("adapter") or {}).get("_target_", "recipes.adapter.NoAdapter"))
+    if not adapter.endswith(".NoAdapter"):
+        yield ConfigError(
+            f"adapter={adapter.split('.')[-2]} with experts",
+            "an adapter stands beside linear layers, and experts are none",
+            "adapter=none",
+        )
+    precision = str(config["precision"].get("name", ""))
+    if precision.startswith("fp8"):
+        yield ConfigError(
+            f"precision={precision} with experts",
+            "products of experts are not computed in float8",
+            "precision=bf16-mixed",
+        )
+
+
+def _steps(config: Mapping[str, Any]) -> Iterator[ConfigError]:
+    """Check a run that takes steps."""
+    for name in ("tensor", "pipeline"):
+        size = config.get(f"{name}_parallel_size", 1)
+        if size != 1:
+            yield ConfigError(
+                f"{name}_parallel_size={size} with experts",
+                "experts are not divided with the rest of a block",
+                f"{name}_parallel_size=1",
+            )
+    losses = [name for name in ("load_balance_loss", "router_z_loss") if config["model"].get(name)]
+    if losses and config.get("context_parallel_size", 1) != 1:
+        typed = " ".join(f"model.{name}={config['model'][name]}" for name in losses)
+        yield ConfigError(
+            f"context_parallel_size={config['context_parallel_size']} {typed}",
+            "the terms of a sequence need all of its tokens, of which a rank has a part",
+            f"{' '.join(f'model.{name}=0' for name in losses)} model.balance_rate=0.001",
+        )
+    optimizer = str(config["optimizer"]["_target_"]).split(".")
+    if "recipes" in optimizer and optimizer[-2] in _OF_MATRICES:
+        yield ConfigError(
+            f"optimizer={optimizer[-2]} with experts",
+            "it would take the stacked matrices of all experts for one",
+            "optimizer=adamw",
+        )

@@ -1,0 +1,52 @@
+"""Check that the layers divide into the stages of a pipeline, and the global batch into what its schedule needs."""
+
+from collections.abc import Iterator, Mapping
+from typing import Any
+
+from recipes.config.mesh import count_data_ranks
+from recipes.config.ranks import get_ranks
+from recipes.config.traits import get_compile_mode
+from recipes.errors import ConfigError
+from recipes.mesh import STAGES_PER_RANK
+
+
+def check_pipeline(config: Mapping[str, Any], size: int) -> Iterator[ConfigError]:
+    """Check a pipeline of several ranks.
+
+    Args:
+        config: Composed config whose nodes match their signatures.
+        size: Ranks that divide the layers.
+    """
+    schedule = str(config.get("pipeline_schedule", "1F1B"))
+    typed, num_layers = f"pipeline_parallel_size={size}", int(config["model"]["num_layers"])
+    num_stages = size * STAGES_PER_RANK.get(schedule, 1)
+    if num_layers < num_stages:
+        yield ConfigError(
+            f"{typed} pipeline_schedule={schedule} model.num_layers={num_layers}",
+            f"there are {num_stages} stages, and each needs a layer",
+            f"pipeline_parallel_size={max(1, num_layers // STAGES_PER_RANK.get(schedule, 1))}, or more layers",
+        )
+    if schedule == "ZBVZeroBubble" and get_compile_mode(config) is not None:
+        yield ConfigError(
+            f"pipeline_schedule={schedule} compile={str(config['compile']).lower()}",
+            "it splits the backward pass of a layer in two, which a compiled layer does not (torch 2.13)",
+            "compile=false, or pipeline_schedule=Interleaved1F1B",
+        )
+    yield from _check_micro_batches(config, num_stages, schedule, size)
+
+
+def _check_micro_batches(config: Mapping[str, Any], num_stages: int, schedule: str, size: int) -> Iterator[ConfigError]:
+    """Check that there are as many micro-batches as the schedule needs (torch 2.13)."""
+    ranks = count_data_ranks(config, get_ranks(config).world_size)
+    batch, micro = int(config["global_batch_size"]), config["micro_batch_size"]
+    number = config["trainer"]["accumulate_grad_batches"] or (batch // (micro * ranks) if micro else 1)
+    needs = num_stages if schedule == "1F1B" else size
+    if number >= needs and (schedule != "Interleaved1F1B" or number % (number // size) == 0):
+        return
+    most = batch // (ranks * needs)
+    fits = next((number for number in range(most, 0, -1) if batch % (ranks * number) == 0), None)
+    yield ConfigError(
+        f"pipeline_parallel_size={size} pipeline_schedule={schedule}",
+        f"it needs {needs} micro-batches of each rank or a multiple of them, and has {number}",
+        f"micro_batch_size={fits}" if fits else f"global_batch_size={ranks * needs} micro_batch_size=1",
+    )

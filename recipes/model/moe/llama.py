@@ -1,0 +1,202 @@
+"""A Llama whose MLPs are mixtures of experts, as Mixtral (arXiv 2401.04088): K of E experts compute each token.
+
+FLOPs and time are those of the K experts, memory is that of all.
+"""
+
+from typing import Annotated, Any, ClassVar, NamedTuple
+
+import torch
+from torch import Tensor, nn
+from typing_extensions import override
+
+from recipes.errors import ConfigError
+from recipes.model.documents import Documents
+from recipes.model.flops import Flops, flops_of_products
+from recipes.model.kv_cache import KeyValueCache, LayerCache
+from recipes.model.llama import Llama
+from recipes.model.llama_block import Attention
+from recipes.model.moe.mlp import Experts, MoeMlp
+from recipes.model.moe.router import Router, Scores, find_bias_steps
+from recipes.model.rope import Rotation
+from recipes.numerics.grouped_linear import ALIGNMENT
+from recipes.numerics.rms_norm import RMSNorm
+
+
+class RoutedBatch(NamedTuple):
+    """How the layers have routed the tokens of one forward pass.
+
+    Attributes:
+        counts: [L, E] int64, tokens of each expert.
+        terms: [L, 3, B] float32, load-balance loss, router z-loss and entropy of each sequence.
+    """
+
+    counts: Tensor
+    terms: Tensor
+
+
+class MoeBlock(nn.Module):
+    """Attention, then the experts, each on a normalized copy of the residual stream."""
+
+    def __init__(self, *, attention: Attention, mlp: MoeMlp, hidden_size: int, rms_eps: float) -> None:
+        super().__init__()
+        self.attention_norm = RMSNorm(hidden_size, eps=rms_eps)
+        self.attention = attention
+        self.mlp_norm = RMSNorm(hidden_size, eps=rms_eps)
+        self.mlp = mlp
+
+    @override
+    def forward(
+        self, x: Tensor, rotation: Rotation, cache: LayerCache | None = None, documents: Documents | None = None
+    ) -> tuple[Tensor, Tensor, Tensor]:
+        """Return [B, T, W], and counts [E] and terms [3, B] of the routing.
+
+        They are returned and not kept: what a module keeps would be kept again where its block is recomputed.
+        """
+        x = x + self.attention(self.attention_norm(x), rotation, cache, documents)
+        out, counts, terms = self.mlp(self.mlp_norm(x))
+        return x + out, counts, terms
+
+
+class MoeLlama(Llama):
+    """Decoder-only transformer with experts; weights interchange with `MixtralForCausalLM`.
+
+    Two ways to spread tokens evenly over experts, of which a published Mixtral knows the second. `balance_rate` moves
+    a bias of each expert after every optimizer step, by the tokens that all ranks have sent to it in that step.
+    `load_balance_loss` and `router_z_loss` are weights of terms of the training objective, which logged losses
+    exclude. Both terms are means over a sequence; a sequence counts with its targets, so that they are divided by the
+    targets of the global batch as the loss is, and the curve is the same however the batch is split. They are summed
+    over layers.
+
+    Args:
+        num_experts: E, in each layer.
+        num_experts_per_token: K.
+        router_scores: `softmax` over experts (Mixtral), or `sigmoid` of each (DeepSeek-V3).
+        renormalize_weights: The weights of a token's experts sum to 1.
+        balance_rate: Change of an expert's bias per optimizer step; 0: there is no bias.
+        load_balance_loss: Weight; 0.01 in Switch, 1e-4 beside a bias in DeepSeek-V3.
+        router_z_loss: Weight; 1e-3 in ST-MoE.
+        **settings: As for `Llama`; `ffn_hidden_size` is the width of an expert.
+
+    Attributes:
+        routed: Of the last forward pass with gradients; None: it was read.
+
+    Raises:
+        ConfigError: There are fewer experts than a token needs, or a width does not suit the grouped product.
+    """
+
+    routes_tokens: ClassVar[bool] = True
+
+    def __init__(
+        self,
+        *,
+        num_experts: Annotated[int, ">= 2"],
+        num_experts_per_token: Annotated[int, ">= 1"],
+        router_scores: Scores = "softmax",
+        renormalize_weights: bool = True,
+        balance_rate: Annotated[float, ">= 0"] = 0.0,
+        load_balance_loss: Annotated[float, ">= 0"] = 0.0,
+        router_z_loss: Annotated[float, ">= 0"] = 0.0,
+        **settings: Any,
+    ) -> None:
+        # before the base class, which builds the blocks
+        self.num_experts = num_experts
+        self.num_experts_per_token = num_experts_per_token
+        self.router_scores: Scores = router_scores
+        self.renormalize_weights = renormalize_weights
+        self.balance_rate = balance_rate
+        self.load_balance_loss = load_balance_loss
+        self.router_z_loss = router_z_loss
+        self.routed: RoutedBatch | None = None
+        _check_sizes(num_experts, num_experts_per_token, settings)
+        super().__init__(**settings)
+
+    @override
+    def _build_block(self) -> nn.Module:
+        router = Router(
+            self.hidden_size,
+            num_experts=self.num_experts,
+            num_chosen=self.num_experts_per_token,
+            scores=self.router_scores,
+            renormalize=self.renormalize_weights,
+        )
+        experts = Experts(self.num_experts, hidden_size=self.hidden_size, ffn_hidden_size=self.ffn_hidden_size)
+        return MoeBlock(
+            attention=self._build_attention(),
+            mlp=MoeMlp(router=router, experts=experts),
+            hidden_size=self.hidden_size,
+            rms_eps=self.rms_eps,
+        )
+
+    @override
+    def _run_blocks(
+        self, x: Tensor, rotation: Rotation, cache: KeyValueCache | None, documents: Documents | None
+    ) -> Tensor:
+        counts, terms = [], []
+        for index, block in self.blocks.named_children():
+            layer_cache = None if cache is None else cache.layers[int(index)]
+            x, layer_counts, layer_terms = block(x, rotation, layer_cache, documents)
+            counts.append(layer_counts)
+            terms.append(layer_terms)
+        if self.training and torch.is_grad_enabled():
+            self.routed = RoutedBatch(torch.stack(counts), torch.stack(terms))
+        return x
+
+    def take_routed(self) -> RoutedBatch | None:
+        """Return how the last forward pass with gradients has routed, once: it holds the graph of that pass."""
+        routed, self.routed = self.routed, None
+        return routed
+
+    def weigh_terms(self, terms: Tensor) -> Tensor:
+        """Return what terms [L, 3] add to the training objective, 0-dim."""
+        balance, square, _ = terms.sum(dim=0).unbind()
+        return self.load_balance_loss * balance + self.router_z_loss * square
+
+    @torch.no_grad()
+    def balance_experts(self, counts: Tensor) -> None:
+        """Raise the bias of experts with few tokens and lower that of those with many, once an optimizer step.
+
+        Args:
+            counts: [L, E], tokens of each expert in the step, over all ranks.
+        """
+        biases = [block.get_buffer("mlp.router.bias") for block in self.blocks]
+        steps = find_bias_steps(counts).to(biases[0].device)  # [L, E]
+        torch._foreach_add_(biases, list(steps.unbind()), alpha=self.balance_rate)
+
+    @override
+    @torch.no_grad()
+    def init_buffers(self) -> None:
+        super().init_buffers()
+        for block in self.blocks:
+            block.get_buffer("mlp.router.bias").zero_()
+
+    @property
+    def num_idle_parameters(self) -> int:
+        """Parameters of the experts that do not compute a token."""
+        idle = self.num_experts - self.num_experts_per_token
+        return self.num_layers * idle * 3 * self.hidden_size * self.ffn_hidden_size
+
+    @override
+    def flops_per_token(self, seq_len: int) -> Flops:
+        """Return the FLOPs per trained token at `seq_len`, forward and backward: of the experts that compute it."""
+        every = super().flops_per_token(seq_len)
+        idle_fraction = 1 - self.num_experts_per_token / self.num_experts
+        experts = (module for module in self.modules() if isinstance(module, Experts))
+        idle = idle_fraction * sum(flops_of_products(module) for module in experts)
+        return Flops(palm=every.palm - idle, causal=every.causal - idle)
+
+
+def _check_sizes(num_experts: int, num_chosen: int, settings: dict[str, Any]) -> None:
+    if num_chosen > num_experts:
+        raise ConfigError(
+            f"model.num_experts_per_token={num_chosen}",
+            f"there are model.num_experts={num_experts}",
+            f"model.num_experts_per_token={min(2, num_experts)}",
+        )
+    for name in ("hidden_size", "ffn_hidden_size"):
+        size = settings[name]
+        if size % ALIGNMENT:
+            raise ConfigError(
+                f"model.{name}={size}",
+                f"products of experts need rows of a multiple of 16 bytes, {ALIGNMENT} numbers in bfloat16",
+                f"model.{name}={-(-size // ALIGNMENT) * ALIGNMENT}",
+            )

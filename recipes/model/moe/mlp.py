@@ -1,0 +1,51 @@
+"""A layer of experts in place of the MLP of a block."""
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+from typing_extensions import override
+
+from recipes.model.moe.dispatch import combine_rows, gather_rows, sort_by_expert
+from recipes.model.moe.router import Router
+from recipes.numerics.grouped_linear import GroupedLinear
+
+
+class Experts(nn.Module):
+    """E SwiGLU MLPs, each for some rows; weights are stacked, `gate` and `up` [E, F, W] and `out` [E, W, F]."""
+
+    def __init__(self, num_experts: int, *, hidden_size: int, ffn_hidden_size: int) -> None:
+        super().__init__()
+        self.gate = GroupedLinear(num_experts, hidden_size, ffn_hidden_size)
+        self.up = GroupedLinear(num_experts, hidden_size, ffn_hidden_size)
+        self.out = GroupedLinear(num_experts, ffn_hidden_size, hidden_size)
+
+    @override
+    def forward(self, rows: Tensor, counts: Tensor) -> Tensor:
+        """Return what each expert makes of its rows.
+
+        Args:
+            rows: [R, W], by expert.
+            counts: [E] int64, rows of each expert.
+        """
+        ends = counts.cumsum(dim=0).to(torch.int32)  # [E]
+        out: Tensor = self.out(F.silu(self.gate(rows, ends)) * self.up(rows, ends), ends)
+        return out
+
+
+class MoeMlp(nn.Module):
+    """Routes tokens, computes them by expert, and adds up."""
+
+    def __init__(self, *, router: Router, experts: Experts) -> None:
+        super().__init__()
+        self.router = router
+        self.experts = experts
+
+    @override
+    def forward(self, x: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        """Return [B, T, W], and counts [E] and terms [3, B] of `Routing`."""
+        routing = self.router(x)
+        order = sort_by_expert(routing.chosen.flatten(0, 1))
+        rows = gather_rows(x.flatten(0, 1), order)  # [N K, W], by expert
+        rows = self.experts(rows, routing.counts)
+        out = combine_rows(rows, order, routing.weights.flatten(0, 1))  # [N, W]
+        return out.view(x.shape), routing.counts, routing.terms

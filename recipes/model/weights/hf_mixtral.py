@@ -1,0 +1,88 @@
+"""A Llama with experts in the format of `MixtralForCausalLM`, which has a file name for each matrix of each expert."""
+
+from typing import Any, ClassVar
+
+from torch import nn
+from typing_extensions import override
+
+from recipes.errors import ConfigError
+from recipes.model.moe.llama import MoeLlama
+from recipes.model.weights.hf_format import Entry, HFConfig, Setting, plain_entry
+from recipes.model.weights.hf_llama import LlamaFormat
+
+_OF_EXPERTS = {"mlp.experts.gate": "w1", "mlp.experts.up": "w3", "mlp.experts.out": "w2"}
+_DEFAULTS = {"num_experts_per_tok": 2, "num_local_experts": 8, "sliding_window": None}  # transformers' MixtralConfig
+
+
+class MixtralFormat(LlamaFormat):
+    """The published form of a `MoeLlama`; see `hf_format.Format`."""
+
+    known_kinds: ClassVar[str] = "mixtral"
+
+    def __init__(self, model: MoeLlama) -> None:
+        super().__init__(model)
+        self.moe = model
+
+    @override
+    def block_entry(self, name: str, inner: str, *, parameter: nn.Parameter, block: str) -> Entry:
+        if inner == "mlp.router":
+            return plain_entry(name, published=f"{block}.block_sparse_moe.gate.weight", parameter=parameter)
+        if inner not in _OF_EXPERTS:
+            return super().block_entry(name, inner, parameter=parameter, block=block)
+        experts = f"{block}.block_sparse_moe.experts"
+        published = tuple(f"{experts}.{index}.{_OF_EXPERTS[inner]}.weight" for index in range(self.moe.num_experts))
+        num_rows = self.moe.hidden_size if inner.endswith("out") else self.moe.ffn_hidden_size
+        return Entry(name, published, (num_rows,) * len(published), stacked=True)
+
+    @override
+    def settings(self, config: HFConfig) -> list[Setting]:
+        model = self.moe
+        return [
+            *super().settings(config),
+            Setting("num_local_experts", model.num_experts, "model.num_experts"),
+            Setting("num_experts_per_tok", model.num_experts_per_token, "model.num_experts_per_token"),
+            Setting("router_scores", model.router_scores, "model.router_scores"),
+            Setting("renormalize_weights", model.renormalize_weights, "model.renormalize_weights"),
+            Setting("sliding_window", None, None),
+        ]
+
+    @override
+    def with_defaults(self, config: HFConfig) -> HFConfig:
+        full = super().with_defaults({**_DEFAULTS, **config})
+        return {**full, "router_scores": "softmax", "renormalize_weights": True}
+
+    @override
+    def config(self) -> dict[str, Any]:
+        """Return config.json, without dtype and special tokens.
+
+        Raises:
+            ConfigError: The model computes what a Mixtral does not.
+        """
+        _check_routing(self.moe)
+        return super().config() | {
+            "architectures": ["MixtralForCausalLM"],
+            "model_type": "mixtral",
+            "num_experts_per_tok": self.moe.num_experts_per_token,
+            "num_local_experts": self.moe.num_experts,
+            "output_router_logits": False,
+            "router_aux_loss_coef": self.moe.load_balance_loss,
+            "router_jitter_noise": 0.0,
+            "sliding_window": None,
+        }
+
+
+def _check_routing(model: MoeLlama) -> None:
+    """Check that the model routes as a Mixtral does."""
+    if model.router_scores != "softmax" or not model.renormalize_weights:
+        raise ConfigError(
+            "mode=export",
+            f"model.router_scores={model.router_scores} model.renormalize_weights={model.renormalize_weights} is not"
+            " how a Mixtral weighs its experts",
+            "model.router_scores=softmax model.renormalize_weights=true for the run that is to be exported",
+        )
+    if any(bool(block.get_buffer("mlp.router.bias").any()) for block in model.blocks):
+        raise ConfigError(
+            "mode=export",
+            "the experts have biases (model.balance_rate), for which the format of Mixtral has no place",
+            "model.balance_rate=0 model.load_balance_loss=0.01 for the run that is to be exported",
+        )

@@ -1,0 +1,93 @@
+"""The order in which the stages of a pipeline compute the micro-batches of a step: torch's schedules.
+
+One step of a schedule is one accumulation window: it runs every forward and backward pass, after which the gradients
+are those of the step. Shapes: B sequences of a micro-batch, t tokens of a rank, W hidden size.
+"""
+
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.distributed.pipelining import PipelineStage
+from torch.distributed.pipelining.schedules import get_schedule_class
+
+from recipes.parallel.stages import PipelineRanks, StagedModel
+
+
+class PipelineSchedule:
+    """Computes the gradients of a step.
+
+    Args:
+        model: The stages of this rank.
+        num_micro_batches: Of a step.
+        dtype: Of hidden states between stages.
+    """
+
+    def __init__(self, model: StagedModel, *, num_micro_batches: int, dtype: torch.dtype) -> None:
+        self.num_micro_batches = num_micro_batches
+        self._parts: dict[int, nn.Module] = model.parts
+        self._ranks: PipelineRanks = model.pipeline
+        self._hidden_size = int(model.hidden_size)
+        self._dtype = dtype
+        self._by_shape: dict[tuple[int, ...], Any] = {}
+
+    def step(
+        self,
+        tokens: Tensor,
+        batch: Mapping[str, Tensor],
+        compute: Callable[[Callable[..., Any], Tensor, Mapping[str, Tensor]], Tensor],
+    ) -> None:
+        """Run all forward and backward passes of a step; gradients are added to those there are.
+
+        Args:
+            tokens: [M B, t] of this rank and all M micro-batches.
+            batch: The rest: `targets` [M B, t], and what else has a first axis of samples.
+            compute: Called on the last stage for each micro-batch, in any order: (forward pass, hidden states
+                [B, t, W], rest of the micro-batch) -> what to differentiate, [1].
+        """
+        schedule = self._get_schedule(tokens.shape)
+        for part in self._parts.values():
+            part.compute = None  # type: ignore[assignment]
+        if self._ranks.has_last:
+            self._parts[max(self._parts)].compute = compute  # type: ignore[assignment]
+        first = [tokens] if 0 in self._parts else []
+        target = batch["targets"] if self._ranks.has_last else None
+        schedule.step(*first, target=target, return_outputs=False, **batch)
+
+    def _get_schedule(self, shape: torch.Size) -> Any:
+        """Return the schedule for tokens of a shape: torch's stages keep the shapes of what they send (2.13)."""
+        if tuple(shape) in self._by_shape:
+            return self._by_shape[tuple(shape)]
+        kind = get_schedule_class(self._ranks.plan.schedule)
+        stages = [self._make_stage(stage, part, shape) for stage, part in self._parts.items()]
+        made = kind(
+            stages[0] if self._ranks.plan.num_stages == self._ranks.plan.num_ranks else stages,
+            n_microbatches=self.num_micro_batches,
+            # the objective is a sum over targets, divided by those of the whole step
+            loss_fn=lambda objective, _: objective.sum(),
+            scale_grads=False,
+        )
+        self._by_shape[tuple(shape)] = made
+        return made
+
+    def _make_stage(self, stage: int, part: nn.Module, shape: torch.Size) -> PipelineStage:
+        plan = self._ranks.plan
+        batch, num_tokens = shape[0] // self.num_micro_batches, shape[1]
+        ranks: Any = getattr(part, "ranks", None)
+        if ranks is not None:
+            num_tokens = num_tokens // ranks.size if ranks.sequence_parallel else num_tokens
+        tokens = torch.empty(batch, shape[1], dtype=torch.int64, device="meta")
+        size = (batch, num_tokens, self._hidden_size)
+        # stages send and receive a gradient of what requires one
+        hidden = torch.empty(size, dtype=self._dtype, device="meta", requires_grad=True)
+        objective = torch.empty(1, dtype=torch.float32, device="meta", requires_grad=True)
+        return PipelineStage(
+            part,
+            stage,
+            plan.num_stages,
+            self._ranks.device,
+            input_args=(tokens if stage == 0 else hidden,),
+            output_args=(objective if stage == plan.num_stages - 1 else hidden,),
+            group=self._ranks.group,
+        )

@@ -1,0 +1,309 @@
+"""Pipeline parallelism: ranks divide the layers of a model into stages, which pass hidden states on.
+
+Training goes through torch's schedules (`recipes.parallel.schedule`). Everything else, validation, losses of single
+samples and generated text, goes through the stages one after the other, here.
+
+Shapes: B sequences, T tokens, W hidden size, V padded vocabulary.
+"""
+
+import copy
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+
+from recipes.mesh import STAGES_PER_RANK
+
+_DTYPES = (torch.float32, torch.bfloat16, torch.float16, torch.float64)
+_MAX_DIMS = 4
+
+
+@dataclass(frozen=True, kw_only=True)
+class StagePlan:
+    """Which rank of a pipeline has which stages, and a stage which layers.
+
+    Attributes:
+        num_ranks: Of the pipeline.
+        schedule: torch's name of it.
+        layers: First layer, and number, of each stage.
+    """
+
+    num_ranks: int
+    schedule: str
+    layers: tuple[tuple[int, int], ...]
+
+    @property
+    def num_stages(self) -> int:
+        """Of all ranks."""
+        return len(self.layers)
+
+    def rank_of(self, stage: int) -> int:
+        """Return the rank that has a stage; in a V, the last stages go back through the ranks."""
+        turn, rank = divmod(stage, self.num_ranks)
+        return self.num_ranks - 1 - rank if self.schedule == "ZBVZeroBubble" and turn % 2 else rank
+
+    def stages_of(self, rank: int) -> list[int]:
+        """Return the stages of a rank, in their order."""
+        return [stage for stage in range(self.num_stages) if self.rank_of(stage) == rank]
+
+
+def plan_stages(model: nn.Module, *, num_ranks: int, schedule: str) -> StagePlan:
+    """Divide the layers of a model into stages whose largest matrix products are as small as can be.
+
+    Work is counted by the weights of matrices that each token is multiplied with: those of the blocks, and the head,
+    which takes as much as several blocks of a small model. An embedding is a lookup.
+
+    Args:
+        model: Whole, on any device.
+        num_ranks: Of the pipeline.
+        schedule: torch's name of it.
+    """
+    num_stages = num_ranks * STAGES_PER_RANK.get(schedule, 1)
+    blocks: Any = model.blocks
+    work = [sum(parameter.numel() for parameter in block.parameters()) for block in blocks]
+    last = sum(parameter.numel() for name in _ends(model)[1] for parameter in model.get_submodule(name).parameters())
+    counts = divide_evenly(work, num_stages, last=last)
+    firsts = [sum(counts[:stage]) for stage in range(num_stages)]
+    return StagePlan(num_ranks=num_ranks, schedule=schedule, layers=tuple(zip(firsts, counts, strict=True)))
+
+
+def divide_evenly(work: Sequence[int], num_stages: int, *, last: int) -> list[int]:
+    """Return how many layers each stage has, one or more, so that the stage with the most work has the least.
+
+    Args:
+        work: Of each layer.
+        num_stages: At most as many as layers.
+        last: Work of the last stage in addition to its layers.
+    """
+    num_layers = len(work)
+    assert num_stages <= num_layers, (num_stages, num_layers)
+    sums = [0]
+    for amount in work:
+        sums.append(sums[-1] + amount)
+    # best[n]: the least possible maximum of the stages so far that have n layers together, and where the last begins
+    best: list[tuple[int, list[int]]] = [(sums[n], [n]) for n in range(num_layers + 1)]
+    for stage in range(1, num_stages):
+        extra = last if stage == num_stages - 1 else 0
+        best = [
+            min(
+                ((max(best[cut][0], sums[n] - sums[cut] + extra), [*best[cut][1], n - cut]) for cut in range(stage, n)),
+                key=lambda found: found[0],
+                default=(sums[-1] * 2 + last, []),
+            )
+            for n in range(num_layers + 1)
+        ]
+    return best[num_layers][1]
+
+
+def _ends(model: nn.Module) -> tuple[tuple[str, ...], tuple[str, ...]]:
+    """Return the modules of the first stage alone, and those of the last."""
+    ends: Any = model.pipeline_ends
+    return ends[0], ends[1]
+
+
+class StageForward(nn.Module):
+    """Stands before the class of a model that is one stage: its last stage computes the objective of a micro-batch.
+
+    Attributes:
+        compute: (forward pass, hidden states, rest of the micro-batch) -> objective; set on the last stage.
+    """
+
+    compute: Callable[[Callable[..., Any], Tensor, Mapping[str, Tensor]], Tensor] | None = None
+
+    def forward(
+        self,
+        x: Tensor,
+        cache: Any = None,
+        reduce: Callable[[Tensor, Tensor], Any] | None = None,
+        positions: Tensor | None = None,
+        **targets: Tensor,
+    ) -> Any:
+        """Return what the stage's model does; with targets, on the last stage, the objective."""
+        run: Callable[..., Any] = super().forward  # type: ignore[assignment]
+        if self.compute is None or not targets:
+            return run(x, cache=cache, reduce=reduce, positions=positions)
+        given = {} if positions is None else {"positions": positions}
+        return self.compute(run, x, targets | given)
+
+
+def cut_stage(model: nn.Module, plan: StagePlan, stage: int) -> nn.Module:
+    """Return a model of the same class that is one stage: it shares the modules that it has with the whole."""
+    part = copy.copy(model)
+    for name in ("_modules", "_parameters", "_buffers"):
+        setattr(part, name, dict(getattr(model, name)))
+    first, count = plan.layers[stage]
+    blocks: Any = model.blocks
+    part.blocks = nn.ModuleDict({str(index): blocks[index] for index in range(first, first + count)})
+    at_first, at_last = _ends(model)
+    dropped = (at_first if stage > 0 else ()) + (at_last if stage < plan.num_stages - 1 else ())
+    for name in dropped:
+        part._modules[name] = None
+    if stage == plan.num_stages - 1 > 0 and getattr(model, "tie_embeddings", False):
+        _untie(part)
+    part.__class__ = type(f"{type(model).__name__}Stage", (StageForward, type(model)), {})
+    return part
+
+
+def _untie(part: Any) -> None:
+    """Give the head a copy of the embedding, which another stage has; the gradients of both are added."""
+    part.head = copy.copy(part.head)
+    part.head._parameters = {"weight": nn.Parameter(part.head.weight.detach().clone())}
+    part.head.copies = {"weight": "embedding.weight"}
+
+
+def mark_copies(model: nn.Module) -> None:
+    """Set on each parameter that is a copy of one of another stage the name of that, as `copy_of`."""
+    for layer in model.modules():
+        for name, original in getattr(layer, "copies", {}).items():
+            getattr(layer, name).copy_of = original
+
+
+def is_copy(parameter: nn.Parameter) -> bool:
+    """Return whether another stage has the same parameter, with which it is counted and saved."""
+    return hasattr(parameter, "copy_of")
+
+
+class PipelineRanks:
+    """The ranks that divide the layers of a model.
+
+    Args:
+        group: The ranks.
+        plan: Which of them has which stages.
+        device: Of this rank.
+    """
+
+    def __init__(self, group: dist.ProcessGroup, plan: StagePlan, device: torch.device) -> None:
+        self.group = group
+        self.rank = group.rank()
+        self.plan = plan
+        self.device = device
+        self.own_stages = plan.stages_of(self.rank)
+
+    @property
+    def has_last(self) -> bool:
+        """Whether this rank has the last stage, which computes the loss."""
+        return self.plan.num_stages - 1 in self.own_stages
+
+    def send(self, tensor: Tensor, stage: int) -> None:
+        """Send a tensor to the rank of a stage, its shape first."""
+        target = dist.get_global_rank(self.group, self.plan.rank_of(stage))
+        dist.send(self._describe(tensor), target, self.group)
+        dist.send(tensor.contiguous(), target, self.group)
+
+    def receive(self, stage: int) -> Tensor:
+        """Return a tensor from the rank of a stage."""
+        source = dist.get_global_rank(self.group, self.plan.rank_of(stage))
+        header = torch.empty(_MAX_DIMS + 2, dtype=torch.int64, device=self.device)
+        dist.recv(header, source, self.group)
+        tensor = self._allocate(header)
+        dist.recv(tensor, source, self.group)
+        return tensor
+
+    def share_last(self, tensor: Tensor | None) -> Tensor:
+        """Return on every rank a tensor of the last stage's."""
+        source = dist.get_global_rank(self.group, self.plan.rank_of(self.plan.num_stages - 1))
+        header = torch.empty(_MAX_DIMS + 2, dtype=torch.int64, device=self.device)
+        if tensor is not None:
+            header = self._describe(tensor)
+        dist.broadcast(header, source, self.group)
+        shared = self._allocate(header) if tensor is None else tensor.detach().contiguous()
+        dist.broadcast(shared, source, self.group)
+        return shared
+
+    def add_up(self, first: Tensor | None, last: Tensor | None) -> None:
+        """Replace a tensor of the first stage and one of the last by their sum, in place; both ranks add it alike.
+
+        Args:
+            first: On the rank of the first stage.
+            last: On the rank of the last stage.
+        """
+        if first is not None and last is not None:
+            last.copy_(first.add_(last))
+        elif first is not None:
+            other = torch.empty_like(first)
+            end = dist.get_global_rank(self.group, self.plan.rank_of(self.plan.num_stages - 1))
+            dist.recv(other, end, self.group)
+            dist.send(first.add_(other), end, self.group)
+        elif last is not None:
+            begin = dist.get_global_rank(self.group, self.plan.rank_of(0))
+            dist.send(last, begin, self.group)
+            dist.recv(last, begin, self.group)
+
+    def _describe(self, tensor: Tensor) -> Tensor:
+        padding = [0] * (_MAX_DIMS - tensor.ndim)
+        numbers = [_DTYPES.index(tensor.dtype), tensor.ndim, *tensor.shape, *padding]
+        return torch.tensor(numbers, dtype=torch.int64, device=self.device)
+
+    def _allocate(self, header: Tensor) -> Tensor:
+        dtype, ndim, *shape = header.tolist()
+        return torch.empty(shape[:ndim], dtype=_DTYPES[dtype], device=self.device)
+
+
+class StagedModel(nn.Module):
+    """The stages of one rank under the names that their modules have in the whole model.
+
+    Its forward pass goes through the stages of all ranks, outside of training: every rank of the pipeline calls it with
+    the same arguments and gets the same result.
+
+    Args:
+        parts: Stage -> its model.
+        ranks: Of the pipeline.
+    """
+
+    def __init__(self, parts: Mapping[int, nn.Module], ranks: PipelineRanks) -> None:
+        super().__init__()
+        self.blocks = nn.ModuleDict()
+        for part in parts.values():
+            for name, child in part.named_children():
+                if name == "blocks":
+                    self.blocks.update(dict(child.named_children()))
+                else:
+                    self.add_module(name, child)
+        # not as modules: the names of their parameters would appear twice
+        object.__setattr__(self, "parts", dict(parts))
+        object.__setattr__(self, "pipeline", ranks)
+
+    def __getattr__(self, name: str) -> Any:
+        """Return what the model of a stage has: sizes, and whether ranks divide its sequences."""
+        try:
+            return super().__getattr__(name)
+        except AttributeError:
+            if name.startswith("__") or "parts" not in self.__dict__:
+                raise
+            parts: dict[int, nn.Module] = self.__dict__["parts"]
+            return getattr(parts[max(parts)], name)
+
+    def train(self, mode: bool = True) -> "StagedModel":
+        """Set the mode of every stage, whose own state it is."""
+        super().train(mode)
+        for part in self.__dict__["parts"].values():
+            part.train(mode)
+        return self
+
+    def forward(
+        self,
+        tokens: Tensor,
+        cache: Any = None,
+        reduce: Callable[[Tensor, Tensor], Any] | None = None,
+        positions: Tensor | None = None,
+    ) -> Any:
+        """Return the logits, or what `reduce` makes of the last hidden states where it runs. Arguments: as the model's.
+
+        Raises:
+            RuntimeError: With gradients; training goes through a schedule.
+        """
+        if torch.is_grad_enabled():
+            raise RuntimeError("a pipeline computes gradients in its schedule only; wrap this call in torch.no_grad()")
+        ranks: PipelineRanks = self.__dict__["pipeline"]
+        plan, out = ranks.plan, None
+        for stage in ranks.own_stages:
+            x = tokens
+            if stage > 0:
+                x = out if plan.rank_of(stage - 1) == ranks.rank else ranks.receive(stage - 1)
+            out = self.__dict__["parts"][stage](x, cache=cache, reduce=reduce, positions=positions)
+            if stage < plan.num_stages - 1 and plan.rank_of(stage + 1) != ranks.rank:
+                ranks.send(out, stage + 1)
+        return ranks.share_last(out if ranks.has_last else None)

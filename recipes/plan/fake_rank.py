@@ -1,0 +1,124 @@
+"""Be rank 0 of any number of ranks in this one process: a group whose collectives do nothing, and what torch needs."""
+
+import contextlib
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch._subclasses.fake_tensor import unset_fake_temporarily
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+
+from recipes.mesh import Mesh
+from recipes.precision import Precision
+
+
+@dataclass(frozen=True, kw_only=True)
+class MeshGroups:
+    """The process groups that the recorded rank is in.
+
+    Attributes:
+        device_mesh: Of FSDP2, as `FSDP2Strategy` lays it out; None: another engine.
+        context: Ranks that divide every sequence; None: none do.
+    """
+
+    device_mesh: DeviceMesh | None = None
+    context: dist.ProcessGroup | None = None
+
+    def dimensions(self) -> dict[str, str]:
+        """Return the dimensions of the mesh by the names of their groups."""
+        names: dict[str, str] = {} if self.context is None else {self.context.group_name: "context"}
+        if self.device_mesh is not None:
+            for name in self.device_mesh.mesh_dim_names or ():
+                names[self.device_mesh[name].get_group().group_name] = name
+        return names
+
+
+def make_groups(mesh: Mesh, *, shards: bool) -> MeshGroups:
+    """Create the process groups of a rank.
+
+    Args:
+        mesh: Of all ranks.
+        shards: Whether FSDP2 does.
+    """
+    context = dist.new_group(next(mesh.groups("context"))) if mesh.context > 1 else None
+    if not shards:
+        return MeshGroups(context=context)
+    shape = {"replicate": mesh.replicate} if mesh.replicate > 1 else {}
+    shape |= {"shard": mesh.shard * mesh.context} | ({"tensor": mesh.tensor} if mesh.tensor > 1 else {})
+    device_mesh = init_device_mesh("cpu", tuple(shape.values()), mesh_dim_names=tuple(shape))
+    return MeshGroups(device_mesh=device_mesh, context=context)
+
+
+@contextlib.contextmanager
+def real_meshes() -> Iterator[None]:
+    """Let FSDP2 join the mesh of a divided matrix with its own: it reads values, which fake tensors have not."""
+    before = DeviceMesh._concatenate
+
+    def concatenate(meshes: list[DeviceMesh]) -> DeviceMesh:
+        with unset_fake_temporarily():
+            return before(meshes)
+
+    DeviceMesh._concatenate = staticmethod(concatenate)  # type: ignore[method-assign, assignment]
+    try:
+        yield
+    finally:
+        DeviceMesh._concatenate = staticmethod(before)  # type: ignore[method-assign, assignment]
+
+
+@contextlib.contextmanager
+def default_dtype(dtype: torch.dtype) -> Iterator[None]:
+    """Create tensors in a dtype."""
+    before = torch.get_default_dtype()
+    torch.set_default_dtype(dtype)
+    try:
+        yield
+    finally:
+        torch.set_default_dtype(before)
+
+
+@contextlib.contextmanager
+def autocast(precision: Precision, device_type: str = "cpu") -> Iterator[None]:
+    """Enter autocast as Lightning's plugin does; fake tensors lie on the CPU."""
+    if not precision.is_mixed:
+        yield
+        return
+    with torch.autocast(device_type, precision.compute_dtype, cache_enabled=False):
+        yield
+
+
+@contextlib.contextmanager
+def fake_ranks(world_size: int) -> Iterator[None]:
+    """Be rank 0 of a process group whose collectives do nothing; 0: none is needed."""
+    if world_size == 0:
+        yield
+        return
+    from torch.testing._internal.distributed.fake_pg import FakeStore
+
+    dist.init_process_group("fake", rank=0, world_size=world_size, store=FakeStore())
+    try:
+        yield
+    finally:
+        dist.destroy_process_group()
+
+
+@contextlib.contextmanager
+def gpu_operators(on_gpu: bool) -> Iterator[None]:
+    """Replace what torch does otherwise on a GPU: dropout keeps a mask of one byte an element there."""
+    if not on_gpu:
+        yield
+        return
+    functional = nn.functional
+    dropout = functional.dropout
+
+    def native(input: Tensor, p: float = 0.5, training: bool = True, inplace: bool = False) -> Tensor:
+        if not training or p == 0.0:
+            return input
+        return torch.native_dropout(input, p, True)[0]
+
+    functional.dropout = native  # type: ignore[assignment]
+    try:
+        yield
+    finally:
+        functional.dropout = dropout

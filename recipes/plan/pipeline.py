@@ -1,0 +1,101 @@
+"""A pipeline on paper: which layers each rank has, what is in flight, and how long ranks have nothing to do.
+
+P ranks each have a share of the layers, of v stages, and m micro-batches of a step pass through them. Formulas: 1F1B
+and interleaved stages, arXiv 2104.04473; zero bubbles and the V-shaped schedule (ZBV), arXiv 2401.10241.
+"""
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from recipes.errors import ConfigError
+from recipes.mesh import STAGES_PER_RANK
+from recipes.parallel.stages import divide_evenly
+
+_SCHEDULES = ("1F1B", *STAGES_PER_RANK)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Pipeline:
+    """Stages that divide the layers.
+
+    Attributes:
+        num_stages: P.
+        schedule: In which order a stage works: `1F1B`, `Interleaved1F1B` or `ZBVZeroBubble`.
+    """
+
+    num_stages: int = 1
+    schedule: str = "1F1B"
+
+    @property
+    def num_chunks(self) -> int:
+        """Stages on each rank, v."""
+        return STAGES_PER_RANK.get(self.schedule, 1)
+
+    def in_flight(self, stage: int, num_micro_batches: int) -> float:
+        """Return the micro-batches whose activations a stage keeps at most, of all its layers.
+
+        1F1B: those that are ahead of it in the pipeline. Interleaved: on the first stage P (1 + (P - 1) / (P v)).
+        ZBV: as 1F1B's first stage, on every one.
+        """
+        stages = self.num_stages
+        if self.schedule == "ZBVZeroBubble":
+            most = float(stages)
+        else:
+            warm_up = (stages - 1) / self.num_chunks if self.num_chunks > 1 else 0.0
+            most = stages - stage + warm_up * (stages - stage) / stages
+        return min(most, float(num_micro_batches))
+
+    def idle_seconds(self, forward: float, backward: float, *, weights: float) -> float:
+        """Return how long a stage has nothing to do in a step.
+
+        Args:
+            forward: Seconds of a micro-batch in a stage.
+            backward: Likewise, of which
+            weights: are for the gradients of weights, which ZBV computes where a stage would wait.
+        """
+        waits = self.num_stages - 1
+        if self.schedule == "ZBVZeroBubble":
+            return waits * max(forward + backward - 3 * weights, 0.0)
+        return waits * (forward + backward) / self.num_chunks
+
+    def split(self, num_blocks: int, *, last: float) -> list[int]:
+        """Return the blocks of each rank, as `recipes.parallel.stages` divides them.
+
+        Args:
+            num_blocks: Of the model, all alike.
+            last: Weights of what follows the blocks, in blocks.
+        """
+        num_chunks = self.num_stages * self.num_chunks
+        chunks = divide_evenly([1000] * num_blocks, num_chunks, last=round(1000 * last))
+        counts = [0] * self.num_stages
+        for chunk, count in enumerate(chunks):
+            turn, rank = divmod(chunk, self.num_stages)
+            is_back = self.schedule == "ZBVZeroBubble" and turn % 2
+            counts[self.num_stages - 1 - rank if is_back else rank] += count
+        return counts
+
+
+def read_pipeline(config: Mapping[str, Any]) -> Pipeline:
+    """Return the stages of a config, which may be of a time without them.
+
+    Raises:
+        ConfigError: The schedule is unknown, or there are more stages than blocks.
+    """
+    num_stages = int(config.get("pipeline_parallel_size") or 1)
+    schedule = str(config.get("pipeline_schedule") or "1F1B")
+    if schedule not in _SCHEDULES:
+        raise ConfigError(
+            f"pipeline_schedule={schedule} mode=plan",
+            "a plan has no formula for it",
+            f"pipeline_schedule=<{' | '.join(_SCHEDULES)}>",
+        )
+    num_layers = config["model"].get("num_layers")
+    most = (num_layers or 1) // STAGES_PER_RANK.get(schedule, 1)
+    if num_stages > max(most, 1):
+        raise ConfigError(
+            f"pipeline_parallel_size={num_stages} pipeline_schedule={schedule}",
+            f"the model has {num_layers} blocks" if num_layers else "the model has no number of blocks",
+            f"pipeline_parallel_size={max(most, 1)}",
+        )
+    return Pipeline(num_stages=num_stages, schedule=schedule)

@@ -1,0 +1,172 @@
+"""What each place of a model takes on a rank, from a recorded step: before the blocks, a block, after them.
+
+With this a step need not be recorded again to know it with other ranks: `stages` and `search` add up places.
+"""
+
+from collections import Counter
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass, field
+
+from torch import nn
+
+from recipes.mesh import Mesh
+from recipes.plan.communication import MODEL_DIMENSIONS, cost_of_collective
+from recipes.plan.hardware import Cluster
+from recipes.plan.memory import timeline
+from recipes.plan.roofline import Seconds, StepSeconds
+from recipes.plan.trace import ACTIVATIONS, CASTS, GATHERED, GRADIENTS, OPTIMIZER, WEIGHTS, Op
+
+KEPT = (ACTIVATIONS, CASTS)  # from the forward to the backward pass
+_STATE = (WEIGHTS, GRADIENTS, OPTIMIZER, GATHERED)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Place:
+    """One place of a model, on a rank and in a micro-batch.
+
+    Attributes:
+        num_parameters: Of the undivided model.
+        forward: Seconds of its forward pass.
+        backward: Of its backward pass.
+        kept_bytes: From the forward to the backward pass.
+        extra_bytes: The most that it holds beside these while it is computed.
+        collectives: Of the ranks that divide matrices and sequences.
+    """
+
+    num_parameters: float = 0.0
+    forward: Seconds = field(default_factory=Seconds)
+    backward: Seconds = field(default_factory=Seconds)
+    kept_bytes: float = 0.0
+    extra_bytes: float = 0.0
+    collectives: tuple[Op, ...] = ()
+    num_copies: int = 1  # of the place, that `collectives` are of
+
+    def sent(self, cluster: Cluster, mesh: Mesh) -> dict[str, tuple[float, float]]:
+        """Return the bytes that a rank sends in a micro-batch, and their seconds, by dimension."""
+        sums: dict[str, tuple[float, float]] = {}
+        for op in self.collectives:
+            stride = mesh.tensor if op.dimension == "context" else 1
+            size, took = cost_of_collective(op, cluster, num_ranks=getattr(mesh, op.dimension), stride=stride)
+            before = sums.get(op.dimension, (0.0, 0.0))
+            sums[op.dimension] = before[0] + size / self.num_copies, before[1] + took / self.num_copies
+        return sums
+
+
+@dataclass(frozen=True, kw_only=True)
+class Places:
+    """The places of a model.
+
+    Attributes:
+        first: What precedes the blocks.
+        block: The mean block.
+        last: What follows the blocks.
+        num_blocks: Of the model.
+        optimizer: Seconds to clip and to step all that a rank has.
+    """
+
+    first: Place
+    block: Place
+    last: Place
+    num_blocks: int
+    optimizer: Seconds = field(default_factory=Seconds)
+
+    def parts(self) -> Iterator[tuple[float, Place]]:
+        """Yield each place and how often the model has it."""
+        yield 1.0, self.first
+        yield float(self.num_blocks), self.block
+        yield 1.0, self.last
+
+
+def describe_places(ops: Sequence[Op], model: nn.Module, step: StepSeconds | None) -> Places:
+    """Return the places of a recorded step.
+
+    Args:
+        ops: Of a whole model.
+        model: Undivided, on any device.
+        step: Seconds of its sections; None: unknown.
+    """
+    num_blocks = max(len(getattr(model, "blocks", ())), 1)
+    before, within, after = count_parameters(model)
+    names = {"first": "embedding", "block": None, "last": "head"}
+    parameters = {"first": before, "block": within / num_blocks, "last": after}
+    extra = _extra_bytes(ops)
+    places = {}
+    for key, name in names.items():
+        own = [op for op in ops if _is_at(op.section, name)]
+        copies = num_blocks if name is None else 1
+        directions = {}
+        for direction in ("forward", "backward"):
+            seconds = Seconds()
+            for section, part in (step.sections if step is not None else {}).items():
+                if _is_at(section, name) and section.startswith(direction):
+                    seconds = add(seconds, part, times=1 / copies)
+            directions[direction] = seconds
+        kept = sum(sum(op.allocated.get(c, 0) - op.freed.get(c, 0) for c in KEPT) for op in own if _is_forward(op))
+        places[key] = Place(
+            num_parameters=parameters[key],
+            kept_bytes=max(kept / copies, 0.0),
+            extra_bytes=extra.get(key, 0.0),
+            collectives=tuple(op for op in own if op.cost.kind == "collective" and op.dimension in MODEL_DIMENSIONS),
+            num_copies=copies,
+            **directions,
+        )
+    optimizer = Seconds()
+    if step is not None:
+        optimizer = add(step.of("clipping"), step.of("optimizer"))
+    return Places(**places, num_blocks=num_blocks, optimizer=optimizer)
+
+
+def count_parameters(model: nn.Module) -> tuple[float, float, float]:
+    """Return the parameters before the blocks, in them and after them; a tied weight is in each place that uses it."""
+    sums = [0.0, 0.0, 0.0]
+    position = 0
+    blocks = getattr(model, "blocks", None)
+    for child in model.children():
+        if child is blocks:
+            sums[1], position = _count(child), 2
+        else:
+            sums[position] += _count(child)
+    return sums[0], sums[1], sums[2]
+
+
+def add(first: Seconds, second: Seconds, *, times: float = 1.0) -> Seconds:
+    """Return the sum of two parts of a step, the second several times."""
+    return Seconds(
+        matmul=first.matmul + times * second.matmul,
+        attention=first.attention + times * second.attention,
+        memory=first.memory + times * second.memory,
+        waiting=first.waiting + times * second.waiting,
+        num_launches=first.num_launches + times * second.num_launches,  # type: ignore[arg-type]
+    )
+
+
+def _extra_bytes(ops: Sequence[Op]) -> dict[str, float]:
+    """Return the most that each place holds beside state and what is kept for the backward pass of it and others."""
+    kept: Counter[str] = Counter()
+    for op in ops:
+        if _is_forward(op):
+            kept[op.section.partition("/")[2]] += sum(op.allocated.get(c, 0) - op.freed.get(c, 0) for c in KEPT)
+    order = list(kept)
+    until = {place: sum(kept[name] for name in order[: index + 1]) for index, place in enumerate(order)}
+    extra: dict[str, float] = {}
+    for moment in timeline(ops):
+        place = moment.section.partition("/")[2]
+        if place in until:
+            key = {"embedding": "first", "head": "last"}.get(place, "block")
+            beside = sum(size for name, size in moment.held.items() if name not in _STATE) - until[place]
+            extra[key] = max(extra.get(key, 0.0), beside)
+    return extra
+
+
+def _is_at(section: str, name: str | None) -> bool:
+    place = section.partition("/")[2]
+    return bool(place) and (place not in ("embedding", "head") if name is None else place == name)
+
+
+def _is_forward(op: Op) -> bool:
+    return op.section.startswith("forward/")
+
+
+def _count(module: nn.Module) -> float:
+    parameters: Iterable[nn.Parameter] = module.parameters()
+    return float(sum(parameter.numel() for parameter in parameters))

@@ -1,0 +1,302 @@
+"""What a pipeline adds to a recorded step, on paper: memory and seconds of its stages, and what they send each other.
+
+A stage keeps its weights gathered over a step and reduces its gradients once, as FSDP2 under a pipeline does: gathering
+them for every micro-batch would be sent in vain.
+"""
+
+from collections import Counter
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass
+
+from torch import nn
+
+from recipes.mesh import Mesh
+from recipes.plan.communication import MODEL_DIMENSIONS, Communication, Traffic, cost_of_collective
+from recipes.plan.hardware import Cluster
+from recipes.plan.memory import Moment, find_peak
+from recipes.plan.pipeline import Pipeline
+from recipes.plan.places import KEPT, Place, Places, describe_places
+from recipes.plan.roofline import StepSeconds
+from recipes.plan.trace import GATHERED, GRADIENTS, OPTIMIZER, WEIGHTS, Op
+
+
+@dataclass(frozen=True, kw_only=True)
+class Stages:
+    """How the layers of a model are divided.
+
+    Attributes:
+        pipeline: Stages and schedule.
+        counts: Blocks of each stage.
+        places: Of the model, without times.
+        boundary_bytes: That a rank sends to the next stage in a micro-batch.
+    """
+
+    pipeline: Pipeline
+    counts: list[int]
+    places: Places
+    boundary_bytes: float
+
+    def parts(self, stage: int) -> Iterator[tuple[int, str]]:
+        """Yield how often a stage has each place that it has."""
+        holds_both = self.pipeline.schedule == "ZBVZeroBubble"
+        if stage == 0:
+            yield 1, "first"
+        yield self.counts[stage], "block"
+        if stage == (0 if holds_both else len(self.counts) - 1):
+            yield 1, "last"
+
+    def num_parameters(self, stage: int) -> float:
+        """Return those of a stage."""
+        sums = [times * float(getattr(self.places, name).num_parameters) for times, name in self.parts(stage)]
+        return sum(sums)
+
+    @property
+    def largest_share(self) -> float:
+        """Of all parameters, that a stage has at most."""
+        total = sum(times * place.num_parameters for times, place in self.places.parts())
+        return max(self.num_parameters(stage) for stage in range(len(self.counts))) / total
+
+
+@dataclass(frozen=True, kw_only=True)
+class StagedSeconds:
+    """The time of a step through a pipeline.
+
+    Attributes:
+        seconds: Of a step, without the optimizer.
+        bubble: Share of it in which a stage has nothing to do.
+        communication: Of a rank of the slowest stage.
+    """
+
+    seconds: float
+    bubble: float
+    communication: Communication
+
+
+def divide_layers(ops: Sequence[Op], model: nn.Module, pipeline: Pipeline, *, boundary_bytes: float) -> Stages:
+    """Return the layers of each rank of a pipeline, whose weights each token is multiplied with evenly.
+
+    Args:
+        ops: Of a step of the whole model.
+        model: Undivided, on any device.
+        pipeline: Its stages.
+        boundary_bytes: That a rank sends to the next stage in a micro-batch.
+    """
+    places = describe_places(ops, model, None)
+    counts = pipeline.split(places.num_blocks, last=places.last.num_parameters / places.block.num_parameters)
+    return Stages(pipeline=pipeline, counts=counts, places=places, boundary_bytes=boundary_bytes)
+
+
+def stage_moments(
+    ops: Sequence[Op],
+    moments: Sequence[Moment],
+    stages: Stages,
+    *,
+    num_micro_batches: int,
+    gathered_itemsize: int,
+    gradient_itemsize: int,
+    tensor: int,
+) -> list[Moment]:
+    """Return the moments of a rank of the fullest stage, from those of a rank that has all layers.
+
+    Args:
+        ops: Of the step.
+        moments: Of it.
+        stages: Of the pipeline.
+        num_micro_batches: Per optimizer step.
+        gathered_itemsize: Bytes of a gathered weight.
+        gradient_itemsize: Of a gradient until it is reduced.
+        tensor: Ranks that divide every matrix.
+    """
+    kept: dict[str, Counter[str]] = {}
+    for op in ops:
+        direction, _, place = op.section.partition("/")
+        if direction == "forward":
+            for name in KEPT:
+                kept.setdefault(place, Counter())[name] += op.allocated.get(name, 0) - op.freed.get(name, 0)
+    names = [place for place in kept if place not in ("embedding", "head")]
+    per_name = stages.places.num_blocks / max(len(names), 1)  # of a period of different blocks
+    total = sum(times * place.num_parameters for times, place in stages.places.parts())
+    candidates = []
+    for stage in {0, len(stages.counts) - 1}:
+        begin, end = (round(sum(stages.counts[:index]) / per_name) for index in (stage, stage + 1))
+        has = {name for _, name in stages.parts(stage)}
+        own = [*(["embedding"] if "first" in has else []), *names[begin:end], *(["head"] if "last" in has else [])]
+        skipped = [place for place in kept if place not in own]
+        parameters = stages.num_parameters(stage)
+        gathered = int(parameters / tensor * (gathered_itemsize + gradient_itemsize))
+        in_flight = stages.pipeline.in_flight(stage, num_micro_batches)
+        candidates.append(
+            list(
+                _move(
+                    moments,
+                    own,
+                    share=parameters / total,
+                    gathered=gathered,
+                    more=_sum(kept, own, times=in_flight - 1),
+                    less={place: _sum(kept, [s for s in skipped if _is_before(s, place, kept)]) for place in own},
+                )
+            )
+        )
+    return max(candidates, key=lambda candidate: find_peak(candidate).moment.total)
+
+
+def _move(
+    moments: Iterable[Moment],
+    own: Sequence[str],
+    *,
+    share: float,
+    gathered: int,
+    more: Counter[str],
+    less: dict[str, Counter[str]],
+) -> Iterator[Moment]:
+    for moment in moments:
+        place = moment.section.partition("/")[2]
+        if place and place not in own:
+            continue
+        held = Counter(moment.held)
+        for name in (WEIGHTS, GRADIENTS, OPTIMIZER):
+            held[name] = int(share * held[name])
+        if place:
+            held[GATHERED] = gathered
+            held.update(more)
+            held.subtract(less[place])
+        yield Moment(section=moment.section, op=moment.op, held={key: size for key, size in held.items() if size > 0})
+
+
+def _sum(kept: dict[str, Counter[str]], places: Iterable[str], *, times: float = 1.0) -> Counter[str]:
+    total: Counter[str] = Counter()
+    for place in places:
+        total.update(kept.get(place, Counter()))
+    return Counter({name: int(times * size) for name, size in total.items()})
+
+
+def _is_before(place: str, other: str, kept: dict[str, Counter[str]]) -> bool:
+    order = list(kept)
+    return other not in order or order.index(place) < order.index(other)
+
+
+def time_stages(
+    ops: Sequence[Op], step: StepSeconds, cluster: Cluster, mesh: Mesh, stages: Stages, *, num_micro_batches: int
+) -> StagedSeconds:
+    """Return the seconds of a step whose layers are divided.
+
+    Args:
+        ops: Of a step of the whole model.
+        step: Seconds of its sections.
+        cluster: The devices.
+        mesh: Of a stage.
+        stages: Of the pipeline.
+        num_micro_batches: Per optimizer step.
+    """
+    timed = describe_places(ops, _Blocks(stages.places.num_blocks), step)
+    slowest = max(range(len(stages.counts)), key=lambda stage: sum(_seconds_of(stages, timed, stage, cluster, mesh)))
+    forward, backward = _seconds_of(stages, timed, slowest, cluster, mesh)
+    parts = [(times, getattr(timed, name)) for times, name in stages.parts(slowest)]
+    weights = sum(times * place.backward.matmul / 2 for times, place in parts)
+    idle = stages.pipeline.idle_seconds(forward, backward, weights=weights)
+    model_ranks = sum_collectives(parts, cluster, mesh, num_micro_batches=num_micro_batches)
+    boundary = send_boundaries(
+        stages.pipeline, cluster, mesh, num_bytes=stages.boundary_bytes, num_micro_batches=num_micro_batches
+    )
+    shards = _of_shards(ops, cluster, mesh, share=stages.largest_share, forward_seconds=forward)
+    busy = num_micro_batches * (forward + backward)
+    exposed = sum(part.exposed_seconds for part in (boundary, *shards))
+    seconds = busy + idle + exposed
+    traffic = tuple(part for part in (*shards, *model_ranks, boundary) if part.num_bytes)
+    return StagedSeconds(seconds=seconds, bubble=idle / seconds, communication=Communication(traffic=traffic))
+
+
+class _Blocks(nn.Module):
+    """As many blocks as a model has, without parameters."""
+
+    def __init__(self, num_blocks: int) -> None:
+        super().__init__()
+        self.blocks = nn.ModuleList(nn.Identity() for _ in range(num_blocks))
+
+
+def _seconds_of(stages: Stages, timed: Places, stage: int, cluster: Cluster, mesh: Mesh) -> tuple[float, float]:
+    """Return the seconds of a stage's forward and backward pass, with what the ranks that divide it wait for."""
+    forward = backward = 0.0
+    for times, name in stages.parts(stage):
+        place: Place = getattr(timed, name)
+        waits = sum(seconds for _, seconds in place.sent(cluster, mesh).values())
+        forward += times * (place.forward.total + waits / 3)
+        backward += times * (place.backward.total + 2 * waits / 3)
+    return forward, backward
+
+
+def sum_collectives(
+    parts: Iterable[tuple[int, Place]], cluster: Cluster, mesh: Mesh, *, num_micro_batches: int
+) -> list[Traffic]:
+    """Return what ranks that divide matrices and sequences send in a step, nothing of it hidden."""
+    totals = dict.fromkeys(MODEL_DIMENSIONS, (0.0, 0.0))
+    for times, place in parts:
+        for name, (num_bytes, seconds) in place.sent(cluster, mesh).items():
+            of_step = times * num_micro_batches
+            totals[name] = totals[name][0] + of_step * num_bytes, totals[name][1] + of_step * seconds
+    return [
+        Traffic(
+            dimension=name,
+            num_ranks=getattr(mesh, name),
+            num_bytes=num_bytes,
+            seconds=seconds,
+            exposed_seconds=seconds,
+        )
+        for name, (num_bytes, seconds) in totals.items()
+        if num_bytes
+    ]
+
+
+def send_boundaries(
+    pipeline: Pipeline, cluster: Cluster, mesh: Mesh, *, num_bytes: float, num_micro_batches: int
+) -> Traffic:
+    """Return what a stage sends to the next and, of gradients, to the one before; the receiver waits for it.
+
+    Args:
+        pipeline: Stages and schedule.
+        cluster: The devices.
+        mesh: Of a stage.
+        num_bytes: Of one micro-batch, one way.
+        num_micro_batches: Per optimizer step.
+    """
+    times = 2 * pipeline.num_chunks * num_micro_batches
+    stride = mesh.world_size
+    seconds = num_bytes / cluster.bandwidth_between(2, stride=stride) + cluster.latency_between(2, stride=stride)
+    return Traffic(
+        dimension="pipeline",
+        num_ranks=pipeline.num_stages,
+        num_bytes=times * num_bytes,
+        seconds=times * seconds,
+        exposed_seconds=times * seconds,
+    )
+
+
+def _of_shards(
+    ops: Sequence[Op], cluster: Cluster, mesh: Mesh, *, share: float, forward_seconds: float
+) -> list[Traffic]:
+    """Return what FSDP2 sends in a step: weights once, while the first micro-batch computes, gradients after all."""
+    sizes = {"shard": mesh.shard * mesh.context, "replicate": mesh.replicate}
+    strides = {"shard": mesh.tensor, "replicate": mesh.tensor * sizes["shard"]}
+    result = []
+    for name, num_ranks in sizes.items():
+        gathered, reduced, total = 0.0, 0.0, 0.0
+        for op in ops:
+            is_gather = "gather" in op.name
+            if op.dimension != name or "/" not in op.section or (is_gather and not op.section.startswith("forward")):
+                continue
+            sent, seconds = cost_of_collective(op, cluster, num_ranks=num_ranks, stride=strides[name])
+            total += share * sent
+            gathered, reduced = (
+                (gathered + share * seconds, reduced) if is_gather else (gathered, reduced + share * seconds)
+            )
+        if num_ranks > 1:
+            exposed = max(gathered - forward_seconds, 0.0) + reduced
+            traffic = Traffic(
+                dimension=name,
+                num_ranks=num_ranks,
+                num_bytes=total,
+                seconds=gathered + reduced,
+                exposed_seconds=exposed,
+            )
+            result.append(traffic)
+    return result

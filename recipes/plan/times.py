@@ -1,0 +1,183 @@
+"""Seconds of an optimizer step of a plan: what a rank computes, what it waits for, and stages without work."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from recipes.config.compose import Config
+from recipes.config.traits import get_compile_mode
+from recipes.errors import ConfigError
+from recipes.plan.activations import PCIE_BYTES_PER_SECOND, Transfer, time_transfers
+from recipes.plan.communication import Communication, Traffic, of_model_ranks, of_partitions, of_replicas, of_shards
+from recipes.plan.config_step import Engine
+from recipes.plan.hardware import Cluster
+from recipes.plan.measured import OperatorTimer, calibrate, time_operators
+from recipes.plan.roofline import Rates, StepSeconds, time_step
+from recipes.plan.stages import Stages, time_stages
+from recipes.plan.step import Step
+from recipes.plan.trace import GRADIENTS, Op
+
+_HOST_ADAM_BYTES_PER_SECOND = 20e9  # of one rank, weights and state in host memory; depends on the host
+
+
+@dataclass(frozen=True, kw_only=True)
+class Times:
+    """Where the time of a step goes.
+
+    Attributes:
+        step: Seconds of the sections.
+        communication: In a step.
+        transfer: Activations to host memory and back, in a micro-batch; None: there are none.
+        step_seconds: Of an optimizer step.
+        forward_seconds: Of a micro-batch without gradients.
+        bubble: Share of a step in which a stage of a pipeline has nothing to do; None: there is no pipeline.
+    """
+
+    step: StepSeconds
+    communication: Communication
+    transfer: Transfer | None
+    step_seconds: float
+    forward_seconds: float
+    bubble: float | None = None
+
+
+def measure_times(
+    ops: list[Op], step: Step, kinds: Sequence[object], timer: OperatorTimer, *, num_ranks: int, num_micro_batches: int
+) -> Times:
+    """Return the times of a step whose operators are timed on this machine.
+
+    Args:
+        ops: Of the step.
+        step: What was recorded.
+        kinds: The kind of each block.
+        timer: For the device.
+        num_ranks: Of the run.
+        num_micro_batches: Per optimizer step.
+
+    Raises:
+        ConfigError: There are several ranks.
+    """
+    if num_ranks > 1:
+        raise ConfigError(
+            f"plan.hardware=measured with {num_ranks} ranks",
+            "operators are timed on one device, and what ranks send each other is not",
+            "strategy=single trainer.devices=1, or plan.hardware=<a device of the table>",
+        )
+    times = time_operators(ops, timer, factor=calibrate(step, kinds, timer))
+    forward, backward = times.of("forward/").total, times.of("backward/").total
+    transfer = time_transfers(ops, times) if step.on_gpu else None  # on a CPU the copies were timed
+    exposed = transfer.exposed_seconds if transfer is not None else 0.0
+    seconds = num_micro_batches * (forward + backward + exposed)
+    seconds += times.of("clipping").total + times.of("optimizer").total
+    return Times(
+        step=times,
+        communication=Communication(),
+        transfer=transfer,
+        step_seconds=seconds,
+        forward_seconds=forward,
+    )
+
+
+def estimate_times(
+    config: Config,
+    cluster: Cluster,
+    ops: list[Op],
+    engine: Engine,
+    rates: Rates,
+    *,
+    num_parameters: int,
+    num_micro_batches: int,
+    stages: Stages | None,
+) -> Times:
+    """Return the times of a step by the rates of a device.
+
+    Args:
+        config: Of the run.
+        cluster: The devices.
+        ops: Of the step.
+        engine: What its strategy does.
+        rates: Of a device.
+        num_parameters: Of the unsharded model.
+        num_micro_batches: Per optimizer step.
+        stages: Of the pipeline; None: there is none.
+    """
+    on_gpu = cluster.device.full_name is not None
+    step = time_step(ops, rates, is_compiled=get_compile_mode(config, on_gpu=on_gpu) is not None)
+    transfer = time_transfers(ops, step)
+    optimizer = _optimizer_seconds(step, engine, rates, num_parameters=num_parameters)
+    if stages is not None:
+        staged = time_stages(ops, step, cluster, engine.mesh, stages, num_micro_batches=num_micro_batches)
+        return Times(
+            step=step,
+            communication=staged.communication,
+            transfer=transfer,
+            step_seconds=staged.seconds + optimizer * stages.largest_share,
+            forward_seconds=step.of("forward/").total,
+            bubble=staged.bubble,
+        )
+    communication = Communication(
+        traffic=tuple(
+            part
+            for part in _list_traffic(
+                cluster, ops, step, engine, num_parameters=num_parameters, num_micro_batches=num_micro_batches
+            )
+            if part.num_bytes
+        )
+    )
+    exposed = transfer.exposed_seconds if transfer is not None else 0.0
+    seconds = num_micro_batches * (step.of("forward/").total + step.of("backward/").total + exposed)
+    return Times(
+        step=step,
+        communication=communication,
+        transfer=transfer,
+        step_seconds=seconds + optimizer + communication.exposed_seconds,
+        forward_seconds=step.of("forward/").total,
+    )
+
+
+def _list_traffic(
+    cluster: Cluster,
+    ops: list[Op],
+    step: StepSeconds,
+    engine: Engine,
+    *,
+    num_parameters: int,
+    num_micro_batches: int,
+) -> list[Traffic]:
+    divided = of_model_ranks(ops, cluster, engine.mesh, num_micro_batches=num_micro_batches)
+    if engine.sharding is not None:
+        shards = of_shards(
+            ops,
+            step,
+            cluster,
+            engine.mesh,
+            num_micro_batches=num_micro_batches,
+            syncs_each_micro_batch=engine.sharding.syncs_each_micro_batch,
+        )
+        return [*shards, *divided]
+    if engine.zero is not None:
+        partitions = of_partitions(
+            engine.zero,
+            step,
+            cluster,
+            num_parameters=num_parameters,
+            num_micro_batches=num_micro_batches,
+            gathers_once=num_parameters <= 1_000_000_000,
+        )
+        return [partitions, *divided]
+    replicas = of_replicas(
+        cluster,
+        num_ranks=engine.num_ranks,
+        gradient_bytes=float(ops[0].allocated.get(GRADIENTS, 0)),
+        backward_seconds=step.of("backward/").total,
+        ops=ops,
+    )
+    return [replicas, *divided]
+
+
+def _optimizer_seconds(step: StepSeconds, engine: Engine, rates: Rates, *, num_parameters: int) -> float:
+    share = 4.0 * num_parameters / engine.num_ranks
+    if engine.offloads:  # gradients go to the host, weights come back; 7 reads and writes of the state in between
+        return 2 * share / PCIE_BYTES_PER_SECOND + 7 * share / _HOST_ADAM_BYTES_PER_SECOND
+    if engine.zero is not None:
+        return 9 * share / (rates.bandwidth * rates.memory)
+    return step.of("clipping").total + step.of("optimizer").total

@@ -1,0 +1,92 @@
+"""What a step of a model with experts adds to any other: terms of the objective, the balance of the load, metrics."""
+
+from abc import ABC
+from typing import Any
+
+import torch
+from torch import Tensor
+from typing_extensions import override
+
+from recipes.lightning_internals import is_accumulating
+from recipes.model.moe.router import describe_loads
+from recipes.numerics.loss import IGNORE_INDEX
+from recipes.task.base import Batch, TrainingTask
+
+
+class TrainsExperts(TrainingTask, ABC):
+    """A task whose model may have experts (`MoeLlama`); for any other it does nothing."""
+
+    _routed: tuple[Tensor, Tensor] | None = None  # of the micro-batch under way: counts [L, E], sums [L, 3]
+    _window_counts: Tensor | None = None  # [L, E] int64, tokens of each expert in the step under way
+    _window_sums: Tensor | None = None  # [L, 3] of both losses over targets, and of the entropy over tokens
+
+    def add_routing_terms(self, objective: Tensor, loss: Tensor, *, targets: Tensor) -> tuple[Tensor, Tensor]:
+        """Return the objective with the terms of the routing, summed over targets as the loss is, and the loss.
+
+        Args:
+            objective: Of a micro-batch, 0-dim.
+            loss: The plain loss in it.
+            targets: [B, T].
+        """
+        model: Any = self.model
+        routed = model.take_routed() if hasattr(model, "take_routed") else None
+        if routed is None or not torch.is_grad_enabled():
+            return objective, loss
+        num_targets = (targets != IGNORE_INDEX).sum(dim=1)  # [B]
+        num_tokens = torch.full_like(num_targets, targets.shape[1])
+        sums = (routed.terms * torch.stack([num_targets, num_targets, num_tokens])).sum(dim=-1)  # [L, 3]
+        self._routed = routed.counts, sums.detach()
+        return objective + model.weigh_terms(sums), loss
+
+    @override
+    def training_step(self, batch: Batch, batch_idx: int) -> Tensor:
+        loss = super().training_step(batch, batch_idx)
+        if self._routed is not None:
+            (counts, sums), self._routed = self._routed, None
+            self._window_counts = counts if self._window_counts is None else self._window_counts + counts
+            self._window_sums = sums if self._window_sums is None else self._window_sums + sums
+            self._num_targets = batch["num_targets"]  # of the global batch
+        return loss
+
+    @override
+    def optimizer_step(self, *args: Any, **kwargs: Any) -> None:
+        """Step, then balance the load of the experts: once a step, and not where an overflow skipped it.
+
+        A step that a guard refuses moves the biases, too; with all other buffers, the guard's owner restores them.
+        """
+        strategy: Any = self.trainer.strategy
+        num_overflows = strategy.num_overflows
+        super().optimizer_step(*args, **kwargs)
+        if self._window_counts is None or self._window_sums is None or is_accumulating(self.trainer):
+            return
+        counts, sums = self._window_counts, self._window_sums
+        self._window_counts = self._window_sums = None
+        model: Any = self.model
+        step, is_balanced = self.trainer.global_step + 1, model.balance_rate > 0
+        is_logged = step % self.trainer.log_every_n_steps == 0 or self.trainer.should_stop  # type: ignore[attr-defined]
+        if not (is_balanced or is_logged):
+            return
+        # one sum: float64 holds counts exactly
+        both = self._sum_over_token_ranks(torch.cat([counts.double(), sums.double()], dim=1))  # [L, E + 3]
+        counts, sums = both.split([counts.shape[1], sums.shape[1]], dim=1)
+        if is_balanced and strategy.num_overflows == num_overflows:
+            model.balance_experts(counts)
+        if is_logged:
+            self._log_routing(counts, sums)
+
+    def _log_routing(self, counts: Tensor, sums: Tensor) -> None:
+        """Log loads of the layer where they are most uneven, and means over layers.
+
+        Args:
+            counts: [L, E], over all ranks.
+            sums: [L, 3], likewise.
+        """
+        model: Any = self.model
+        largest, smallest = describe_loads(counts)
+        balance, square, entropy = sums.mean(dim=0).unbind()
+        num_tokens = counts[0].sum() / model.num_experts_per_token
+        self.log_row({"moe/load_max": largest, "moe/load_min": smallest, "moe/router_entropy": entropy / num_tokens})
+        if model.load_balance_loss:
+            self.log_row({"moe/load_balance_loss": balance / self._num_targets})
+        if model.router_z_loss:
+            self.log_row({"moe/router_z_loss": square / self._num_targets})

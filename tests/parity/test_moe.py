@@ -1,0 +1,101 @@
+"""Mixtures of experts: the curve of one device under every strategy, in any split, and biases that are its own."""
+
+import math
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+from cases import COMMON, GLOBAL_BATCH_SIZE, STRATEGIES, TOKENS, count_data_ranks, largest_difference
+
+Rows = Callable[..., list[dict[str, float]]]
+
+NUM_STEPS = 8
+MODEL = [
+    *("data=random_tokens", "model=moe_nano", "model.vocab_size=64", "model.max_seq_len=16", "model.num_layers=2"),
+    *("model.num_heads=2", "model.num_kv_heads=1", "model.hidden_size=32", "model.ffn_hidden_size=32"),
+    *("model.num_experts=4", "optimizer.lr=1e-3"),
+]
+TERMS = ["model.load_balance_loss=0.01", "model.router_z_loss=0.001", "model.balance_rate=0.01"]
+BIAS = ["model.balance_rate=0.01"]
+# two ranks do not divide three experts: FSDP2 divides the rows of each
+THREE = ["model.num_experts=3", "model.router_scores=sigmoid", "model.load_balance_loss=0.01"]
+RECOMPUTED = "activation_checkpoint=every_block"
+SELECTIVE = "activation_checkpoint=selective"
+
+
+def case(
+    name: str, *more: str, world_size: int, accumulate: int = 1, precision: str = "32-true", model: list[str] = TERMS
+) -> dict[str, Any]:
+    """Return one way to run the experiment."""
+    micro_batch_size = GLOBAL_BATCH_SIZE // (accumulate * count_data_ranks(STRATEGIES[name], world_size))
+    sizes = [f"micro_batch_size={micro_batch_size}", f"trainer.devices={world_size}", f"precision={precision}"]
+    steps = [f"trainer.max_steps={NUM_STEPS}", f"eval_every={NUM_STEPS}"]
+    return {"overrides": [*MODEL, *model, *COMMON, *STRATEGIES[name], *sizes, *steps, *more], "data": TOKENS}
+
+
+SINGLE = {
+    "x1": case("single", world_size=1),
+    "x4": case("single", world_size=1, accumulate=4),
+    "recomputed": case("single", RECOMPUTED, world_size=1),
+    "selective": case("single", SELECTIVE, world_size=1),
+    "three experts": case("single", world_size=1, model=THREE),
+    "no terms": case("single", world_size=1, model=BIAS),
+    "bfloat16": case("single", world_size=1, accumulate=2, precision="bf16-mixed"),
+}
+TWO = {
+    "ddp x4": case("ddp", world_size=2, accumulate=4),
+    "fsdp x4": case("fsdp", world_size=2, accumulate=4),
+    "fsdp recomputed": case("fsdp", RECOMPUTED, world_size=2),
+    "ZeRO-2 x4": case("ZeRO-2", world_size=2, accumulate=4),
+    "ZeRO-3 recomputed": case("ZeRO-3", RECOMPUTED, world_size=2),
+}
+OTHERS = {
+    "three experts": case("fsdp", world_size=2, model=THREE),
+    "no terms": case("cp2, ddp", world_size=2, model=BIAS),  # ranks divide the sequences
+}
+LOW = {f"{name}, bfloat16": case(name, world_size=2, precision="bf16-mixed") for name in ("fsdp", "ZeRO-3")}
+ALL = TWO | OTHERS | LOW
+
+
+def _equal(rows: list[dict[str, float]], reference: list[dict[str, float]]) -> None:
+    """Assert equal curves, and the very same loads: a token at another expert would show in them."""
+    assert len(rows) == NUM_STEPS
+    assert max(largest_difference(rows, reference).values()) <= 1e-5
+    for row, other in zip(rows, reference, strict=True):
+        for name in ("moe/load_max", "moe/load_min"):
+            assert row[name] == other[name], (row["step"], name)
+        for name in ("moe/router_entropy", "moe/load_balance_loss", "moe/router_z_loss"):
+            assert math.isclose(row.get(name, 0.0), other.get(name, 0.0), rel_tol=1e-5), (row["step"], name)
+
+
+@pytest.mark.parametrize("name", ["x4", "recomputed", "selective"])
+def test_one_device_gives_the_same_curve_however_it_splits_or_recomputes(name: str, rows: Rows) -> None:
+    _equal(rows("moe single", SINGLE, name, world_size=1), rows("moe single", SINGLE, "x1", world_size=1))
+
+
+@pytest.mark.parametrize("name", TWO)
+def test_two_ranks_give_the_curve_of_one_device(name: str, rows: Rows) -> None:
+    _equal(rows("moe two", ALL, name, world_size=2), rows("moe single", SINGLE, "x1", world_size=1))
+
+
+@pytest.mark.parametrize("name", OTHERS)
+def test_other_experts_and_divided_sequences_give_the_curve_of_one_device_too(name: str, rows: Rows) -> None:
+    _equal(rows("moe two", ALL, name, world_size=2), rows("moe single", SINGLE, name, world_size=1))
+
+
+@pytest.mark.parametrize("name", LOW)
+def test_weights_of_experts_are_rounded_as_on_one_device(name: str, rows: Rows) -> None:
+    # micro-batches of 8 sequences here and there: the same products, summed over ranks in another order
+    found = rows("moe two", ALL, name, world_size=2)
+    reference = rows("moe single", SINGLE, "bfloat16", world_size=1)
+    assert math.isclose(found[0]["train/loss"], reference[0]["train/loss"], rel_tol=1e-6)
+    assert math.isclose(found[0]["grad/norm"], reference[0]["grad/norm"], rel_tol=1e-5)
+    assert largest_difference(found, reference)["train/loss"] <= 1e-4
+
+
+def test_terms_of_the_objective_are_not_in_the_logged_loss(rows: Rows) -> None:
+    with_terms = rows("moe single", SINGLE, "x1", world_size=1)
+    without = rows("moe single", SINGLE, "no terms", world_size=1)
+    assert with_terms[0]["train/loss"] == without[0]["train/loss"]
+    assert with_terms[0]["grad/norm"] != without[0]["grad/norm"]
+    assert "moe/load_balance_loss" not in without[0]
