@@ -7,7 +7,7 @@ from typing import Any
 
 from .charts.lines import lines_figure
 from .charts.stack import stack_figure
-from .html import render_page, section, write_page
+from .html import render_page, section, table, write_page
 
 
 def write_plan_page(path: Path, plan: Mapping[str, Any], lines: Sequence[str]) -> None:
@@ -22,7 +22,7 @@ def write_plan_page(path: Path, plan: Mapping[str, Any], lines: Sequence[str]) -
         OSError: The file cannot be written.
     """
     printed = f"<pre>{escape(chr(10).join(lines))}</pre>"
-    body = f"<h1>Plan</h1>{section('What the run needs', printed)}{memory_section(plan)}{_scaling_section(plan)}"
+    body = f"<h1>Plan</h1>{section('What the run needs', printed)}{memory_section(plan)}{_communication_section(plan)}{_scaling_section(plan)}"
     write_page(path, render_page(title="Plan", body=body, data={}, styles=["page.css", "charts.css"], scripts=[]))
 
 
@@ -35,6 +35,21 @@ def memory_section(plan: Mapping[str, Any]) -> str:
         timeline["gib"], places=timeline["sections"], limit=plan.get("usable_gib"), unit="GiB on a rank"
     )
     return section("Memory over one step, as planned", figure)
+
+
+def _communication_section(plan: Mapping[str, Any]) -> str:
+    """Return what ranks send along each dimension of the mesh; empty if nothing, or if it was not planned."""
+    rows = plan.get("communication")
+    if not rows:
+        return ""
+    heads = ("dimension", "ranks", "GiB a rank sends in a step", "seconds", "not hidden by computation, s")
+    keys = ("dimension", "ranks", "gib", "seconds", "exposed_seconds")
+    lines = [[_show(row[key]) for key in keys] for row in rows]
+    return section("Communication, as planned", table(heads, lines))
+
+
+def _show(value: Any) -> str:
+    return f"{value:.3g}" if isinstance(value, float) else str(value)
 
 
 def _scaling_section(plan: Mapping[str, Any]) -> str:

@@ -39,9 +39,9 @@ def split_state(checkpoint: State, *, rank: int) -> tuple[State, dict[str, Part]
     """Separate plain data from the tensors that this rank writes.
 
     Args:
-        checkpoint: Lightning's, with `Part` for tensors and three keys more: `rng`, the generator states of this
-            rank; `parameters`, the names of the optimizer's parameters; `tied`, names that share the tensor of
-            another name.
+        checkpoint: Lightning's, with `Part` for tensors and four keys more: `rng`, the generator states of this
+            rank; `parameters`, the names of its optimizer's parameters; `every_parameter`, those of all ranks, which
+            may have other layers; `tied`, names that share the tensor of another name.
         rank: This process's.
 
     Returns:
@@ -50,11 +50,32 @@ def split_state(checkpoint: State, *, rank: int) -> tuple[State, dict[str, Part]
     parts = {name: part for name, part in checkpoint["state_dict"].items() if name not in checkpoint["tied"]}
     parts |= {f"{_RNG}/{rank}/{source}": part for source, part in checkpoint["rng"].items()}
     optimizers = []
+    own, every = checkpoint["parameters"], checkpoint["every_parameter"]
     for optimizer in checkpoint["optimizer_states"]:
-        parts |= dict(_get_parts(optimizer["state"], checkpoint["parameters"]))
-        optimizers.append(optimizer | {"state": _without_parts(optimizer["state"])})
-    plain = {key: value for key, value in checkpoint.items() if key not in ("state_dict", _RNG)}
-    return plain | {"optimizer_states": optimizers}, parts
+        parts |= dict(_get_parts(optimizer["state"], own))
+        number = {name: index for index, name in enumerate(every)}
+        numbered = {number[own[index]]: values for index, values in optimizer["state"].items()}
+        optimizers.append(optimizer | {"state": _without_parts(numbered)})
+    left_out = ("state_dict", "every_parameter", _RNG)
+    plain = {key: value for key, value in checkpoint.items() if key not in left_out}
+    return plain | {"parameters": every, "optimizer_states": optimizers}, parts
+
+
+def select_state(optimizer: State, saved: list[str], own: list[str], tied: Mapping[str, str]) -> State:
+    """Return the optimizer state of a rank's parameters, in its own order.
+
+    Args:
+        optimizer: As `merge_state` returns it, in the order of `saved`.
+        saved: Names of all parameters of the run that saved.
+        own: Names of this rank's parameters, in the order of its optimizer.
+        tied: Names that share the tensor of another name.
+    """
+    if own == saved:
+        return optimizer
+    number = {name: index for index, name in enumerate(saved)}
+    numbers = [number.get(tied.get(name, name)) for name in own]
+    state = {i: optimizer["state"][n] for i, n in enumerate(numbers) if n is not None and n in optimizer["state"]}
+    return optimizer | {"state": state}
 
 
 def merge_state(plain: State, tensors: Mapping[str, SavedTensor]) -> State:

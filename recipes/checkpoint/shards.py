@@ -11,11 +11,13 @@ from lightning.pytorch.plugins.io import CheckpointIO
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
+from recipes.checkpoint.layout import select_state
 from recipes.checkpoint.saved_tensor import SavedTensor
 from recipes.checkpoint.shard_file import Part
 from recipes.lightning_internals import unwrap_optimizer
 from recipes.numerics.ema import NAME as EMA_KEY
 from recipes.parallel.placement import RowOrder, find_box, find_row_orders
+from recipes.parallel.stages import is_copy
 from recipes.precision.float8 import unwrap
 
 
@@ -42,7 +44,6 @@ class PerRankSavingMixin:
 class ShardSavingMixin(PerRankSavingMixin):
     """For strategies whose weights and optimizer state are torch's own tensors, unsharded or sharded by rows."""
 
-    is_global_zero: bool
     lightning_module: Any
     optimizers: list[torch.optim.Optimizer]
 
@@ -53,9 +54,9 @@ class ShardSavingMixin(PerRankSavingMixin):
         state: Mapping[str, Tensor] = self.lightning_module.state_dict(keep_vars=True)
         orders = find_row_orders(self.lightning_module)
         return get_shards(
-            state,
+            {name: tensor for name, tensor in state.items() if not is_copy(tensor)},
             constant=constant,
-            writes_unsharded=self.is_global_zero,
+            writes_unsharded=self._ranks.writes_unsharded,
             row_orders={name: orders[id(tensor)] for name, tensor in state.items() if id(tensor) in orders},
         )
 
@@ -69,14 +70,19 @@ class ShardSavingMixin(PerRankSavingMixin):
             | get_shards(
                 {key: value for key, value in values.items() if isinstance(value, Tensor)},
                 constant=values,
-                writes_unsharded=self.is_global_zero,
+                writes_unsharded=self._ranks.writes_unsharded,
                 row_orders=dict.fromkeys(values, orders[id(parameters[index])])
                 if id(parameters[index]) in orders
                 else {},
             )
             for index, values in saved["state"].items()
+            if not is_copy(parameters[index])
         }
         return {"state": state, "param_groups": saved["param_groups"]}
+
+    @property
+    def _ranks(self) -> Any:
+        return self  # as the strategy, whose `MeshRanksMixin` knows what its ranks hold
 
     def load_model_state_dict(self, checkpoint: Any, strict: bool = True) -> None:
         """Load the module, or this rank's shards of it."""
@@ -84,7 +90,9 @@ class ShardSavingMixin(PerRankSavingMixin):
 
     def load_optimizer_state_dict(self, checkpoint: Any) -> None:
         """Load the optimizer state of this rank's parameters."""
-        for optimizer, saved in zip(self.optimizers, checkpoint["optimizer_states"], strict=True):
+        own, tied = self.lightning_module.optimized_parameters, checkpoint["tied"]
+        for optimizer, every in zip(self.optimizers, checkpoint["optimizer_states"], strict=True):
+            saved = select_state(every, checkpoint["parameters"], own, tied)
             load_optimizer(optimizer, saved, find_row_orders(self.lightning_module))
 
 
@@ -174,10 +182,7 @@ def load_optimizer(optimizer: torch.optim.Optimizer, saved: dict[str, Any], row_
         for index, values in saved["state"].items()
     }
     # this run's hyper-parameters: `fused` decides on which device torch puts a saved step
-    groups = [
-        group | {"params": saved_group["params"]}
-        for group, saved_group in zip(optimizer.param_groups, saved["param_groups"], strict=True)
-    ]
+    groups = unwrap_optimizer(optimizer).state_dict()["param_groups"]
     inner: Any = unwrap_optimizer(optimizer)
     in_float32 = {EMA_KEY, *getattr(inner, "float32_state", ())}
     inner.load_state_dict(saved | {"state": state, "param_groups": groups})

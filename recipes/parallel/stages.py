@@ -161,7 +161,7 @@ def mark_copies(model: nn.Module) -> None:
             getattr(layer, name).copy_of = original
 
 
-def is_copy(parameter: nn.Parameter) -> bool:
+def is_copy(parameter: Tensor) -> bool:
     """Return whether another stage has the same parameter, with which it is counted and saved."""
     return hasattr(parameter, "copy_of")
 
@@ -298,12 +298,11 @@ class StagedModel(nn.Module):
         if torch.is_grad_enabled():
             raise RuntimeError("a pipeline computes gradients in its schedule only; wrap this call in torch.no_grad()")
         ranks: PipelineRanks = self.__dict__["pipeline"]
-        plan, out = ranks.plan, None
+        plan, x = ranks.plan, tokens
         for stage in ranks.own_stages:
-            x = tokens
-            if stage > 0:
-                x = out if plan.rank_of(stage - 1) == ranks.rank else ranks.receive(stage - 1)
-            out = self.__dict__["parts"][stage](x, cache=cache, reduce=reduce, positions=positions)
+            if stage > 0 and plan.rank_of(stage - 1) != ranks.rank:
+                x = ranks.receive(stage - 1)
+            x = self.__dict__["parts"][stage](x, cache=cache, reduce=reduce, positions=positions)
             if stage < plan.num_stages - 1 and plan.rank_of(stage + 1) != ranks.rank:
-                ranks.send(out, stage + 1)
-        return ranks.share_last(out if ranks.has_last else None)
+                ranks.send(x, stage + 1)
+        return ranks.share_last(x if ranks.has_last else None)

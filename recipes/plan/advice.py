@@ -7,8 +7,8 @@ from pathlib import Path
 
 from recipes.config import compose_and_check
 from recipes.config.compose import Composed, Config
-from recipes.config.traits import get_traits
 from recipes.errors import ConfigError
+from recipes.plan.config_step import divide_ranks
 from recipes.plan.hardware import Cluster
 from recipes.plan.plan import Plan, gib, make_plan
 
@@ -93,7 +93,7 @@ def find_settings(composed: Composed, planner: Planner) -> Advice | None:
         is_for_one = strategy[0] == "strategy=single"
         if is_for_one != (cluster.num_devices == 1) and "strategy.cpu_offload=true" not in strategy:
             continue
-        if _least_bytes(strategy, planned, cluster) > planned.limit_bytes:
+        if _least_bytes(strategy, planned, cluster) > planned.limit_bytes * planned.mesh.tensor:
             continue  # not even without any activations
         for recompute in ("activation_checkpoint=none", _SELECTIVE, _RECOMPUTE):
             overrides = [*strategy, recompute]
@@ -127,9 +127,11 @@ def _least_bytes(strategy: tuple[str, ...], planned: Plan, cluster: Cluster) -> 
 
 def _largest_micro_batch(config: Config, planner: Planner) -> tuple[int, Plan] | None:
     """Return the largest micro-batch that fits and divides the global batch; None if one sample does not fit."""
-    needs_group = get_traits(config["strategy"]).needs_process_group
-    num_ranks = planner.cluster.num_devices if needs_group else 1
-    per_rank, rest = divmod(int(config["global_batch_size"]), num_ranks)
+    try:
+        _, mesh = divide_ranks(config, planner.cluster)
+    except ConfigError:  # the strategy has no such dimension of the mesh
+        return None
+    per_rank, rest = divmod(int(config["global_batch_size"]), mesh.data_size)
     if rest or per_rank == 0:
         return None
 

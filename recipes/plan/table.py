@@ -5,6 +5,7 @@ from typing import Any
 
 from recipes.model.flops import Flops
 from recipes.plan.activations import PCIE_BYTES_PER_SECOND
+from recipes.plan.communication import Communication
 from recipes.plan.hardware import GIB
 from recipes.plan.memory import Moment
 from recipes.plan.plan import Plan, gib
@@ -22,8 +23,9 @@ def describe_memory(plan: Plan) -> Iterator[str]:
     yield (
         f"batch: {accumulation.global_batch_size} samples per step, in {accumulation.num_micro_batches} micro-batch"
         f"{'es' if accumulation.num_micro_batches > 1 else ''} of {accumulation.micro_batch_size} on each of"
-        f" {plan.num_ranks} rank{'s' if plan.num_ranks > 1 else ''}"
+        f" {plan.mesh.data_size} {_name_data_ranks(plan)}"
     )
+    yield from _describe_mesh(plan)
     unit, size_of = ("GiB", gib) if moment.total >= GIB else ("MiB", _mib)
     yield f"memory of a rank in {unit}, when it is fullest ({describe_place(moment)}):"
     shown = {name: moment.held[name] for name in sorted(moment.held, key=_order) if moment.held[name] > 0}
@@ -46,6 +48,21 @@ def describe_memory(plan: Plan) -> Iterator[str]:
         yield f"host memory of a rank in GiB: {parts}"
     if plan.disk_bytes:
         yield f"disk: {gib(plan.checkpoint_bytes):.2f} GiB a checkpoint, {gib(plan.disk_bytes):.2f} GiB for all kept"
+
+
+def _name_data_ranks(plan: Plan) -> str:
+    """Return what has samples of its own: ranks, or groups of ranks with the same."""
+    size = plan.num_ranks // plan.mesh.data_size
+    name = "rank" if size == 1 else "group"
+    return f"{name}{'s' if plan.mesh.data_size > 1 else ''}" + (f" of {size} ranks" if size > 1 else "")
+
+
+def _describe_mesh(plan: Plan) -> Iterator[str]:
+    """Yield the ranks along each dimension of the mesh, if they divide more than samples and weights."""
+    if plan.num_ranks == plan.mesh.data_size:
+        return
+    sizes = {"pipeline": plan.pipeline.num_stages} if plan.pipeline.num_stages > 1 else {}
+    yield "mesh: " + ", ".join(f"{name} {size}" for name, size in (sizes | plan.mesh.sizes()).items())
 
 
 def describe_place(moment: Moment) -> str:
@@ -90,10 +107,11 @@ def _describe_parts(plan: Plan, parts: Seconds, rates: Rates | None) -> Iterator
     )
     yield f"  computing: {shares}"
     if plan.communication is not None and plan.communication.num_bytes:
-        sent = plan.communication
+        yield from _describe_communication(plan.communication)
+    if plan.bubble is not None:
         yield (
-            f"  communication: {gib(sent.num_bytes):.2f} GiB sent by a rank in a step, {sent.seconds:.3g} s,"
-            f" of which {sent.exposed_seconds:.3g} s not hidden by computation"
+            f"  pipeline: {plan.bubble:.1%} of a step in which a rank has no work"
+            f" ({plan.pipeline.schedule}, {plan.pipeline.num_stages} ranks)"
         )
     if plan.transfer is not None:
         moved = plan.transfer
@@ -109,6 +127,22 @@ def _describe_parts(plan: Plan, parts: Seconds, rates: Rates | None) -> Iterator
         f"  assumed: matrix products at {rates.matmul:.0%} of the peak, attention {rates.attention[0]:.0%} and"
         f" {rates.attention[1]:.0%}, memory traffic {rates.memory:.0%}; data ready in time; plan.expect_mfu= overrules"
     )
+
+
+def _describe_communication(sent: Communication) -> Iterator[str]:
+    """Yield a table: a row for each dimension of the mesh along which a rank sends."""
+    yield (
+        f"  communication: {gib(sent.num_bytes):.2f} GiB sent by a rank in a step, {sent.seconds:.3g} s,"
+        f" of which {sent.exposed_seconds:.3g} s not hidden by computation"
+    )
+    if len(sent.traffic) == 1:
+        return
+    yield f"    {'dimension':<10} {'ranks':>6} {'GiB a step':>11} {'seconds':>9} {'not hidden':>11}"
+    for part in sent.traffic:
+        yield (
+            f"    {part.dimension:<10} {part.num_ranks:>6,} {gib(part.num_bytes):>11.2f} {part.seconds:>9.3g}"
+            f" {part.exposed_seconds:>11.3g}"
+        )
 
 
 def describe_rules(plan: Plan, config: Mapping[str, Any]) -> Iterator[str]:
@@ -150,6 +184,7 @@ def as_json(plan: Plan, length: RunLength, flops: Flops | None) -> dict[str, Any
         "checkpoint_gib": round(gib(plan.checkpoint_bytes), 4),
         "disk_gib": round(gib(plan.disk_bytes), 4),
         "flops_per_sample": None if flops is None else flops.palm,
+        "bubble": plan.bubble,
     }
     known = {name: value for name, value in values.items() if value is not None}
     return known | {
@@ -157,6 +192,16 @@ def as_json(plan: Plan, length: RunLength, flops: Flops | None) -> dict[str, Any
         "hardware": plan.cluster.device.name,
         "usable_gib": round(gib(plan.limit_bytes), 4),
         "peak_gib": {name: round(gib(size), 4) for name, size in plan.peak.moment.held.items() if size > 0},
+        "communication": [
+            {
+                "dimension": part.dimension,
+                "ranks": part.num_ranks,
+                "gib": round(gib(part.num_bytes), 4),
+                "seconds": part.seconds,
+                "exposed_seconds": part.exposed_seconds,
+            }
+            for part in (plan.communication.traffic if plan.communication is not None else ())
+        ],
         "host_gib": {name: round(gib(size), 4) for name, size in plan.host.items()},
         "timeline": {
             "sections": [describe_place(moment) for moment in picked],

@@ -14,6 +14,7 @@ from torch import nn
 from recipes.plan.cost import Cost
 from recipes.plan.trace import Op
 
+_ATTEMPTS = 2  # the garbage collector may free something within one block of one copy
 Recorder = Callable[[Sequence[int] | None], list[Op]]
 
 
@@ -28,11 +29,14 @@ def record_unrolled(record: Recorder, kinds: Sequence[object]) -> list[Op]:
     if period is None or num_blocks <= 3 * period + 2:
         return record(None)
     last = num_blocks - 1
-    short = record([*range(1 + 2 * period), last])
-    long = record([*range(1 + 3 * period), last])
     num_copies = (num_blocks - 2) // period
-    unrolled = _unroll(short, long, period=period, num_copies=num_copies)
-    return record(None) if unrolled is None else unrolled
+    for _ in range(_ATTEMPTS):
+        short = record([*range(1 + 2 * period), last])
+        long = record([*range(1 + 3 * period), last])
+        unrolled = _unroll(short, long, period=period, num_copies=num_copies)
+        if unrolled is not None:
+            return unrolled
+    return record(None)
 
 
 def find_period(kinds: Sequence[object]) -> int | None:
@@ -90,7 +94,8 @@ def _unroll(short: list[Op], long: list[Op], *, period: int, num_copies: int) ->
         if not place.startswith("middle"):
             result += changed[name]
         elif place == "middle 1":
-            for copy in range(num_copies):
+            copies = range(num_copies)
+            for copy in copies if direction == "forward" else reversed(copies):
                 result += [replace(op, section=f"{direction}/middle {copy}") for op in repeated[direction]]
     return result
 

@@ -1,5 +1,6 @@
 """What a task adds to a checkpoint and restores from it: counters, parameter names, random state, hyperparameters."""
 
+import functools
 from collections.abc import Callable, Mapping
 from dataclasses import replace
 from pathlib import Path
@@ -7,6 +8,8 @@ from typing import Any
 
 import lightning.pytorch as lightning
 import torch
+import torch.distributed as dist
+from torch import nn
 from torch.optim.lr_scheduler import LambdaLR
 from typing_extensions import override
 
@@ -49,6 +52,7 @@ class Resumable(lightning.LightningModule):
         self._seed = seed
         self._optimizer: str | None = None
         self._parameters_in_order: list[str] = []
+        self._every_parameter: list[str] = []
         self._hyperparameters: list[dict[str, Any]] = []
         self._resumed_optimizer: str | None = None
         self._resumed_rng: list[Any] | None = None
@@ -77,6 +81,17 @@ class Resumable(lightning.LightningModule):
         self._parameters_in_order = [
             names[id(parameter)] for group in optimizer.param_groups for parameter in group["params"]
         ]
+        tied = self._tied
+        self._every_parameter = self._gather_names([name for name in self._parameters_in_order if name not in tied])
+
+    def _gather_names(self, own: list[str]) -> list[str]:
+        """Return the names of all ranks that have other layers, each once, those of the first layers first."""
+        group = self.trainer.strategy.groups.pipeline  # type: ignore[attr-defined]
+        if group is None:
+            return own
+        names: list[list[str]] = [[]] * group.size()
+        dist.all_gather_object(names, own, group=group)
+        return list(dict.fromkeys(name for of_rank in names for name in of_rank))
 
     @property
     def optimized_parameters(self) -> list[str]:
@@ -129,11 +144,12 @@ class Resumable(lightning.LightningModule):
         checkpoint["loggers"] = {type(logger).__name__: logger.version for logger in self.trainer.loggers}
         checkpoint["optimizer"] = self._optimizer
         checkpoint["parameters"] = self._parameters_in_order
+        checkpoint["every_parameter"] = self._every_parameter
         checkpoint["base"] = self._base_of_adapter
         frozen = self.frozen_names()
         for name in frozen:
             checkpoint["state_dict"].pop(name, None)  # of this rank's shards
-        checkpoint["tied"] = {name: first for name, first in self._tied_names().items() if name not in frozen}
+        checkpoint["tied"] = {name: first for name, first in self._tied.items() if name not in frozen}
         checkpoint["rng"] = rng_state()
         checkpoint["clipping"] = self.recipes_live_scalars()
 
@@ -142,6 +158,8 @@ class Resumable(lightning.LightningModule):
         tensors = self.state_dict(keep_vars=True)
         frozen = self.frozen_names()
         shapes = {name: unsharded_shape(tensor) for name, tensor in tensors.items() if name not in frozen}
+        if self._whole is not None:  # the layers of the other ranks, too
+            shapes = {f"model.{name}": tensor.shape for name, tensor in self._whole.state_dict().items()}
         _check_model(shapes, checkpoint["state_dict"])
         _check_base(self._base_of_adapter, checkpoint.get("base"))  # absent from files of earlier versions
         self.awaits_checkpoint = False
@@ -166,7 +184,7 @@ class Resumable(lightning.LightningModule):
         """Write this rank's part of the weights alone, in the file format of a checkpoint."""
         folder.mkdir(parents=True, exist_ok=True)
         shards = self.trainer.strategy.lightning_module_state_dict()
-        left_out = {*self._tied_names(), *self.frozen_names()}
+        left_out = {*self._tied, *self.frozen_names()}
         on_host = {
             name: replace(shard, tensor=shard.tensor.cpu()) for name, shard in shards.items() if name not in left_out
         }
@@ -180,10 +198,21 @@ class Resumable(lightning.LightningModule):
         mesh: Mesh = self.trainer.strategy.mesh  # type: ignore[attr-defined]
         return {name: size for name, size in mesh.sizes().items() if name not in ("replicate", "shard")}
 
-    def _tied_names(self) -> dict[str, str]:
-        """Return every further name of a tied parameter -> its first name."""
+    @functools.cached_property
+    def _whole(self) -> nn.Module | None:
+        """The model with the layers of all ranks, without storage; None where this rank has all of them."""
+        if self.trainer.strategy.groups.pipeline is None:  # type: ignore[attr-defined]
+            return None
+        whole: nn.Module = self.meta_model()  # type: ignore[operator]
+        return whole
+
+    @property
+    def _tied(self) -> dict[str, str]:
+        """Every further name of a tied parameter -> its first name, also of one that another rank has."""
         first: dict[int, str] = {}
-        every = self.named_parameters(remove_duplicate=False)
+        every = list(self.named_parameters(remove_duplicate=False))
+        if self._whole is not None:
+            every = [(f"model.{name}", p) for name, p in self._whole.named_parameters(remove_duplicate=False)]
         return {
             name: first[id(parameter)] for name, parameter in every if first.setdefault(id(parameter), name) != name
         }

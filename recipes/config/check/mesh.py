@@ -44,14 +44,15 @@ def check_mesh(config: Mapping[str, Any], world_size: int | None) -> Iterator[Co
 
 
 def _check_plan(config: Mapping[str, Any]) -> Iterator[ConfigError]:
-    """Reject a plan of what it cannot record yet: the part of a matrix or a sequence that a rank has."""
-    for name in MODEL_SIZES:
-        if config.get(name, 1) != 1:
-            yield ConfigError(
-                f"{name}={config[name]} mode=plan",
-                "a plan knows ranks that divide samples and weights, and none that divide matrices or sequences",
-                f"{name}=1, or mode=batch_find, which tries it",
-            )
+    """Check what ranks divide in a plan, which reads its number of ranks from the planned hardware."""
+    sizes = [config.get(name, 1) for name in MODEL_SIZES]
+    if any(not isinstance(size, int) or size < 1 for size in sizes) or max(sizes) == 1:
+        return
+    tensor, context, pipeline = sizes
+    yield from _check_model(config, (tensor, context, pipeline))
+    yield from _check_sequence(config, tensor, context)
+    if tensor > 1:
+        yield from _check_tensor(config, tensor)
 
 
 def _check_model(config: Mapping[str, Any], sizes: tuple[int, int, int]) -> Iterator[ConfigError]:

@@ -17,6 +17,7 @@ from lightning.pytorch.strategies.ddp import DDPStrategy
 from torch import Tensor, nn
 from typing_extensions import override
 
+from recipes.checkpoint.layout import select_state
 from recipes.checkpoint.shards import PerRankSavingMixin
 from recipes.lightning_internals import (
     complete_deepspeed_config,
@@ -288,7 +289,10 @@ class DeepSpeedZero(StepGuardMixin, TrainStateMixin, PerRankSavingMixin, MeshRan
     @override
     def load_optimizer_state_dict(self, checkpoint: Any) -> None:
         """Load this rank's part of the optimizer state."""
-        self._state.load_optimizer(self.optimizers[0], checkpoint["optimizer_states"][0])
+        task: Any = self.lightning_module
+        [every] = checkpoint["optimizer_states"]
+        saved = select_state(every, checkpoint["parameters"], task.optimized_parameters, checkpoint["tied"])
+        self._state.load_optimizer(self.optimizers[0], saved)
 
 
 def _without_cpu_index(device: torch.device) -> torch.device:
