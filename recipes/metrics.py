@@ -122,8 +122,7 @@ class ValidationMetrics:
         # accuracy are, where all of it is right, and would stay the same number from then on (torchmetrics 1.9)
         self._metrics = MetricCollection(dict(every), compute_groups=False)
         self._device = torch.device("cpu")
-        for metric in (*every.values(), self._by_source):
-            metric.process_group = group
+        self._group = group
 
     def reset(self) -> None:
         """Begin a validation."""
@@ -160,11 +159,15 @@ class ValidationMetrics:
 
     def compute(self) -> dict[str, float]:
         """Return `val/loss` and the metrics over all batches and ranks; called on every rank."""
+        for metric in (*self._metrics.values(), self._by_source):
+            metric.process_group = self._group  # here and not before: a metric with one cannot be copied
         values = self._metrics.compute()
         found = {name: float(values[name]) for name in self._names}
         if self._sources:
             losses = zip(self._sources, self._by_source.compute().tolist(), strict=True)
             found |= {f"val/{name}/loss": loss for name, loss in losses if not math.isnan(loss)}
+        for metric in (*self._metrics.values(), self._by_source):
+            metric.process_group = None
         return found
 
 

@@ -8,6 +8,8 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
+from ..ranks import gather_objects
+
 _BLOCK = re.compile(r"^(.*?\d+)\.")
 
 
@@ -76,10 +78,13 @@ def _sum_of_squares(tensor: Any) -> tuple[Tensor, bool]:
 
 
 def _sum_over_ranks(addends: dict[str, Tensor]) -> dict[str, Tensor]:
-    """Return the sums over all ranks, which have the same names: one all-reduce, and none without names."""
+    """Return the sums over all ranks, of which each may have other names: one all-reduce, and none without names."""
     if not addends or dist.get_world_size() == 1:
         return addends
-    stacked = torch.stack(list(addends.values()))  # [blocks]
+    # the ranks of a pipeline have other blocks
+    names = list(dict.fromkeys(name for of_rank in gather_objects(list(addends)) for name in of_rank))
+    zero = torch.zeros_like(next(iter(addends.values())))
+    stacked = torch.stack([addends.get(name, zero) for name in names])  # [blocks]
     stacked = stacked.cuda() if dist.get_backend() == "nccl" else stacked
     dist.all_reduce(stacked)
-    return dict(zip(addends, stacked, strict=True))
+    return dict(zip(names, stacked, strict=True))

@@ -22,7 +22,8 @@ def write_plan_page(path: Path, plan: Mapping[str, Any], lines: Sequence[str]) -
         OSError: The file cannot be written.
     """
     printed = f"<pre>{escape(chr(10).join(lines))}</pre>"
-    body = f"<h1>Plan</h1>{section('What the run needs', printed)}{memory_section(plan)}{_communication_section(plan)}{_scaling_section(plan)}"
+    body = f"<h1>Plan</h1>{section('What the run needs', printed)}{memory_section(plan)}"
+    body += _communication_section(plan) + _scaling_section(plan)
     write_page(path, render_page(title="Plan", body=body, data={}, styles=["page.css", "charts.css"], scripts=[]))
 
 

@@ -1,24 +1,26 @@
 """Plan a run: its memory, time and disk, before anything is paid for. No GPU, seconds for any model."""
 
 import json
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
 from typing import Annotated, Any
 
 import torch
 
-from recipes.config.compose import Composed
+from recipes.config.compose import Composed, Config
 from recipes.config.instantiate import make
 from recipes.errors import ConfigError
-from recipes.plan.advice import Planner, advise_settings
+from recipes.plan.advice import Planner, advise_settings, with_overrides
 from recipes.plan.assumptions import Assumptions
 from recipes.plan.hardware import MEASURED, Cluster, find_cluster
 from recipes.plan.measured import OperatorTimer
-from recipes.plan.plan import make_plan
+from recipes.plan.plan import get_limit, make_plan
 from recipes.plan.roofline import Rates, get_rates
 from recipes.plan.run_length import measure_run
 from recipes.plan.scaling import as_json as scaling_as_json
 from recipes.plan.scaling import describe_scaling, plan_scaling
+from recipes.plan.search import Found, describe_search, search_layouts
+from recipes.plan.search import as_json as search_as_json
 from recipes.plan.table import as_json, describe_memory, describe_rules, describe_time
 from recipes.precision import Precision
 from recipes.run_folder import PLAN_FILE, write_atomically
@@ -66,8 +68,12 @@ def plan(
     rates = _find_rates(cluster, find_peak, precision)
     is_timed = assumed.hardware == MEASURED
     timer = OperatorTimer(torch.device("cuda" if torch.cuda.is_available() else "cpu")) if is_timed else None
-    planned = make_plan(config, cluster, rates=timer or rates)
     kind = _KINDS[str(precision.compute_dtype).removeprefix("torch.")]
+    lines: list[str] = []
+    found: list[Found] = []
+    if assumed.search:
+        config, found = _search(composed, cluster, rates, kind, lines)
+    planned = make_plan(config, cluster, rates=timer or rates)
     length = measure_run(
         planned,
         config,
@@ -75,25 +81,49 @@ def plan(
         expect_mfu=assumed.expect_mfu,
         dollars_per_hour=assumed.dollars_per_hour,
     )
-    lines = [
+    shown = [
         f"plan: {planned.num_parameters:,} parameters on {planned.num_ranks} x {cluster.device.name},"
         f" {_describe(precision)}",
         *describe_memory(planned),
         *describe_rules(planned, config),
         *describe_time(planned, length, None if is_timed else rates),
     ]
-    for line in lines:
-        LOGGER.info(line)
-    if advise and planned.not_recorded is None:  # takes longer than all of the above
-        for line in advise_settings(composed, Planner(cluster)):
-            lines.append(line)
-            LOGGER.info(line)
+    _show(shown, lines)
+    if advise and not found and planned.not_recorded is None:  # takes longer than all of the above
+        _show(advise_settings(composed, Planner(cluster)), lines)
     record = as_json(planned, length, planned.flops)
+    if found:
+        record["search"] = search_as_json(found)
     if max_ranks is not None:
         record["scaling"] = _scale(composed, cluster, rates, max_ranks, lines)
     if path is not None:
         _write(Path(path).expanduser(), record, lines, write_page)
     return 0
+
+
+def _search(
+    composed: Composed, cluster: Cluster, rates: Rates | None, kind: str, lines: list[str]
+) -> tuple[Config, list[Found]]:
+    """Print the fastest meshes; return the config of the first, or of the smallest if none fits."""
+    if rates is None:
+        raise ConfigError(
+            f"plan.search=true plan.hardware={composed.config['plan']['hardware']}",
+            "times are estimated for a device of the table, with its peak and its links",
+            "plan.hardware=h100x8",
+        )
+    limit_bytes = get_limit(cluster)
+    found, smallest = search_layouts(composed, cluster, rates, limit_bytes=limit_bytes, peak_tflops=rates.tflops[kind])
+    _show(describe_search(found, smallest, limit_bytes=limit_bytes), lines)
+    config = with_overrides(composed, (found[0] if found else smallest).overrides())
+    assert config is not None, "each of its sizes was composed before"
+    return config, found
+
+
+def _show(shown: Iterable[str], lines: list[str]) -> None:
+    """Print lines, and keep them for the page."""
+    for line in shown:
+        lines.append(line)
+        LOGGER.info(line)
 
 
 def _scale(
@@ -109,15 +139,14 @@ def _scale(
         )
     curves = dict(plan_scaling(composed, cluster, rates, max_ranks=max_ranks))
     seq_len = None if config["seq_len"] is None else int(config["seq_len"])
-    for line in describe_scaling(
+    described = describe_scaling(
         curves,
         seq_len=seq_len,
         steps=int(config["trainer"]["max_steps"]),
         batch=int(config["global_batch_size"]),
         price=config["plan"]["dollars_per_hour"],
-    ):
-        lines.append(line)
-        LOGGER.info(line)
+    )
+    _show(described, lines)
     return scaling_as_json(curves, seq_len)
 
 

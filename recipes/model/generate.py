@@ -232,7 +232,8 @@ def _make_cache(model: LanguageModel, *, capacity: int, padding: Tensor | None =
     """Return an empty cache: the model's own, or keys and values by layer."""
     if hasattr(model, "make_cache"):
         return model.make_cache(capacity=capacity, padding=padding)
-    return KeyValueCache(num_layers=len(model.blocks), capacity=capacity, padding=padding)
+    num_layers = int(getattr(model, "num_layers", len(model.blocks)))  # a rank of a pipeline has some of the blocks
+    return KeyValueCache(num_layers=num_layers, capacity=capacity, padding=padding)
 
 
 @contextmanager

@@ -134,7 +134,7 @@ class Llama(nn.Module):
         self._tie()
         if self.rope_cos.dtype != torch.float32:
             self._allocate_tables(device=self.rope_cos.device)
-            self.init_buffers()
+            self._fill_tables()
         return self
 
     def forward(
@@ -192,9 +192,12 @@ class Llama(nn.Module):
         init_decoder(self, seed=seed, num_layers=self.num_layers, vocab_size=self.vocab_size)
         self.init_buffers()
 
-    @torch.no_grad()
     def init_buffers(self) -> None:
         """Fill the rotary tables in place; do nothing on the meta device."""
+        self._fill_tables()
+
+    @torch.no_grad()
+    def _fill_tables(self) -> None:
         if self.rope_cos.is_meta:
             return
         cos, sin = rope_tables(

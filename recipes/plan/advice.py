@@ -93,7 +93,7 @@ def find_settings(composed: Composed, planner: Planner) -> Advice | None:
         is_for_one = strategy[0] == "strategy=single"
         if is_for_one != (cluster.num_devices == 1) and "strategy.cpu_offload=true" not in strategy:
             continue
-        if _least_bytes(strategy, planned, cluster) > planned.limit_bytes * planned.mesh.tensor:
+        if _least_bytes(strategy, planned, cluster) > planned.limit_bytes:
             continue  # not even without any activations
         for recompute in ("activation_checkpoint=none", _SELECTIVE, _RECOMPUTE):
             overrides = [*strategy, recompute]
@@ -113,8 +113,9 @@ def _ladder(cluster: Cluster) -> list[tuple[str, ...]]:
 
 
 def _least_bytes(strategy: tuple[str, ...], planned: Plan, cluster: Cluster) -> float:
-    """Return the bytes of weights, gradients and optimizer state on a rank, in float32."""
-    whole, optimizer = 4.0 * planned.num_parameters, float(planned.optimizer_bytes)
+    """Return the bytes of weights, gradients and optimizer state on a rank at least, in float32."""
+    divided = planned.mesh.tensor * planned.pipeline.num_stages
+    whole, optimizer = 4.0 * planned.num_parameters / divided, planned.optimizer_bytes / divided
     num_ranks = cluster.num_devices
     if len(strategy) > 1:  # offloaded
         return 0.0

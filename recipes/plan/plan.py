@@ -1,32 +1,29 @@
 """Plan a run from its config: memory of a rank, seconds of a step, sizes on the disk. Nothing of the run is built."""
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass, replace
 
-import torch
 from torch import nn
 
 from recipes.config.compose import Config
-from recipes.config.instantiate import make, make_model
 from recipes.mesh import Mesh
 from recipes.model.flops import Flops, flops_per_sample
 from recipes.model.weights.adapter import has_adapter
-from recipes.numerics.accumulation import Accumulation, divide
+from recipes.numerics.accumulation import Accumulation
 from recipes.numerics.nf4 import get_parts
-from recipes.plan.activations import Transfer, keep_budget
+from recipes.plan.activations import Transfer
 from recipes.plan.communication import Communication
-from recipes.plan.config_step import Engine, describe_step, find_engine, find_sample_shape
+from recipes.plan.config_step import Engine
 from recipes.plan.hardware import GIB, Cluster
 from recipes.plan.measured import OperatorTimer
 from recipes.plan.memory import MASTER, Moment, Peak, find_peak, timeline, with_unsharded_gradients, with_zero
 from recipes.plan.pipeline import Pipeline
+from recipes.plan.recorded import Recorded, record_config
 from recipes.plan.roofline import Rates, StepSeconds
 from recipes.plan.stages import Stages, divide_layers, stage_moments
-from recipes.plan.step import Step, record_step
+from recipes.plan.step import Step
 from recipes.plan.times import estimate_times, measure_times
 from recipes.plan.trace import GRADIENTS, OFFLOADED, OPTIMIZER, WEIGHTS, Op
-from recipes.plan.unroll import block_kinds, record_unrolled
-from recipes.precision import Precision
 
 # kept free for what the allocator cannot use: blocks of other sizes than those asked for
 FRAGMENTATION = 0.05
@@ -85,13 +82,18 @@ class Plan:
     @property
     def limit_bytes(self) -> int:
         """Bytes of a device that tensors can use."""
-        is_gpu = self.cluster.device.full_name is not None
-        return int(self.cluster.memory_bytes * (1 - FRAGMENTATION if is_gpu else 1))
+        return get_limit(self.cluster)
 
     @property
     def fits(self) -> bool:
         """Whether the fullest moment fits on the device."""
         return self.peak.moment.total <= self.limit_bytes
+
+
+def get_limit(cluster: Cluster) -> int:
+    """Return the bytes of a device that tensors can use."""
+    is_gpu = cluster.device.full_name is not None
+    return int(cluster.memory_bytes * (1 - FRAGMENTATION if is_gpu else 1))
 
 
 def make_plan(config: Config, cluster: Cluster, *, rates: Rates | OperatorTimer | None) -> Plan:
@@ -105,23 +107,10 @@ def make_plan(config: Config, cluster: Cluster, *, rates: Rates | OperatorTimer 
     Raises:
         ConfigError: The global batch does not divide over the ranks, or there are several and operators are timed.
     """
-    precision: Precision = make(config["precision"])
-    with torch.device("meta"):
-        model: nn.Module = make_model(config)
-    num_parameters = sum(parameter.numel() for parameter in model.parameters())
-    engine = find_engine(config, precision, cluster, model=model)
-    num_ranks = engine.num_ranks
-    accumulation = divide(
-        global_batch_size=config["global_batch_size"],
-        micro_batch_size=config["micro_batch_size"],
-        num_devices=engine.mesh.data_size,
-        accumulate_grad_batches=config["trainer"]["accumulate_grad_batches"],
-    )
-    shape = find_sample_shape(config)
-    step = describe_step(config, precision, accumulation, engine, shape, on_gpu=cluster.device.full_name is not None)
-    kinds = block_kinds(model, recomputes=step.activation_checkpoint.recomputes)
-    ops, reason = _record(step, kinds, keep_calls=isinstance(rates, OperatorTimer))
-    stages = _find_stages(ops, model, engine, step, shape)
+    recorded = record_config(config, cluster, keep_calls=isinstance(rates, OperatorTimer))
+    ops, step, engine, accumulation = recorded.ops, recorded.step, recorded.engine, recorded.accumulation
+    num_parameters, num_ranks, model = recorded.num_parameters, engine.num_ranks, recorded.model
+    stages = _find_stages(recorded)
     moments = _find_moments(ops, engine, step, stages, accumulation, num_parameters=num_parameters)
     state_bytes = _state_bytes(moments[0], engine, saved_share=_saved_share(model))
     moments, offloaded = _without_offloaded(moments, engine, is_gpu=step.on_gpu)
@@ -144,23 +133,36 @@ def make_plan(config: Config, cluster: Cluster, *, rates: Rates | OperatorTimer 
         host=offloaded | _host_copies(config, state_bytes, num_sharing=_num_sharing(engine, cluster)),
         checkpoint_bytes=checkpoint_bytes,
         disk_bytes=checkpoint_bytes * _num_kept(config),
-        flops=flops_per_sample(model, shape),
-        not_recorded=reason,
+        flops=flops_per_sample(model, recorded.shape),
+        not_recorded=recorded.reason,
         memory_budget=step.activation_checkpoint.memory_budget,
     )
-    if rates is None or reason is not None:
+    if rates is None or recorded.reason is not None:
         return plan
-    num_micro_batches = accumulation.num_micro_batches
+    return _with_times(plan, config, recorded, rates, stages)
+
+
+def _with_times(
+    plan: Plan, config: Config, recorded: Recorded, rates: Rates | OperatorTimer, stages: Stages | None
+) -> Plan:
+    ops, num_micro_batches = recorded.ops, plan.accumulation.num_micro_batches
     if isinstance(rates, OperatorTimer):
-        times = measure_times(ops, step, kinds, rates, num_ranks=num_ranks, num_micro_batches=num_micro_batches)
+        times = measure_times(
+            ops,
+            recorded.step,
+            recorded.kinds,
+            rates,
+            num_ranks=plan.num_ranks,
+            num_micro_batches=num_micro_batches,
+        )
     else:
         times = estimate_times(
             config,
-            cluster,
+            plan.cluster,
             ops,
-            engine,
+            recorded.engine,
             rates,
-            num_parameters=num_parameters,
+            num_parameters=plan.num_parameters,
             num_micro_batches=num_micro_batches,
             stages=stages,
         )
@@ -175,16 +177,17 @@ def make_plan(config: Config, cluster: Cluster, *, rates: Rates | OperatorTimer 
     )
 
 
-def _find_stages(ops: list[Op], model: nn.Module, engine: Engine, step: Step, shape: tuple[int, ...]) -> Stages | None:
+def _find_stages(recorded: Recorded) -> Stages | None:
     """Return how a pipeline divides the layers; None: there is no pipeline."""
+    engine, step = recorded.engine, recorded.step
     if engine.pipeline.num_stages == 1:
         return None
     mesh = engine.mesh
     divided = mesh.context * (mesh.tensor if mesh.sequence_parallel else 1)
-    elements = step.micro_batch_size * shape[0] / divided * int(getattr(model, "hidden_size", 0))
-    # the residual stream has the dtype of the weights
+    elements = step.micro_batch_size * recorded.shape[0] / divided * int(getattr(recorded.model, "hidden_size", 0))
+    # hidden states have the dtype of the weights
     boundary_bytes = elements * step.precision.param_dtype.itemsize
-    return divide_layers(ops, model, engine.pipeline, boundary_bytes=boundary_bytes)
+    return divide_layers(recorded.ops, recorded.model, engine.pipeline, boundary_bytes=boundary_bytes)
 
 
 def _find_moments(
@@ -217,19 +220,6 @@ def _find_moments(
         unsharded = num_parameters * precision.param_dtype.itemsize // tensor
         return list(with_unsharded_gradients(moments, num_bytes=unsharded))
     return moments
-
-
-def _record(step: Step, kinds: Sequence[object], *, keep_calls: bool) -> tuple[list[Op], str | None]:
-    """Return the operators of a step and why those of the forward pass are missing; None: they are there."""
-    try:
-        if step.mesh.tensor > 1 and kinds:  # DTensor derives placements once, with operators that are none of the step
-            record_step(step, blocks=[0])
-        ops = record_unrolled(lambda blocks: record_step(step, blocks=blocks, keep_calls=keep_calls), kinds)
-    except (RuntimeError, NotImplementedError) as error:  # what a fake tensor raises where a value is read
-        reason = " ".join(str(error).split()) or type(error).__name__
-        return record_step(step, computes=False), reason
-    budget = step.activation_checkpoint.memory_budget
-    return ops if budget is None else keep_budget(ops, budget), None
 
 
 def _saved_share(model: nn.Module) -> float:

@@ -105,9 +105,15 @@ class TrainingTask(CountsFlops, Validated, Resumable, ABC):
     def recipes_sample_losses(self, batch: Batch) -> Tensor:
         """Return the mean loss of each sample over its targets, [B] float32."""
 
-    def add_sources(self, batch: Batch, losses: Tensor) -> None:
-        """Add the plain losses [B, T] of a micro-batch of several sources to those of the step."""
-        added = sum_by_source(losses, batch["targets"], batch["source"], num_sources=len(self.source_names))
+    def add_sources(self, batch: Batch, losses: Tensor, *, counts: bool = True) -> None:
+        """Add the plain losses [B, T] of a micro-batch of several sources to those of the step.
+
+        Args:
+            batch: The micro-batch.
+            losses: Of its targets.
+            counts: False adds nothing, for a rank that takes part in the sum over ranks and computes no loss.
+        """
+        added = sum_by_source(losses, batch["targets"], batch["source"], num_sources=len(self.source_names)) * counts
         self._window_sources = added if self._window_sources is None else self._window_sources + added
 
     @override

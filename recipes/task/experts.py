@@ -68,7 +68,7 @@ class TrainsExperts(TrainingTask, ABC):
             return
         # one sum: float64 holds counts exactly
         both = self._sum_over_token_ranks(torch.cat([counts.double(), sums.double()], dim=1))  # [L, E + 3]
-        counts, sums = both.split([counts.shape[1], sums.shape[1]], dim=1)
+        counts, sums = both[:, : model.num_experts], both[:, model.num_experts :]
         if is_balanced and strategy.num_overflows == num_overflows:
             model.balance_experts(counts)
         if is_logged:

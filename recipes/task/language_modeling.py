@@ -143,6 +143,8 @@ class LanguageModeling(TrainsExperts):
         self._count(batch)
         # zeros where other ranks have the last stage: losses are summed over the ranks of a pipeline, too
         loss_sum = torch.stack(losses).sum() if losses else torch.zeros((), device=own["inputs"].device)
+        if "source" in own and not pipeline.has_last:
+            self.add_sources(own, torch.zeros_like(own["targets"], dtype=torch.float32), counts=False)
         self._add_loss(loss_sum, batch)
         step_loss: Tensor = loss_sum / num_targets
         return step_loss

@@ -82,17 +82,27 @@ STRATEGIES: dict[str, list[str]] = {
     "ZeRO-2, offload": ["strategy=deepspeed_stage_2_offload"],
     "ZeRO-3": ["strategy=deepspeed_stage_3"],
     "ZeRO-3, offload": ["strategy=deepspeed_stage_3_offload"],
-    "tp2": ["strategy=fsdp", "tensor_parallel_size=2"],
-    "tp2, whole sequence": ["strategy=fsdp", "tensor_parallel_size=2", "sequence_parallel=false"],
-    "tp2, all logits": ["strategy=fsdp", "tensor_parallel_size=2", "loss_chunk_tokens=null"],
-    "tp2, cpu offload": ["strategy=fsdp", "tensor_parallel_size=2", "strategy.cpu_offload=true"],
+}
+# ranks that divide matrices, sequences or layers, under the engines that take part in it
+_FSDP, _PP = "strategy=fsdp", "pipeline_parallel_size=2"
+MESHES: dict[str, list[str]] = {
+    "tp2": [_FSDP, "tensor_parallel_size=2"],
+    "tp2, whole sequence": [_FSDP, "tensor_parallel_size=2", "sequence_parallel=false"],
+    "tp2, all logits": [_FSDP, "tensor_parallel_size=2", "loss_chunk_tokens=null"],
+    "tp2, cpu offload": [_FSDP, "tensor_parallel_size=2", "strategy.cpu_offload=true"],
     "cp2, ddp": ["strategy=ddp", "context_parallel_size=2"],
-    "cp2, fsdp": ["strategy=fsdp", "context_parallel_size=2"],
+    "cp2, fsdp": [_FSDP, "context_parallel_size=2"],
     "cp2, ZeRO-2": ["strategy=deepspeed_stage_2", "context_parallel_size=2"],
     "cp2, ZeRO-3": ["strategy=deepspeed_stage_3", "context_parallel_size=2"],
-    "tp2, cp2": ["strategy=fsdp", "tensor_parallel_size=2", "context_parallel_size=2"],
-    "tp2, two replicas": ["strategy=fsdp", "tensor_parallel_size=2", "data_parallel_replicate=2"],
+    "pp2": [_FSDP, _PP],
+    "pp2, interleaved": [_FSDP, _PP, "pipeline_schedule=Interleaved1F1B"],
+    "pp2, zero bubble": [_FSDP, _PP, "pipeline_schedule=ZBVZeroBubble"],
+    "tp2, cp2": [_FSDP, "tensor_parallel_size=2", "context_parallel_size=2"],
+    "tp2, two replicas": [_FSDP, "tensor_parallel_size=2", "data_parallel_replicate=2"],
+    "pp2, tp2": [_FSDP, _PP, "tensor_parallel_size=2"],
+    "pp2, cp2": [_FSDP, _PP, "context_parallel_size=2"],
 }
+ENGINES = STRATEGIES | MESHES
 
 
 PACKED_DATA = {
@@ -120,7 +130,7 @@ def packed_case(
     strategy: str, *more: str, world_size: int, accumulate: int = 2, model: str = "gpt2", cache_dir: str | None = None
 ) -> dict[str, Any]:
     """Return the experiment on packed examples, with answers to validation questions."""
-    made = case(model, strategy=STRATEGIES[strategy], precision="32-true", accumulate=accumulate, world_size=world_size)
+    made = case(model, strategy=ENGINES[strategy], precision="32-true", accumulate=accumulate, world_size=world_size)
     return made | {"overrides": [*made["overrides"], *_PACKED, *more], "data": PACKED_DATA | {"cache_dir": cache_dir}}
 
 

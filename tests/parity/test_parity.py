@@ -5,7 +5,7 @@ from collections.abc import Callable
 from typing import Any
 
 import pytest
-from cases import MODELS, NUM_STEPS, STRATEGIES, case, largest_difference
+from cases import ENGINES, MODELS, NUM_STEPS, STRATEGIES, case, largest_difference
 
 Rows = Callable[..., list[dict[str, float]]]
 
@@ -25,7 +25,7 @@ def _cases(
     return {
         f"{name} x{accumulate}": case(
             model,
-            strategy=STRATEGIES[name],
+            strategy=ENGINES[name],
             precision=precision,
             accumulate=accumulate,
             world_size=world_size,
@@ -108,13 +108,14 @@ SINGLE["sgd"] = SINGLE["single x1"] | {
 LOW = {
     f"{precision}, {name}": _cases([name], precision=precision, world_size=2, splits=[2])[f"{name} x2"]
     for precision in ("bf16-mixed", "16-mixed")
-    for name in ONE_OF_EACH
+    for name in [*ONE_OF_EACH, "tp2", "cp2, ddp", "pp2"]
 }
 LOW_SHORT = {
     name: LOW[name]
     for name in (
         *("bf16-mixed, fsdp", "bf16-mixed, ZeRO-3"),
         *("16-mixed, fsdp", "16-mixed, ZeRO-2, offload"),
+        *("bf16-mixed, tp2", "16-mixed, pp2"),
     )
 }
 

@@ -109,7 +109,8 @@ def get_losses(logits: Tensor, shares: Tensor, counts: Tensor, *, num_chosen: in
 
 def get_entropy(shares: Tensor) -> Tensor:
     """Return the mean entropy of a token's scores in nats, [B]: ln E where a router has no preference."""
-    return torch.special.entr(shares.detach()).sum(dim=-1).mean(dim=1)
+    entropies: Tensor = torch.special.entr(shares.detach()).sum(dim=-1)  # [B, T]
+    return entropies.mean(dim=1)
 
 
 def find_bias_steps(counts: Tensor) -> Tensor:

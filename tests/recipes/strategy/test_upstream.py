@@ -3,13 +3,22 @@
 import inspect
 import subprocess
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
+import torch.nn.functional as F
 from lightning.pytorch.loops.training_epoch_loop import _TrainingEpochLoop
 from lightning.pytorch.plugins import DeepSpeedPrecision
 from lightning.pytorch.strategies import DDPStrategy, DeepSpeedStrategy, Strategy
 from lightning.pytorch.trainer.connectors.signal_connector import _SignalConnector
+from thread_ranks import run_on_threads
+from torch import Tensor, nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import fully_shard
+from torch.distributed.tensor import DTensor, Partial, Replicate, Shard, distribute_tensor
+from torch.distributed.tensor.parallel import SequenceParallel, loss, loss_parallel, parallelize_module
+from torch.distributed.tensor.placement_types import _StridedShard
 from torch.nn.parallel import DistributedDataParallel
 
 from recipes.strategy.deepspeed.compiled_op import load_op
@@ -146,3 +155,132 @@ def test_torch_still_rebuilds_the_buckets_of_ddp_after_the_first_backward_pass(
         assert model.reducer._rebuild_buckets()
     finally:
         torch.distributed.destroy_process_group()
+
+
+def test_torch_still_says_that_a_strided_shard_is_no_shard() -> None:
+    """2.13, `strategy.torch_native._holds_first`: such a gradient is sharded, and only `is_replicate` knows."""
+    placement = _StridedShard(0, split_factor=2)
+    assert not isinstance(placement, Shard)
+    assert not placement.is_shard()
+    assert not placement.is_replicate()
+
+
+def _place(*placements: Any, mesh_shape: tuple[int, ...] = (2, 2)) -> DTensor:
+    mesh = init_device_mesh("cpu", mesh_shape)
+    return distribute_tensor(torch.ones(4, 4), mesh, list(placements))
+
+
+def test_torch_still_takes_no_norm_over_several_meshes_or_beside_plain_tensors() -> None:
+    """2.13, `strategy.torch_native.global_norm`."""
+
+    def work(rank: int) -> list[str]:
+        divided, other = _place(Shard(0), Shard(1)), _place(Shard(0), mesh_shape=(4,))
+        raised = []
+        for grads in ([divided, other], [divided, torch.ones(3)]):
+            with pytest.raises(RuntimeError) as caught:
+                nn.utils.get_total_norm(grads)
+            raised.append(str(caught.value))
+        parameters = [nn.Parameter(tensor) for tensor in (divided, other)]
+        for parameter in parameters:
+            parameter.grad = parameter.detach()
+        with pytest.raises(RuntimeError) as caught:
+            nn.utils.clip_grads_with_norm_(parameters, 1.0, torch.tensor(8.0))
+        return [*raised, str(caught.value)]
+
+    for several, mixed, clipped in run_on_threads(work):
+        assert "must have the same mesh" in several or "different meshes" in several
+        assert "mixed torch.Tensor and DTensor" in mixed
+        assert "different meshes" in clipped or "same mesh" in clipped
+
+
+def test_torch_still_reduces_the_overflow_flag_by_the_placements_of_the_first_gradient() -> None:
+    """2.13, `strategy.precision_plugin.CountingScaler`."""
+
+    def work(rank: int) -> float:
+        norm, row = _place(Shard(0), Replicate()), _place(Shard(0), Shard(1))
+        parameters = [nn.Parameter(tensor) for tensor in (norm, row)]
+        for parameter in parameters:
+            parameter.grad = parameter.detach().clone()
+        if rank == 3:
+            parameters[1].grad.to_local()[0, 0] = torch.inf
+        optimizer = torch.optim.SGD(parameters, lr=1.0)
+        found = torch.amp.GradScaler("cpu")._unscale_grads_(optimizer, torch.ones(()), torch.zeros(()), False)
+        [flag] = found.values()
+        return float(flag.full_tensor() if isinstance(flag, DTensor) else flag)
+
+    flags = run_on_threads(work)
+    assert flags[3] == 1.0
+    assert set(flags) == {0.0, 1.0}, "some ranks would step"
+
+
+def test_torch_still_hides_the_padding_of_divided_logits_in_a_copy() -> None:
+    """2.13, `model.decoder.Head`, which joins its columns first."""
+
+    def work(rank: int) -> Tensor:
+        logits = _place(Shard(1), mesh_shape=(2,))
+        logits[..., 3:].fill_(-torch.inf)
+        return logits.full_tensor()
+
+    assert all(logits.isfinite().all() for logits in run_on_threads(work, num_ranks=2))
+
+
+def test_torch_still_leaves_gradients_of_a_divided_sequence_unreduced() -> None:
+    """2.13, `FSDP2Strategy.materialize`: FSDP2 reduces them, and shards over one rank for that alone."""
+
+    def work(rank: int) -> list[Any]:
+        mesh = init_device_mesh("cpu", (1, 2), mesh_dim_names=("shard", "tensor"))
+        placements = []
+        for shards in (False, True):
+            model = nn.Sequential(nn.LayerNorm(4))
+            parallelize_module(model, mesh["tensor"], {"0": SequenceParallel()})
+            if shards:
+                fully_shard(model, mesh=mesh["shard"])
+            model(torch.ones(1, 2, 4)).sum().backward()
+            placements.append(model[0].weight.grad.placements)  # type: ignore[union-attr]
+        return placements
+
+    assert run_on_threads(work, num_ranks=2) == [[(Partial(),), (Shard(0), Replicate())]] * 2
+
+
+def test_torch_still_leaves_its_divided_loss_on_after_an_error() -> None:
+    """2.13, `numerics.divided_vocabulary`; nor does it smooth labels."""
+    assert "finally" not in inspect.getsource(loss_parallel)
+    assert "label_smoothing:\n                Currently not supported." in inspect.getsource(loss)
+
+
+def test_torch_still_compiles_away_the_gradient_of_what_is_on_its_way() -> None:
+    """2.13, `numerics.collectives`, whose operators wait."""
+
+    def work(rank: int) -> list[bool]:
+        mesh = init_device_mesh("cpu", (2,))
+        compiled = torch.compile(lambda x: x.sin(), backend="aot_eager", fullgraph=True)
+        has_gradient = []
+        for is_on_its_way in (False, True):
+            parts = DTensor.from_local(torch.ones(4, 4, requires_grad=True), mesh, [Partial()])
+            own = parts.redistribute(placements=[Shard(0)], async_op=is_on_its_way).to_local()
+            assert own.requires_grad
+            has_gradient.append(compiled(own).requires_grad)
+        return has_gradient
+
+    assert run_on_threads(work, num_ranks=2) == [[True, False]] * 2
+
+
+def test_torch_still_aligns_a_causal_mask_at_the_first_key() -> None:
+    """2.13, `parallel.context.ContextRanks.causal_rows`."""
+    values = torch.eye(4)[None, None]
+    mixed = F.scaled_dot_product_attention(torch.zeros(1, 1, 2, 4), torch.zeros(1, 1, 4, 4), values, is_causal=True)
+    assert mixed[0, 0].tolist() == [[1, 0, 0, 0], [0.5, 0.5, 0, 0]]
+
+
+def test_torch_still_has_no_attention_of_divided_sequences_on_a_cpu() -> None:
+    """2.13, `parallel.context`."""
+
+    def work(rank: int) -> str:
+        mesh = init_device_mesh("cpu", (2,))
+        parts = [distribute_tensor(torch.ones(1, 2, 8, 4), mesh, [Shard(2)]) for _ in range(3)]
+        with pytest.raises(NotImplementedError) as caught:
+            F.scaled_dot_product_attention(*parts, is_causal=True)
+        return str(caught.value)
+
+    for message in run_on_threads(work, num_ranks=2):
+        assert "_scaled_dot_product_flash_attention_for_cpu" in message

@@ -1,0 +1,98 @@
+"""Record the step of a config: the operators of a rank, and what they belong to."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import nn
+
+from recipes.config.compose import Config
+from recipes.config.instantiate import make, make_model
+from recipes.numerics.accumulation import Accumulation, divide
+from recipes.plan.activations import keep_budget
+from recipes.plan.config_step import Engine, describe_step, find_engine, find_sample_shape
+from recipes.plan.hardware import Cluster
+from recipes.plan.step import Step, record_step
+from recipes.plan.trace import Op
+from recipes.plan.unroll import block_kinds, record_unrolled
+from recipes.precision import Precision
+
+
+@dataclass(frozen=True, kw_only=True)
+class Recorded:
+    """The step of a config.
+
+    Attributes:
+        model: Whole, on the meta device.
+        engine: What its strategy does.
+        accumulation: Global batch and micro-batches.
+        shape: Of one sample.
+        step: What was recorded.
+        kinds: The kind of each block.
+        ops: Of one rank.
+        reason: Why the forward pass could not be recorded; None: it was.
+    """
+
+    model: nn.Module
+    engine: Engine
+    accumulation: Accumulation
+    shape: tuple[int, ...]
+    step: Step
+    kinds: Sequence[object]
+    ops: list[Op]
+    reason: str | None
+
+    @property
+    def num_parameters(self) -> int:
+        """Of the whole model."""
+        return sum(parameter.numel() for parameter in self.model.parameters())
+
+
+def record_config(config: Config, cluster: Cluster, *, keep_calls: bool = False) -> Recorded:
+    """Record the step of a config.
+
+    Args:
+        config: Composed and checked.
+        cluster: The devices.
+        keep_calls: Keep the arguments of each operator.
+
+    Raises:
+        ConfigError: The global batch does not divide over the ranks, or these not into the sizes of the mesh.
+    """
+    precision: Precision = make(config["precision"])
+    with torch.device("meta"):
+        model: nn.Module = make_model(config)
+    engine = find_engine(config, precision, cluster, model=model)
+    accumulation = divide(
+        global_batch_size=config["global_batch_size"],
+        micro_batch_size=config["micro_batch_size"],
+        num_devices=engine.mesh.data_size,
+        accumulate_grad_batches=config["trainer"]["accumulate_grad_batches"],
+    )
+    shape = find_sample_shape(config)
+    step = describe_step(config, precision, accumulation, engine, shape, on_gpu=cluster.device.full_name is not None)
+    kinds = block_kinds(model, recomputes=step.activation_checkpoint.recomputes)
+    ops, reason = _record(step, kinds, keep_calls=keep_calls)
+    return Recorded(
+        model=model,
+        engine=engine,
+        accumulation=accumulation,
+        shape=shape,
+        step=step,
+        kinds=kinds,
+        ops=ops,
+        reason=reason,
+    )
+
+
+def _record(step: Step, kinds: Sequence[object], *, keep_calls: bool) -> tuple[list[Op], str | None]:
+    """Return the operators of a step and why those of the forward pass are missing; None: they are there."""
+    try:
+        if step.mesh.tensor > 1 and kinds:  # DTensor derives placements once, with operators that are none of the step
+            record_step(step, blocks=[0])
+        ops = record_unrolled(lambda blocks: record_step(step, blocks=blocks, keep_calls=keep_calls), kinds)
+    except (RuntimeError, NotImplementedError) as error:  # what a fake tensor raises where a value is read
+        reason = " ".join(str(error).split()) or type(error).__name__
+        return record_step(step, computes=False), reason
+    budget = step.activation_checkpoint.memory_budget
+    return ops if budget is None else keep_budget(ops, budget), None

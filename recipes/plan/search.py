@@ -1,0 +1,262 @@
+"""The fastest meshes for a run on some devices: sizes of every dimension, micro-batch and recomputation, by arithmetic.
+
+A few recordings of two ranks give the places of the model (`recipes.plan.layouts`), from which thousands of layouts are
+estimated in seconds. The first of them can then be recorded and planned as any other run.
+"""
+
+import math
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, replace
+from itertools import product
+from typing import Any
+
+import torch
+
+from recipes.config.compose import Composed, Config
+from recipes.config.instantiate import make
+from recipes.config.traits import get_compile_mode
+from recipes.errors import ConfigError
+from recipes.mesh import Mesh
+from recipes.model.flops import flops_per_sample
+from recipes.plan.advice import with_overrides
+from recipes.plan.hardware import Cluster
+from recipes.plan.layouts import Estimate, Estimator, Layout, Recordings, Shape
+from recipes.plan.pipeline import Pipeline
+from recipes.plan.places import Places, describe_places
+from recipes.plan.recorded import Recorded, record_config
+from recipes.plan.roofline import Rates, time_step
+from recipes.plan.trace import GRADIENTS, OPTIMIZER, WEIGHTS
+from recipes.precision import Precision
+
+_RECOMPUTE = ("none", "selective", "every_block")
+_MOST_MICRO_BATCH, _MOST_CONTEXT, _MOST_STAGES = 64, 64, 64
+_SIZES = ("tensor_parallel_size", "context_parallel_size", "pipeline_parallel_size")
+_AT_MOST = 10  # rows that are shown
+
+
+@dataclass(frozen=True, kw_only=True)
+class Found:
+    """A layout that fits.
+
+    Attributes:
+        recompute: Option of `activation_checkpoint`.
+        estimate: What it needs.
+        mfu: By PaLM's count; None: the model has none.
+    """
+
+    recompute: str
+    estimate: Estimate
+    mfu: float | None
+
+    def overrides(self) -> list[str]:
+        """Return what to type."""
+        layout = self.estimate.layout
+        mesh = layout.mesh
+        sizes = {"tensor_parallel_size": mesh.tensor, "context_parallel_size": mesh.context}
+        sizes |= {"pipeline_parallel_size": layout.pipeline.num_stages}
+        return [
+            "strategy=fsdp",
+            *(f"{name}={size}" for name, size in sizes.items() if size > 1),
+            f"data_parallel_shard={mesh.shard}",
+            *([f"data_parallel_replicate={mesh.replicate}"] if mesh.replicate > 1 else []),
+            f"micro_batch_size={layout.micro_batch_size}",
+            f"activation_checkpoint={self.recompute}",
+        ]
+
+
+def search_layouts(
+    composed: Composed, cluster: Cluster, rates: Rates, *, limit_bytes: float, peak_tflops: float
+) -> tuple[list[Found], Found]:
+    """Return the layouts that fit, the fastest first, and the smallest one of all.
+
+    Of those that differ in shards and micro-batch alone the fastest is kept.
+
+    Args:
+        composed: The run; its global batch stays as it is.
+        cluster: The devices.
+        rates: Of a device.
+        limit_bytes: Of a device that tensors can use.
+        peak_tflops: Of a device, for the run's arithmetic.
+
+    Raises:
+        ConfigError: Nothing can be recorded under strategy=fsdp.
+    """
+    batch = int(composed.config["global_batch_size"])
+    best: dict[tuple[object, ...], Found] = {}
+    smallest: Found | None = None
+    for recompute in _RECOMPUTE:
+        prepared = _prepare(composed, cluster, rates, recompute)
+        if prepared is None:
+            continue
+        config, recorded, estimator = prepared
+        flops = flops_per_sample(recorded.model, recorded.shape)
+        for layout in list_layouts(composed, config, cluster):
+            estimate = estimator.estimate(layout)
+            mfu = None
+            if flops is not None:
+                mfu = flops.palm * batch / estimate.step_seconds / (peak_tflops * 1e12 * cluster.num_devices)
+            found = Found(recompute=recompute, estimate=estimate, mfu=mfu)
+            if smallest is None or estimate.peak_bytes < smallest.estimate.peak_bytes:
+                smallest = found
+            key = recompute, layout.mesh.tensor, layout.mesh.context, layout.pipeline.num_stages
+            if estimate.peak_bytes <= limit_bytes and (
+                key not in best or estimate.step_seconds < best[key].estimate.step_seconds
+            ):
+                best[key] = found
+    if smallest is None:
+        raise ConfigError(
+            "plan.search=true",
+            "no layout divides the devices and the global batch",
+            f"global_batch_size={cluster.num_devices}",
+        )
+    return sorted(best.values(), key=lambda found: found.estimate.step_seconds), smallest
+
+
+def list_layouts(composed: Composed, config: Config, cluster: Cluster) -> Iterator[Layout]:
+    """Yield every way to divide a run whose sizes divide what they split.
+
+    Args:
+        composed: The run, to ask what it can be combined with.
+        config: Of it, under FSDP2.
+        cluster: The devices.
+    """
+    world, batch, model = cluster.num_devices, int(config["global_batch_size"]), config["model"]
+    seq_len = int(config["seq_len"] or 0)
+    heads = int(model.get("num_heads") or 1)
+    splits = math.gcd(heads, int(model.get("num_kv_heads") or heads))
+    splits = math.gcd(splits, int(model.get("ffn_hidden_size") or 4 * model.get("hidden_size", 1)))
+    can_divide = [_can_divide(composed, name) for name in _SIZES]
+    schedule = str(config.get("pipeline_schedule") or "1F1B")
+    tensors = [size for size in _divisors(cluster.per_node) if splits % size == 0] if can_divide[0] else [1]
+    contexts = _divisors(world, most=_MOST_CONTEXT) if can_divide[1] else [1]
+    pipelines = [Pipeline(num_stages=size, schedule=schedule) for size in _divisors(world, most=_MOST_STAGES)]
+    most_stages = int(model.get("num_layers") or 1) if can_divide[2] else 1
+    for tensor, context, pipeline in product(tensors, contexts, pipelines):
+        stages, rest = pipeline.num_stages, world % (tensor * context * pipeline.num_stages)
+        if rest or (stages > 1 and stages * pipeline.num_chunks > most_stages):
+            continue
+        data = world // (tensor * context * stages)
+        if batch % data or (context > 1 and (heads // tensor) % context):
+            continue
+        if tensor * context > 1 and seq_len % (tensor * context):
+            continue
+        for shard, micro in product(_divisors(data), _divisors(batch // data, most=_MOST_MICRO_BATCH)):
+            mesh = Mesh(replicate=data // shard, shard=shard, context=context, tensor=tensor)
+            yield Layout(mesh=mesh, pipeline=pipeline, micro_batch_size=micro, num_micro_batches=batch // data // micro)
+
+
+def describe_search(found: Sequence[Found], smallest: Found, *, limit_bytes: float) -> Iterator[str]:
+    """Yield a table of the fastest layouts, and what to type for the first."""
+    if not found:
+        gib = smallest.estimate.peak_bytes / 2**30
+        yield f"search: nothing fits into {limit_bytes / 2**30:.1f} GiB; least of all, {gib:.1f} GiB:"
+        yield f"  {' '.join(smallest.overrides())}"
+        return
+    yield f"search: the fastest of {len(found)} meshes that fit, estimated from a few recorded blocks:"
+    yield (
+        f"  {'tensor':>6} {'context':>7} {'pipeline':>8} {'shard':>6} {'replicate':>9} {'micro-batch':>11}"
+        f" {'recompute':<11} {'GiB':>6} {'step, s':>8} {'MFU':>5} {'waiting':>7} {'bubble':>6}"
+    )
+    for each in found[:_AT_MOST]:
+        estimate, layout = each.estimate, each.estimate.layout
+        mesh = layout.mesh
+        mfu = "" if each.mfu is None else f"{each.mfu:.2f}"
+        waiting = estimate.exposed_seconds / estimate.step_seconds
+        yield (
+            f"  {mesh.tensor:>6} {mesh.context:>7} {layout.pipeline.num_stages:>8} {mesh.shard:>6}"
+            f" {mesh.replicate:>9} {f'{layout.micro_batch_size} x {layout.num_micro_batches}':>11}"
+            f" {each.recompute:<11} {estimate.peak_bytes / 2**30:>6.1f} {estimate.step_seconds:>8.3g} {mfu:>5}"
+            f" {waiting:>7.0%} {estimate.bubble:>6.0%}"
+        )
+    yield f"search: {' '.join(found[0].overrides())}"
+
+
+def as_json(found: Sequence[Found]) -> list[dict[str, Any]]:
+    """Return the fastest layouts for `plan.json`."""
+    return [
+        {
+            "overrides": each.overrides(),
+            "memory_gib": round(each.estimate.peak_bytes / 2**30, 3),
+            "step_seconds": each.estimate.step_seconds,
+            "mfu": each.mfu,
+            "exposed_fraction": round(each.estimate.exposed_seconds / each.estimate.step_seconds, 4),
+            "bubble": round(each.estimate.bubble, 4),
+        }
+        for each in found[:_AT_MOST]
+    ]
+
+
+def _prepare(
+    composed: Composed, cluster: Cluster, rates: Rates, recompute: str
+) -> tuple[Config, Recorded, Estimator] | None:
+    """Record the places of a model with one way to recompute; None: they cannot be combined."""
+    config = with_overrides(
+        composed,
+        ["strategy=fsdp", f"activation_checkpoint={recompute}", *(f"{name}=1" for name in _typed_sizes(composed))],
+    )
+    if config is None:
+        return None
+    two = replace(cluster, per_node=2, num_nodes=1)
+    can_divide = _can_divide(composed, "tensor_parallel_size")
+    is_compiled = get_compile_mode(config, on_gpu=cluster.device.full_name is not None) is not None
+
+    def record(*, tensor: int, samples: int) -> tuple[Recorded, Places]:
+        sizes = {"tensor_parallel_size": tensor, "micro_batch_size": samples}
+        sizes |= {"global_batch_size": 2 * samples * (2 // tensor)}  # two micro-batches: gradients are there
+        sizes |= {"data_parallel_replicate": None, "data_parallel_shard": None}  # type: ignore[dict-item]
+        trainer = config["trainer"] | {"accumulate_grad_batches": None}
+        found = record_config(config | sizes | {"trainer": trainer}, two)
+        if found.reason is not None:
+            raise ConfigError("plan.search=true", f"no step can be recorded: {found.reason[:120]}", "plan.search=false")
+        return found, describe_places(found.ops, found.model, time_step(found.ops, rates, is_compiled=is_compiled))
+
+    first, one = record(tensor=1, samples=1)
+    recordings = Recordings(
+        one=one,
+        two_samples=record(tensor=1, samples=2)[1],
+        two_ranks=record(tensor=2, samples=1)[1] if can_divide else None,
+        num_context_passes=3 if recompute == "every_block" else 2,
+        launch_seconds=rates.launch_seconds[is_compiled],
+        num_shards=2,
+    )
+    return config, first, Estimator(recordings, _describe_shape(config, first), cluster)
+
+
+def _describe_shape(config: Config, recorded: Recorded) -> Shape:
+    model, precision = recorded.model, make(config["precision"])
+    assert isinstance(precision, Precision)
+    held = recorded.ops[0].allocated
+    buffers = float(sum(buffer.nbytes for buffer in model.buffers()))
+    state = 2 * (held.get(WEIGHTS, 0) - buffers) + 2 * (held.get(GRADIENTS, 0) + held.get(OPTIMIZER, 0))
+    heads, hidden = int(getattr(model, "num_heads", 0)), int(getattr(model, "hidden_size", 0))
+    size = int(getattr(model, "head_dim", 0) or (hidden // heads if heads else 0))
+    sharding = recorded.engine.sharding
+    return Shape(
+        seq_len=recorded.shape[0],
+        hidden_size=hidden,
+        context_elements=2.0 * (heads + int(getattr(model, "num_kv_heads", heads))) * size,
+        residual_itemsize=precision.param_dtype.itemsize,
+        compute_itemsize=precision.compute_dtype.itemsize,
+        reduce_itemsize=(sharding.reduce_dtype if sharding is not None else torch.float32).itemsize,
+        state_bytes=state / recorded.num_parameters,
+        gradient_bytes=2 * held.get(GRADIENTS, 0) / recorded.num_parameters,
+        buffer_bytes=buffers,
+    )
+
+
+def _typed_sizes(composed: Composed) -> list[str]:
+    """Return the sizes that a config of this version has."""
+    return [name for name in _SIZES if name in composed.config]
+
+
+def _can_divide(composed: Composed, name: str) -> bool:
+    """Return whether a run takes a size above 1 along a dimension."""
+    if name not in composed.config:
+        return False
+    others = [f"{other}=1" for other in _typed_sizes(composed) if other != name]
+    return with_overrides(composed, ["strategy=fsdp", *others, f"{name}=2"]) is not None
+
+
+def _divisors(number: int, *, most: int | None = None) -> list[int]:
+    """Return the divisors of a number up to a largest one."""
+    return [size for size in range(1, min(number, most or number) + 1) if number % size == 0]

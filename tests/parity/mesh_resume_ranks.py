@@ -1,0 +1,66 @@
+"""Train, and save again what was just loaded, as one rank: python mesh_resume_ranks.py <cases.json> <results.json>.
+
+The result is the rows of metrics and, of a resumed run, the tensors that differ between the checkpoint that it loaded
+and the one that it writes before its first step.
+"""
+
+import sys
+from pathlib import Path
+from typing import Any
+
+sys.path[:0] = [str(folder) for folder in Path(__file__).parents[:3]]
+
+import torch  # noqa: E402
+from lightning.pytorch.callbacks import Callback  # noqa: E402
+from run_cases import run_all  # noqa: E402
+from support import composed_config, read_metrics  # noqa: E402
+
+from recipes.build import build  # noqa: E402
+from recipes.checkpoint.layout import is_shard  # noqa: E402
+from recipes.checkpoint.saved_tensor import SavedTensor, open_tensors  # noqa: E402
+
+
+class SavesAgain(Callback):
+    """Writes a checkpoint of what was loaded."""
+
+    def __init__(self, path: Path) -> None:
+        self.path = path
+
+    def on_train_start(self, trainer: Any, pl_module: Any) -> None:
+        trainer.save_checkpoint(self.path)
+        outcome = trainer.strategy.checkpoint_io.writer.poll(wait=True)
+        assert outcome is not None
+        assert outcome.is_valid, outcome
+
+
+def open_checkpoint(folder: Path) -> dict[str, SavedTensor]:
+    """Return the tensors of a checkpoint without the states of random generators, which belong to ranks."""
+    found = open_tensors(path for path in sorted(folder.iterdir()) if is_shard(path.name))
+    return {name: tensor for name, tensor in found.items() if not name.startswith("rng/")}
+
+
+def compare(first: Path, second: Path) -> list[str]:
+    """Return the names of the tensors that differ in a bit, or that one checkpoint lacks."""
+    one, other = open_checkpoint(first), open_checkpoint(second)
+    differing = set(one) ^ set(other)
+    return sorted(
+        differing | {name for name in set(one) & set(other) if not torch.equal(one[name].read(), other[name].read())}
+    )
+
+
+def run_case(case: dict[str, Any], folder: Path) -> dict[str, Any]:
+    config = composed_config(*case["overrides"]) | {"data": case["data"]}
+    run = build(config, folder, [])
+    again = folder / "again.ckpt"
+    if run.checkpoint is not None:
+        run.trainer.callbacks.append(SavesAgain(again))  # type: ignore[attr-defined]
+    run.trainer.fit(run.task, datamodule=run.data, ckpt_path=run.checkpoint, weights_only=True)
+    run.trainer.strategy.barrier()
+    if not run.trainer.is_global_zero:
+        return {}
+    differing = [] if run.checkpoint is None else compare(run.checkpoint, again)
+    return {"rows": read_metrics(folder), "differing": differing}
+
+
+if __name__ == "__main__":
+    run_all(run_case)
