@@ -36,7 +36,6 @@ _LLAMA: dict[str, Any] = _SIZES | {"ffn_hidden_size": 48, "rope_theta": 10_000.0
 MODELS: dict[str, Callable[[], Any]] = {
     "gpt2": lambda: GPT2(**_SIZES, num_heads=4, dropout=0.0),
     "gpt2, untied": lambda: GPT2(**_SIZES, num_heads=4, dropout=0.0, tie_embeddings=False),
-    "gpt2, dropout": lambda: GPT2(**_SIZES, num_heads=4, dropout=0.5),
     "llama": lambda: Llama(**_LLAMA, num_heads=8, num_kv_heads=4, qk_norm=True),
     "llama, tied": lambda: Llama(**_LLAMA, num_heads=4, num_kv_heads=4, tie_embeddings=True),
     # four ranks divide its query heads and not its key-value heads, and not three

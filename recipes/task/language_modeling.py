@@ -138,6 +138,8 @@ class LanguageModeling(TrainsExperts):
             scaled = self.trainer.strategy.scale_loss(scaled)  # type: ignore[attr-defined]
             return torch.stack([scaled])  # no view, which FSDP2 warns of
 
+        # on every rank: a loss scaler has no scale before its first call, and ranks without the loss unscale, too
+        self.trainer.strategy.scale_loss(torch.zeros((), device=own["inputs"].device))  # type: ignore[attr-defined]
         names = [name for name in ("targets", "positions", "source") if name in own]
         pipeline.step(own["inputs"], {name: own[name] for name in names}, compute)
         self._count(batch)

@@ -204,7 +204,7 @@ def memory_case(name: str, *, world_size: int, num_layers: int = 4) -> dict[str,
 
 def overflow_case(name: str, *more: str, world_size: int) -> dict[str, Any]:
     """Return six steps in float16; in the third step, the last rank's gradients overflow."""
-    base = case("gpt2", strategy=STRATEGIES[name], precision="16-mixed", accumulate=2, world_size=world_size)
+    base = case("gpt2", strategy=ENGINES[name], precision="16-mixed", accumulate=2, world_size=world_size)
     overrides = [override for override in base["overrides"] if not override.startswith("save_every")]
     overrides += ["trainer.max_steps=6", "eval_every=6", "save_every=4", *more]
     return base | {"overrides": overrides, "overflow": {"step": 2, "rank": world_size - 1}}

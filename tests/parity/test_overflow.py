@@ -7,7 +7,7 @@ import pytest
 from cases import overflow_case
 from ranks import run_on_ranks
 
-ENGINES = ["ddp", "fsdp", "fsdp, cpu offload", "hsdp", "ZeRO-1", "ZeRO-2, offload", "ZeRO-3"]
+ENGINES = ["ddp", "fsdp", "fsdp, cpu offload", "hsdp", "ZeRO-1", "ZeRO-2, offload", "ZeRO-3", "tp2", "cp2, ddp", "pp2"]
 ALONE = {"single": overflow_case("single", world_size=1)}
 TWO = {name: overflow_case(name, world_size=2) for name in ENGINES}
 

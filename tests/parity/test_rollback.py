@@ -32,7 +32,11 @@ ON_TWO = [
     "recipe=fsdp_bf16 adapter=lora",
     "recipe=zero3_bf16 adapter=lora",
     "recipe=fsdp_bf16 adapter=qlora model.hidden_size=64",
+    "recipe=tp_bf16",
+    "recipe=cp_bf16 strategy=ddp",
+    "recipe=pp_bf16 trainer.accumulate_grad_batches=null",
 ]
+ON_FOUR = ["recipe=fsdp_tp_pp_bf16 trainer.accumulate_grad_batches=null micro_batch_size=4"]
 if IS_LONG:
     ON_TWO += ["recipe=fsdp_fp16", "recipe=zero1_bf16", "strategy=deepspeed_stage_2 precision=bf16-true"]
     ON_TWO += ["recipe=zero3_bf16 optimizer=lion"]
@@ -49,7 +53,8 @@ def _case(name: str, folder: Path, world_size: int) -> dict[str, Any]:
     ]
     overrides += [f"trainer.max_steps={STEPS}", f"trainer.devices={world_size}", f"save_every={TO}"]
     overrides += [override for override in name.split() if not override.startswith("callbacks.loss_spike")]
-    overrides.append(f"micro_batch_size={8 // world_size}")
+    if "micro_batch_size" not in name:
+        overrides.append(f"micro_batch_size={8 // world_size}")
     if "nvme" in name:  # DeepSpeed leaves what is smaller than a MiB in memory
         (folder / "nvme").mkdir()
         overrides += [
@@ -68,14 +73,14 @@ def _case(name: str, folder: Path, world_size: int) -> dict[str, Any]:
 @pytest.fixture(scope="module")
 def results(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
     found: dict[str, Any] = {}
-    for names, world_size in ((ALONE, 1), (ON_TWO, 2)):
+    for names, world_size in ((ALONE, 1), (ON_TWO, 2), (ON_FOUR, 4)):
         folder = tmp_path_factory.mktemp("rollback")
         cases = {name: _case(name, folder, world_size) for name in names}
         found |= run_on_ranks(cases, world_size=world_size, folder=folder, worker=WORKER)
     return found
 
 
-@pytest.mark.parametrize("name", [*ALONE, *ON_TWO])
+@pytest.mark.parametrize("name", [*ALONE, *ON_TWO, *ON_FOUR])
 def test_after_a_rollback_that_rewinds_the_data_the_losses_repeat_bit_for_bit(
     name: str, results: dict[str, Any]
 ) -> None:
@@ -90,7 +95,7 @@ def test_after_a_rollback_that_rewinds_the_data_the_losses_repeat_bit_for_bit(
     assert len({loss for _, loss in first}) == len(first), "constant losses would prove nothing"
 
 
-@pytest.mark.parametrize("name", [*ALONE, *ON_TWO])
+@pytest.mark.parametrize("name", [*ALONE, *ON_TWO, *ON_FOUR])
 def test_a_run_that_rolled_back_has_one_row_per_step_and_no_checkpoint_of_rolled_back_steps(
     name: str, results: dict[str, Any]
 ) -> None:

@@ -89,3 +89,32 @@ def test_the_report_of_a_run_shows_its_plan(tmp_path: Path) -> None:
     assert trained.returncode == 0, trained.stderr
     page = (folder / "report.html").read_text()
     assert "Memory over one step, as planned" in page
+
+
+SMALL = ["model.num_layers=4", "model.hidden_size=1024", "model.num_heads=8", "model.ffn_hidden_size=2048"]
+
+
+def test_a_mesh_has_a_row_for_each_of_its_dimensions(tmp_path: Path) -> None:
+    sizes = ["tensor_parallel_size=2", "context_parallel_size=2", "global_batch_size=16"]
+    result = run_train([*LLAMA, *SMALL, *sizes, "mode.advise=false", f"mode.path={tmp_path}"])
+    assert result.returncode == 0, result.stderr
+    text = result.stdout + result.stderr
+    assert "mesh: shard 2, context 2, tensor 2" in text
+    assert "on each of 2 groups of 4 ranks" in text
+    rows = json.loads((tmp_path / "plan.json").read_text())["communication"]
+    assert {row["dimension"]: row["ranks"] for row in rows} == {"shard": 4, "tensor": 2, "context": 2}
+    page = (tmp_path / "plan.html").read_text()
+    assert "Communication, as planned" in page
+    assert "<td>tensor</td>" in page
+
+
+def test_a_search_plans_the_fastest_mesh_that_it_found(tmp_path: Path) -> None:
+    search = ["plan.hardware=h100x32", "plan.search=true", "global_batch_size=64", f"mode.path={tmp_path}"]
+    result = run_train([*LLAMA, *SMALL, *search])
+    assert result.returncode == 0, result.stderr
+    text = result.stdout + result.stderr
+    plan = json.loads((tmp_path / "plan.json").read_text())
+    best = plan["search"][0]
+    assert f"search: {' '.join(best['overrides'])}" in text
+    assert plan["step_seconds"] == pytest.approx(best["step_seconds"], rel=0.1)
+    assert plan["num_ranks"] == 32

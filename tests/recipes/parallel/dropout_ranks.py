@@ -10,17 +10,29 @@ sys.path[:0] = [str(Path(__file__).parents[3]), str(Path(__file__).parents[2])]
 
 import torch  # noqa: E402
 import torch.distributed as dist  # noqa: E402
-from mesh_models import make_batch, make_model, run_backward  # noqa: E402
 from torch import Tensor, nn  # noqa: E402
+from torch.distributed.device_mesh import init_device_mesh  # noqa: E402
 
-from recipes.checkpoint.rng_state import seed_rank  # noqa: E402
-from recipes.mesh import Mesh  # noqa: E402
+from recipes.model.gpt2 import GPT2  # noqa: E402
 from recipes.numerics import collectives  # noqa: E402
+from recipes.parallel.context import divide_sequences  # noqa: E402
+from recipes.parallel.tensor import divide_tensors, mark_row_orders  # noqa: E402
 
 
-def find_dropped(mesh: Mesh) -> list[list[list[bool]]]:
+def find_dropped(divided: str) -> list[list[list[bool]]]:
     """Return what each dropout of a model has dropped of this rank's tokens, by layer: [B t, W]."""
-    model = make_model("gpt2, dropout", mesh)
+    group: Any = dist.group.WORLD
+    tokens = torch.arange(64).reshape(4, 16) % 50
+    with torch.device("meta"):
+        model = GPT2(vocab_size=50, max_seq_len=16, num_layers=2, num_heads=4, hidden_size=32, dropout=0.5)
+    if divided == "tensor":
+        divide_tensors(model, init_device_mesh("cpu", (2,)), sequence_parallel=True)
+    else:
+        divide_sequences(model, group)
+        tokens = tokens.chunk(2, dim=1)[group.rank()]
+    model.to_empty(device="cpu")
+    mark_row_orders(model)
+    model.init_weights(0)
     dropped: list[Any] = []
 
     def record(module: nn.Module, args: tuple[Tensor, ...], out: Tensor) -> None:
@@ -29,8 +41,8 @@ def find_dropped(mesh: Mesh) -> list[list[list[bool]]]:
     for module in model.modules():
         if isinstance(module, nn.Dropout):
             module.register_forward_hook(record)
-    seed_rank(seed=0, rank=dist.get_rank(), step=0)  # as a run begins
-    run_backward(model, make_batch(), mesh, rank=dist.get_rank())
+    torch.manual_seed(dist.get_rank())  # another one on each rank, as `seed_rank` of a run
+    model(tokens)
     return dropped
 
 
@@ -51,7 +63,7 @@ def main() -> None:
     """Write the results of both ranks."""
     torch.set_num_threads(1)
     dist.init_process_group("gloo", timeout=timedelta(minutes=4))
-    found = {"tensor": find_dropped(Mesh(tensor=2)), "context": find_dropped(Mesh(context=2)), **exchange()}
+    found = {"tensor": find_dropped("tensor"), "context": find_dropped("context"), **exchange()}
     gathered: list[Any] = [None, None]
     dist.all_gather_object(gathered, found)
     if dist.get_rank() == 0:

@@ -2,7 +2,8 @@
 
 import pytest
 
-from recipes.plan.communication import Communication, of_partitions, of_replicas
+from recipes.mesh import Mesh
+from recipes.plan.communication import Traffic, of_model_ranks, of_partitions, of_replicas, of_shards
 from recipes.plan.cost import Cost
 from recipes.plan.hardware import Cluster, find_cluster
 from recipes.plan.memory import Zero
@@ -34,7 +35,7 @@ def test_what_the_backward_pass_cannot_hide_is_waited_for() -> None:
 
 
 def test_what_an_optimizer_sends_is_waited_for() -> None:
-    def plan(ops: list[Op]) -> Communication:
+    def plan(ops: list[Op]) -> Traffic:
         return of_replicas(_cluster(), num_ranks=8, gradient_bytes=GRADIENTS, backward_seconds=10.0, ops=ops)
 
     cost = Cost("collective", num_bytes=1e9)
@@ -74,3 +75,48 @@ def test_a_ring_takes_longer_with_every_rank_and_a_tree_with_every_doubling() ->
     assert cluster.latency_between(1024) == pytest.approx(896 * 3.4e-6 + 127 * 14e-6)
     assert cluster.reduction_latency(1024) == pytest.approx(2 * (7 * 3.4e-6 + 7 * 14e-6))
     assert cluster.latency_between(1) == cluster.reduction_latency(1) == 0.0
+
+
+def _collective(name: str, dimension: str, section: str, *, num_bytes: float = 1e9) -> Op:
+    cost = Cost("collective", num_bytes=num_bytes)
+    return Op(name=name, section=section, cost=cost, allocated={}, freed={}, dimension=dimension)
+
+
+STEP = StepSeconds(sections={"forward/block 0": Seconds(matmul=1.0), "backward/block 0": Seconds(matmul=2.0)})
+
+
+def test_matrices_send_within_the_node_and_nothing_hides_it() -> None:
+    ops = [
+        _collective("_c10d_functional::all_gather_into_tensor", "tensor", "forward/block 0"),
+        _collective("_c10d_functional::all_reduce", "tensor", "backward/block 0"),
+        _collective("_c10d_functional::all_to_all_single", "context", "forward/block 0"),
+        _collective("c10d::_allgather_base_", "shard", "forward/block 0"),
+    ]
+    tensor, context = of_model_ranks(ops, _cluster(2), Mesh(shard=2, context=2, tensor=4), num_micro_batches=3)
+    assert (tensor.dimension, tensor.num_ranks, context.dimension, context.num_ranks) == ("tensor", 4, "context", 2)
+    assert tensor.num_bytes == pytest.approx(3 * (3 / 4 + 2 * 3 / 4) * 1e9)
+    latency = _cluster().latency_between(4) + _cluster().reduction_latency(4)
+    assert tensor.seconds == pytest.approx(tensor.num_bytes / (450e9 * 0.75) + 3 * latency)
+    assert context.num_bytes == pytest.approx(3 * 1e9 / 2)
+    assert context.seconds == pytest.approx(context.num_bytes / (450e9 * 0.75) + 3 * 3.4e-6)
+    assert tensor.exposed_seconds == tensor.seconds
+
+
+def test_shards_are_those_of_samples_and_sequences_and_replicas_send_what_is_left() -> None:
+    """Eight shards, four ranks apart: two in a node, whose eight links they share with three other groups."""
+    ops = [
+        _collective("c10d::_allgather_base_", "shard", "forward/block 0"),
+        _collective("c10d::_reduce_scatter_base_", "shard", "backward/block 0"),
+        _collective("c10d::allreduce_", "replicate", "backward/block 0", num_bytes=1e8),
+        _collective("_c10d_functional::all_reduce", "tensor", "backward/block 0"),
+    ]
+    mesh = Mesh(replicate=2, shard=4, context=2, tensor=4)
+    shard, replicate = of_shards(ops, STEP, _cluster(8), mesh, num_micro_batches=3)
+    assert (shard.num_ranks, replicate.num_ranks) == (8, 2)
+    assert shard.num_bytes == pytest.approx(3 * 2 * 7 / 8 * 1e9)
+    assert replicate.num_bytes == pytest.approx(3 * 1e8)
+    assert shard.seconds == pytest.approx(shard.num_bytes / (2 * 50e9 * 0.75) + 6 * (4 * 3.4e-6 + 3 * 14e-6))
+    assert replicate.seconds == pytest.approx(replicate.num_bytes / (50e9 * 0.75) + 3 * 2 * 14e-6)
+    once = of_shards(ops, STEP, _cluster(8), mesh, num_micro_batches=3, syncs_each_micro_batch=False)
+    assert once[0].num_bytes == pytest.approx((3 + 1) * 7 / 8 * 1e9)
+    assert once[1].num_bytes == pytest.approx(1e8)

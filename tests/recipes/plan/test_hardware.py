@@ -4,7 +4,7 @@ import pytest
 
 from callbacks.throughput.peak_flops import get_peak
 from recipes.errors import ConfigError
-from recipes.plan.hardware import CONTEXT_BYTES, DEVICES, GIB, LINKS, find_cluster
+from recipes.plan.hardware import CONTEXT_BYTES, DEVICES, GIB, LINK_EFFICIENCY, LINKS, find_cluster
 
 
 def _find(hardware: str, **changed: object) -> object:
@@ -20,7 +20,18 @@ def test_a_device_with_a_count_is_a_node() -> None:
 
 @pytest.mark.parametrize(("hardware", "count"), [("rtx4090", 1), ("rtx4090x2", 2), ("l4", 1), ("h100x1024", 1024)])
 def test_a_name_may_hold_an_x(hardware: str, count: int) -> None:
-    assert _find(hardware).per_node == count  # type: ignore[attr-defined]
+    assert _find(hardware).num_devices == count  # type: ignore[attr-defined]
+
+
+def test_more_than_eight_devices_are_several_nodes_unless_the_run_says_otherwise() -> None:
+    def nodes(hardware: str, **changed: object) -> tuple[int, int]:
+        cluster = _find(hardware, **changed)
+        return cluster.per_node, cluster.num_nodes  # type: ignore[attr-defined]
+
+    assert nodes("h100x1024") == (8, 128)
+    assert nodes("h100x8", num_nodes=2) == (8, 2)
+    assert nodes("a100_40x16", per_node=16) == (16, 1)
+    assert nodes("h100x12") == (12, 1)
 
 
 def test_the_run_may_ask_for_fewer_devices_and_another_amount_of_memory() -> None:
@@ -41,9 +52,15 @@ def test_an_unknown_link_is_rejected_with_those_that_are_known() -> None:
     assert "ib400" in error.value.fix
 
 
-def test_a_ring_through_two_nodes_is_as_fast_as_the_network() -> None:
-    one, two = _find("h100x8"), _find("h100x8", num_nodes=2)
-    assert one.bandwidth_between(8) / two.bandwidth_between(16) == LINKS["nvlink4"] / LINKS["ib400"]  # type: ignore[attr-defined]
+def test_ranks_of_a_node_share_its_links_to_the_others() -> None:
+    """Eight links of 50 GB/s leave a node: 400 for a group of whole nodes, 50 for one with a rank in each."""
+    cluster = find_cluster("h100x32", per_node=None, num_nodes=1, interconnect=None, memory_gib=None)
+    rates = [cluster.bandwidth_between(*size, stride=stride) / LINK_EFFICIENCY for size, stride in _GROUPS]
+    assert rates == [LINKS["nvlink4"], 8 * LINKS["ib400"], LINKS["ib400"], 2 * LINKS["ib400"], LINKS["ib400"]]
+
+
+# ranks of a group and the way from one to the next: a node, two nodes, across nodes, every fourth, two far apart
+_GROUPS = (((8,), 1), ((16,), 1), ((4,), 8), ((8,), 4), ((2,), 16))
 
 
 def test_every_device_of_the_table_has_published_peaks_and_a_link() -> None:

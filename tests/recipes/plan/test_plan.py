@@ -8,6 +8,7 @@ from ranks import run_on_ranks
 from support import composed_config
 from torch import Tensor
 
+from recipes.config import compose_and_check
 from recipes.errors import ConfigError
 from recipes.model.gpt2 import GPT2
 from recipes.plan.hardware import GIB, find_cluster
@@ -32,6 +33,9 @@ RUN = [
     "ddp, bf16-mixed, 2 micro-batches",
     "fsdp",
     "fsdp, activations offloaded",
+    "fsdp, tensor",
+    "fsdp, llama, bf16-mixed, tensor, recomputed",
+    "fsdp, context",
     "ZeRO-1, batch 2",
     "ZeRO-2, 2 micro-batches",
     "ZeRO-3",
@@ -130,6 +134,38 @@ def test_a_model_that_reads_values_is_planned_without_activations(monkeypatch: p
     for name in ("weights", "gradients", "optimizer"):
         assert _most(plan, name) == _most(whole, name)
     assert any("without activations" in line for line in describe_memory(plan))
+
+
+def test_ranks_that_divide_matrices_share_samples() -> None:
+    base = ["recipe=fsdp_bf16", "model=gpt2", "global_batch_size=64", "micro_batch_size=4"]
+    whole, divided = _gpu_plan(*base), _gpu_plan(*base, "tensor_parallel_size=4", "model.vocab_pad_multiple=256")
+    assert (whole.accumulation.num_micro_batches, divided.accumulation.num_micro_batches) == (2, 8)
+    assert divided.mesh.sizes() == {"shard": 2, "tensor": 4}
+    for name in ("weights", "optimizer"):  # as many ranks divide them; norms are whole on each of the tensor ranks
+        assert _most(divided, name) == pytest.approx(_most(whole, name), rel=0.02)
+    activations = [_most(plan, ACTIVATIONS) for plan in (whole, divided)]
+    assert activations[0] / 4 < activations[1] < activations[0] / 2
+    assert divided.checkpoint_bytes == pytest.approx(whole.checkpoint_bytes, rel=0.02)
+
+
+def test_sequence_parallel_divides_what_lies_between_matrices() -> None:
+    base = ["recipe=fsdp_bf16", "model=gpt2", "global_batch_size=64", "micro_batch_size=4", "tensor_parallel_size=4"]
+    base += ["model.vocab_pad_multiple=256", "model.dropout=0"]
+    divided, whole = _gpu_plan(*base), _gpu_plan(*base, "sequence_parallel=false")
+    assert _most(divided, ACTIVATIONS) < 0.8 * _most(whole, ACTIVATIONS)
+
+
+def test_a_size_that_does_not_divide_the_heads_is_one_message() -> None:
+    composed, mistakes = compose_and_check(["mode=plan", "recipe=fsdp_bf16", "model=gpt2", "tensor_parallel_size=5"])
+    assert composed is not None
+    assert [mistake for mistake in mistakes if "model.num_heads=12 does not divide over 5 ranks" in str(mistake)]
+
+
+def test_experts_are_not_planned() -> None:
+    config = composed_config("mode=plan", "data=random_tokens", "recipe=fsdp_bf16", "model=gpt2")
+    cluster = find_cluster("h100x8", per_node=None, num_nodes=1, interconnect=None, memory_gib=None)
+    with pytest.raises(ConfigError, match="expert_parallel_size=4"):
+        make_plan(config | {"expert_parallel_size": 4}, cluster, rates=None)
 
 
 def test_ranks_that_do_not_divide_into_shards_are_rejected() -> None:

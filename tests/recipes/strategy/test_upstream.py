@@ -245,7 +245,8 @@ def test_torch_still_leaves_gradients_of_a_divided_sequence_unreduced() -> None:
 def test_torch_still_leaves_its_divided_loss_on_after_an_error() -> None:
     """2.13, `numerics.divided_vocabulary`; nor does it smooth labels."""
     assert "finally" not in inspect.getsource(loss_parallel)
-    assert "label_smoothing:\n                Currently not supported." in inspect.getsource(loss)
+    after = inspect.getsource(loss).partition("label_smoothing:")[2]
+    assert after.split()[:3] == ["Currently", "not", "supported."]
 
 
 def test_torch_still_compiles_away_the_gradient_of_what_is_on_its_way() -> None:

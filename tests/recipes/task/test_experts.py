@@ -74,7 +74,12 @@ def test_biases_move_by_the_rate_once_a_step(plain: list[Tensor]) -> None:
 
 @pytest.mark.parametrize(
     "overrides",
-    [["micro_batch_size=2"], ["activation_checkpoint=every_block"], ["activation_checkpoint=selective"], ["log_every=3"]],
+    [
+        ["micro_batch_size=2"],
+        ["activation_checkpoint=every_block"],
+        ["activation_checkpoint=selective"],
+        ["log_every=3"],
+    ],
     ids=["four micro-batches", "recomputed", "selective", "rarely logged"],
 )
 def test_micro_batches_recomputation_and_logging_move_no_bias_twice(

@@ -12,7 +12,11 @@ NUM_EXPERTS, HIDDEN = 8, 16
 
 def make_router(*, scores: str = "softmax", renormalize: bool = True, num_chosen: int = 2) -> Router:
     router = Router(
-        HIDDEN, num_experts=NUM_EXPERTS, num_chosen=num_chosen, scores=scores, renormalize=renormalize  # type: ignore[arg-type]
+        HIDDEN,
+        num_experts=NUM_EXPERTS,
+        num_chosen=num_chosen,
+        scores=scores,
+        renormalize=renormalize,  # type: ignore[arg-type]
     )
     torch.nn.init.normal_(router.weight, generator=torch.Generator().manual_seed(0))
     return router
