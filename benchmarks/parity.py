@@ -1,4 +1,7 @@
-"""The parity table: every strategy on its real engine, in CPU processes, compared with one device. About 5 minutes."""
+"""The parity table: every strategy on its real engine, in CPU processes, compared with one device. About 5 minutes.
+
+`python benchmarks/parity.py meshes` does so for ranks that divide matrices, sequences and layers, as long.
+"""
 
 import itertools
 import os
@@ -12,7 +15,7 @@ from measure import report
 os.environ["LONG_TESTS"] = "1"  # twenty steps
 sys.path[:0] = [str(Path(__file__).parents[1] / "tests" / folder) for folder in ("parity", "")]
 
-from cases import MODELS, STRATEGIES, case, largest_difference  # noqa: E402
+from cases import ENGINES, MESHES, MODELS, STRATEGIES, case, largest_difference  # noqa: E402
 from ranks import run_on_ranks  # noqa: E402
 
 MICRO_BATCHES = (1, 2, 4)
@@ -67,6 +70,39 @@ def grid(names: list[str], models: list[str], precision: str, world_size: int, s
     }
 
 
+MESH_SIZES = {"tp2, cp2": 4, "tp2, two replicas": 4, "pp2, tp2": 4, "pp2, cp2": 4}  # ranks; of all others two
+
+
+def meshes() -> None:
+    """Compare every mesh with one device: four layers, so that each of two ranks may have two stages."""
+    more = {"gpt2": ["model.num_layers=4"], "llama": ["model.num_layers=4", "model.num_kv_heads=2"]}
+
+    def make(name: str, model: str, split: int, ranks: int) -> dict[str, Any]:
+        made = case(model, strategy=ENGINES[name], precision="32-true", accumulate=split, world_size=ranks)
+        return made | {"overrides": [*made["overrides"], *more[model]]}
+
+    reference = run({model: make("single", model, 1, 1) for model in more}, 1)
+    groups: dict[int, dict[str, Any]] = {}
+    for name, model in itertools.product(MESHES, more):
+        ranks = MESH_SIZES.get(name, 2)
+        needed = {"pp2, interleaved": 2, "pp2, zero bubble": 2}.get(name, 2 if name.startswith("pp2") else 1)
+        for split in (needed, 4) if model == "gpt2" else (4,):
+            groups.setdefault(ranks, {})[f"{name} | {model} | {split}"] = make(name, model, split, ranks)
+    groups[8] = {f"pp2, tp2 | {model} | 2": make("pp2, tp2", model, 2, 8) for model in more}
+    groups[4] |= {f"{name} | gpt2 | 2": make(name, "gpt2", 2, 4) for name in ("tp2", "cp2, ZeRO-3", "pp2")}
+    rows = []
+    for ranks, cases in sorted(groups.items()):
+        found = differences(run(cases, ranks), reference, ranks)
+        for name in dict.fromkeys(key.split(" | ")[0] for key in cases):
+            row: dict[str, Any] = {"mesh": name, "ranks": ranks}
+            for model in more:
+                entries = [found[key] for key in found if key.startswith(f"{name} | {model} | ")]
+                largest = [max(entry[key] for entry in entries) for key in LOGGED] if entries else []
+                row[model] = ", ".join(f"{value:.1e}" for value in largest)
+            rows.append(row)
+    report("parity_meshes", rows)
+
+
 def main() -> None:
     pairs = [(model, "32-true") for model in MODELS] + [("gpt2", "bf16-mixed")]
     reference = run({f"{model}, {precision}": one_device(model, precision) for model, precision in pairs}, 1)
@@ -112,4 +148,4 @@ def table(found: dict[str, dict[str, float]]) -> list[dict[str, Any]]:
 
 
 if __name__ == "__main__":
-    main()
+    meshes() if sys.argv[1:] == ["meshes"] else main()

@@ -1,4 +1,4 @@
-"""Biases of experts move once a step and never in one that is not taken; they return with a checkpoint or a rollback."""
+"""Biases of experts move once a step, never in one that is not taken, and return with a checkpoint or a rollback."""
 
 from pathlib import Path
 from typing import Any
