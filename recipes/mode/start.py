@@ -19,6 +19,7 @@ from recipes.model.init import unsharded_shape
 from recipes.run_folder import ENVIRONMENT_FILE, EVENTS_FILE, OOM_FOLDER, TOKENIZER_FOLDER
 from recipes.runtime.console import LOGGER
 from recipes.runtime.environment import describe_environment
+from recipes.strategy.pipeline import Pipeline
 
 
 class RunStartCallback(Callback):
@@ -129,12 +130,13 @@ def header(run: Run, *, resumed_from: Path | None) -> Iterator[str]:
         resumed_from: The checkpoint it was restored from; None if it starts from the beginning.
     """
     trainer, plan = run.trainer, run.accumulation
-    num_parameters = sum(unsharded_shape(weight).numel() for weight in run.task.parameters())
+    every = list((run.task.whole_model or run.task).parameters())
+    num_parameters = sum(unsharded_shape(weight).numel() for weight in every)
     num_ranks = trainer.world_size
     device = run.task.device
     devices = str(device) if num_ranks == 1 else f"{num_ranks} ranks of {device.type}{_describe_mesh(trainer)}"
     setup = f"{devices}, {run.precision.name}, {type(trainer.strategy).__name__}"
-    num_trained = sum(unsharded_shape(weight).numel() for weight in run.task.parameters() if weight.requires_grad)
+    num_trained = sum(unsharded_shape(weight).numel() for weight in every if weight.requires_grad)
     trained = (
         ""
         if num_trained == num_parameters
@@ -154,6 +156,9 @@ def header(run: Run, *, resumed_from: Path | None) -> Iterator[str]:
         f"{' per rank' if trainer.strategy.data_size > 1 else ''};"  # type: ignore[attr-defined]
         f" {trainer.max_steps:,} steps are {num_samples:,} samples, {run.data.describe_epochs(num_samples)}"
     )
+    pipeline: Pipeline | None = trainer.strategy.pipeline  # type: ignore[attr-defined]
+    if pipeline is not None:
+        yield f"pipeline: {pipeline.describe()}"
     if run.precision.scales_loss and device.type == "cpu":
         yield "float16 is emulated on a CPU, about ten times slower than precision=bf16-mixed"
     if run.precision.name == "32-true" and device.type == "cpu" and torch.cpu.get_capabilities().get("amx_bf16"):

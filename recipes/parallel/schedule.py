@@ -12,6 +12,7 @@ from torch import Tensor, nn
 from torch.distributed.pipelining import PipelineStage
 from torch.distributed.pipelining.schedules import get_schedule_class
 
+from recipes.mesh import STAGES_PER_RANK
 from recipes.parallel.stages import PipelineRanks, StagedModel
 
 
@@ -91,3 +92,22 @@ class PipelineSchedule:
             output_args=(objective if stage == plan.num_stages - 1 else hidden,),
             group=self._ranks.group,
         )
+
+
+def idle_fraction(schedule: str, num_ranks: int, num_micro_batches: int) -> float:
+    """Return the share of a step in which a rank waits for others, where all stages take the same time.
+
+    1F1B and interleaved stages: arXiv 2104.04473, equations 1 and 3. The V-shaped schedule without bubbles (arXiv
+    2401.10241) fills them all where forward, backward and weights take the same time, once there are 2 P micro-batches.
+
+    Args:
+        schedule: torch's name of it.
+        num_ranks: P.
+        num_micro_batches: M.
+    """
+    waits = float(num_ranks - 1)
+    if schedule == "ZBVZeroBubble":
+        waits = max(0.0, waits - num_micro_batches / 2)
+    else:
+        waits /= STAGES_PER_RANK.get(schedule, 1)
+    return waits / (num_micro_batches + waits)

@@ -255,13 +255,14 @@ class StagedModel(nn.Module):
 
     def __init__(self, parts: Mapping[int, nn.Module], ranks: PipelineRanks) -> None:
         super().__init__()
-        self.blocks = nn.ModuleDict()
         for part in parts.values():
             for name, child in part.named_children():
-                if name == "blocks":
-                    self.blocks.update(dict(child.named_children()))
-                else:
+                if name != "blocks":
                     self.add_module(name, child)
+                elif "blocks" not in self._modules:  # between embedding and head, as in the whole
+                    self.blocks = nn.ModuleDict(dict(child.named_children()))
+                else:
+                    self.blocks.update(dict(child.named_children()))
         # not as modules: the names of their parameters would appear twice
         object.__setattr__(self, "parts", dict(parts))
         object.__setattr__(self, "pipeline", ranks)

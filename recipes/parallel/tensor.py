@@ -123,7 +123,7 @@ class RowLinear(Linear):
 
     @override
     def forward(self, input: Tensor) -> Tensor:
-        out = self.ranks.leave(linear(input, self.ranks.local(self.weight)))
+        out: Tensor = self.ranks.leave(linear(input, self.ranks.local(self.weight)))
         if self.bias is not None:  # after the sum, or every rank would add it
             out = out + self.ranks.local(self.bias).to(out.dtype)
         return out

@@ -7,7 +7,7 @@ import torch
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
-from recipes.parallel.schedule import PipelineSchedule
+from recipes.parallel.schedule import PipelineSchedule, idle_fraction
 from recipes.parallel.stages import StagedModel
 
 
@@ -37,6 +37,13 @@ class Pipeline:
         """Run all forward and backward passes of a step. Arguments: see `PipelineSchedule.step`."""
         self._schedule.step(tokens, batch, compute)
         self._add_up_copies()
+
+    def describe(self) -> str:
+        """Return stages, schedule, and the share of a step in which a rank waits if all stages took the same time."""
+        plan, number = self._model.pipeline.plan, self._schedule.num_micro_batches
+        layers = " + ".join(str(count) for _, count in plan.layers)
+        waits = f"{idle_fraction(plan.schedule, plan.num_ranks, number):.0%}"
+        return f"stages of {layers} layers, {plan.schedule}, {number} micro-batches: each rank waits {waits} of a step"
 
     def _add_up_copies(self) -> None:
         """Give a tied embedding and head, of the first and the last stage, the gradient of both."""

@@ -158,8 +158,8 @@ class Resumable(lightning.LightningModule):
         tensors = self.state_dict(keep_vars=True)
         frozen = self.frozen_names()
         shapes = {name: unsharded_shape(tensor) for name, tensor in tensors.items() if name not in frozen}
-        if self._whole is not None:  # the layers of the other ranks, too
-            shapes = {f"model.{name}": tensor.shape for name, tensor in self._whole.state_dict().items()}
+        if self.whole_model is not None:  # the layers of the other ranks, too
+            shapes = {f"model.{name}": tensor.shape for name, tensor in self.whole_model.state_dict().items()}
         _check_model(shapes, checkpoint["state_dict"])
         _check_base(self._base_of_adapter, checkpoint.get("base"))  # absent from files of earlier versions
         self.awaits_checkpoint = False
@@ -199,7 +199,7 @@ class Resumable(lightning.LightningModule):
         return {name: size for name, size in mesh.sizes().items() if name not in ("replicate", "shard")}
 
     @functools.cached_property
-    def _whole(self) -> nn.Module | None:
+    def whole_model(self) -> nn.Module | None:
         """The model with the layers of all ranks, without storage; None where this rank has all of them."""
         if self.trainer.strategy.groups.pipeline is None:  # type: ignore[attr-defined]
             return None
@@ -211,8 +211,8 @@ class Resumable(lightning.LightningModule):
         """Every further name of a tied parameter -> its first name, also of one that another rank has."""
         first: dict[int, str] = {}
         every = list(self.named_parameters(remove_duplicate=False))
-        if self._whole is not None:
-            every = [(f"model.{name}", p) for name, p in self._whole.named_parameters(remove_duplicate=False)]
+        if self.whole_model is not None:
+            every = [(f"model.{name}", p) for name, p in self.whole_model.named_parameters(remove_duplicate=False)]
         return {
             name: first[id(parameter)] for name, parameter in every if first.setdefault(id(parameter), name) != name
         }

@@ -37,6 +37,13 @@ CASES: dict[str, tuple[str, ...]] = {
     "ddp": ("strategy=ddp", *_RANKS),
     "fsdp": ("strategy=fsdp", *_RANKS),
     "deepspeed_stage_2": ("strategy=deepspeed_stage_2", *_RANKS),
+    "pp2 x tp2": (
+        "strategy=fsdp",
+        "pipeline_parallel_size=2",
+        "tensor_parallel_size=2",
+        "micro_batch_size=4",
+        "trainer.devices=4",
+    ),
 }
 STEPS = {
     "single": 250,
@@ -44,6 +51,7 @@ STEPS = {
     "ddp": 150,
     "fsdp": 80,
     "deepspeed_stage_2": 60,
+    "pp2 x tp2": 45,
 }
 if "LONG_TESTS" not in os.environ:  # set by `make test-long` and `make kill-test`
     STEPS = {name: steps // 3 for name, steps in STEPS.items()}

@@ -14,11 +14,12 @@ pytestmark = pytest.mark.fresh_python  # the command's ranks are found as its ch
 SEED = 1
 # kills of each case, and how many of them hit the real command
 KILLS = {
-    "single": (10, 1),
+    "single": (8, 1),
     "single 16-mixed": (5, 0),
     "ddp": (4, 0),
     "fsdp": (3, 0),
     "deepspeed_stage_2": (3, 0),
+    "pp2 x tp2": (2, 0),
 }
 
 

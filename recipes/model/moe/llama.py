@@ -68,8 +68,8 @@ class MoeLlama(Llama):
     over layers.
 
     Args:
-        num_experts: E, in each layer.
-        num_experts_per_token: K.
+        num_experts: E, experts of each layer.
+        num_experts_per_token: K, experts that compute a token.
         router_scores: `softmax` over experts (Mixtral), or `sigmoid` of each (DeepSeek-V3).
         renormalize_weights: The weights of a token's experts sum to 1.
         balance_rate: Change of an expert's bias per optimizer step; 0: there is no bias.
