@@ -44,7 +44,8 @@ from recipes.numerics.accumulation import Accumulation, divide
 from recipes.precision import Precision, set_float32_products
 from recipes.run_folder import TOKENIZER_FOLDER
 from recipes.runtime.console import LOGGER
-from recipes.runtime.world import Ranks, has_own_gpu
+from recipes.runtime.devices import get_devices
+from recipes.runtime.world import Ranks
 from recipes.task.base import TrainingTask
 
 SINGLE_DEVICE = {"_target_": "recipes.strategy.single.SingleDevice", "_partial_": True}
@@ -115,7 +116,7 @@ def build(config: Config, folder: Path, overrides: list[str]) -> Run:
     choose_attention_kernel(config.get("attention", "auto"))
     choose_document_kernel(flex_attention=get_compile_mode(config) is not None)
     ranks = get_ranks(config)
-    devices = _get_devices(config["trainer"], ranks)
+    devices = get_devices(config["trainer"], ranks)
     mesh = get_mesh(config, ranks)
     accumulation = divide(
         global_batch_size=config["global_batch_size"],
@@ -287,21 +288,3 @@ def _get_cluster(ranks: Ranks) -> list[ClusterEnvironment]:
     if ranks.started_by == "slurm":
         return [SLURMEnvironment(auto_requeue=False)]
     return [TorchElasticEnvironment()] if ranks.started_by else [LightningEnvironment()]
-
-
-def _get_devices(trainer: Config, ranks: Ranks) -> list[torch.device]:
-    """Return one device per rank of this node: the GPUs listed in `trainer.devices`, the first N, or the CPU."""
-    accelerator, requested = trainer["accelerator"], trainer["devices"]
-    has_gpu = torch.cuda.is_available()
-    if accelerator in ("gpu", "cuda") and not has_gpu:
-        raise ConfigError(
-            f"trainer.accelerator={accelerator}",
-            "torch sees no GPU on this machine",
-            "trainer.accelerator=auto",
-        )
-    if not has_gpu or accelerator == "cpu":
-        return [torch.device("cpu")] * ranks.per_node
-    if ranks.per_node > torch.cuda.device_count() == 1 and has_own_gpu():
-        return [torch.device("cuda", 0)] * ranks.per_node
-    indices = requested if isinstance(requested, list) else range(ranks.per_node)
-    return [torch.device("cuda", index) for index in indices][: ranks.per_node]

@@ -57,17 +57,10 @@ def plan(
     """
     config = composed.config
     assumed: Assumptions = make(config["plan"])
-    cluster = find_cluster(
-        assumed.hardware,
-        per_node=_requested_per_node(config["trainer"]["devices"]),
-        num_nodes=int(config["trainer"]["num_nodes"]),
-        interconnect=assumed.interconnect,
-        memory_gib=assumed.memory_gib,
-    )
+    cluster = _find_cluster(config, assumed)
     precision: Precision = make(config["precision"])
     rates = _find_rates(cluster, find_peak, precision)
-    is_timed = assumed.hardware == MEASURED
-    timer = OperatorTimer(torch.device("cuda" if torch.cuda.is_available() else "cpu")) if is_timed else None
+    timer = _make_timer() if assumed.hardware == MEASURED else None
     kind = _KINDS[str(precision.compute_dtype).removeprefix("torch.")]
     lines: list[str] = []
     found: list[Found] = []
@@ -86,7 +79,7 @@ def plan(
         f" {_describe(precision)}",
         *describe_memory(planned),
         *describe_rules(planned, config),
-        *describe_time(planned, length, None if is_timed else rates),
+        *describe_time(planned, length, None if timer is not None else rates),
     ]
     _show(shown, lines)
     if advise and not found and planned.not_recorded is None:  # takes longer than all of the above
@@ -99,6 +92,20 @@ def plan(
     if path is not None:
         _write(Path(path).expanduser(), record, lines, write_page)
     return 0
+
+
+def _find_cluster(config: Config, assumed: Assumptions) -> Cluster:
+    return find_cluster(
+        assumed.hardware,
+        per_node=_requested_per_node(config["trainer"]["devices"]),
+        num_nodes=int(config["trainer"]["num_nodes"]),
+        interconnect=assumed.interconnect,
+        memory_gib=assumed.memory_gib,
+    )
+
+
+def _make_timer() -> OperatorTimer:
+    return OperatorTimer(torch.device("cuda" if torch.cuda.is_available() else "cpu"))
 
 
 def _search(

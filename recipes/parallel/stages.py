@@ -7,101 +7,17 @@ Shapes: B sequences, T tokens, W hidden size, V padded vocabulary.
 """
 
 import copy
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from recipes.mesh import STAGES_PER_RANK
+from recipes.parallel.stage_plan import StagePlan, list_ends
 
 _DTYPES = (torch.float32, torch.bfloat16, torch.float16, torch.float64)
 _MAX_DIMS = 4
-
-
-@dataclass(frozen=True, kw_only=True)
-class StagePlan:
-    """Which rank of a pipeline has which stages, and a stage which layers.
-
-    Attributes:
-        num_ranks: Of the pipeline.
-        schedule: torch's name of it.
-        layers: First layer, and number, of each stage.
-    """
-
-    num_ranks: int
-    schedule: str
-    layers: tuple[tuple[int, int], ...]
-
-    @property
-    def num_stages(self) -> int:
-        """Of all ranks."""
-        return len(self.layers)
-
-    def rank_of(self, stage: int) -> int:
-        """Return the rank that has a stage; in a V, the last stages go back through the ranks."""
-        turn, rank = divmod(stage, self.num_ranks)
-        return self.num_ranks - 1 - rank if self.schedule == "ZBVZeroBubble" and turn % 2 else rank
-
-    def stages_of(self, rank: int) -> list[int]:
-        """Return the stages of a rank, in their order."""
-        return [stage for stage in range(self.num_stages) if self.rank_of(stage) == rank]
-
-
-def plan_stages(model: nn.Module, *, num_ranks: int, schedule: str) -> StagePlan:
-    """Divide the layers of a model into stages whose largest matrix products are as small as can be.
-
-    Work is counted by the weights of matrices that each token is multiplied with: those of the blocks, and the head,
-    which takes as much as several blocks of a small model. An embedding is a lookup.
-
-    Args:
-        model: Whole, on any device.
-        num_ranks: Of the pipeline.
-        schedule: torch's name of it.
-    """
-    num_stages = num_ranks * STAGES_PER_RANK.get(schedule, 1)
-    blocks: Any = model.blocks
-    work = [sum(parameter.numel() for parameter in block.parameters()) for block in blocks]
-    last = sum(parameter.numel() for name in _ends(model)[1] for parameter in model.get_submodule(name).parameters())
-    counts = divide_evenly(work, num_stages, last=last)
-    firsts = [sum(counts[:stage]) for stage in range(num_stages)]
-    return StagePlan(num_ranks=num_ranks, schedule=schedule, layers=tuple(zip(firsts, counts, strict=True)))
-
-
-def divide_evenly(work: Sequence[int], num_stages: int, *, last: int) -> list[int]:
-    """Return how many layers each stage has, one or more, so that the stage with the most work has the least.
-
-    Args:
-        work: Of each layer.
-        num_stages: At most as many as layers.
-        last: Work of the last stage in addition to its layers.
-    """
-    num_layers = len(work)
-    assert num_stages <= num_layers, (num_stages, num_layers)
-    sums = [0]
-    for amount in work:
-        sums.append(sums[-1] + amount)
-    # best[n]: the least possible maximum of the stages so far that have n layers together, and where the last begins
-    best: list[tuple[int, list[int]]] = [(sums[n], [n]) for n in range(num_layers + 1)]
-    for stage in range(1, num_stages):
-        extra = last if stage == num_stages - 1 else 0
-        best = [
-            min(
-                ((max(best[cut][0], sums[n] - sums[cut] + extra), [*best[cut][1], n - cut]) for cut in range(stage, n)),
-                key=lambda found: found[0],
-                default=(sums[-1] * 2 + last, []),
-            )
-            for n in range(num_layers + 1)
-        ]
-    return best[num_layers][1]
-
-
-def _ends(model: nn.Module) -> tuple[tuple[str, ...], tuple[str, ...]]:
-    """Return the modules of the first stage alone, and those of the last."""
-    ends: Any = model.pipeline_ends
-    return ends[0], ends[1]
 
 
 class StageForward(nn.Module):
@@ -137,7 +53,7 @@ def cut_stage(model: nn.Module, plan: StagePlan, stage: int) -> nn.Module:
     first, count = plan.layers[stage]
     blocks: Any = model.blocks
     part.blocks = nn.ModuleDict({str(index): blocks[index] for index in range(first, first + count)})
-    at_first, at_last = _ends(model)
+    at_first, at_last = list_ends(model)
     dropped = (at_first if stage > 0 else ()) + (at_last if stage < plan.num_stages - 1 else ())
     for name in dropped:
         part._modules[name] = None

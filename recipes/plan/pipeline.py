@@ -10,7 +10,7 @@ from typing import Any
 
 from recipes.errors import ConfigError
 from recipes.mesh import STAGES_PER_RANK
-from recipes.parallel.stages import divide_evenly
+from recipes.parallel.stage_plan import divide_evenly
 
 _SCHEDULES = ("1F1B", *STAGES_PER_RANK)
 

@@ -5,7 +5,7 @@ With this a step need not be recorded again to know it with other ranks: `stages
 
 from collections import Counter
 from collections.abc import Iterable, Iterator, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 from torch import nn
 
@@ -31,6 +31,7 @@ class Place:
         kept_bytes: From the forward to the backward pass.
         extra_bytes: The most that it holds beside these while it is computed.
         collectives: Of the ranks that divide matrices and sequences.
+        num_copies: Of the place, that these are of.
     """
 
     num_parameters: float = 0.0
@@ -39,7 +40,7 @@ class Place:
     kept_bytes: float = 0.0
     extra_bytes: float = 0.0
     collectives: tuple[Op, ...] = ()
-    num_copies: int = 1  # of the place, that `collectives` are of
+    num_copies: int = 1
 
     def sent(self, cluster: Cluster, mesh: Mesh) -> dict[str, tuple[float, float]]:
         """Return the bytes that a rank sends in a micro-batch, and their seconds, by dimension."""
@@ -77,30 +78,24 @@ class Places:
         yield 1.0, self.last
 
 
-def describe_places(ops: Sequence[Op], model: nn.Module, step: StepSeconds | None) -> Places:
-    """Return the places of a recorded step.
+_NAMES = {"first": "embedding", "block": None, "last": "head"}  # of a place -> as the tracer has it
+
+
+def describe_places(ops: Sequence[Op], model: nn.Module) -> Places:
+    """Return the places of a recorded step, without their seconds.
 
     Args:
         ops: Of a whole model.
         model: Undivided, on any device.
-        step: Seconds of its sections; None: unknown.
     """
     num_blocks = max(len(getattr(model, "blocks", ())), 1)
     before, within, after = count_parameters(model)
-    names = {"first": "embedding", "block": None, "last": "head"}
     parameters = {"first": before, "block": within / num_blocks, "last": after}
     extra = _extra_bytes(ops)
     places = {}
-    for key, name in names.items():
+    for key, name in _NAMES.items():
         own = [op for op in ops if _is_at(op.section, name)]
         copies = num_blocks if name is None else 1
-        directions = {}
-        for direction in ("forward", "backward"):
-            seconds = Seconds()
-            for section, part in (step.sections if step is not None else {}).items():
-                if _is_at(section, name) and section.startswith(direction):
-                    seconds = add(seconds, part, times=1 / copies)
-            directions[direction] = seconds
         kept = sum(sum(op.allocated.get(c, 0) - op.freed.get(c, 0) for c in KEPT) for op in own if _is_forward(op))
         places[key] = Place(
             num_parameters=parameters[key],
@@ -108,12 +103,23 @@ def describe_places(ops: Sequence[Op], model: nn.Module, step: StepSeconds | Non
             extra_bytes=extra.get(key, 0.0),
             collectives=tuple(op for op in own if op.cost.kind == "collective" and op.dimension in MODEL_DIMENSIONS),
             num_copies=copies,
-            **directions,
         )
-    optimizer = Seconds()
-    if step is not None:
-        optimizer = add(step.of("clipping"), step.of("optimizer"))
-    return Places(**places, num_blocks=num_blocks, optimizer=optimizer)
+    return Places(first=places["first"], block=places["block"], last=places["last"], num_blocks=num_blocks)
+
+
+def with_seconds(places: Places, step: StepSeconds) -> Places:
+    """Return places with the seconds of the sections that they were recorded in."""
+    timed = {}
+    for key, name in _NAMES.items():
+        place: Place = getattr(places, key)
+        seconds = {"forward": Seconds(), "backward": Seconds()}
+        for section, part in step.sections.items():
+            if _is_at(section, name):
+                direction = section.partition("/")[0]
+                seconds[direction] = add(seconds[direction], part, times=1 / place.num_copies)
+        timed[key] = replace(place, forward=seconds["forward"], backward=seconds["backward"])
+    optimizer = add(step.of("clipping"), step.of("optimizer"))
+    return replace(places, first=timed["first"], block=timed["block"], last=timed["last"], optimizer=optimizer)
 
 
 def count_parameters(model: nn.Module) -> tuple[float, float, float]:

@@ -1,7 +1,7 @@
 """The fastest meshes for a run on some devices: sizes of every dimension, micro-batch and recomputation, by arithmetic.
 
-A few recordings of two ranks give the places of the model (`recipes.plan.layouts`), from which thousands of layouts are
-estimated in seconds. The first of them can then be recorded and planned as any other run.
+A few recordings of two ranks give the places of the model, from which thousands of layouts are estimated in seconds
+(`recipes.plan.estimate`). The first of them can then be recorded and planned as any other run.
 """
 
 import math
@@ -19,10 +19,11 @@ from recipes.errors import ConfigError
 from recipes.mesh import Mesh
 from recipes.model.flops import flops_per_sample
 from recipes.plan.advice import with_overrides
+from recipes.plan.estimate import Estimator
 from recipes.plan.hardware import Cluster
-from recipes.plan.layouts import Estimate, Estimator, Layout, Recordings, Shape
+from recipes.plan.layouts import Estimate, Layout, Recordings, Shape
 from recipes.plan.pipeline import Pipeline
-from recipes.plan.places import Places, describe_places
+from recipes.plan.places import Places, describe_places, with_seconds
 from recipes.plan.recorded import Recorded, record_config
 from recipes.plan.roofline import Rates, time_step
 from recipes.plan.trace import GRADIENTS, OPTIMIZER, WEIGHTS
@@ -208,7 +209,8 @@ def _prepare(
         found = record_config(config | sizes | {"trainer": trainer}, two)
         if found.reason is not None:
             raise ConfigError("plan.search=true", f"no step can be recorded: {found.reason[:120]}", "plan.search=false")
-        return found, describe_places(found.ops, found.model, time_step(found.ops, rates, is_compiled=is_compiled))
+        step = time_step(found.ops, rates, is_compiled=is_compiled)
+        return found, with_seconds(describe_places(found.ops, found.model), step)
 
     first, one = record(tensor=1, samples=1)
     recordings = Recordings(

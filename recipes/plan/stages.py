@@ -15,7 +15,7 @@ from recipes.plan.communication import MODEL_DIMENSIONS, Communication, Traffic,
 from recipes.plan.hardware import Cluster
 from recipes.plan.memory import Moment, find_peak
 from recipes.plan.pipeline import Pipeline
-from recipes.plan.places import KEPT, Place, Places, describe_places
+from recipes.plan.places import KEPT, Place, Places, describe_places, with_seconds
 from recipes.plan.roofline import StepSeconds
 from recipes.plan.trace import GATHERED, GRADIENTS, OPTIMIZER, WEIGHTS, Op
 
@@ -81,7 +81,7 @@ def divide_layers(ops: Sequence[Op], model: nn.Module, pipeline: Pipeline, *, bo
         pipeline: Its stages.
         boundary_bytes: That a rank sends to the next stage in a micro-batch.
     """
-    places = describe_places(ops, model, None)
+    places = describe_places(ops, model)
     counts = pipeline.split(places.num_blocks, last=places.last.num_parameters / places.block.num_parameters)
     return Stages(pipeline=pipeline, counts=counts, places=places, boundary_bytes=boundary_bytes)
 
@@ -188,7 +188,7 @@ def time_stages(
         stages: Of the pipeline.
         num_micro_batches: Per optimizer step.
     """
-    timed = describe_places(ops, _Blocks(stages.places.num_blocks), step)
+    timed = with_seconds(stages.places, step)
     slowest = max(range(len(stages.counts)), key=lambda stage: sum(_seconds_of(stages, timed, stage, cluster, mesh)))
     forward, backward = _seconds_of(stages, timed, slowest, cluster, mesh)
     parts = [(times, getattr(timed, name)) for times, name in stages.parts(slowest)]
@@ -204,14 +204,6 @@ def time_stages(
     seconds = busy + idle + exposed
     traffic = tuple(part for part in (*shards, *model_ranks, boundary) if part.num_bytes)
     return StagedSeconds(seconds=seconds, bubble=idle / seconds, communication=Communication(traffic=traffic))
-
-
-class _Blocks(nn.Module):
-    """As many blocks as a model has, without parameters."""
-
-    def __init__(self, num_blocks: int) -> None:
-        super().__init__()
-        self.blocks = nn.ModuleList(nn.Identity() for _ in range(num_blocks))
 
 
 def _seconds_of(stages: Stages, timed: Places, stage: int, cluster: Cluster, mesh: Mesh) -> tuple[float, float]:

@@ -15,7 +15,8 @@ from recipes.checkpoint.shards import ShardSavingMixin
 from recipes.lightning_internals import set_up_mesh
 from recipes.mesh import Mesh
 from recipes.parallel.context import divide_sequences
-from recipes.parallel.stages import PipelineRanks, StagedModel, cut_stage, mark_copies, plan_stages
+from recipes.parallel.stage_plan import plan_stages
+from recipes.parallel.stages import PipelineRanks, StagedModel, cut_stage, mark_copies
 from recipes.parallel.tensor import divide_tensors, mark_row_orders
 from recipes.precision import Precision
 from recipes.strategy import get_blocks

@@ -175,17 +175,11 @@ class TrainingTask(CountsFlops, Validated, Resumable, ABC):
         The loss of a step is the sum over targets divided by the targets of the global batch, which every micro-batch
         carries as `num_targets`. A mean of means would weight targets by how full their micro-batch is.
         """
-        if self.trainer.strategy.pipeline is not None:  # type: ignore[attr-defined]
-            return self.pipeline_step(batch)
         objective_sum, loss_sum = self.objective_sum(batch)
         self._count(batch)
         self._add_loss(loss_sum, batch)
         scaled: Tensor = objective_sum * (self._undo_division() / batch["num_targets"])
         return scaled
-
-    def pipeline_step(self, batch: Batch) -> Tensor:
-        """Compute the gradients of a whole step where ranks divide the layers, and return its loss."""
-        raise NotImplementedError(f"{type(self).__name__} does not train in stages; set pipeline_parallel_size=1")
 
     def _add_loss(self, loss_sum: Tensor, batch: Batch) -> None:
         """Add the loss of a micro-batch, summed over targets, to that of the step, and end the step with its last."""
@@ -201,8 +195,6 @@ class TrainingTask(CountsFlops, Validated, Resumable, ABC):
 
     @override
     def optimizer_zero_grad(self, epoch: int, batch_idx: int, optimizer: Any) -> None:
-        if self.trainer.strategy.pipeline is not None:  # type: ignore[attr-defined]
-            return  # Lightning calls it after the training step, which has run the backward passes
         optimizer.zero_grad(set_to_none=self.trainer.strategy.frees_gradients)  # type: ignore[attr-defined]
 
     @override

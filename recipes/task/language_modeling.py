@@ -3,7 +3,7 @@
 import functools
 import inspect
 import itertools
-from collections.abc import Callable, Collection, Mapping
+from collections.abc import Callable, Collection
 from typing import Any, ClassVar, cast
 
 import torch
@@ -21,6 +21,7 @@ from recipes.parallel.stages import PipelineRanks
 from recipes.parallel.tensor import TensorRanks
 from recipes.strategy.pipeline import Pipeline
 from recipes.task.base import Batch
+from recipes.task.divided import DividedTask
 from recipes.task.experts import TrainsExperts
 from recipes.tokenizer import Tokenizer
 
@@ -29,7 +30,7 @@ _NOT_ENDED = " …"
 _MORE_TOKENS = 8  # than the longest expected answer: one that is too long is wrong as soon as it is longer
 
 
-class LanguageModeling(TrainsExperts):
+class LanguageModeling(TrainsExperts, DividedTask):
     """Trains a model of tokens [B, T] -> logits [B, T, V]. Arguments: see `TrainingTask`.
 
     Attributes:
@@ -41,7 +42,6 @@ class LanguageModeling(TrainsExperts):
 
     tokenizer: Tokenizer | None = None
     source: Any = None
-    _forward: Callable[..., Any] | None = None  # of the last stage of a pipeline, in its loss; None: the model
 
     @override
     def setup(self, stage: str) -> None:
@@ -65,15 +65,8 @@ class LanguageModeling(TrainsExperts):
         """Return what the model returns of a batch, whose rows may hold several documents."""
         if "positions" in batch:
             options["positions"] = batch["positions"]  # [B, T]
-        forward = self._forward or self.model
+        forward = self.stage_forward or self.model
         return forward(batch["inputs"], **options)
-
-    def _own_tokens(self, batch: Batch) -> Batch:
-        """Return a batch with this rank's part of every sequence; positions stay those of all tokens."""
-        ranks = getattr(self.model, "context", None)
-        if ranks is None:
-            return batch
-        return batch | {name: ranks.own_tokens(batch[name], dim=1) for name in ("inputs", "targets")}  # [B, t]
 
     def loss_sum(self, batch: Batch) -> tuple[Tensor, Tensor]:
         logits = self._run(batch)  # [B, T, V], compute dtype
@@ -102,10 +95,11 @@ class LanguageModeling(TrainsExperts):
 
     @override
     def objective_sum(self, batch: Batch) -> tuple[Tensor, Tensor]:
-        own = self._own_tokens(batch)
-        return self.add_routing_terms(*self._own_objective_sum(own), targets=own["targets"])
+        own = self.own_tokens(batch)
+        return self.add_routing_terms(*self.own_objective_sum(own), targets=own["targets"])
 
-    def _own_objective_sum(self, batch: Batch) -> tuple[Tensor, Tensor]:
+    @override
+    def own_objective_sum(self, batch: Batch) -> tuple[Tensor, Tensor]:
         if self._head_loss is None:
             return super().objective_sum(batch)
         scale = None
@@ -119,41 +113,8 @@ class LanguageModeling(TrainsExperts):
         return objective, loss
 
     @override
-    def pipeline_step(self, batch: Batch) -> Tensor:
-        pipeline: Pipeline = self.trainer.strategy.pipeline  # type: ignore[attr-defined]
-        self.trainer.optimizers[0].zero_grad()
-        num_targets = batch["num_targets"]
-        own = self._own_tokens(batch)
-        losses: list[Tensor] = []
-
-        def compute(forward: Callable[..., Any], hidden: Tensor, rest: Mapping[str, Tensor]) -> Tensor:
-            self._forward = forward
-            try:
-                micro_batch = {**rest, "inputs": hidden, "num_targets": num_targets}
-                objective_sum, loss_sum = self._own_objective_sum(micro_batch)
-            finally:
-                self._forward = None
-            losses.append(loss_sum.detach())
-            scaled = objective_sum * (self._undo_division() / num_targets)
-            scaled = self.trainer.strategy.scale_loss(scaled)  # type: ignore[attr-defined]
-            return torch.stack([scaled])  # no view, which FSDP2 warns of
-
-        # on every rank: a loss scaler has no scale before its first call, and ranks without the loss unscale, too
-        self.trainer.strategy.scale_loss(torch.zeros((), device=own["inputs"].device))  # type: ignore[attr-defined]
-        names = [name for name in ("targets", "positions", "source") if name in own]
-        pipeline.step(own["inputs"], {name: own[name] for name in names}, compute)
-        self._count(batch)
-        # zeros where other ranks have the last stage: losses are summed over the ranks of a pipeline, too
-        loss_sum = torch.stack(losses).sum() if losses else torch.zeros((), device=own["inputs"].device)
-        if "source" in own and not pipeline.has_last:
-            self.add_sources(own, torch.zeros_like(own["targets"], dtype=torch.float32), counts=False)
-        self._add_loss(loss_sum, batch)
-        step_loss: Tensor = loss_sum / num_targets
-        return step_loss
-
-    @override
     def validation_step(self, batch: Batch, batch_idx: int, dataloader_idx: int = 0) -> None:
-        batch = self._own_tokens(batch)
+        batch = self.own_tokens(batch)
         pipeline: Pipeline | None = self.trainer.strategy.pipeline  # type: ignore[attr-defined]
         if pipeline is not None and not pipeline.has_last:
             self._run(batch)  # metrics are those of the ranks that compute the loss
@@ -189,7 +150,7 @@ class LanguageModeling(TrainsExperts):
         return torch.cat(losses).view_as(targets)
 
     def recipes_sample_losses(self, batch: Batch) -> Tensor:
-        batch = self._own_tokens(batch)
+        batch = self.own_tokens(batch)
         if self._head_loss is None:
             losses = token_losses(self._run(batch), batch["targets"])  # [B, T]
         else:

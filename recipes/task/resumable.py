@@ -1,7 +1,7 @@
 """What a task adds to a checkpoint and restores from it: counters, parameter names, random state, hyperparameters."""
 
 import functools
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -15,16 +15,15 @@ from typing_extensions import override
 
 from recipes.checkpoint.layout import shard_name
 from recipes.checkpoint.rng_state import restore, rng_state, seed_rank
-from recipes.checkpoint.saved_tensor import SavedTensor
 from recipes.checkpoint.shard_file import write_shard
 from recipes.clipping import Clipping
-from recipes.errors import ConfigError
 from recipes.lightning_internals import skip_validation_once
 from recipes.mesh import Mesh
 from recipes.model.init import unsharded_shape
 from recipes.model.weights.adapter import has_adapter
 from recipes.numerics.ema import NAME as AVERAGE
 from recipes.numerics.nf4 import list_nf4
+from recipes.task.resumed import check_base, check_model, check_optimizer, recount_micro_batches
 
 
 class Resumable(lightning.LightningModule):
@@ -76,7 +75,7 @@ class Resumable(lightning.LightningModule):
             ConfigError: The checkpoint holds the state of another optimizer.
         """
         self._optimizer = getattr(optimizer, "state_of", type(optimizer).__name__)
-        _check_optimizer(self._optimizer, self._resumed_optimizer)
+        check_optimizer(self._optimizer, self._resumed_optimizer)
         names = {id(parameter): name for name, parameter in self.named_parameters()}
         self._parameters_in_order = [
             names[id(parameter)] for group in optimizer.param_groups for parameter in group["params"]
@@ -160,8 +159,8 @@ class Resumable(lightning.LightningModule):
         shapes = {name: unsharded_shape(tensor) for name, tensor in tensors.items() if name not in frozen}
         if self.whole_model is not None:  # the layers of the other ranks, too
             shapes = {f"model.{name}": tensor.shape for name, tensor in self.whole_model.state_dict().items()}
-        _check_model(shapes, checkpoint["state_dict"])
-        _check_base(self._base_of_adapter, checkpoint.get("base"))  # absent from files of earlier versions
+        check_model(shapes, checkpoint["state_dict"])
+        check_base(self._base_of_adapter, checkpoint.get("base"))  # absent from files of earlier versions
         self.awaits_checkpoint = False
         self.num_samples = checkpoint["consumed"]["samples"]
         self.num_tokens = checkpoint["consumed"]["tokens"]
@@ -170,7 +169,7 @@ class Resumable(lightning.LightningModule):
                 logger.on_load_checkpoint(self.trainer, self, checkpoint)
         self._resumed_optimizer = checkpoint["optimizer"]
         if self._optimizer is not None:  # some engines load after the optimizer is built
-            _check_optimizer(self._optimizer, self._resumed_optimizer)
+            check_optimizer(self._optimizer, self._resumed_optimizer)
         # as many ranks that divide the work in another way are other ranks; absent from files of earlier versions
         is_same_mesh = checkpoint.get("model_ranks", {}) == self._model_ranks
         self._resumed_rng = checkpoint["rng"] if is_same_mesh else []
@@ -178,7 +177,7 @@ class Resumable(lightning.LightningModule):
         if not self._keeps_average:
             for state in checkpoint["optimizer_states"][0]["state"].values():
                 state.pop(AVERAGE, None)
-        _recount_micro_batches(checkpoint, self.trainer.accumulate_grad_batches)
+        recount_micro_batches(checkpoint, self.trainer.accumulate_grad_batches)
 
     def recipes_save_weights(self, folder: Path) -> None:
         """Write this rank's part of the weights alone, in the file format of a checkpoint."""
@@ -262,72 +261,3 @@ class Resumable(lightning.LightningModule):
         skip_validation_once(trainer, step=to_step)  # it has been validated already, if at all
         if from_step == trainer.max_steps:
             trainer.should_stop = False  # the run was about to end, and has steps to repeat now
-
-
-def _check_model(own: Mapping[str, torch.Size], saved: Mapping[str, SavedTensor]) -> None:
-    """Compare the shapes of a model's tensors with the tensors of a checkpoint.
-
-    Raises:
-        ConfigError: A tensor is missing, unknown, or has another shape.
-    """
-    own_shapes = {name: tuple(shape) for name, shape in own.items()}
-    saved_shapes = {name: tuple(tensor.shape) for name, tensor in saved.items()}
-    for name in own_shapes | saved_shapes:
-        if own_shapes.get(name) != saved_shapes.get(name):
-            raise ConfigError(
-                "resume=… model.…",
-                f"the checkpoint is of another model: {name} is {_show(saved_shapes.get(name))} there"
-                f" and {_show(own_shapes.get(name))} here",
-                "resume=… without settings of the model",
-            )
-
-
-def _check_base(own: str | None, saved: str | None) -> None:
-    """Compare the weights beside an adapter with those that it was trained beside.
-
-    Raises:
-        ConfigError: They are others.
-    """
-    if own != saved:
-        raise ConfigError(
-            "resume=… model.…",
-            f"the checkpoint is of an adapter beside the weights of {saved}, and here are those of {own}",
-            "resume=… without settings of the model, its weights and the seed",
-        )
-
-
-def _show(shape: tuple[int, ...] | None) -> str:
-    return "missing" if shape is None else str(list(shape))
-
-
-def _check_optimizer(name: str, saved_name: str | None) -> None:
-    """Compare the optimizer of this run with that of a checkpoint: another optimizer cannot use its state.
-
-    Args:
-        name: Class of the optimizer of this run.
-        saved_name: Class of the optimizer of the checkpoint; None without a checkpoint.
-
-    Raises:
-        ConfigError: They differ.
-    """
-    if saved_name not in (None, name):
-        raise ConfigError(
-            f"optimizer={name.lower()}",
-            f"the checkpoint holds the state of {saved_name}",
-            f"optimizer={str(saved_name).lower()}, or leave it out",
-        )
-
-
-def _recount_micro_batches(checkpoint: dict[str, Any], num_micro_batches: int) -> None:
-    """Rewrite Lightning's counters of micro-batches for a run with another number of them per step.
-
-    Args:
-        checkpoint: Lightning's, changed in place.
-        num_micro_batches: Micro-batches per optimizer step of this run.
-    """
-    progress = checkpoint["loops"]["fit_loop"]["epoch_loop.batch_progress"]
-    done = checkpoint["global_step"] * num_micro_batches
-    for counts in (progress["total"], progress["current"]):
-        # 1 if the checkpoint was written before its micro-batch was counted as completed, else 0
-        uncounted = counts["ready"] - counts["completed"]
-        counts |= dict.fromkeys(counts, done) | {"completed": done - uncounted}

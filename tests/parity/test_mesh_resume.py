@@ -1,4 +1,4 @@
-"""A checkpoint of any mesh resumes on any other, and under any strategy: the same tensors bit for bit, and one curve."""
+"""A checkpoint of any mesh resumes on any other and under any strategy: the same tensors bit for bit, one curve."""
 
 import itertools
 from pathlib import Path

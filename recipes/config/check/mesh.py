@@ -1,5 +1,6 @@
 """Check that the sizes of the device mesh divide what they split: ranks, heads, vocabulary, sequence."""
 
+import math
 from collections.abc import Iterator, Mapping
 from typing import Any
 
@@ -62,7 +63,7 @@ def _check_model(config: Mapping[str, Any], sizes: tuple[int, int, int]) -> Iter
     for name, size, declared in zip(MODEL_SIZES, sizes, ("tensor_parallel", "context", "pipeline_ends"), strict=True):
         if size > 1 and declared not in constants:
             yield ConfigError(
-                f"{name}={size} model={target.rpartition('.')[2]}",
+                f"{name}={size} model._target_={target}",
                 "it does not declare how ranks divide it",
                 f"{name}=1, or model=gpt2, model=llama_160m or another size of them",
             )
@@ -80,7 +81,7 @@ def _check_model(config: Mapping[str, Any], sizes: tuple[int, int, int]) -> Iter
             yield ConfigError(
                 f"tensor_parallel_size={tensor}",
                 f"model.{name}={number} does not divide over {tensor} ranks",
-                f"tensor_parallel_size={_nearest(tensor, number)}, or model.{name}={-(-number // tensor) * tensor}",
+                f"tensor_parallel_size={math.gcd(tensor, number)}",
             )
             return
     if rows % tensor:
@@ -98,10 +99,11 @@ def _check_sequence(config: Mapping[str, Any], tensor: int, context: int) -> Ite
     if isinstance(seq_len, int) and seq_len % splits:
         names = [f"context_parallel_size={context}"] if context > 1 else []
         names += [f"tensor_parallel_size={tensor} sequence_parallel=true"] if splits > context else []
+        key = "seq_len" if config.get("seq_len") == seq_len else "data.seq_len"
         yield ConfigError(
-            f"seq_len={seq_len} {' '.join(names)}",
+            f"{key}={seq_len} {' '.join(names)}",
             f"{seq_len} tokens do not divide over {splits} ranks",
-            f"seq_len={max(1, seq_len // splits) * splits}",
+            f"{key}={max(1, seq_len // splits) * splits}",
         )
 
 
@@ -135,8 +137,3 @@ def _check_tensor(config: Mapping[str, Any], tensor: int) -> Iterator[ConfigErro
             "products of divided matrices are not computed in float8",
             "precision=bf16-mixed, or tensor_parallel_size=1",
         )
-
-
-def _nearest(wanted: int, number: int) -> int:
-    """Return the largest divisor of a number that is not above another."""
-    return next(size for size in range(min(wanted, number), 0, -1) if number % size == 0)

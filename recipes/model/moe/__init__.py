@@ -6,3 +6,7 @@ no expert has a capacity, so what a token becomes does not depend on the others 
 Shapes, everywhere in here: B sequences, T tokens, N = B T, W hidden size, F width of an expert, E experts, K of them
 for each token, L layers.
 """
+
+from recipes.model.moe.llama import MoeLlama
+
+__all__ = ["MoeLlama"]

@@ -19,6 +19,8 @@ NUM_PARAMETERS = {  # without vocabulary padding
     "llama_160m": 162_417_408,
     "llama_1b": 1_235_814_400,
     "llama_8b": 8_030_261_248,
+    "moe_nano": 4_233_024,
+    "moe_8x7b": 46_702_792_704,
     "resnet18": 11_172_810,
 }
 

@@ -11,7 +11,8 @@ from recipes.mesh import STAGES_PER_RANK
 from recipes.model.gpt2 import GPT2
 from recipes.model.llama import Llama
 from recipes.parallel.schedule import idle_fraction
-from recipes.parallel.stages import StagedModel, StagePlan, cut_stage, divide_evenly, mark_copies, plan_stages
+from recipes.parallel.stage_plan import StagePlan, divide_evenly, plan_stages
+from recipes.parallel.stages import StagedModel, cut_stage, mark_copies
 
 
 def _worst(work: list[int], counts: list[int], last: int) -> int:

@@ -12,6 +12,7 @@ from recipes.plan.trace import ACTIVATIONS, GATHERED
 
 RATES = get_rates("NVIDIA H100 80GB HBM3", tflops={"bf16": 989.4, "fp16": 989.4, "fp32": 67.0}, bandwidth=3350e9)
 RUN = ["mode=plan", "data=random_tokens", "recipe=fsdp_bf16", "model=gpt2", "model.num_layers=16", "compile=false"]
+RUN += ["model.vocab_size=1024"]  # else the head takes as long as five blocks
 
 
 def _plan(hardware: str = "h100x8", *, batch: int = 64, **settings: Any) -> Plan:
@@ -36,10 +37,8 @@ def test_a_stage_has_its_share_of_the_state_and_the_activations_of_all_that_is_i
     assert plan.accumulation.num_micro_batches == 32
     # four micro-batches in flight of a quarter of the blocks, without what the head keeps
     assert _most(plan, ACTIVATIONS) == pytest.approx(_most(whole, ACTIVATIONS), rel=0.1)
-    # embedding and head are tied: each end has 39 of 152 million parameters, and its share of the blocks
-    share = _most(plan, "weights") / _most(whole, "weights")
-    assert 1.0 < share < 2.0
-    assert _most(plan, GATHERED) > 6 * plan.num_parameters / 4  # gathered in bfloat16, gradients in float32
+    assert _most(plan, "weights") == pytest.approx(_most(whole, "weights"), rel=0.05)  # of a quarter, on 2 ranks, not 8
+    assert _most(plan, GATHERED) == pytest.approx((2 + 4) * plan.num_parameters / 4, rel=0.05)  # bfloat16, float32
 
 
 def test_the_time_of_a_step_is_that_of_the_slowest_stage_and_its_bubble() -> None:
@@ -58,9 +57,7 @@ def test_stages_send_hidden_states_one_way_and_gradients_the_other() -> None:
     assert plan.communication is not None
     traffic = {part.dimension: part for part in plan.communication.traffic}
     assert set(traffic) == {"shard", "pipeline"}
-    assert (
-        traffic["pipeline"].num_bytes == 2 * 16 * 1024 * 768 * 4
-    )  # both ways, micro-batches, tokens, channels
+    assert traffic["pipeline"].num_bytes == 2 * 16 * 1024 * 768 * 4  # both ways, micro-batches, tokens, channels
     assert traffic["shard"].num_ranks == 4
 
 

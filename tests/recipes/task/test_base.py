@@ -52,7 +52,7 @@ def make_trainer(**more: Any) -> SimpleNamespace:
 
 def make_strategy(*, num_ranks: int = 1, **more: Any) -> SimpleNamespace:
     """Return what a task reads of a strategy whose ranks have different samples."""
-    settings = {"guard": None, "sum_over_token_ranks": lambda value: value}
+    settings = {"guard": None, "pipeline": None, "sum_over_token_ranks": lambda value: value}
     return SimpleNamespace(data_size=num_ranks, averaged_size=num_ranks, **settings | more)
 
 

@@ -47,19 +47,16 @@ MISTAKES: dict[str, tuple[str, list[str]]] = {
         ["context_parallel_size=1"],
     ),
     f"{_TP} model.num_heads=3": (
-        "tensor_parallel_size=2: model.num_heads=3 does not divide over 2 ranks;"
-        " type tensor_parallel_size=1, or model.num_heads=4",
-        ["tensor_parallel_size=1", "model.num_heads=4"],
+        "tensor_parallel_size=2: model.num_heads=3 does not divide over 2 ranks; type tensor_parallel_size=1",
+        ["tensor_parallel_size=1"],
     ),
     f"{_TP} model=llama_nano model.num_heads=6 model.num_kv_heads=1": (
-        "tensor_parallel_size=2: model.num_kv_heads=1 does not divide over 2 ranks;"
-        " type tensor_parallel_size=1, or model.num_kv_heads=2",
-        ["tensor_parallel_size=1", "model.num_kv_heads=2"],
+        "tensor_parallel_size=2: model.num_kv_heads=1 does not divide over 2 ranks; type tensor_parallel_size=1",
+        ["tensor_parallel_size=1"],
     ),
     f"{_TP} {_WIDE} model.ffn_hidden_size=511": (
-        "tensor_parallel_size=2: model.ffn_hidden_size=511 does not divide over 2 ranks;"
-        " type tensor_parallel_size=1, or model.ffn_hidden_size=512",
-        ["tensor_parallel_size=1", "model.ffn_hidden_size=512"],
+        "tensor_parallel_size=2: model.ffn_hidden_size=511 does not divide over 2 ranks; type tensor_parallel_size=1",
+        ["tensor_parallel_size=1"],
     ),
     f"{_TP} model.vocab_pad_multiple=1 model.vocab_size=2049": (
         "tensor_parallel_size=2: the vocabulary of 2049 rows does not divide over 2 ranks;"
@@ -103,13 +100,13 @@ MISTAKES: dict[str, tuple[str, list[str]]] = {
         ["precision=bf16-mixed"],
     ),
     f"{_TP} {_IMAGES}": (
-        "tensor_parallel_size=2 model=ResNet18: it does not declare how ranks divide it;"
-        f" type tensor_parallel_size=1, or {_MODELS}",
+        "tensor_parallel_size=2 model._target_=recipes.model.resnet18.ResNet18: it does not declare how ranks divide"
+        f" it; type tensor_parallel_size=1, or {_MODELS}",
         ["tensor_parallel_size=1", "model=gpt2 data=stdlib_text task=language_modeling"],
     ),
     f"{_CP} {_IMAGES}": (
-        "context_parallel_size=2 model=ResNet18: it does not declare how ranks divide it;"
-        f" type context_parallel_size=1, or {_MODELS}",
+        "context_parallel_size=2 model._target_=recipes.model.resnet18.ResNet18: it does not declare how ranks divide"
+        f" it; type context_parallel_size=1, or {_MODELS}",
         ["context_parallel_size=1", "model=llama_160m data=stdlib_text task=language_modeling"],
     ),
     "strategy=ddp trainer.accelerator=cpu trainer.devices=4 data_parallel_shard=2": (
@@ -143,11 +140,6 @@ MISTAKES: dict[str, tuple[str, list[str]]] = {
     "strategy=hsdp trainer.accelerator=cpu trainer.devices=4 strategy.shard_size=2": (
         "strategy.shard_size=2: `strategy.shard_size` is now `data_parallel_shard`; type data_parallel_shard=2",
         ["data_parallel_shard=2"],
-    ),
-    f"{_TP} mode=plan": (
-        "tensor_parallel_size=2 mode=plan: a plan knows ranks that divide samples and weights, and none that divide"
-        " matrices or sequences; type tensor_parallel_size=1, or mode=batch_find, which tries it",
-        ["tensor_parallel_size=1", "mode=batch_find"],
     ),
 }
 

@@ -1,0 +1,238 @@
+"""Memory and seconds of a step on any mesh, by arithmetic: places of a model that were recorded on one, scaled.
+
+What a place takes is the sum of a part that belongs to weights, one that every rank of the tensor dimension has of its
+tokens, and one that these divide. Three recordings tell them apart: one rank with one sample, with two, and two ranks.
+"""
+
+from dataclasses import dataclass, fields
+
+from recipes.mesh import Mesh
+from recipes.plan.hardware import Cluster
+from recipes.plan.layouts import Estimate, Layout, Recordings, Shape
+from recipes.plan.pipeline import Pipeline
+from recipes.plan.places import Place
+from recipes.plan.roofline import Seconds
+from recipes.plan.stages import send_boundaries
+
+
+@dataclass(frozen=True)
+class _Scaled:
+    """A place on a rank, in a micro-batch."""
+
+    num_parameters: float  # of this rank, before it is sharded
+    forward: float
+    backward: float
+    weights: float  # of the backward pass, for the gradients of weights
+    kept: float
+    extra: float
+    sent: dict[bool, tuple[float, int]]  # over tensor ranks: is a sum -> bytes, calls
+
+
+class Estimator:
+    """Estimates layouts of one model and one way to recompute.
+
+    Args:
+        recordings: Of its places.
+        shape: Of the model.
+        cluster: The devices.
+    """
+
+    def __init__(self, recordings: Recordings, shape: Shape, cluster: Cluster) -> None:
+        self._recordings = recordings
+        self._shape = shape
+        self._cluster = cluster
+        self._scaled: dict[tuple[int, float], dict[str, _Scaled]] = {}
+        self._counts: dict[Pipeline, list[int]] = {}
+
+    def estimate(self, layout: Layout) -> Estimate:
+        """Return what a layout needs."""
+        mesh, pipeline, num_micro = layout.mesh, layout.pipeline, layout.num_micro_batches
+        samples = layout.micro_batch_size / mesh.context
+        places = self._places(mesh.tensor, samples)
+        counts = self._count_blocks(pipeline)
+        waits = {name: self._wait(place, name, mesh, samples) for name, place in places.items()}
+        best = (0.0, 0.0, 0.0, 0.0)
+        peak = share = 0.0
+        total = sum(times * places[name].num_parameters for times, name in _parts([self._num_blocks], 0, pipeline))
+        for rank in {0, len(counts) - 1, counts.index(max(counts))}:
+            parts = _parts(counts, rank, pipeline)
+            forward = sum(n * (places[name].forward + waits[name][0]) for n, name in parts)
+            backward = sum(n * (places[name].backward + waits[name][1]) for n, name in parts)
+            if forward + backward > best[0] + best[1]:
+                weights = sum(n * places[name].weights for n, name in parts)
+                best = forward, backward, weights, sum(n * sum(waits[name]) for n, name in parts)
+            own = sum(n * places[name].num_parameters for n, name in parts)
+            share = max(share, own / total)
+            peak = max(peak, self._peak(layout, places, parts, own, rank))
+        forward, backward, weights, waited = best
+        exposed = self._wait_for_shards(layout, places, share * total, forward)
+        idle = 0.0
+        if pipeline.num_stages > 1:
+            idle = pipeline.idle_seconds(forward, backward, weights=weights)
+            num_bytes = samples * self._shape.seq_len * self._shape.hidden_size * self._shape.residual_itemsize
+            num_bytes /= mesh.tensor if mesh.sequence_parallel else 1
+            boundary = send_boundaries(pipeline, self._cluster, mesh, num_bytes=num_bytes, num_micro_batches=num_micro)
+            exposed += boundary.exposed_seconds
+        optimizer = self._recordings.one.optimizer.total * self._recordings.num_shards
+        optimizer *= share / (mesh.tensor * mesh.shard * mesh.context)
+        seconds = num_micro * (forward + backward) + idle + exposed + optimizer
+        return Estimate(
+            layout=layout,
+            peak_bytes=peak,
+            step_seconds=seconds,
+            exposed_seconds=exposed + num_micro * waited,
+            bubble=idle / seconds,
+        )
+
+    @property
+    def _num_blocks(self) -> int:
+        return self._recordings.one.num_blocks
+
+    def _count_blocks(self, pipeline: Pipeline) -> list[int]:
+        if pipeline not in self._counts:
+            places = self._recordings.one
+            last = places.last.num_parameters / places.block.num_parameters
+            self._counts[pipeline] = pipeline.split(places.num_blocks, last=last)
+        return self._counts[pipeline]
+
+    def _places(self, tensor: int, samples: float) -> dict[str, _Scaled]:
+        if (tensor, samples) not in self._scaled:
+            self._scaled[tensor, samples] = {
+                name: self._scale(name, tensor, samples) for name in ("first", "block", "last")
+            }
+        return self._scaled[tensor, samples]
+
+    def _scale(self, name: str, tensor: int, samples: float) -> _Scaled:
+        recorded = self._recordings
+        one, more = getattr(recorded.one, name), getattr(recorded.two_samples, name)
+        divided: Place = one if recorded.two_ranks is None else getattr(recorded.two_ranks, name)
+
+        def scale(a: float, b: float, c: float) -> float:
+            is_divided = recorded.two_ranks is not None
+            return _interpolate(a, b, c if is_divided else a, tensor=tensor, samples=samples)
+
+        def scale_seconds(a: Seconds, b: Seconds, c: Seconds) -> Seconds:
+            values = {
+                part.name: scale(getattr(a, part.name), getattr(b, part.name), getattr(c, part.name))
+                for part in fields(Seconds)
+                if part.name in ("matmul", "attention", "memory")
+            }
+            launches = c.num_launches if tensor > 1 else a.num_launches
+            waiting = max(launches * recorded.launch_seconds - sum(values.values()), 0.0)
+            return Seconds(
+                matmul=values["matmul"],
+                attention=values["attention"],
+                memory=values["memory"],
+                waiting=waiting,
+            )
+
+        forward = scale_seconds(one.forward, more.forward, divided.forward)
+        backward = scale_seconds(one.backward, more.backward, divided.backward)
+        sent: dict[bool, tuple[float, int]] = {}
+        for op in divided.collectives if tensor > 1 else ():
+            is_sum = "all_reduce" in op.name
+            num_bytes, calls = sent.get(is_sum, (0.0, 0))
+            sent[is_sum] = num_bytes + samples * op.cost.num_bytes / divided.num_copies, calls + 1
+        return _Scaled(
+            num_parameters=one.num_parameters / tensor,
+            forward=forward.total,
+            backward=backward.total,
+            weights=backward.matmul / 2,
+            kept=scale(one.kept_bytes, more.kept_bytes, divided.kept_bytes),
+            extra=scale(one.extra_bytes, more.extra_bytes, divided.extra_bytes),
+            sent={is_sum: (size, calls // divided.num_copies) for is_sum, (size, calls) in sent.items()},
+        )
+
+    def _wait(self, place: _Scaled, name: str, mesh: Mesh, samples: float) -> tuple[float, float]:
+        """Return for how long a place waits for tensor and context ranks, forward and backward."""
+        cluster, size = self._cluster, mesh.tensor
+        seconds = 0.0
+        for is_sum, (num_bytes, calls) in place.sent.items():
+            latency = cluster.reduction_latency(size) if is_sum else cluster.latency_between(size)
+            seconds += (2 if is_sum else 1) * (size - 1) / size * num_bytes / cluster.bandwidth_between(size)
+            seconds += calls * latency
+        if name == "block" and mesh.context > 1:
+            shape, size, passes = self._shape, mesh.context, self._recordings.num_context_passes
+            num_bytes = samples * shape.seq_len * shape.context_elements * shape.compute_itemsize / mesh.tensor
+            rate = cluster.bandwidth_between(size, stride=mesh.tensor)
+            latency = cluster.latency_between(size, stride=mesh.tensor)
+            seconds += passes * (num_bytes * (size - 1) / size / rate + 4 * latency)
+        return seconds / 3, 2 * seconds / 3
+
+    def _peak(
+        self,
+        layout: Layout,
+        places: dict[str, _Scaled],
+        parts: list[tuple[int, str]],
+        num_parameters: float,
+        rank: int,
+    ) -> float:
+        """Return the most bytes of a rank of the pipeline, which has so many parameters before they are sharded."""
+        shape, mesh = self._shape, layout.mesh
+        shards = mesh.shard * mesh.context
+        in_flight = layout.pipeline.in_flight(rank, layout.num_micro_batches)
+        kept = in_flight * sum(n * places[name].kept for n, name in parts)
+        extra = max(places[name].extra for _, name in parts)
+        state = num_parameters / shards * shape.state_bytes + shape.buffer_bytes
+        if layout.pipeline.num_stages > 1:  # gathered, and gradients, until the end of the step
+            return state + kept + extra + num_parameters * (shape.compute_itemsize + shape.reduce_itemsize)
+        block = places["block"].num_parameters
+        gathered = (block + max(block, places["last"].num_parameters)) * shape.compute_itemsize if shards > 1 else 0.0
+        if layout.num_micro_batches > 1:
+            return state + kept + extra + gathered
+        # the gradients of a single micro-batch are there when its activations are gone
+        gradients = num_parameters / shards * shape.gradient_bytes
+        return max(state - gradients + kept + extra + gathered, state + extra + gathered)
+
+    def _wait_for_shards(
+        self, layout: Layout, places: dict[str, _Scaled], num_parameters: float, forward: float
+    ) -> float:
+        """Return for how long a step waits for gathered weights and summed gradients."""
+        shape, mesh, cluster = self._shape, layout.mesh, self._cluster
+        shards = mesh.shard * mesh.context
+
+        def gather(count: float, itemsize: int) -> float:
+            sent = count * itemsize * (shards - 1) / shards
+            return sent / rate + latency if shards > 1 else 0.0
+
+        def add_up(count: float) -> float:
+            if mesh.replicate == 1:
+                return 0.0
+            sent = 2 * (mesh.replicate - 1) / mesh.replicate * count / shards * shape.reduce_itemsize
+            return sent / across + cluster.reduction_latency(mesh.replicate, stride=stride)
+
+        rate, latency = (f(shards, stride=mesh.tensor) for f in (cluster.bandwidth_between, cluster.latency_between))
+        stride = shards * mesh.tensor
+        across = cluster.bandwidth_between(mesh.replicate, stride=stride)
+        if layout.pipeline.num_stages > 1:
+            gathered = gather(num_parameters, shape.compute_itemsize)
+            return max(gathered - forward, 0.0) + gather(num_parameters, shape.reduce_itemsize) + add_up(num_parameters)
+        block, first = places["block"], places["first"]
+        weights = gather(block.num_parameters, shape.compute_itemsize)
+        gradients = gather(block.num_parameters, shape.reduce_itemsize)
+        waited = self._num_blocks * max(weights - block.forward, 0.0)
+        waited += self._num_blocks * max(weights + gradients - block.backward, 0.0)
+        waited += gather(
+            first.num_parameters, shape.residual_itemsize + shape.reduce_itemsize
+        )  # begins and ends a step
+        computed = sum(n * places[name].backward for n, name in _parts([self._num_blocks], 0, layout.pipeline))
+        waited += max(add_up(num_parameters) - computed, 0.0)
+        return layout.num_micro_batches * waited
+
+
+def _parts(counts: list[int], rank: int, pipeline: Pipeline) -> list[tuple[int, str]]:
+    """Return how often a rank of the pipeline has each place."""
+    has_last = rank == (0 if pipeline.schedule == "ZBVZeroBubble" else len(counts) - 1) or len(counts) == 1
+    return [
+        *([(1, "first")] if rank == 0 else []),
+        (counts[rank], "block"),
+        *([(1, "last")] if has_last else []),
+    ]
+
+
+def _interpolate(one: float, two_samples: float, two_ranks: float, *, tensor: int, samples: float) -> float:
+    """Return a quantity for ranks and samples, from that of one rank and sample, of two samples, and of two ranks."""
+    of_weights = min(max(2 * one - two_samples, 0.0), one)
+    of_sample = one - of_weights
+    undivided = min(max(2 * (two_ranks - of_weights / 2) - of_sample, 0.0), of_sample)
+    return of_weights / tensor + samples * (undivided + (of_sample - undivided) / tensor)
