@@ -11,7 +11,6 @@ from pathlib import Path
 from typing import Any
 
 import lightning.pytorch as lightning
-import torch
 from hydra.errors import InstantiationException
 from lightning.fabric.plugins.environments import (  # type: ignore[attr-defined]
     ClusterEnvironment,
@@ -116,7 +115,6 @@ def build(config: Config, folder: Path, overrides: list[str]) -> Run:
     choose_attention_kernel(config.get("attention", "auto"))
     choose_document_kernel(flex_attention=get_compile_mode(config) is not None)
     ranks = get_ranks(config)
-    devices = get_devices(config["trainer"], ranks)
     mesh = get_mesh(config, ranks)
     accumulation = divide(
         global_batch_size=config["global_batch_size"],
@@ -134,7 +132,7 @@ def build(config: Config, folder: Path, overrides: list[str]) -> Run:
         seed=config["seed"],
         eval_samples=get_eval_samples(config) if takes_steps(config) else None,
     )
-    trainer = _build_trainer(config, folder, ranks, mesh, devices, precision, accumulation)
+    trainer = _build_trainer(config, folder, ranks, mesh, precision, accumulation)
     trainer.strategy.num_micro_batches = num_micro_batches  # type: ignore[attr-defined]
     task = build_task(config, precision)
     task.awaits_checkpoint = checkpoint is not None  # every mode loads it
@@ -219,17 +217,17 @@ def _build_trainer(
     folder: Path,
     ranks: Ranks,
     mesh: Mesh,
-    devices: list[torch.device],
     precision: Precision,
     accumulation: Accumulation,
 ) -> lightning.Trainer:
+    devices = get_devices(config["trainer"], ranks)
     is_run = trains(config)
     saver: CheckpointSaver = make(config["checkpoint"])
     # a damaged checkpoint may be replaced by an older one unless the user has named it
     saver.checkpoint_io.falls_back = not names_checkpoint(config["resume"])
     callbacks, loggers = list[Callback](), list[Logger]()
     if is_run:
-        loggers = [make(node)(run_folder=folder) for node in config["logger"].values()]
+        loggers += [make(node)(run_folder=folder) for node in config["logger"].values()]
         configured = [make(node) for node in config["callbacks"].values() if node is not None]
         # the order matters: callbacks fill the row of a step, it is logged, then the step is saved
         callbacks = [SummaryWriter(run_folder=folder), *configured, RowWriter(), saver]
@@ -238,8 +236,7 @@ def _build_trainer(
     strategy = make(node)(devices=devices, precision=precision, checkpoint_io=saver.checkpoint_io, mesh=mesh)
     indices = list(dict.fromkeys(device.index for device in devices))
     if devices[0].type == "cuda" and len(indices) < len(devices):
-        # each rank sees one GPU alone, under the same index; a Trainer would take no GPU twice
-        strategy.parallel_devices = devices
+        strategy.parallel_devices = devices  # each rank sees one GPU, of the same index, which a Trainer takes once
     trainer = _make_trainer(
         config["trainer"],
         accelerator=devices[0].type,

@@ -23,7 +23,6 @@ from recipes.plan.step import Batch, Sharding, Step
 from recipes.precision import Precision
 from recipes.runtime.world import Ranks
 from recipes.strategy.deepspeed.partition import ALIGNMENT, BUCKET_ELEMENTS, list_cast_weights
-from recipes.task.base import TrainingTask
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -144,11 +143,10 @@ def describe_step(
         on_gpu: Whether the operators are those of a GPU.
     """
 
-    def make_task() -> TrainingTask:
-        return build_task(config | {"metrics": {}, "compile": False}, precision)
+    task = build_task(config | {"metrics": {}, "compile": False}, precision)
 
     def objective(model: nn.Module, batch: Batch) -> Tensor:
-        task = make_task()  # a new one: its loss knows the ranks of the first model that it sees
+        vars(task).pop("_head_loss", None)  # it knows the ranks of the first model that it has seen
         task.model = model
         objective_sum, _ = task.objective_sum(batch)
         loss: Tensor = objective_sum * (1.0 / batch["num_targets"])
@@ -157,7 +155,7 @@ def describe_step(
     return Step(
         make_model=lambda: make_model(config),
         objective=objective,
-        make_batch=_batch_maker(make_task().input_kind, shape, precision),
+        make_batch=_batch_maker(task.input_kind, shape, precision),
         make_optimizer=make(config["optimizer"]),
         precision=precision,
         activation_checkpoint=make(config["activation_checkpoint"]),

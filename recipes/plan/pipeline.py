@@ -95,7 +95,7 @@ def read_pipeline(config: Mapping[str, Any]) -> Pipeline:
     if num_stages > max(most, 1):
         raise ConfigError(
             f"pipeline_parallel_size={num_stages} pipeline_schedule={schedule}",
-            f"the model has {num_layers} blocks" if num_layers else "the model has no number of blocks",
+            f"the model has {num_layers} blocks" if num_layers else "the number of its blocks is not in the config",
             f"pipeline_parallel_size={max(most, 1)}",
         )
     return Pipeline(num_stages=num_stages, schedule=schedule)

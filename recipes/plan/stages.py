@@ -1,7 +1,6 @@
 """What a pipeline adds to a recorded step, on paper: memory and seconds of its stages, and what they send each other.
 
-A stage keeps its weights gathered over a step and reduces its gradients once, as FSDP2 under a pipeline does: gathering
-them for every micro-batch would be sent in vain.
+A stage keeps its weights gathered over a step and reduces its gradients once, as FSDP2 under a pipeline does.
 """
 
 from collections import Counter

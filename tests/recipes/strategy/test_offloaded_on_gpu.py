@@ -14,10 +14,10 @@ from torch import Tensor, nn
 from torch._subclasses.fake_tensor import unset_fake_temporarily
 from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
 
-from recipes.checkpoint import shards
 from recipes.checkpoint.saved_tensor import SavedTensor
 from recipes.checkpoint.shards import load_optimizer
 from recipes.numerics.ema import NAME, average_weights
+from recipes.parallel import placement
 from recipes.strategy import skip_step
 from recipes.strategy.precision_plugin import CountingScaler
 from recipes.strategy.torch_native import clip_gradients
@@ -112,6 +112,9 @@ def test_optimizer_state_is_loaded_to_where_its_parameter_is(gpus: FakeGpus, dty
     def read(self: SavedTensor, start: int, stop: int) -> Tensor:
         return torch.zeros(stop - start)
 
+    def read_box(self: SavedTensor, offsets: tuple[int, ...], shape: tuple[int, ...]) -> Tensor:
+        return torch.zeros(shape)
+
     def locate(*args: Any) -> Any:
         with unset_fake_temporarily():  # it computes with tensors
             return compute_local_shape_and_global_offset(*args)
@@ -119,7 +122,8 @@ def test_optimizer_state_is_loaded_to_where_its_parameter_is(gpus: FakeGpus, dty
     with (
         mock.patch.object(Tensor, "to", to),
         mock.patch.object(SavedTensor, "read_range", read),
-        mock.patch.object(shards, "compute_local_shape_and_global_offset", locate),
+        mock.patch.object(SavedTensor, "read_box", read_box),
+        mock.patch.object(placement, "compute_local_shape_and_global_offset", locate),
     ):
         load_optimizer(optimizer, {"state": {0: saved}, "param_groups": groups}, {})
     assert on_gpu == []

@@ -11,8 +11,10 @@ from torch import Tensor, nn
 
 from recipes.clipping.none import NoClipping
 from recipes.errors import ConfigError
+from recipes.mesh import Mesh
 from recipes.metrics import Perplexity
 from recipes.model.decoder import hide_padding
+from recipes.parallel.groups import Groups
 from recipes.task.language_modeling import LanguageModeling
 
 VOCAB, SEQ_LEN = 11, 6
@@ -53,7 +55,8 @@ def make_trainer(**more: Any) -> SimpleNamespace:
 def make_strategy(*, num_ranks: int = 1, **more: Any) -> SimpleNamespace:
     """Return what a task reads of a strategy whose ranks have different samples."""
     settings = {"guard": None, "pipeline": None, "sum_over_token_ranks": lambda value: value}
-    return SimpleNamespace(data_size=num_ranks, averaged_size=num_ranks, **settings | more)
+    ranks = {"data_size": num_ranks, "averaged_size": num_ranks, "mesh": Mesh(shard=num_ranks), "groups": Groups()}
+    return SimpleNamespace(**ranks, **settings | more)
 
 
 def make_task(trainer: SimpleNamespace, **more: Any) -> LanguageModeling:
