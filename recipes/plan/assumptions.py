@@ -15,7 +15,8 @@ class Assumptions:
         memory_gib: Memory of a device; None: what the table says.
         expect_mfu: Model FLOPs utilization by PaLM's count; None: estimated from the operators.
         dollars_per_hour: Price of one device; None: no price.
-        search: Plan the fastest mesh, micro-batch and recomputation that fit, instead of those of the config.
+        search: Plan the fastest mesh, micro-batch and recomputation that fit, instead of those of the config; None, in
+            the config of an older run: no.
     """
 
     hardware: str
@@ -23,4 +24,4 @@ class Assumptions:
     memory_gib: Annotated[float, "> 0"] | None
     expect_mfu: Annotated[float, "> 0, <= 1"] | None
     dollars_per_hour: Annotated[float, "> 0"] | None
-    search: bool = False
+    search: bool | None = None

@@ -142,7 +142,6 @@ def describe_step(
         shape: Of one sample.
         on_gpu: Whether the operators are those of a GPU.
     """
-
     task = build_task(config | {"metrics": {}, "compile": False}, precision)
 
     def objective(model: nn.Module, batch: Batch) -> Tensor:

@@ -141,11 +141,11 @@ def test_ranks_that_divide_matrices_share_samples() -> None:
     whole, divided = _gpu_plan(*base), _gpu_plan(*base, "tensor_parallel_size=4", "model.vocab_pad_multiple=256")
     assert (whole.accumulation.num_micro_batches, divided.accumulation.num_micro_batches) == (2, 8)
     assert divided.mesh.sizes() == {"shard": 2, "tensor": 4}
-    for name in ("weights", "optimizer"):  # as many ranks divide them; norms are whole on each of the tensor ranks
+    for name in ("weights", "optimizer"):  # as many ranks divide them; norms and positions are whole on four
         assert _most(divided, name) == pytest.approx(_most(whole, name), rel=0.03)
     activations = [_most(plan, ACTIVATIONS) for plan in (whole, divided)]
     assert activations[0] / 4 < activations[1] < activations[0] / 2
-    assert divided.checkpoint_bytes == pytest.approx(whole.checkpoint_bytes, rel=0.02)
+    assert divided.checkpoint_bytes == pytest.approx(whole.checkpoint_bytes, rel=0.03)
 
 
 def test_sequence_parallel_divides_what_lies_between_matrices() -> None:
