@@ -20,6 +20,7 @@ ENGINES = {
     "fsdp": 2,
     "deepspeed_stage_2": 2,
 }
+DIVIDED = ("tp_bf16", "fsdp_tp_bf16", "cp_bf16", "pp_bf16", "fsdp_tp_pp_bf16")  # recipes of several ranks
 # debug=fast_dev_run is there for the report and the sample, too
 WHOLE = [override for override in TINY if not override.startswith("~")]
 
@@ -43,7 +44,9 @@ def test_every_recipe_takes_every_debug_option(
     recipe: str, option: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(engines, "check_toolchain", lambda *_, **__: ())
-    composed, mistakes = compose_and_check([f"recipe={recipe}", f"debug={option}", *needed_by(recipe, tmp_path)])
+    ranks = ["trainer.devices=4", "trainer.accelerator=cpu"] if recipe in DIVIDED else []
+    typed = [f"recipe={recipe}", f"debug={option}", *needed_by(recipe, tmp_path), *ranks]
+    composed, mistakes = compose_and_check(typed)
     assert composed is not None
     assert not mistakes, [str(mistake) for mistake in mistakes]
     name = recipe if option == "none" else f"debug_{option}"

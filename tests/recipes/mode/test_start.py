@@ -7,6 +7,7 @@ from typing import Any
 import pytest
 import torch
 
+from recipes.mesh import Mesh
 from recipes.mode.start import header
 
 
@@ -14,10 +15,13 @@ class FakeRun:
     """A run on a device, at step 7."""
 
     def __init__(self, device: str) -> None:
-        self.trainer = SimpleNamespace(world_size=1, max_steps=10, global_step=7, strategy=None)
+        strategy = SimpleNamespace(mesh=Mesh(), data_size=1, num_micro_batches=1, pipeline=None)
+        self.trainer = SimpleNamespace(world_size=1, max_steps=10, global_step=7, strategy=strategy)
         self.accumulation = SimpleNamespace(global_batch_size=8, num_micro_batches=1)
-        empty = {"parameters": list, "named_parameters": list}
-        self.task = SimpleNamespace(device=torch.device(device), model_name="GPT2", **empty)
+        empty: dict[str, Any] = {"parameters": list, "named_parameters": list}
+        self.task = SimpleNamespace(
+            device=torch.device(device), model_name="GPT2", whole_model=None, model=None, **empty
+        )
         self.data = SimpleNamespace(describe_epochs=lambda num_samples: f"{num_samples / 80:.3g} epochs")
         self.precision = SimpleNamespace(name="bf16-mixed", scales_loss=False)
 
