@@ -50,7 +50,8 @@ def split_state(checkpoint: State, *, rank: int) -> tuple[State, dict[str, Part]
     parts = {name: part for name, part in checkpoint["state_dict"].items() if name not in checkpoint["tied"]}
     parts |= {f"{_RNG}/{rank}/{source}": part for source, part in checkpoint["rng"].items()}
     optimizers = []
-    own, every = checkpoint["parameters"], checkpoint.get("every_parameter", checkpoint["parameters"])
+    own: list[str] = checkpoint["parameters"]
+    every: list[str] = checkpoint.get("every_parameter") or own
     for optimizer in checkpoint["optimizer_states"]:
         parts |= dict(_get_parts(optimizer["state"], own))
         number = {name: index for index, name in enumerate(every)}
