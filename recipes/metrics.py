@@ -5,6 +5,7 @@ Letters: N samples or tokens that carry loss, V classes or tokens of the vocabul
 
 import inspect
 import math
+import warnings
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -161,10 +162,14 @@ class ValidationMetrics:
         """Return `val/loss` and the metrics over all batches and ranks; called on every rank."""
         for metric in (*self._metrics.values(), self._by_source):
             metric.process_group = self._group  # here and not before: a metric with one cannot be copied
-        values = self._metrics.compute()
+        with warnings.catch_warnings():
+            if self._group is not None:  # of a pipeline, the ranks of other stages than the last update nothing
+                warnings.filterwarnings("ignore", message="The ``compute`` method of metric .* was called before")
+            values = self._metrics.compute()
+            by_source = self._by_source.compute().tolist() if self._sources else []
         found = {name: float(values[name]) for name in self._names}
         if self._sources:
-            losses = zip(self._sources, self._by_source.compute().tolist(), strict=True)
+            losses = zip(self._sources, by_source, strict=True)
             found |= {f"val/{name}/loss": loss for name, loss in losses if not math.isnan(loss)}
         for metric in (*self._metrics.values(), self._by_source):
             metric.process_group = None
