@@ -21,10 +21,12 @@ def check_pipeline(config: Mapping[str, Any], size: int) -> Iterator[ConfigError
     typed, num_layers = f"pipeline_parallel_size={size}", int(config["model"]["num_layers"])
     num_stages = size * STAGES_PER_RANK.get(schedule, 1)
     if num_layers < num_stages:
+        # a divisor, which divides the ranks as the size itself does
+        fits = next(n for n in range(size, 0, -1) if size % n == 0 and (n == 1 or num_stages * n <= num_layers * size))
         yield ConfigError(
             f"{typed} pipeline_schedule={schedule} model.num_layers={num_layers}",
             f"there are {num_stages} stages, and each needs a layer",
-            f"pipeline_parallel_size={max(1, num_layers // STAGES_PER_RANK.get(schedule, 1))}, or more layers",
+            f"pipeline_parallel_size={fits}, or model.num_layers={num_stages}",
         )
     if schedule == "ZBVZeroBubble" and get_compile_mode(config) is not None:
         yield ConfigError(
