@@ -17,9 +17,8 @@ VENV := .venv
 PEERS := .venv-peers
 RUN := $(VENV)/bin/python
 JOBS ?= 2
-# the first two keep two cores busy by themselves, and are slower beside anything else; one SLURM runs at a time; after
-# the last, whose ranks are threads that run models of FSDP2, a process compiles no block of a model without ranks
-ALONE := tests/parity tests/kill tests/test_slurm_cluster.py tests/recipes/parallel
+# the first two keep two cores busy by themselves, and are slower beside anything else; one SLURM runs at a time
+ALONE := tests/parity tests/kill tests/test_slurm_cluster.py
 
 .PHONY: train test test-fast test-long kill-test lint types bench benchmark gpu-check bench-gpu docs docs-serve clean
 

@@ -13,6 +13,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor
+from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.testing._internal.distributed.multi_threaded_pg import (
     ProcessLocalGroup,
     _install_threaded_pg,
@@ -21,13 +22,21 @@ from torch.testing._internal.distributed.multi_threaded_pg import (
 
 NUM_RANKS = 4
 LAYOUTS = ("ddp", "fsdp", "hsdp")
+_KERNELS = {
+    SDPBackend.MATH: torch.backends.cuda.math_sdp_enabled,
+    SDPBackend.FLASH_ATTENTION: torch.backends.cuda.flash_sdp_enabled,
+    SDPBackend.EFFICIENT_ATTENTION: torch.backends.cuda.mem_efficient_sdp_enabled,
+    SDPBackend.CUDNN_ATTENTION: torch.backends.cuda.cudnn_sdp_enabled,
+}
 
 
 def run_on_threads(function: Callable[[int], Any], *, num_ranks: int = NUM_RANKS) -> list[Any]:
     """Call a function of the rank on every rank of one process group; return the results by rank."""
     results: list[Any] = [None] * num_ranks
     errors: list[BaseException] = []
-    with _threads_as_ranks():
+    # text is generated under settings of the process, which threads would leave in the order in which they end
+    kernels = [kernel for kernel, is_enabled in _KERNELS.items() if is_enabled()]
+    with _threads_as_ranks(), torch.compiler.set_stance("default"), sdpa_kernel(kernels):
         store, num_threads = dist.HashStore(), torch.get_num_threads()
 
         def work(rank: int) -> None:
