@@ -15,6 +15,8 @@ from torch.distributed.pipelining.schedules import get_schedule_class
 from recipes.mesh import STAGES_PER_RANK
 from recipes.parallel.stages import PipelineRanks, StagedModel
 
+_MAX_SHAPES = 4  # of rows that are padded: each has buffers for the hidden states of all micro-batches
+
 
 class PipelineSchedule:
     """Computes the gradients of a step.
@@ -60,6 +62,8 @@ class PipelineSchedule:
         """Return the schedule for tokens of a shape: torch's stages keep the shapes of what they send (2.13)."""
         if tuple(shape) in self._by_shape:
             return self._by_shape[tuple(shape)]
+        if len(self._by_shape) >= _MAX_SHAPES:
+            del self._by_shape[next(iter(self._by_shape))]  # the same on all ranks of the pipeline
         kind = get_schedule_class(self._ranks.plan.schedule)
         stages = [self._make_stage(stage, part, shape) for stage, part in self._parts.items()]
         made = kind(

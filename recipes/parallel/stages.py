@@ -45,9 +45,17 @@ class StageForward(nn.Module):
         return self.compute(run, x, targets | given)
 
 
-def cut_stage(model: nn.Module, plan: StagePlan, stage: int) -> nn.Module:
-    """Return a model of the same class that is one stage: it shares the modules that it has with the whole."""
+def cut_stage(model: nn.Module, plan: StagePlan, stage: int, *, whole: nn.Module | None = None) -> nn.Module:
+    """Return a model of the same class that is one stage: it shares the modules that it has with the whole.
+
+    Args:
+        model: Whole, on any device.
+        plan: Which layers the stage has.
+        stage: Its number.
+        whole: Another model like it, which stays as it is, for what reads the weights of a published one.
+    """
     part = copy.copy(model)
+    object.__setattr__(part, "whole", whole)  # no module of the stage
     for name in ("_modules", "_parameters", "_buffers"):
         setattr(part, name, dict(getattr(model, name)))
     first, count = plan.layers[stage]

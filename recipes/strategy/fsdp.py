@@ -1,5 +1,6 @@
 """FSDP2: each rank holds 1/N of weights, gradients and optimizer state; a block is gathered only while it computes."""
 
+import copy
 from collections.abc import Callable, Generator, Sequence
 from contextlib import contextmanager
 from typing import Any, ClassVar, Literal
@@ -109,7 +110,8 @@ class FSDP2Strategy(TorchNativeMixin, ShardSavingMixin, ModelParallelStrategy):
             return model
         plan = plan_stages(model, num_ranks=self.mesh.pipeline, schedule=self.mesh.pipeline_schedule)
         ranks = PipelineRanks(self.groups.pipeline, plan, self.root_device)
-        parts = {stage: cut_stage(model, plan, stage) for stage in ranks.own_stages}
+        whole = copy.deepcopy(model) if getattr(model, "pretrained", None) is not None else None  # without storage
+        parts = {stage: cut_stage(model, plan, stage, whole=whole) for stage in ranks.own_stages}
         for part in parts.values():
             self._materialize_part(part, initialize)
         staged = StagedModel(parts, ranks)

@@ -49,6 +49,8 @@ class DividedTask(TrainingTask, ABC):
         num_targets = batch["num_targets"]
         own = self.own_tokens(batch)
         losses: list[Tensor] = []
+        # in float32, whatever the default dtype is: bf16-true has another
+        zero = torch.zeros((), dtype=torch.float32, device=own["inputs"].device)
 
         def compute(forward: Callable[..., Any], hidden: Tensor, rest: Mapping[str, Tensor]) -> Tensor:
             self.stage_forward = forward
@@ -63,12 +65,12 @@ class DividedTask(TrainingTask, ABC):
             return torch.stack([scaled])  # no view, which FSDP2 warns of
 
         # on every rank: a loss scaler has no scale before its first call, and ranks without the loss unscale, too
-        self.trainer.strategy.scale_loss(torch.zeros((), device=own["inputs"].device))  # type: ignore[attr-defined]
+        self.trainer.strategy.scale_loss(zero)  # type: ignore[attr-defined]
         names = [name for name in ("targets", "positions", "source") if name in own]
         pipeline.step(own["inputs"], {name: own[name] for name in names}, compute)
         self._count(batch)
         # zeros where other ranks have the last stage: losses are summed over the ranks of a pipeline, too
-        loss_sum = torch.stack(losses).sum() if losses else torch.zeros((), device=own["inputs"].device)
+        loss_sum = torch.stack([zero, *losses]).sum()
         if "source" in own and not pipeline.has_last:
             self.add_sources(own, torch.zeros_like(own["targets"], dtype=torch.float32), counts=False)
         self._add_loss(loss_sum, batch)

@@ -5,6 +5,7 @@ import os
 import socket
 import subprocess
 import sys
+import time
 from pathlib import Path
 from typing import Any
 
@@ -46,10 +47,29 @@ def run_on_ranks(
         for rank, log in enumerate(logs)
     ]
     try:
-        codes = [process.wait(timeout=timeout_seconds) for process in processes]
+        codes = _wait(processes, timeout_seconds=timeout_seconds)
     finally:
         for process in processes:
             process.kill()
-    assert not any(codes), "\n".join(log.read_text()[-3000:] for log in logs)
+    assert not any(codes), f"exit statuses {codes}\n" + "\n".join(log.read_text()[-3000:] for log in logs)
     results: dict[str, Any] = json.loads(results_file.read_text())
     return results
+
+
+def _wait(processes: list[subprocess.Popen[bytes]], *, timeout_seconds: float) -> list[int | None]:
+    """Return the exit statuses; None: the rank still waits for another one, which has died.
+
+    Raises:
+        TimeoutError: No rank has died, and some still run.
+    """
+    ends = time.monotonic() + timeout_seconds
+    while time.monotonic() < ends:
+        codes = [process.poll() for process in processes]
+        if None not in codes:
+            return codes
+        if any(codes):
+            ends = min(ends, time.monotonic() + 5)  # the others may be about to say why
+        time.sleep(0.05)
+    if any(codes):
+        return codes
+    raise TimeoutError(f"ranks have run for {timeout_seconds:.0f} s: exit statuses {codes}")

@@ -2,10 +2,14 @@
 
 import math
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import pytest
 from cases import ENGINES, IS_LONG, NUM_STEPS, case, largest_difference, mixed_case, packed_case
+
+from recipes.model.gpt2 import GPT2
+from recipes.model.weights.huggingface import export_pretrained
 
 Rows = Callable[..., list[dict[str, float]]]
 
@@ -143,6 +147,31 @@ def test_losses_and_tokens_of_each_source_of_a_mixture_are_those_of_one_device(
             for metric in ("train/letters/tokens", "train/noise/tokens"):
                 assert row.get(metric) == other.get(metric), (name, metric)
         assert found[-1]["val/letters/loss"] == pytest.approx(reference[-1]["val/letters/loss"], rel=1e-6), name
+
+
+def test_stages_of_a_published_model_have_its_weights(rows: Rows, tmp_path: Path) -> None:
+    theirs = GPT2(vocab_size=64, max_seq_len=16, num_layers=4, num_heads=2, hidden_size=32, dropout=0.0)
+    theirs.init_weights(3)
+    folder = tmp_path / "published"
+    export_pretrained(theirs, folder)
+    found = {}
+    for name in ("single", "pp2"):
+        size = 1 if name == "single" else 2
+        cases = {name: _case(name, f"model.pretrained={folder}", accumulate=size, world_size=size)}
+        found[name] = rows(f"mesh published, {name}", cases, name, world_size=size)
+    assert max(largest_difference(found["pp2"], found["single"]).values()) <= 1e-5
+    drawn = rows("mesh single", SINGLE, "gpt2", world_size=1)
+    assert largest_difference(found["single"], drawn)["train/loss"] > 1e-4  # the control
+
+
+def test_stages_in_bfloat16_follow_one_device_in_bfloat16(rows: Rows) -> None:
+    """Within its rounding, 2^-8: sums over stages and micro-batches are in another order."""
+    found = {}
+    for name in ("single", "pp2"):
+        size = 1 if name == "single" else 2
+        cases = {name: _case(name, "precision=bf16-true", accumulate=size, world_size=size)}
+        found[name] = rows(f"mesh bf16-true, {name}", cases, name, world_size=size)
+    assert largest_difference(found["pp2"], found["single"])["train/loss"] < 2**-8
 
 
 def test_the_curve_of_another_size_is_another_one(rows: Rows) -> None:

@@ -38,6 +38,13 @@ def check_mesh(config: Mapping[str, Any], world_size: int | None) -> Iterator[Co
         return
     yield from _check_model(config, (tensor, context, pipeline))
     yield from _check_sequence(config, tensor, context)
+    if max(context, pipeline) > 1 and config["mode"]["_target_"].rpartition(".")[2] == "preflight":
+        typed = {"context_parallel_size": context, "pipeline_parallel_size": pipeline}
+        yield ConfigError(
+            f"mode=preflight {' '.join(f'{name}={size}' for name, size in typed.items() if size > 1)}",
+            "its checks read the logits of whole sequences, of which a rank has a part or none",
+            " ".join(f"{name}=1" for name, size in typed.items() if size > 1),
+        )
     if tensor > 1:
         yield from _check_tensor(config, tensor)
     if pipeline > 1:

@@ -34,6 +34,19 @@ def check_pipeline(config: Mapping[str, Any], size: int) -> Iterator[ConfigError
             "it splits the backward pass of a layer in two, which a compiled layer does not (torch 2.13)",
             "compile=false, or pipeline_schedule=Interleaved1F1B",
         )
+    adapter = str((config.get("adapter") or {}).get("_target_", "recipes.adapter.NoAdapter"))
+    if not adapter.endswith(".NoAdapter"):
+        yield ConfigError(
+            f"{typed} adapter={adapter.split('.')[-2]}",
+            "an adapter stands beside layers of which a rank has some",
+            "pipeline_parallel_size=1, or adapter=none",
+        )
+    if config["mode"]["_target_"].rpartition(".")[2] == "noise_scale":
+        yield ConfigError(
+            f"{typed} mode=noise_scale",
+            "it compares the gradients of micro-batches, which a pipeline adds up",
+            "pipeline_parallel_size=1",
+        )
     yield from _check_micro_batches(config, num_stages, schedule, size)
 
 

@@ -49,18 +49,16 @@ def load_pretrained(model: nn.Module, name_or_folder: str | Path) -> None:
         model.init_buffers()
         return
     folder = locate(str(name_or_folder))
-    layout = _format(model)
+    layout = _format(getattr(model, "whole", None) or model)  # of a pipeline, `model` is a stage
     config = json.loads((folder / "config.json").read_text(encoding="utf-8"))
     _check_config(layout, config=config, folder=folder)
     with open_weights(folder) as weights:
         names = _check_names(layout, weights=weights, folder=folder)
         parameters = dict(named_parameters(model))
         for entry in layout.entries():
-            parameter = parameters[entry.name]
-            fill(
-                parameter,
-                entry.assemble(lambda name: weights.read(names[name]), shape=parameter.shape),
-            )
+            parameter = parameters.get(entry.name)
+            if parameter is not None:  # else another stage has it
+                fill(parameter, entry.assemble(lambda name: weights.read(names[name]), shape=parameter.shape))
     _language_model(model).init_buffers()
 
 

@@ -8,6 +8,7 @@ from recipes.config import compose_and_check
 
 _FOUR = "strategy=fsdp trainer.accelerator=cpu trainer.devices=4"
 _TP, _CP = f"{_FOUR} tensor_parallel_size=2", f"{_FOUR} context_parallel_size=2"
+_PP = f"{_FOUR} pipeline_parallel_size=2 micro_batch_size=6"
 _COPIES = "only strategy=fsdp and hsdp have a number of copies and of ranks that share one"
 _MODELS = "model=gpt2, model=llama_160m or another size of them"
 _WHOLE = "it reads whole matrices, of which a rank has parts; type optimizer=adamw, or tensor_parallel_size=1"
@@ -108,6 +109,26 @@ MISTAKES: dict[str, tuple[str, list[str]]] = {
         "context_parallel_size=2 model._target_=recipes.model.resnet18.ResNet18: it does not declare how ranks divide"
         f" it; type context_parallel_size=1, or {_MODELS}",
         ["context_parallel_size=1", "model=llama_160m data=stdlib_text task=language_modeling"],
+    ),
+    f"{_CP} mode=preflight": (
+        "mode=preflight context_parallel_size=2: its checks read the logits of whole sequences, of which a rank has a"
+        " part or none; type context_parallel_size=1",
+        ["context_parallel_size=1"],
+    ),
+    f"{_PP} mode=preflight": (
+        "mode=preflight pipeline_parallel_size=2: its checks read the logits of whole sequences, of which a rank has a"
+        " part or none; type pipeline_parallel_size=1",
+        ["pipeline_parallel_size=1"],
+    ),
+    f"{_PP} mode=noise_scale": (
+        "pipeline_parallel_size=2 mode=noise_scale: it compares the gradients of micro-batches, which a pipeline adds"
+        " up; type pipeline_parallel_size=1",
+        ["pipeline_parallel_size=1"],
+    ),
+    f"{_PP} adapter=lora": (
+        "pipeline_parallel_size=2 adapter=lora: an adapter stands beside layers of which a rank has some;"
+        " type pipeline_parallel_size=1, or adapter=none",
+        ["pipeline_parallel_size=1", "adapter=none"],
     ),
     "strategy=ddp trainer.accelerator=cpu trainer.devices=4 data_parallel_shard=2": (
         f"data_parallel_shard=2 strategy=ddp: {_COPIES}; type strategy=fsdp, or data_parallel_shard=null",
