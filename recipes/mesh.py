@@ -32,7 +32,8 @@ class Mesh:
         shard: Ranks that divide the weights of a copy, each with samples of its own.
         context: Ranks that divide every sequence.
         tensor: Ranks that divide every matrix.
-        sequence_parallel: Whether these divide the sequence between matrices, too.
+        expert: Ranks that divide the experts, among those of `shard` and `context`, the innermost of which they are.
+        sequence_parallel: Whether those of `tensor` divide the sequence between matrices, too.
         pipeline_schedule: In which order stages of layers compute micro-batches, by torch's name.
     """
 
@@ -41,6 +42,7 @@ class Mesh:
     shard: int = 1
     context: int = 1
     tensor: int = 1
+    expert: int = 1
     sequence_parallel: bool = True
     pipeline_schedule: str = "1F1B"
 
@@ -63,6 +65,11 @@ class Mesh:
     def averaged_size(self) -> int:
         """Ranks whose gradients an engine averages: those that have different tokens."""
         return self.data_size * self.context
+
+    @property
+    def expert_shard(self) -> int:
+        """Ranks that divide the weights of the same experts."""
+        return self.shard * self.context // self.expert
 
     def place(self, rank: int) -> Place:
         """Return where a rank is."""
@@ -87,5 +94,5 @@ class Mesh:
 
     def sizes(self) -> dict[str, int]:
         """Return the ranks along each dimension that has several."""
-        sizes = {name: getattr(self, name) for name in Place._fields}
+        sizes = {name: getattr(self, name) for name in (*Place._fields, "expert")}
         return {name: size for name, size in sizes.items() if size > 1}

@@ -120,7 +120,7 @@ def test_the_command_in_an_options_comment_composes(path: Path, monkeypatch: pyt
 
 SET_DATA = ("sft", "replay")
 # recipes whose ranks divide a model -> their smallest number; models that cannot be divided over two
-DIVIDED = {"tp_bf16": 2, "fsdp_tp_bf16": 2, "cp_bf16": 2, "pp_bf16": 2, "fsdp_tp_pp_bf16": 4}
+DIVIDED = {"tp_bf16": 2, "fsdp_tp_bf16": 2, "cp_bf16": 2, "ep_bf16": 2, "pp_bf16": 2, "fsdp_tp_pp_bf16": 4}
 UNDIVIDED = {"resnet18", "huggingface", "gpt2_xl", "moe_nano", "moe_8x7b"}
 # every recipe once and every model once; all pairs in `make test-long`
 ONCE = {*zip(RECIPES, itertools.cycle(MODELS), strict=False), *zip(itertools.cycle(RECIPES), MODELS, strict=False)}

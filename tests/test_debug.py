@@ -20,7 +20,7 @@ ENGINES = {
     "fsdp": 2,
     "deepspeed_stage_2": 2,
 }
-DIVIDED = ("tp_bf16", "fsdp_tp_bf16", "cp_bf16", "pp_bf16", "fsdp_tp_pp_bf16")  # recipes of several ranks
+DIVIDED = ("tp_bf16", "fsdp_tp_bf16", "cp_bf16", "ep_bf16", "pp_bf16", "fsdp_tp_pp_bf16")  # recipes of several ranks
 # debug=fast_dev_run is there for the report and the sample, too
 WHOLE = [override for override in TINY if not override.startswith("~")]
 

@@ -11,7 +11,12 @@ from recipes.runtime.world import Ranks
 
 # of ranks that work on the same samples
 MODEL_SIZES = ("tensor_parallel_size", "context_parallel_size", "pipeline_parallel_size")
-_BY_FSDP = {"tensor_parallel_size": "matrices", "pipeline_parallel_size": "layers"}  # only it divides them
+# only FSDP2 divides them
+_BY_FSDP = {
+    "tensor_parallel_size": "matrices",
+    "pipeline_parallel_size": "layers",
+    "expert_parallel_size": "experts",
+}
 
 
 def get_mesh(config: Mapping[str, Any], ranks: Ranks) -> Mesh:
@@ -41,9 +46,10 @@ def make_mesh(config: Mapping[str, Any], ranks: Ranks) -> Mesh:
     sizes = {name: config.get(name) or 1 for name in MODEL_SIZES}
     traits = get_traits(config["strategy"])
     for name, what in _BY_FSDP.items():
-        if sizes[name] > 1 and traits.state_layout != "fsdp":
+        size = config.get(name) or 1
+        if size > 1 and traits.state_layout != "fsdp":
             raise ConfigError(
-                f"{name}={sizes[name]} {traits.typed}",
+                f"{name}={size} {traits.typed}",
                 f"{what} are divided under strategy=fsdp and hsdp only",
                 f"strategy=fsdp, which shards over the other ranks, or {name}=1",
             )
@@ -58,6 +64,7 @@ def make_mesh(config: Mapping[str, Any], ranks: Ranks) -> Mesh:
     tensor, context, pipeline = (sizes[name] for name in MODEL_SIZES)
     replicate, shard = _divide_data(config, data_size, per_node=max(1, ranks.per_node // (tensor * context)))
     return Mesh(
+        expert=_divide_experts(config, shard * context),
         pipeline=pipeline,
         pipeline_schedule=config.get("pipeline_schedule", "1F1B"),
         replicate=replicate,
@@ -66,6 +73,18 @@ def make_mesh(config: Mapping[str, Any], ranks: Ranks) -> Mesh:
         tensor=tensor,
         sequence_parallel=config.get("sequence_parallel", True),
     )
+
+
+def _divide_experts(config: Mapping[str, Any], num_ranks: int) -> int:
+    """Return the ranks that divide the experts, of those that share a copy of the model."""
+    size: int = config.get("expert_parallel_size") or 1
+    if num_ranks % size:
+        raise ConfigError(
+            f"expert_parallel_size={size}",
+            f"{_count(num_ranks)} not divide into groups of {size}",
+            f"expert_parallel_size={_nearest_below(size, num_ranks)}, or another trainer.devices",
+        )
+    return size
 
 
 def _divide_data(config: Mapping[str, Any], data_size: int, *, per_node: int) -> tuple[int, int]:

@@ -5,7 +5,7 @@ of torch that its compiler traces, and wait at once: a compiled block loses the 
 its way (torch 2.13: `AsyncCollectiveTensor`).
 """
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from typing import Any, Literal
 
 import torch
@@ -75,6 +75,23 @@ def exchange_parts(x: Tensor, group: dist.ProcessGroup, *, split: int, concat: i
         _OPS.all_to_all_single(parts.contiguous().flatten(), counts, counts, group.group_name)
     )
     return received.view(shape).movedim(0, concat).flatten(concat, concat + 1)
+
+
+def exchange_rows(
+    rows: Tensor, group: dist.ProcessGroup, *, num_sent: Sequence[int], num_received: Sequence[int]
+) -> Tensor:
+    """Send each rank of a group some rows, and return what all have sent here in their order; without a gradient.
+
+    Args:
+        rows: [R, ...], those for the first rank first.
+        group: The ranks.
+        num_sent: Rows for each rank; they sum to R.
+        num_received: Rows from each.
+    """
+    out: Tensor = _OPS.wait_tensor(
+        _OPS.all_to_all_single(rows.contiguous(), list(num_received), list(num_sent), group.group_name)
+    )
+    return out
 
 
 def _split(x: Tensor, size: int, *, dim: int) -> Tensor:
@@ -169,3 +186,30 @@ class ExchangeParts(torch.autograd.Function):
     @override
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None, None]:
         return exchange_parts(grad, ctx.group, split=ctx.concat, concat=ctx.split), None, None, None
+
+
+class ExchangeRows(torch.autograd.Function):
+    """Rows go to other ranks, their gradients come back. `apply(rows, group, num_sent, num_received, dtype)`.
+
+    What is sent is rounded to a dtype, as a product would round it; the gradients are not: on one device, too, those of
+    several products are added before they are rounded.
+    """
+
+    @staticmethod
+    @override
+    def forward(
+        ctx: Any,
+        rows: Tensor,
+        group: dist.ProcessGroup,
+        num_sent: list[int],
+        num_received: list[int],
+        dtype: torch.dtype,
+    ) -> Tensor:
+        ctx.group, ctx.num_sent, ctx.num_received = group, num_sent, num_received
+        return exchange_rows(rows.to(dtype), group, num_sent=num_sent, num_received=num_received).to(rows.dtype)
+
+    @staticmethod
+    @override
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None, None, None]:
+        back = exchange_rows(grad, ctx.group, num_sent=ctx.num_received, num_received=ctx.num_sent)
+        return back, None, None, None, None

@@ -12,6 +12,7 @@ from recipes.plan.trace import Op
 _BUCKET_BYTES = 25 * 2**20  # DDP's: the last one has no computation left to hide behind
 _FLOAT32 = 4
 MODEL_DIMENSIONS = ("tensor", "context")  # of ranks that work on the same samples
+_SHARDS = ("shard", "expert_shard")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -108,8 +109,8 @@ def of_shards(
         num_micro_batches: Per optimizer step.
         syncs_each_micro_batch: Whether gradients are reduced after each, not once a step.
     """
-    sizes = {"shard": mesh.shard * mesh.context, "replicate": mesh.replicate}
-    strides = {"shard": mesh.tensor, "replicate": mesh.tensor * sizes["shard"]}
+    sizes = {"shard": mesh.shard * mesh.context, "expert_shard": mesh.expert_shard, "replicate": mesh.replicate}
+    strides = {"shard": mesh.tensor, "expert_shard": mesh.expert, "replicate": mesh.tensor * sizes["shard"]}
     num_reductions = num_micro_batches if syncs_each_micro_batch else 1
     needed = {name: dict.fromkeys(step.sections, (0.0, 0.0)) for name in sizes}  # seconds of a step, of a time
     total = dict.fromkeys(sizes, 0.0)
@@ -122,15 +123,19 @@ def of_shards(
         total[name] += sent * repeats
         of_step, at_once = needed[name].get(op.section, (0.0, 0.0))
         needed[name][op.section] = (of_step + seconds * repeats, at_once + seconds)
+    late = dict.fromkeys(_SHARDS, 0.0)
+    hidden_behind = 0.0
+    for section, part in step.sections.items():
+        for name in _SHARDS:  # one after the other, behind the same computation
+            of_step, at_once = needed[name].get(section, (0.0, 0.0))
+            if at_once:
+                late[name] += max(at_once - hidden_behind, 0.0) * of_step / at_once
+            hidden_behind = max(hidden_behind - at_once, 0.0)
+        hidden_behind = part.total
     result = []
     for name, num_ranks in sizes.items():
-        exposed = hidden_behind = 0.0
+        exposed = late.get(name, 0.0)
         seconds, at_a_time = (sum(part) for part in zip(*needed[name].values(), strict=True))
-        for section, part in step.sections.items():
-            of_step, at_once = needed[name].get(section, (0.0, 0.0))
-            if at_once and name == "shard":
-                exposed += max(at_once - hidden_behind, 0.0) * of_step / at_once
-            hidden_behind = part.total
         if at_a_time and name == "replicate":  # what is late may catch up while later blocks are computed
             exposed = max(at_a_time - step.of("backward/").total, 0.0) * seconds / at_a_time
         if num_ranks > 1:
@@ -142,7 +147,7 @@ def of_shards(
 
 
 def of_model_ranks(ops: Sequence[Op], cluster: Cluster, mesh: Mesh, *, num_micro_batches: int) -> list[Traffic]:
-    """Return what ranks send that divide matrices or sequences, from the collectives that were recorded.
+    """Return what ranks send that divide matrices, sequences or experts, from the collectives that were recorded.
 
     None of it is hidden: what is sent is the input of the next operator.
 
@@ -153,7 +158,7 @@ def of_model_ranks(ops: Sequence[Op], cluster: Cluster, mesh: Mesh, *, num_micro
         num_micro_batches: Per optimizer step.
     """
     result = []
-    for name in MODEL_DIMENSIONS:
+    for name in (*MODEL_DIMENSIONS, "expert"):
         num_ranks = getattr(mesh, name)
         if num_ranks == 1:
             continue

@@ -94,14 +94,8 @@ def divide_ranks(config: Config, cluster: Cluster) -> tuple[Pipeline, Mesh]:
     """Return the stages of a config's pipeline, and the mesh of the ranks of one.
 
     Raises:
-        ConfigError: The sizes do not divide the ranks, or there is one that a plan does not know.
+        ConfigError: The sizes do not divide the ranks.
     """
-    if (config.get("expert_parallel_size") or 1) > 1:
-        raise ConfigError(
-            f"expert_parallel_size={config['expert_parallel_size']} mode=plan",
-            "a plan does not know ranks that divide experts",
-            "expert_parallel_size=1",
-        )
     pipeline = read_pipeline(config)
     traits = get_traits(config["strategy"])
     world_size = cluster.num_devices if traits.needs_process_group else 1

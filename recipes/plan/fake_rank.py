@@ -11,6 +11,7 @@ from torch._subclasses.fake_tensor import unset_fake_temporarily
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
 from recipes.mesh import Mesh
+from recipes.parallel.experts import ExpertRanks
 from recipes.precision import Precision
 
 
@@ -20,18 +21,20 @@ class MeshGroups:
 
     Attributes:
         device_mesh: Of FSDP2, as `FSDP2Strategy` lays it out; None: another engine.
+        expert_mesh: Likewise; None: no ranks divide experts.
         context: Ranks that divide every sequence; None: none do.
     """
 
     device_mesh: DeviceMesh | None = None
+    expert_mesh: DeviceMesh | None = None
     context: dist.ProcessGroup | None = None
 
     def dimensions(self) -> dict[str, str]:
         """Return the dimensions of the mesh by the names of their groups."""
         names: dict[str, str] = {} if self.context is None else {self.context.group_name: "context"}
-        if self.device_mesh is not None:
-            for name in self.device_mesh.mesh_dim_names or ():
-                names[self.device_mesh[name].get_group().group_name] = name
+        for mesh in (self.device_mesh, self.expert_mesh):
+            for name in () if mesh is None else mesh.mesh_dim_names or ():
+                names[mesh[name].get_group().group_name] = name  # type: ignore[index]
         return names
 
 
@@ -48,7 +51,29 @@ def make_groups(mesh: Mesh, *, shards: bool) -> MeshGroups:
     shape = {"replicate": mesh.replicate} if mesh.replicate > 1 else {}
     shape |= {"shard": mesh.shard * mesh.context} | ({"tensor": mesh.tensor} if mesh.tensor > 1 else {})
     device_mesh = init_device_mesh("cpu", tuple(shape.values()), mesh_dim_names=tuple(shape))
-    return MeshGroups(device_mesh=device_mesh, context=context)
+    expert_mesh = None
+    if mesh.expert > 1:
+        shape = {"replicate": mesh.replicate} if mesh.replicate > 1 else {}
+        shape |= {"expert_shard": mesh.expert_shard, "expert": mesh.expert}
+        expert_mesh = init_device_mesh("cpu", tuple(shape.values()), mesh_dim_names=tuple(shape))
+    return MeshGroups(device_mesh=device_mesh, expert_mesh=expert_mesh, context=context)
+
+
+@contextlib.contextmanager
+def even_loads() -> Iterator[None]:
+    """Let ranks that divide experts get as many rows as they send: fake tensors have no values to count."""
+    before = ExpertRanks.read_sizes
+
+    def read_sizes(self: ExpertRanks, sizes: Tensor, *, num_rows: int) -> tuple[list[int], list[int]]:
+        share, rest = divmod(num_rows, self.size)
+        even = [share + (rank < rest) for rank in range(self.size)]
+        return even, even
+
+    ExpertRanks.read_sizes = read_sizes  # type: ignore[method-assign]
+    try:
+        yield
+    finally:
+        ExpertRanks.read_sizes = before  # type: ignore[method-assign]
 
 
 @contextlib.contextmanager

@@ -10,6 +10,7 @@ from recipes.mesh import Mesh
 from recipes.model.flops import Flops, flops_per_sample
 from recipes.model.weights.adapter import has_adapter
 from recipes.numerics.accumulation import Accumulation
+from recipes.numerics.grouped_linear import GroupedLinear
 from recipes.numerics.nf4 import get_parts
 from recipes.plan.activations import Transfer
 from recipes.plan.communication import Communication
@@ -111,7 +112,16 @@ def make_plan(config: Config, cluster: Cluster, *, rates: Rates | OperatorTimer 
     ops, step, engine, accumulation = recorded.ops, recorded.step, recorded.engine, recorded.accumulation
     num_parameters, num_ranks, model = recorded.num_parameters, engine.num_ranks, recorded.model
     stages = _find_stages(recorded)
-    moments = _find_moments(ops, engine, step, stages, accumulation, num_parameters=num_parameters)
+    experts = (part.weight.numel() for part in model.modules() if isinstance(part, GroupedLinear))
+    moments = _find_moments(
+        ops,
+        engine,
+        step,
+        stages,
+        accumulation,
+        num_parameters=num_parameters,
+        num_expert_weights=sum(experts),
+    )
     state_bytes = _state_bytes(moments[0], engine, saved_share=_saved_share(model))
     moments, offloaded = _without_offloaded(moments, engine, is_gpu=step.on_gpu)
     is_sharded = engine.zero is not None or engine.sharding is not None
@@ -198,6 +208,7 @@ def _find_moments(
     accumulation: Accumulation,
     *,
     num_parameters: int,
+    num_expert_weights: int,
 ) -> list[Moment]:
     """Return the memory of a rank, with what its engine adds to the recorded operators."""
     moments = list(timeline(ops))
@@ -217,7 +228,8 @@ def _find_moments(
             tensor=tensor,
         )
     if step.accumulates and not engine.sharding.syncs_each_micro_batch:
-        unsharded = num_parameters * precision.param_dtype.itemsize // tensor
+        idle = num_expert_weights * (engine.mesh.expert - 1) // engine.mesh.expert
+        unsharded = (num_parameters - idle) * precision.param_dtype.itemsize // tensor
         return list(with_unsharded_gradients(moments, num_bytes=unsharded))
     return moments
 

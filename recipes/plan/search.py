@@ -83,6 +83,12 @@ def search_layouts(
         ConfigError: Nothing can be recorded under strategy=fsdp.
     """
     batch = int(composed.config["global_batch_size"])
+    if (composed.config.get("expert_parallel_size") or 1) > 1:
+        raise ConfigError(
+            f"plan.search=true expert_parallel_size={composed.config['expert_parallel_size']}",
+            "a search divides everything but experts",
+            "plan.search=false, or expert_parallel_size=1",
+        )
     best: dict[tuple[object, ...], Found] = {}
     smallest: Found | None = None
     for recompute in _RECOMPUTE:

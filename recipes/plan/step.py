@@ -24,12 +24,14 @@ from recipes.numerics.ema import average_weights
 from recipes.numerics.nf4 import get_parts
 from recipes.optimizer import DividesWork
 from recipes.parallel.context import divide_sequences
+from recipes.parallel.experts import divide_experts
 from recipes.parallel.tensor import divide_tensors
 from recipes.plan.activations import mark_host_copies
 from recipes.plan.fake_rank import (
     MeshGroups,
     autocast,
     default_dtype,
+    even_loads,
     fake_ranks,
     gpu_operators,
     make_groups,
@@ -37,7 +39,7 @@ from recipes.plan.fake_rank import (
 )
 from recipes.plan.trace import GRADIENTS, OPTIMIZER, WEIGHTS, Op, StepTracer
 from recipes.precision import Precision
-from recipes.strategy.sharding import ShardPolicy, shard_model
+from recipes.strategy.sharding import ExpertSharding, ShardPolicy, get_data_axes, shard_model
 
 Batch = dict[str, Any]
 
@@ -132,7 +134,7 @@ def record_step(
         if step.drops_gradients or (step.engine_steps and not step.accumulates):
             optimizer.zero_grad()
         tracer = StepTracer(keep_calls=keep_calls, dimensions=groups.dimensions())
-        with tracer, mark_host_copies(tracer), gpu_operators(step.on_gpu):
+        with tracer, mark_host_copies(tracer), gpu_operators(step.on_gpu), even_loads():
             for tensor in [*model.parameters(), *model.buffers()]:
                 for part in get_parts(tensor):
                     tracer.add(part, category=WEIGHTS)
@@ -224,8 +226,11 @@ def build_model(step: Step, blocks: Sequence[int] | None, groups: MeshGroups) ->
             reshard_after_forward=step.sharding.reshard_after_forward,
             reduce_dtype=step.sharding.reduce_dtype,
         )
-        names = tuple(name for name in mesh.mesh_dim_names or () if name != "tensor")
-        shard_model(model, mesh=mesh[names], policy=policy, option="fsdp")
+        experts = None
+        if groups.expert_mesh is not None:
+            divide_experts(model, groups.expert_mesh["expert"])
+            experts = ExpertSharding(mesh=get_data_axes(groups.expert_mesh), num_averaged=step.mesh.averaged_size)
+        shard_model(model, mesh=get_data_axes(mesh), policy=policy, option="fsdp", experts=experts)
     return model.train()
 
 

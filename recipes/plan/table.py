@@ -59,7 +59,7 @@ def _name_data_ranks(plan: Plan) -> str:
 
 def _describe_mesh(plan: Plan) -> Iterator[str]:
     """Yield the ranks along each dimension of the mesh, if they divide more than samples and weights."""
-    if plan.num_ranks == plan.mesh.data_size:
+    if plan.num_ranks == plan.mesh.data_size and plan.mesh.expert == 1:
         return
     sizes = {"pipeline": plan.pipeline.num_stages} if plan.pipeline.num_stages > 1 else {}
     yield "mesh: " + ", ".join(f"{name} {size}" for name, size in (sizes | plan.mesh.sizes()).items())
@@ -137,10 +137,10 @@ def _describe_communication(sent: Communication) -> Iterator[str]:
     )
     if len(sent.traffic) == 1:
         return
-    yield f"    {'dimension':<10} {'ranks':>6} {'GiB a step':>11} {'seconds':>9} {'not hidden':>11}"
+    yield f"    {'dimension':<12} {'ranks':>6} {'GiB a step':>11} {'seconds':>9} {'not hidden':>11}"
     for part in sent.traffic:
         yield (
-            f"    {part.dimension:<10} {part.num_ranks:>6,} {gib(part.num_bytes):>11.2f} {part.seconds:>9.3g}"
+            f"    {part.dimension:<12} {part.num_ranks:>6,} {gib(part.num_bytes):>11.2f} {part.seconds:>9.3g}"
             f" {part.exposed_seconds:>11.3g}"
         )
 

@@ -9,6 +9,7 @@ import torch
 from lightning.pytorch.plugins.io import CheckpointIO
 from lightning.pytorch.strategies import ModelParallelStrategy
 from torch import Tensor, nn
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule, OffloadPolicy
 from typing_extensions import override
 
@@ -16,6 +17,7 @@ from recipes.checkpoint.shards import ShardSavingMixin
 from recipes.lightning_internals import set_up_mesh
 from recipes.mesh import Mesh
 from recipes.parallel.context import divide_sequences
+from recipes.parallel.experts import divide_experts
 from recipes.parallel.stage_plan import plan_stages
 from recipes.parallel.stages import PipelineRanks, StagedModel, cut_stage, mark_copies
 from recipes.parallel.tensor import divide_tensors, mark_row_orders
@@ -23,7 +25,7 @@ from recipes.precision import Precision
 from recipes.strategy import get_blocks
 from recipes.strategy.pipeline import Pipeline
 from recipes.strategy.precision_plugin import to_lightning_plugin
-from recipes.strategy.sharding import ShardPolicy, shard_model
+from recipes.strategy.sharding import ExpertSharding, ShardPolicy, get_data_axes, shard_model
 from recipes.strategy.torch_native import TorchNativeMixin
 
 
@@ -53,6 +55,7 @@ class FSDP2Strategy(TorchNativeMixin, ShardSavingMixin, ModelParallelStrategy):
     state_layout: ClassVar[str] = "fsdp"
 
     _root: FSDPModule
+    _expert_mesh: DeviceMesh | None = None
 
     def __init__(
         self,
@@ -101,6 +104,12 @@ class FSDP2Strategy(TorchNativeMixin, ShardSavingMixin, ModelParallelStrategy):
     def setup_environment(self) -> None:
         """Join the process group and lay out the mesh; Lightning's would always add an axis for tensor parallelism."""
         set_up_mesh(self, self.connect_ranks, self.mesh_shape)
+        if self.mesh.expert > 1:
+            shape = {"replicate": self.mesh.replicate} if self.mesh.replicate > 1 else {}
+            shape |= {"expert_shard": self.mesh.expert_shard, "expert": self.mesh.expert}
+            self._expert_mesh = init_device_mesh(
+                self.root_device.type, tuple(shape.values()), mesh_dim_names=tuple(shape)
+            )
 
     def materialize(self, model: nn.Module, initialize: Callable[[nn.Module], None]) -> nn.Module:
         """Shard block by block, then give each shard storage and weights: no rank ever holds the full model."""
@@ -126,8 +135,13 @@ class FSDP2Strategy(TorchNativeMixin, ShardSavingMixin, ModelParallelStrategy):
             divide_tensors(model, self.device_mesh["tensor"], sequence_parallel=self.mesh.sequence_parallel)
         if self.groups.context is not None:
             divide_sequences(model, self.groups.context)
-        names = [name for name in self.device_mesh.mesh_dim_names or () if name in ("replicate", "shard")]
-        shard_model(model, mesh=self.device_mesh[tuple(names)], policy=self._policy, option=self.option)
+        experts = None
+        if self._expert_mesh is not None:
+            divide_experts(model, self._expert_mesh["expert"])
+            experts = ExpertSharding(mesh=get_data_axes(self._expert_mesh), num_averaged=self.averaged_size)
+        shard_model(
+            model, mesh=get_data_axes(self.device_mesh), policy=self._policy, option=self.option, experts=experts
+        )
         offloaded = isinstance(self._policy.offload, CPUOffloadPolicy)
         model.to_empty(device="cpu" if offloaded else self.root_device)
         if offloaded:

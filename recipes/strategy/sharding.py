@@ -9,6 +9,8 @@ import torch
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, OffloadPolicy, fully_shard
+from torch.distributed.fsdp._fully_shard._fsdp_common import FSDPMeshInfo
+from torch.distributed.fsdp._fully_shard._fsdp_init import _get_mesh_info
 from torch.distributed.fsdp._fully_shard._fsdp_param_group import FSDPParamGroup
 from torch.distributed.tensor import Shard
 
@@ -53,7 +55,28 @@ class ShardPolicy:
         )
 
 
-def shard_model(model: nn.Module, *, mesh: DeviceMesh, policy: ShardPolicy, option: str) -> None:
+@dataclass(frozen=True, kw_only=True)
+class ExpertSharding:
+    """How the weights of experts are sharded that ranks divide: over the ranks that have the same experts.
+
+    Attributes:
+        mesh: These ranks; the last axis shards, one before it replicates.
+        num_averaged: Ranks over whose tokens gradients are averaged. An expert has had those of all of them.
+    """
+
+    mesh: DeviceMesh
+    num_averaged: int
+
+
+def get_data_axes(mesh: DeviceMesh) -> DeviceMesh:
+    """Return the axes that replicate or shard what a rank has."""
+    names = [name for name in mesh.mesh_dim_names or () if name in ("replicate", "shard", "expert_shard")]
+    return mesh[tuple(names)]
+
+
+def shard_model(
+    model: nn.Module, *, mesh: DeviceMesh, policy: ShardPolicy, option: str, experts: ExpertSharding | None = None
+) -> None:
     """Shard a model in units that are gathered and reduced one by one.
 
     They are each block, an embedding and a head as large as a block if they are not tied, and all the rest.
@@ -63,6 +86,7 @@ def shard_model(model: nn.Module, *, mesh: DeviceMesh, policy: ShardPolicy, opti
         mesh: The ranks; the last axis shards, one before it replicates.
         policy: Dtypes, offload and resharding.
         option: Of the strategy, to name it in messages.
+        experts: Of the weights of experts that ranks divide; None: they divide none.
 
     Raises:
         ConfigError: The model has no `blocks`, or the rows of a weight in NF4 do not divide over the ranks.
@@ -74,7 +98,7 @@ def shard_model(model: nn.Module, *, mesh: DeviceMesh, policy: ShardPolicy, opti
     for child in _list_units(model, model.blocks):  # type: ignore[arg-type]
         if child is model.blocks:
             # the backward pass starts with the last block: freed, it would be gathered again at once
-            units += [_shard_unit(b, mesh, policy, reshard=b is not blocks[-1]) for b in blocks]
+            units += [_shard_unit(b, mesh, policy, reshard=b is not blocks[-1], experts=experts) for b in blocks]
         elif child in alone and isinstance(child, nn.Embedding):
             units.append(_shard_unit(child, mesh, policy, reshard=True))
             units[-1].set_unshard_in_backward(False)  # its gradient needs the tokens alone
@@ -112,15 +136,25 @@ def _list_units(model: nn.Module, blocks: nn.Module) -> Iterable[nn.Module]:
             yield child
 
 
-def _shard_unit(module: nn.Module, mesh: DeviceMesh, policy: ShardPolicy, *, reshard: bool) -> FSDPModule:
+def _shard_unit(
+    module: nn.Module,
+    mesh: DeviceMesh,
+    policy: ShardPolicy,
+    *,
+    reshard: bool,
+    experts: ExpertSharding | None = None,
+) -> FSDPModule:
     """Shard one module: matrices in a group of the low precision, all other parameters in one of full precision.
 
     Both groups are gathered before the module and freed after it. FSDP2 has one policy a module, and a module per
     policy would put its hooks inside the block: torch.compile would split the block there, and the next block would be
     gathered only when the last norm of this one is reached. So the second group joins the state of the first, which is
     how FSDP2 keeps the parameters of a module on two meshes (torch 2.13; private names, this is their only use).
+    Experts that ranks divide are a third group.
     """
+    divided = [] if experts is None else _list_weights_of_experts(module)
     low, full = _split_by_precision(module) if policy.precision.is_mixed else (list(module.parameters()), [])
+    low, full = ([p for p in group if not any(p is other for other in divided)] for group in (low, full))
     first, second = (low, full) if low else (full, [])
     fully_shard(
         module,
@@ -129,7 +163,7 @@ def _shard_unit(module: nn.Module, mesh: DeviceMesh, policy: ShardPolicy, *, res
         offload_policy=policy.offload,
         reshard_after_forward=reshard and policy.reshard_after_forward,
         shard_placement_fn=functools.partial(_choose_placement, num_shards=mesh.size(mesh.ndim - 1)),
-        ignored_params=set(second),
+        ignored_params={*second, *divided},
     )
     assert isinstance(module, FSDPModule)
     state = module._get_fsdp_state()
@@ -147,7 +181,28 @@ def _shard_unit(module: nn.Module, mesh: DeviceMesh, policy: ShardPolicy, *, res
             policy.offload,
         )
         state._fsdp_param_groups.append(other)
+    if experts is not None and divided:
+        info = _get_mesh_info(experts.mesh)
+        assert isinstance(info, FSDPMeshInfo)
+        other = FSDPParamGroup(
+            divided,
+            group.modules,
+            info,
+            None if group.post_forward_mesh_info is None else info,
+            group.device,
+            lambda _: Shard(1),  # rows: a rank may have fewer experts than there are shards
+            policy.mixed_precision(low=policy.precision.is_mixed),
+            policy.offload,
+        )
+        other.gradient_divide_factor = experts.num_averaged
+        # gloo cannot scale while it adds; a single shard would be divided twice (torch 2.13)
+        other.force_sum_reduction_for_comms = experts.mesh.size(experts.mesh.ndim - 1) > 1
+        state._fsdp_param_groups.append(other)
     return module
+
+
+def _list_weights_of_experts(module: nn.Module) -> list[nn.Parameter]:
+    return [part.weight for part in module.modules() if isinstance(part, GroupedLinear)]
 
 
 def _choose_placement(parameter: nn.Parameter, *, num_shards: int) -> Shard | None:

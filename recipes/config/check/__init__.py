@@ -73,7 +73,7 @@ def check_config(
         *wrong_devices,
         *check_batch_size(config, world_size),
         *check_mesh(config, world_size),
-        *check_moe(config),
+        *check_moe(config, world_size),
         *check_compatibility(config),
         *check_strategy(config, world_size),
         *check_activation_checkpoint(config),

@@ -26,7 +26,8 @@ def check_mesh(config: Mapping[str, Any], world_size: int | None) -> Iterator[Co
         yield from _check_plan(config)
     if not takes_steps(config) or world_size is None:
         return
-    if any(not isinstance(config.get(name, 1), int) or config.get(name, 1) < 1 for name in MODEL_SIZES):
+    sizes = (config.get(name, 1) for name in (*MODEL_SIZES, "expert_parallel_size"))
+    if any(not isinstance(size, int) or size < 1 for size in sizes):
         return  # reported by the checks of types and ranges
     try:
         make_mesh(config, get_ranks(config))

@@ -1,24 +1,35 @@
 """Check what a model with experts cannot be combined with, and that its experts suffice."""
 
+import math
 from collections.abc import Iterator, Mapping
 from typing import Any
 
+from recipes.config.mesh import make_mesh
+from recipes.config.ranks import get_ranks
 from recipes.config.signature import read_signature
-from recipes.config.traits import takes_steps
+from recipes.config.traits import plans_steps, takes_steps
 from recipes.errors import ConfigError
 
 # optimizers that take what has two axes or more for one matrix
 _OF_MATRICES = ("adafactor", "muon")
 
 
-def check_moe(config: Mapping[str, Any]) -> Iterator[ConfigError]:
+def check_moe(config: Mapping[str, Any], world_size: int | None) -> Iterator[ConfigError]:
     """Check a model that routes tokens to experts.
 
     Args:
         config: Composed config whose nodes match their signatures.
+        world_size: Ranks of the run; None if they are a mistake of their own.
     """
     model = config["model"]
     if not read_signature(str(model["_target_"])).constants.get("routes_tokens"):
+        size = config.get("expert_parallel_size", 1)
+        if size != 1 and (takes_steps(config) or plans_steps(config)):
+            yield ConfigError(
+                f"expert_parallel_size={size} model._target_={model['_target_']}",
+                "it has no experts",
+                "expert_parallel_size=1, or model=moe_nano or another one with experts",
+            )
         return
     experts, chosen = model.get("num_experts"), model.get("num_experts_per_token")
     if isinstance(experts, int) and isinstance(chosen, int) and chosen > experts:
@@ -28,8 +39,10 @@ def check_moe(config: Mapping[str, Any]) -> Iterator[ConfigError]:
             f"model.num_experts_per_token={experts}",
         )
     yield from _adapter_and_precision(config)
+    if takes_steps(config) or plans_steps(config):
+        yield from _divided_experts(config)
     if takes_steps(config):
-        yield from _steps(config)
+        yield from _steps(config, world_size)
 
 
 def _adapter_and_precision(config: Mapping[str, Any]) -> Iterator[ConfigError]:
@@ -49,8 +62,38 @@ def _adapter_and_precision(config: Mapping[str, Any]) -> Iterator[ConfigError]:
         )
 
 
-def _steps(config: Mapping[str, Any]) -> Iterator[ConfigError]:
+def _divided_experts(config: Mapping[str, Any]) -> Iterator[ConfigError]:
+    """Check that the ranks divide the experts."""
+    size, experts = config.get("expert_parallel_size", 1), config["model"].get("num_experts")
+    if isinstance(size, int) and size > 0 and isinstance(experts, int) and experts % size:
+        yield ConfigError(
+            f"expert_parallel_size={size}",
+            f"model.num_experts={experts} does not divide over {size} ranks",
+            f"expert_parallel_size={math.gcd(size, experts)}",
+        )
+
+
+def _check_shards(config: Mapping[str, Any]) -> Iterator[ConfigError]:
+    """Check that the ranks with the same experts divide the rows of their matrices."""
+    try:
+        shards = make_mesh(config, get_ranks(config)).expert_shard
+    except ConfigError:  # reported by the checks of the mesh
+        return
+    for name in ("ffn_hidden_size", "hidden_size"):
+        rows = config["model"].get(name)
+        if isinstance(rows, int) and rows % shards:
+            yield ConfigError(
+                f"model.{name}={rows} expert_parallel_size={config['expert_parallel_size']}",
+                f"{shards} ranks have the same experts, and do not divide the rows of their matrices",
+                f"model.{name}={-(-rows // math.lcm(shards, 8)) * math.lcm(shards, 8)}",
+            )
+
+
+def _steps(config: Mapping[str, Any], world_size: int | None) -> Iterator[ConfigError]:
     """Check a run that takes steps."""
+    divided = config.get("expert_parallel_size", 1)
+    if isinstance(divided, int) and divided > 1 and world_size is not None:
+        yield from _check_shards(config)
     for name in ("tensor", "pipeline"):
         size = config.get(f"{name}_parallel_size", 1)
         if size != 1:
@@ -73,4 +116,10 @@ def _steps(config: Mapping[str, Any]) -> Iterator[ConfigError]:
             f"optimizer={optimizer[-2]} with experts",
             "it would take the stacked matrices of all experts for one",
             "optimizer=adamw",
+        )
+    if "recipes" in optimizer and optimizer[-2] == "adamw_8bit" and divided != 1:
+        yield ConfigError(
+            f"optimizer=adamw_8bit expert_parallel_size={divided}",
+            "it reads blocks of whole matrices, of which a rank has parts",
+            "optimizer=adamw, or expert_parallel_size=1",
         )

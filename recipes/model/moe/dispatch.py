@@ -9,6 +9,8 @@ import torch
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
+from recipes.numerics.permutation import find_opposite, permute_rows
+
 
 class Order(NamedTuple):
     """The rows of all tokens by expert. Row i * K + k is that of token i and its k-th choice.
@@ -29,9 +31,7 @@ def sort_by_expert(chosen: Tensor) -> Order:
         chosen: [N, K] int64, the experts of each token.
     """
     by_expert = chosen.flatten().argsort(stable=True)
-    by_token = torch.empty_like(by_expert)
-    by_token[by_expert] = torch.arange(len(by_expert), device=by_expert.device)
-    return Order(by_expert, by_token)
+    return Order(by_expert, find_opposite(by_expert))
 
 
 def gather_rows(x: Tensor, order: Order) -> Tensor:
@@ -49,7 +49,7 @@ def combine_rows(rows: Tensor, order: Order, weights: Tensor) -> Tensor:
         weights: [N, K] float32; the sum is in float32, and rounded once.
     """
     num_tokens, num_chosen = weights.shape
-    by_token: Tensor = _Permute.apply(rows, order.by_token, order.by_expert)  # type: ignore[no-untyped-call]
+    by_token = permute_rows(rows, order.by_token, order.by_expert)
     parts = by_token.view(num_tokens, num_chosen, -1) * weights.unsqueeze(-1)  # [N, K, W] float32
     return parts.sum(dim=1).to(rows.dtype)
 
@@ -68,18 +68,3 @@ class _GatherRows(torch.autograd.Function):
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
         (by_token,) = ctx.saved_tensors
         return grad[by_token].view(ctx.num_tokens, -1, grad.shape[1]).sum(dim=1), None, None
-
-
-class _Permute(torch.autograd.Function):
-    """Rows in another order: the gradient goes back by the opposite one."""
-
-    @staticmethod
-    def forward(ctx: Any, rows: Tensor, order: Tensor, opposite: Tensor) -> Tensor:
-        ctx.save_for_backward(opposite)
-        return rows[order]
-
-    @staticmethod
-    @once_differentiable  # type: ignore[misc, untyped-decorator]
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
-        (opposite,) = ctx.saved_tensors
-        return grad[opposite], None, None

@@ -8,10 +8,17 @@ from typing_extensions import override
 from recipes.model.moe.dispatch import combine_rows, gather_rows, sort_by_expert
 from recipes.model.moe.router import Router
 from recipes.numerics.grouped_linear import GroupedLinear
+from recipes.parallel.experts import ExpertRanks
 
 
 class Experts(nn.Module):
-    """E SwiGLU MLPs, each for some rows; weights are stacked, `gate` and `up` [E, F, W] and `out` [E, W, F]."""
+    """E SwiGLU MLPs, each for some rows; weights are stacked, `gate` and `up` [E, F, W] and `out` [E, W, F].
+
+    Attributes:
+        expert_ranks: The ranks that divide them; None: this one has all.
+    """
+
+    expert_ranks: ExpertRanks | None = None
 
     def __init__(self, num_experts: int, *, hidden_size: int, ffn_hidden_size: int) -> None:
         super().__init__()
@@ -27,6 +34,12 @@ class Experts(nn.Module):
             rows: [R, W], by expert.
             counts: [E] int64, rows of each expert.
         """
+        if self.expert_ranks is not None:
+            return self.expert_ranks.compute(rows, counts, self._compute)
+        return self._compute(rows, counts)
+
+    def _compute(self, rows: Tensor, counts: Tensor) -> Tensor:
+        """Do so with the experts of this rank."""
         ends = counts.cumsum(dim=0).to(torch.int32)  # [E]
         out: Tensor = self.out(F.silu(self.gate(rows, ends)) * self.up(rows, ends), ends)
         return out
