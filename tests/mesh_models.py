@@ -18,8 +18,10 @@ from recipes.mesh import Mesh
 from recipes.model.gpt2 import GPT2
 from recipes.model.init import fill, generator_for, named_parameters
 from recipes.model.llama import Llama
+from recipes.model.moe import MoeLlama
 from recipes.numerics.head_loss import HeadLoss
 from recipes.numerics.loss import IGNORE_INDEX
+from recipes.parallel.experts import make_expert_mesh
 from recipes.parallel.groups import make_groups
 from recipes.parallel.placement import cut_box, find_box, find_row_orders
 from recipes.precision import Precision
@@ -40,6 +42,7 @@ MODELS: dict[str, Callable[[], Any]] = {
     "llama, tied": lambda: Llama(**_LLAMA, num_heads=4, num_kv_heads=4, tie_embeddings=True),
     # four ranks divide its query heads and not its key-value heads, and not three
     "llama, 2 groups": lambda: Llama(**_LLAMA, num_heads=4, num_kv_heads=2),
+    "experts": lambda: MoeLlama(**_LLAMA, num_heads=4, num_kv_heads=2, num_experts=4, num_experts_per_token=2),
     "llama, 3 heads": lambda: Llama(**_LLAMA, num_heads=3, num_kv_heads=3, head_dim=8),
 }
 
@@ -62,6 +65,7 @@ class ThreadStrategy(FSDP2Strategy):
         )
         self.mesh, self.groups = mesh, make_groups(mesh)
         shape = self.mesh_shape()
+        self._expert_mesh = make_expert_mesh(mesh, "cpu")
         self._device_mesh = init_device_mesh("cpu", tuple(shape.values()), mesh_dim_names=tuple(shape))
 
     root_device = torch.device("cpu")  # type: ignore[assignment]

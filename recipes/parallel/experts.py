@@ -14,10 +14,11 @@ from collections.abc import Callable
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
-from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.tensor import DTensor, Shard, distribute_tensor
 from typing_extensions import override
 
+from recipes.mesh import Mesh
 from recipes.numerics.collectives import ExchangeRows, exchange_rows
 from recipes.numerics.grouped_linear import GroupedLinear, grouped_linear
 from recipes.numerics.permutation import find_opposite, permute_rows
@@ -95,6 +96,25 @@ class DividedGroupedLinear(GroupedLinear):
     def forward(self, x: Tensor, ends: Tensor) -> Tensor:
         assert isinstance(self.weight, DTensor)
         return grouped_linear(x, self.weight.to_local(), ends)
+
+
+def make_expert_mesh(mesh: Mesh, device_type: str) -> DeviceMesh | None:
+    """Return the ranks by the experts that they have: replicas, shards of the same experts, and other experts.
+
+    A collective. It is not the mesh of the other weights, whose shards are all of these ranks.
+
+    Args:
+        mesh: Of all ranks.
+        device_type: Of torch.
+
+    Returns:
+        None where no ranks divide experts.
+    """
+    if mesh.expert == 1:
+        return None
+    shape = {"replicate": mesh.replicate} if mesh.replicate > 1 else {}
+    shape |= {"expert_shard": mesh.expert_shard, "expert": mesh.expert}
+    return init_device_mesh(device_type, tuple(shape.values()), mesh_dim_names=tuple(shape))
 
 
 def divide_experts(model: nn.Module, mesh: DeviceMesh) -> None:

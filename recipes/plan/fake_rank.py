@@ -11,7 +11,7 @@ from torch._subclasses.fake_tensor import unset_fake_temporarily
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
 from recipes.mesh import Mesh
-from recipes.parallel.experts import ExpertRanks
+from recipes.parallel.experts import ExpertRanks, make_expert_mesh
 from recipes.precision import Precision
 
 
@@ -51,12 +51,7 @@ def make_groups(mesh: Mesh, *, shards: bool) -> MeshGroups:
     shape = {"replicate": mesh.replicate} if mesh.replicate > 1 else {}
     shape |= {"shard": mesh.shard * mesh.context} | ({"tensor": mesh.tensor} if mesh.tensor > 1 else {})
     device_mesh = init_device_mesh("cpu", tuple(shape.values()), mesh_dim_names=tuple(shape))
-    expert_mesh = None
-    if mesh.expert > 1:
-        shape = {"replicate": mesh.replicate} if mesh.replicate > 1 else {}
-        shape |= {"expert_shard": mesh.expert_shard, "expert": mesh.expert}
-        expert_mesh = init_device_mesh("cpu", tuple(shape.values()), mesh_dim_names=tuple(shape))
-    return MeshGroups(device_mesh=device_mesh, expert_mesh=expert_mesh, context=context)
+    return MeshGroups(device_mesh=device_mesh, expert_mesh=make_expert_mesh(mesh, "cpu"), context=context)
 
 
 @contextlib.contextmanager

@@ -9,7 +9,7 @@ import torch
 from lightning.pytorch.plugins.io import CheckpointIO
 from lightning.pytorch.strategies import ModelParallelStrategy
 from torch import Tensor, nn
-from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule, OffloadPolicy
 from typing_extensions import override
 
@@ -17,7 +17,7 @@ from recipes.checkpoint.shards import ShardSavingMixin
 from recipes.lightning_internals import set_up_mesh
 from recipes.mesh import Mesh
 from recipes.parallel.context import divide_sequences
-from recipes.parallel.experts import divide_experts
+from recipes.parallel.experts import divide_experts, make_expert_mesh
 from recipes.parallel.stage_plan import plan_stages
 from recipes.parallel.stages import PipelineRanks, StagedModel, cut_stage, mark_copies
 from recipes.parallel.tensor import divide_tensors, mark_row_orders
@@ -104,12 +104,7 @@ class FSDP2Strategy(TorchNativeMixin, ShardSavingMixin, ModelParallelStrategy):
     def setup_environment(self) -> None:
         """Join the process group and lay out the mesh; Lightning's would always add an axis for tensor parallelism."""
         set_up_mesh(self, self.connect_ranks, self.mesh_shape)
-        if self.mesh.expert > 1:
-            shape = {"replicate": self.mesh.replicate} if self.mesh.replicate > 1 else {}
-            shape |= {"expert_shard": self.mesh.expert_shard, "expert": self.mesh.expert}
-            self._expert_mesh = init_device_mesh(
-                self.root_device.type, tuple(shape.values()), mesh_dim_names=tuple(shape)
-            )
+        self._expert_mesh = make_expert_mesh(self.mesh, self.root_device.type)
 
     def materialize(self, model: nn.Module, initialize: Callable[[nn.Module], None]) -> nn.Module:
         """Shard block by block, then give each shard storage and weights: no rank ever holds the full model."""

@@ -41,6 +41,10 @@ MODELS: dict[str, tuple[list[str], dict[str, Any]]] = {
         [*DECODER, "model=llama_nano", "model.num_kv_heads=1", "model.ffn_hidden_size=64"],
         TOKENS,
     ),
+    "experts": (
+        [*DECODER, "model=moe_nano", "model.num_kv_heads=1", "model.ffn_hidden_size=32", "model.num_experts=4"],
+        TOKENS,
+    ),
     "resnet18": (["model=resnet18", "data=digits", "optimizer.lr=1e-3"], IMAGES),
 }
 
@@ -97,6 +101,10 @@ MESHES: dict[str, list[str]] = {
     "pp2": [_FSDP, _PP],
     "pp2, interleaved": [_FSDP, _PP, "pipeline_schedule=Interleaved1F1B"],
     "pp2, zero bubble": [_FSDP, _PP, "pipeline_schedule=ZBVZeroBubble"],
+    "ep2": [_FSDP, "expert_parallel_size=2"],
+    "ep4": [_FSDP, "expert_parallel_size=4"],
+    "ep2, two replicas": [_FSDP, "expert_parallel_size=2", "data_parallel_replicate=2"],
+    "ep4, cp2": [_FSDP, "expert_parallel_size=4", "context_parallel_size=2"],
     "tp2, cp2": [_FSDP, "tensor_parallel_size=2", "context_parallel_size=2"],
     "tp2, two replicas": [_FSDP, "tensor_parallel_size=2", "data_parallel_replicate=2"],
     "pp2, tp2": [_FSDP, _PP, "tensor_parallel_size=2"],
@@ -202,9 +210,9 @@ def memory_case(name: str, *, world_size: int, num_layers: int = 4) -> dict[str,
     }
 
 
-def overflow_case(name: str, *more: str, world_size: int) -> dict[str, Any]:
+def overflow_case(name: str, *more: str, world_size: int, model: str = "gpt2") -> dict[str, Any]:
     """Return six steps in float16; in the third step, the last rank's gradients overflow."""
-    base = case("gpt2", strategy=ENGINES[name], precision="16-mixed", accumulate=2, world_size=world_size)
+    base = case(model, strategy=ENGINES[name], precision="16-mixed", accumulate=2, world_size=world_size)
     overrides = [override for override in base["overrides"] if not override.startswith("save_every")]
     overrides += ["trainer.max_steps=6", "eval_every=6", "save_every=4", *more]
     return base | {"overrides": overrides, "overflow": {"step": 2, "rank": world_size - 1}}

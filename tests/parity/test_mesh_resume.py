@@ -21,19 +21,31 @@ MESHES = {
     "tp2 of 4": ("tp2", 4),
     "pp2 x tp2": ("pp2, tp2", 4),
 }
-PAIRS = list(itertools.product(MESHES, repeat=2))
+EXPERTS = {
+    "experts, single": ("single", 1),
+    "experts, fsdp": ("fsdp", 2),
+    "experts, ZeRO-3": ("ZeRO-3", 2),
+    "experts, ep2": ("ep2", 2),
+    "experts, ep2 of 4": ("ep2", 4),
+}
+PAIRS = [*itertools.product(MESHES, repeat=2), *itertools.product(EXPERTS, repeat=2)]
 if not IS_LONG:
     MESHES.pop("tp2 of 4")
+    EXPERTS.pop("experts, ep2 of 4")
     PAIRS = [
         *(("tp2", "tp2"), ("pp2", "pp2"), ("cp2", "cp2"), ("pp2 x tp2", "pp2 x tp2")),
         *(("single", "tp2"), ("pp2 x tp2", "tp2"), ("ZeRO-3", "pp2"), ("tp2", "pp2"), ("pp2", "cp2")),
         *(("tp2", "single"), ("pp2 x tp2", "single"), ("fsdp", "pp2 x tp2"), ("pp2", "ZeRO-3"), ("tp2", "fsdp")),
+        *((f"experts, {one}", f"experts, {other}") for one, other in (("ep2", "ep2"), ("ep2", "single"))),
+        *((f"experts, {one}", f"experts, {other}") for one, other in (("ZeRO-3", "ep2"), ("ep2", "fsdp"))),
     ]
+MESHES |= EXPERTS
 
 
 def _case(name: str, *more: str) -> dict[str, Any]:
     engine, world_size = MESHES[name]
-    made = case("gpt2", strategy=ENGINES[engine], precision="32-true", accumulate=2, world_size=world_size)
+    model = "experts" if name.startswith("experts") else "gpt2"
+    made = case(model, strategy=ENGINES[engine], precision="32-true", accumulate=2, world_size=world_size)
     replaced = ("save_every", "trainer.max_steps", "eval_every")
     kept = [override for override in made["overrides"] if not override.startswith(replaced)]
     kept += [f"save_every={HALF}", f"trainer.max_steps={STEPS}", f"eval_every={STEPS}"]
@@ -70,6 +82,10 @@ def curves(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
     return first | resumed
 
 
+def _alone(name: str) -> str:
+    return "experts, single" if name in EXPERTS else "single"
+
+
 @pytest.mark.parametrize(("origin", "target"), PAIRS)
 def test_what_a_mesh_has_loaded_is_what_another_has_saved(origin: str, target: str, curves: dict[str, Any]) -> None:
     result = curves[f"{origin} -> {target}"]
@@ -79,7 +95,7 @@ def test_what_a_mesh_has_loaded_is_what_another_has_saved(origin: str, target: s
 
 @pytest.mark.parametrize(("origin", "target"), PAIRS)
 def test_a_resumed_run_follows_the_curve_of_one_device(origin: str, target: str, curves: dict[str, Any]) -> None:
-    rows, alone = curves[f"{origin} -> {target}"]["rows"], curves["single"]["rows"][HALF:]
+    rows, alone = curves[f"{origin} -> {target}"]["rows"], curves[_alone(target)]["rows"][HALF:]
     assert [row["step"] for row in rows] == list(range(HALF + 1, STEPS + 1))
     # float32 sums in another order: see test_mesh.py
     assert max(largest_difference(rows, alone).values()) <= 1e-5

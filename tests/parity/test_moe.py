@@ -6,12 +6,12 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from cases import COMMON, GLOBAL_BATCH_SIZE, STRATEGIES, TOKENS, largest_difference
+from cases import COMMON, ENGINES, GLOBAL_BATCH_SIZE, IS_LONG, TOKENS, largest_difference
 from ranks import run_on_ranks
 
 Rows = Callable[..., list[dict[str, float]]]
 
-NUM_STEPS = 8
+NUM_STEPS = 20 if IS_LONG else 8
 MODEL = [
     *("data=random_tokens", "model=moe_nano", "model.vocab_size=64", "model.max_seq_len=16", "model.num_layers=2"),
     *("model.num_heads=2", "model.num_kv_heads=1", "model.hidden_size=32", "model.ffn_hidden_size=32"),
@@ -28,8 +28,8 @@ def case(
     name: str, *more: str, world_size: int, accumulate: int = 1, precision: str = "32-true", model: list[str] = TERMS
 ) -> dict[str, Any]:
     """Return one way to run the experiment."""
-    strategy = STRATEGIES[name] if name in STRATEGIES else name.split()
-    num_data_ranks = 1 if "context_parallel_size=2" in strategy else world_size
+    strategy = ENGINES[name] if name in ENGINES else name.split()
+    num_data_ranks = world_size // 2 if "context_parallel_size=2" in strategy else world_size
     micro_batch_size = GLOBAL_BATCH_SIZE // (accumulate * num_data_ranks)
     sizes = [f"micro_batch_size={micro_batch_size}", f"trainer.devices={world_size}", f"precision={precision}"]
     steps = [f"trainer.max_steps={NUM_STEPS}", f"eval_every={NUM_STEPS}"]
@@ -47,6 +47,10 @@ TWO = {
     "ddp x4": case("ddp", world_size=2, accumulate=4),
     "fsdp x4": case("fsdp", world_size=2, accumulate=4),
     "fsdp recomputed": case("fsdp", RECOMPUTED, world_size=2),
+    "ep2 x1": case("ep2", world_size=2),
+    "ep2 x4, recomputed": case("ep2", RECOMPUTED, world_size=2, accumulate=4),
+    "ep2 x2, per step": case("ep2", "strategy.gradient_sync=per_step", world_size=2, accumulate=2),
+    "ep2, cpu offload": case("ep2", "strategy.cpu_offload=true", world_size=2),
     "ZeRO-2 x4": case("ZeRO-2", world_size=2, accumulate=4),
     "ZeRO-3 recomputed": case("ZeRO-3", RECOMPUTED, world_size=2),
 }
@@ -54,7 +58,14 @@ OTHERS = {
     "three experts": case("fsdp", world_size=2, model=THREE),
     "no terms": case("strategy=ddp context_parallel_size=2", world_size=2, model=BIAS),
 }
-LOW = {f"{name}, bfloat16": case(name, world_size=2, precision="bf16-mixed") for name in ("fsdp", "ZeRO-3")}
+# name -> the run on one device that it follows
+FOUR = {
+    "ep2 of 4 x2": (case("ep2", world_size=4, accumulate=2), "x1"),
+    "ep2, two replicas x1": (case("ep2, two replicas", world_size=4), "x1"),
+    "ep4, cp2 x2": (case("ep4, cp2", world_size=4, accumulate=2, model=BIAS), "no terms"),
+}
+MORE_ON_FOUR = {"ep4 x4": (case("ep4", world_size=4, accumulate=4), "x1")}
+LOW = {f"{name}, bfloat16": case(name, world_size=2, precision="bf16-mixed") for name in ("fsdp", "ep2", "ZeRO-3")}
 ALL = TWO | OTHERS | LOW
 
 
@@ -81,6 +92,26 @@ def test_two_ranks_give_the_curve_of_one_device(name: str, rows: Rows) -> None:
 @pytest.mark.parametrize("name", OTHERS)
 def test_other_experts_and_divided_sequences_give_the_curve_of_one_device_too(name: str, rows: Rows) -> None:
     _equal(rows("moe two", ALL, name, world_size=2), rows("moe single", SINGLE, name, world_size=1))
+
+
+@pytest.mark.parametrize("name", FOUR)
+def test_four_ranks_give_the_curve_of_one_device(name: str, rows: Rows) -> None:
+    cases = {name: made for name, (made, _) in FOUR.items()}
+    _equal(rows("moe four", cases, name, world_size=4), rows("moe single", SINGLE, FOUR[name][1], world_size=1))
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", MORE_ON_FOUR)
+def test_so_do_four_that_have_one_expert_each(name: str, rows: Rows) -> None:
+    cases = {name: made for name, (made, _) in MORE_ON_FOUR.items()}
+    found = rows("moe four, long", cases, name, world_size=4)
+    _equal(found, rows("moe single", SINGLE, MORE_ON_FOUR[name][1], world_size=1))
+
+
+def test_the_load_of_the_rank_with_most_rows_lies_between_even_and_the_most_uneven(rows: Rows) -> None:
+    for row in rows("moe two", ALL, "ep2 x1", world_size=2):
+        assert 1 <= row["moe/rank_load_max"] <= min(2, row["moe/load_max"])
+    assert "moe/rank_load_max" not in rows("moe two", ALL, "fsdp x4", world_size=2)[0]
 
 
 @pytest.mark.parametrize("name", LOW)

@@ -10,13 +10,15 @@ from ranks import run_on_ranks
 ENGINES = ["ddp", "fsdp", "fsdp, cpu offload", "hsdp", "ZeRO-1", "ZeRO-2, offload", "ZeRO-3", "tp2", "cp2, ddp", "pp2"]
 ALONE = {"single": overflow_case("single", world_size=1)}
 TWO = {name: overflow_case(name, world_size=2) for name in ENGINES}
+TWO |= {"ep2": overflow_case("ep2", world_size=2, model="experts")}
+ALONE |= {"experts": overflow_case("single", world_size=1, model="experts")}
 
 
-@pytest.mark.parametrize("name", ENGINES)
+@pytest.mark.parametrize("name", TWO)
 def test_an_overflow_on_one_rank_is_skipped_and_counted_as_on_one_device(
     name: str, rows: Callable[..., list[dict[str, float]]]
 ) -> None:
-    expected = rows("overflow alone", ALONE, "single", world_size=1)
+    expected = rows("overflow alone", ALONE, "experts" if name == "ep2" else "single", world_size=1)
     found = rows("overflow", TWO, name, world_size=2)
     assert [row["precision/overflow_steps"] for row in found] == [0, 0, 1, 1, 1, 1]
     scales = [row["precision/loss_scale"] for row in found]

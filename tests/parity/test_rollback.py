@@ -34,6 +34,7 @@ ON_TWO = [
     "recipe=fsdp_bf16 adapter=qlora model.hidden_size=64",
     "recipe=tp_bf16",
     "recipe=cp_bf16 strategy=ddp",
+    "recipe=ep_bf16 model.num_kv_heads=1 model.ffn_hidden_size=32",
     "recipe=pp_bf16 trainer.accumulate_grad_batches=null",
 ]
 ON_FOUR = ["recipe=fsdp_tp_pp_bf16 trainer.accumulate_grad_batches=null micro_batch_size=4"]
@@ -45,10 +46,10 @@ if IS_LONG:
 
 def _case(name: str, folder: Path, world_size: int) -> dict[str, Any]:
     overrides = [override for override in COMMON if not override.startswith(("trainer.max", "callbacks"))]
+    has_experts = name.startswith("recipe=ep_")
     overrides += [
         *DECODER,
-        "model=gpt2_nano",
-        "model.dropout=0.1",
+        *([] if has_experts else ["model=gpt2_nano", "model.dropout=0.1"]),
         "callbacks=[grad_norm,loss_scale]",
     ]
     overrides += [f"trainer.max_steps={STEPS}", f"trainer.devices={world_size}", f"save_every={TO}"]
