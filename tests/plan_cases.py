@@ -21,6 +21,7 @@ _TEXT = ["data=random_tokens", "model.vocab_size=2048", "seq_len=128", "model.ma
 _SMALL = ["model.hidden_size=256", "model.num_heads=4", "model.num_layers=4"]
 GPT = ["model=gpt2_nano", *_TEXT, *_SMALL]
 LLAMA = ["model=llama_nano", *_TEXT, *_SMALL, "model.num_kv_heads=2", "model.ffn_hidden_size=512"]
+EXPERTS = [*LLAMA, "model=moe_nano"]
 DEEP = [*GPT, "model.num_layers=12", "model.hidden_size=128"]
 WIDE = [*GPT, "model.num_layers=2", "model.hidden_size=512"]
 RESNET = ["model=resnet18", "data=digits", "metrics=classification", "callbacks=[grad_norm]"]
@@ -101,6 +102,15 @@ CASES: dict[str, tuple[int, list[str]]] = {
     "fsdp, llama, bf16-mixed, tensor, recomputed": (
         2,
         [*LLAMA, "strategy=fsdp", "precision=bf16-mixed", "tensor_parallel_size=2", RECOMPUTE],
+    ),
+    "fsdp, experts": (2, [*EXPERTS, "strategy=fsdp"]),
+    "fsdp, experts divided": (2, [*EXPERTS, "strategy=fsdp", "expert_parallel_size=2"]),
+    "fsdp, experts divided, bf16-mixed, recomputed, 2 micro-batches": (
+        2,
+        [
+            *(*EXPERTS, "strategy=fsdp", "expert_parallel_size=2", "precision=bf16-mixed", RECOMPUTE),
+            *("micro_batch_size=2", "strategy.gradient_sync=per_step"),
+        ],
     ),
     "fsdp, context": (2, [*GPT, "strategy=fsdp", "context_parallel_size=2"]),
     "fsdp, llama, bf16-mixed, context, 2 micro-batches": (

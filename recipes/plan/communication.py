@@ -138,7 +138,7 @@ def of_shards(
         seconds, at_a_time = (sum(part) for part in zip(*needed[name].values(), strict=True))
         if at_a_time and name == "replicate":  # what is late may catch up while later blocks are computed
             exposed = max(at_a_time - step.of("backward/").total, 0.0) * seconds / at_a_time
-        if num_ranks > 1:
+        if num_ranks > 1 and (name != "expert_shard" or mesh.expert > 1):
             traffic = Traffic(
                 dimension=name, num_ranks=num_ranks, num_bytes=total[name], seconds=seconds, exposed_seconds=exposed
             )

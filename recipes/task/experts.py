@@ -88,7 +88,7 @@ class TrainsExperts(TrainingTask, ABC):
         self.log_row({"moe/load_max": largest, "moe/load_min": smallest, "moe/router_entropy": entropy / num_tokens})
         strategy: Any = self.trainer.strategy
         if strategy.mesh.expert > 1:  # the others wait for the rank with most
-            of_ranks, _ = describe_loads(counts.unflatten(1, (strategy.mesh.expert, -1)).sum(dim=-1))
+            of_ranks, _ = describe_loads(counts.view(len(counts), strategy.mesh.expert, -1).sum(dim=-1))
             self.log_row({"moe/rank_load_max": of_ranks})
         if model.load_balance_loss:
             self.log_row({"moe/load_balance_loss": balance / self._num_targets})

@@ -12,6 +12,7 @@ from recipes.errors import ConfigError
 
 # optimizers that take what has two axes or more for one matrix
 _OF_MATRICES = ("adafactor", "muon")
+_ALIGNMENT = 8  # of the products of experts, `recipes.numerics.grouped_linear`, which imports torch
 
 
 def check_moe(config: Mapping[str, Any], world_size: int | None) -> Iterator[ConfigError]:
@@ -39,10 +40,10 @@ def check_moe(config: Mapping[str, Any], world_size: int | None) -> Iterator[Con
             f"model.num_experts_per_token={experts}",
         )
     yield from _adapter_and_precision(config)
-    if takes_steps(config) or plans_steps(config):
-        yield from _divided_experts(config)
+    if plans_steps(config) or (takes_steps(config) and world_size is not None):
+        yield from _check_division(config)
     if takes_steps(config):
-        yield from _steps(config, world_size)
+        yield from _steps(config)
 
 
 def _adapter_and_precision(config: Mapping[str, Any]) -> Iterator[ConfigError]:
@@ -62,38 +63,35 @@ def _adapter_and_precision(config: Mapping[str, Any]) -> Iterator[ConfigError]:
         )
 
 
-def _divided_experts(config: Mapping[str, Any]) -> Iterator[ConfigError]:
-    """Check that the ranks divide the experts."""
-    size, experts = config.get("expert_parallel_size", 1), config["model"].get("num_experts")
-    if isinstance(size, int) and size > 0 and isinstance(experts, int) and experts % size:
+def _check_division(config: Mapping[str, Any]) -> Iterator[ConfigError]:
+    """Check that the ranks divide the experts, and those with the same experts the rows of their matrices."""
+    size, model = config.get("expert_parallel_size", 1), config["model"]
+    if not isinstance(size, int) or size < 2:
+        return
+    try:
+        shards = make_mesh(config, get_ranks(config)).expert_shard if takes_steps(config) else 1
+    except ConfigError:
+        return  # reported by the checks of the mesh
+    if isinstance(model.get("num_experts"), int) and model["num_experts"] % size:
         yield ConfigError(
             f"expert_parallel_size={size}",
-            f"model.num_experts={experts} does not divide over {size} ranks",
-            f"expert_parallel_size={math.gcd(size, experts)}",
+            f"model.num_experts={model['num_experts']} does not divide over {size} ranks",
+            f"expert_parallel_size={math.gcd(size, model['num_experts'])}",
         )
-
-
-def _check_shards(config: Mapping[str, Any]) -> Iterator[ConfigError]:
-    """Check that the ranks with the same experts divide the rows of their matrices."""
-    try:
-        shards = make_mesh(config, get_ranks(config)).expert_shard
-    except ConfigError:  # reported by the checks of the mesh
         return
     for name in ("ffn_hidden_size", "hidden_size"):
-        rows = config["model"].get(name)
+        rows = model.get(name)
         if isinstance(rows, int) and rows % shards:
+            multiple = math.lcm(shards, _ALIGNMENT)
             yield ConfigError(
-                f"model.{name}={rows} expert_parallel_size={config['expert_parallel_size']}",
+                f"model.{name}={rows} expert_parallel_size={size}",
                 f"{shards} ranks have the same experts, and do not divide the rows of their matrices",
-                f"model.{name}={-(-rows // math.lcm(shards, 8)) * math.lcm(shards, 8)}",
+                f"model.{name}={-(-rows // multiple) * multiple}",
             )
 
 
-def _steps(config: Mapping[str, Any], world_size: int | None) -> Iterator[ConfigError]:
+def _steps(config: Mapping[str, Any]) -> Iterator[ConfigError]:
     """Check a run that takes steps."""
-    divided = config.get("expert_parallel_size", 1)
-    if isinstance(divided, int) and divided > 1 and world_size is not None:
-        yield from _check_shards(config)
     for name in ("tensor", "pipeline"):
         size = config.get(f"{name}_parallel_size", 1)
         if size != 1:
@@ -117,6 +115,7 @@ def _steps(config: Mapping[str, Any], world_size: int | None) -> Iterator[Config
             "it would take the stacked matrices of all experts for one",
             "optimizer=adamw",
         )
+    divided = config.get("expert_parallel_size", 1)
     if "recipes" in optimizer and optimizer[-2] == "adamw_8bit" and divided != 1:
         yield ConfigError(
             f"optimizer=adamw_8bit expert_parallel_size={divided}",

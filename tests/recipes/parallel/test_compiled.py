@@ -47,6 +47,29 @@ def test_every_gradient_of_compiled_blocks_is_that_of_one_device(name: str, mesh
         assert max(differences.values()) < GRADIENT_TOLERANCE, differences
 
 
+def test_every_gradient_of_compiled_blocks_with_divided_experts_is_that_of_one_device() -> None:
+    """The exchange of rows is no part of the graph: each step has another number of them."""
+    torch._dynamo.reset()
+    mesh = Mesh(shard=2, expert=2)
+    batches = [make_batch(), make_batch(packed=True)]
+    one = make_model("experts")
+    expected_losses = [float(run_backward(one, batch)) for batch in batches]
+    expected = gradients_of(one)
+
+    def work(rank: int) -> tuple[list[float], dict[str, float]]:
+        model = make_model("experts", mesh)
+        for block in model.blocks:
+            block.compile(backend="aot_eager", dynamic=False)
+        losses = [float(run_backward(model, batch, mesh, rank=rank)) for batch in batches]
+        return losses, dict(gradient_differences(model, expected))
+
+    of_ranks = run_on_threads(work, num_ranks=2)
+    totals = [sum(losses) for losses in zip(*(losses for losses, _ in of_ranks), strict=True)]
+    assert totals == pytest.approx(expected_losses, rel=LOSS_TOLERANCE)
+    for _, differences in of_ranks:
+        assert max(differences.values()) < GRADIENT_TOLERANCE, differences
+
+
 @pytest.mark.parametrize("sequence_parallel", [True, False])
 def test_no_block_takes_what_is_still_on_its_way(sequence_parallel: bool) -> None:
     def work(rank: int) -> list[str]:

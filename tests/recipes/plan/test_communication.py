@@ -102,6 +102,42 @@ def test_matrices_send_within_the_node_and_nothing_hides_it() -> None:
     assert tensor.exposed_seconds == tensor.seconds
 
 
+def test_experts_send_rows_that_nothing_hides_and_their_shards_gather_what_ranks_with_the_same_experts_have() -> None:
+    """Eight ranks of two nodes with four experts each way: those with the same are four apart, one link away."""
+    ops = [
+        _collective("c10d::_allgather_base_", "expert_shard", "forward/block 0"),
+        _collective("_c10d_functional::all_to_all_single", "expert", "forward/block 0"),
+    ]
+    mesh = Mesh(shard=16, expert=4)
+    [expert] = of_model_ranks(ops, _cluster(2), mesh, num_micro_batches=3)
+    assert (expert.dimension, expert.num_ranks) == ("expert", 4)
+    assert expert.num_bytes == pytest.approx(3 * 3 / 4 * 1e9)
+    assert expert.exposed_seconds == expert.seconds
+    [_, shards] = of_shards(ops, STEP, _cluster(2), mesh, num_micro_batches=3)
+    assert (shards.dimension, shards.num_ranks) == ("expert_shard", 4)
+    assert shards.num_bytes == pytest.approx(3 * 3 / 4 * 1e9)
+
+
+def test_both_kinds_of_shards_hide_behind_the_same_computation() -> None:
+    """A second of products before the backward pass; half a second is left for what comes second."""
+    needed = 1e9
+    one = of_shards(
+        [_collective("c10d::_allgather_base_", "shard", "backward/block 0", num_bytes=needed)],
+        STEP,
+        _cluster(2),
+        Mesh(shard=16),
+        num_micro_batches=1,
+    )[0]
+    num_bytes = needed * 0.75 / one.seconds  # three quarters of a second
+    sent = [
+        _collective("c10d::_allgather_base_", name, "backward/block 0", num_bytes=num_bytes)
+        for name in ("shard", "expert_shard")
+    ]
+    shard, experts = of_shards(sent, STEP, _cluster(2), Mesh(shard=16, expert=2), num_micro_batches=1)
+    assert shard.exposed_seconds == 0
+    assert experts.exposed_seconds == pytest.approx(experts.seconds - (1 - shard.seconds), rel=1e-6)
+
+
 def test_shards_are_those_of_samples_and_sequences_and_replicas_send_what_is_left() -> None:
     """Eight shards, four ranks apart: two in a node, whose eight links they share with three other groups."""
     ops = [

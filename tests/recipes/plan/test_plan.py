@@ -36,6 +36,7 @@ RUN = [
     "fsdp, tensor",
     "fsdp, llama, bf16-mixed, tensor, recomputed",
     "fsdp, context",
+    "fsdp, experts divided",
     "ZeRO-1, batch 2",
     "ZeRO-2, 2 micro-batches",
     "ZeRO-3",
@@ -161,11 +162,20 @@ def test_a_size_that_does_not_divide_the_heads_is_one_message() -> None:
     assert [mistake for mistake in mistakes if "model.num_heads=12 does not divide over 5 ranks" in str(mistake)]
 
 
-def test_experts_are_not_planned() -> None:
-    config = composed_config("mode=plan", "data=random_tokens", "recipe=fsdp_bf16", "model=gpt2")
-    cluster = find_cluster("h100x8", per_node=None, num_nodes=1, interconnect=None, memory_gib=None)
-    with pytest.raises(ConfigError, match="expert_parallel_size=4"):
-        make_plan(config | {"expert_parallel_size": 4}, cluster, rates=None)
+def test_divided_experts_have_as_much_state_on_a_rank_and_gather_less() -> None:
+    base = ["recipe=ep_bf16", "model=moe_8x7b", "global_batch_size=8", "micro_batch_size=1", "seq_len=2048"]
+    base += ["model.num_layers=4", "activation_checkpoint=every_block"]
+    whole, divided, alone = (_gpu_plan(*base, f"expert_parallel_size={size}") for size in (1, 4, 8))
+    for name in ("weights", "optimizer"):
+        assert _most(divided, name) == pytest.approx(_most(whole, name), rel=0.03)
+    assert whole.checkpoint_bytes == pytest.approx(alone.checkpoint_bytes, rel=0.03)
+    assert whole.peak.moment.total > divided.peak.moment.total > alone.peak.moment.total
+    assert alone.mesh.sizes() == {"shard": 8, "expert": 8}
+
+
+def test_a_size_that_does_not_divide_the_experts_is_one_message() -> None:
+    _, mistakes = compose_and_check(["mode=plan", "recipe=ep_bf16", "model=moe_8x7b", "expert_parallel_size=3"])
+    assert [mistake for mistake in mistakes if "model.num_experts=8 does not divide over 3 ranks" in str(mistake)]
 
 
 def test_ranks_that_do_not_divide_into_shards_are_rejected() -> None:

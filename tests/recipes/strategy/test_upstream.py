@@ -213,6 +213,24 @@ def test_torch_still_reduces_the_overflow_flag_by_the_placements_of_the_first_gr
     assert set(flags) == {0.0, 1.0}, "some ranks would step"
 
 
+def test_torch_still_divides_the_gradient_of_a_single_shard_twice() -> None:
+    """2.13, `strategy.sharding._shard_unit`: with a factor of its own, and sums instead of means."""
+
+    def work(rank: int) -> tuple[float, float]:
+        found = []
+        for forces_sums in (False, True):
+            layer = nn.Linear(1, 1, bias=False)
+            fully_shard(layer, mesh=init_device_mesh("cpu", (1,)))
+            layer.set_gradient_divide_factor(4.0)
+            layer.set_force_sum_reduction_for_comms(forces_sums)
+            layer(torch.ones(1, 1)).sum().backward()
+            assert isinstance(layer.weight.grad, DTensor)
+            found.append(float(layer.weight.grad.to_local()))
+        return found[0], found[1]
+
+    assert run_on_threads(work, num_ranks=1) == [(1 / 4, 1 / 16)]
+
+
 def test_torch_still_hides_the_padding_of_divided_logits_in_a_copy() -> None:
     """2.13, `model.decoder.Head`, which joins its columns first."""
 

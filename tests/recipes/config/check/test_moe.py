@@ -5,6 +5,7 @@ import pytest
 from recipes.config import compose_and_check
 
 _TWO = "trainer.accelerator=cpu trainer.devices=2"
+_FOUR = "trainer.accelerator=cpu trainer.devices=4"
 _TERMS = "+model.load_balance_loss=0.01"
 
 # what is typed -> the mistake, and its fix
@@ -35,6 +36,46 @@ MISTAKES = {
         " type pipeline_parallel_size=1",
         "pipeline_parallel_size=1",
     ),
+    f"strategy=ddp {_TWO} expert_parallel_size=2": (
+        "expert_parallel_size=2 strategy=ddp: experts are divided under strategy=fsdp and hsdp only;"
+        " type strategy=fsdp, which shards over the other ranks, or expert_parallel_size=1",
+        "strategy=fsdp",
+    ),
+    "expert_parallel_size=2": (
+        "expert_parallel_size=2 strategy=single: experts are divided under strategy=fsdp and hsdp only;"
+        " type strategy=fsdp, which shards over the other ranks, or expert_parallel_size=1",
+        "expert_parallel_size=1",
+    ),
+    f"strategy=fsdp {_FOUR} expert_parallel_size=3": (
+        "expert_parallel_size=3: 4 ranks do not divide into groups of 3;"
+        " type expert_parallel_size=2, or another trainer.devices",
+        "expert_parallel_size=2",
+    ),
+    f"strategy=hsdp {_FOUR} data_parallel_shard=2 expert_parallel_size=4": (
+        "expert_parallel_size=4: 2 ranks do not divide into groups of 4;"
+        " type expert_parallel_size=2, or another trainer.devices",
+        "expert_parallel_size=2",
+    ),
+    f"strategy=fsdp {_FOUR} expert_parallel_size=4 model.num_experts=6": (
+        "expert_parallel_size=4: model.num_experts=6 does not divide over 4 ranks; type expert_parallel_size=2",
+        "expert_parallel_size=2",
+    ),
+    "strategy=fsdp trainer.accelerator=cpu trainer.devices=6 expert_parallel_size=2 micro_batch_size=1"
+    " global_batch_size=12 model.ffn_hidden_size=256": (
+        "model.ffn_hidden_size=256 expert_parallel_size=2: 3 ranks have the same experts, and do not divide the rows"
+        " of their matrices; type model.ffn_hidden_size=264",
+        "model.ffn_hidden_size=264",
+    ),
+    f"strategy=fsdp {_TWO} expert_parallel_size=2 optimizer=adamw_8bit": (
+        "optimizer=adamw_8bit expert_parallel_size=2: it reads blocks of whole matrices, of which a rank has parts;"
+        " type optimizer=adamw, or expert_parallel_size=1",
+        "optimizer=adamw",
+    ),
+    f"strategy=fsdp {_TWO} expert_parallel_size=2 model=llama_nano": (
+        "expert_parallel_size=2 model._target_=recipes.model.llama.Llama: it has no experts;"
+        " type expert_parallel_size=1, or model=moe_nano or another one with experts",
+        "expert_parallel_size=1",
+    ),
     f"strategy=ddp {_TWO} context_parallel_size=2 {_TERMS}": (
         "context_parallel_size=2 model.load_balance_loss=0.01: the terms of a sequence need all of its tokens, of which"
         " a rank has a part; type model.load_balance_loss=0 model.balance_rate=0.001",
@@ -46,15 +87,26 @@ MISTAKES = {
 @pytest.mark.parametrize("typed", MISTAKES)
 def test_a_mistake_is_one_sentence_and_its_fix_composes(typed: str) -> None:
     mistake, fix = MISTAKES[typed]
-    _, mistakes = compose_and_check(["model=moe_nano", *typed.split()])
+    base = [] if "model=" in typed else ["model=moe_nano"]
+    _, mistakes = compose_and_check([*base, *typed.split()])
     assert [str(found) for found in mistakes] == [mistake]
     fixed = {word.partition("=")[0].lstrip("+"): word for word in typed.split()}
     fixed |= {word.partition("=")[0]: f"+{word}" if "load_balance" in word else word for word in fix.split()}
     fixed.pop("precision.emulate", None)
-    _, mistakes = compose_and_check(["model=moe_nano", *fixed.values()])
+    _, mistakes = compose_and_check([*base, *fixed.values()])
     assert not mistakes
 
 
 def test_divided_sequences_work_with_a_bias_and_models_without_experts_with_all_of_it() -> None:
     assert not compose_and_check(["model=moe_nano", "strategy=ddp", *_TWO.split(), "context_parallel_size=2"])[1]
     assert not compose_and_check(["model=llama_nano", "optimizer=muon"])[1]
+
+
+@pytest.mark.parametrize(
+    "typed",
+    ["strategy=fsdp", "strategy=hsdp data_parallel_shard=2", "strategy=fsdp context_parallel_size=2", "optimizer=lion"],
+)
+def test_divided_experts_work_with_other_ways_to_divide(typed: str) -> None:
+    typed = typed if "strategy" in typed else f"strategy=fsdp {typed}"
+    overrides = ["model=moe_nano", *_FOUR.split(), "expert_parallel_size=2", *typed.split()]
+    assert [str(mistake) for mistake in compose_and_check(overrides)[1]] == []
