@@ -22,9 +22,8 @@ from recipes.plan.pipeline import Pipeline
 from recipes.plan.recorded import Recorded, record_config
 from recipes.plan.roofline import Rates, StepSeconds
 from recipes.plan.stages import Stages, divide_layers, stage_moments
-from recipes.plan.step import Step
 from recipes.plan.times import estimate_times, measure_times
-from recipes.plan.trace import GRADIENTS, OFFLOADED, OPTIMIZER, WEIGHTS, Op
+from recipes.plan.trace import GRADIENTS, OFFLOADED, OPTIMIZER, WEIGHTS
 
 # kept free for what the allocator cannot use: blocks of other sizes than those asked for
 FRAGMENTATION = 0.05
@@ -112,16 +111,7 @@ def make_plan(config: Config, cluster: Cluster, *, rates: Rates | OperatorTimer 
     ops, step, engine, accumulation = recorded.ops, recorded.step, recorded.engine, recorded.accumulation
     num_parameters, num_ranks, model = recorded.num_parameters, engine.num_ranks, recorded.model
     stages = _find_stages(recorded)
-    experts = (part.weight.numel() for part in model.modules() if isinstance(part, GroupedLinear))
-    moments = _find_moments(
-        ops,
-        engine,
-        step,
-        stages,
-        accumulation,
-        num_parameters=num_parameters,
-        num_expert_weights=sum(experts),
-    )
+    moments = _find_moments(recorded, stages)
     state_bytes = _state_bytes(moments[0], engine, saved_share=_saved_share(model))
     moments, offloaded = _without_offloaded(moments, engine, is_gpu=step.on_gpu)
     is_sharded = engine.zero is not None or engine.sharding is not None
@@ -200,17 +190,9 @@ def _find_stages(recorded: Recorded) -> Stages | None:
     return divide_layers(recorded.ops, recorded.model, engine.pipeline, boundary_bytes=boundary_bytes)
 
 
-def _find_moments(
-    ops: list[Op],
-    engine: Engine,
-    step: Step,
-    stages: Stages | None,
-    accumulation: Accumulation,
-    *,
-    num_parameters: int,
-    num_expert_weights: int,
-) -> list[Moment]:
+def _find_moments(recorded: Recorded, stages: Stages | None) -> list[Moment]:
     """Return the memory of a rank, with what its engine adds to the recorded operators."""
+    ops, engine, step, num_parameters = recorded.ops, recorded.engine, recorded.step, recorded.num_parameters
     moments = list(timeline(ops))
     if engine.zero is not None:
         return list(with_zero(moments, engine.zero, num_parameters=num_parameters, accumulates=step.accumulates))
@@ -222,14 +204,15 @@ def _find_moments(
             ops,
             moments,
             stages,
-            num_micro_batches=accumulation.num_micro_batches,
+            num_micro_batches=recorded.accumulation.num_micro_batches,
             gathered_itemsize=precision.compute_dtype.itemsize,
             gradient_itemsize=engine.sharding.reduce_dtype.itemsize,
             tensor=tensor,
         )
     if step.accumulates and not engine.sharding.syncs_each_micro_batch:
-        idle = num_expert_weights * (engine.mesh.expert - 1) // engine.mesh.expert
-        unsharded = (num_parameters - idle) * precision.param_dtype.itemsize // tensor
+        experts = sum(part.weight.numel() for part in recorded.model.modules() if isinstance(part, GroupedLinear))
+        elsewhere = experts * (engine.mesh.expert - 1) // engine.mesh.expert
+        unsharded = (num_parameters - elsewhere) * precision.param_dtype.itemsize // tensor
         return list(with_unsharded_gradients(moments, num_bytes=unsharded))
     return moments
 

@@ -182,23 +182,30 @@ def _shard_unit(
         )
         state._fsdp_param_groups.append(other)
     if experts is not None and divided:
-        info = _get_mesh_info(experts.mesh)
-        assert isinstance(info, FSDPMeshInfo)
-        other = FSDPParamGroup(
-            divided,
-            group.modules,
-            info,
-            None if group.post_forward_mesh_info is None else info,
-            group.device,
-            lambda _: Shard(1),  # rows: a rank may have fewer experts than there are shards
-            policy.mixed_precision(low=policy.precision.is_mixed),
-            policy.offload,
-        )
-        other.gradient_divide_factor = experts.num_averaged
-        # gloo cannot scale while it adds; a single shard would be divided twice (torch 2.13)
-        other.force_sum_reduction_for_comms = experts.mesh.size(experts.mesh.ndim - 1) > 1
-        state._fsdp_param_groups.append(other)
+        state._fsdp_param_groups.append(_make_group_of_experts(divided, group, experts, policy))
     return module
+
+
+def _make_group_of_experts(
+    weights: list[nn.Parameter], beside: FSDPParamGroup, experts: ExpertSharding, policy: ShardPolicy
+) -> FSDPParamGroup:
+    """Return a group of parameters on the mesh of experts that is gathered and freed with another one."""
+    info = _get_mesh_info(experts.mesh)
+    assert isinstance(info, FSDPMeshInfo)
+    group = FSDPParamGroup(
+        weights,
+        beside.modules,
+        info,
+        None if beside.post_forward_mesh_info is None else info,
+        beside.device,
+        lambda _: Shard(1),  # rows: a rank may have fewer experts than there are shards
+        policy.mixed_precision(low=policy.precision.is_mixed),
+        policy.offload,
+    )
+    group.gradient_divide_factor = experts.num_averaged
+    # gloo cannot scale while it adds; a single shard would be divided twice (torch 2.13)
+    group.force_sum_reduction_for_comms = info.shard_mesh_size > 1
+    return group
 
 
 def _list_weights_of_experts(module: nn.Module) -> list[nn.Parameter]:
