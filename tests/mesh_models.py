@@ -42,8 +42,12 @@ MODELS: dict[str, Callable[[], Any]] = {
     "llama, tied": lambda: Llama(**_LLAMA, num_heads=4, num_kv_heads=4, tie_embeddings=True),
     # four ranks divide its query heads and not its key-value heads, and not three
     "llama, 2 groups": lambda: Llama(**_LLAMA, num_heads=4, num_kv_heads=2),
-    "experts": lambda: MoeLlama(**_LLAMA, num_heads=4, num_kv_heads=2, num_experts=4, num_experts_per_token=2),
     "llama, 3 heads": lambda: Llama(**_LLAMA, num_heads=3, num_kv_heads=3, head_dim=8),
+}
+
+# ranks divide its experts, and not its matrices
+EXPERTS: dict[str, Callable[[], Any]] = {
+    "experts": lambda: MoeLlama(**_LLAMA, num_heads=4, num_kv_heads=2, num_experts=4, num_experts_per_token=2),
 }
 
 # float32 sums in another order, over the largest value of a tensor; a gradient passes through more of them
@@ -113,11 +117,11 @@ def make_model(
 ) -> Any:
     """Return a model on one device, or this rank's part of it."""
     if mesh is None:
-        model = MODELS[name]()
+        model = (MODELS | EXPERTS)[name]()
         initialize(model)
         return model
     with torch.device("meta"):
-        model = MODELS[name]()
+        model = (MODELS | EXPERTS)[name]()
     ThreadStrategy(mesh, precision=precision).materialize(model, initialize)
     return model
 

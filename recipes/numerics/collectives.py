@@ -100,18 +100,21 @@ def _split(x: Tensor, size: int, *, dim: int) -> Tensor:
 
 
 class GatherParts(torch.autograd.Function):
-    """Every rank uses all parts: the gradient of a part is summed over ranks. `apply(x, group, dim)`."""
+    """Every rank uses all parts: the gradient of a part is summed over ranks. `apply(x, group, dim, dtype)`.
+
+    Parts are sent in a dtype, and are in that of x again afterwards; their gradients are sent as they are.
+    """
 
     @staticmethod
     @override
-    def forward(ctx: Any, x: Tensor, group: dist.ProcessGroup, dim: int) -> Tensor:
+    def forward(ctx: Any, x: Tensor, group: dist.ProcessGroup, dim: int, dtype: torch.dtype) -> Tensor:
         ctx.group, ctx.dim = group, dim
-        return gather_parts(x, group, dim=dim)
+        return gather_parts(x.to(dtype), group, dim=dim).to(x.dtype)
 
     @staticmethod
     @override
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None]:
-        return scatter_sum(grad, ctx.group, dim=ctx.dim), None, None
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None, None]:
+        return scatter_sum(grad, ctx.group, dim=ctx.dim), None, None, None
 
 
 class ScatterSum(torch.autograd.Function):

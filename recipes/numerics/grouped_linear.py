@@ -14,6 +14,8 @@ from torch.autograd.function import once_differentiable
 from torch.utils.flop_counter import register_flop_formula
 from typing_extensions import override
 
+from recipes.numerics.linear import get_product_dtype
+
 ALIGNMENT = 8  # elements: rows begin at multiples of 16 bytes, which the kernels ask for, in bfloat16
 
 
@@ -27,10 +29,8 @@ def grouped_linear(x: Tensor, weight: Tensor, ends: Tensor) -> Tensor:
         weight: [E, M, K]; M a multiple of `ALIGNMENT`.
         ends: [E] int32, the row after the last one of each group. Groups may be empty; the last ends at R.
     """
-    if x.device.type != "meta" and torch.is_autocast_enabled(x.device.type):
-        dtype = torch.get_autocast_dtype(x.device.type)
-        x, weight = x.to(dtype), weight.to(dtype)
-    out: Tensor = _GroupedLinear.apply(x, weight, ends)  # type: ignore[no-untyped-call]
+    dtype = get_product_dtype(x)
+    out: Tensor = _GroupedLinear.apply(x.to(dtype), weight.to(dtype), ends)  # type: ignore[no-untyped-call]
     return out
 
 

@@ -15,7 +15,7 @@ from torch.autograd.function import once_differentiable
 
 from recipes.numerics.collectives import gather_parts
 from recipes.numerics.divided_vocabulary import Gradients, loss_and_gradients_of_columns
-from recipes.numerics.linear import linear, weight_gradient
+from recipes.numerics.linear import get_product_dtype, linear, weight_gradient
 from recipes.numerics.loss import IGNORE_INDEX
 
 
@@ -244,5 +244,4 @@ def split(num_tokens: int, chunk_tokens: int) -> Iterator[slice]:
 
 def cast_weight(weight: Tensor) -> Tensor:
     """Return the weight in the dtype that autocast computes products in."""
-    kind = weight.device.type
-    return weight.to(torch.get_autocast_dtype(kind)) if torch.is_autocast_enabled(kind) else weight
+    return weight.to(get_product_dtype(weight))

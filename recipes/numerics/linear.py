@@ -32,6 +32,14 @@ def _mkl_takes_half() -> bool:
 ONEDNN_IS_FASTER = _mkl_takes_half()
 
 
+def get_product_dtype(x: Tensor) -> torch.dtype:
+    """Return the dtype in which a linear layer would multiply a tensor: autocast's, or its own."""
+    kind = x.device.type
+    if kind == "meta" or not torch.is_autocast_enabled(kind):
+        return x.dtype
+    return torch.get_autocast_dtype(kind)
+
+
 def linear(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
     """Return x @ weight.T + bias, [..., M], as `F.linear` does.
 

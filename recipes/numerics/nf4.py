@@ -17,7 +17,7 @@ from torch.autograd.function import once_differentiable
 from torch.distributed.tensor import DTensor
 from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
 
-from recipes.numerics.linear import linear
+from recipes.numerics.linear import get_product_dtype, linear
 from recipes.numerics.torchao_import import without_warnings_of_torchao
 
 BLOCK = 64  # weights that share a scale
@@ -158,8 +158,7 @@ class NF4Linear(nn.Linear):
 
     def forward(self, input: Tensor) -> Tensor:
         """Return the outputs [..., M] of inputs [..., K], in the compute dtype."""
-        device = input.device.type
-        dtype = torch.get_autocast_dtype(device) if torch.is_autocast_enabled(device) else input.dtype
+        dtype = get_product_dtype(input)
         bias = None if self.bias is None else self.bias.to(dtype)
         out: Tensor = _Product.apply(input.to(dtype), *_get_operands(self.weight), bias)  # type: ignore[no-untyped-call]
         return out

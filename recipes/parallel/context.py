@@ -68,7 +68,7 @@ class ContextRanks:
 
     def gather(self, keys: Tensor, values: Tensor) -> tuple[Tensor, Tensor]:
         """Return keys and values of all tokens: [B, G, t, Q] -> [B, G, T, Q]."""
-        every: Any = [GatherParts.apply(part, self.group, 2) for part in (keys, values)]  # type: ignore[no-untyped-call]
+        every: Any = [GatherParts.apply(part, self.group, 2, part.dtype) for part in (keys, values)]  # type: ignore[no-untyped-call]
         return every[0], every[1]
 
     def causal_rows(self, num_own: int, *, device: torch.device) -> Tensor:

@@ -21,6 +21,7 @@ from typing_extensions import override
 from recipes.mesh import Mesh
 from recipes.numerics.collectives import ExchangeRows, exchange_rows
 from recipes.numerics.grouped_linear import GroupedLinear, grouped_linear
+from recipes.numerics.linear import get_product_dtype
 from recipes.numerics.permutation import find_opposite, permute_rows
 
 
@@ -35,6 +36,8 @@ class ExpertRanks:
         self.group = group
         self.size = group.size()
 
+    # there are as many rows as tokens go to a rank: the compiler would compile each number of them
+    @torch.compiler.disable  # type: ignore[untyped-decorator]
     def compute(self, rows: Tensor, counts: Tensor, experts: Callable[[Tensor, Tensor], Tensor]) -> Tensor:
         """Return what the experts of all ranks make of this rank's rows, [R, W].
 
@@ -43,11 +46,6 @@ class ExpertRanks:
             counts: [E] int64, rows of each expert.
             experts: Computes rows [S, W], by expert, of which there are as many as counts [e] say.
         """
-        # there are as many rows as tokens go to a rank: the compiler would compile each number of them
-        out: Tensor = torch.compiler.disable(self._compute)(rows, counts, experts)  # type: ignore[no-untyped-call]
-        return out
-
-    def _compute(self, rows: Tensor, counts: Tensor, experts: Callable[[Tensor, Tensor], Tensor]) -> Tensor:
         per_rank = [len(counts) // self.size] * self.size
         theirs = exchange_rows(counts, self.group, num_sent=per_rank, num_received=per_rank)
         theirs = theirs.view(self.size, -1)  # [N, e], of each rank for the experts of this one
@@ -70,9 +68,9 @@ class ExpertRanks:
         return num_sent, num_received
 
     def _exchange(self, rows: Tensor, num_sent: list[int], num_received: list[int]) -> Tensor:
-        device = rows.device.type
-        dtype = torch.get_autocast_dtype(device) if torch.is_autocast_enabled(device) else rows.dtype
-        out: Tensor = ExchangeRows.apply(rows, self.group, num_sent, num_received, dtype)  # type: ignore[no-untyped-call]
+        out: Tensor = ExchangeRows.apply(  # type: ignore[no-untyped-call]
+            rows, self.group, num_sent, num_received, get_product_dtype(rows)
+        )
         return out
 
 

@@ -21,7 +21,7 @@ from typing_extensions import override
 
 from recipes.errors import ConfigError
 from recipes.numerics.collectives import GatherParts, JoinColumns, ScatterSum, SumParts, UseOnAll
-from recipes.numerics.linear import Linear, linear
+from recipes.numerics.linear import Linear, get_product_dtype, linear
 from recipes.numerics.rms_norm import RMSNorm, rms_norm
 from recipes.parallel.placement import RowOrder
 
@@ -64,9 +64,13 @@ class TensorRanks:
         return x.shape[1] * (self.size if x.ndim == 3 and self.splits_sequence else 1)
 
     def enter(self, x: Tensor) -> Tensor:
-        """Return what every rank needs before a matrix cut by columns: [B, t, W] -> [B, T, W]."""
+        """Return what every rank needs before a matrix cut by columns: [B, t, W] -> [B, T, W].
+
+        It is sent as the product rounds it. It stays in its own dtype all the same: the gradients of several products
+        are added in that, as on one device.
+        """
         if self.splits_sequence:
-            out: Tensor = GatherParts.apply(x, self.group, 1)  # type: ignore[no-untyped-call]
+            out: Tensor = GatherParts.apply(x, self.group, 1, get_product_dtype(x))  # type: ignore[no-untyped-call]
         else:
             out = UseOnAll.apply(x, self.group)  # type: ignore[no-untyped-call]
         return out

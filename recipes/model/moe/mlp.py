@@ -35,7 +35,8 @@ class Experts(nn.Module):
             counts: [E] int64, rows of each expert.
         """
         if self.expert_ranks is not None:
-            return self.expert_ranks.compute(rows, counts, self._compute)
+            of_all: Tensor = self.expert_ranks.compute(rows, counts, self._compute)
+            return of_all
         return self._compute(rows, counts)
 
     def _compute(self, rows: Tensor, counts: Tensor) -> Tensor:

@@ -13,6 +13,7 @@ from torch import Tensor
 from recipes.numerics import collectives
 from recipes.numerics.collectives import (
     ExchangeParts,
+    ExchangeRows,
     GatherParts,
     JoinColumns,
     ScatterSum,
@@ -54,7 +55,8 @@ def _case_along(dim: int) -> dict[str, Case]:
     other = (dim + 1) % 3
     return {
         f"gather, {dim}": Case(
-            lambda x, group: GatherParts.apply(x, group, dim), lambda parts: [torch.cat(parts, dim)] * len(parts)
+            lambda x, group: GatherParts.apply(x, group, dim, x.dtype),
+            lambda parts: [torch.cat(parts, dim)] * len(parts),
         ),
         f"scatter, {dim}": Case(lambda x, group: ScatterSum.apply(x, group, dim), lambda parts: _scatter(parts, dim)),
         f"exchange, {dim} for {other}": Case(
@@ -212,3 +214,26 @@ def test_an_average_replaces_each_tensor_on_every_rank() -> None:
 def test_without_ranks_a_sum_is_the_value_itself() -> None:
     value = torch.ones(3)
     assert sum_over_ranks(value, torch.device("cpu")) is value
+
+
+def test_what_is_sent_is_rounded_to_the_dtype_of_a_product_and_its_gradient_is_not() -> None:
+    third = 1 / 3
+
+    def work(rank: int) -> list[tuple[Tensor, Tensor]]:
+        found = []
+        for send in (
+            lambda x: GatherParts.apply(x, dist.group.WORLD, 0, torch.bfloat16),
+            lambda x: ExchangeRows.apply(x, dist.group.WORLD, [1, 1], [1, 1], torch.bfloat16),
+        ):
+            x = torch.full((2, 3), third, requires_grad=True)
+            out = send(x)
+            (third * out).sum().backward()
+            assert x.grad is not None
+            found.append((out.detach(), x.grad))
+        return found
+
+    for gathered, exchanged in run_on_threads(work, num_ranks=2):
+        for out, grad, uses in ((*gathered, 2), (*exchanged, 1)):  # both ranks use what was gathered
+            assert out.dtype == grad.dtype == torch.float32
+            assert (out == torch.tensor(third).bfloat16().float()).all()
+            assert (grad == torch.tensor(third) * uses).all()
