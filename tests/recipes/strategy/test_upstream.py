@@ -231,6 +231,17 @@ def test_torch_still_divides_the_gradient_of_a_single_shard_twice() -> None:
     assert run_on_threads(work, num_ranks=1) == [(1 / 4, 1 / 16)]
 
 
+def test_gloo_still_cannot_scale_while_it_adds(tmp_path: Path) -> None:
+    """torch 2.13, `strategy.sharding._make_group_of_experts`."""
+    store = torch.distributed.FileStore(str(tmp_path / "store"), 1)
+    torch.distributed.init_process_group("gloo", store=store, rank=0, world_size=1)
+    try:
+        with pytest.raises((RuntimeError, ValueError), match="PREMUL_SUM"):
+            torch.distributed.all_reduce(torch.ones(1), op=torch.distributed._make_nccl_premul_sum(0.5))
+    finally:
+        torch.distributed.destroy_process_group()
+
+
 def test_torch_still_hides_the_padding_of_divided_logits_in_a_copy() -> None:
     """2.13, `model.decoder.Head`, which joins its columns first."""
 
