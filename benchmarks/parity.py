@@ -1,6 +1,6 @@
 """The parity table: every strategy on its real engine, in CPU processes, compared with one device. About 5 minutes.
 
-`python benchmarks/parity.py meshes` does so for ranks that divide matrices, sequences and layers, as long.
+`python benchmarks/parity.py meshes` does so for ranks that divide matrices, sequences, layers and experts, as long.
 """
 
 import itertools
@@ -70,12 +70,14 @@ def grid(names: list[str], models: list[str], precision: str, world_size: int, s
     }
 
 
-MESH_SIZES = {"tp2, cp2": 4, "tp2, two replicas": 4, "pp2, tp2": 4, "pp2, cp2": 4}  # ranks; of all others two
+# ranks; of all others two
+MESH_SIZES = {"tp2, cp2": 4, "tp2, two replicas": 4, "pp2, tp2": 4, "pp2, cp2": 4}
+MESH_SIZES |= {"ep4": 4, "ep2, two replicas": 4, "ep4, cp2": 4}
 
 
 def meshes() -> None:
     """Compare every mesh with one device: four layers, so that each of two ranks may have two stages."""
-    more = {"gpt2": ["model.num_layers=4"], "llama": ["model.num_layers=4", "model.num_kv_heads=2"]}
+    more = {"gpt2": ["model.num_layers=4"], "llama": ["model.num_layers=4", "model.num_kv_heads=2"], "experts": []}
 
     def make(name: str, model: str, split: int, ranks: int) -> dict[str, Any]:
         made = case(model, strategy=ENGINES[name], precision="32-true", accumulate=split, world_size=ranks)
@@ -84,11 +86,14 @@ def meshes() -> None:
     reference = run({model: make("single", model, 1, 1) for model in more}, 1)
     groups: dict[int, dict[str, Any]] = {}
     for name, model in itertools.product(MESHES, more):
+        if name.startswith("ep") != (model == "experts"):
+            continue
         ranks = MESH_SIZES.get(name, 2)
         needed = {"pp2, interleaved": 2, "pp2, zero bubble": 2}.get(name, 2 if name.startswith("pp2") else 1)
-        for split in (needed, 4) if model == "gpt2" else (4,):
+        for split in (4,) if model == "llama" else (needed, 4):
             groups.setdefault(ranks, {})[f"{name} | {model} | {split}"] = make(name, model, split, ranks)
-    groups[8] = {f"pp2, tp2 | {model} | 2": make("pp2, tp2", model, 2, 8) for model in more}
+    groups[8] = {f"pp2, tp2 | {model} | 2": make("pp2, tp2", model, 2, 8) for model in ("gpt2", "llama")}
+    groups[4]["ep2 | experts | 2"] = make("ep2", "experts", 2, 4)
     groups[4] |= {f"{name} | gpt2 | 2": make(name, "gpt2", 2, 4) for name in ("tp2", "cp2, ZeRO-3", "pp2")}
     rows = []
     for ranks, cases in sorted(groups.items()):
@@ -104,10 +109,11 @@ def meshes() -> None:
 
 
 def main() -> None:
-    pairs = [(model, "32-true") for model in MODELS] + [("gpt2", "bf16-mixed")]
+    models = [model for model in MODELS if model != "experts"]  # of which: `meshes`, tests/parity/test_moe.py
+    pairs = [(model, "32-true") for model in models] + [("gpt2", "bf16-mixed")]
     reference = run({f"{model}, {precision}": one_device(model, precision) for model, precision in pairs}, 1)
     several = [name for name in STRATEGIES if name not in ("single", "hsdp")]
-    others = [model for model in MODELS if model != "gpt2"]
+    others = [model for model in models if model != "gpt2"]
     found: dict[str, dict[str, float]] = {}
     alone = grid(["single", *several], ["gpt2"], "32-true", 1, MICRO_BATCHES)
     alone |= grid(["single"], ["gpt2"], "bf16-mixed", 1, BF16_ORDERS)
