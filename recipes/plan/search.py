@@ -16,7 +16,7 @@ from recipes.config.compose import Composed, Config
 from recipes.config.instantiate import make
 from recipes.config.traits import get_compile_mode
 from recipes.errors import ConfigError
-from recipes.mesh import Mesh
+from recipes.mesh import Mesh, least_micro_batches
 from recipes.model.flops import flops_per_sample
 from recipes.plan.advice import with_overrides
 from recipes.plan.estimate import Estimator
@@ -148,6 +148,8 @@ def list_layouts(composed: Composed, config: Config, cluster: Cluster) -> Iterat
         if tensor * context > 1 and seq_len % (tensor * context):
             continue
         for shard, micro in product(_divisors(data), _divisors(batch // data, most=_MOST_MICRO_BATCH)):
+            if stages > 1 and batch // data // micro < least_micro_batches(schedule, stages):
+                continue
             mesh = Mesh(replicate=data // shard, shard=shard, context=context, tensor=tensor)
             yield Layout(mesh=mesh, pipeline=pipeline, micro_batch_size=micro, num_micro_batches=batch // data // micro)
 

@@ -55,6 +55,7 @@ MORE = {
     "smoothed, pp2 x4": _case("pp2", *SMOOTHED),
     "gpt2, pp2, all logits x4": _case("pp2", "loss_chunk_tokens=null"),
     "gpt2, pp2, recomputed x4": _case("pp2", "activation_checkpoint=every_block"),
+    **{f"gpt2, {name}, compiled x4": _case(name, "compile=true") for name in ("tp2", "cp2, fsdp", "pp2")},
     "llama, pp2 x8": _case("pp2", KEY_VALUE_HEADS, model="llama", accumulate=8),
 }
 FOUR = {
@@ -93,6 +94,18 @@ def test_two_ranks_that_work_on_the_same_samples_give_the_curve_of_one_device(na
 @pytest.mark.parametrize("name", MORE)
 def test_so_they_do_with_every_way_to_keep_and_sum(name: str, rows: Rows) -> None:
     _check(rows, rows("mesh two, long", MORE, name, world_size=2), name)
+
+
+@pytest.mark.slow
+def test_the_fewest_micro_batches_that_a_v_takes_give_the_curve_of_one_device(rows: Rows) -> None:
+    """With two instead of three, gradients of the stages in the middle would be lost."""
+    found = {}
+    for name, size in (("single", 1), ("pp2, zero bubble", 2)):
+        made = _case(name, accumulate=1, world_size=size)
+        kept = [text for text in made["overrides"] if not text.startswith(("global_batch", "micro_batch"))]
+        cases = {name: made | {"overrides": [*kept, "global_batch_size=15", "micro_batch_size=5"]}}
+        found[name] = rows(f"mesh of 15, {name}", cases, name, world_size=size)
+    assert max(largest_difference(found["pp2, zero bubble"], found["single"]).values()) <= 1e-5
 
 
 @pytest.mark.parametrize("name", FOUR)

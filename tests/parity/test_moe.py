@@ -65,6 +65,7 @@ FOUR = {
     "ep4, cp2 x2": (case("ep4, cp2", world_size=4, accumulate=2, model=BIAS), "no terms"),
 }
 MORE_ON_FOUR = {"ep4 x4": (case("ep4", world_size=4, accumulate=4), "x1")}
+COMPILED = {"ep2 x4": case("ep2", "compile=true", world_size=2, accumulate=4)}
 LOW = {f"{name}, bfloat16": case(name, world_size=2, precision="bf16-mixed") for name in ("fsdp", "ep2", "ZeRO-3")}
 ALL = TWO | OTHERS | LOW
 
@@ -98,6 +99,12 @@ def test_other_experts_and_divided_sequences_give_the_curve_of_one_device_too(na
 def test_four_ranks_give_the_curve_of_one_device(name: str, rows: Rows) -> None:
     cases = {name: made for name, (made, _) in FOUR.items()}
     _equal(rows("moe four", cases, name, world_size=4), rows("moe single", SINGLE, FOUR[name][1], world_size=1))
+
+
+@pytest.mark.slow
+def test_so_do_compiled_blocks(rows: Rows) -> None:
+    found = rows("moe two, compiled", COMPILED, "ep2 x4", world_size=2)
+    _equal(found, rows("moe single", SINGLE, "x1", world_size=1))
 
 
 @pytest.mark.slow

@@ -7,7 +7,7 @@ from recipes.config.mesh import count_data_ranks
 from recipes.config.ranks import get_ranks
 from recipes.config.traits import get_compile_mode
 from recipes.errors import ConfigError
-from recipes.mesh import STAGES_PER_RANK
+from recipes.mesh import STAGES_PER_RANK, least_micro_batches
 
 
 def check_pipeline(config: Mapping[str, Any], size: int) -> Iterator[ConfigError]:
@@ -47,21 +47,22 @@ def check_pipeline(config: Mapping[str, Any], size: int) -> Iterator[ConfigError
             "it compares the gradients of micro-batches, which a pipeline adds up",
             "pipeline_parallel_size=1",
         )
-    yield from _check_micro_batches(config, num_stages, schedule, size)
+    yield from _check_micro_batches(config, schedule, size)
 
 
-def _check_micro_batches(config: Mapping[str, Any], num_stages: int, schedule: str, size: int) -> Iterator[ConfigError]:
+def _check_micro_batches(config: Mapping[str, Any], schedule: str, size: int) -> Iterator[ConfigError]:
     """Check that there are as many micro-batches as the schedule needs (torch 2.13)."""
     ranks = count_data_ranks(config, get_ranks(config).world_size)
     batch, micro = int(config["global_batch_size"]), config["micro_batch_size"]
     number = config["trainer"]["accumulate_grad_batches"] or (batch // (micro * ranks) if micro else 1)
-    needs = num_stages if schedule == "1F1B" else size
+    needs = least_micro_batches(schedule, size)
     if number >= needs and (schedule != "Interleaved1F1B" or number % (number // size) == 0):
         return
+    multiple = ", or a multiple of them" if schedule == "Interleaved1F1B" else ""
     most = batch // (ranks * needs)
     fits = next((number for number in range(most, 0, -1) if batch % (ranks * number) == 0), None)
     yield ConfigError(
         f"pipeline_parallel_size={size} pipeline_schedule={schedule}",
-        f"it needs {needs} micro-batches of each rank or a multiple of them, and has {number}",
+        f"it needs at least {needs} micro-batches of each rank{multiple}, and has {number}",
         f"micro_batch_size={fits}" if fits else f"global_batch_size={ranks * needs} micro_batch_size=1",
     )

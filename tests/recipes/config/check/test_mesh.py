@@ -120,16 +120,6 @@ MISTAKES: dict[str, tuple[str, list[str]]] = {
         " part or none; type pipeline_parallel_size=1",
         ["pipeline_parallel_size=1"],
     ),
-    f"{_PP} mode=noise_scale": (
-        "pipeline_parallel_size=2 mode=noise_scale: it compares the gradients of micro-batches, which a pipeline adds"
-        " up; type pipeline_parallel_size=1",
-        ["pipeline_parallel_size=1"],
-    ),
-    f"{_PP} adapter=lora": (
-        "pipeline_parallel_size=2 adapter=lora: an adapter stands beside layers of which a rank has some;"
-        " type pipeline_parallel_size=1, or adapter=none",
-        ["pipeline_parallel_size=1", "adapter=none"],
-    ),
     "strategy=ddp trainer.accelerator=cpu trainer.devices=4 data_parallel_shard=2": (
         f"data_parallel_shard=2 strategy=ddp: {_COPIES}; type strategy=fsdp, or data_parallel_shard=null",
         ["strategy=fsdp", "data_parallel_shard=null"],
