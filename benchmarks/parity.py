@@ -105,7 +105,7 @@ def meshes() -> None:
                 largest = [max(entry[key] for entry in entries) for key in LOGGED] if entries else []
                 row[model] = ", ".join(f"{value:.1e}" for value in largest)
             rows.append(row)
-    report("parity_meshes", rows)
+    report("parity_meshes", rows, command="python benchmarks/parity.py meshes")
 
 
 def main() -> None:
