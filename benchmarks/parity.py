@@ -89,8 +89,8 @@ def meshes() -> None:
         if name.startswith("ep") != (model == "experts"):
             continue
         ranks = MESH_SIZES.get(name, 2)
-        needed = {"pp2, zero bubble": 4}.get(name, 2 if name.startswith("pp2") else 1)
-        for split in (4,) if model == "llama" else sorted({needed, 4}):
+        needed = 2 if name.startswith("pp2") else 1
+        for split in (4,) if model == "llama" else (needed, 4):
             groups.setdefault(ranks, {})[f"{name} | {model} | {split}"] = make(name, model, split, ranks)
     groups[8] = {f"pp2, tp2 | {model} | 2": make("pp2, tp2", model, 2, 8) for model in ("gpt2", "llama")}
     groups[4]["ep2 | experts | 2"] = make("ep2", "experts", 2, 4)

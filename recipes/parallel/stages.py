@@ -56,8 +56,9 @@ def cut_stage(model: nn.Module, plan: StagePlan, stage: int, *, whole: nn.Module
     """
     part = copy.copy(model)
     object.__setattr__(part, "whole", whole)  # no module of the stage
-    for name in ("_modules", "_parameters", "_buffers"):
-        setattr(part, name, dict(getattr(model, name)))
+    for name, value in vars(model).items():
+        if isinstance(value, (dict, set)):  # modules, parameters, buffers and hooks are those of one stage
+            object.__setattr__(part, name, copy.copy(value))
     first, count = plan.layers[stage]
     blocks: Any = model.blocks
     part.blocks = nn.ModuleDict({str(index): blocks[index] for index in range(first, first + count)})

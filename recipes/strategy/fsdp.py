@@ -3,6 +3,7 @@
 import copy
 from collections.abc import Callable, Generator, Sequence
 from contextlib import contextmanager
+from dataclasses import replace
 from typing import Any, ClassVar, Literal
 
 import torch
@@ -45,7 +46,8 @@ class FSDP2Strategy(TorchNativeMixin, ShardSavingMixin, ModelParallelStrategy):
         gradient_sync: `per_micro_batch` reduce-scatters after every backward pass. `per_step` does so once per
             optimizer step; until then each rank holds the gradients of the full model, 4 bytes a parameter.
         reshard_after_forward: Free the weights of a block after its forward pass and gather them again for the
-            backward pass. False gathers once a micro-batch; each rank then holds the full model meanwhile.
+            backward pass. False gathers once a micro-batch; each rank then holds the full model meanwhile. The stages of
+            a pipeline are gathered once a step in either case.
         reduce_dtype: In which gradients are summed over ranks; `bfloat16` halves the traffic of a mixed precision
             and rounds each rank's part before the sum, which one device does not do. bf16-true has no other.
     """
@@ -135,7 +137,7 @@ class FSDP2Strategy(TorchNativeMixin, ShardSavingMixin, ModelParallelStrategy):
             divide_experts(model, self._expert_mesh["expert"])
             experts = ExpertSharding(mesh=get_data_axes(self._expert_mesh), num_averaged=self.averaged_size)
         shard_model(
-            model, mesh=get_data_axes(self.device_mesh), policy=self._policy, option=self.option, experts=experts
+            model, mesh=get_data_axes(self.device_mesh), policy=self._get_policy(), option=self.option, experts=experts
         )
         offloaded = isinstance(self._policy.offload, CPUOffloadPolicy)
         model.to_empty(device="cpu" if offloaded else self.root_device)
@@ -149,6 +151,14 @@ class FSDP2Strategy(TorchNativeMixin, ShardSavingMixin, ModelParallelStrategy):
         initialize(model)
         assert isinstance(model, FSDPModule)
         self._root = model
+
+    def _get_policy(self) -> ShardPolicy:
+        """Return the policy: the stages of a pipeline stay gathered for a whole step.
+
+        Their schedule gathers and frees them (torch 2.13). One that splits the backward pass looks for weights by the
+        parameters of the module: it would find shards, and silently leave their gradients out.
+        """
+        return self._policy if self.groups.pipeline is None else replace(self._policy, reshard_after_forward=False)
 
     @override
     def model_to_device(self) -> None:

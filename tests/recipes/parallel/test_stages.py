@@ -96,6 +96,22 @@ def test_a_tied_head_is_a_copy_that_knows_what_it_is_a_copy_of() -> None:
     assert model.head.weight is model.embedding.weight
 
 
+def test_what_is_set_on_one_stage_is_not_set_on_another() -> None:
+    """Hooks of FSDP2 gather and free a stage: another one's would free it between its forward and backward pass."""
+    model = _llama()
+    plan = plan_stages(model, num_ranks=2, schedule="1F1B")
+    first, last = (cut_stage(model, plan, stage) for stage in (0, 1))
+    calls: list[int] = []
+    first.register_forward_pre_hook(lambda *_: calls.append(0))
+    last.register_forward_hook(lambda *_: calls.append(1))
+    last.register_buffer("own", torch.zeros(1), persistent=False)
+    last(first(torch.arange(8)[None]))
+    assert calls == [0, 1]
+    model(torch.arange(8)[None])
+    assert calls == [0, 1]
+    assert not hasattr(first, "own")
+
+
 class _Alone:
     """The ranks of a pipeline of one rank with two stages."""
 

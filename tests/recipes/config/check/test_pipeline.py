@@ -15,11 +15,6 @@ MISTAKES: dict[str, tuple[str, list[str]]] = {
         " type micro_batch_size=8",
         ["micro_batch_size=8"],
     ),
-    f"{_TWO} {_V} {_FOUR_LAYERS} micro_batch_size=8": (
-        "pipeline_parallel_size=2 pipeline_schedule=ZBVZeroBubble: it needs at least 3 micro-batches of each rank, and"
-        " has 2; type micro_batch_size=4",
-        ["micro_batch_size=4"],
-    ),
     f"{_TWO} {_INTERLEAVED} {_FOUR_LAYERS} micro_batch_size=16": (
         "pipeline_parallel_size=2 pipeline_schedule=Interleaved1F1B: it needs at least 2 micro-batches of each rank, or"
         " a multiple of them, and has 1; type micro_batch_size=8",
@@ -64,8 +59,8 @@ def test_a_mistake_is_one_sentence_whose_fixes_compose(typed: str) -> None:
         assert [str(left) for left in compose_and_check([*replaced.values()])[1]] == [], fix
 
 
-@pytest.mark.parametrize("number", [3, 5, 7])
-def test_a_v_takes_any_number_of_micro_batches_from_the_least_on(number: int) -> None:
+@pytest.mark.parametrize("number", [1, 2, 5])
+def test_a_v_takes_any_number_of_micro_batches(number: int) -> None:
     typed = f"{_TWO} {_V} {_FOUR_LAYERS} micro_batch_size=4 global_batch_size={4 * number}"
     overrides = {text.partition("=")[0]: text for text in typed.split()}
     assert [str(left) for left in compose_and_check([*overrides.values()])[1]] == []
