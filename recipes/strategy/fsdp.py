@@ -46,8 +46,8 @@ class FSDP2Strategy(TorchNativeMixin, ShardSavingMixin, ModelParallelStrategy):
         gradient_sync: `per_micro_batch` reduce-scatters after every backward pass. `per_step` does so once per
             optimizer step; until then each rank holds the gradients of the full model, 4 bytes a parameter.
         reshard_after_forward: Free the weights of a block after its forward pass and gather them again for the
-            backward pass. False gathers once a micro-batch; each rank then holds the full model meanwhile. The stages of
-            a pipeline are gathered once a step in either case.
+            backward pass. False gathers once a micro-batch; each rank then holds the full model meanwhile. Stages of a
+            pipeline are gathered once a step in either case.
         reduce_dtype: In which gradients are summed over ranks; `bfloat16` halves the traffic of a mixed precision
             and rounds each rank's part before the sum, which one device does not do. bf16-true has no other.
     """
