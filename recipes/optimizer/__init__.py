@@ -1,5 +1,6 @@
 """Optimizers, one per file: model -> torch optimizer with its weight-decay groups."""
 
+import itertools
 from collections.abc import Iterable
 from typing import Protocol, runtime_checkable
 
@@ -22,7 +23,8 @@ def hold_averages(optimizers: Iterable[torch.optim.Optimizer], model: nn.Module,
     averaging = [optimizer for optimizer in optimizers if isinstance(optimizer, AveragesWeights)]
     for optimizer in averaging:
         optimizer.hold_average(held)
-    for module in model.modules() if averaging else ():
+    stages = getattr(model, "parts", {}).values()  # of a pipeline: their own parameters are no module's of `model`
+    for module in itertools.chain(model.modules(), stages) if averaging else ():
         if isinstance(module, FSDPModule):
             module.reshard()  # what the last forward pass has left gathered is out of date
 

@@ -24,12 +24,14 @@ def _case(name: str, *more: str, model: str = "gpt2", accumulate: int = 4, world
 
 
 DEEP = "model.num_layers=8"  # several layers on each stage
+AVERAGED = ("optimizer=schedule_free", "eval_every=3")  # averages are held during a validation, and then no more
 SMOOTHED = ("label_smoothing=0.1", "z_loss=0.001")
 SINGLE = {
     "gpt2": _case("single", accumulate=1, world_size=1),
     "untied": _case("single", "model.tie_embeddings=false", accumulate=1, world_size=1),
     "llama": _case("single", KEY_VALUE_HEADS, model="llama", accumulate=1, world_size=1),
     "deep": _case("single", DEEP, accumulate=1, world_size=1),
+    "averaged": _case("single", *AVERAGED, accumulate=1, world_size=1),
     "smoothed": _case("single", *SMOOTHED, accumulate=1, world_size=1),
 }
 TWO = {
@@ -46,6 +48,7 @@ TWO = {
     "untied, pp2, interleaved x4": _case("pp2, interleaved", "model.tie_embeddings=false"),
     "llama, pp2, zero bubble x4": _case("pp2, zero bubble", KEY_VALUE_HEADS, model="llama"),
     "gpt2, pp2, zero bubble x2": _case("pp2, zero bubble", accumulate=2),
+    "averaged, pp2 x2": _case("pp2", *AVERAGED, accumulate=2),
     "deep, pp2, zero bubble x4": _case("pp2, zero bubble", DEEP),
 }
 MORE = {
