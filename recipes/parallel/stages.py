@@ -202,12 +202,12 @@ class StagedModel(nn.Module):
             parts: dict[int, nn.Module] = self.__dict__["parts"]
             return getattr(parts[max(parts)], name)
 
-    def train(self, mode: bool = True) -> "StagedModel":
-        """Set the mode of every stage, whose own state it is."""
-        super().train(mode)
-        for part in self.__dict__["parts"].values():
-            part.train(mode)
-        return self
+    def __setattr__(self, name: str, value: Any) -> None:
+        """Set the mode of the stages with this one's, however it is set: they are no modules of it."""
+        super().__setattr__(name, value)
+        if name == "training":
+            for part in self.__dict__.get("parts", {}).values():
+                part.training = value
 
     def forward(
         self,

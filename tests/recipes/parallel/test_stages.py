@@ -129,6 +129,12 @@ def test_the_stages_of_a_rank_have_the_names_of_the_model_and_compute_without_gr
     staged = StagedModel({stage: cut_stage(model, _Alone.plan, stage) for stage in (0, 1)}, _Alone())  # type: ignore[arg-type]
     assert [name for name, _ in staged.named_parameters()] == [name for name, _ in model.named_parameters()]
     assert staged.vocab_size == 60
+    for mode in (False, True):  # as `train` and `eval` do, and what restores the mode of each module
+        staged.train(mode)
+        assert all(part.training == mode for part in [*staged.modules(), *staged.parts.values()])
+        staged.training = not mode
+        assert all(part.training != mode for part in staged.parts.values())
+    staged.train()
     with pytest.raises(RuntimeError, match="torch.no_grad"):
         staged(torch.arange(8)[None])
     with torch.no_grad():
