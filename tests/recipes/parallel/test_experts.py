@@ -22,7 +22,7 @@ from recipes.mesh import Mesh
 from recipes.model.moe.mlp import Experts
 from recipes.numerics.grouped_linear import GroupedLinear
 from recipes.parallel.experts import ExpertRanks
-from recipes.parallel.placement import find_box
+from recipes.parallel.placement import cut_box, find_box
 
 MESHES = [
     Mesh(shard=2, expert=2),
@@ -68,6 +68,23 @@ def test_a_rank_has_its_experts_and_its_share_of_their_rows(mesh: Mesh) -> None:
         own = rank % (mesh.shard * mesh.context)
         first, second = own % mesh.expert, own // mesh.expert
         assert offsets == (first * shape[0], second * shape[1], 0)
+
+
+@pytest.mark.parametrize("mesh", MESHES[:4], ids=lambda mesh: str(mesh.sizes()))
+def test_first_weights_are_bit_for_bit_those_of_one_device(mesh: Mesh) -> None:
+    whole = dict(make_model("experts", initialize=lambda model: model.init_weights(7)).named_parameters())
+
+    def work(rank: int) -> list[str]:
+        model = make_model("experts", mesh, initialize=lambda part: part.init_weights(7))
+        own = dict(model.named_parameters())
+        assert own.keys() == whole.keys()
+        return [
+            name
+            for name, parameter in own.items()
+            if not torch.equal(parameter.to_local(), cut_box(whole[name], *find_box(parameter)))
+        ]
+
+    assert run_on_threads(work, num_ranks=mesh.world_size) == [[]] * mesh.world_size
 
 
 W, F = 8, 16

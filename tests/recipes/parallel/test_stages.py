@@ -2,6 +2,7 @@
 
 import itertools
 import random
+from typing import Any
 
 import pytest
 import torch
@@ -94,6 +95,20 @@ def test_a_tied_head_is_a_copy_that_knows_what_it_is_a_copy_of() -> None:
     assert last.head.weight is not model.embedding.weight  # type: ignore[union-attr]
     assert last.head.weight.copy_of == "embedding.weight"  # type: ignore[union-attr]
     assert model.head.weight is model.embedding.weight
+
+
+@pytest.mark.parametrize("tied", [True, False])
+def test_first_weights_of_stages_are_bit_for_bit_those_of_one_device(tied: bool) -> None:
+    expected = dict(_gpt2(tied=tied).named_parameters())
+    plan = plan_stages(_gpt2(tied=tied), num_ranks=2, schedule="1F1B")
+    for stage in (0, 1):
+        part: Any = cut_stage(_gpt2(tied=tied), plan, stage)
+        for parameter in part.parameters():
+            parameter.data.fill_(torch.nan)
+        mark_copies(part)
+        part.init_weights(1)
+        for name, parameter in part.named_parameters():
+            assert torch.equal(parameter, expected[getattr(parameter, "copy_of", name)]), name
 
 
 def test_what_is_set_on_one_stage_is_not_set_on_another() -> None:
