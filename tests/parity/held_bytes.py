@@ -11,6 +11,7 @@ from torch import Tensor
 
 def held_bytes(module: torch.nn.Module) -> int:
     """Return the bytes of every live tensor's storage in this process, gradients included, each storage once."""
+    gc.collect()  # what nobody refers to any more is garbage, and no state, whenever it would have been collected
     tensors = [item for item in gc.get_objects() if isinstance(item, Tensor)]
     tensors += [weight.grad for weight in module.parameters() if weight.grad is not None]
     tensors = [getattr(tensor, "_local_tensor", tensor) for tensor in tensors]
