@@ -6,16 +6,13 @@ from typing import Any
 
 import pytest
 import torch
-import torch.distributed as dist
 from torch import nn
 
 from recipes.mesh import STAGES_PER_RANK
 from recipes.model.gpt2 import GPT2
 from recipes.model.llama import Llama
-from recipes.parallel.schedule import PipelineSchedule, idle_fraction
 from recipes.parallel.stage_plan import StagePlan, divide_evenly, plan_stages
-from recipes.parallel.stages import PipelineRanks, StagedModel, cut_stage, mark_copies
-from recipes.plan.fake_rank import fake_ranks
+from recipes.parallel.stages import StagedModel, cut_stage, mark_copies
 
 
 def _worst(work: list[int], counts: list[int], last: int) -> int:
@@ -154,23 +151,3 @@ def test_the_stages_of_a_rank_have_the_names_of_the_model_and_compute_without_gr
         staged(torch.arange(8)[None])
     with torch.no_grad():
         assert torch.equal(staged(torch.arange(8)[None]), model(torch.arange(8)[None]))
-
-
-def test_a_rank_waits_a_ninth_of_eight_micro_batches_on_two_ranks_half_of_it_interleaved_and_not_at_all_in_a_v() -> (
-    None
-):
-    assert idle_fraction("1F1B", 2, 8) == pytest.approx(1 / 9)
-    assert idle_fraction("Interleaved1F1B", 2, 8) == pytest.approx(0.5 / 8.5)
-    assert idle_fraction("ZBVZeroBubble", 2, 8) == 0.0
-
-
-def test_of_many_shapes_of_rows_the_last_four_keep_their_buffers() -> None:
-    with fake_ranks(2):
-        plan = plan_stages(_llama(), num_ranks=2, schedule="1F1B")
-        ranks = PipelineRanks(dist.group.WORLD, plan, torch.device("cpu"))  # type: ignore[arg-type]
-        staged = StagedModel({0: cut_stage(_llama(), plan, 0)}, ranks)
-        schedule = PipelineSchedule(staged, num_micro_batches=2, dtype=torch.float32)
-        made = [schedule._get_schedule(torch.Size([4, width])) for width in (8, 16, 24, 32, 40)]
-        again = [schedule._get_schedule(torch.Size([4, width])) for width in (16, 24, 32, 40)]
-        assert all(one is other for one, other in zip(again, made[1:], strict=True))
-        assert schedule._get_schedule(torch.Size([4, 8])) is not made[0]

@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 import torch
 import torch.nn.functional as F
+from lightning.pytorch.loops.optimization.automatic import Closure, ClosureResult
 from lightning.pytorch.loops.training_epoch_loop import _TrainingEpochLoop
 from lightning.pytorch.plugins import DeepSpeedPrecision
 from lightning.pytorch.strategies import DDPStrategy, DeepSpeedStrategy, Strategy
@@ -36,6 +37,21 @@ def test_lightning_still_lets_deepspeed_divide_by_the_accumulation_steps_a_secon
 def test_lightning_still_calls_the_hooks_of_a_step_for_every_micro_batch_under_deepspeed() -> None:
     """#19350, `ZeroPrecision._after_closure`."""
     assert "_should_accumulate" not in inspect.getsource(DeepSpeedPrecision.optimizer_step)
+
+
+def test_lightning_still_zeroes_gradients_after_the_training_step() -> None:
+    """2.6, `task.divided`: the training step of a pipeline is forward and backward passes in one."""
+    calls: list[str] = []
+
+    def step() -> ClosureResult:
+        calls.append("step")
+        return ClosureResult(closure_loss=torch.ones(()))
+
+    def backward(_: Tensor) -> None:
+        calls.append("backward")
+
+    Closure(step, backward_fn=backward, zero_grad_fn=lambda: calls.append("zero_grad")).closure()
+    assert calls == ["step", "zero_grad", "backward"]
 
 
 def test_lightning_still_rejects_deepspeed_on_a_cpu() -> None:
@@ -314,3 +330,12 @@ def test_torch_still_has_no_attention_of_divided_sequences_on_a_cpu() -> None:
 
     for message in run_on_threads(work, num_ranks=2):
         assert "_scaled_dot_product_flash_attention_for_cpu" in message
+
+
+def test_torch_still_rejects_the_gradient_of_a_sum_in_a_product_of_groups() -> None:
+    """2.13, `numerics.grouped_linear`, which copies it."""
+    x = torch.ones(4, 8, requires_grad=True)
+    weight = torch.ones(2, 8, 8, requires_grad=True)
+    out = F.grouped_mm(x, weight, offs=torch.tensor([1, 4], dtype=torch.int32))
+    with pytest.raises(RuntimeError, match="Invalid strides/sizes"):
+        out.sum().backward()

@@ -1,6 +1,7 @@
-"""One of two ranks that divide a model and a sequence: writes what each drops, and what gloo exchanges."""
+"""One of two ranks: what each drops of a divided model, what gloo exchanges, and how a stage ends on new shapes."""
 
 import json
+import os
 import sys
 from datetime import timedelta
 from pathlib import Path
@@ -12,6 +13,7 @@ import torch  # noqa: E402
 import torch.distributed as dist  # noqa: E402
 from torch import Tensor, nn  # noqa: E402
 from torch.distributed.device_mesh import init_device_mesh  # noqa: E402
+from torch.distributed.pipelining import PipelineStage, Schedule1F1B  # noqa: E402
 
 from recipes.model.gpt2 import GPT2  # noqa: E402
 from recipes.numerics import collectives  # noqa: E402
@@ -59,11 +61,33 @@ def exchange() -> dict[str, Any]:
     }
 
 
+def find_signal_of_other_shapes(store: Path) -> int:
+    """Return the signal that ends a process whose stage of torch's has rows of a second shape, and then a third.
+
+    It has a process of its own, which ends.
+    """
+    rank = int(os.environ["RANK"])
+    child = os.fork()
+    if child == 0:
+        files = dist.FileStore(str(store), 2)
+        dist.init_process_group("gloo", store=files, rank=rank, world_size=2, timeout=timedelta(seconds=20))
+        stage = PipelineStage(nn.Linear(4, 4), rank, 2, torch.device("cpu"))
+        schedule = Schedule1F1B(stage, n_microbatches=2, loss_fn=nn.MSELoss(reduction="sum"), scale_grads=False)
+        for num_tokens in (8, 16, 32):
+            rows = torch.ones(2, num_tokens, 4)
+            run = schedule.step if num_tokens == 8 else schedule.eval
+            run(*([rows] if rank == 0 else []), target=rows if rank == 1 else None)
+        os._exit(0)
+    _, status = os.waitpid(child, 0)
+    return os.WTERMSIG(status)
+
+
 def main() -> None:
     """Write the results of both ranks."""
     torch.set_num_threads(1)
+    signal = find_signal_of_other_shapes(Path(sys.argv[2]).with_name("store"))  # before there are threads
     dist.init_process_group("gloo", timeout=timedelta(minutes=4))
-    found = {"tensor": find_dropped("tensor"), "context": find_dropped("context"), **exchange()}
+    found = {"tensor": find_dropped("tensor"), "context": find_dropped("context"), "signal": signal, **exchange()}
     gathered: list[Any] = [None, None]
     dist.all_gather_object(gathered, found)
     if dist.get_rank() == 0:

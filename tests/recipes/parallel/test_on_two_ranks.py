@@ -1,5 +1,6 @@
-"""Two processes, each with a random state of its own: they drop different activations of different tokens."""
+"""What only two processes show: a random state of each, gloo itself, and a process that ends."""
 
+import signal
 from pathlib import Path
 from typing import Any
 
@@ -11,7 +12,7 @@ from ranks import run_on_ranks
 @pytest.fixture(scope="module")
 def results(tmp_path_factory: pytest.TempPathFactory) -> Any:
     """Return what both ranks have found."""
-    worker = Path(__file__).with_name("dropout_ranks.py")
+    worker = Path(__file__).with_name("two_ranks.py")
     return run_on_ranks({}, world_size=2, folder=tmp_path_factory.mktemp("ranks"), worker=worker)["ranks"]
 
 
@@ -32,3 +33,8 @@ def test_gloo_exchanges_what_threads_do(results: Any) -> None:
         assert found["scattered"] == sum(parts).chunk(2, 1)[rank].tolist()  # type: ignore[union-attr]
         assert found["exchanged"] == torch.cat([part.chunk(2, 1)[rank] for part in parts]).tolist()
         assert found["largest"] == parts[1].tolist()
+
+
+def test_a_stage_of_torch_still_keeps_its_shapes_and_another_ends_the_process(results: Any) -> None:
+    """2.13, `parallel.schedule.PipelineSchedule`, which has a schedule for each shape."""
+    assert int(signal.SIGABRT) in [found["signal"] for found in results]
