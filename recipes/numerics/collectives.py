@@ -33,13 +33,13 @@ def sum_over_ranks(value: Tensor, device: torch.device, group: dist.ProcessGroup
 
 
 @torch.no_grad()
-def average_over_ranks(tensors: Iterable[Tensor]) -> None:
-    """Replace each tensor by its mean over all ranks, in place."""
-    if not dist.is_initialized() or dist.get_world_size() == 1:
+def average_over_ranks(tensors: Iterable[Tensor], group: dist.ProcessGroup | None = None) -> None:
+    """Replace each tensor by its mean over the ranks of a group, in place; None: over all ranks."""
+    if not dist.is_initialized() or dist.get_world_size(group) == 1:
         return
     for tensor in tensors:
-        dist.all_reduce(tensor)
-        tensor.div_(dist.get_world_size())
+        dist.all_reduce(tensor, group=group)
+        tensor.div_(dist.get_world_size(group))
 
 
 def reduce_parts(value: Tensor, group: dist.ProcessGroup, *, reduction: Reduction = "sum") -> Tensor:

@@ -97,7 +97,7 @@ class DividedGroupedLinear(GroupedLinear):
 
 
 def make_expert_mesh(mesh: Mesh, device_type: str) -> DeviceMesh | None:
-    """Return the ranks by the experts that they have: replicas, shards of the same experts, and other experts.
+    """Return the ranks by the experts that they have: other layers, replicas, shards of the same, and other experts.
 
     A collective. It is not the mesh of the other weights, whose shards are all of these ranks.
 
@@ -110,7 +110,8 @@ def make_expert_mesh(mesh: Mesh, device_type: str) -> DeviceMesh | None:
     """
     if mesh.expert == 1:
         return None
-    shape = {"replicate": mesh.replicate} if mesh.replicate > 1 else {}
+    sizes = {"pipeline": mesh.pipeline, "replicate": mesh.replicate}
+    shape = {name: size for name, size in sizes.items() if size > 1}
     shape |= {"expert_shard": mesh.expert_shard, "expert": mesh.expert}
     return init_device_mesh(device_type, tuple(shape.values()), mesh_dim_names=tuple(shape))
 

@@ -17,6 +17,7 @@ class Groups:
         context: Ranks that divide every sequence of this one; None: it is alone.
         data: Ranks that have the other samples; None: all ranks.
         tokens: Ranks that have the other tokens, and other layers for these; None: all ranks.
+        stage: Ranks that have the same layers; None: all ranks.
     """
 
     pipeline: dist.ProcessGroup | None = None
@@ -24,6 +25,7 @@ class Groups:
     context: dist.ProcessGroup | None = None
     data: dist.ProcessGroup | None = None
     tokens: dist.ProcessGroup | None = None
+    stage: dist.ProcessGroup | None = None
 
 
 def make_groups(mesh: Mesh) -> Groups:
@@ -36,6 +38,7 @@ def make_groups(mesh: Mesh) -> Groups:
         context=_make_group(mesh, "context") if mesh.context > 1 else None,
         data=_make_group(mesh, "replicate", "shard"),
         tokens=_make_group(mesh, "pipeline", "replicate", "shard", "context"),
+        stage=_make_group(mesh, "replicate", "shard", "context", "tensor") if mesh.pipeline > 1 else None,
     )
 
 

@@ -40,6 +40,7 @@ class PipelineSchedule:
         tokens: Tensor,
         batch: Mapping[str, Tensor],
         compute: Callable[[Callable[..., Any], Tensor, Mapping[str, Tensor]], Tensor],
+        leave: Callable[[nn.Module, Tensor, Mapping[str, Tensor]], Tensor] | None = None,
     ) -> None:
         """Run all forward and backward passes of a step; gradients are added to those there are.
 
@@ -48,12 +49,15 @@ class PipelineSchedule:
             batch: The rest: `targets` [M B, t], and what else has a first axis of samples.
             compute: Called on the last stage for each micro-batch, in any order: (forward pass, hidden states
                 [B, t, W], rest of the micro-batch) -> what to differentiate, [1].
+            leave: Called on every other stage for each: (stage, its hidden states, rest of the micro-batch) -> what it
+                sends on, [B, t, W].
         """
         schedule = self._get_schedule(tokens.shape)
         for part in self._parts.values():
-            part.compute = None  # type: ignore[assignment]
+            part.compute, part.leave = None, leave  # type: ignore[assignment]
         if self._ranks.has_last:
-            self._parts[max(self._parts)].compute = compute  # type: ignore[assignment]
+            last = self._parts[max(self._parts)]
+            last.compute, last.leave = compute, None  # type: ignore[assignment]
         first = [tokens] if 0 in self._parts else []
         target = batch["targets"] if self._ranks.has_last else None
         schedule.step(*first, target=target, return_outputs=False, **batch)

@@ -25,9 +25,11 @@ class StageForward(nn.Module):
 
     Attributes:
         compute: (forward pass, hidden states, rest of the micro-batch) -> objective; set on the last stage.
+        leave: (this stage, hidden states, rest of the micro-batch) -> what it sends on; set on the others.
     """
 
     compute: Callable[[Callable[..., Any], Tensor, Mapping[str, Tensor]], Tensor] | None = None
+    leave: Callable[[nn.Module, Tensor, Mapping[str, Tensor]], Tensor] | None = None
 
     def forward(
         self,
@@ -37,10 +39,11 @@ class StageForward(nn.Module):
         positions: Tensor | None = None,
         **targets: Tensor,
     ) -> Any:
-        """Return what the stage's model does; with targets, on the last stage, the objective."""
+        """Return what the stage's model does, or with targets what the task makes of it: at the end the objective."""
         run: Callable[..., Any] = super().forward  # type: ignore[assignment]
         if self.compute is None or not targets:
-            return run(x, cache=cache, reduce=reduce, positions=positions)
+            out = run(x, cache=cache, reduce=reduce, positions=positions)
+            return out if self.leave is None or not targets else self.leave(self, out, targets)
         given = {} if positions is None else {"positions": positions}
         return self.compute(run, x, targets | given)
 
@@ -165,6 +168,12 @@ class PipelineRanks:
     def _allocate(self, header: Tensor) -> Tensor:
         dtype, ndim, *shape = header.tolist()
         return torch.empty(shape[:ndim], dtype=_DTYPES[dtype], device=self.device)
+
+
+def list_stages(model: nn.Module) -> list[nn.Module]:
+    """Return the stages of a rank, each with the attributes of a whole model; of one without stages itself."""
+    parts: dict[int, nn.Module] = getattr(model, "parts", {0: model})
+    return list(parts.values())
 
 
 class StagedModel(nn.Module):

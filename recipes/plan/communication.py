@@ -11,7 +11,7 @@ from recipes.plan.trace import Op
 
 _BUCKET_BYTES = 25 * 2**20  # DDP's: the last one has no computation left to hide behind
 _FLOAT32 = 4
-MODEL_DIMENSIONS = ("tensor", "context")  # of ranks that work on the same samples
+WAITED_FOR = ("tensor", "context", "expert")  # what their ranks send is the input of the next operator
 _SHARDS = ("shard", "expert_shard")
 
 
@@ -109,8 +109,7 @@ def of_shards(
         num_micro_batches: Per optimizer step.
         syncs_each_micro_batch: Whether gradients are reduced after each, not once a step.
     """
-    sizes = {"shard": mesh.shard * mesh.context, "expert_shard": mesh.expert_shard, "replicate": mesh.replicate}
-    strides = {"shard": mesh.tensor, "expert_shard": mesh.expert, "replicate": mesh.tensor * sizes["shard"]}
+    sizes, strides = measure_shards(mesh)
     num_reductions = num_micro_batches if syncs_each_micro_batch else 1
     needed = {name: dict.fromkeys(step.sections, (0.0, 0.0)) for name in sizes}  # seconds of a step, of a time
     total = dict.fromkeys(sizes, 0.0)
@@ -146,6 +145,12 @@ def of_shards(
     return result
 
 
+def measure_shards(mesh: Mesh) -> tuple[dict[str, int], dict[str, int]]:
+    """Return the ranks along each dimension that shards or replicates, and how far apart they are."""
+    sizes = {"shard": mesh.shard * mesh.context, "expert_shard": mesh.expert_shard, "replicate": mesh.replicate}
+    return sizes, {"shard": mesh.tensor, "expert_shard": mesh.expert, "replicate": mesh.tensor * sizes["shard"]}
+
+
 def of_model_ranks(ops: Sequence[Op], cluster: Cluster, mesh: Mesh, *, num_micro_batches: int) -> list[Traffic]:
     """Return what ranks send that divide matrices, sequences or experts, from the collectives that were recorded.
 
@@ -158,7 +163,7 @@ def of_model_ranks(ops: Sequence[Op], cluster: Cluster, mesh: Mesh, *, num_micro
         num_micro_batches: Per optimizer step.
     """
     result = []
-    for name in (*MODEL_DIMENSIONS, "expert"):
+    for name in WAITED_FOR:
         num_ranks = getattr(mesh, name)
         if num_ranks == 1:
             continue

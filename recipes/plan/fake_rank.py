@@ -30,11 +30,14 @@ class MeshGroups:
     context: dist.ProcessGroup | None = None
 
     def dimensions(self) -> dict[str, str]:
-        """Return the dimensions of the mesh by the names of their groups."""
+        """Return the dimensions of the mesh by the names of their groups.
+
+        Where the same ranks shard and divide experts torch (2.13) has one group: it is that of the shards.
+        """
         names: dict[str, str] = {} if self.context is None else {self.context.group_name: "context"}
         for mesh in (self.device_mesh, self.expert_mesh):
             for name in () if mesh is None else mesh.mesh_dim_names or ():
-                names[mesh[name].get_group().group_name] = name  # type: ignore[index]
+                names.setdefault(mesh[name].get_group().group_name, name)  # type: ignore[index]
         return names
 
 

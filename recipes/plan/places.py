@@ -10,7 +10,7 @@ from dataclasses import dataclass, field, replace
 from torch import nn
 
 from recipes.mesh import Mesh
-from recipes.plan.communication import MODEL_DIMENSIONS, cost_of_collective
+from recipes.plan.communication import WAITED_FOR, cost_of_collective
 from recipes.plan.hardware import Cluster
 from recipes.plan.memory import timeline
 from recipes.plan.roofline import Seconds, StepSeconds
@@ -30,7 +30,7 @@ class Place:
         backward: Of its backward pass.
         kept_bytes: From the forward to the backward pass.
         extra_bytes: The most that it holds beside these while it is computed.
-        collectives: Of the ranks that divide matrices and sequences.
+        collectives: Of the ranks that divide matrices, sequences and experts.
         num_copies: Of the place, that these are of.
     """
 
@@ -101,7 +101,7 @@ def describe_places(ops: Sequence[Op], model: nn.Module) -> Places:
             num_parameters=parameters[key],
             kept_bytes=max(kept / copies, 0.0),
             extra_bytes=extra.get(key, 0.0),
-            collectives=tuple(op for op in own if op.cost.kind == "collective" and op.dimension in MODEL_DIMENSIONS),
+            collectives=tuple(op for op in own if op.cost.kind == "collective" and op.dimension in WAITED_FOR),
             num_copies=copies,
         )
     return Places(first=places["first"], block=places["block"], last=places["last"], num_blocks=num_blocks)

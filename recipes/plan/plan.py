@@ -198,7 +198,10 @@ def _find_moments(recorded: Recorded, stages: Stages | None) -> list[Moment]:
         return list(with_zero(moments, engine.zero, num_parameters=num_parameters, accumulates=step.accumulates))
     if engine.sharding is None:
         return moments
-    precision, tensor = step.precision, engine.mesh.tensor
+    precision = step.precision
+    experts = sum(part.weight.numel() for part in recorded.model.modules() if isinstance(part, GroupedLinear))
+    of_others = experts * (engine.mesh.expert - 1) // engine.mesh.expert
+    own_parameters = (num_parameters - of_others) // engine.mesh.tensor  # gathered
     if stages is not None:
         return stage_moments(
             ops,
@@ -207,12 +210,10 @@ def _find_moments(recorded: Recorded, stages: Stages | None) -> list[Moment]:
             num_micro_batches=recorded.accumulation.num_micro_batches,
             gathered_itemsize=precision.compute_dtype.itemsize,
             gradient_itemsize=engine.sharding.reduce_dtype.itemsize,
-            tensor=tensor,
+            held_share=own_parameters / num_parameters,
         )
     if step.accumulates and not engine.sharding.syncs_each_micro_batch:
-        experts = sum(part.weight.numel() for part in recorded.model.modules() if isinstance(part, GroupedLinear))
-        elsewhere = experts * (engine.mesh.expert - 1) // engine.mesh.expert
-        unsharded = (num_parameters - elsewhere) * precision.param_dtype.itemsize // tensor
+        unsharded = own_parameters * precision.param_dtype.itemsize
         return list(with_unsharded_gradients(moments, num_bytes=unsharded))
     return moments
 

@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from torch import nn
 
 from recipes.mesh import Mesh
-from recipes.plan.communication import MODEL_DIMENSIONS, Communication, Traffic, cost_of_collective
+from recipes.plan.communication import WAITED_FOR, Communication, Traffic, cost_of_collective, measure_shards
 from recipes.plan.hardware import Cluster
 from recipes.plan.memory import Moment, find_peak
 from recipes.plan.pipeline import Pipeline
@@ -93,7 +93,7 @@ def stage_moments(
     num_micro_batches: int,
     gathered_itemsize: int,
     gradient_itemsize: int,
-    tensor: int,
+    held_share: float,
 ) -> list[Moment]:
     """Return the moments of a rank of the fullest stage, from those of a rank that has all layers.
 
@@ -104,7 +104,7 @@ def stage_moments(
         num_micro_batches: Per optimizer step.
         gathered_itemsize: Bytes of a gathered weight.
         gradient_itemsize: Of a gradient until it is reduced.
-        tensor: Ranks that divide every matrix.
+        held_share: Of the weights of a stage, that its ranks hold gathered: they divide matrices or experts.
     """
     kept: dict[str, Counter[str]] = {}
     for op in ops:
@@ -122,7 +122,7 @@ def stage_moments(
         own = [*(["embedding"] if "first" in has else []), *names[begin:end], *(["head"] if "last" in has else [])]
         skipped = [place for place in kept if place not in own]
         parameters = stages.num_parameters(stage)
-        gathered = int(parameters / tensor * (gathered_itemsize + gradient_itemsize))
+        gathered = int(parameters * held_share * (gathered_itemsize + gradient_itemsize))
         in_flight = stages.pipeline.in_flight(stage, num_micro_batches)
         candidates.append(
             list(
@@ -219,8 +219,8 @@ def _seconds_of(stages: Stages, timed: Places, stage: int, cluster: Cluster, mes
 def sum_collectives(
     parts: Iterable[tuple[int, Place]], cluster: Cluster, mesh: Mesh, *, num_micro_batches: int
 ) -> list[Traffic]:
-    """Return what ranks that divide matrices and sequences send in a step, nothing of it hidden."""
-    totals = dict.fromkeys(MODEL_DIMENSIONS, (0.0, 0.0))
+    """Return what ranks that divide matrices, sequences and experts send in a step, nothing of it hidden."""
+    totals = dict.fromkeys(WAITED_FOR, (0.0, 0.0))
     for times, place in parts:
         for name, (num_bytes, seconds) in place.sent(cluster, mesh).items():
             of_step = times * num_micro_batches
@@ -266,8 +266,7 @@ def _of_shards(
     ops: Sequence[Op], cluster: Cluster, mesh: Mesh, *, share: float, forward_seconds: float
 ) -> list[Traffic]:
     """Return what FSDP2 sends in a step: weights once, while the first micro-batch computes, gradients after all."""
-    sizes = {"shard": mesh.shard * mesh.context, "replicate": mesh.replicate}
-    strides = {"shard": mesh.tensor, "replicate": mesh.tensor * sizes["shard"]}
+    sizes, strides = measure_shards(mesh)
     result = []
     for name, num_ranks in sizes.items():
         gathered, reduced, total = 0.0, 0.0, 0.0
@@ -280,7 +279,7 @@ def _of_shards(
             gathered, reduced = (
                 (gathered + share * seconds, reduced) if is_gather else (gathered, reduced + share * seconds)
             )
-        if num_ranks > 1:
+        if num_ranks > 1 and total:
             exposed = max(gathered - forward_seconds, 0.0) + reduced
             traffic = Traffic(
                 dimension=name,

@@ -127,6 +127,8 @@ class StepTracer(TorchDispatchMode):  # type: ignore[no-untyped-call]
         self._records.append(record)
         if record.cost.kind == "collective":
             record.dimension = self._dimensions.get(_group_name(args), "")
+            if record.dimension == "shard" and "all_to_all" in record.name:
+                record.dimension = "expert"  # the same ranks, and so one group
         for tensor in tree_leaves(out):
             if isinstance(tensor, Tensor):
                 block = self.add(tensor, by_collective=namespace in _COLLECTIVES)

@@ -33,9 +33,10 @@ class Pipeline:
         tokens: Tensor,
         batch: Mapping[str, Tensor],
         compute: Callable[[Callable[..., Any], Tensor, Mapping[str, Tensor]], Tensor],
+        leave: Callable[[nn.Module, Tensor, Mapping[str, Tensor]], Tensor],
     ) -> None:
         """Run all forward and backward passes of a step. Arguments: see `PipelineSchedule.step`."""
-        self._schedule.step(tokens, batch, compute)
+        self._schedule.step(tokens, batch, compute, leave)
         self._add_up_copies()
 
     def describe(self) -> str:

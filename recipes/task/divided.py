@@ -5,9 +5,11 @@ from collections.abc import Callable, Mapping
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
+from torch.autograd.function import once_differentiable
 from typing_extensions import override
 
+from recipes.parallel.stages import list_stages
 from recipes.strategy.pipeline import Pipeline
 from recipes.task.base import Batch, TrainingTask
 
@@ -28,9 +30,22 @@ class DividedTask(TrainingTask, ABC):
             return batch
         return batch | {name: ranks.own_tokens(batch[name], dim=1) for name in ("inputs", "targets")}  # [B, t]
 
+    def add_terms(self, objective: Tensor, *, stage: nn.Module, targets: Tensor) -> Tensor:
+        """Return the objective of a micro-batch with what the layers of a stage add to it; here nothing.
+
+        Args:
+            objective: Summed over targets, 0-dim.
+            stage: Which has computed the micro-batch; the whole model where ranks do not divide the layers.
+            targets: [B, T].
+        """
+        return objective
+
     @abstractmethod
     def own_objective_sum(self, batch: Batch) -> tuple[Tensor, Tensor]:
-        """Return objective and plain loss, summed over targets, of a batch that `own_tokens` has returned."""
+        """Return objective and plain loss, summed over targets, of a batch that `own_tokens` has returned.
+
+        Without what `add_terms` adds.
+        """
 
     @override
     def training_step(self, batch: Batch, batch_idx: int) -> Tensor:
@@ -52,6 +67,10 @@ class DividedTask(TrainingTask, ABC):
         # in float32, whatever the default dtype is: bf16-true has another
         zero = torch.zeros((), dtype=torch.float32, device=own["inputs"].device)
 
+        def scale(objective_sum: Tensor) -> Tensor:
+            scaled = objective_sum * (self._undo_division() / num_targets)
+            return self.trainer.strategy.scale_loss(scaled)  # type: ignore[attr-defined, no-any-return]
+
         def compute(forward: Callable[..., Any], hidden: Tensor, rest: Mapping[str, Tensor]) -> Tensor:
             self.stage_forward = forward
             try:
@@ -60,14 +79,20 @@ class DividedTask(TrainingTask, ABC):
             finally:
                 self.stage_forward = None
             losses.append(loss_sum.detach())
-            scaled = objective_sum * (self._undo_division() / num_targets)
-            scaled = self.trainer.strategy.scale_loss(scaled)  # type: ignore[attr-defined]
-            return torch.stack([scaled])  # no view, which FSDP2 warns of
+            last = list_stages(self.model)[-1]
+            objective_sum = self.add_terms(objective_sum, stage=last, targets=rest["targets"])
+            return torch.stack([scale(objective_sum)])  # no view, which FSDP2 warns of
+
+        def leave(stage: nn.Module, hidden: Tensor, rest: Mapping[str, Tensor]) -> Tensor:
+            terms = self.add_terms(zero, stage=stage, targets=rest["targets"])
+            if terms.requires_grad:
+                hidden = _Differentiate.apply(hidden, scale(terms))  # type: ignore[no-untyped-call]
+            return hidden
 
         # on every rank: a loss scaler has no scale before its first call, and ranks without the loss unscale, too
-        self.trainer.strategy.scale_loss(zero)  # type: ignore[attr-defined]
+        scale(zero)
         names = [name for name in ("targets", "positions", "source") if name in own]
-        pipeline.step(own["inputs"], {name: own[name] for name in names}, compute)
+        pipeline.step(own["inputs"], {name: own[name] for name in names}, compute, leave)
         self._count(batch)
         # zeros where other ranks have the last stage: losses are summed over the ranks of a pipeline, too
         loss_sum = torch.stack([zero, *losses]).sum()
@@ -76,3 +101,21 @@ class DividedTask(TrainingTask, ABC):
         self._add_loss(loss_sum, batch)
         step_loss: Tensor = loss_sum / num_targets
         return step_loss
+
+
+class _Differentiate(torch.autograd.Function):
+    """Return hidden states as they are; the backward pass through them adds the gradient of a part of the objective.
+
+    A stage sends hidden states on and gets their gradient: what its own layers add to the objective has no other way.
+    """
+
+    @staticmethod
+    def forward(ctx: Any, hidden: Tensor, terms: Tensor) -> Tensor:
+        ctx.terms = terms.dtype, terms.device
+        return torch.ops.aten._unsafe_view(hidden, hidden.shape)  # type: ignore[no-any-return]
+
+    @staticmethod
+    @once_differentiable  # type: ignore[misc, untyped-decorator]
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, Tensor]:
+        dtype, device = ctx.terms
+        return grad, torch.ones((), dtype=dtype, device=device)

@@ -4,48 +4,57 @@ from abc import ABC
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from typing_extensions import override
 
 from recipes.lightning_internals import is_accumulating
 from recipes.model.moe.router import describe_loads
 from recipes.numerics.loss import IGNORE_INDEX
-from recipes.task.base import Batch, TrainingTask
+from recipes.parallel.stages import list_stages
+from recipes.task.base import Batch
+from recipes.task.divided import DividedTask
 
 
-class TrainsExperts(TrainingTask, ABC):
+class TrainsExperts(DividedTask, ABC):
     """A task whose model may have experts (`MoeLlama`); for any other it does nothing."""
 
-    _routed: tuple[Tensor, Tensor] | None = None  # of the micro-batch under way: counts [L, E], sums [L, 3]
+    # of the training step under way, by its layers: the first, counts [layers, E], sums [layers, 3]
+    _routed: list[tuple[int, Tensor, Tensor]]
     _window_counts: Tensor | None = None  # [L, E] int64, tokens of each expert in the step under way
     _window_sums: Tensor | None = None  # [L, 3] of both losses over targets, and of the entropy over tokens
 
-    def add_routing_terms(self, objective: Tensor, loss: Tensor, *, targets: Tensor) -> tuple[Tensor, Tensor]:
-        """Return the objective with the terms of the routing, summed over targets as the loss is, and the loss.
+    def __init__(self, **settings: Any) -> None:
+        super().__init__(**settings)
+        self._routed = []
 
-        Args:
-            objective: Of a micro-batch, 0-dim.
-            loss: The plain loss in it.
-            targets: [B, T].
-        """
-        model: Any = self.model
+    @override
+    def add_terms(self, objective: Tensor, *, stage: nn.Module, targets: Tensor) -> Tensor:
+        """Return the objective with the terms of the routing, summed over targets as the loss is."""
+        model: Any = stage
         routed = model.take_routed() if hasattr(model, "take_routed") else None
         if routed is None or not torch.is_grad_enabled():
-            return objective, loss
+            return objective
         num_targets = (targets != IGNORE_INDEX).sum(dim=1)  # [B]
         num_tokens = torch.full_like(num_targets, targets.shape[1])
         sums = (routed.terms * torch.stack([num_targets, num_targets, num_tokens])).sum(dim=-1)  # [L, 3]
-        self._routed = routed.counts, sums.detach()
-        return objective + model.weigh_terms(sums), loss
+        self._routed.append((routed.first_layer, routed.counts, sums.detach()))
+        has_terms = model.load_balance_loss or model.router_z_loss
+        return objective + model.weigh_terms(sums) if has_terms else objective
 
     @override
     def training_step(self, batch: Batch, batch_idx: int) -> Tensor:
+        self._routed = []  # other callers of the objective leave theirs
         loss = super().training_step(batch, batch_idx)
-        if self._routed is not None:
-            (counts, sums), self._routed = self._routed, None
-            self._window_counts = counts if self._window_counts is None else self._window_counts + counts
-            self._window_sums = sums if self._window_sums is None else self._window_sums + sums
+        model: Any = self.model
+        for first, counts, sums in self._routed:
+            if self._window_counts is None or self._window_sums is None:
+                self._window_counts = counts.new_zeros(model.num_layers, counts.shape[1])
+                self._window_sums = sums.new_zeros(model.num_layers, sums.shape[1])
+            layers = slice(first, first + len(counts))  # others are on other ranks
+            self._window_counts[layers] += counts
+            self._window_sums[layers] += sums
             self._num_targets = batch["num_targets"]  # of the global batch
+        self._routed = []
         return loss
 
     @override
@@ -70,7 +79,8 @@ class TrainsExperts(TrainingTask, ABC):
         both = self._sum_over_token_ranks(torch.cat([counts.double(), sums.double()], dim=1))  # [L, E + 3]
         counts, sums = both[:, : model.num_experts], both[:, model.num_experts :]
         if is_balanced and strategy.num_overflows == num_overflows:
-            model.balance_experts(counts)
+            for stage in list_stages(self.model):
+                stage.balance_experts(counts)  # type: ignore[operator]
         if is_logged:
             self._log_routing(counts, sums)
 

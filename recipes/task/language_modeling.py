@@ -21,7 +21,6 @@ from recipes.parallel.stages import PipelineRanks
 from recipes.parallel.tensor import TensorRanks
 from recipes.strategy.pipeline import Pipeline
 from recipes.task.base import Batch
-from recipes.task.divided import DividedTask
 from recipes.task.experts import TrainsExperts
 from recipes.tokenizer import Tokenizer
 
@@ -30,7 +29,7 @@ _NOT_ENDED = " …"
 _MORE_TOKENS = 8  # than the longest expected answer: one that is too long is wrong as soon as it is longer
 
 
-class LanguageModeling(TrainsExperts, DividedTask):
+class LanguageModeling(TrainsExperts):
     """Trains a model of tokens [B, T] -> logits [B, T, V]. Arguments: see `TrainingTask`.
 
     Attributes:
@@ -96,7 +95,8 @@ class LanguageModeling(TrainsExperts, DividedTask):
     @override
     def objective_sum(self, batch: Batch) -> tuple[Tensor, Tensor]:
         own = self.own_tokens(batch)
-        return self.add_routing_terms(*self.own_objective_sum(own), targets=own["targets"])
+        objective, loss = self.own_objective_sum(own)
+        return self.add_terms(objective, stage=self.model, targets=own["targets"]), loss
 
     @override
     def own_objective_sum(self, batch: Batch) -> tuple[Tensor, Tensor]:

@@ -77,10 +77,11 @@ class Validated(lightning.LightningModule):
         hold_averages(self.trainer.optimizers, self.model, held=True)
 
     def share_statistics(self) -> None:
-        """Average running means and variances over ranks: each rank has those of its own samples."""
+        """Average running means and variances over ranks that have them: each has those of its own samples."""
         saved = self.state_dict(keep_vars=True)  # without constant tables
         buffers = (buffer for name, buffer in self.named_buffers() if name in saved)
-        average_over_ranks(buffer for buffer in buffers if buffer.is_floating_point())
+        groups: Groups = self.trainer.strategy.groups  # type: ignore[attr-defined]
+        average_over_ranks((buffer for buffer in buffers if buffer.is_floating_point()), groups.stage)
 
     @override
     def validation_step(self, batch: Batch, batch_idx: int, dataloader_idx: int = 0) -> None:

@@ -105,6 +105,8 @@ MESHES: dict[str, list[str]] = {
     "ep4": [_FSDP, "expert_parallel_size=4"],
     "ep2, two replicas": [_FSDP, "expert_parallel_size=2", "data_parallel_replicate=2"],
     "ep4, cp2": [_FSDP, "expert_parallel_size=4", "context_parallel_size=2"],
+    "pp2, ep2": [_FSDP, _PP, "expert_parallel_size=2"],
+    "pp2, ep2, zero bubble": [_FSDP, _PP, "expert_parallel_size=2", "pipeline_schedule=ZBVZeroBubble"],
     "tp2, cp2": [_FSDP, "tensor_parallel_size=2", "context_parallel_size=2"],
     "tp2, two replicas": [_FSDP, "tensor_parallel_size=2", "data_parallel_replicate=2"],
     "pp2, tp2": [_FSDP, _PP, "tensor_parallel_size=2"],

@@ -27,6 +27,8 @@ EXPERTS = {
     "experts, ZeRO-3": ("ZeRO-3", 2),
     "experts, ep2": ("ep2", 2),
     "experts, ep2 of 4": ("ep2", 4),
+    "experts, pp2": ("pp2", 2),
+    "experts, pp2 x ep2": ("pp2, ep2", 4),
 }
 PAIRS = [*itertools.product(MESHES, repeat=2), *itertools.product(EXPERTS, repeat=2)]
 if not IS_LONG:
@@ -38,6 +40,8 @@ if not IS_LONG:
         *(("tp2", "single"), ("pp2 x tp2", "single"), ("fsdp", "pp2 x tp2"), ("pp2", "ZeRO-3"), ("tp2", "fsdp")),
         *((f"experts, {one}", f"experts, {other}") for one, other in (("ep2", "ep2"), ("ep2", "single"))),
         *((f"experts, {one}", f"experts, {other}") for one, other in (("ZeRO-3", "ep2"), ("ep2", "fsdp"))),
+        *(("experts, pp2 x ep2", target) for target in ("experts, pp2 x ep2", "experts, single", "experts, ep2")),
+        *(("experts, fsdp", target) for target in ("experts, pp2", "experts, pp2 x ep2")),
     ]
 MESHES |= EXPERTS
 

@@ -6,7 +6,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from cases import COMMON, ENGINES, GLOBAL_BATCH_SIZE, IS_LONG, TOKENS, largest_difference
+from cases import COMMON, ENGINES, GLOBAL_BATCH_SIZE, IS_LONG, TOKENS, count_data_ranks, largest_difference
 from ranks import run_on_ranks
 
 Rows = Callable[..., list[dict[str, float]]]
@@ -22,6 +22,7 @@ BIAS = ["model.balance_rate=0.01"]
 # two ranks do not divide three experts: FSDP2 divides the rows of each
 THREE = ["model.num_experts=3", "model.router_scores=sigmoid", "model.load_balance_loss=0.01"]
 RECOMPUTED = "activation_checkpoint=every_block"
+DEEP = "model.num_layers=6"  # stages of several layers
 
 
 def case(
@@ -29,8 +30,7 @@ def case(
 ) -> dict[str, Any]:
     """Return one way to run the experiment."""
     strategy = ENGINES[name] if name in ENGINES else name.split()
-    num_data_ranks = world_size // 2 if "context_parallel_size=2" in strategy else world_size
-    micro_batch_size = GLOBAL_BATCH_SIZE // (accumulate * num_data_ranks)
+    micro_batch_size = GLOBAL_BATCH_SIZE // (accumulate * count_data_ranks(strategy, world_size))
     sizes = [f"micro_batch_size={micro_batch_size}", f"trainer.devices={world_size}", f"precision={precision}"]
     steps = [f"trainer.max_steps={NUM_STEPS}", f"eval_every={NUM_STEPS}"]
     return {"overrides": [*MODEL, *model, *COMMON, *strategy, *sizes, *steps, *more], "data": TOKENS}
@@ -42,6 +42,7 @@ SINGLE = {
     "three experts": case("single", world_size=1, model=THREE),
     "no terms": case("single", world_size=1, model=BIAS),
     "bfloat16": case("single", world_size=1, accumulate=2, precision="bf16-mixed"),
+    "six layers": case("single", DEEP, world_size=1),
 }
 TWO = {
     "ddp x4": case("ddp", world_size=2, accumulate=4),
@@ -59,12 +60,22 @@ OTHERS = {
     "no terms": case("strategy=ddp context_parallel_size=2", world_size=2, model=BIAS),
 }
 # name -> the run on one device that it follows
+STAGES = {
+    "pp2 x2": (case("pp2", world_size=2, accumulate=2), "x1"),
+    "pp2, six layers, recomputed x4": (case("pp2", DEEP, RECOMPUTED, world_size=2, accumulate=4), "six layers"),
+    "pp2, zero bubble x4": (case("pp2, zero bubble", DEEP, world_size=2, accumulate=4), "six layers"),
+}
 FOUR = {
     "ep2 of 4 x2": (case("ep2", world_size=4, accumulate=2), "x1"),
     "ep2, two replicas x1": (case("ep2, two replicas", world_size=4), "x1"),
     "ep4, cp2 x2": (case("ep4, cp2", world_size=4, accumulate=2, model=BIAS), "no terms"),
+    "pp2, ep2, zero bubble x4": (case("pp2, ep2, zero bubble", DEEP, world_size=4, accumulate=4), "six layers"),
 }
-MORE_ON_FOUR = {"ep4 x4": (case("ep4", world_size=4, accumulate=4), "x1")}
+MORE_ON_FOUR = {
+    "ep4 x4": (case("ep4", world_size=4, accumulate=4), "x1"),
+    "pp2, ep2 x2": (case("pp2, ep2", world_size=4, accumulate=2), "x1"),
+    "pp2, interleaved x4": (case("pp2, interleaved", DEEP, world_size=4, accumulate=4), "six layers"),
+}
 COMPILED = {"ep2 x4": case("ep2", "compile=true", world_size=2, accumulate=4)}
 LOW = {f"{name}, bfloat16": case(name, world_size=2, precision="bf16-mixed") for name in ("fsdp", "ep2", "ZeRO-3")}
 ALL = TWO | OTHERS | LOW
@@ -93,6 +104,12 @@ def test_two_ranks_give_the_curve_of_one_device(name: str, rows: Rows) -> None:
 @pytest.mark.parametrize("name", OTHERS)
 def test_other_experts_and_divided_sequences_give_the_curve_of_one_device_too(name: str, rows: Rows) -> None:
     _equal(rows("moe two", ALL, name, world_size=2), rows("moe single", SINGLE, name, world_size=1))
+
+
+@pytest.mark.parametrize("name", STAGES)
+def test_so_do_two_that_divide_the_layers(name: str, rows: Rows) -> None:
+    cases = {name: made for name, (made, _) in STAGES.items()}
+    _equal(rows("moe stages", cases, name, world_size=2), rows("moe single", SINGLE, STAGES[name][1], world_size=1))
 
 
 @pytest.mark.parametrize("name", FOUR)

@@ -92,14 +92,13 @@ def _check_division(config: Mapping[str, Any]) -> Iterator[ConfigError]:
 
 def _steps(config: Mapping[str, Any]) -> Iterator[ConfigError]:
     """Check a run that takes steps."""
-    for name in ("tensor", "pipeline"):
-        size = config.get(f"{name}_parallel_size", 1)
-        if size != 1:
-            yield ConfigError(
-                f"{name}_parallel_size={size} with experts",
-                "experts are not divided with the rest of a block",
-                f"{name}_parallel_size=1",
-            )
+    size = config.get("tensor_parallel_size", 1)
+    if size != 1:
+        yield ConfigError(
+            f"tensor_parallel_size={size} with experts",
+            "experts are not divided with the rest of a block",
+            "tensor_parallel_size=1",
+        )
     losses = [name for name in ("load_balance_loss", "router_z_loss") if config["model"].get(name)]
     if losses and config.get("context_parallel_size", 1) != 1:
         typed = " ".join(f"model.{name}={config['model'][name]}" for name in losses)

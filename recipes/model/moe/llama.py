@@ -26,10 +26,12 @@ class RoutedBatch(NamedTuple):
     """How the layers have routed the tokens of one forward pass.
 
     Attributes:
+        first_layer: Of the L layers here, in the whole model.
         counts: [L, E] int64, tokens of each expert.
         terms: [L, 3, B] float32, load-balance loss, router z-loss and entropy of each sequence.
     """
 
+    first_layer: int
     counts: Tensor
     terms: Tensor
 
@@ -138,8 +140,12 @@ class MoeLlama(Llama):
             counts.append(layer_counts)
             terms.append(layer_terms)
         if self.training and torch.is_grad_enabled():
-            self.routed = RoutedBatch(torch.stack(counts), torch.stack(terms))
+            self.routed = RoutedBatch(self._list_layers()[0], torch.stack(counts), torch.stack(terms))
         return x
+
+    def _list_layers(self) -> list[int]:
+        """Return the layers that are here: a stage of a pipeline has some."""
+        return [int(index) for index, _ in self.blocks.named_children()]
 
     def take_routed(self) -> RoutedBatch | None:
         """Return how the last forward pass with gradients has routed, once: it holds the graph of that pass."""
@@ -156,17 +162,17 @@ class MoeLlama(Llama):
         """Raise the bias of experts with few tokens and lower that of those with many, once an optimizer step.
 
         Args:
-            counts: [L, E], tokens of each expert in the step, over all ranks.
+            counts: Of the whole model, [L, E], tokens of each expert in the step, over all ranks.
         """
-        biases = [block.get_buffer("mlp.router.bias") for block in self.blocks]
-        steps = find_bias_steps(counts).to(biases[0].device)  # [L, E]
+        biases = [block.get_buffer("mlp.router.bias") for block in self.blocks.children()]
+        steps = find_bias_steps(counts[self._list_layers()]).to(biases[0].device)  # [layers that are here, E]
         torch._foreach_add_(biases, list(steps.unbind()), alpha=self.balance_rate)
 
     @override
     @torch.no_grad()
     def init_buffers(self) -> None:
         super().init_buffers()
-        for block in self.blocks:
+        for block in self.blocks.children():
             block.get_buffer("mlp.router.bias").zero_()
 
     @property

@@ -31,11 +31,6 @@ MISTAKES = {
         " type tensor_parallel_size=1",
         "tensor_parallel_size=1",
     ),
-    f"strategy=fsdp {_TWO} pipeline_parallel_size=2 micro_batch_size=4": (
-        "pipeline_parallel_size=2 with experts: experts are not divided with the rest of a block;"
-        " type pipeline_parallel_size=1",
-        "pipeline_parallel_size=1",
-    ),
     f"strategy=ddp {_TWO} expert_parallel_size=2": (
         "expert_parallel_size=2 strategy=ddp: experts are divided under strategy=fsdp and hsdp only;"
         " type strategy=fsdp, which shards over the other ranks, or expert_parallel_size=1",
@@ -104,7 +99,10 @@ def test_divided_sequences_work_with_a_bias_and_models_without_experts_with_all_
 
 @pytest.mark.parametrize(
     "typed",
-    ["strategy=fsdp", "strategy=hsdp data_parallel_shard=2", "strategy=fsdp context_parallel_size=2", "optimizer=lion"],
+    [
+        *("strategy=fsdp", "strategy=hsdp data_parallel_shard=2", "strategy=fsdp context_parallel_size=2"),
+        *("optimizer=lion", f"pipeline_parallel_size=2 micro_batch_size=2 {_TERMS}"),
+    ],
 )
 def test_divided_experts_work_with_other_ways_to_divide(typed: str) -> None:
     typed = typed if "strategy" in typed else f"strategy=fsdp {typed}"
