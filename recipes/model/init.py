@@ -31,11 +31,20 @@ def named_parameters(model: nn.Module) -> Iterator[tuple[str, nn.Parameter]]:
     """
     # a list: filling a parameter may replace it in the model
     for name, parameter in list(model.named_parameters()):
-        if is_adapter(name):
-            continue
-        for wrapper in _WRAPPERS:
-            name = name.replace(wrapper, "")
-        yield getattr(parameter, "copy_of", name), parameter
+        if not is_adapter(name):
+            yield getattr(parameter, "copy_of", _without_wrappers(name)), parameter
+
+
+def named_buffers(model: nn.Module) -> Iterator[tuple[str, Tensor]]:
+    """Yield `model.named_buffers()` under the names they have without wrappers."""
+    for name, buffer in model.named_buffers():
+        yield _without_wrappers(name), buffer
+
+
+def _without_wrappers(name: str) -> str:
+    for wrapper in _WRAPPERS:
+        name = name.replace(wrapper, "")
+    return name
 
 
 def init_decoder(model: nn.Module, *, seed: int, num_layers: int, vocab_size: int) -> None:

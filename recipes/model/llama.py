@@ -94,19 +94,29 @@ class Llama(nn.Module):
 
     def _build(self, *, num_rows: int) -> None:
         self.embedding = nn.Embedding(num_rows, self.hidden_size)
-        self.blocks = nn.ModuleList(self._build_block() for _ in range(self.num_layers))
+        self.blocks = nn.ModuleList(self._build_block(index) for index in range(self.num_layers))
         self.norm = RMSNorm(self.hidden_size, eps=self.rms_eps)
         self.head = Head(self.hidden_size, num_rows, vocab_size=self.vocab_size)
         self._tie()
         self._allocate_tables(device=self.embedding.weight.device)
         self.init_buffers()
 
-    def _build_block(self) -> nn.Module:
+    def _build_block(self, index: int) -> nn.Module:
         mlp = Mlp(hidden_size=self.hidden_size, ffn_hidden_size=self.ffn_hidden_size)
         attention = self._build_attention()
         return Block(attention=attention, mlp=mlp, hidden_size=self.hidden_size, rms_eps=self.rms_eps)
 
-    def _build_attention(self) -> Attention:
+    @property
+    def rotated_dim(self) -> int:
+        """Channels of a head that have a position."""
+        return self.head_dim
+
+    @property
+    def attention_width(self) -> int:
+        """Channels over which queries meet keys, and values are mixed, on average of the two, in all heads."""
+        return self.num_heads * self.head_dim
+
+    def _build_attention(self) -> nn.Module:
         return Attention(
             hidden_size=self.hidden_size,
             num_heads=self.num_heads,
@@ -122,7 +132,7 @@ class Llama(nn.Module):
 
     def _allocate_tables(self, *, device: torch.device) -> None:
         for name in ("rope_cos", "rope_sin"):
-            table = torch.empty(self.max_seq_len, self.head_dim // 2, dtype=torch.float32, device=device)
+            table = torch.empty(self.max_seq_len, self.rotated_dim // 2, dtype=torch.float32, device=device)
             self.register_buffer(name, table, persistent=False)
 
     def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> Self:
@@ -202,7 +212,7 @@ class Llama(nn.Module):
             return
         cos, sin = rope_tables(
             self.max_seq_len,
-            head_size=self.head_dim,
+            head_size=self.rotated_dim,
             theta=self.rope_theta,
             scaling_factor=self.rope_scaling_factor,
         )
@@ -214,7 +224,7 @@ class Llama(nn.Module):
         return decoder_flops_per_token(
             self,
             embedding=self.embedding,
-            attention_width=self.num_heads * self.head_dim,
+            attention_width=self.attention_width,
             seq_len=seq_len,
         )
 

@@ -1,6 +1,7 @@
 """Rotary positions (Su et al. 2021, arXiv:2104.09864) in float32: two tables [positions, Q / 2].
 
-Channel i is rotated with channel i + Q / 2, not with its neighbor, as in the published Llama and Qwen weights.
+Channel i is rotated with channel i + Q / 2, not with its neighbor, as in the published Llama and Qwen weights; those of
+DeepSeek pair neighbors.
 Shapes: B sequences, T tokens, H heads, Q head size.
 """
 
@@ -51,9 +52,18 @@ def rope_tables(
     return angles.cos(), angles.sin()
 
 
-def rotate(heads: Tensor, rotation: Rotation) -> Tensor:
-    """Rotate each pair of channels (i, i + Q / 2) by its angle: [B, T, H, Q] -> [B, T, H, Q]."""
-    first, second = heads.float().chunk(2, dim=-1)  # [B, T, H, Q / 2] each
+def rotate(heads: Tensor, rotation: Rotation, *, pairs_neighbors: bool = False) -> Tensor:
+    """Rotate each pair of channels by its angle: [B, T, H, Q] -> [B, T, H, Q], the first of all pairs first.
+
+    Args:
+        heads: Queries and keys.
+        rotation: Of the tokens.
+        pairs_neighbors: Pairs are (2 i, 2 i + 1), not (i, i + Q / 2).
+    """
+    if pairs_neighbors:
+        first, second = heads.float().view(*heads.shape[:-1], -1, 2).unbind(dim=-1)  # [B, T, H, Q / 2] each
+    else:
+        first, second = heads.float().chunk(2, dim=-1)
     rotated = (
         first * rotation.cos - second * rotation.sin,
         second * rotation.cos + first * rotation.sin,

@@ -7,6 +7,7 @@ from typing import Any
 from torch import nn
 
 from recipes.mesh import STAGES_PER_RANK
+from recipes.numerics.grouped_linear import GroupedLinear
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -41,8 +42,9 @@ class StagePlan:
 def plan_stages(model: nn.Module, *, num_ranks: int, schedule: str) -> StagePlan:
     """Divide the layers of a model into stages whose largest matrix products are as small as can be.
 
-    Work is counted by the weights of matrices that each token is multiplied with: those of the blocks, and the head,
-    which takes as much as several blocks of a small model. An embedding is a lookup.
+    Work is counted by the weights of matrices that each token is multiplied with: those of the blocks, of experts the
+    share that computes a token, and the head, which takes as much as several blocks of a small model. An embedding is a
+    lookup.
 
     Args:
         model: Whole, on any device.
@@ -51,13 +53,20 @@ def plan_stages(model: nn.Module, *, num_ranks: int, schedule: str) -> StagePlan
     """
     num_stages = num_ranks * STAGES_PER_RANK.get(schedule, 1)
     blocks: Any = model.blocks
-    work = [sum(parameter.numel() for parameter in block.parameters()) for block in blocks]
-    last = sum(
-        parameter.numel() for name in list_ends(model)[1] for parameter in model.get_submodule(name).parameters()
-    )
+    work = [_count(block, model) for block in blocks]
+    last = sum(_count(model.get_submodule(name), model) for name in list_ends(model)[1])
     counts = divide_evenly(work, num_stages, last=last)
     firsts = [sum(counts[:stage]) for stage in range(num_stages)]
     return StagePlan(num_ranks=num_ranks, schedule=schedule, layers=tuple(zip(firsts, counts, strict=True)))
+
+
+def _count(module: nn.Module, model: Any) -> int:
+    """Return the weights of a module that a token is multiplied with."""
+    idle = 0
+    for part in module.modules():
+        if isinstance(part, GroupedLinear):
+            idle += part.weight.numel() * (model.num_experts - model.num_experts_per_token) // model.num_experts
+    return sum(parameter.numel() for parameter in module.parameters()) - idle
 
 
 def divide_evenly(work: Sequence[int], num_stages: int, *, last: int) -> list[int]:

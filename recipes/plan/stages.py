@@ -10,6 +10,7 @@ from dataclasses import dataclass
 from torch import nn
 
 from recipes.mesh import Mesh
+from recipes.parallel.stage_plan import plan_stages
 from recipes.plan.communication import WAITED_FOR, Communication, Traffic, cost_of_collective, measure_shards
 from recipes.plan.hardware import Cluster
 from recipes.plan.memory import Moment, find_peak
@@ -81,7 +82,8 @@ def divide_layers(ops: Sequence[Op], model: nn.Module, pipeline: Pipeline, *, bo
         boundary_bytes: That a rank sends to the next stage in a micro-batch.
     """
     places = describe_places(ops, model)
-    counts = pipeline.split(places.num_blocks, last=places.last.num_parameters / places.block.num_parameters)
+    divided = plan_stages(model, num_ranks=pipeline.num_stages, schedule=pipeline.schedule)
+    counts = [sum(divided.layers[stage][1] for stage in divided.stages_of(rank)) for rank in range(pipeline.num_stages)]
     return Stages(pipeline=pipeline, counts=counts, places=places, boundary_bytes=boundary_bytes)
 
 

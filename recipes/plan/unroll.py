@@ -25,18 +25,34 @@ def record_unrolled(record: Recorder, kinds: Sequence[object]) -> list[Op]:
         record: Indices of the blocks to keep, None for all -> operators of that model.
         kinds: The kind of each block; blocks of one kind run the same operators.
     """
-    num_blocks, period = len(kinds), find_period(kinds)
-    if period is None or num_blocks <= 3 * period + 2:
+    num_blocks, repeats = len(kinds), _find_repeats(kinds)
+    if repeats is None:
+        return record(None)
+    first, period = repeats
+    if num_blocks <= first + 3 * period + 1:
         return record(None)
     last = num_blocks - 1
-    num_copies = (num_blocks - 2) // period
+    num_copies = (num_blocks - first - 1) // period
     for _ in range(_ATTEMPTS):
-        short = record([*range(1 + 2 * period), last])
-        long = record([*range(1 + 3 * period), last])
-        unrolled = _unroll(short, long, period=period, num_copies=num_copies)
+        short = record([*range(first + 2 * period), last])
+        long = record([*range(first + 3 * period), last])
+        unrolled = _unroll(short, long, first=first, period=period, num_copies=num_copies)
         if unrolled is not None:
             return unrolled
     return record(None)
+
+
+def _find_repeats(kinds: Sequence[object]) -> tuple[int, int] | None:
+    """Return from which block on the kinds repeat, until the last, and after how many; None if they do not.
+
+    The block before is of the kind that it would be of if they had begun earlier: while a block is differentiated, the
+    one before it is gathered.
+    """
+    for first in range(1, len(kinds) - 3):
+        period = find_period(kinds[first - 1 :])
+        if period is not None and kinds[first - 1] == kinds[first - 1 + period]:
+            return first, period
+    return None
 
 
 def find_period(kinds: Sequence[object]) -> int | None:
@@ -64,16 +80,17 @@ def block_kinds(model: nn.Module, *, recomputes: Callable[[int], bool]) -> list[
     return kinds
 
 
-def _unroll(short: list[Op], long: list[Op], *, period: int, num_copies: int) -> list[Op] | None:
-    """Return the operators for `num_copies` periods between first and last block; None if they do not repeat.
+def _unroll(short: list[Op], long: list[Op], *, first: int, period: int, num_copies: int) -> list[Op] | None:
+    """Return the operators for `num_copies` periods between the first blocks and the last; None: they do not repeat.
 
     Args:
         short: Operators with two periods.
         long: Operators with three.
+        first: Block of the first period.
         period: Blocks in a period.
         num_copies: Periods wanted.
     """
-    short_parts, long_parts = _split(short, period=period), _split(long, period=period)
+    short_parts, long_parts = (_split(ops, first=first, period=period) for ops in (short, long))
     middle = [part for part in long_parts if part[0].endswith("/middle 1")]
     others = [part for part in long_parts if "/middle " not in part[0]]
     short_others = [part for part in short_parts if "/middle " not in part[0]]
@@ -100,7 +117,7 @@ def _unroll(short: list[Op], long: list[Op], *, period: int, num_copies: int) ->
     return result
 
 
-def _split(ops: list[Op], *, period: int) -> list[tuple[str, list[Op]]]:
+def _split(ops: list[Op], *, first: int, period: int) -> list[tuple[str, list[Op]]]:
     """Return the parts of a step in order, the blocks of a period as one: `forward/middle 1`."""
     last = max(_index(op.section) for op in ops)
 
@@ -109,7 +126,7 @@ def _split(ops: list[Op], *, period: int) -> list[tuple[str, list[Op]]]:
         direction = op.section.partition("/")[0]
         if index == last:
             return f"{direction}/last block"
-        return op.section if index <= 0 else f"{direction}/middle {(index - 1) // period}"
+        return op.section if index < first else f"{direction}/middle {(index - first) // period}"
 
     return [(name, list(group)) for name, group in itertools.groupby(ops, key=part)]
 

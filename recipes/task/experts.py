@@ -48,8 +48,8 @@ class TrainsExperts(DividedTask, ABC):
         model: Any = self.model
         for first, counts, sums in self._routed:
             if self._window_counts is None or self._window_sums is None:
-                self._window_counts = counts.new_zeros(model.num_layers, counts.shape[1])
-                self._window_sums = sums.new_zeros(model.num_layers, sums.shape[1])
+                self._window_counts = counts.new_zeros(model.num_routed_layers, counts.shape[1])
+                self._window_sums = sums.new_zeros(model.num_routed_layers, sums.shape[1])
             layers = slice(first, first + len(counts))  # others are on other ranks
             self._window_counts[layers] += counts
             self._window_sums[layers] += sums

@@ -17,6 +17,14 @@ MODEL = [
     *("model.num_heads=2", "model.num_kv_heads=1", "model.hidden_size=32", "model.ffn_hidden_size=32"),
     *("model.num_experts=4", "optimizer.lr=1e-3"),
 ]
+DEEPSEEK = [
+    *("data=random_tokens", "model=deepseek_v3", "model.vocab_size=64", "model.max_seq_len=16", "model.num_layers=4"),
+    *("model.num_dense_layers=1", "model.num_heads=2", "model.num_kv_heads=2", "model.hidden_size=32"),
+    *("model.dense_ffn_hidden_size=48", "model.ffn_hidden_size=32", "model.query_rank=16", "model.key_value_rank=16"),
+    *("model.head_dim=8", "model.rope_dim=4", "model.value_dim=8", "model.num_experts=8"),
+    *("model.num_experts_per_token=2", "model.num_expert_groups=4", "model.num_groups_per_token=2"),
+    *("model.load_balance_loss=0", "optimizer.lr=1e-3"),
+]
 TERMS = ["model.load_balance_loss=0.01", "model.router_z_loss=0.001", "model.balance_rate=0.01"]
 BIAS = ["model.balance_rate=0.01"]
 # two ranks do not divide three experts: FSDP2 divides the rows of each
@@ -26,14 +34,20 @@ DEEP = "model.num_layers=6"  # stages of several layers
 
 
 def case(
-    name: str, *more: str, world_size: int, accumulate: int = 1, precision: str = "32-true", model: list[str] = TERMS
+    name: str,
+    *more: str,
+    world_size: int,
+    accumulate: int = 1,
+    precision: str = "32-true",
+    model: list[str] = TERMS,
+    base: list[str] = MODEL,
 ) -> dict[str, Any]:
     """Return one way to run the experiment."""
     strategy = ENGINES[name] if name in ENGINES else name.split()
     micro_batch_size = GLOBAL_BATCH_SIZE // (accumulate * count_data_ranks(strategy, world_size))
     sizes = [f"micro_batch_size={micro_batch_size}", f"trainer.devices={world_size}", f"precision={precision}"]
     steps = [f"trainer.max_steps={NUM_STEPS}", f"eval_every={NUM_STEPS}"]
-    return {"overrides": [*MODEL, *model, *COMMON, *strategy, *sizes, *steps, *more], "data": TOKENS}
+    return {"overrides": [*base, *model, *COMMON, *strategy, *sizes, *steps, *more], "data": TOKENS}
 
 
 SINGLE = {
@@ -43,6 +57,7 @@ SINGLE = {
     "no terms": case("single", world_size=1, model=BIAS),
     "bfloat16": case("single", world_size=1, accumulate=2, precision="bf16-mixed"),
     "six layers": case("single", DEEP, world_size=1),
+    "deepseek": case("single", world_size=1, model=BIAS, base=DEEPSEEK),
 }
 TWO = {
     "ddp x4": case("ddp", world_size=2, accumulate=4),
@@ -56,6 +71,7 @@ TWO = {
     "ZeRO-3 recomputed": case("ZeRO-3", RECOMPUTED, world_size=2),
 }
 OTHERS = {
+    "deepseek": case("ep2", "context_parallel_size=2", world_size=2, model=BIAS, base=DEEPSEEK),
     "three experts": case("fsdp", world_size=2, model=THREE),
     "no terms": case("strategy=ddp context_parallel_size=2", world_size=2, model=BIAS),
 }
@@ -64,6 +80,10 @@ STAGES = {
     "pp2 x2": (case("pp2", world_size=2, accumulate=2), "x1"),
     "pp2, six layers, recomputed x4": (case("pp2", DEEP, RECOMPUTED, world_size=2, accumulate=4), "six layers"),
     "pp2, zero bubble x4": (case("pp2, zero bubble", DEEP, world_size=2, accumulate=4), "six layers"),
+    "deepseek, pp2, zero bubble x4": (
+        case("pp2, zero bubble", world_size=2, accumulate=4, model=BIAS, base=DEEPSEEK),
+        "deepseek",
+    ),
 }
 FOUR = {
     "ep2 of 4 x2": (case("ep2", world_size=4, accumulate=2), "x1"),

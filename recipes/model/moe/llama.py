@@ -3,6 +3,7 @@
 FLOPs and time are those of the K experts, memory is that of all.
 """
 
+import math
 from typing import Annotated, Any, ClassVar, NamedTuple
 
 import torch
@@ -14,7 +15,7 @@ from recipes.model.documents import Documents
 from recipes.model.flops import Flops, flops_of_products
 from recipes.model.kv_cache import KeyValueCache, LayerCache
 from recipes.model.llama import Llama
-from recipes.model.llama_block import Attention
+from recipes.model.llama_block import Block, Mlp
 from recipes.model.moe.mlp import Experts, MoeMlp
 from recipes.model.moe.router import Router, Scores, find_bias_steps
 from recipes.model.rope import Rotation
@@ -26,7 +27,7 @@ class RoutedBatch(NamedTuple):
     """How the layers have routed the tokens of one forward pass.
 
     Attributes:
-        first_layer: Of the L layers here, in the whole model.
+        first_layer: Of the L layers with experts here, among all of the model.
         counts: [L, E] int64, tokens of each expert.
         terms: [L, 3, B] float32, load-balance loss, router z-loss and entropy of each sequence.
     """
@@ -39,7 +40,7 @@ class RoutedBatch(NamedTuple):
 class MoeBlock(nn.Module):
     """Attention, then the experts, each on a normalized copy of the residual stream."""
 
-    def __init__(self, *, attention: Attention, mlp: MoeMlp, hidden_size: int, rms_eps: float) -> None:
+    def __init__(self, *, attention: nn.Module, mlp: MoeMlp, hidden_size: int, rms_eps: float) -> None:
         super().__init__()
         self.attention_norm = RMSNorm(hidden_size, eps=rms_eps)
         self.attention = attention
@@ -74,6 +75,12 @@ class MoeLlama(Llama):
         num_experts_per_token: K, experts that compute a token.
         router_scores: `softmax` over experts (Mixtral), or `sigmoid` of each (DeepSeek-V3).
         renormalize_weights: The weights of a token's experts sum to 1.
+        weights_scale: Factor of these weights (2.5 in DeepSeek-V3).
+        num_expert_groups: Of as many consecutive experts, of which a token uses those that score best.
+        num_groups_per_token: So many of them; 0: all.
+        num_shared_experts: In addition, experts that compute every token, as one MLP.
+        num_dense_layers: First layers that have a plain MLP instead.
+        dense_ffn_hidden_size: Width of that; None: they have none.
         balance_rate: Change of an expert's bias per optimizer step; 0: there is no bias.
         load_balance_loss: Weight; 0.01 in Switch, 1e-4 beside a bias in DeepSeek-V3.
         router_z_loss: Weight; 1e-3 in ST-MoE.
@@ -95,6 +102,12 @@ class MoeLlama(Llama):
         num_experts_per_token: Annotated[int, ">= 1"],
         router_scores: Scores = "softmax",
         renormalize_weights: bool = True,
+        weights_scale: Annotated[float, "> 0"] = 1.0,
+        num_expert_groups: Annotated[int, ">= 1"] = 1,
+        num_groups_per_token: Annotated[int, ">= 0"] = 0,
+        num_shared_experts: Annotated[int, ">= 0"] = 0,
+        num_dense_layers: Annotated[int, ">= 0"] = 0,
+        dense_ffn_hidden_size: Annotated[int, ">= 1"] | None = None,
         balance_rate: Annotated[float, ">= 0"] = 0.0,
         load_balance_loss: Annotated[float, ">= 0"] = 0.0,
         router_z_loss: Annotated[float, ">= 0"] = 0.0,
@@ -105,29 +118,43 @@ class MoeLlama(Llama):
         self.num_experts_per_token = num_experts_per_token
         self.router_scores: Scores = router_scores
         self.renormalize_weights = renormalize_weights
+        self.weights_scale = weights_scale
+        self.num_expert_groups = num_expert_groups
+        self.num_groups_per_token = num_groups_per_token
+        self.num_shared_experts = num_shared_experts
+        self.num_dense_layers = num_dense_layers
+        self.dense_ffn_hidden_size = dense_ffn_hidden_size
         self.balance_rate = balance_rate
         self.load_balance_loss = load_balance_loss
         self.router_z_loss = router_z_loss
         self.routed: RoutedBatch | None = None
-        _check_sizes(num_experts, num_experts_per_token, settings)
+        self._check_sizes(settings)
         super().__init__(**settings)
 
     @override
-    def _build_block(self) -> nn.Module:
+    def _build_block(self, index: int) -> nn.Module:
+        sizes: dict[str, Any] = {"hidden_size": self.hidden_size, "rms_eps": self.rms_eps}
+        if index < self.num_dense_layers:
+            assert self.dense_ffn_hidden_size is not None
+            mlp = Mlp(hidden_size=self.hidden_size, ffn_hidden_size=self.dense_ffn_hidden_size)
+            return Block(attention=self._build_attention(), mlp=mlp, **sizes)
+        return MoeBlock(attention=self._build_attention(), mlp=self._build_experts(), **sizes)
+
+    def _build_experts(self) -> MoeMlp:
         router = Router(
             self.hidden_size,
             num_experts=self.num_experts,
             num_chosen=self.num_experts_per_token,
             scores=self.router_scores,
             renormalize=self.renormalize_weights,
+            scale=self.weights_scale,
+            num_groups=self.num_expert_groups,
+            num_chosen_groups=self.num_groups_per_token or self.num_expert_groups,
         )
         experts = Experts(self.num_experts, hidden_size=self.hidden_size, ffn_hidden_size=self.ffn_hidden_size)
-        return MoeBlock(
-            attention=self._build_attention(),
-            mlp=MoeMlp(router=router, experts=experts),
-            hidden_size=self.hidden_size,
-            rms_eps=self.rms_eps,
-        )
+        width = self.num_shared_experts * self.ffn_hidden_size
+        shared = Mlp(hidden_size=self.hidden_size, ffn_hidden_size=width) if width else None
+        return MoeMlp(router=router, experts=experts, shared=shared)
 
     @override
     def _run_blocks(
@@ -136,16 +163,26 @@ class MoeLlama(Llama):
         counts, terms = [], []
         for index, block in self.blocks.named_children():
             layer_cache = None if cache is None else cache.layers[int(index)]
+            if int(index) < self.num_dense_layers:
+                x = block(x, rotation, layer_cache, documents)
+                continue
             x, layer_counts, layer_terms = block(x, rotation, layer_cache, documents)
             counts.append(layer_counts)
             terms.append(layer_terms)
-        if self.training and torch.is_grad_enabled():
-            self.routed = RoutedBatch(self._list_layers()[0], torch.stack(counts), torch.stack(terms))
+        if counts and self.training and torch.is_grad_enabled():
+            self.routed = RoutedBatch(self._list_routers()[0][0], torch.stack(counts), torch.stack(terms))
         return x
 
-    def _list_layers(self) -> list[int]:
-        """Return the layers that are here: a stage of a pipeline has some."""
-        return [int(index) for index, _ in self.blocks.named_children()]
+    @property
+    def num_routed_layers(self) -> int:
+        """Layers with experts, of the whole model."""
+        return self.num_layers - self.num_dense_layers
+
+    def _list_routers(self) -> list[tuple[int, Router]]:
+        """Return the routers that are here, by their layers: a stage of a pipeline has some."""
+        first = self.num_dense_layers
+        blocks = ((int(index) - first, block) for index, block in self.blocks.named_children())
+        return [(layer, block.get_submodule("mlp.router")) for layer, block in blocks if layer >= 0]  # type: ignore[misc]
 
     def take_routed(self) -> RoutedBatch | None:
         """Return how the last forward pass with gradients has routed, once: it holds the graph of that pass."""
@@ -164,22 +201,25 @@ class MoeLlama(Llama):
         Args:
             counts: Of the whole model, [L, E], tokens of each expert in the step, over all ranks.
         """
-        biases = [block.get_buffer("mlp.router.bias") for block in self.blocks.children()]
-        steps = find_bias_steps(counts[self._list_layers()]).to(biases[0].device)  # [layers that are here, E]
+        routers = self._list_routers()
+        if not routers:
+            return
+        biases = [router.bias for _, router in routers]
+        steps = find_bias_steps(counts[[layer for layer, _ in routers]]).to(biases[0].device)  # [layers here, E]
         torch._foreach_add_(biases, list(steps.unbind()), alpha=self.balance_rate)
 
     @override
     @torch.no_grad()
     def init_buffers(self) -> None:
         super().init_buffers()
-        for block in self.blocks.children():
-            block.get_buffer("mlp.router.bias").zero_()
+        for _, router in self._list_routers():
+            router.bias.zero_()
 
     @property
     def num_idle_parameters(self) -> int:
         """Parameters of the experts that do not compute a token."""
         idle = self.num_experts - self.num_experts_per_token
-        return self.num_layers * idle * 3 * self.hidden_size * self.ffn_hidden_size
+        return self.num_routed_layers * idle * 3 * self.hidden_size * self.ffn_hidden_size
 
     @override
     def flops_per_token(self, seq_len: int) -> Flops:
@@ -190,19 +230,49 @@ class MoeLlama(Llama):
         idle = idle_fraction * sum(flops_of_products(module) for module in experts)
         return Flops(palm=every.palm - idle, causal=every.causal - idle)
 
-
-def _check_sizes(num_experts: int, num_chosen: int, settings: dict[str, Any]) -> None:
-    if num_chosen > num_experts:
-        raise ConfigError(
-            f"model.num_experts_per_token={num_chosen}",
-            f"there are model.num_experts={num_experts}",
-            f"model.num_experts_per_token={min(2, num_experts)}",
-        )
-    for name in ("hidden_size", "ffn_hidden_size"):
-        size = settings[name]
-        if size % ALIGNMENT:
+    def _check_sizes(self, settings: dict[str, Any]) -> None:
+        """Check what the experts need of each other, before any is built."""
+        if self.num_experts_per_token > self.num_experts:
             raise ConfigError(
-                f"model.{name}={size}",
-                f"products of experts need rows of a multiple of 16 bytes, {ALIGNMENT} numbers in bfloat16",
-                f"model.{name}={-(-size // ALIGNMENT) * ALIGNMENT}",
+                f"model.num_experts_per_token={self.num_experts_per_token}",
+                f"there are model.num_experts={self.num_experts}",
+                f"model.num_experts_per_token={min(2, self.num_experts)}",
+            )
+        if self.num_dense_layers and self.dense_ffn_hidden_size is None:
+            raise ConfigError(
+                f"model.num_dense_layers={self.num_dense_layers}",
+                "these layers have a plain MLP, whose width is not set",
+                f"model.dense_ffn_hidden_size={4 * settings['hidden_size']}",
+            )
+        if self.num_dense_layers >= settings["num_layers"]:
+            raise ConfigError(
+                f"model.num_dense_layers={self.num_dense_layers}",
+                f"there are model.num_layers={settings['num_layers']}, and none would have experts",
+                f"model.num_dense_layers={max(0, settings['num_layers'] - 1)}",
+            )
+        self._check_groups()
+        for name in ("hidden_size", "ffn_hidden_size"):
+            size = settings[name]
+            if size % ALIGNMENT:
+                raise ConfigError(
+                    f"model.{name}={size}",
+                    f"products of experts need rows of a multiple of 16 bytes, {ALIGNMENT} numbers in bfloat16",
+                    f"model.{name}={-(-size // ALIGNMENT) * ALIGNMENT}",
+                )
+
+    def _check_groups(self) -> None:
+        groups, chosen = self.num_expert_groups, self.num_groups_per_token or self.num_expert_groups
+        size, rest = divmod(self.num_experts, groups)
+        if rest or (size < 2 and chosen < groups):
+            fits = math.gcd(groups, self.num_experts // 2)
+            raise ConfigError(
+                f"model.num_expert_groups={groups}",
+                f"model.num_experts={self.num_experts} do not divide into groups of two or more",
+                f"model.num_expert_groups={fits} model.num_groups_per_token=0",
+            )
+        if not -(-self.num_experts_per_token // size) <= chosen <= groups:
+            raise ConfigError(
+                f"model.num_groups_per_token={self.num_groups_per_token}",
+                f"{self.num_experts_per_token} experts of a token are in {groups} groups of {size}",
+                f"model.num_groups_per_token={-(-self.num_experts_per_token // size)}",
             )

@@ -47,12 +47,13 @@ class Experts(nn.Module):
 
 
 class MoeMlp(nn.Module):
-    """Routes tokens, computes them by expert, and adds up."""
+    """Routes tokens, computes them by expert, and adds up, with what the shared experts make of all."""
 
-    def __init__(self, *, router: Router, experts: Experts) -> None:
+    def __init__(self, *, router: Router, experts: Experts, shared: nn.Module | None = None) -> None:
         super().__init__()
         self.router = router
         self.experts = experts
+        self.shared = shared
 
     @override
     def forward(self, x: Tensor) -> tuple[Tensor, Tensor, Tensor]:
@@ -62,4 +63,7 @@ class MoeMlp(nn.Module):
         rows = gather_rows(x.flatten(0, 1), order)  # [N K, W], by expert
         rows = self.experts(rows, routing.counts)
         out = combine_rows(rows, order, routing.weights.flatten(0, 1))  # [N, W]
-        return out.view(x.shape), routing.counts, routing.terms
+        out = out.view(x.shape)
+        if self.shared is not None:
+            out = out + self.shared(x)
+        return out, routing.counts, routing.terms

@@ -41,17 +41,32 @@ class Router(nn.Module):
         num_chosen: K.
         scores: `softmax` over experts (Mixtral), or `sigmoid` of each (DeepSeek-V3).
         renormalize: Weights of a token sum to 1.
+        scale: Factor of the weights.
+        num_groups: Of as many consecutive experts.
+        num_chosen_groups: Whose experts a token may use: those whose two best score highest together.
     """
 
     bias: Tensor  # [E] float32, saved in checkpoints
 
     def __init__(
-        self, hidden_size: int, *, num_experts: int, num_chosen: int, scores: Scores, renormalize: bool
+        self,
+        hidden_size: int,
+        *,
+        num_experts: int,
+        num_chosen: int,
+        scores: Scores,
+        renormalize: bool,
+        scale: float,
+        num_groups: int,
+        num_chosen_groups: int,
     ) -> None:
         super().__init__()
         self.num_chosen = num_chosen
         self.scores = scores
         self.renormalize = renormalize
+        self.scale = scale
+        self.num_groups = num_groups
+        self.num_chosen_groups = num_chosen_groups
         # no `nn.Linear`, whose weight an engine may gather in a low precision
         self.weight = nn.Parameter(torch.empty(num_experts, hidden_size))
         self.register_buffer("bias", torch.zeros(num_experts, dtype=torch.float32))
@@ -71,10 +86,15 @@ class Router(nn.Module):
         with torch.autocast(kind, enabled=False):
             logits = linear(x.float(), self.weight.float())  # [B, T, E] float32
         scores = logits.softmax(dim=-1) if self.scores == "softmax" else logits.sigmoid()  # [B, T, E]
-        chosen = (scores.detach() + self.bias).topk(self.num_chosen, dim=-1).indices  # [B, T, K]
+        eligible = scores.detach() + self.bias  # [B, T, E]
+        if self.num_chosen_groups < self.num_groups:
+            eligible = hide_groups(eligible, num_groups=self.num_groups, num_chosen=self.num_chosen_groups)
+        chosen = eligible.topk(self.num_chosen, dim=-1).indices  # [B, T, K]
         weights = scores.gather(-1, chosen)  # [B, T, K]
         if self.renormalize:
             weights = weights / weights.sum(dim=-1, keepdim=True)
+        if self.scale != 1.0:
+            weights = weights * self.scale
         shares = scores if self.scores == "softmax" else scores / scores.sum(dim=-1, keepdim=True)  # [B, T, E]
         # a token chooses an expert once: no two writes meet, in any order
         is_chosen = torch.zeros_like(shares, dtype=torch.bool).scatter_(-1, chosen, True)  # [B, T, E]
@@ -85,6 +105,23 @@ class Router(nn.Module):
     @override
     def extra_repr(self) -> str:
         return f"num_experts={len(self.bias)}, num_chosen={self.num_chosen}, scores={self.scores}"
+
+
+def hide_groups(scores: Tensor, *, num_groups: int, num_chosen: int) -> Tensor:
+    """Return scores with -inf in the groups whose two best experts score least (arXiv 2412.19437, section 2.1.2).
+
+    A token then goes to the nodes of a few groups, whatever the number of its experts.
+
+    Args:
+        scores: [B, T, E], of consecutive groups of experts.
+        num_groups: Of two experts or more.
+        num_chosen: Groups that keep their scores.
+    """
+    of_groups = scores.view(*scores.shape[:-1], num_groups, -1)  # [B, T, groups, experts]
+    best = of_groups.topk(2, dim=-1).values.sum(dim=-1).topk(num_chosen, dim=-1).indices  # [B, T, chosen]
+    is_kept = torch.zeros(of_groups.shape[:-1], dtype=torch.bool, device=scores.device).scatter_(-1, best, True)
+    hidden = of_groups.masked_fill(~is_kept.unsqueeze(-1), -torch.inf)
+    return hidden.view(scores.shape)
 
 
 def get_losses(logits: Tensor, shares: Tensor, counts: Tensor, *, num_chosen: int) -> tuple[Tensor, Tensor]:

@@ -11,6 +11,7 @@ from recipes.model.weights.hf_format import Entry, HFConfig, Setting, plain_entr
 from recipes.model.weights.hf_llama import LlamaFormat
 
 _OF_EXPERTS = {"mlp.experts.gate": "w1", "mlp.experts.up": "w3", "mlp.experts.out": "w2"}
+_OF_OTHERS = {"weights_scale": 1.0, "num_expert_groups": 1, "num_shared_experts": 0, "num_dense_layers": 0}
 _DEFAULTS = {"num_experts_per_tok": 2, "num_local_experts": 8, "sliding_window": None}  # transformers' MixtralConfig
 
 
@@ -44,12 +45,13 @@ class MixtralFormat(LlamaFormat):
             Setting("router_scores", model.router_scores, "model.router_scores"),
             Setting("renormalize_weights", model.renormalize_weights, "model.renormalize_weights"),
             Setting("sliding_window", None, None),
+            *(Setting(name, getattr(model, name), f"model.{name}") for name in _OF_OTHERS),
         ]
 
     @override
     def with_defaults(self, config: HFConfig) -> HFConfig:
         full = super().with_defaults({**_DEFAULTS, **config})
-        return {**full, "router_scores": "softmax", "renormalize_weights": True}
+        return {**full, **_OF_OTHERS, "router_scores": "softmax", "renormalize_weights": True}
 
     @override
     def config(self) -> dict[str, Any]:
@@ -80,6 +82,13 @@ def _check_routing(model: MoeLlama) -> None:
             " how a Mixtral weighs its experts",
             "model.router_scores=softmax model.renormalize_weights=true for the run that is to be exported",
         )
+    for name, plain in _OF_OTHERS.items():
+        if getattr(model, name) != plain:
+            raise ConfigError(
+                "mode=export",
+                f"model.{name}={getattr(model, name)} is nothing that a Mixtral has",
+                f"model.{name}={plain} for the run that is to be exported",
+            )
     if any(bool(block.get_buffer("mlp.router.bias").any()) for block in model.blocks):
         raise ConfigError(
             "mode=export",

@@ -14,11 +14,12 @@ from torch.distributed.tensor import DTensor
 from recipes.errors import ConfigError
 from recipes.model.gpt2 import GPT2
 from recipes.model.huggingface import HuggingFace
-from recipes.model.init import fill, named_parameters
+from recipes.model.init import fill, named_buffers, named_parameters
 from recipes.model.llama import Llama
-from recipes.model.moe.llama import MoeLlama
+from recipes.model.moe import DeepSeekV3, MoeLlama
 from recipes.model.weights.files import PublishedWeights, locate, open_weights
 from recipes.model.weights.hf_any import load_weights, save_weights
+from recipes.model.weights.hf_deepseek import DeepSeekV3Format
 from recipes.model.weights.hf_format import Entry, Format, HFConfig
 from recipes.model.weights.hf_gpt2 import GPT2Format
 from recipes.model.weights.hf_llama import LlamaFormat
@@ -54,12 +55,12 @@ def load_pretrained(model: nn.Module, name_or_folder: str | Path) -> None:
     _check_config(layout, config=config, folder=folder)
     with open_weights(folder) as weights:
         names = _check_names(layout, weights=weights, folder=folder)
-        parameters = dict(named_parameters(model))
+        _language_model(model).init_buffers()  # before weights: some formats have values of buffers
+        tensors: dict[str, Tensor] = {**dict(named_buffers(model)), **dict(named_parameters(model))}
         for entry in layout.entries():
-            parameter = parameters.get(entry.name)
-            if parameter is not None:  # else another stage has it
-                fill(parameter, entry.assemble(lambda name: weights.read(names[name]), shape=parameter.shape))
-    _language_model(model).init_buffers()
+            tensor = tensors.get(entry.name)
+            if tensor is not None:  # else another stage has it
+                fill(tensor, entry.assemble(lambda name: weights.read(names[name]), shape=tensor.shape))
 
 
 def export_pretrained(model: nn.Module, folder: str | Path, *, tokenizer_folder: str | Path | None = None) -> None:
@@ -84,7 +85,7 @@ def export_pretrained(model: nn.Module, folder: str | Path, *, tokenizer_folder:
         save_weights(model.inner, target, published=model.name, end_of_text=end_of_text)
         return
     layout = _format(model)
-    parameters = dict(named_parameters(model))
+    parameters: dict[str, Tensor] = {**dict(named_buffers(model)), **dict(named_parameters(model))}
     sharded = [name for name, value in parameters.items() if isinstance(value, DTensor)]
     assert not sharded, f"gather the model before it is exported: {len(sharded)} sharded parameters"
     settings = layout.config()  # first: an error leaves nothing behind
@@ -105,6 +106,8 @@ def export_pretrained(model: nn.Module, folder: str | Path, *, tokenizer_folder:
 def _format(model: nn.Module) -> Format:
     if isinstance(model, GPT2):
         return GPT2Format(model)
+    if isinstance(model, DeepSeekV3):
+        return DeepSeekV3Format(model)
     if isinstance(model, MoeLlama):
         return MixtralFormat(model)
     return LlamaFormat(_language_model(model))
@@ -166,7 +169,7 @@ def _copy_tokenizer(source: str | Path, target: Path) -> int | None:
     return end_of_text
 
 
-def _verify(layout: Format, *, parameters: dict[str, nn.Parameter], folder: Path) -> None:
+def _verify(layout: Format, *, parameters: dict[str, Tensor], folder: Path) -> None:
     _check_config(layout, config=json.loads((folder / "config.json").read_text(encoding="utf-8")), folder=folder)
     entries: list[Entry] = layout.entries()
     with open_weights(folder) as weights:

@@ -19,17 +19,23 @@ NUM_PARAMETERS = {  # without vocabulary padding
     "llama_160m": 162_417_408,
     "llama_1b": 1_235_814_400,
     "llama_8b": 8_030_261_248,
+    "deepseek_nano": 4_877_632,
+    "deepseek_v3": 671_026_404_352,  # and 14,848 biases of experts, which are no parameters
     "moe_nano": 4_233_024,
     "moe_8x7b": 46_702_792_704,
     "resnet18": 11_172_810,
 }
 
 
+FAMILIES = {"deepseek": "moe"}  # of another module than the option's name
+
+
 def build(option: str, **changes: object) -> nn.Module:
     node = yaml.safe_load((FOLDER / f"{option}.yaml").read_text())
     node.pop("defaults", None)
     module, name = node.pop("_target_").rsplit(".", 1)
-    assert module == f"recipes.model.{option.split('_')[0]}"
+    family = option.split("_")[0]
+    assert module == f"recipes.model.{FAMILIES.get(family, family)}"
     with torch.device("meta"):
         model: nn.Module = getattr(importlib.import_module(module), name)(**(node | changes))
     return model

@@ -4,19 +4,31 @@ import math
 
 import pytest
 import torch
+import torch.nn.functional as F
 
 from recipes.model.moe.router import Router, describe_loads, find_bias_steps
 
 NUM_EXPERTS, HIDDEN = 8, 16
 
 
-def make_router(*, scores: str = "softmax", renormalize: bool = True, num_chosen: int = 2) -> Router:
+def make_router(
+    *,
+    scores: str = "softmax",
+    renormalize: bool = True,
+    num_chosen: int = 2,
+    scale: float = 1.0,
+    num_groups: int = 1,
+    num_chosen_groups: int = 1,
+) -> Router:
     router = Router(
         HIDDEN,
         num_experts=NUM_EXPERTS,
         num_chosen=num_chosen,
-        scores=scores,
-        renormalize=renormalize,  # type: ignore[arg-type]
+        scores=scores,  # type: ignore[arg-type]
+        renormalize=renormalize,
+        scale=scale,
+        num_groups=num_groups,
+        num_chosen_groups=num_chosen_groups,
     )
     torch.nn.init.normal_(router.weight, generator=torch.Generator().manual_seed(0))
     return router
@@ -47,6 +59,27 @@ def test_the_bias_chooses_and_weighs_nothing() -> None:
     scores = (x @ router.weight.T).softmax(-1)
     torch.testing.assert_close(routing.weights, scores.gather(-1, routing.chosen))
     assert int(routing.counts[5]) == 30
+
+
+def test_a_token_uses_experts_of_the_groups_whose_two_best_score_highest() -> None:
+    num_groups = NUM_EXPERTS // 2
+    router, x = make_router(scores="sigmoid", num_groups=num_groups, num_chosen_groups=2, num_chosen=3), hidden()
+    router.bias.copy_(torch.linspace(-0.02, 0.02, NUM_EXPERTS))
+    chosen = router(x).chosen
+    free = make_router(scores="sigmoid", num_chosen=3)
+    free.load_state_dict(router.state_dict())
+    assert not torch.equal(chosen, free(x).chosen)
+    scores = F.linear(x, router.weight).sigmoid() + router.bias
+    for of_token, own in zip(scores.flatten(0, 1).tolist(), chosen.flatten(0, 1).tolist(), strict=True):
+        pairs = [(of_token[2 * group] + of_token[2 * group + 1], group) for group in range(num_groups)]
+        groups = {group for _, group in sorted(pairs)[-2:]}
+        eligible = sorted((score, expert) for expert, score in enumerate(of_token) if expert // 2 in groups)
+        assert sorted(own) == sorted(expert for _, expert in eligible[-3:])
+
+
+def test_weights_are_scaled_after_they_sum_to_one() -> None:
+    router, x = make_router(scale=2.5), hidden()
+    torch.testing.assert_close(router(x).weights.sum(dim=-1), torch.full(x.shape[:2], 2.5))
 
 
 def test_counts_are_those_of_the_choices() -> None:

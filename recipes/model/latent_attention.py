@@ -1,0 +1,96 @@
+"""Multi-head latent attention (DeepSeek-V2, arXiv 2405.04434): keys and values of all heads from one short vector.
+
+Shapes: B sequences, T tokens, W hidden size, H heads, D channels of a head without position, R channels with, V
+channels of a value, Lq and Lk channels of the latent vectors of queries, and of keys and values.
+"""
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from recipes.model.decoder import attend
+from recipes.model.documents import Documents
+from recipes.model.kv_cache import LayerCache
+from recipes.model.rope import Rotation, rotate
+from recipes.numerics.linear import Linear
+from recipes.numerics.rms_norm import RMSNorm
+from recipes.parallel.context import ContextRanks
+
+
+class LatentAttention(nn.Module):
+    """Causal self-attention whose keys and values are made of a latent vector of each token.
+
+    The channels with a position are apart from those without: of the keys, all heads share them. They are rotated with
+    their neighbors, as in the published weights.
+
+    Args:
+        hidden_size: W.
+        num_heads: H.
+        query_rank: Lq; None: queries are made of the hidden state itself.
+        key_value_rank: Lk.
+        head_dim: D.
+        rope_dim: R.
+        value_dim: V, at most D + R.
+        rms_eps: Added to the mean square of a latent vector.
+
+    Attributes:
+        context: Ranks that divide the sequence; None: this rank has all of it.
+    """
+
+    context: ContextRanks | None = None
+
+    def __init__(
+        self,
+        *,
+        hidden_size: int,
+        num_heads: int,
+        query_rank: int | None,
+        key_value_rank: int,
+        head_dim: int,
+        rope_dim: int,
+        value_dim: int,
+        rms_eps: float,
+    ) -> None:
+        super().__init__()
+        self.num_heads = num_heads
+        self.key_value_rank = key_value_rank
+        self.head_dim = head_dim
+        self.rope_dim = rope_dim
+        self.value_dim = value_dim
+        self.query_down = None if query_rank is None else Linear(hidden_size, query_rank, bias=False)
+        self.query_norm = None if query_rank is None else RMSNorm(query_rank, eps=rms_eps)
+        width = hidden_size if query_rank is None else query_rank
+        self.query = Linear(width, num_heads * (head_dim + rope_dim), bias=False)
+        self.key_value_down = Linear(hidden_size, key_value_rank + rope_dim, bias=False)
+        self.key_value_norm = RMSNorm(key_value_rank, eps=rms_eps)
+        self.key_value = Linear(key_value_rank, num_heads * (head_dim + value_dim), bias=False)
+        self.out = Linear(num_heads * value_dim, hidden_size, bias=False)
+
+    def forward(self, x: Tensor, rotation: Rotation, cache: LayerCache | None, documents: Documents | None) -> Tensor:
+        """[B, T, W] -> [B, T, W]"""
+        batch, num_tokens, _ = x.shape
+        latent = x if self.query_down is None or self.query_norm is None else self.query_norm(self.query_down(x))
+        queries = self.query(latent).view(batch, num_tokens, self.num_heads, -1)  # [B, T, H, D + R]
+        down = self.key_value_down(x)  # [B, T, Lk + R]
+        heads = self.key_value(self.key_value_norm(down[..., : self.key_value_rank]))
+        heads = heads.view(batch, num_tokens, self.num_heads, -1)  # [B, T, H, D + V]
+        shared = down[..., self.key_value_rank :].unsqueeze(2)  # [B, T, 1, R]
+        with_position = torch.cat((queries[..., self.head_dim :], shared), dim=2)  # [B, T, H + 1, R]
+        rotated = rotate(with_position, rotation, pairs_neighbors=True)
+        queries = torch.cat((queries[..., : self.head_dim], rotated[:, :, :-1]), dim=-1)  # [B, T, H, D + R]
+        shared = rotated[:, :, -1:].expand(-1, -1, self.num_heads, -1)
+        keys = torch.cat((heads[..., : self.head_dim], shared), dim=-1)  # [B, T, H, D + R]
+        # torch's flash kernels (2.13) take one head size: without one, all T x T scores would be stored
+        values = F.pad(heads[..., self.head_dim :], (0, self.head_dim + self.rope_dim - self.value_dim))
+        mixed = attend(
+            queries.transpose(1, 2),  # [B, H, T, D + R]
+            keys.transpose(1, 2),
+            values.transpose(1, 2),
+            dropout=0.0,
+            cache=cache,
+            documents=documents,
+            context=self.context,
+        )  # [B, H, T, D + R]
+        mixed = mixed[..., : self.value_dim].transpose(1, 2)  # [B, T, H, V]
+        out: Tensor = self.out(mixed.reshape(batch, num_tokens, -1))
+        return out

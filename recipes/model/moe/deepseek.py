@@ -1,0 +1,92 @@
+"""DeepSeek-V3 (arXiv 2412.19437): latent attention, and experts of which some compute every token.
+
+Without its prediction of a second token, a term of the objective that its published weights have a layer for.
+"""
+
+from typing import Annotated, Any
+
+from torch import nn
+from typing_extensions import override
+
+from recipes.errors import ConfigError
+from recipes.model.latent_attention import LatentAttention
+from recipes.model.moe.llama import MoeLlama
+
+
+class DeepSeekV3(MoeLlama):
+    """A `MoeLlama` whose attention is latent; weights interchange with `DeepseekV3ForCausalLM`.
+
+    Args:
+        num_heads: H, of queries, keys and values.
+        num_kv_heads: H, too.
+        head_dim: Channels of a query and key head without position.
+        rope_dim: Channels with a position; those of the keys are shared by all heads.
+        value_dim: Channels of a value head.
+        key_value_rank: Channels of the latent vector that keys and values are made of.
+        query_rank: Likewise of queries; None: they are made of the hidden state itself.
+        **settings: As for `MoeLlama`.
+
+    Raises:
+        ConfigError: Also, sizes of heads do not go together.
+    """
+
+    def __init__(
+        self,
+        *,
+        num_heads: Annotated[int, ">= 1"],
+        num_kv_heads: Annotated[int, ">= 1"],
+        head_dim: Annotated[int, ">= 1"],
+        rope_dim: Annotated[int, ">= 2"],
+        value_dim: Annotated[int, ">= 1"],
+        key_value_rank: Annotated[int, ">= 1"],
+        query_rank: Annotated[int, ">= 1"] | None = None,
+        **settings: Any,
+    ) -> None:
+        self.rope_dim = rope_dim
+        self.value_dim = value_dim
+        self.key_value_rank = key_value_rank
+        self.query_rank = query_rank
+        _check_heads(num_heads, num_kv_heads=num_kv_heads, head_dim=head_dim, rope_dim=rope_dim, value_dim=value_dim)
+        super().__init__(num_heads=num_heads, num_kv_heads=num_kv_heads, head_dim=head_dim, **settings)
+
+    @override
+    def _build_attention(self) -> nn.Module:
+        return LatentAttention(
+            hidden_size=self.hidden_size,
+            num_heads=self.num_heads,
+            query_rank=self.query_rank,
+            key_value_rank=self.key_value_rank,
+            head_dim=self.head_dim,
+            rope_dim=self.rope_dim,
+            value_dim=self.value_dim,
+            rms_eps=self.rms_eps,
+        )
+
+    @property
+    @override
+    def rotated_dim(self) -> int:
+        return self.rope_dim
+
+    @property
+    @override
+    def attention_width(self) -> int:
+        return self.num_heads * (self.head_dim + self.rope_dim + self.value_dim) // 2
+
+
+def _check_heads(num_heads: int, *, num_kv_heads: int, head_dim: int, rope_dim: int, value_dim: int) -> None:
+    if num_kv_heads != num_heads:
+        raise ConfigError(
+            f"model.num_kv_heads={num_kv_heads}",
+            "latent attention makes keys and values for each of model.num_heads",
+            f"model.num_kv_heads={num_heads}",
+        )
+    if rope_dim % 2:
+        raise ConfigError(
+            f"model.rope_dim={rope_dim}", "rotary positions rotate pairs of channels", f"model.rope_dim={rope_dim + 1}"
+        )
+    if value_dim > head_dim + rope_dim:
+        raise ConfigError(
+            f"model.value_dim={value_dim}",
+            f"attention has one head size, model.head_dim + model.rope_dim = {head_dim + rope_dim}",
+            f"model.value_dim={head_dim + rope_dim}",
+        )

@@ -1,0 +1,154 @@
+"""DeepSeek-V3 in the format of `DeepseekV3ForCausalLM`, which has a file name for each matrix of each expert."""
+
+from typing import Any, ClassVar
+
+from torch import nn
+from typing_extensions import override
+
+from recipes.errors import ConfigError
+from recipes.model.moe.deepseek import DeepSeekV3
+from recipes.model.weights.hf_format import Entry, HFConfig, Setting, plain_entry
+from recipes.model.weights.hf_llama import LlamaFormat
+
+_IN_BLOCK = {  # our name -> published name, one to one
+    "attention_norm": "input_layernorm",
+    "attention.query_down": "self_attn.q_a_proj",
+    "attention.query_norm": "self_attn.q_a_layernorm",
+    "attention.key_value_down": "self_attn.kv_a_proj_with_mqa",
+    "attention.key_value_norm": "self_attn.kv_a_layernorm",
+    "attention.key_value": "self_attn.kv_b_proj",
+    "attention.out": "self_attn.o_proj",
+    "mlp_norm": "post_attention_layernorm",
+    "mlp.gate": "mlp.gate_proj",
+    "mlp.up": "mlp.up_proj",
+    "mlp.out": "mlp.down_proj",
+    "mlp.router": "mlp.gate",
+    "mlp.shared.gate": "mlp.shared_experts.gate_proj",
+    "mlp.shared.up": "mlp.shared_experts.up_proj",
+    "mlp.shared.out": "mlp.shared_experts.down_proj",
+}
+_OF_EXPERTS = {"mlp.experts.gate": "gate_proj", "mlp.experts.up": "up_proj", "mlp.experts.out": "down_proj"}
+_BIAS = "mlp.gate.e_score_correction_bias"
+_DEFAULTS = {  # transformers' DeepseekV3Config
+    "first_k_dense_replace": 3,
+    "kv_lora_rank": 512,
+    "moe_intermediate_size": 2048,
+    "n_group": 8,
+    "n_routed_experts": 256,
+    "n_shared_experts": 1,
+    "norm_topk_prob": True,
+    "num_experts_per_tok": 8,
+    "num_local_experts": None,
+    "q_lora_rank": 1536,
+    "qk_nope_head_dim": 128,
+    "qk_rope_head_dim": 64,
+    "rope_interleave": True,
+    "routed_scaling_factor": 2.5,
+    "topk_group": 4,
+    "v_head_dim": 128,
+}
+
+
+class DeepSeekV3Format(LlamaFormat):
+    """The published form of a `DeepSeekV3`; see `hf_format.Format`."""
+
+    known_kinds: ClassVar[str] = "deepseek_v3"
+
+    def __init__(self, model: DeepSeekV3) -> None:
+        super().__init__(model)
+        self.moe = model
+
+    @override
+    def entries(self) -> list[Entry]:
+        """Return every parameter, a tied head once, and the biases that balance experts."""
+        model, first = self.moe, self.moe.num_dense_layers
+        biases = [
+            Entry(f"blocks.{index}.mlp.router.bias", (f"model.layers.{index}.{_BIAS}",), (model.num_experts,))
+            for index in range(first, model.num_layers)
+        ]
+        return [*super().entries(), *biases]
+
+    @override
+    def block_entry(self, name: str, inner: str, *, parameter: nn.Parameter, block: str) -> Entry:
+        if inner == "attention.query":
+            published = "q_proj" if self.moe.query_rank is None else "q_b_proj"
+            return plain_entry(name, published=f"{block}.self_attn.{published}.weight", parameter=parameter)
+        if inner not in _OF_EXPERTS:
+            return plain_entry(name, published=f"{block}.{_IN_BLOCK[inner]}.weight", parameter=parameter)
+        experts = range(self.moe.num_experts)
+        names = tuple(f"{block}.mlp.experts.{index}.{_OF_EXPERTS[inner]}.weight" for index in experts)
+        num_rows = self.moe.hidden_size if inner.endswith("out") else self.moe.ffn_hidden_size
+        return Entry(name, names, (num_rows,) * len(names), stacked=True)
+
+    def _sizes(self) -> dict[str, tuple[str, Any]]:
+        """Return setting and value of ours by key of config.json."""
+        model = self.moe
+        sizes = {
+            "first_k_dense_replace": "num_dense_layers",
+            "kv_lora_rank": "key_value_rank",
+            "moe_intermediate_size": "ffn_hidden_size",
+            "n_group": "num_expert_groups",
+            "n_routed_experts": "num_experts",
+            "n_shared_experts": "num_shared_experts",
+            "norm_topk_prob": "renormalize_weights",
+            "num_experts_per_tok": "num_experts_per_token",
+            "q_lora_rank": "query_rank",
+            "qk_nope_head_dim": "head_dim",
+            "qk_rope_head_dim": "rope_dim",
+            "routed_scaling_factor": "weights_scale",
+            "v_head_dim": "value_dim",
+        }
+        values = {key: (name, getattr(model, name)) for key, name in sizes.items()}
+        groups = model.num_groups_per_token or model.num_expert_groups
+        return values | {"topk_group": ("num_groups_per_token", groups)}
+
+    @override
+    def settings(self, config: HFConfig) -> list[Setting]:
+        model = self.moe
+        of_others = ("head_dim", "intermediate_size")
+        width = model.dense_ffn_hidden_size if model.num_dense_layers else config["intermediate_size"]
+        return [
+            *(setting for setting in super().settings(config) if setting.key not in of_others),
+            Setting("intermediate_size", width, "model.dense_ffn_hidden_size"),
+            *(Setting(key, value, f"model.{name}") for key, (name, value) in self._sizes().items()),
+            Setting("router_scores", model.router_scores, "model.router_scores"),
+            Setting("rope_interleave", True, None),
+        ]
+
+    @override
+    def with_defaults(self, config: HFConfig) -> HFConfig:
+        full = dict(super().with_defaults({**_DEFAULTS, **config}))
+        if full["num_local_experts"] is not None:  # another name of the same
+            full["n_routed_experts"] = full["num_local_experts"]
+        return {**full, "router_scores": "sigmoid"}
+
+    @override
+    def full_name(self, name: str) -> str | None:
+        """Return `name`; also None for the layer that predicts a second token."""
+        if name.startswith(f"model.layers.{self.moe.num_layers}."):
+            return None
+        return super().full_name(name)
+
+    @override
+    def config(self) -> dict[str, Any]:
+        """Return config.json, without dtype and special tokens.
+
+        Raises:
+            ConfigError: The model computes what a DeepSeek-V3 does not.
+        """
+        model = self.moe
+        if model.router_scores != "sigmoid":
+            raise ConfigError(
+                "mode=export",
+                f"model.router_scores={model.router_scores} is not how a DeepSeek-V3 weighs its experts",
+                "model.router_scores=sigmoid for the run that is to be exported",
+            )
+        return super().config() | {
+            **{key: value for key, (_, value) in self._sizes().items()},
+            "architectures": ["DeepseekV3ForCausalLM"],
+            "head_dim": model.rope_dim,  # transformers' word for what has a position
+            "intermediate_size": model.dense_ffn_hidden_size or model.ffn_hidden_size,
+            "model_type": "deepseek_v3",
+            "num_nextn_predict_layers": 0,
+            "rope_interleave": True,
+        }
