@@ -258,6 +258,18 @@ def test_gloo_still_cannot_scale_while_it_adds(tmp_path: Path) -> None:
         torch.distributed.destroy_process_group()
 
 
+def test_gloo_still_cannot_gather_float8(tmp_path: Path) -> None:
+    """torch 2.13: a collective of its own dtype; `precision.float8` leaves gathering to FSDP2."""
+    store = torch.distributed.FileStore(str(tmp_path / "store"), 1)
+    torch.distributed.init_process_group("gloo", store=store, rank=0, world_size=1)
+    try:
+        part = torch.ones(4).to(torch.float8_e4m3fn)
+        with pytest.raises(RuntimeError, match="Invalid scalar type"):
+            torch.distributed.all_gather_into_tensor(torch.empty_like(part), part)
+    finally:
+        torch.distributed.destroy_process_group()
+
+
 def test_torch_still_hides_the_padding_of_divided_logits_in_a_copy() -> None:
     """2.13, `model.decoder.Head`, which joins its columns first."""
 
