@@ -16,6 +16,8 @@ from recipes.numerics.linear import Linear
 from recipes.numerics.rms_norm import RMSNorm
 from recipes.parallel.context import ContextRanks
 
+_LATENT_EPS = 1e-6  # of the norms of latent vectors: transformers has no setting for it, whatever `rms_norm_eps` is
+
 
 class LatentAttention(nn.Module):
     """Causal self-attention whose keys and values are made of a latent vector of each token.
@@ -31,7 +33,6 @@ class LatentAttention(nn.Module):
         head_dim: D.
         rope_dim: R.
         value_dim: V, at most D + R.
-        rms_eps: Added to the mean square of a latent vector.
 
     Attributes:
         context: Ranks that divide the sequence; None: this rank has all of it.
@@ -49,7 +50,6 @@ class LatentAttention(nn.Module):
         head_dim: int,
         rope_dim: int,
         value_dim: int,
-        rms_eps: float,
     ) -> None:
         super().__init__()
         self.num_heads = num_heads
@@ -58,11 +58,11 @@ class LatentAttention(nn.Module):
         self.rope_dim = rope_dim
         self.value_dim = value_dim
         self.query_down = None if query_rank is None else Linear(hidden_size, query_rank, bias=False)
-        self.query_norm = None if query_rank is None else RMSNorm(query_rank, eps=rms_eps)
+        self.query_norm = None if query_rank is None else RMSNorm(query_rank, eps=_LATENT_EPS)
         width = hidden_size if query_rank is None else query_rank
         self.query = Linear(width, num_heads * (head_dim + rope_dim), bias=False)
         self.key_value_down = Linear(hidden_size, key_value_rank + rope_dim, bias=False)
-        self.key_value_norm = RMSNorm(key_value_rank, eps=rms_eps)
+        self.key_value_norm = RMSNorm(key_value_rank, eps=_LATENT_EPS)
         self.key_value = Linear(key_value_rank, num_heads * (head_dim + value_dim), bias=False)
         self.out = Linear(num_heads * value_dim, hidden_size, bias=False)
 

@@ -87,6 +87,12 @@ class Llama(nn.Module):
         self.rope_scaling_factor = rope_scaling_factor
         self.rms_eps = rms_eps
         self.head_dim = hidden_size // num_heads if head_dim is None else head_dim
+        if self.rotated_dim % 2:
+            raise ConfigError(
+                f"model.hidden_size={hidden_size}" if head_dim is None else f"model.head_dim={head_dim}",
+                f"rotary positions rotate pairs of channels and a head has {self.head_dim}",
+                f"model.head_dim={self.head_dim + 1}",
+            )
         self.tie_embeddings = tie_embeddings
         self.qk_norm = qk_norm
         self.pretrained = pretrained
@@ -113,7 +119,7 @@ class Llama(nn.Module):
 
     @property
     def attention_width(self) -> int:
-        """Channels over which queries meet keys, and values are mixed, on average of the two, in all heads."""
+        """Mean of the query-key width and the value width, summed over heads."""
         return self.num_heads * self.head_dim
 
     def _build_attention(self) -> nn.Module:
@@ -241,11 +247,4 @@ def _check_heads(num_heads: int, *, num_kv_heads: int, hidden_size: int, head_di
             f"model.num_kv_heads={num_kv_heads}",
             f"query heads share them evenly and {num_heads} / {num_kv_heads} is no integer",
             f"model.num_kv_heads={math.gcd(num_heads, num_kv_heads)}",
-        )
-    size = hidden_size // num_heads if head_dim is None else head_dim
-    if size % 2 != 0:
-        raise ConfigError(
-            f"model.hidden_size={hidden_size}" if head_dim is None else f"model.head_dim={head_dim}",
-            f"rotary positions rotate pairs of channels and a head has {size}",
-            f"model.head_dim={size + 1}",
         )

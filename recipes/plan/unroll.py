@@ -43,10 +43,10 @@ def record_unrolled(record: Recorder, kinds: Sequence[object]) -> list[Op]:
 
 
 def _find_repeats(kinds: Sequence[object]) -> tuple[int, int] | None:
-    """Return from which block on the kinds repeat, until the last, and after how many; None if they do not.
+    """Return the first repeating block and the period; None if the kinds do not repeat.
 
-    The block before is of the kind that it would be of if they had begun earlier: while a block is differentiated, the
-    one before it is gathered.
+    The block before it must be of the kind that precedes a period, because FSDP2 gathers it during that block's
+    backward pass.
     """
     for first in range(1, len(kinds) - 3):
         period = find_period(kinds[first - 1 :])

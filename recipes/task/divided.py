@@ -35,7 +35,7 @@ class DividedTask(TrainingTask, ABC):
 
         Args:
             objective: Summed over targets, 0-dim.
-            stage: Which has computed the micro-batch; the whole model where ranks do not divide the layers.
+            stage: The stage that computed the micro-batch; the whole model where ranks do not divide the layers.
             targets: [B, T].
         """
         return objective

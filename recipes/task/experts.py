@@ -46,14 +46,18 @@ class TrainsExperts(DividedTask, ABC):
         self._routed = []  # other callers of the objective leave theirs
         loss = super().training_step(batch, batch_idx)
         model: Any = self.model
+        if not getattr(model, "routes_tokens", False):
+            return loss
+        if self._window_counts is None or self._window_sums is None:
+            # on every rank, which all join the sum: the stages of this one may have only layers without experts
+            layers, device = model.num_routed_layers, loss.device
+            self._window_counts = torch.zeros(layers, model.num_experts, dtype=torch.int64, device=device)
+            self._window_sums = torch.zeros(layers, 3, dtype=torch.float32, device=device)
+        self._num_targets = batch["num_targets"]  # of the global batch
         for first, counts, sums in self._routed:
-            if self._window_counts is None or self._window_sums is None:
-                self._window_counts = counts.new_zeros(model.num_routed_layers, counts.shape[1])
-                self._window_sums = sums.new_zeros(model.num_routed_layers, sums.shape[1])
-            layers = slice(first, first + len(counts))  # others are on other ranks
-            self._window_counts[layers] += counts
-            self._window_sums[layers] += sums
-            self._num_targets = batch["num_targets"]  # of the global batch
+            here = slice(first, first + len(counts))  # others are on other ranks
+            self._window_counts[here] += counts
+            self._window_sums[here] += sums
         self._routed = []
         return loss
 

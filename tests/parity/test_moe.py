@@ -90,6 +90,11 @@ FOUR = {
     "ep2, two replicas x1": (case("ep2, two replicas", world_size=4), "x1"),
     "ep4, cp2 x2": (case("ep4, cp2", world_size=4, accumulate=2, model=BIAS), "no terms"),
     "pp2, ep2, zero bubble x4": (case("pp2, ep2, zero bubble", DEEP, world_size=4, accumulate=4), "six layers"),
+    # the first stage has the layer without experts alone
+    "deepseek, pp4 x4": (
+        case("strategy=fsdp pipeline_parallel_size=4", world_size=4, accumulate=4, model=BIAS, base=DEEPSEEK),
+        "deepseek",
+    ),
 }
 MORE_ON_FOUR = {
     "ep4 x4": (case("ep4", world_size=4, accumulate=4), "x1"),

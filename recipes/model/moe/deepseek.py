@@ -18,16 +18,17 @@ class DeepSeekV3(MoeLlama):
 
     Args:
         num_heads: H, of queries, keys and values.
-        num_kv_heads: H, too.
+        num_kv_heads: Must equal `num_heads`.
         head_dim: Channels of a query and key head without position.
         rope_dim: Channels with a position; those of the keys are shared by all heads.
         value_dim: Channels of a value head.
-        key_value_rank: Channels of the latent vector that keys and values are made of.
-        query_rank: Likewise of queries; None: they are made of the hidden state itself.
+        key_value_rank: Channels of the latent vector of keys and values.
+        query_rank: Channels of the latent vector of queries; None: they are projected from the hidden state itself.
+        qk_norm: Refused: latent vectors are normalized instead.
         **settings: As for `MoeLlama`.
 
     Raises:
-        ConfigError: Also, sizes of heads do not go together.
+        ConfigError: Also, sizes of heads do not go together, or heads are to be normalized.
     """
 
     def __init__(
@@ -40,12 +41,19 @@ class DeepSeekV3(MoeLlama):
         value_dim: Annotated[int, ">= 1"],
         key_value_rank: Annotated[int, ">= 1"],
         query_rank: Annotated[int, ">= 1"] | None = None,
+        qk_norm: bool = False,
         **settings: Any,
     ) -> None:
         self.rope_dim = rope_dim
         self.value_dim = value_dim
         self.key_value_rank = key_value_rank
         self.query_rank = query_rank
+        if qk_norm:
+            raise ConfigError(
+                "model.qk_norm=true",
+                "latent attention normalizes the vectors that queries and keys are made of",
+                "model.qk_norm=false",
+            )
         _check_heads(num_heads, num_kv_heads=num_kv_heads, head_dim=head_dim, rope_dim=rope_dim, value_dim=value_dim)
         super().__init__(num_heads=num_heads, num_kv_heads=num_kv_heads, head_dim=head_dim, **settings)
 
@@ -59,7 +67,6 @@ class DeepSeekV3(MoeLlama):
             head_dim=self.head_dim,
             rope_dim=self.rope_dim,
             value_dim=self.value_dim,
-            rms_eps=self.rms_eps,
         )
 
     @property

@@ -3,7 +3,6 @@
 FLOPs and time are those of the K experts, memory is that of all.
 """
 
-import math
 from typing import Annotated, Any, ClassVar, NamedTuple
 
 import torch
@@ -76,11 +75,11 @@ class MoeLlama(Llama):
         router_scores: `softmax` over experts (Mixtral), or `sigmoid` of each (DeepSeek-V3).
         renormalize_weights: The weights of a token's experts sum to 1.
         weights_scale: Factor of these weights (2.5 in DeepSeek-V3).
-        num_expert_groups: Of as many consecutive experts, of which a token uses those that score best.
-        num_groups_per_token: So many of them; 0: all.
-        num_shared_experts: In addition, experts that compute every token, as one MLP.
-        num_dense_layers: First layers that have a plain MLP instead.
-        dense_ffn_hidden_size: Width of that; None: they have none.
+        num_expert_groups: Number of groups of consecutive experts. A token may only use experts in its best groups.
+        num_groups_per_token: How many of these groups a token may use; 0: all.
+        num_shared_experts: Experts that compute every token, in addition, as one MLP.
+        num_dense_layers: Number of first layers that have a plain MLP instead.
+        dense_ffn_hidden_size: Width of the MLP in dense layers; required if there are any.
         balance_rate: Change of an expert's bias per optimizer step; 0: there is no bias.
         load_balance_loss: Weight; 0.01 in Switch, 1e-4 beside a bias in DeepSeek-V3.
         router_z_loss: Weight; 1e-3 in ST-MoE.
@@ -264,15 +263,20 @@ class MoeLlama(Llama):
         groups, chosen = self.num_expert_groups, self.num_groups_per_token or self.num_expert_groups
         size, rest = divmod(self.num_experts, groups)
         if rest or (size < 2 and chosen < groups):
-            fits = math.gcd(groups, self.num_experts // 2)
+            sizes = (number for number in range(1, groups + 1) if self.num_experts % number == 0)
+            fits = max(number for number in sizes if self.num_experts // number >= 2)
             raise ConfigError(
                 f"model.num_expert_groups={groups}",
                 f"model.num_experts={self.num_experts} do not divide into groups of two or more",
                 f"model.num_expert_groups={fits} model.num_groups_per_token=0",
             )
-        if not -(-self.num_experts_per_token // size) <= chosen <= groups:
+        fewest = -(-self.num_experts_per_token // size)
+        if not fewest <= chosen <= groups:
             raise ConfigError(
                 f"model.num_groups_per_token={self.num_groups_per_token}",
-                f"{self.num_experts_per_token} experts of a token are in {groups} groups of {size}",
-                f"model.num_groups_per_token={-(-self.num_experts_per_token // size)}",
+                f"there are model.num_expert_groups={groups}"
+                if chosen > groups
+                else f"model.num_experts_per_token={self.num_experts_per_token} experts do not fit into {chosen} group"
+                f"{'s' if chosen > 1 else ''} of {size}",
+                f"model.num_groups_per_token={fewest}",
             )

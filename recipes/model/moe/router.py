@@ -42,8 +42,8 @@ class Router(nn.Module):
         scores: `softmax` over experts (Mixtral), or `sigmoid` of each (DeepSeek-V3).
         renormalize: Weights of a token sum to 1.
         scale: Factor of the weights.
-        num_groups: Of as many consecutive experts.
-        num_chosen_groups: Whose experts a token may use: those whose two best score highest together.
+        num_groups: Number of groups of consecutive experts.
+        num_chosen_groups: Number of groups whose experts a token may use: those whose two best score highest together.
     """
 
     bias: Tensor  # [E] float32, saved in checkpoints

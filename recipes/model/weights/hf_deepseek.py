@@ -42,8 +42,10 @@ _DEFAULTS = {  # transformers' DeepseekV3Config
     "q_lora_rank": 1536,
     "qk_nope_head_dim": 128,
     "qk_rope_head_dim": 64,
+    "quantization_config": None,
     "rope_interleave": True,
     "routed_scaling_factor": 2.5,
+    "scoring_func": "sigmoid",
     "topk_group": 4,
     "v_head_dim": 128,
 }
@@ -111,8 +113,9 @@ class DeepSeekV3Format(LlamaFormat):
             *(setting for setting in super().settings(config) if setting.key not in of_others),
             Setting("intermediate_size", width, "model.dense_ffn_hidden_size"),
             *(Setting(key, value, f"model.{name}") for key, (name, value) in self._sizes().items()),
-            Setting("router_scores", model.router_scores, "model.router_scores"),
+            Setting("scoring_func", model.router_scores, "model.router_scores"),
             Setting("rope_interleave", True, None),
+            Setting("quantization_config", None, None),
         ]
 
     @override
@@ -120,7 +123,7 @@ class DeepSeekV3Format(LlamaFormat):
         full = dict(super().with_defaults({**_DEFAULTS, **config}))
         if full["num_local_experts"] is not None:  # another name of the same
             full["n_routed_experts"] = full["num_local_experts"]
-        return {**full, "router_scores": "sigmoid"}
+        return full
 
     @override
     def full_name(self, name: str) -> str | None:

@@ -134,8 +134,10 @@ class LlamaFormat:
         known = full["model_type"] in self.known_kinds.split(" or ")
         full["kind"] = self.known_kinds if known else full["model_type"]
         full["qk_norm"] = full["model_type"] == "qwen3"
-        # transformers 5 keeps theta and scaling in `rope_parameters`, earlier ones in two keys.
-        rope = {"rope_type": "default", **(full["rope_parameters"] or full["rope_scaling"] or {})}
+        # transformers 5 keeps theta and scaling in `rope_parameters`, earlier ones in two keys,
+        # of which the second called its `rope_type` `type` at first
+        scaling = full["rope_parameters"] or full["rope_scaling"] or {}
+        rope = {"rope_type": "default", **({"rope_type": scaling["type"]} if "type" in scaling else {}), **scaling}
         if "rope_theta" in rope:
             full["rope_theta"] = rope["rope_theta"]
         llama3 = all(key in rope and rope[key] == value for key, value in _LLAMA3_ROPE.items())

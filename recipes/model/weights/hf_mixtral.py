@@ -86,7 +86,7 @@ def _check_routing(model: MoeLlama) -> None:
         if getattr(model, name) != plain:
             raise ConfigError(
                 "mode=export",
-                f"model.{name}={getattr(model, name)} is nothing that a Mixtral has",
+                f"model.{name}={getattr(model, name)} has no counterpart in Mixtral",
                 f"model.{name}={plain} for the run that is to be exported",
             )
     if any(bool(block.get_buffer("mlp.router.bias").any()) for block in model.blocks):

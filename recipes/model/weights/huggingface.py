@@ -32,6 +32,7 @@ _TOKENIZER_FILES = (
     "vocab.json",
     "merges.txt",
 )
+_MOST_NAMES = 10  # of tensors that an error lists: a model with experts has thousands
 
 
 def load_pretrained(model: nn.Module, name_or_folder: str | Path) -> None:
@@ -143,6 +144,8 @@ def _check_names(layout: Format, *, weights: PublishedWeights, folder: Path) -> 
     lines = [f"missing: {name}" for name in sorted(wanted - in_file.keys())]
     lines += [f"unknown: {name}" for name in sorted(in_file.keys() - wanted, key=str)]
     if lines:
+        if len(lines) > _MOST_NAMES:
+            lines = [*lines[:_MOST_NAMES], f"and {len(lines) - _MOST_NAMES} more"]
         raise ConfigError(
             f"model.pretrained={folder}",
             "the tensors are not those its config.json describes: " + "\n  ".join(lines),

@@ -99,10 +99,11 @@ def test_documents_in_one_row_do_not_see_each_other() -> None:
     [
         ({"num_kv_heads": 2}, "model.num_kv_heads=4"),
         ({"rope_dim": 3}, "model.rope_dim=4"),
+        ({"qk_norm": True}, "model.qk_norm=false"),
         ({"value_dim": 13}, "model.value_dim=12"),
         ({"num_dense_layers": 3}, "model.num_dense_layers=2"),
         ({"dense_ffn_hidden_size": None}, "model.dense_ffn_hidden_size=128"),
-        ({"num_expert_groups": 3}, "model.num_expert_groups=1"),
+        ({"num_expert_groups": 3}, "model.num_expert_groups=2"),
         ({"num_expert_groups": 8, "num_groups_per_token": 4}, "model.num_expert_groups=4"),
         ({"num_expert_groups": 4, "num_groups_per_token": 5}, "model.num_groups_per_token=1"),
     ],

@@ -1,5 +1,7 @@
 """Weights of DeepSeek-V3's kind are loaded from and exported to transformers: the same logits and gradients."""
 
+import json
+import re
 from pathlib import Path
 from typing import Any
 
@@ -7,6 +9,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 import transformers
+from safetensors.torch import save_file
 from torch import Tensor, nn
 
 from recipes.errors import ConfigError
@@ -40,7 +43,7 @@ SETTINGS: dict[str, Any] = {
     "router_scores": "sigmoid",
     "weights_scale": 2.5,
     "rope_theta": 500.0,
-    "rms_eps": 1e-6,
+    "rms_eps": 1e-5,  # not that of the latent vectors, which is always 1e-6
 }
 
 
@@ -48,6 +51,12 @@ def ours(**changes: Any) -> DeepSeekV3:
     with torch.device("meta"):
         model = DeepSeekV3(**(SETTINGS | changes))
     return model.to_empty(device="cpu")
+
+
+def initialized() -> DeepSeekV3:
+    model = ours()
+    model.init_weights(3)
+    return model
 
 
 def theirs(**changes: Any) -> Any:
@@ -58,6 +67,7 @@ def theirs(**changes: Any) -> Any:
         "moe_intermediate_size": 24,
         "num_hidden_layers": 3,
         "first_k_dense_replace": 1,
+        "rms_norm_eps": 1e-5,
         "num_attention_heads": 4,
         "num_key_value_heads": 4,
         "q_lora_rank": 16,
@@ -136,6 +146,31 @@ def test_an_export_is_what_transformers_loads_biases_included(tmp_path: Path) ->
     load_pretrained(again, tmp_path)
     for name, tensor in model.state_dict().items():
         assert torch.equal(again.state_dict()[name], tensor), name
+
+
+@pytest.mark.parametrize(
+    ("published", "named"),
+    [
+        ({"rope_scaling": {"type": "yarn", "factor": 40, "original_max_position_embeddings": 4096}}, "rope_type=yarn"),
+        ({"quantization_config": {"quant_method": "fp8"}}, "quantization_config"),
+        ({"scoring_func": "softmax"}, "model.router_scores=softmax"),
+    ],
+)
+def test_published_weights_of_another_kind_are_refused(published: dict[str, Any], named: str, tmp_path: Path) -> None:
+    export_pretrained(initialized(), tmp_path)
+    config = json.loads((tmp_path / "config.json").read_text())
+    (tmp_path / "config.json").write_text(json.dumps(config | published))
+    with pytest.raises(ConfigError, match=named):
+        load_pretrained(ours(), tmp_path)
+
+
+def test_of_many_missing_tensors_a_message_lists_ten(tmp_path: Path) -> None:
+    export_pretrained(initialized(), tmp_path)
+    save_file({"model.norm.weight": torch.ones(32)}, tmp_path / "model.safetensors")
+    with pytest.raises(ConfigError) as caught:
+        load_pretrained(ours(), tmp_path)
+    assert str(caught.value).count("missing: ") == 10
+    assert re.search(r"and \d+ more", str(caught.value))
 
 
 def test_other_sizes_are_one_message_with_what_to_type(tmp_path: Path) -> None:
