@@ -42,7 +42,6 @@ _DEFAULTS = {  # transformers' DeepseekV3Config
     "q_lora_rank": 1536,
     "qk_nope_head_dim": 128,
     "qk_rope_head_dim": 64,
-    "quantization_config": None,
     "rope_interleave": True,
     "routed_scaling_factor": 2.5,
     "scoring_func": "sigmoid",
@@ -115,7 +114,6 @@ class DeepSeekV3Format(LlamaFormat):
             *(Setting(key, value, f"model.{name}") for key, (name, value) in self._sizes().items()),
             Setting("scoring_func", model.router_scores, "model.router_scores"),
             Setting("rope_interleave", True, None),
-            Setting("quantization_config", None, None),
         ]
 
     @override

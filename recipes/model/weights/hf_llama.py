@@ -27,6 +27,7 @@ _DEFAULTS = {  # transformers' LlamaConfig; published files of Qwen3 contain wha
     "mlp_bias": False,
     "model_type": None,
     "num_key_value_heads": None,
+    "quantization_config": None,
     "rms_norm_eps": 1e-6,
     "rope_parameters": None,
     "rope_scaling": None,
@@ -119,12 +120,13 @@ class LlamaFormat:
             Setting("mlp_bias", False, None),
             Setting("hidden_act", "silu", None),
             Setting("use_sliding_window", False, None),
+            Setting("quantization", "none", None),
         ]
 
     def with_defaults(self, config: HFConfig) -> HFConfig:
         """Return `config` with the defaults of transformers for absent keys.
 
-        Adds kind, qk_norm, rope_type and rope_factor, which `settings` compares.
+        Adds kind, qk_norm, quantization, rope_type and rope_factor, which `settings` compares.
         """
         full = {**_DEFAULTS, **config}
         if full["num_key_value_heads"] is None:
@@ -134,10 +136,12 @@ class LlamaFormat:
         known = full["model_type"] in self.known_kinds.split(" or ")
         full["kind"] = self.known_kinds if known else full["model_type"]
         full["qk_norm"] = full["model_type"] == "qwen3"
+        full["quantization"] = {"quant_method": "none", **(full["quantization_config"] or {})}["quant_method"]
         # transformers 5 keeps theta and scaling in `rope_parameters`, earlier ones in two keys,
         # of which the second called its `rope_type` `type` at first
         scaling = full["rope_parameters"] or full["rope_scaling"] or {}
-        rope = {"rope_type": "default", **({"rope_type": scaling["type"]} if "type" in scaling else {}), **scaling}
+        rope = {"type": "default", **scaling}
+        rope = {"rope_type": rope["type"], **rope}
         if "rope_theta" in rope:
             full["rope_theta"] = rope["rope_theta"]
         llama3 = all(key in rope and rope[key] == value for key, value in _LLAMA3_ROPE.items())
