@@ -173,7 +173,8 @@ def _vocabulary(config: Mapping[str, Any]) -> Iterator[ConfigError]:
 
 
 def _model_shape(model: Mapping[str, Any]) -> Iterator[ConfigError]:
-    hidden_size, heads, kv_heads = (model.get(key) for key in ("hidden_size", "num_heads", "num_kv_heads"))
+    heads, kv_heads = model.get("num_heads"), model.get("num_kv_heads")
+    hidden_size = None if model.get("head_dim") else model.get("hidden_size")  # else heads do not divide it
     if hidden_size and heads and hidden_size % heads:
         yield ConfigError(
             f"model.num_heads={heads}",

@@ -2,6 +2,7 @@
 
 import pytest
 
+from recipes.config import compose_and_check
 from recipes.config.check.compatibility import _nearest_divisor
 
 
@@ -24,3 +25,14 @@ def test_the_nearest_divisor_of_any_number_is_found_in_twice_as_many_tries_as_it
     counted = CountedInt(number)
     assert _nearest_divisor(counted, wanted) == nearest
     assert counted.num_divisions <= 2 * wanted
+
+
+@pytest.mark.parametrize(
+    "typed",
+    [
+        "model=llama_nano model.hidden_size=200 model.num_heads=6 model.num_kv_heads=6 model.head_dim=32",
+        "model=deepseek_nano model.num_heads=5 model.num_kv_heads=5",
+    ],
+)
+def test_heads_of_their_own_size_need_not_divide_the_hidden_size(typed: str) -> None:
+    assert compose_and_check(typed.split())[1] == []
