@@ -8,7 +8,6 @@ from itertools import groupby
 from torch import Tensor
 
 from recipes.activation_checkpoint import host_offload
-from recipes.plan.cost import Cost
 from recipes.plan.roofline import StepSeconds
 from recipes.plan.trace import ACTIVATIONS, CASTS, OFFLOADED, TEMPORARY, Op, StepTracer
 
@@ -134,7 +133,7 @@ def _drop(part: list[Op], share: float) -> tuple[list[Op], int]:
 
 def _repeat(op: Op, section: str, share: float) -> Op:
     """Return an operator of the forward pass again, in the backward pass and as much of it as is recomputed."""
-    cost = Cost(op.cost.kind, share * op.cost.flops, share * op.cost.num_bytes, op.cost.dtype, op.cost.num_launches)
+    cost = replace(op.cost, flops=share * op.cost.flops, num_bytes=share * op.cost.num_bytes)
     return replace(
         op,
         section=section,

@@ -37,6 +37,7 @@ class Cost:
             those moved.
         dtype: Of the result.
         num_launches: Kernels started.
+        num_keys: Of attention, the keys of a sequence.
     """
 
     kind: Kind = "view"
@@ -44,6 +45,7 @@ class Cost:
     num_bytes: float = 0.0
     dtype: torch.dtype = torch.float32
     num_launches: int = 0
+    num_keys: int = 0
 
 
 def cost_of(func: Any, args: Sequence[Any], kwargs: dict[str, Any], out: Any) -> Cost:
@@ -64,7 +66,9 @@ def cost_of(func: Any, args: Sequence[Any], kwargs: dict[str, Any], out: Any) ->
     if func.namespace in ("c10d", "_c10d_functional"):
         return Cost("collective", num_bytes=max(map(bytes_of, [*inputs, *outputs]), default=0), dtype=dtype)
     if "attention" in name and "scaled_dot_product" in name:
-        return Cost("attention", _attention_flops(name, inputs), _traffic(inputs, outputs), inputs[0].dtype, 1)
+        num_keys = inputs[2 if "backward" in name else 1].shape[2]
+        flops = _attention_flops(name, inputs)
+        return Cost("attention", flops, _traffic(inputs, outputs), inputs[0].dtype, 1, num_keys)
     if func._overloadpacket in flop_registry:
         flops = float(flop_registry[func._overloadpacket](*args, **kwargs, out_val=out))
         return Cost("matmul", flops, _traffic(inputs, outputs), dtype, 1)

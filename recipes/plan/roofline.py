@@ -23,7 +23,8 @@ class Rates:
         tflops: Dense peak by kind of arithmetic: `bf16`, `fp16`, `fp32`.
         bandwidth: Peak of its memory, bytes per second.
         matmul: Fraction of the peak that matrix products reach.
-        attention: Fraction that fused attention reaches in the forward pass, and in the backward pass.
+        attention: Fraction that fused attention reaches on long sequences, in the forward and in the backward pass.
+        attention_keys: Length of a sequence with which it reaches half of that, likewise.
         memory: Fraction of the bandwidth that elementwise kernels reach.
         kernel_seconds: Least time of a kernel on the device.
         launch_seconds: Time in which the host starts a kernel, eager and compiled.
@@ -33,6 +34,7 @@ class Rates:
     bandwidth: float
     matmul: float
     attention: tuple[float, float]
+    attention_keys: tuple[int, int] = (400, 800)
     memory: float = 0.80
     kernel_seconds: float = 2e-6
     launch_seconds: tuple[float, float] = (9e-6, 5e-6)
@@ -40,7 +42,10 @@ class Rates:
 
 # Fractions of the dense peak. Ceilings of matrix products as measured (stas00/ml-engineering, MAMF): A100 0.87,
 # H100 and H200 0.80, B200 0.78; shapes of a transformer reach about nine tenths of these. Attention: FlashAttention-2
-# as published (arXiv 2307.08691), causal, with heads of 64 to 128 channels.
+# as published (arXiv 2307.08691), causal, with heads of 64 to 128 channels, on the longest sequences. Shorter ones are
+# slower: without a mask, 512 keys reach 0.81 of the longest's rate forward and 0.64 backward (an H100, thread 2688 of
+# Dao-AILab/flash-attention). A causal query sees half of its keys, and blocks of 128 on the diagonal are computed
+# whole, so 1,024 causal keys reach 0.72 and 0.57: what `attention_keys` says.
 _FRACTIONS: dict[str, tuple[float, tuple[float, float]]] = {
     "A100": (0.78, (0.55, 0.48)),
     "H100": (0.66, (0.40, 0.34)),
@@ -151,7 +156,8 @@ def _add(part: Seconds, op: Op, rates: Rates) -> None:
     if cost.kind == "matmul":
         part.matmul += max(cost.flops / (peak * rates.matmul), traffic)
     elif cost.kind == "attention":
-        fraction = rates.attention["backward" in op.name]
+        is_backward = "backward" in op.name
+        fraction = rates.attention[is_backward] / (1 + rates.attention_keys[is_backward] / cost.num_keys)
         part.attention += max(cost.flops / (peak * fraction), traffic)
     else:
         part.memory += traffic

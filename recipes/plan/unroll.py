@@ -177,5 +177,6 @@ def _grow(op: Op, previous: Op, extra: int) -> Op:
             old.num_bytes + extra * (cost.num_bytes - old.num_bytes),
             cost.dtype,
             cost.num_launches,
+            cost.num_keys,
         ),
     )

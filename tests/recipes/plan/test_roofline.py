@@ -12,6 +12,7 @@ RATES = Rates(
     bandwidth=1e12,
     matmul=0.5,
     attention=(0.4, 0.2),
+    attention_keys=(100, 300),
     memory=1.0,
     kernel_seconds=0.0,
     launch_seconds=(0.0, 0.0),
@@ -25,11 +26,12 @@ def _op(
     num_bytes: float = 0.0,
     dtype: torch.dtype = torch.bfloat16,
     name: str = "aten::op",
+    num_keys: int = 0,
     reads: dict[int, float] | None = None,
     writes: dict[int, float] | None = None,
     temporary: frozenset[int] = frozenset(),
 ) -> Op:
-    cost = Cost(kind, flops, num_bytes, dtype, 1)  # type: ignore[arg-type]
+    cost = Cost(kind, flops, num_bytes, dtype, 1, num_keys)  # type: ignore[arg-type]
     return Op(
         name=name,
         section="forward/block 0",
@@ -56,8 +58,19 @@ def test_a_thin_product_takes_as_long_as_reading_its_matrices() -> None:
 
 
 def test_the_backward_pass_of_attention_has_a_rate_of_its_own() -> None:
-    forward = _seconds(_op("attention", flops=1e12, name="aten::flash"))
-    assert _seconds(_op("attention", flops=1e12, name="aten::flash_backward")) == pytest.approx(2 * forward)
+    num_keys = 1_000_000_000
+    forward = _seconds(_op("attention", flops=1e12, name="aten::flash", num_keys=num_keys))
+    backward = _seconds(_op("attention", flops=1e12, name="aten::flash_backward", num_keys=num_keys))
+    assert forward == pytest.approx(1e12 / (100e12 * 0.4))
+    assert backward == pytest.approx(2 * forward)
+
+
+def test_attention_over_short_sequences_is_slower_most_in_the_backward_pass() -> None:
+    long, short = (_seconds(_op("attention", flops=1e12, num_keys=num_keys)) for num_keys in (10**9, 100))
+    assert short == pytest.approx(2 * long)
+    name = "aten::flash_backward"
+    long, short = (_seconds(_op("attention", flops=1e12, name=name, num_keys=n)) for n in (10**9, 100))
+    assert short == pytest.approx(4 * long)
 
 
 def test_a_compiled_chain_reads_its_input_and_writes_its_result_once() -> None:
