@@ -39,7 +39,7 @@ class StageForward(nn.Module):
         positions: Tensor | None = None,
         **targets: Tensor,
     ) -> Any:
-        """Return what the stage's model does, or with targets what the task makes of it: at the end the objective."""
+        """Return hidden states or logits; with targets, what `compute` or `leave` returns."""
         run: Callable[..., Any] = super().forward  # type: ignore[assignment]
         if self.compute is None or not targets:
             out = run(x, cache=cache, reduce=reduce, positions=positions)

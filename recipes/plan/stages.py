@@ -106,7 +106,7 @@ def stage_moments(
         num_micro_batches: Per optimizer step.
         gathered_itemsize: Bytes of a gathered weight.
         gradient_itemsize: Of a gradient until it is reduced.
-        held_share: Of the weights of a stage, that its ranks hold gathered: they divide matrices or experts.
+        held_share: Share of a stage's weights that one rank holds when they are gathered.
     """
     kept: dict[str, Counter[str]] = {}
     for op in ops:

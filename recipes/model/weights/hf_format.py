@@ -14,10 +14,10 @@ HFConfig = Mapping[str, Any]  # config.json
 
 @dataclass(frozen=True)
 class Entry:
-    """One of our parameters: published tensors concatenated by rows, then zero rows as padding.
+    """One of our parameters or buffers: published tensors concatenated by rows, then zero rows as padding.
 
     Attributes:
-        name: In `model.named_parameters()`.
+        name: In `model.named_parameters()` or `model.named_buffers()`.
         published: Tensor names in the file.
         rows: Number of our rows that each of them fills.
         transposed: The file has [in, out] (GPT-2's Conv1D), ours is [out, in].
@@ -100,7 +100,7 @@ class Format(Protocol):
     """The published form of one architecture."""
 
     def entries(self) -> list[Entry]:
-        """Return every parameter, tied ones once."""
+        """Return every parameter, tied ones once, and the buffers that are published."""
 
     def settings(self, config: HFConfig) -> list[Setting]:
         """Return the values that `config`, completed by `with_defaults`, must have."""
