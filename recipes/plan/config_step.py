@@ -137,6 +137,7 @@ def describe_step(
         on_gpu: Whether the operators are those of a GPU.
     """
     task = build_task(config | {"metrics": {}, "compile": False}, precision)
+    task.scales_loss = False  # the factor is one number, which the strategy of a run has
 
     def objective(model: nn.Module, batch: Batch) -> Tensor:
         vars(task).pop("_head_loss", None)  # it knows the ranks of the first model that it has seen

@@ -84,7 +84,7 @@ class TrainingTask(CountsFlops, Validated, Resumable, ABC):
         self._compile_mode = compile_mode
         self._loss_chunk_tokens = loss_chunk_tokens
         self.cross_entropy_sum: Callable[[Tensor, Tensor], Tensor] = cross_entropy_sum
-        self._scales_loss = scales_loss
+        self.scales_loss = scales_loss
         self.row: dict[str, float | Tensor] = {}
         self._micro_batches_in_window = self._window_samples = self._window_tokens = 0
         self._window_loss: Tensor | None = None

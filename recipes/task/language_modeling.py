@@ -103,7 +103,7 @@ class LanguageModeling(TrainsExperts):
         if self._head_loss is None:
             return super().objective_sum(batch)
         scale = None
-        if self._scales_loss and torch.is_grad_enabled():
+        if self.scales_loss and torch.is_grad_enabled():
             unscaled = torch.ones((), device=batch["inputs"].device) * (self._undo_division() / batch["num_targets"])
             scale = self.trainer.strategy.scale_loss(unscaled)  # type: ignore[attr-defined]
         reduce = functools.partial(self._head_loss, targets=batch["targets"], scale=scale)

@@ -26,6 +26,7 @@ RUN = [
     "gpt2, every second block recomputed",
     "gpt2, 12 layers, selective, offloaded",
     "gpt2, bf16-mixed, recomputed, 2 micro-batches",
+    "gpt2, 16-mixed",
     "gpt2, batch 1, Lion",
     "gpt2, batch 1, Adafactor",
     "llama",
