@@ -115,17 +115,33 @@ def with_zero(moments: Iterable[Moment], zero: Zero, *, num_parameters: int, acc
         yield Moment(section="optimizer", op="flatten", held=static | flattened)
 
 
-def with_unsharded_gradients(moments: Iterable[Moment], *, num_bytes: int) -> Iterator[Moment]:
-    """Yield the moments of FSDP2 that reduces once a step: each rank keeps the gradients of the full model until then.
+def with_unsharded_gradients(moments: Sequence[Moment], *, num_bytes: int) -> Iterator[Moment]:
+    """Yield the moments of FSDP2 that reduces once a step: those of the last micro-batch.
+
+    Until its backward pass a rank has the gradients of the full model and none of its shards. Then each block's become
+    a shard when its backward pass is over; those of head and embedding, which are one group, at the end.
 
     Args:
         moments: Of a micro-batch that reduces its own gradients.
         num_bytes: Of the gradients of the full model.
     """
+    sections = list(dict.fromkeys(moment.section for moment in moments if moment.section.startswith("backward/")))
+    blocks = [section for section in sections if section not in ("backward/head", "backward/embedding")]
+    num_reduced = 0
     for moment in moments:
-        is_computing = "/" in moment.section
-        added = {GATHERED: moment.held.get(GATHERED, 0) + num_bytes} if is_computing else {}
-        yield Moment(section=moment.section, op=moment.op, held=moment.held | added)
+        if "/" not in moment.section:
+            yield moment
+            continue
+        if moment.section in blocks:
+            num_reduced = blocks.index(moment.section)
+        elif moment.section == "backward/embedding":
+            num_reduced = len(blocks)
+        reduced = num_reduced / max(len(sections), 1)
+        changed = {
+            GATHERED: moment.held.get(GATHERED, 0) + int(num_bytes * (1 - reduced)),
+            GRADIENTS: int(moment.held.get(GRADIENTS, 0) * reduced),
+        }
+        yield Moment(section=moment.section, op=moment.op, held=moment.held | changed)
 
 
 @dataclass(frozen=True, kw_only=True)

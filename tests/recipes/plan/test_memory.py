@@ -58,7 +58,18 @@ def test_bfloat16_weights_have_a_master_copy_in_float32() -> None:
     assert (held[WEIGHTS], held[MASTER]) == (2 * P, P)
 
 
-def test_fsdp_that_reduces_once_a_step_holds_all_gradients_while_it_computes() -> None:
-    before, forward, backward = with_unsharded_gradients(_moments(), num_bytes=4 * P)
-    assert GATHERED not in before.held
-    assert forward.held[GATHERED] == backward.held[GATHERED] == 4 * P
+def test_fsdp_that_reduces_once_a_step_has_all_gradients_until_its_blocks_reduce_theirs() -> None:
+    sections = [
+        "before",
+        "forward/block 0",
+        "backward/head",
+        "backward/block 1",
+        "backward/block 0",
+        "backward/embedding",
+    ]
+    moments = [Moment(section=section, op="aten::op", held={GRADIENTS: P}) for section in sections]
+    before, *computing = with_unsharded_gradients(moments, num_bytes=4 * P)
+    assert before.held == {GRADIENTS: P}
+    reduced = [0, 0, 0, 1, 2]  # quarters: of head, two blocks and embedding
+    assert [moment.held[GATHERED] for moment in computing] == [P * (4 - quarters) for quarters in reduced]
+    assert [moment.held[GRADIENTS] for moment in computing] == [P * quarters // 4 for quarters in reduced]
