@@ -125,7 +125,9 @@ def _describe_parts(plan: Plan, parts: Seconds, rates: Rates | None) -> Iterator
         return
     yield (
         f"  assumed: matrix products at {rates.matmul:.0%} of the peak, attention {rates.attention[0]:.0%} and"
-        f" {rates.attention[1]:.0%}, memory traffic {rates.memory:.0%}; data ready in time; plan.expect_mfu= overrules"
+        f" {rates.attention[1]:.0%} over long sequences (half at {rates.attention_keys[0]} and"
+        f" {rates.attention_keys[1]} tokens), memory traffic {rates.memory:.0%}; data ready in time;"
+        " plan.expect_mfu= overrules"
     )
 
 
