@@ -184,13 +184,13 @@ def draw(run: Run, *, num_batches: int) -> Drawn:
         batch = next(stream)
         seconds.append(time.perf_counter() - began)
         own += [digest(inputs) for inputs in batch["inputs"]]
-    times: list[Any] = [None] * run.trainer.world_size
-    digests: list[Any] = [None] * run.trainer.world_size
+    own_part = (sorted(seconds)[num_batches // 2], run.trainer.strategy.data_rank, own)  # type: ignore[attr-defined]
+    parts: list[Any] = [own_part]
     if dist.is_initialized():
-        dist.all_gather_object(times, sorted(seconds)[num_batches // 2])
-        dist.all_gather_object(digests, own)
-    else:
-        times, digests = [sorted(seconds)[num_batches // 2]], [own]
+        parts = [None] * run.trainer.world_size
+        dist.all_gather_object(parts, own_part)
+    times = [part[0] for part in parts]
+    digests = dict(part[1:] for part in parts).values()  # ranks that divide matrices, tokens or layers have the same
     # in the order of the stream: sample by sample over the ranks
     return Drawn(seconds=max(times), digests=[each for same_place in zip(*digests, strict=True) for each in same_place])
 
