@@ -105,8 +105,9 @@ class Checklist:
         yield check_gradients(gradients)
         yield check_optimizer(gradients, run.task.optimized_parameters)
         size, num_ranks = run.accumulation.micro_batch_size, run.trainer.strategy.data_size  # type: ignore[attr-defined]
+        num_new, position = run.data.count_new_samples(), run.data.position  # the three steps have taken the first
         drawn = draw(run, num_batches=_DRAWN)
-        yield data_checks.check_repeats(drawn.digests, run.data.count_new_samples())
+        yield data_checks.check_repeats(drawn.digests, num_new - position % num_new)
         num_workers = self._config["loader"]["num_workers"]
         del run
         sizes = {"micro_batch_size": size, "num_ranks": num_ranks}

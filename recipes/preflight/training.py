@@ -176,7 +176,7 @@ class Drawn:
 
 
 def draw(run: Run, *, num_batches: int) -> Drawn:
-    """Read micro-batches from the start of the training stream, as training would. Collective."""
+    """Read the next micro-batches of the training stream, as training would. Collective."""
     stream = iter(run.data.train_dataloader())
     seconds, own = [], []
     for _ in range(num_batches):

@@ -1,0 +1,19 @@
+"""What the checks of the data say of healthy data whose order or size is unusual."""
+
+import torch
+
+from recipes.preflight.data import check_dependence, check_repeats
+
+
+def test_rows_in_the_order_of_their_lengths_still_say_something_of_their_targets() -> None:
+    # [T] each: the first rows count in tokens 0 to 49, the last ones in 50 to 99, as packed rows that come longest first
+    rows = [torch.arange(49) + (0 if number < 100 else 50) for number in range(200)]
+    samples = [{"inputs": row, "targets": row + 1} for row in rows]
+    assert check_dependence(samples, is_text=True).status == "pass"
+
+
+def test_samples_of_the_next_epoch_are_no_repeats() -> None:
+    epoch = [bytes([number]) for number in range(100)]
+    drawn = [*epoch[48:], *epoch[:48]]
+    assert check_repeats(drawn, 100 - 48).status == "pass"
+    assert check_repeats([*epoch[48:74], *epoch[48:74]], 100 - 48).status == "fail"
