@@ -98,7 +98,7 @@ LEFT_OUT = re.compile(
 @pytest.mark.slow
 @pytest.mark.parametrize("world_size", [1, 2])
 def test_no_shipped_recipe_fails_a_check(world_size: int, tmp_path: Path) -> None:
-    # disk access needs libaio, which not every machine has; some divided models are refused, and others bring their data
+    # disk access needs libaio; preflight refuses some divided models; others bring their own data
     recipes = (ROOT / "conf/recipe").glob("*.yaml")
     shipped = {path.stem: path.read_text() for path in recipes if "nvme" not in path.stem}
     names = sorted(name for name, text in shipped.items() if not LEFT_OUT.search(text))

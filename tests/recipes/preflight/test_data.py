@@ -6,7 +6,7 @@ from recipes.preflight.data import check_dependence, check_repeats
 
 
 def test_rows_in_the_order_of_their_lengths_still_say_something_of_their_targets() -> None:
-    # [T] each: the first rows count in tokens 0 to 49, the last ones in 50 to 99, as packed rows that come longest first
+    # [T] each: the first half counts in tokens 0 to 49, the second in 50 to 99, as where the longest come first
     rows = [torch.arange(49) + (0 if number < 100 else 50) for number in range(200)]
     samples = [{"inputs": row, "targets": row + 1} for row in rows]
     assert check_dependence(samples, is_text=True).status == "pass"
