@@ -1,6 +1,12 @@
 """`mode=prepare` on a gigabyte of text: speed of each part, memory, and how many of the planted copies it finds.
 
-python benchmarks/prepare.py [MB of text, 1000 by default]
+python benchmarks/prepare.py
+
+Beside datatrove, in an environment of its own, since its versions would replace ours:
+
+python3 -m venv .venv-datatrove
+.venv-datatrove/bin/pip install 'datatrove[processing]==0.10.1' orjson spacy
+PEERS_PYTHON=.venv-datatrove/bin/python python benchmarks/prepare.py peers
 """
 
 import json
