@@ -53,6 +53,11 @@ def align_row_step(trainer: lightning.Trainer) -> None:
     trainer.fit_loop.epoch_loop._batches_that_stepped = trainer.global_step
 
 
+def skip_backward(trainer: lightning.Trainer) -> None:
+    """Leave zeroing gradients and the backward pass to the training step (2.6.6 has this for averaging weights)."""
+    trainer.fit_loop._skip_backward = True
+
+
 def validate_now(trainer: lightning.Trainer) -> None:
     """Validate at the step just restored, before the next one; its metrics go into the row of that step.
 

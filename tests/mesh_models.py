@@ -68,6 +68,7 @@ class ThreadStrategy(FSDP2Strategy):
             reduce_dtype="float32",
         )
         self.mesh, self.groups = mesh, make_groups(mesh)
+        self.data_size, self.averaged_size = mesh.data_size, mesh.averaged_size
         shape = self.mesh_shape()
         self._expert_mesh = make_expert_mesh(mesh, "cpu")
         self._device_mesh = init_device_mesh("cpu", tuple(shape.values()), mesh_dim_names=tuple(shape))

@@ -1,19 +1,83 @@
-"""Micro-batches of one rank: the endless training stream, and this rank's slice of a validation split."""
+"""Micro-batches of one rank: the endless training stream, and this rank's slice of a validation split.
+
+Letters: M micro-batches, B samples per micro-batch.
+"""
 
 import sys
 from collections.abc import Callable, Iterable, Iterator
 from itertools import islice
 from typing import Any
 
+import numpy as np
 import torch
 from torch import Tensor
-from torch.utils.data import Dataset
+from torch.utils.data import Dataset, Sampler
 
-from recipes.data.sampler import Order, PositionSampler
+from recipes.data.order import Order
 from recipes.numerics.accumulation import Accumulation
 from recipes.numerics.loss import IGNORE_INDEX, count_targets
 
 Batch = dict[str, Any]
+_BLOCK = 8192  # positions whose samples are looked up at a time
+
+
+class PositionSampler(Sampler[list[int]]):
+    """Micro-batches of one rank, as lists of sample indices, from one stream shared by all ranks.
+
+    Micro-batch m covers B * world_size consecutive positions, of which this rank has B. The stream itself does not
+    depend on ranks, micro-batches or workers, so a run may resume with other numbers of them at the next sample.
+
+    Args:
+        order: Position -> sample index.
+        start_position: Samples that all ranks together have already consumed.
+        micro_batch_size: B.
+        rank: Of this process, from 0.
+        world_size: Number of ranks that share the stream.
+        num_micro_batches: Micro-batches to yield; None: endless, without a length.
+    """
+
+    def __init__(
+        self,
+        order: Order,
+        *,
+        start_position: int,
+        micro_batch_size: int,
+        rank: int,
+        world_size: int,
+        num_micro_batches: int | None = None,
+    ) -> None:
+        assert start_position >= 0, start_position
+        assert micro_batch_size > 0, micro_batch_size
+        assert 0 <= rank < world_size, (rank, world_size)
+        self.order = order
+        self.start_position = start_position
+        self.micro_batch_size = micro_batch_size
+        self.rank = rank
+        self.world_size = world_size
+        self.num_micro_batches = num_micro_batches
+
+    def __iter__(self) -> Iterator[list[int]]:
+        """Yield lists of B sample indices, from `start_position` on."""
+        stride = self.micro_batch_size * self.world_size
+        begin = self.start_position + self.rank * self.micro_batch_size
+        within = begin + np.arange(self.micro_batch_size, dtype=np.int64)  # [B]
+        per_block = max(1, _BLOCK // self.micro_batch_size)
+        done = 0
+        while self.num_micro_batches is None or done < self.num_micro_batches:
+            left = per_block if self.num_micro_batches is None else self.num_micro_batches - done
+            numbers = done + np.arange(min(per_block, left), dtype=np.int64)  # [M]
+            yield from self.order.indices(numbers[:, None] * stride + within).tolist()  # [M, B]
+            done += len(numbers)
+
+    def __len__(self) -> int:
+        """Return the number of micro-batches.
+
+        Raises:
+            TypeError: The stream is endless; `len` reports an unknown length by this exception.
+        """
+        if self.num_micro_batches is None:
+            raise TypeError("an endless stream has no length")
+        return self.num_micro_batches
 
 
 class TrainingStream:

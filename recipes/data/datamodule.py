@@ -16,7 +16,7 @@ from typing_extensions import override
 from recipes.data import DataSource, SampleDataset, in_section, prepare_with
 from recipes.data.batches import Batch, RankShare, TrainingStream
 from recipes.data.loader_process import SignalProofLoader
-from recipes.data.sampler import Order, RepeatedOrder, ShuffledOrder
+from recipes.data.order import Order, RepeatedOrder, ShuffledOrder
 from recipes.numerics.accumulation import Accumulation
 from recipes.runtime.world import num_cores
 

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 from torch.utils.data import Dataset
 
-from recipes.data.sampler import mix64
+from recipes.data.order import mix64
 from recipes.errors import ConfigError
 from recipes.tokenizer import Tokenizer
 

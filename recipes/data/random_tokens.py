@@ -7,7 +7,7 @@ import torch
 from torch import Tensor
 
 from recipes.data.full_windows import FullWindows
-from recipes.data.sampler import mix64
+from recipes.data.order import mix64
 from recipes.errors import ConfigError
 from recipes.tokenizer import Tokenizer
 

@@ -35,7 +35,7 @@ class RowWriter(Callback):
     def on_train_batch_end(
         self, trainer: lightning.Trainer, pl_module: Any, outputs: Any, batch: Any, batch_idx: int
     ) -> None:
-        row, pl_module.row = pl_module.row, {}
+        row, pl_module.recipes_row = pl_module.recipes_row, {}
         if row:
             self._write(trainer, row)
         for callback in trainer.callbacks:  # type: ignore[attr-defined]

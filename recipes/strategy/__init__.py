@@ -53,6 +53,7 @@ class Engine(Protocol):
     guard: StepGuard | None
     clipping: Clipping | None
     frees_gradients: bool
+    data_size: int
 
     @property
     def root_device(self) -> torch.device: ...
@@ -65,9 +66,6 @@ class Engine(Protocol):
 
     @property
     def data_rank(self) -> int: ...
-
-    @property
-    def data_size(self) -> int: ...
 
     @property
     def current_loss_scale(self) -> float | None: ...

@@ -4,12 +4,12 @@ import copy
 from collections.abc import Callable, Generator, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
-from typing import Any, ClassVar, Literal
+from typing import ClassVar, Literal
 
 import torch
 from lightning.pytorch.plugins.io import CheckpointIO
 from lightning.pytorch.strategies import ModelParallelStrategy
-from torch import Tensor, nn
+from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule, OffloadPolicy
 from typing_extensions import override
@@ -163,11 +163,6 @@ class FSDP2Strategy(TorchNativeMixin, ShardSavingMixin, ModelParallelStrategy):
     @override
     def model_to_device(self) -> None:
         """Do nothing: `materialize` has put every tensor on its device."""
-
-    @override
-    def backward(self, closure_loss: Tensor, *args: Any, **kwargs: Any) -> Tensor:
-        """Run the backward pass, which a pipeline has done already."""
-        return closure_loss if self.pipeline is not None else super().backward(closure_loss, *args, **kwargs)
 
     @override
     @contextmanager

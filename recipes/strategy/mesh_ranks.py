@@ -17,12 +17,17 @@ class MeshRanksMixin:
     Attributes:
         mesh: Sizes of the device mesh; set once the ranks have found each other.
         groups: The process groups that this rank is in.
+        data_size: Ranks, or groups of ranks, that have different samples.
+        averaged_size: Ranks over which gradients are averaged.
         pipeline: Computes the gradients of a step where ranks divide the layers; None: they do not.
         num_micro_batches: Of a step, for a pipeline.
     """
 
     mesh = Mesh()
     groups = Groups()
+    # plain numbers, not properties of the mesh: every micro-batch reads them
+    data_size = 1
+    averaged_size = 1
     pipeline: Pipeline | None = None
     num_micro_batches = 1
     _configured_mesh: Mesh | None = None
@@ -36,21 +41,12 @@ class MeshRanksMixin:
         self.mesh = self._configured_mesh or Mesh(shard=world_size)
         assert self.mesh.world_size == world_size, f"{self.mesh} != {world_size} ranks"
         self.groups = make_groups(self.mesh)
+        self.data_size, self.averaged_size = self.mesh.data_size, self.mesh.averaged_size
 
     @property
     def data_rank(self) -> int:
         """Which samples this rank has, of `data_size`."""
         return self.mesh.data_rank(self._strategy.global_rank)
-
-    @property
-    def data_size(self) -> int:
-        """Ranks, or groups of ranks, that have different samples."""
-        return self.mesh.data_size
-
-    @property
-    def averaged_size(self) -> int:
-        """Ranks over which gradients are averaged."""
-        return self.mesh.averaged_size
 
     @property
     def writes_unsharded(self) -> bool:

@@ -49,7 +49,7 @@ class TrainingTask(CountsFlops, Validated, Resumable, ABC):
         metrics: What validation computes in addition to `val/loss`, by name without `val/`.
 
     Attributes:
-        row: Metrics of the current step, logged when it ends.
+        recipes_row: Metrics of the current step, to which callbacks add theirs; logged when it ends.
     """
 
     input_kind: ClassVar[str]
@@ -85,7 +85,7 @@ class TrainingTask(CountsFlops, Validated, Resumable, ABC):
         self._loss_chunk_tokens = loss_chunk_tokens
         self.cross_entropy_sum: Callable[[Tensor, Tensor], Tensor] = cross_entropy_sum
         self.scales_loss = scales_loss
-        self.row: dict[str, float | Tensor] = {}
+        self.recipes_row: dict[str, float | Tensor] = {}
         self._micro_batches_in_window = self._window_samples = self._window_tokens = 0
         self._window_loss: Tensor | None = None
         self._window_sources: Tensor | None = None  # [2, K], loss and targets of each source of a mixture
@@ -277,12 +277,7 @@ class TrainingTask(CountsFlops, Validated, Resumable, ABC):
 
     def log_row(self, metrics: Mapping[str, float | Tensor]) -> None:
         """Add metrics to the row of this step, which `RowWriter` logs when the step is over."""
-        self.row |= metrics
-
-    @property
-    def recipes_row(self) -> dict[str, float | Tensor]:
-        """The row of this step, to which callbacks add their metrics."""
-        return self.row
+        self.recipes_row |= metrics
 
     def _learning_rates(self) -> Iterator[tuple[str, float]]:
         groups = self.trainer.optimizers[0].param_groups

@@ -1,37 +1,47 @@
 """What a step of a model with experts adds to any other: terms of the objective, the balance of the load, metrics."""
 
-from abc import ABC
 from typing import Any
 
 import torch
 from torch import Tensor, nn
-from typing_extensions import override
 
 from recipes.lightning_internals import is_accumulating
 from recipes.model.moe.router import describe_loads
 from recipes.numerics.loss import IGNORE_INDEX
 from recipes.parallel.stages import list_stages
-from recipes.task.base import Batch
-from recipes.task.divided import DividedTask
+from recipes.task.base import TrainingTask
 
 
-class TrainsExperts(DividedTask, ABC):
-    """A task whose model may have experts (`MoeLlama`); for any other it does nothing."""
+class Routing:
+    """The routing of tokens in the optimizer step under way.
 
-    # of the training step under way, by its layers: the first, counts [layers, E], sums [layers, 3]
-    _routed: list[tuple[int, Tensor, Tensor]]
-    _window_counts: Tensor | None = None  # [L, E] int64, tokens of each expert in the step under way
-    _window_sums: Tensor | None = None  # [L, 3] of both losses over targets, and of the entropy over tokens
+    Args:
+        task: Its model has experts (`MoeLlama`).
+    """
 
-    def __init__(self, **settings: Any) -> None:
-        super().__init__(**settings)
+    def __init__(self, task: TrainingTask) -> None:
+        self._task = task
+        self._model: Any = task.model
+        # of the training step under way, by its layers: the first, counts [layers, E], sums [layers, 3]
+        self._routed: list[tuple[int, Tensor, Tensor]] = []
+        self._window_counts: Tensor | None = None  # [L, E] int64, tokens of each expert in the step under way
+        self._window_sums: Tensor | None = None  # [L, 3] of both losses over targets, and of the entropy over tokens
+        self._num_targets: Tensor | int = 0  # of the global batch
+
+    def begin_training_step(self) -> None:
+        """Drop what other callers of the objective left."""
         self._routed = []
 
-    @override
     def add_terms(self, objective: Tensor, *, stage: nn.Module, targets: Tensor) -> Tensor:
-        """Return the objective with the terms of the routing, summed over targets as the loss is."""
+        """Return the objective of a micro-batch with the terms of the routing, summed over targets as the loss is.
+
+        Args:
+            objective: Summed over targets, 0-dim.
+            stage: The stage that computed the micro-batch; the whole model where ranks do not divide the layers.
+            targets: [B, T].
+        """
         model: Any = stage
-        routed = model.take_routed() if hasattr(model, "take_routed") else None
+        routed = model.take_routed()
         if routed is None or not torch.is_grad_enabled():
             return objective
         num_targets = (targets != IGNORE_INDEX).sum(dim=1)  # [B]
@@ -41,70 +51,69 @@ class TrainsExperts(DividedTask, ABC):
         has_terms = model.load_balance_loss or model.router_z_loss
         return objective + model.weigh_terms(sums) if has_terms else objective
 
-    @override
-    def training_step(self, batch: Batch, batch_idx: int) -> Tensor:
-        self._routed = []  # other callers of the objective leave theirs
-        loss = super().training_step(batch, batch_idx)
-        model: Any = self.model
-        if not getattr(model, "routes_tokens", False):
-            return loss
+    def end_training_step(self, num_targets: Tensor | int, device: torch.device) -> None:
+        """Add what the training step has routed to the optimizer step under way.
+
+        Args:
+            num_targets: Of the global batch.
+            device: Of the counts.
+        """
         if self._window_counts is None or self._window_sums is None:
             # on every rank, which all join the sum: the stages of this one may have only layers without experts
-            layers, device = model.num_routed_layers, loss.device
-            self._window_counts = torch.zeros(layers, model.num_experts, dtype=torch.int64, device=device)
+            layers = self._model.num_routed_layers
+            self._window_counts = torch.zeros(layers, self._model.num_experts, dtype=torch.int64, device=device)
             self._window_sums = torch.zeros(layers, 3, dtype=torch.float32, device=device)
-        self._num_targets = batch["num_targets"]  # of the global batch
+        self._num_targets = num_targets
         for first, counts, sums in self._routed:
             here = slice(first, first + len(counts))  # others are on other ranks
             self._window_counts[here] += counts
             self._window_sums[here] += sums
         self._routed = []
-        return loss
 
-    @override
-    def optimizer_step(self, *args: Any, **kwargs: Any) -> None:
-        """Step, then balance the load of the experts: once a step, and not where an overflow skipped it.
+    def end_optimizer_step(self, *, has_overflowed: bool) -> None:
+        """Balance the load of the experts, once a step, and log it.
 
         A step that a guard refuses moves the biases, too; with all other buffers, the guard's owner restores them.
+
+        Args:
+            has_overflowed: The loss scaler skipped the step, and the biases stay.
         """
-        strategy: Any = self.trainer.strategy
-        num_overflows = strategy.num_overflows
-        super().optimizer_step(*args, **kwargs)
-        if self._window_counts is None or self._window_sums is None or is_accumulating(self.trainer):
+        if self._window_counts is None or self._window_sums is None or is_accumulating(self._task.trainer):
             return
         counts, sums = self._window_counts, self._window_sums
         self._window_counts = self._window_sums = None
-        model: Any = self.model
-        step, is_balanced = self.trainer.global_step + 1, model.balance_rate > 0
-        is_logged = step % self.trainer.log_every_n_steps == 0 or self.trainer.should_stop  # type: ignore[attr-defined]
+        trainer, model = self._task.trainer, self._model
+        step, is_balanced = trainer.global_step + 1, model.balance_rate > 0
+        is_logged = step % trainer.log_every_n_steps == 0 or trainer.should_stop  # type: ignore[attr-defined]
         if not (is_balanced or is_logged):
             return
         # one sum: float64 holds counts exactly
-        both = self._sum_over_token_ranks(torch.cat([counts.double(), sums.double()], dim=1))  # [L, E + 3]
+        both = torch.cat([counts.double(), sums.double()], dim=1)  # [L, E + 3]
+        both = trainer.strategy.sum_over_token_ranks(both)  # type: ignore[attr-defined]
         counts, sums = both[:, : model.num_experts], both[:, model.num_experts :]
-        if is_balanced and strategy.num_overflows == num_overflows:
-            for stage in list_stages(self.model):
+        if is_balanced and not has_overflowed:
+            for stage in list_stages(model):
                 stage.balance_experts(counts)  # type: ignore[operator]
         if is_logged:
-            self._log_routing(counts, sums)
+            self._log(counts, sums)
 
-    def _log_routing(self, counts: Tensor, sums: Tensor) -> None:
+    def _log(self, counts: Tensor, sums: Tensor) -> None:
         """Log loads of the layer where they are most uneven, and means over layers.
 
         Args:
             counts: [L, E], over all ranks.
             sums: [L, 3], likewise.
         """
-        model: Any = self.model
+        task, model = self._task, self._model
         largest, smallest = describe_loads(counts)
         balance, square, entropy = sums.mean(dim=0).unbind()
         num_tokens = counts[0].sum() / model.num_experts_per_token
-        self.log_row({"moe/load_max": largest, "moe/load_min": smallest, "moe/router_entropy": entropy / num_tokens})
-        strategy: Any = self.trainer.strategy
+        task.log_row({"moe/load_max": largest, "moe/load_min": smallest, "moe/router_entropy": entropy / num_tokens})
+        strategy: Any = task.trainer.strategy
         if strategy.mesh.expert > 1:  # the others wait for the rank with most
             of_ranks, _ = describe_loads(counts.view(len(counts), strategy.mesh.expert, -1).sum(dim=-1))
-            self.log_row({"moe/rank_load_max": of_ranks})
+            task.log_row({"moe/rank_load_max": of_ranks})
         if model.load_balance_loss:
-            self.log_row({"moe/load_balance_loss": balance / self._num_targets})
+            task.log_row({"moe/load_balance_loss": balance / self._num_targets})
         if model.router_z_loss:
-            self.log_row({"moe/router_z_loss": square / self._num_targets})
+            task.log_row({"moe/router_z_loss": square / self._num_targets})

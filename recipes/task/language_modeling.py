@@ -1,9 +1,7 @@
-"""Next-token prediction: loss per token, and generated text if there is a tokenizer."""
+"""Next-token prediction: loss per token."""
 
 import functools
 import inspect
-import itertools
-from collections.abc import Callable, Collection
 from typing import Any, ClassVar, cast
 
 import torch
@@ -11,9 +9,9 @@ from torch import Tensor, nn
 from typing_extensions import override
 
 from recipes.errors import ConfigError
+from recipes.lightning_internals import skip_backward
 from recipes.metrics import ValidationMetrics
 from recipes.model import LanguageModel
-from recipes.model.generate import generate, generate_batch
 from recipes.numerics.collectives import reduce_parts
 from recipes.numerics.head_loss import HeadLoss, cast_weight, split
 from recipes.numerics.loss import IGNORE_INDEX, token_losses
@@ -21,26 +19,18 @@ from recipes.parallel.stages import PipelineRanks
 from recipes.parallel.tensor import TensorRanks
 from recipes.strategy.pipeline import Pipeline
 from recipes.task.base import Batch
-from recipes.task.experts import TrainsExperts
-from recipes.tokenizer import Tokenizer
-
-_QUESTIONS_AT_A_TIME = 32  # of a rank
-_NOT_ENDED = " …"
-_MORE_TOKENS = 8  # than the longest expected answer: one that is too long is wrong as soon as it is longer
+from recipes.task.experts import Routing
+from recipes.task.generation import GeneratesText
+from recipes.task.pipeline import PipelineTask
 
 
-class LanguageModeling(TrainsExperts):
+class LanguageModeling(GeneratesText, PipelineTask):
     """Trains a model of tokens [B, T] -> logits [B, T, V]. Arguments: see `TrainingTask`.
 
-    Attributes:
-        tokenizer: For `generate_text`; None if the data is not text.
-        source: Of the data, for `answer_questions`; None without a data module.
+    The parts of a step that few runs have, experts and the stages of a pipeline, are in files of their own.
     """
 
     input_kind: ClassVar[str] = "tokens"
-
-    tokenizer: Tokenizer | None = None
-    source: Any = None
 
     @override
     def setup(self, stage: str) -> None:
@@ -92,11 +82,59 @@ class LanguageModeling(TrainsExperts):
             head_loss.compile()
         return head_loss
 
+    @functools.cached_property
+    def _routing(self) -> Routing | None:
+        """The routing of a model with experts; None: the model has none."""
+        return Routing(self) if getattr(self.model, "routes_tokens", False) else None
+
+    @property
+    def _pipeline(self) -> Pipeline | None:
+        """The stages of ranks that divide the layers; None: they do not."""
+        return self.trainer.strategy.pipeline  # type: ignore[attr-defined, no-any-return]
+
+    @override
+    def on_train_start(self) -> None:
+        super().on_train_start()
+        if self._pipeline is not None:
+            skip_backward(self.trainer)
+
+    @override
+    def training_step(self, batch: Batch, batch_idx: int) -> Tensor:
+        """Return the loss of one micro-batch as every task does; of a whole step where it runs through a pipeline."""
+        if self._routing is not None:
+            self._routing.begin_training_step()
+        pipeline = self._pipeline
+        loss = super().training_step(batch, batch_idx) if pipeline is None else self.run_pipeline(batch, pipeline)
+        if self._routing is not None:
+            self._routing.end_training_step(batch["num_targets"], loss.device)
+        return loss
+
+    @override
+    def optimizer_step(self, *args: Any, **kwargs: Any) -> None:
+        if self._routing is None:
+            super().optimizer_step(*args, **kwargs)
+            return
+        strategy: Any = self.trainer.strategy
+        num_overflows = strategy.num_overflows
+        super().optimizer_step(*args, **kwargs)
+        self._routing.end_optimizer_step(has_overflowed=strategy.num_overflows != num_overflows)
+
     @override
     def objective_sum(self, batch: Batch) -> tuple[Tensor, Tensor]:
         own = self.own_tokens(batch)
         objective, loss = self.own_objective_sum(own)
         return self.add_terms(objective, stage=self.model, targets=own["targets"]), loss
+
+    @override
+    def own_tokens(self, batch: Batch) -> Batch:
+        ranks = getattr(self.model, "context", None)
+        if ranks is None:
+            return batch
+        return batch | {name: ranks.own_tokens(batch[name], dim=1) for name in ("inputs", "targets")}  # [B, t]
+
+    @override
+    def add_terms(self, objective: Tensor, *, stage: nn.Module, targets: Tensor) -> Tensor:
+        return objective if self._routing is None else self._routing.add_terms(objective, stage=stage, targets=targets)
 
     @override
     def own_objective_sum(self, batch: Batch) -> tuple[Tensor, Tensor]:
@@ -115,8 +153,7 @@ class LanguageModeling(TrainsExperts):
     @override
     def validation_step(self, batch: Batch, batch_idx: int, dataloader_idx: int = 0) -> None:
         batch = self.own_tokens(batch)
-        pipeline: Pipeline | None = self.trainer.strategy.pipeline  # type: ignore[attr-defined]
-        if pipeline is not None and not pipeline.has_last:
+        if self._pipeline is not None and not self._pipeline.has_last:
             self._run(batch)  # metrics are those of the ranks that compute the loss
             return
         if self._head_loss is None:
@@ -165,105 +202,3 @@ class LanguageModeling(TrainsExperts):
 
     def _tokens_per_sample(self, batch: Batch) -> int:
         return int(batch["inputs"].shape[1])
-
-    def generate_text(
-        self,
-        prompt: str | list[int],
-        num_tokens: int,
-        *,
-        temperature: float,
-        top_k: int | None,
-        top_p: float | None,
-        seed: int,
-        ends: Collection[int] = (),
-    ) -> str | None:
-        """Return the continuation of a prompt, without the prompt; None without a tokenizer. Call on every rank.
-
-        Args:
-            prompt: Text, or tokens; an empty one starts a new document.
-            num_tokens: Largest number of tokens to add.
-            temperature: 0: always the likeliest token; below 1: sharper; above 1: flatter.
-            top_k: Sample among the k likeliest tokens; None: all.
-            top_p: Sample among the fewest tokens that have this probability together; None: all.
-            seed: Of the sampling.
-            ends: Tokens that end it, in addition to end-of-text.
-        """
-        if self.tokenizer is None:
-            return None
-        tokens = self.tokenizer.encode(prompt) if isinstance(prompt, str) else prompt
-        prompt_tokens = tokens or [self.tokenizer.end_of_text]
-        with self.trainer.precision_plugin.forward_context():
-            tokens = generate(
-                cast(LanguageModel, self.model),
-                prompt_tokens,
-                num_tokens,
-                temperature=temperature,
-                top_k=top_k,
-                top_p=top_p,
-                seed=seed,
-                ends=[self.tokenizer.end_of_text, *ends],
-                agree=self.trainer.strategy.broadcast,
-            )
-        return self.tokenizer.decode(tokens)
-
-    recipes_generate_text = generate_text  # for the callback that samples
-
-    def answer_questions(
-        self,
-        num_questions: int,
-        *,
-        num_tokens: int | None,
-        rank: int,
-        num_ranks: int,
-        all_ended: Callable[[bool], bool],
-    ) -> list[tuple[str, str, str]] | None:
-        """Return question, expected and given answer of this rank's share of validation questions.
-
-        Call on every rank. The likeliest token is taken each time.
-
-        Args:
-            num_questions: Of all ranks.
-            num_tokens: Largest number of tokens of an answer; None: somewhat more than the longest expected one.
-            rank: Of this process.
-            num_ranks: That share the questions.
-            all_ended: Returns whether a flag is true on every rank.
-
-        Returns:
-            Texts; an answer that did not end ends with an ellipsis. None if the data has no questions.
-        """
-        if self.tokenizer is None or not hasattr(self.source, "questions"):
-            return None
-        questions: list[tuple[list[int], list[int]]] = self.source.questions(num_questions)
-        found_ends = {self.tokenizer.find_end(answer) for _, answer in questions} - {None}
-        ends = cast(set[int], found_ends | {self.tokenizer.end_of_text})
-        if num_tokens is None:
-            num_tokens = max((len(answer) for _, answer in questions), default=0) + _MORE_TOKENS
-        found: list[tuple[str, str, str]] = []
-        # the same number of batches on every rank: where weights are sharded, each forward pass is a collective
-        for start in range(0, len(questions), num_ranks * _QUESTIONS_AT_A_TIME):
-            batch = questions[start : start + num_ranks * _QUESTIONS_AT_A_TIME]
-            mine = batch[rank::num_ranks]
-            with self.trainer.precision_plugin.forward_context():
-                given = generate_batch(
-                    cast(LanguageModel, self.model),
-                    [prompt for prompt, _ in mine] or [batch[0][0]],
-                    num_tokens,
-                    temperature=0.0,
-                    top_k=None,
-                    top_p=None,
-                    seeds=range(max(1, len(mine))),
-                    ends=ends,
-                    all_ended=all_ended,
-                )
-            for (prompt, expected), answer in zip(mine, given, strict=False):
-                until_end = list(itertools.takewhile(lambda token: token not in ends, expected))
-                # without a token that ends it, an answer is as long as the expected one
-                has_end = len(until_end) < len(expected)
-                tokens = answer.tokens if has_end else answer.tokens[: len(expected)]
-                texts = [self.tokenizer.decode(part) for part in (prompt, until_end, tokens)]
-                if has_end and not answer.has_ended:
-                    texts[2] += _NOT_ENDED
-                found.append((texts[0], texts[1], texts[2]))
-        return found
-
-    recipes_answer_questions = answer_questions  # for the callback that compares answers

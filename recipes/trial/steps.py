@@ -80,7 +80,7 @@ class LossRecorder(Callback):
     def on_train_batch_end(
         self, trainer: lightning.Trainer, pl_module: Any, outputs: Any, batch: Any, batch_idx: int
     ) -> None:
-        row, pl_module.row = pl_module.row, {}
+        row, pl_module.recipes_row = pl_module.recipes_row, {}
         if "train/loss" not in row:  # a micro-batch before the last
             return
         loss = float(row["train/loss"])  # waits for the device

@@ -11,7 +11,7 @@ import transformers as hf
 from cases import COMMON, GLOBAL_BATCH_SIZE, IS_LONG, NUM_STEPS, STRATEGIES, TOKENS, largest_difference
 from support import MaskedTokens
 
-from recipes.data.sampler import ShuffledOrder
+from recipes.data.order import ShuffledOrder
 from recipes.scheduler import warmup_cosine
 
 LR = 1e-3

@@ -16,7 +16,7 @@ from typing_extensions import override
 from recipes.data import SampleDataset
 from recipes.data.instructions.rows import pad_rows
 from recipes.data.mixture.stages import Stages
-from recipes.data.sampler import Order, Positions, ShuffledOrder
+from recipes.data.order import Order, Positions, ShuffledOrder
 
 
 class MixtureOrder(Order):

@@ -7,7 +7,7 @@ from collections.abc import Iterator, Sequence
 
 import numpy as np
 
-from recipes.data.sampler import Positions
+from recipes.data.order import Positions
 
 PERIOD = 10_000  # P: within so many positions each source has exactly its share
 

@@ -9,7 +9,7 @@ from functools import lru_cache
 import numpy as np
 from typing_extensions import override
 
-from recipes.data.sampler import Order, Positions, ShuffledOrder, mix64
+from recipes.data.order import Order, Positions, ShuffledOrder, mix64
 
 
 class ShardOrder(Order):

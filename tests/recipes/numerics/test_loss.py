@@ -11,7 +11,7 @@ from lightning.pytorch.callbacks import Callback
 from support import MaskedTokens, composed_config, read_metrics
 
 from recipes.build import build
-from recipes.data.sampler import ShuffledOrder
+from recipes.data.order import ShuffledOrder
 from recipes.model.gpt2 import GPT2
 from recipes.model.weights import initialize
 from recipes.numerics.loss import (

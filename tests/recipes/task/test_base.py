@@ -120,7 +120,7 @@ def test_loss_and_gradient_are_those_of_one_large_batch_however_it_is_split(worl
         for batch in micro_batches:
             # Lightning divides by the accumulation
             (task.training_step(batch, 0) / accumulate).backward()
-        losses.append(float(task.row["train/loss"]))
+        losses.append(float(task.recipes_row["train/loss"]))
         # engines average over ranks
         gradient += task.model.table.weight.grad / world_size  # type: ignore[union-attr, operator]
     expected = mean_over_targets(model, batches)
@@ -156,18 +156,18 @@ def test_the_logged_loss_is_without_regularizers() -> None:
     plain, smoothed = make_task(make_trainer()), make_task(make_trainer(), label_smoothing=0.2)
     losses = [float(task.training_step(batch, 0)) for task in (plain, smoothed)]
     assert losses[0] != losses[1]
-    assert float(plain.row["train/loss"]) == float(smoothed.row["train/loss"])
+    assert float(plain.recipes_row["train/loss"]) == float(smoothed.recipes_row["train/loss"])
 
 
 def test_samples_and_tokens_of_all_ranks_are_counted_at_the_end_of_a_window() -> None:
     task = make_task(make_trainer(accumulate_grad_batches=2, strategy=make_strategy(num_ranks=3)))
     first, second = window([6, 1], [2, 2])
     task.training_step(first, 0)
-    assert (task.num_samples, task.num_tokens, task.row) == (0, 0, {})
+    assert (task.num_samples, task.num_tokens, task.recipes_row) == (0, 0, {})
     task.training_step(second, 1)
     assert (task.num_samples, task.num_tokens) == (12, 12 * SEQ_LEN)
-    assert task.row["train/samples"] == 12
-    assert task.row["train/tokens"] == 12 * SEQ_LEN
+    assert task.recipes_row["train/samples"] == 12
+    assert task.recipes_row["train/tokens"] == 12 * SEQ_LEN
 
 
 @pytest.mark.parametrize(
@@ -182,7 +182,7 @@ def test_learning_rates_are_logged_by_group_where_they_differ(rates: list[float]
     groups = [{"lr": lr, "group_name": name} for lr, name in zip(rates, names, strict=True)]
     task = make_task(make_trainer(optimizers=[SimpleNamespace(param_groups=groups)]))
     task.training_step(window([6, 4])[0], 0)
-    assert {name: value for name, value in task.row.items() if name.startswith("lr")} == expected
+    assert {name: value for name, value in task.recipes_row.items() if name.startswith("lr")} == expected
 
 
 def counting(calls: list[Tensor]) -> Callable[[Tensor], Tensor]:
@@ -198,7 +198,7 @@ def test_a_step_that_is_not_logged_costs_no_collective() -> None:
     strategy = make_strategy(sum_over_token_ranks=counting(calls))
     task = make_task(make_trainer(log_every_n_steps=5, strategy=strategy))
     task.training_step(window([6, 4])[0], 0)
-    assert (calls, task.row) == ([], {})
+    assert (calls, task.recipes_row) == ([], {})
 
 
 def test_a_guard_sees_the_loss_over_all_ranks_at_every_step() -> None:
@@ -210,7 +210,7 @@ def test_a_guard_sees_the_loss_over_all_ranks_at_every_step() -> None:
     task.training_step(batch, 0)
     expected = 2 * float(mean_over_targets(Bigram(), [batch]))
     assert float(guard.loss) == pytest.approx(expected, rel=1e-6)
-    assert task.row == {}
+    assert task.recipes_row == {}
 
 
 def test_the_last_step_stops_the_run_and_is_logged_whatever_its_number() -> None:
@@ -218,7 +218,7 @@ def test_the_last_step_stops_the_run_and_is_logged_whatever_its_number() -> None
     task = make_task(trainer)
     task.training_step(window([6, 4])[0], 0)
     assert trainer.should_stop
-    assert "train/loss" in task.row
+    assert "train/loss" in task.recipes_row
 
 
 def test_validation_adds_up_losses_and_targets_of_uneven_batches() -> None:

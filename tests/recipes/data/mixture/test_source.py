@@ -11,8 +11,8 @@ import torch
 
 from recipes.data.instructions.source import Instructions
 from recipes.data.mixture.source import Mixture
+from recipes.data.order import ShuffledOrder
 from recipes.data.random_tokens import RandomTokens
-from recipes.data.sampler import ShuffledOrder
 from recipes.data.text_files import TextFiles
 from recipes.errors import ConfigError
 from recipes.numerics.loss import IGNORE_INDEX

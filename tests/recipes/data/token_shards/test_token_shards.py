@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 from support import execute, read_metrics
 
-from recipes.data.sampler import PositionSampler
+from recipes.data.batches import PositionSampler
 from recipes.data.token_shards.order import ShardOrder
 from recipes.data.token_shards.source import TokenShards
 from recipes.errors import ConfigError

@@ -1,4 +1,4 @@
-"""A task whose ranks divide sequences or layers: which part of a batch is theirs, and a whole step in stages."""
+"""A whole optimizer step of a task whose ranks divide the layers of the model into the stages of a pipeline."""
 
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping
@@ -7,15 +7,14 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
-from typing_extensions import override
 
 from recipes.parallel.stages import list_stages
 from recipes.strategy.pipeline import Pipeline
 from recipes.task.base import Batch, TrainingTask
 
 
-class DividedTask(TrainingTask, ABC):
-    """For tasks of sequences of tokens.
+class PipelineTask(TrainingTask, ABC):
+    """A task of sequences of tokens, whose model may be a `StagedModel`.
 
     Attributes:
         stage_forward: Forward pass of the last stage of a pipeline, while it computes the loss; None: the model's.
@@ -23,22 +22,9 @@ class DividedTask(TrainingTask, ABC):
 
     stage_forward: Callable[..., Any] | None = None
 
+    @abstractmethod
     def own_tokens(self, batch: Batch) -> Batch:
         """Return a batch with this rank's part of every sequence; positions stay those of all tokens."""
-        ranks = getattr(self.model, "context", None)
-        if ranks is None:
-            return batch
-        return batch | {name: ranks.own_tokens(batch[name], dim=1) for name in ("inputs", "targets")}  # [B, t]
-
-    def add_terms(self, objective: Tensor, *, stage: nn.Module, targets: Tensor) -> Tensor:
-        """Return the objective of a micro-batch with what the layers of a stage add to it; here nothing.
-
-        Args:
-            objective: Summed over targets, 0-dim.
-            stage: The stage that computed the micro-batch; the whole model where ranks do not divide the layers.
-            targets: [B, T].
-        """
-        return objective
 
     @abstractmethod
     def own_objective_sum(self, batch: Batch) -> tuple[Tensor, Tensor]:
@@ -47,18 +33,17 @@ class DividedTask(TrainingTask, ABC):
         Without what `add_terms` adds.
         """
 
-    @override
-    def training_step(self, batch: Batch, batch_idx: int) -> Tensor:
-        pipeline: Pipeline | None = self.trainer.strategy.pipeline  # type: ignore[attr-defined]
-        return super().training_step(batch, batch_idx) if pipeline is None else self._run_stages(batch, pipeline)
+    @abstractmethod
+    def add_terms(self, objective: Tensor, *, stage: nn.Module, targets: Tensor) -> Tensor:
+        """Return the objective of a micro-batch with what the layers of a stage add to it.
 
-    @override
-    def optimizer_zero_grad(self, epoch: int, batch_idx: int, optimizer: Any) -> None:
-        if self.trainer.strategy.pipeline is None:  # type: ignore[attr-defined]
-            super().optimizer_zero_grad(epoch, batch_idx, optimizer)
-        # else Lightning is late: it calls this after the training step, which has run the backward passes
+        Args:
+            objective: Summed over targets, 0-dim.
+            stage: The stage that computed the micro-batch; the whole model where ranks do not divide the layers.
+            targets: [B, T].
+        """
 
-    def _run_stages(self, batch: Batch, pipeline: Pipeline) -> Tensor:
+    def run_pipeline(self, batch: Batch, pipeline: Pipeline) -> Tensor:
         """Compute the gradients of a whole step, and return its loss; 0 where other ranks compute it."""
         self.trainer.optimizers[0].zero_grad()
         num_targets = batch["num_targets"]

@@ -8,7 +8,8 @@ import pytest
 import torch
 from torch.utils.data import DataLoader
 
-from recipes.data.sampler import PositionSampler, RepeatedOrder, ShuffledOrder
+from recipes.data.batches import PositionSampler
+from recipes.data.order import RepeatedOrder, ShuffledOrder
 
 
 def read(order, *, start, micro_batch_size, world_size, num_samples):
