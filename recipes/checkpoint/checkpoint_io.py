@@ -18,6 +18,7 @@ from recipes.checkpoint.retention import remove
 from recipes.checkpoint.saved_tensor import open_tensors
 from recipes.checkpoint.writer import CheckpointWriter
 from recipes.errors import ConfigError
+from recipes.numerics.collectives import gather_objects
 
 LOGGER = logging.getLogger("lightning_recipes")
 
@@ -92,7 +93,8 @@ class FolderCheckpointIO(CheckpointIO):
             ConfigError: None is valid.
         """
         candidates = [named, *get_fallbacks(named)] if self.falls_back else [named]
-        for folder in _broadcast_folders(candidates):
+        # rank 0's: a shared file system may briefly show other ranks an older state
+        for folder in gather_objects(candidates)[0]:
             reason = self._find_fault(folder)
             if reason is None:
                 return folder
@@ -118,7 +120,7 @@ class FolderCheckpointIO(CheckpointIO):
                 names = sorted(manifest.files, key=lambda name: -manifest.files[name].bytes)
                 reason = find_content_fault(folder, manifest, names[rank::ranks])
         # on every rank, also where one has found nothing: all must take the same checkpoint
-        return _first_reason(reason)
+        return next((found for found in gather_objects(reason) if found is not None), None)
 
     @override
     def remove_checkpoint(self, path: str | Path) -> None:
@@ -128,22 +130,3 @@ class FolderCheckpointIO(CheckpointIO):
 
 def _world_size() -> int:
     return dist.get_world_size() if dist.is_initialized() else 1
-
-
-def _broadcast_folders(folders: list[Path]) -> list[Path]:
-    """Return rank 0's list: a shared file system may briefly show other ranks an older state."""
-    if _world_size() == 1:
-        return folders
-    message: list[Any] = [folders]
-    dist.broadcast_object_list(message)
-    from_rank_0: list[Path] = message[0]
-    return from_rank_0
-
-
-def _first_reason(reason: str | None) -> str | None:
-    """Return the first reason that any rank has found; None if none has."""
-    if _world_size() == 1:
-        return reason
-    reasons: list[Any] = [None] * _world_size()
-    dist.all_gather_object(reasons, reason)
-    return next((found for found in reasons if found is not None), None)

@@ -21,6 +21,7 @@ from recipes.checkpoint.manifest import MANIFEST_FILE, FileRecord, Manifest, fin
 from recipes.checkpoint.retention import LAST, UNFINISHED, set_aside, update_symlink
 from recipes.checkpoint.shard_file import Part, write_shard
 from recipes.checkpoint.staging import HostStaging
+from recipes.numerics.collectives import gather_objects
 from recipes.runtime.host_group import connect_hosts
 
 LOGGER = logging.getLogger("lightning_recipes")
@@ -175,12 +176,12 @@ class CheckpointWriter:
             report = RankReport(error=problem)
             if problem is None:
                 report = self._write_files(unfinished, content, rank)
-            reports = self._all_gather(report)
+            reports = gather_objects(report, self._group)
             outcome = _judge(path, manifest, reports)
             if rank == 0:
                 outcome = self._finish(unfinished, outcome, manifest, reports)
             # rank 0's, the only one that knows whether the rename succeeded
-            outcome = self._all_gather(outcome)[0]
+            outcome = gather_objects(outcome, self._group)[0]
             if rank == 0 and outcome.is_valid:
                 self._clean(path.parent)
         except Exception as error:
@@ -240,14 +241,6 @@ class CheckpointWriter:
             self._after(folder)
         except OSError as error:
             LOGGER.warning("Old checkpoints could not be removed: %s", _describe(error))
-
-    def _all_gather(self, message: Any) -> list[Any]:
-        """Return the messages of all ranks' threads, in rank order."""
-        if self._group is None:
-            return [message]
-        messages: list[Any] = [None] * dist.get_world_size()
-        dist.all_gather_object(messages, message, group=self._group)
-        return messages
 
 
 def _judge(path: Path, manifest: Manifest, reports: list[RankReport]) -> Outcome:

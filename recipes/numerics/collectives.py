@@ -42,6 +42,15 @@ def average_over_ranks(tensors: Iterable[Tensor], group: dist.ProcessGroup | Non
         tensor.div_(dist.get_world_size(group))
 
 
+def gather_objects(own: Any, group: dist.ProcessGroup | None = None) -> list[Any]:
+    """Return what each rank of a group has, anything that can be pickled, in the order of ranks; None: of all."""
+    if not dist.is_initialized() or dist.get_world_size(group) == 1:
+        return [own]
+    gathered: list[Any] = [None] * dist.get_world_size(group)
+    dist.all_gather_object(gathered, own, group=group)
+    return gathered
+
+
 def reduce_parts(value: Tensor, group: dist.ProcessGroup, *, reduction: Reduction = "sum") -> Tensor:
     """Return the sum, or the largest, of a tensor over the ranks of a group; without a gradient."""
     out: Tensor = _OPS.wait_tensor(_OPS.all_reduce(value.contiguous(), reduction, group.group_name))

@@ -18,6 +18,7 @@ from recipes.build import Run
 from recipes.checkpoint.checkpoint_io import FolderCheckpointIO
 from recipes.checkpoint.writer import CheckpointWriter
 from recipes.config.compose import Config
+from recipes.numerics.collectives import gather_objects
 from recipes.preflight.data import digest
 from recipes.preflight.result import Result
 from recipes.trial.steps import LossRecorder, take_steps
@@ -185,10 +186,7 @@ def draw(run: Run, *, num_batches: int) -> Drawn:
         seconds.append(time.perf_counter() - began)
         own += [digest(inputs) for inputs in batch["inputs"]]
     own_part = (sorted(seconds)[num_batches // 2], run.trainer.strategy.data_rank, own)  # type: ignore[attr-defined]
-    parts: list[Any] = [own_part]
-    if dist.is_initialized():
-        parts = [None] * run.trainer.world_size
-        dist.all_gather_object(parts, own_part)
+    parts = gather_objects(own_part)
     times = [part[0] for part in parts]
     digests = dict(part[1:] for part in parts).values()  # ranks that divide matrices, tokens or layers have the same
     # in the order of the stream: sample by sample over the ranks
@@ -276,11 +274,8 @@ def check_checkpoint(config: Config, folder: Path, *, micro_batch_size: int, num
     name = "a checkpoint restores the loss"
     small = sized(config, micro_batch_size=micro_batch_size, num_micro_batches=1, num_ranks=num_ranks)
     with tempfile.TemporaryDirectory(prefix="recipes_preflight_") as own:
-        shared: list[Any] = [own]
-        if dist.is_initialized():
-            dist.broadcast_object_list(shared)
         # named as in a run: a folder of checkpoints within a run's folder
-        checkpoint = Path(shared[0]) / "checkpoints" / "step_0000001.ckpt"
+        checkpoint = Path(gather_objects(own)[0]) / "checkpoints" / "step_0000001.ckpt"
         saved = LossAfterStep(save_to=checkpoint)
         take_steps(small, folder=folder, num_steps=1, callbacks=[saved])
         if saved.fault is not None:

@@ -8,7 +8,6 @@ from typing import Any
 
 import lightning.pytorch as lightning
 import torch
-import torch.distributed as dist
 from torch import nn
 from torch.optim.lr_scheduler import LambdaLR
 from typing_extensions import override
@@ -21,6 +20,7 @@ from recipes.lightning_internals import skip_validation_once
 from recipes.mesh import Mesh
 from recipes.model.init import unsharded_shape
 from recipes.model.weights.adapter import has_adapter
+from recipes.numerics.collectives import gather_objects
 from recipes.numerics.ema import NAME as AVERAGE
 from recipes.numerics.nf4 import list_nf4
 from recipes.task.resumed import check_base, check_model, check_optimizer, recount_micro_batches
@@ -88,9 +88,7 @@ class Resumable(lightning.LightningModule):
         group = self.trainer.strategy.groups.pipeline  # type: ignore[attr-defined]
         if group is None:
             return own
-        names: list[list[str]] = [[]] * group.size()
-        dist.all_gather_object(names, own, group=group)
-        return list(dict.fromkeys(name for of_rank in names for name in of_rank))
+        return list(dict.fromkeys(name for of_rank in gather_objects(own, group) for name in of_rank))
 
     @property
     def optimized_parameters(self) -> list[str]:

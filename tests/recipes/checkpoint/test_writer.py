@@ -216,9 +216,8 @@ def test_a_save_fails_if_a_rank_writes_to_a_disk_of_its_own(
     """Its files are where rank 0 cannot see them."""
     elsewhere = RankReport(files={"rank_00001.safetensors": FileRecord(bytes=8, xxh3_128="0" * 32)})
     monkeypatch.setattr(
-        CheckpointWriter,
-        "_all_gather",
-        lambda self, own: [own, elsewhere] if isinstance(own, RankReport) else [own],
+        "recipes.checkpoint.writer.gather_objects",
+        lambda own, group: [own, elsewhere] if isinstance(own, RankReport) else [own],
     )
     outcome = save(make_writer(), tmp_path, 10, WEIGHTS)
     assert outcome.error is not None
