@@ -39,7 +39,7 @@ from recipes.strategy.deepspeed.partition import (
     gather_in_compute_dtype,
     partition,
 )
-from recipes.strategy.deepspeed.step_guard import StepGuardMixin, ZeroStepGuard
+from recipes.strategy.deepspeed.step_guard import StepGuardMixin
 from recipes.strategy.deepspeed.train_state import TrainStateMixin
 from recipes.strategy.mesh_ranks import MeshRanksMixin
 from recipes.strategy.precision_plugin import ZeroPrecision
@@ -216,7 +216,7 @@ class DeepSpeedZero(StepGuardMixin, TrainStateMixin, PerRankSavingMixin, MeshRan
             blocks = get_blocks(self.lightning_module.model, "deepspeed_stage_3")  # type: ignore[arg-type]
             gather_in_compute_dtype(blocks, optimizer, self._precision.compute_dtype)
         # after the scaler: the guard must be the outer wrapper of `_update_scale`, or it would decide after the update
-        self._step_guard = ZeroStepGuard(optimizer)
+        self.hook_into(optimizer)
 
     @override
     def teardown(self) -> None:
