@@ -82,21 +82,10 @@ class ZeroState:
     def _groups(self, optimizer: Any) -> list[dict[str, Any]]:
         """Return each group's hyper-parameters with the indices of its parameters in torch's order."""
         index_by_id = {id(parameter): index for index, parameter in enumerate(self._parameters)}
-        members = optimizer.bit16_groups if hasattr(optimizer, "bit16_groups") else None
-        groups, start = [], 0
-        for number, group in enumerate(optimizer.param_groups):
+        groups = []
+        for group, members in zip(optimizer.param_groups, _list_members(optimizer), strict=True):
             hyperparameters = {key: value for key, value in group.items() if key != "params"}
-            if members is not None:
-                indices = sorted(index_by_id[id(parameter)] for parameter in members[number])
-            else:
-                # stage 3 knows sub-groups; a group's parameters follow those of the group before
-                indices = [
-                    index
-                    for index, parameter in enumerate(self._parameters)
-                    if index >= start and _group_number(optimizer, parameter) == number
-                ]
-            groups.append(hyperparameters | {"params": indices})
-            start = indices[-1] + 1 if indices else start
+            groups.append(hyperparameters | {"params": sorted(index_by_id[id(parameter)] for parameter in members)})
         return groups
 
     @torch.no_grad()
@@ -157,6 +146,13 @@ def is_stage_3(optimizer: Any) -> bool:
     return hasattr(optimizer, "fp32_partitioned_groups_flat")
 
 
+def flat_weights(optimizer: Any) -> list[Tensor]:
+    """Return the flat master weights that DeepSpeed's inner optimizer steps."""
+    if is_stage_3(optimizer):
+        return list(optimizer.fp32_partitioned_groups_flat)
+    return list(optimizer.single_partition_of_fp32_groups)
+
+
 def advance_step_count(optimizer: Any, num_steps: int) -> None:
     """Advance DeepSpeedCPUAdam 0.19.8 to a step, updating its beta powers one step at a time; 10 µs per step.
 
@@ -193,10 +189,8 @@ def _read_scalars(optimizer: Any, saved: Mapping[str, SavedTensor]) -> dict[str,
         advance_step_count(base, int(scalars["step"]))
         return {name: int(value) for name, value in scalars.items()}
     fused = base.param_groups[0].get("fused")  # a fused optimizer keeps its step count on the device
-    flats = (
-        optimizer.fp32_partitioned_groups_flat if is_stage_3(optimizer) else optimizer.single_partition_of_fp32_groups
-    )
-    return {name: value.to(flats[0].device if fused else "cpu") for name, value in scalars.items()}
+    device = flat_weights(optimizer)[0].device if fused else "cpu"
+    return {name: value.to(device) for name, value in scalars.items()}
 
 
 def _link(optimizer: Any) -> None:
@@ -247,9 +241,11 @@ def _stage_3_optimizer(parameters: Iterable[Any]) -> Any:
     return next((optimizer for optimizer in optimizers if optimizer is not None), None)
 
 
-def _group_number(optimizer: Any, parameter: Any) -> int:
-    sub_group = next(
-        index for index, members in enumerate(optimizer.fp16_groups) if any(member is parameter for member in members)
-    )
-    number: int = optimizer.sub_group_to_group_id[sub_group]
-    return number
+def _list_members(optimizer: Any) -> list[list[nn.Parameter]]:
+    """Return the parameters of each group, of which stage 3 makes sub-groups."""
+    if not is_stage_3(optimizer):
+        return list(optimizer.bit16_groups)
+    members: list[list[nn.Parameter]] = [[] for _ in optimizer.param_groups]
+    for index, sub_group in enumerate(optimizer.fp16_groups):
+        members[optimizer.sub_group_to_group_id[index]] += sub_group
+    return members

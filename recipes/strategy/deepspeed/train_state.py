@@ -9,7 +9,7 @@ from typing import Any
 
 from torch import Tensor, nn
 
-from recipes.strategy.deepspeed.checkpoint import advance_step_count, is_stage_3
+from recipes.strategy.deepspeed.checkpoint import advance_step_count, flat_weights, is_stage_3
 from recipes.strategy.deepspeed.checkpoint_stage3 import in_memory
 
 _COUNTERS = ("global_steps", "global_samples", "micro_steps")
@@ -45,7 +45,7 @@ class TrainStateMixin:
         Args:
             names: From `live_tensors`.
         """
-        flats = _flats(self.optimizers[0])
+        flats = flat_weights(self.optimizers[0])
         for name in names:
             kind, _, rest = name.partition("/")
             if kind == "moment":
@@ -58,7 +58,7 @@ class TrainStateMixin:
         return {
             "engine": {name: getattr(self.deepspeed_engine, name) for name in _COUNTERS},
             "scaler": copy.deepcopy(vars(optimizer.loss_scaler)),
-            "counts": [_counts(optimizer, flat) for flat in _flats(optimizer)],
+            "counts": [_counts(optimizer, flat) for flat in flat_weights(optimizer)],
         }
 
     def restore_scalars(self, numbers: dict[str, Any]) -> None:
@@ -67,7 +67,7 @@ class TrainStateMixin:
         for name, value in numbers["engine"].items():
             setattr(self.deepspeed_engine, name, value)
         vars(optimizer.loss_scaler).update(numbers["scaler"])
-        for flat, counts in zip(_flats(optimizer), numbers["counts"], strict=True):
+        for flat, counts in zip(flat_weights(optimizer), numbers["counts"], strict=True):
             if counts:
                 optimizer.optimizer.state[flat].update(counts)
         if type(optimizer.optimizer).__name__ == "DeepSpeedCPUAdam":
@@ -106,10 +106,3 @@ def _moments(optimizer: Any, flat: Tensor, index: int) -> Iterator[tuple[str, Te
 def _counts(optimizer: Any, flat: Tensor) -> dict[str, Any]:
     state = optimizer.optimizer.state.get(flat, {})
     return {key: value for key, value in state.items() if not isinstance(value, Tensor)}
-
-
-def _flats(optimizer: Any) -> list[Tensor]:
-    """Return the flat master weights that DeepSpeed's inner optimizer steps."""
-    if is_stage_3(optimizer):
-        return list(optimizer.fp32_partitioned_groups_flat)
-    return list(optimizer.single_partition_of_fp32_groups)
