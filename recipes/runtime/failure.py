@@ -6,7 +6,7 @@ import json
 import os
 import re
 import time
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -54,36 +54,34 @@ def get_error_file(environ: Mapping[str, str] = os.environ) -> Path | None:
 
 def is_peer_failure(error: BaseException | None) -> bool:
     """Return whether an exception, or one of its causes, indicates that another rank has died."""
-    while error is not None:
-        if type(error).__name__ in _ERRORS_OF_LOST_PEERS and _LOST_PEER.search(str(error)):
-            return True
-        error = error.__cause__ or error.__context__
-    return False
+    return any(type(e).__name__ in _ERRORS_OF_LOST_PEERS and _LOST_PEER.search(str(e)) for e in _with_causes(error))
 
 
 def is_out_of_memory(error: BaseException | None) -> bool:
     """Return whether an exception, or one of its causes, is an out-of-memory error of the device or the host."""
-    while error is not None:
-        # by name: torch is not imported here
-        if type(error).__name__ in ("OutOfMemoryError", "MemoryError"):
-            return True
-        if isinstance(error, OSError) and error.errno == errno.ENOMEM:
-            return True
-        if isinstance(error, RuntimeError) and _OUT_OF_MEMORY.search(str(error)):
-            return True
-        error = error.__cause__ or error.__context__
-    return False
+    return any(
+        type(e).__name__ in ("OutOfMemoryError", "MemoryError")  # by name: torch is not imported here
+        or (isinstance(e, OSError) and e.errno == errno.ENOMEM)
+        or (isinstance(e, RuntimeError) and _OUT_OF_MEMORY.search(str(e)))
+        for e in _with_causes(error)
+    )
 
 
 def is_host_out_of_memory(error: BaseException | None) -> bool:
     """Return whether an out-of-memory error, or one of its causes, came from host memory."""
+    return any(
+        isinstance(e, MemoryError)
+        or getattr(e, "errno", None) == errno.ENOMEM
+        or any(text in str(e) for text in _HOST_OUT_OF_MEMORY)
+        for e in _with_causes(error)
+    )
+
+
+def _with_causes(error: BaseException | None) -> Iterator[BaseException]:
+    """Yield an exception and what it was raised from, or while handling."""
     while error is not None:
-        if isinstance(error, MemoryError) or getattr(error, "errno", None) == errno.ENOMEM:
-            return True
-        if any(text in str(error) for text in _HOST_OUT_OF_MEMORY):
-            return True
+        yield error
         error = error.__cause__ or error.__context__
-    return False
 
 
 def read_oom_of_other_rank(run_folder: Path) -> dict[str, Any] | None:
