@@ -16,10 +16,10 @@ from recipes.checkpoint.checkpoint_io import FolderCheckpointIO
 from recipes.logger.csv import CsvLogger
 from recipes.mesh import Mesh
 from recipes.model.init import unsharded_shape
+from recipes.parallel.schedule import PipelineSchedule
 from recipes.run_folder import ENVIRONMENT_FILE, EVENTS_FILE, OOM_FOLDER, TOKENIZER_FOLDER
 from recipes.runtime.console import LOGGER
 from recipes.runtime.environment import describe_environment
-from recipes.strategy.pipeline import Pipeline
 
 
 class RunStartCallback(Callback):
@@ -156,7 +156,7 @@ def header(run: Run, *, resumed_from: Path | None) -> Iterator[str]:
         f"{' per rank' if trainer.strategy.data_size > 1 else ''};"  # type: ignore[attr-defined]
         f" {trainer.max_steps:,} steps are {num_samples:,} samples, {run.data.describe_epochs(num_samples)}"
     )
-    pipeline: Pipeline | None = trainer.strategy.pipeline  # type: ignore[attr-defined]
+    pipeline: PipelineSchedule | None = trainer.strategy.pipeline  # type: ignore[attr-defined]
     if pipeline is not None:
         yield f"pipeline: {pipeline.describe()}"
     if run.precision.scales_loss and device.type == "cpu":

@@ -11,6 +11,7 @@ import torch
 from torch import Tensor, nn
 from torch.distributed.pipelining import PipelineStage
 from torch.distributed.pipelining.schedules import get_schedule_class
+from torch.distributed.tensor import DTensor
 
 from recipes.mesh import STAGES_PER_RANK
 from recipes.parallel.stages import PipelineRanks, StagedModel
@@ -25,10 +26,15 @@ class PipelineSchedule:
         model: The stages of this rank.
         num_micro_batches: Of a step.
         dtype: Of hidden states between stages.
+
+    Attributes:
+        has_last: Whether this rank has the last stage, which computes the loss.
     """
 
     def __init__(self, model: StagedModel, *, num_micro_batches: int, dtype: torch.dtype) -> None:
         self.num_micro_batches = num_micro_batches
+        self.has_last = model.pipeline.has_last
+        self._model = model
         self._parts: dict[int, nn.Module] = model.parts
         self._ranks: PipelineRanks = model.pipeline
         self._hidden_size = int(model.hidden_size)
@@ -55,12 +61,27 @@ class PipelineSchedule:
         schedule = self._get_schedule(tokens.shape)
         for part in self._parts.values():
             part.compute, part.leave = None, leave  # type: ignore[assignment]
-        if self._ranks.has_last:
+        if self.has_last:
             last = self._parts[max(self._parts)]
             last.compute, last.leave = compute, None  # type: ignore[assignment]
         first = [tokens] if 0 in self._parts else []
-        target = batch["targets"] if self._ranks.has_last else None
+        target = batch["targets"] if self.has_last else None
         schedule.step(*first, target=target, return_outputs=False, **batch)
+        self._add_up_copies()
+
+    def describe(self) -> str:
+        """Return stages, schedule, and the share of a step in which a rank waits if all stages took the same time."""
+        plan, number = self._ranks.plan, self.num_micro_batches
+        layers = " + ".join(str(count) for _, count in plan.layers)
+        waits = f"{idle_fraction(plan.schedule, plan.num_ranks, number):.0%}"
+        return f"stages of {layers} layers, {plan.schedule}, {number} micro-batches: each rank waits {waits} of a step"
+
+    def _add_up_copies(self) -> None:
+        """Give a tied embedding and head, of the first and the last stage, the gradient of both."""
+        if not getattr(self._model, "tie_embeddings", False):
+            return
+        embedding, head = (getattr(self._model, name, None) for name in ("embedding", "head"))
+        self._ranks.add_up(_local_grad(embedding), _local_grad(head))
 
     def _get_schedule(self, shape: torch.Size) -> Any:
         """Return the schedule for tokens of a shape: torch's stages keep the shapes of what they send (2.13)."""
@@ -100,6 +121,14 @@ class PipelineSchedule:
             output_args=(objective if stage == plan.num_stages - 1 else hidden,),
             group=self._ranks.group,
         )
+
+
+def _local_grad(layer: nn.Module | None) -> Tensor | None:
+    if layer is None:
+        return None
+    grad = layer.weight.grad
+    assert isinstance(grad, DTensor), "every stage is sharded, if over one rank"
+    return grad.to_local()
 
 
 def idle_fraction(schedule: str, num_ranks: int, num_micro_batches: int) -> float:

@@ -19,12 +19,12 @@ from recipes.lightning_internals import set_up_mesh
 from recipes.mesh import Mesh
 from recipes.parallel.context import divide_sequences
 from recipes.parallel.experts import divide_experts, make_expert_mesh
+from recipes.parallel.schedule import PipelineSchedule
 from recipes.parallel.stage_plan import plan_stages
 from recipes.parallel.stages import PipelineRanks, StagedModel, cut_stage, mark_copies
 from recipes.parallel.tensor import divide_tensors, mark_row_orders
 from recipes.precision import Precision
 from recipes.strategy import get_blocks
-from recipes.strategy.pipeline import Pipeline
 from recipes.strategy.precision_plugin import to_lightning_plugin
 from recipes.strategy.sharding import ExpertSharding, ShardPolicy, get_data_axes, shard_model
 from recipes.strategy.torch_native import TorchNativeMixin
@@ -121,7 +121,7 @@ class FSDP2Strategy(TorchNativeMixin, ShardSavingMixin, ModelParallelStrategy):
         for part in parts.values():
             self._materialize_part(part, initialize)
         staged = StagedModel(parts, ranks)
-        self.pipeline = Pipeline(
+        self.pipeline = PipelineSchedule(
             staged, num_micro_batches=self.num_micro_batches, dtype=self._policy.precision.param_dtype
         )
         return staged

@@ -8,7 +8,7 @@ from torch import Tensor
 from recipes.mesh import Mesh
 from recipes.numerics.collectives import sum_over_ranks
 from recipes.parallel.groups import Groups, make_groups
-from recipes.strategy.pipeline import Pipeline
+from recipes.parallel.schedule import PipelineSchedule
 
 
 class MeshRanksMixin:
@@ -28,7 +28,7 @@ class MeshRanksMixin:
     # plain numbers, not properties of the mesh: every micro-batch reads them
     data_size = 1
     averaged_size = 1
-    pipeline: Pipeline | None = None
+    pipeline: PipelineSchedule | None = None
     num_micro_batches = 1
     _configured_mesh: Mesh | None = None
 

@@ -15,9 +15,9 @@ from recipes.model import LanguageModel
 from recipes.numerics.collectives import reduce_parts
 from recipes.numerics.head_loss import HeadLoss, cast_weight, split
 from recipes.numerics.loss import IGNORE_INDEX, token_losses
+from recipes.parallel.schedule import PipelineSchedule
 from recipes.parallel.stages import PipelineRanks
 from recipes.parallel.tensor import TensorRanks
-from recipes.strategy.pipeline import Pipeline
 from recipes.task.base import Batch
 from recipes.task.experts import Routing
 from recipes.task.generation import GeneratesText
@@ -88,7 +88,7 @@ class LanguageModeling(GeneratesText, PipelineTask):
         return Routing(self) if getattr(self.model, "routes_tokens", False) else None
 
     @property
-    def _pipeline(self) -> Pipeline | None:
+    def _pipeline(self) -> PipelineSchedule | None:
         """The stages of ranks that divide the layers; None: they do not."""
         return self.trainer.strategy.pipeline  # type: ignore[attr-defined, no-any-return]
 

@@ -8,8 +8,8 @@ import torch
 from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
 
+from recipes.parallel.schedule import PipelineSchedule
 from recipes.parallel.stages import list_stages
-from recipes.strategy.pipeline import Pipeline
 from recipes.task.base import Batch, TrainingTask
 
 
@@ -43,7 +43,7 @@ class PipelineTask(TrainingTask, ABC):
             targets: [B, T].
         """
 
-    def run_pipeline(self, batch: Batch, pipeline: Pipeline) -> Tensor:
+    def run_pipeline(self, batch: Batch, pipeline: PipelineSchedule) -> Tensor:
         """Compute the gradients of a whole step, and return its loss; 0 where other ranks compute it."""
         self.trainer.optimizers[0].zero_grad()
         num_targets = batch["num_targets"]
