@@ -2,7 +2,6 @@
 
 import hashlib
 import random
-import struct
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -78,10 +77,8 @@ def _python_state() -> Tensor:
 
 def _to_bits(number: float) -> int:
     """Return the integer with the same 64 bits as a float: an int64 tensor then holds the state exactly."""
-    bits: int = struct.unpack("<q", struct.pack("<d", number))[0]
-    return bits
+    return int(np.float64(number).view(np.int64))
 
 
 def _to_float(bits: int) -> float:
-    number: float = struct.unpack("<d", struct.pack("<q", bits))[0]
-    return number
+    return float(np.int64(bits).view(np.float64))

@@ -10,7 +10,6 @@ import torch
 
 from recipes.checkpoint.layout import split_state
 from recipes.checkpoint.retention import Retention, get_manifests
-from recipes.checkpoint.shard_file import Part
 from recipes.checkpoint.writer import Outcome
 
 LOGGER = logging.getLogger("lightning_recipes")
@@ -121,12 +120,8 @@ def get_checkpoint_bytes(trainer: lightning.Trainer) -> int:
     task.on_save_checkpoint(checkpoint)
     _, parts = split_state(checkpoint, rank=trainer.global_rank)
     # float64 is exact up to 2^53 bytes
-    on_rank = torch.tensor(float(sum(map(_num_bytes, parts.values()))), dtype=torch.float64)  # 0-dim
+    on_rank = torch.tensor(float(sum(part.tensor.nbytes for part in parts.values())), dtype=torch.float64)  # 0-dim
     return int(trainer.strategy.sum_over_ranks(on_rank))  # type: ignore[attr-defined]
-
-
-def _num_bytes(part: Part) -> int:
-    return part.tensor.numel() * part.tensor.element_size()
 
 
 def _gib(num_bytes: float) -> str:

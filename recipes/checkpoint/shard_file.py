@@ -69,21 +69,11 @@ class Part:
 # --- write ---
 
 
-@dataclass(frozen=True, kw_only=True)
-class ShardResult:
-    """A file that is on the disk.
-
-    Attributes:
-        record: Its size and hash.
-        not_finite: Name of the first tensor with a NaN or inf; None if there is none.
-    """
-
-    record: FileRecord
-    not_finite: str | None
-
-
-def write_shard(path: Path, parts: Mapping[str, Part]) -> ShardResult:
+def write_shard(path: Path, parts: Mapping[str, Part]) -> tuple[FileRecord, str | None]:
     """Write tensors in host memory to a new file and wait until they are on the disk.
+
+    Returns:
+        Size and hash of the file; and the name of the first tensor with a NaN or inf, None if there is none.
 
     Raises:
         OSError: The disk is full, failing or not writable.
@@ -99,8 +89,7 @@ def write_shard(path: Path, parts: Mapping[str, Part]) -> ShardResult:
             if not_finite is None and name is not None and not _is_finite(chunk, dtype):
                 not_finite = name
     sync(path)
-    record = FileRecord(bytes=size, xxh3_128=digest.hexdigest())
-    return ShardResult(record=record, not_finite=not_finite)
+    return FileRecord(bytes=size, xxh3_128=digest.hexdigest()), not_finite
 
 
 def _check_free_space(path: Path, num_bytes: int) -> None:
@@ -134,7 +123,7 @@ def _header(ordered: list[tuple[str, Part]]) -> bytes:
         header["__metadata__"][ROWS] = json.dumps(rows)
     start = 0
     for name, part in ordered:
-        end = start + part.tensor.numel() * part.tensor.element_size()
+        end = start + part.tensor.nbytes
         header[name] = {
             "dtype": _DTYPES[part.tensor.dtype],
             "shape": list(part.tensor.shape),

@@ -188,9 +188,7 @@ class CheckpointWriter:
             outcome = Outcome(path=path, step=manifest.step, error=_describe(error))
             shutil.rmtree(unfinished, ignore_errors=True)
         finally:
-            seconds = time.perf_counter() - began
-            fields = vars(outcome) | {"seconds": seconds, "stall_seconds": self._stall_seconds}
-            self._outcome = Outcome(**fields)
+            self._outcome = replace(outcome, seconds=time.perf_counter() - began)
 
     def _write_files(self, folder: Path, content: bytes | None, rank: int) -> RankReport:
         try:
@@ -199,11 +197,10 @@ class CheckpointWriter:
             files = {}
             if content is not None:
                 files[RUN_FILE] = _write(folder / RUN_FILE, content)
-            written = write_shard(folder / shard_name(rank), parts)
+            files[shard_name(rank)], not_finite = write_shard(folder / shard_name(rank), parts)
         except Exception as error:  # reported: the other ranks wait for this rank's message
             return RankReport(error=_describe(error))
-        files[shard_name(rank)] = written.record
-        return RankReport(files=files, not_finite=written.not_finite)
+        return RankReport(files=files, not_finite=not_finite)
 
     def _finish(self, unfinished: Path, outcome: Outcome, manifest: Manifest, reports: list[RankReport]) -> Outcome:
         """Write the manifest, rename the folder and update the link, on rank 0; or remove everything.
@@ -215,7 +212,7 @@ class CheckpointWriter:
         try:
             if outcome.is_valid:
                 files = {name: record for report in reports for name, record in report.files.items()}
-                complete = Manifest(**vars(manifest) | {"files": files})
+                complete = replace(manifest, files=files)
                 _write(unfinished / MANIFEST_FILE, complete.text().encode())
                 # a rename may reach the disk before the names in the folder: after a power cut it would be empty
                 sync(unfinished)
