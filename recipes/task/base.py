@@ -130,7 +130,7 @@ class TrainingTask(CountsFlops, Validated, Resumable, ABC):
             self.cross_entropy_sum = torch.compile(cross_entropy_sum, dynamic=False)
         self.model_name = getattr(model, "title", type(model).__name__)  # before an engine may change its class
         first_weights = await_checkpoint if self.awaits_checkpoint else initialize
-        initialize_part = functools.partial(first_weights, seed=self._seed)
+        initialize_part = functools.partial(first_weights, seed=self.seed)
         self.model = self.trainer.strategy.materialize(model, initialize_part)  # type: ignore[attr-defined]
 
     def meta_model(self) -> nn.Module:

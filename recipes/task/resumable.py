@@ -35,6 +35,9 @@ class Resumable(lightning.LightningModule):
         keeps_average: The optimizer state holds an average of the weights.
 
     Attributes:
+        seed: Of the first weights and of each rank's random state.
+        optimized_parameters: Names of the parameters in the optimizer's groups, in its order; one that two groups have
+            is there twice.
         num_samples: Samples consumed so far over all ranks; a host integer.
         num_tokens: Tokens consumed so far over all ranks; a host integer.
         awaits_checkpoint: Whether a checkpoint's weights are to follow, so that no first ones are drawn.
@@ -48,9 +51,9 @@ class Resumable(lightning.LightningModule):
         self._keeps_average = keeps_average
         self.num_samples = 0
         self.num_tokens = 0
-        self._seed = seed
+        self.seed = seed
         self._optimizer: str | None = None
-        self._parameters_in_order: list[str] = []
+        self.optimized_parameters: list[str] = []
         self._every_parameter: list[str] = []
         self._hyperparameters: list[dict[str, Any]] = []
         self._resumed_optimizer: str | None = None
@@ -60,11 +63,6 @@ class Resumable(lightning.LightningModule):
     def recipes_consumed(self) -> tuple[int, int]:
         """Return samples and tokens consumed so far over all ranks, for callbacks."""
         return self.num_samples, self.num_tokens
-
-    @property
-    def seed(self) -> int:
-        """Of the first weights and of each rank's random state."""
-        return self._seed
 
     # The optimizer of a run: remembered when it is built, set up when training starts.
 
@@ -77,11 +75,11 @@ class Resumable(lightning.LightningModule):
         self._optimizer = getattr(optimizer, "state_of", type(optimizer).__name__)
         check_optimizer(self._optimizer, self._resumed_optimizer)
         names = {id(parameter): name for name, parameter in self.named_parameters()}
-        self._parameters_in_order = [
+        self.optimized_parameters = [
             names[id(parameter)] for group in optimizer.param_groups for parameter in group["params"]
         ]
         tied = self._tied
-        self._every_parameter = self._gather_names([name for name in self._parameters_in_order if name not in tied])
+        self._every_parameter = self._gather_names([name for name in self.optimized_parameters if name not in tied])
 
     def _gather_names(self, own: list[str]) -> list[str]:
         """Return the names of all ranks that have other layers, each once, those of the first layers first."""
@@ -89,11 +87,6 @@ class Resumable(lightning.LightningModule):
         if group is None:
             return own
         return list(dict.fromkeys(name for of_rank in gather_objects(own, group) for name in of_rank))
-
-    @property
-    def optimized_parameters(self) -> list[str]:
-        """Names of the parameters in the optimizer's groups, in its order; one that two groups have is there twice."""
-        return list(self._parameters_in_order)
 
     def remember_hyperparameters(self, optimizer: torch.optim.Optimizer) -> None:
         """Remember the hyperparameters of the config, which a loaded checkpoint overwrites with its own."""
@@ -125,9 +118,9 @@ class Resumable(lightning.LightningModule):
         rank, world_size = self.trainer.global_rank, self.trainer.world_size
         step = self.trainer.global_step
         if self._resumed_rng is None:
-            seed_rank(seed=self._seed, rank=rank, step=step)
+            seed_rank(seed=self.seed, rank=rank, step=step)
         else:
-            restore(self._resumed_rng, seed=self._seed, rank=rank, world_size=world_size, step=step)
+            restore(self._resumed_rng, seed=self.seed, rank=rank, world_size=world_size, step=step)
         self._rng_is_restored = True
         self._resumed_rng = None  # a reference would keep the checkpoint's files open
 
@@ -140,7 +133,7 @@ class Resumable(lightning.LightningModule):
         checkpoint["model_ranks"] = self._model_ranks
         checkpoint["loggers"] = {type(logger).__name__: logger.version for logger in self.trainer.loggers}
         checkpoint["optimizer"] = self._optimizer
-        checkpoint["parameters"] = self._parameters_in_order
+        checkpoint["parameters"] = self.optimized_parameters
         checkpoint["every_parameter"] = self._every_parameter
         checkpoint["base"] = self._base_of_adapter
         frozen = self.frozen_names()
@@ -227,7 +220,7 @@ class Resumable(lightning.LightningModule):
         model: Any = self.model
         if not has_adapter(model):
             return None
-        base = str(getattr(model, "pretrained", None) or f"seed {self._seed}")
+        base = str(getattr(model, "pretrained", None) or f"seed {self.seed}")
         return f"{base} in NF4" if any(list_nf4(model)) else base
 
     # Rollbacks.
