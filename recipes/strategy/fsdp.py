@@ -95,12 +95,9 @@ class FSDP2Strategy(TorchNativeMixin, ShardSavingMixin, ModelParallelStrategy):
         Ranks that divide a sequence have other tokens, and shards of the weights, as those with other samples do.
         """
         mesh = self.mesh
-        shape = {"shard": mesh.shard * mesh.context}
-        if mesh.replicate > 1:
-            shape = {"replicate": mesh.replicate} | shape
-        if mesh.pipeline > 1:
-            shape = {"pipeline": mesh.pipeline} | shape
-        return shape | ({"tensor": mesh.tensor} if mesh.tensor > 1 else {})
+        sizes = {"pipeline": mesh.pipeline, "replicate": mesh.replicate}
+        sizes |= {"shard": mesh.shard * mesh.context, "tensor": mesh.tensor}
+        return {axis: size for axis, size in sizes.items() if size > 1 or axis == "shard"}
 
     @override
     def setup_environment(self) -> None:

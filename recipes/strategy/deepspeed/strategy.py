@@ -167,13 +167,13 @@ class DeepSpeedZero(StepGuardMixin, TrainStateMixin, PerRankSavingMixin, MeshRan
         assert isinstance(self.config, dict)
         fit_buckets(self.config["zero_optimization"], model)
         if self.config["zero_optimization"]["stage"] < 3:
-            model.to_empty(device=_without_cpu_index(self.root_device))
+            model.to_empty(device=self._communication_device)
             initialize(model)
         else:
             get_blocks(model, "deepspeed_stage_3")
             # `zero.Init` reads batch size and precision, which Lightning fills in later
             complete_deepspeed_config(self)
-            partition(model, initialize, config=self.config, device=_without_cpu_index(self.root_device))
+            partition(model, initialize, config=self.config, device=self._communication_device)
         return model
 
     def prepare_optimizer(self, optimizer: torch.optim.Optimizer) -> torch.optim.Optimizer:
@@ -293,8 +293,3 @@ class DeepSpeedZero(StepGuardMixin, TrainStateMixin, PerRankSavingMixin, MeshRan
         [every] = checkpoint["optimizer_states"]
         saved = select_state(every, checkpoint["parameters"], task.optimized_parameters, checkpoint["tied"])
         self._state.load_optimizer(self.optimizers[0], saved)
-
-
-def _without_cpu_index(device: torch.device) -> torch.device:
-    """Return plain `cpu` for a CPU with an index: its tensors lie on `cpu`, whatever the rank."""
-    return device if device.type == "cuda" else torch.device("cpu")
