@@ -166,25 +166,19 @@ class CsvLogger(Logger):
         self._is_written = False
         with self._retried_later():
             columns = list(dict.fromkeys(["step", *self._columns, *(n for r in self._rows for n in r)]))
-            if columns != self._columns:
-                steps = {str(row["step"]) for row in self._rows}
-                rows = [row for row in read_cells(self._path) if row["step"] not in steps]
-                self._replace_file(rows, columns)
+            cells = [{name: _format(value) for name, value in row.items()} for row in self._rows]
+            newest = _csv_text(columns, cells, header=False)
+            if columns != self._columns:  # the whole file again, atomically
+                steps = {row["step"] for row in cells}
+                before = [row for row in read_cells(self._path) if row["step"] not in steps]
+                text = _csv_text(columns, before, header=True)
+                write_atomically(self._path, text + newest)
+                self._columns, self._offset = columns, len(text.encode())
             else:
                 if self._offset is None:
                     self._offset = self._path.stat().st_size
-                replace_end(self._path, self._newest_text(columns), self._offset)
+                replace_end(self._path, newest, self._offset)
             self._is_written = True
-
-    def _replace_file(self, rows: list[dict[str, str]], columns: list[str]) -> None:
-        """Replace the whole file atomically by these rows and the newest."""
-        text = _csv_text(columns, rows, header=True)
-        write_atomically(self._path, text + self._newest_text(columns))
-        self._columns, self._offset = columns, len(text.encode())
-
-    def _newest_text(self, columns: list[str]) -> str:
-        cells = [{name: _format(value) for name, value in row.items()} for row in self._rows]
-        return _csv_text(columns, cells, header=False)
 
     @contextlib.contextmanager
     def _retried_later(self) -> Iterator[None]:
