@@ -5,7 +5,7 @@ Weights keep their names; optimizer state is `optimizer/<state>/<parameter>`, ge
 
 import io
 import pickle
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -52,11 +52,17 @@ def split_state(checkpoint: State, *, rank: int) -> tuple[State, dict[str, Part]
     optimizers = []
     own: list[str] = checkpoint["parameters"]
     every: list[str] = checkpoint.get("every_parameter") or own
+    number = {name: index for index, name in enumerate(every)}
     for optimizer in checkpoint["optimizer_states"]:
-        parts |= dict(_get_parts(optimizer["state"], own))
-        number = {name: index for index, name in enumerate(every)}
-        numbered = {number[own[index]]: values for index, values in optimizer["state"].items()}
-        optimizers.append(optimizer | {"state": _without_parts(numbered)})
+        # every parameter's entry, without tensors too: rank 0, which writes run.pt, may hold no part of some
+        state: dict[int, State] = {number[own[index]]: {} for index in optimizer["state"]}
+        for index, values in optimizer["state"].items():
+            for key, value in values.items():
+                if isinstance(value, Part):
+                    parts[f"{_OPTIMIZER}/{key}/{own[index]}"] = value
+                else:
+                    state[number[own[index]]][key] = value
+        optimizers.append(optimizer | {"state": state})
     left_out = ("state_dict", "every_parameter", _RNG)
     plain = {key: value for key, value in checkpoint.items() if key not in left_out}
     return plain | {"parameters": every, "optimizer_states": optimizers}, parts
@@ -100,21 +106,6 @@ def merge_state(plain: State, tensors: Mapping[str, SavedTensor]) -> State:
         "state_dict": weights,
         "optimizer_states": [optimizer | {"state": dict(sorted(state.items()))}],
         _RNG: [rng[rank] for rank in sorted(rng)],
-    }
-
-
-def _get_parts(state: Mapping[int, State], names: list[str]) -> Iterator[tuple[str, Part]]:
-    for index, values in state.items():
-        for key, value in values.items():
-            if isinstance(value, Part):
-                yield f"{_OPTIMIZER}/{key}/{names[index]}", value
-
-
-def _without_parts(state: Mapping[int, State]) -> dict[int, State]:
-    """Keep every parameter's entry, without tensors: rank 0, which writes run.pt, may hold no part of some."""
-    return {
-        index: {key: value for key, value in values.items() if not isinstance(value, Part)}
-        for index, values in state.items()
     }
 
 

@@ -65,19 +65,18 @@ class ShardSavingMixin(PerRankSavingMixin):
         saved = unwrap_optimizer(optimizer).state_dict()
         orders = find_row_orders(self.lightning_module)
         parameters = [parameter for group in optimizer.param_groups for parameter in group["params"]]
-        state = {
-            index: _without_tensors(values)
-            | get_shards(
-                {key: value for key, value in values.items() if isinstance(value, Tensor)},
-                constant=values,
+        state = {}
+        for index, values in saved["state"].items():
+            if is_copy(parameters[index]):
+                continue
+            tensors = {key: value for key, value in values.items() if isinstance(value, Tensor)}
+            order = orders.get(id(parameters[index]))
+            state[index] = {key: value for key, value in values.items() if key not in tensors} | get_shards(
+                tensors,
+                constant=tensors,
                 writes_unsharded=self._ranks.writes_unsharded,
-                row_orders=dict.fromkeys(values, orders[id(parameters[index])])
-                if id(parameters[index]) in orders
-                else {},
+                row_orders={} if order is None else dict.fromkeys(tensors, order),
             )
-            for index, values in saved["state"].items()
-            if not is_copy(parameters[index])
-        }
         return {"state": state, "param_groups": saved["param_groups"]}
 
     @property
@@ -133,19 +132,14 @@ def unsharded_part(tensor: Tensor, *, constant: bool = True) -> Part:
 
 def _shard(tensor: DTensor, row_order: RowOrder | None) -> Part | None:
     """Return this rank's part; None if it has none, or if another replica writes it."""
-    mesh = tensor.device_mesh
-    coordinates = mesh.get_coordinate()
+    coordinates = tensor.device_mesh.get_coordinate()
     assert coordinates is not None, "every rank is in the mesh"
-    replica_coordinates = [
-        coordinate
-        for coordinate, placement in zip(coordinates, tensor.placements, strict=True)
-        if placement.is_replicate()
-    ]
-    offsets, _ = find_box(tensor)
     local = unwrap(tensor.to_local().detach())  # [rows of this rank, ...]
     # of ranks that hold the same only the first writes
-    if any(replica_coordinates) or local.numel() == 0:
+    places = zip(coordinates, tensor.placements, strict=True)
+    if any(coordinate and placement.is_replicate() for coordinate, placement in places) or local.numel() == 0:
         return None
+    offsets, _ = find_box(tensor)
     rows = None if row_order is None else tuple(row_order.find(offsets[0], len(local)))
     return Part(tensor=local, offsets=offsets, unsharded_shape=tensor.shape, rows=rows)
 
@@ -182,8 +176,8 @@ def load_optimizer(optimizer: torch.optim.Optimizer, saved: dict[str, Any], row_
         for index, values in saved["state"].items()
     }
     # this run's hyper-parameters: `fused` decides on which device torch puts a saved step
-    groups = unwrap_optimizer(optimizer).state_dict()["param_groups"]
     inner: Any = unwrap_optimizer(optimizer)
+    groups = inner.state_dict()["param_groups"]
     in_float32 = {EMA_KEY, *getattr(inner, "float32_state", ())}
     inner.load_state_dict(saved | {"state": state, "param_groups": groups})
     for index, values in state.items():
@@ -193,10 +187,6 @@ def load_optimizer(optimizer: torch.optim.Optimizer, saved: dict[str, Any], row_
             # float32 average of bfloat16 weights would be rounded, and so would what an optimizer keeps in float32
             if key in in_float32 and isinstance(value, Tensor) and loaded[key].dtype != value.dtype:
                 loaded[key] = value.to(loaded[key].device)
-
-
-def _without_tensors(values: Mapping[str, Any]) -> dict[str, Any]:
-    return {key: value for key, value in values.items() if not isinstance(value, Tensor)}
 
 
 def _read_like(parameter: Tensor, saved: Any, row_order: RowOrder | None) -> Any:
