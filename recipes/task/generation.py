@@ -20,7 +20,7 @@ class GeneratesText(TrainingTask, ABC):
 
     Attributes:
         tokenizer: For `generate_text`; None if the data is not text.
-        source: Of the data, for `answer_questions`; None without a data module.
+        source: Of the data, for `recipes_answer_questions`; None without a data module.
     """
 
     tokenizer: Tokenizer | None = None
@@ -68,7 +68,7 @@ class GeneratesText(TrainingTask, ABC):
 
     recipes_generate_text = generate_text  # for the callback that samples
 
-    def answer_questions(
+    def recipes_answer_questions(
         self,
         num_questions: int,
         *,
@@ -125,5 +125,3 @@ class GeneratesText(TrainingTask, ABC):
                     texts[2] += _NOT_ENDED
                 found.append((texts[0], texts[1], texts[2]))
         return found
-
-    recipes_answer_questions = answer_questions  # for the callback that compares answers
