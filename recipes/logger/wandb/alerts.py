@@ -72,9 +72,7 @@ class WandbExit:
         elif event.startswith("checkpoint"):
             self._last_save = event
 
-    def get_status(
-        self, event: str, fields: Mapping[str, Any], summary: Mapping[str, Any]
-    ) -> tuple[str, ExitCode]:
+    def get_status(self, event: str, fields: Mapping[str, Any], summary: Mapping[str, Any]) -> tuple[str, ExitCode]:
         """Return status and exit code for the event that ends the run.
 
         Args:

@@ -99,10 +99,7 @@ def validation_table(folder: Path) -> Any:
     validations = [row for row in rows if any(row[name] for name in columns)][-_MAX_TABLE_ROWS:]
     if not validations:
         return None
-    data = [
-        [int(row["step"]), *(float(row[name]) if row[name] else None for name in columns)]
-        for row in validations
-    ]
+    data = [[int(row["step"]), *(float(row[name]) if row[name] else None for name in columns)] for row in validations]
     return wandb.Table(columns=["step", *columns], data=data)
 
 

@@ -13,9 +13,7 @@ from recipes.logger.wandb.session import first_line
 LOGGER = logging.getLogger("lightning_recipes")
 DEFAULT_PROJECT = "lightning-recipes"
 CODE = Path(__file__).parents[3]
-_FLUSH_SECONDS = (
-    1.0  # W&B writes its file this often; its own default, 15 s, is what a kill could lose
-)
+_FLUSH_SECONDS = 1.0  # W&B writes its file this often; its own default, 15 s, is what a kill could lose
 
 
 def open_run(folder: Path, run_id: str, *, init_timeout_seconds: float, **settings: Any) -> Any:
@@ -58,9 +56,7 @@ def open_run(folder: Path, run_id: str, *, init_timeout_seconds: float, **settin
     return run
 
 
-def _get_settings(
-    mode: str, *, finish_timeout_seconds: float, keeps_artifacts: bool, **settings: Any
-) -> Any:
+def _get_settings(mode: str, *, finish_timeout_seconds: float, keeps_artifacts: bool, **settings: Any) -> Any:
     """Return W&B's settings; those that the installed version does not know are dropped."""
     import wandb
 
@@ -76,9 +72,7 @@ def _get_settings(
         "allow_offline_artifacts": keeps_artifacts,
     }
     known = wandb.Settings.model_fields
-    return wandb.Settings(
-        **{name: value for name, value in settings.items() if name in known and value is not None}
-    )
+    return wandb.Settings(**{name: value for name, value in settings.items() if name in known and value is not None})
 
 
 def _has_key(settings: Any) -> bool:

@@ -118,9 +118,7 @@ class WandbLogger(Logger):
         self._open()
         if not self._row:
             self._row, self._marks = dict(self._marks), {}  # events since the last row
-        self._row |= {STEP: step + 1} | {
-            name: value for name, value in metrics.items() if name != "epoch"
-        }
+        self._row |= {STEP: step + 1} | {name: value for name, value in metrics.items() if name != "epoch"}
 
     @override
     @rank_zero_only
@@ -238,9 +236,7 @@ class WandbLogger(Logger):
         num_bytes = path.stat().st_size if path.is_file() else 0
         if num_bytes != self._num_sampled_bytes and self._session is not None:
             self._num_sampled_bytes = num_bytes
-            self._session.put(
-                lambda run: run.summary.update({"table/samples": samples_table(self._folder)})
-            )
+            self._session.put(lambda run: run.summary.update({"table/samples": samples_table(self._folder)}))
 
     def _close(self, event: str, fields: Mapping[str, Any]) -> None:
         session, self._is_closed = self._session, True

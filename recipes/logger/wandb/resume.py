@@ -89,9 +89,7 @@ class SentRows:
 
     def send_missed(self, run: Any) -> None:
         """Hand over the rows of metrics.csv that W&B does not have, up to the step of the resume."""
-        rows = [
-            {STEP: int(row.pop("step"))} | row for row in read_rows(self._folder / METRICS_FILE)
-        ]
+        rows = [{STEP: int(row.pop("step"))} | row for row in read_rows(self._folder / METRICS_FILE)]
         self.send(run, [row for row in rows if self._step < row[STEP] <= (self._resumed_at or 0)])
 
     def get_unsent(self, row: Mapping[str, Any]) -> dict[str, Any]:

@@ -1,4 +1,4 @@
-"""Calls on a W&B run on a thread of their own: an error or a hang there never reaches training. About 10 us per call."""
+"""Calls on a W&B run on a thread of its own: an error or a hang there never reaches training. About 10 us per call."""
 
 import contextlib
 import logging
