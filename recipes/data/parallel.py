@@ -9,8 +9,17 @@ import threading
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator
 from concurrent.futures import Future, ProcessPoolExecutor
-from typing import Any, TypeVar
+from typing import Any, Protocol, TypeVar
 
+
+class Sized(Protocol):
+    """What knows its size in bytes, roughly."""
+
+    @property
+    def num_bytes(self) -> int: ...
+
+
+Item = TypeVar("Item", bound=Sized)
 Task = TypeVar("Task")
 Result = TypeVar("Result")
 
@@ -52,6 +61,26 @@ def map_in_order(
             yield oldest, future.result()
     finally:
         pool.shutdown(cancel_futures=True)
+
+
+def group_by_bytes(items: Iterable[Item], *, max_bytes: int, max_items: int | None = None) -> Iterator[list[Item]]:
+    """Yield consecutive items as tasks of about `max_bytes`; where they end depends on the items alone.
+
+    Args:
+        items: To be grouped.
+        max_bytes: Bytes that end a task once it has them.
+        max_items: Largest number of items in a task; None: any number.
+    """
+    task: list[Item] = []
+    num_bytes = 0
+    for item in items:
+        task.append(item)
+        num_bytes += item.num_bytes
+        if num_bytes >= max_bytes or len(task) == max_items:
+            yield task
+            task, num_bytes = [], 0
+    if task:
+        yield task
 
 
 def _start_worker(function: Callable[[Any], Any]) -> None:

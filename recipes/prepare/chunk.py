@@ -16,6 +16,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from recipes.data.documents.rows import read_text
+from recipes.data.parallel import group_by_bytes
 from recipes.data.read_rows import Row
 from recipes.errors import ConfigError
 from recipes.prepare.contamination import EvaluationSet
@@ -90,16 +91,8 @@ class _Kept:
 
 def group_rows(rows: Iterable[Row]) -> Iterator[Chunk]:
     """Yield chunks of about 4 MiB; where they end depends on the rows alone."""
-    waiting: list[Row] = []
-    number = num_bytes = 0
-    for row in rows:
-        waiting.append(row)
-        num_bytes += row.num_bytes
-        if num_bytes >= _CHUNK_BYTES or len(waiting) == _CHUNK_ROWS:
-            yield Chunk(number, waiting)
-            waiting, num_bytes, number = [], 0, number + 1
-    if waiting:
-        yield Chunk(number, waiting)
+    tasks = group_by_bytes(rows, max_bytes=_CHUNK_BYTES, max_items=_CHUNK_ROWS)
+    return (Chunk(number, task) for number, task in enumerate(tasks))
 
 
 def chunk_path(folder: Path, number: int, suffix: str) -> Path:

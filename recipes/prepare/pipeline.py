@@ -4,6 +4,7 @@ Every file appears whole or not at all, and depends on input and settings alone:
 where it was, and any number of processes writes the same bytes.
 """
 
+import functools
 import hashlib
 import json
 import logging
@@ -145,7 +146,7 @@ class Pipeline:
                 else:
                     yield chunk
 
-        judge = _Judge(self.filters)
+        judge = functools.partial(judge_chunk, filters=self.filters)
         for chunk, _ in map_in_order(judge, missing(), workers=num_processes):
             progress.advance(chunk)
         return num_chunks
@@ -189,16 +190,6 @@ class Pipeline:
             with temporary.open("wb") as file:
                 file.writelines(survivors.lines(kept[start:stop]))
             temporary.replace(path)
-
-
-class _Judge:
-    """The first pass over a chunk; picklable, with a name for each process."""
-
-    def __init__(self, filters: Filters) -> None:
-        self._filters = filters
-
-    def __call__(self, chunk: Chunk) -> None:
-        judge_chunk(chunk, filters=self._filters)
 
 
 def _read_facts(folder: Path, num_chunks: int) -> Iterator[Facts]:

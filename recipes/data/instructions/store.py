@@ -3,6 +3,7 @@
 Letters: N examples.
 """
 
+import functools
 import hashlib
 import json
 import logging
@@ -19,7 +20,7 @@ from numpy.typing import NDArray
 from recipes.cache import build_once
 from recipes.data.instructions.chat_template import ExampleTokenizer, Tokenized
 from recipes.data.instructions.conversation import Reader
-from recipes.data.parallel import map_in_order
+from recipes.data.parallel import group_by_bytes, map_in_order
 from recipes.data.read_rows import Row
 from recipes.errors import ConfigError
 
@@ -169,42 +170,22 @@ def is_complete(folder: Path) -> bool:
 def _encode_all(
     rows: Iterable[Row], reader: Reader, tokenizer: ExampleTokenizer, *, num_processes: int
 ) -> Iterator[Encoded]:
-    tasks = _group(rows)
+    tasks = group_by_bytes(rows, max_bytes=_TASK_BYTES, max_items=_TASK_ROWS)
     first = list(islice(tasks, 2))
     workers = 1 if len(first) < 2 and sum(map(len, first)) < _ROWS_PER_PROCESS else num_processes
-    for _, encoded in map_in_order(_Encode(reader, tokenizer), chain(first, tasks), workers=workers):
+    encode = functools.partial(_encode, reader=reader, tokenizer=tokenizer)
+    for _, encoded in map_in_order(encode, chain(first, tasks), workers=workers):
         yield from encoded
 
 
-def _group(rows: Iterable[Row]) -> Iterator[list[Row]]:
-    """Group rows into tasks of about 1 MiB."""
-    task: list[Row] = []
-    num_bytes = 0
+def _encode(rows: Sequence[Row], *, reader: Reader, tokenizer: ExampleTokenizer) -> list[Encoded]:
+    encoded = []
     for row in rows:
-        task.append(row)
-        num_bytes += row.num_bytes
-        if num_bytes >= _TASK_BYTES or len(task) == _TASK_ROWS:
-            yield task
-            task, num_bytes = [], 0
-    if task:
-        yield task
-
-
-@dataclass(frozen=True)
-class _Encode:
-    """What a process does with a task."""
-
-    reader: Reader
-    tokenizer: ExampleTokenizer
-
-    def __call__(self, rows: Sequence[Row]) -> list[Encoded]:
-        encoded = []
-        for row in rows:
-            example = self.reader.read(row.parse(), place=row.place)
-            question = hashlib.blake2b(example.question.encode("utf-8", "surrogatepass"), digest_size=8).digest()
-            is_chat = not isinstance(example.answer, str)
-            encoded.append((row.place, int.from_bytes(question, "little"), is_chat, self.tokenizer(example)))
-        return encoded
+        example = reader.read(row.parse(), place=row.place)
+        question = hashlib.blake2b(example.question.encode("utf-8", "surrogatepass"), digest_size=8).digest()
+        is_chat = not isinstance(example.answer, str)
+        encoded.append((row.place, int.from_bytes(question, "little"), is_chat, tokenizer(example)))
+    return encoded
 
 
 def _write(folder: Path, encoded: Iterator[Encoded], *, vocab_size: int) -> None:

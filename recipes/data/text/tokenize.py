@@ -8,13 +8,13 @@ import functools
 import logging
 import multiprocessing
 import sys
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
 
-from recipes.data.parallel import map_in_order
+from recipes.data.parallel import group_by_bytes, map_in_order
 from recipes.data.text.token_corpus import TextPiece, TokenCorpus
 from recipes.runtime.world import num_cores
 from recipes.tokenizer import Tokenizer
@@ -22,7 +22,6 @@ from recipes.tokenizer import Tokenizer
 log = logging.getLogger(__name__)
 
 Tokens = NDArray[np.unsignedinteger]
-Task = list[TextPiece]
 
 # with less text per process, starting it (~0.3 s) does not pay off
 _MIN_BYTES_PER_PROCESS = 2 * 1024**2
@@ -47,7 +46,7 @@ def tokenize(
     Raises:
         ConfigError: Text is not UTF-8; raised in this process, whichever found it.
     """
-    tasks = _group(corpus.pieces(cut=tokenizer.splits_at_lines))
+    tasks = group_by_bytes(corpus.pieces(cut=tokenizer.splits_at_lines), max_bytes=_TASK_BYTES)
     workers = num_workers(corpus.num_bytes, tokenizer, num_processes=num_processes)
     encode = functools.partial(_encode, tokenizer=tokenizer, dtype=dtype)
     with _progress(corpus.num_bytes) as advance:
@@ -65,21 +64,7 @@ def num_workers(num_bytes: int, tokenizer: Tokenizer, *, num_processes: int | No
     return max(1, min(most, num_bytes // per_process))
 
 
-def _group(pieces: Iterable[TextPiece]) -> Iterator[Task]:
-    """Group pieces into tasks of about 1 MiB."""
-    task: Task = []
-    num_bytes = 0
-    for piece in pieces:
-        task.append(piece)
-        num_bytes += piece.num_bytes
-        if num_bytes >= _TASK_BYTES:
-            yield task
-            task, num_bytes = [], 0
-    if task:
-        yield task
-
-
-def _encode(task: Task, *, tokenizer: Tokenizer, dtype: str) -> list[Tokens]:
+def _encode(task: list[TextPiece], *, tokenizer: Tokenizer, dtype: str) -> list[Tokens]:
     return [tokenizer.encode_array(piece.read()).astype(dtype) for piece in task]
 
 
