@@ -7,10 +7,12 @@ import hashlib
 import json
 import os
 import unicodedata
+from collections import Counter, defaultdict
 from collections.abc import Iterable, Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import Any, BinaryIO
 
 import numpy as np
 from numpy.typing import NDArray
@@ -29,9 +31,9 @@ UNKNOWN_DOMAIN = "unknown"  # of a row without the field that says it
 
 _CHUNK_BYTES = 4 * 1024**2
 _CHUNK_ROWS = 4096
-_MAX_EXAMPLES = 3  # of a rule, in a chunk
-_MAX_LISTED = 20  # rows that cannot be read, documents that repeat an evaluation set
-_SHOWN_CHARACTERS = 300
+MAX_EXAMPLES = 3  # of a rule, in a chunk and in all
+MAX_LISTED = 20  # rows that cannot be read, documents that repeat an evaluation set
+SHOWN_CHARACTERS = 300
 _ALL = "all"
 
 Facts = dict[str, Any]
@@ -100,9 +102,21 @@ def chunk_path(folder: Path, number: int, suffix: str) -> Path:
     return folder / f"{number:06}{suffix}"
 
 
+def empty_facts() -> Facts:
+    """Return the facts of no documents; the counts of a domain and of a rule are 0 when they are first looked up."""
+    return {
+        "domains": defaultdict(lambda: {"documents": 0, "bytes": 0, "dropped": Counter(), "dropped_bytes": Counter()}),
+        "rules": defaultdict(lambda: {"failed": 0, "first": 0, "domains": Counter(), "examples": []}),
+        "lines": Counter(),
+        "unreadable": [],
+        "contaminated": [],
+        "items": defaultdict(float),
+    }
+
+
 def judge_chunk(chunk: Chunk, *, filters: Filters) -> None:
     """Judge the rows of a chunk and write what it leaves."""
-    facts: Facts = {"domains": {}, "rules": {}, "lines": {}, "unreadable": [], "contaminated": [], "items": {}}
+    facts = empty_facts()
     kept = _Kept()
     for row in chunk.rows:
         _judge(row, filters, facts, kept)
@@ -116,32 +130,25 @@ def judge_chunk(chunk: Chunk, *, filters: Filters) -> None:
     }
     write_file(chunk_path(filters.folder, chunk.number, ".jsonl"), b"".join(kept.lines))
     write_file(chunk_path(filters.folder, chunk.number, ".json"), json.dumps(facts).encode())
-    complete = chunk_path(filters.folder, chunk.number, ".npz")
-    temporary = complete.with_name(f".{complete.name}")
-    with temporary.open("wb") as file:
+    with create_file(chunk_path(filters.folder, chunk.number, ".npz")) as file:
         np.savez(file, **arrays)  # type: ignore[arg-type]
-    os.replace(temporary, complete)
 
 
 def _judge(row: Row, filters: Filters, facts: Facts, kept: _Kept) -> None:
     try:
         fields = row.parse()
         text = read_text(row, filters.text_field)
-        text.encode()  # halves of characters outside the basic plane cannot be written
-    except ConfigError as error:
+        num_bytes = len(text.encode())  # halves of characters outside the basic plane cannot be written
+    except (ConfigError, UnicodeEncodeError) as error:
+        half = "its text holds half a character (a lone surrogate)"
         _drop(facts, NO_DOMAIN, UNREADABLE, row.num_bytes)
-        _list(facts["unreadable"], {"place": row.place, "reason": error.reason})
-        return
-    except UnicodeEncodeError:
-        _drop(facts, NO_DOMAIN, UNREADABLE, row.num_bytes)
-        _list(facts["unreadable"], {"place": row.place, "reason": "its text holds half a character (a lone surrogate)"})
+        reason = error.reason if isinstance(error, ConfigError) else half
+        _list(facts["unreadable"], {"place": row.place, "reason": reason})
         return
     domain = NO_DOMAIN if filters.domain_field is None else str(fields.get(filters.domain_field, UNKNOWN_DOMAIN))
-    num_bytes = len(text.encode())
     rules = filters.rules_of(domain)
     cleaned, removed = clean(text, rules)
-    for name, count in removed.items():
-        facts["lines"][name] = facts["lines"].get(name, 0) + count
+    facts["lines"].update(removed)
     if not cleaned.strip():
         _drop(facts, domain, EMPTY, num_bytes)
         return
@@ -167,7 +174,7 @@ def _repeats_evaluation(facts: Facts, evaluation: EvaluationSet, place: str, tex
     """Note the items that a document shares a passage with, and return whether it holds too much of one."""
     hits = evaluation.find(text)
     for hit in hits:
-        facts["items"][hit.item] = max(hit.coverage, facts["items"].get(hit.item, 0.0))
+        facts["items"][hit.item] = max(hit.coverage, facts["items"][hit.item])
     if not evaluation.is_contaminated(hits):
         return False
     _list(facts["contaminated"], {"place": place} | hits[0]._asdict())
@@ -177,31 +184,39 @@ def _repeats_evaluation(facts: Facts, evaluation: EvaluationSet, place: str, tex
 def _note_failures(facts: Facts, failures: Mapping[str, float], *, place: str, domain: str, text: str) -> None:
     """Count each rule that a document fails, and keep the first documents as examples."""
     for index, (name, value) in enumerate(failures.items()):
-        rule = facts["rules"].setdefault(name, {"failed": 0, "first": 0, "domains": {}, "examples": []})
+        rule = facts["rules"][name]
         rule["failed"] += 1
         rule["first"] += index == 0
-        rule["domains"][domain] = rule["domains"].get(domain, 0) + 1
-        if len(rule["examples"]) < _MAX_EXAMPLES:
-            rule["examples"].append({"place": place, "value": value, "text": text[:_SHOWN_CHARACTERS]})
+        rule["domains"][domain] += 1
+        if len(rule["examples"]) < MAX_EXAMPLES:
+            rule["examples"].append({"place": place, "value": value, "text": text[:SHOWN_CHARACTERS]})
 
 
 def _drop(facts: Facts, domain: str, reason: str | None, num_bytes: int) -> None:
     """Count a document and, if there is a reason to drop it, the reason."""
-    known = facts["domains"].setdefault(domain, {"documents": 0, "bytes": 0, "dropped": {}, "dropped_bytes": {}})
+    known = facts["domains"][domain]
     known["documents"] += 1
     known["bytes"] += num_bytes
     if reason is not None:
-        known["dropped"][reason] = known["dropped"].get(reason, 0) + 1
-        known["dropped_bytes"][reason] = known["dropped_bytes"].get(reason, 0) + num_bytes
+        known["dropped"][reason] += 1
+        known["dropped_bytes"][reason] += num_bytes
 
 
 def _list(listed: list[Any], entry: Any) -> None:
-    if len(listed) < _MAX_LISTED:
+    if len(listed) < MAX_LISTED:
         listed.append(entry)
+
+
+@contextmanager
+def create_file(path: Path) -> Iterator[BinaryIO]:
+    """Open a file to write so that nobody finds half of it."""
+    temporary = path.with_name(f".{path.name}")
+    with temporary.open("wb") as file:
+        yield file
+    os.replace(temporary, path)
 
 
 def write_file(path: Path, data: bytes) -> None:
     """Write a file so that nobody finds half of it."""
-    temporary = path.with_name(f".{path.name}")
-    temporary.write_bytes(data)
-    os.replace(temporary, path)
+    with create_file(path) as file:
+        file.write(data)

@@ -21,7 +21,7 @@ from numpy.typing import NDArray
 from recipes.data.parallel import map_in_order
 from recipes.data.read_rows import Rows
 from recipes.errors import ConfigError
-from recipes.prepare.chunk import Chunk, Filters, chunk_path, group_rows, judge_chunk, write_file
+from recipes.prepare.chunk import Chunk, Facts, Filters, chunk_path, create_file, group_rows, judge_chunk, write_file
 from recipes.prepare.near_duplicates import Bools, Copies
 from recipes.prepare.report import EXACT, NEAR, count_copies, make_report, merge
 from recipes.prepare.survivors import Survivors, cut_shards
@@ -35,8 +35,6 @@ WORK = "unfinished"
 _STATE = "state.json"
 _VERSION = 1  # to be increased when the same input and settings give other documents
 _SECONDS_BETWEEN_LINES = 30.0
-
-Facts = dict[str, Any]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -186,10 +184,8 @@ class Pipeline:
             path = folder / f"{number:05}.jsonl"
             if path.is_file():
                 continue
-            temporary = path.with_name(f".{path.name}")
-            with temporary.open("wb") as file:
+            with create_file(path) as file:
                 file.writelines(survivors.lines(kept[start:stop]))
-            temporary.replace(path)
 
 
 def _read_facts(folder: Path, num_chunks: int) -> Iterator[Facts]:

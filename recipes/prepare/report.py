@@ -6,45 +6,37 @@ from typing import Any
 
 import numpy as np
 
+from recipes.prepare.chunk import MAX_EXAMPLES, MAX_LISTED, SHOWN_CHARACTERS, Facts, empty_facts
 from recipes.prepare.contamination import EvaluationSet
 from recipes.prepare.near_duplicates import Bools, Copies
 from recipes.prepare.quality import RULES
 from recipes.prepare.survivors import Survivors
 
-Facts = dict[str, Any]
-
 EXACT, NEAR = "exact copy", "near copy"
-_MAX_EXAMPLES = 3
-_MAX_LISTED = 20
-_SHOWN_CHARACTERS = 300
 
 
 def merge(parts: Iterable[Facts]) -> Facts:
     """Return the facts of all chunks, given in order."""
-    whole: Facts = {"domains": {}, "rules": {}, "lines": Counter(), "unreadable": [], "contaminated": [], "items": {}}
+    whole = empty_facts()
     for facts in parts:
         for name, domain in facts["domains"].items():
-            known = whole["domains"].setdefault(name, _empty_domain())
+            known = whole["domains"][name]
             for key in ("documents", "bytes"):
                 known[key] += domain[key]
             for key in ("dropped", "dropped_bytes"):
                 known[key].update(domain[key])
         for name, rule in facts["rules"].items():
-            total = whole["rules"].setdefault(name, {"failed": 0, "first": 0, "domains": Counter(), "examples": []})
+            total = whole["rules"][name]
             for key in ("failed", "first"):
                 total[key] += rule[key]
             total["domains"].update(rule["domains"])
-            total["examples"] = (total["examples"] + rule["examples"])[:_MAX_EXAMPLES]
+            total["examples"] = (total["examples"] + rule["examples"])[:MAX_EXAMPLES]
         whole["lines"].update(facts["lines"])
         for key in ("unreadable", "contaminated"):
-            whole[key] = (whole[key] + facts[key])[:_MAX_LISTED]
+            whole[key] = (whole[key] + facts[key])[:MAX_LISTED]
         for item, coverage in facts["items"].items():
-            whole["items"][item] = max(coverage, whole["items"].get(item, 0.0))
+            whole["items"][item] = max(coverage, whole["items"][item])
     return whole
-
-
-def _empty_domain() -> Facts:
-    return {"documents": 0, "bytes": 0, "dropped": Counter(), "dropped_bytes": Counter()}
 
 
 def count_copies(facts: Facts, survivors: Survivors, dropped: Mapping[str, Bools]) -> None:
@@ -121,15 +113,14 @@ def _with_kept(domain: Facts) -> Facts:
 def _rule_facts(facts: Facts, name: str) -> Facts:
     if RULES[name].measure is None:
         return {"lines": facts["lines"][name]}
-    found = facts["rules"].get(name, {"failed": 0, "first": 0, "domains": {}, "examples": []})
+    found = facts["rules"][name]
     return {**found, "domains": dict(sorted(found["domains"].items()))}
 
 
 def _largest_exact(survivors: Survivors) -> list[Facts]:
     """Return the documents that occur most often, of those that occur more than once."""
-    as_one = np.ascontiguousarray(survivors.digests).view([("a", "<u8"), ("b", "<u8")]).reshape(-1)
-    _, firsts, counts = np.unique(as_one, return_index=True, return_counts=True)
-    order = np.lexsort((firsts, -counts))[:_MAX_LISTED]
+    firsts, counts = survivors.count_equal()
+    order = np.lexsort((firsts, -counts))[:MAX_LISTED]
     return [
         _group(survivors, int(firsts[index]), int(counts[index]) - 1, EXACT) for index in order if counts[index] > 1
     ]
@@ -141,19 +132,19 @@ def _largest_near(survivors: Survivors, near: Copies) -> list[Facts]:
     for copy in near.copies:
         if copy.original not in lowest or copy.similarity < lowest[copy.original].similarity:
             lowest[copy.original] = copy
-    largest = sorted(counts.items(), key=lambda item: (-item[1], item[0]))[:_MAX_LISTED]
+    largest = sorted(counts.items(), key=lambda item: (-item[1], item[0]))[:MAX_LISTED]
     return [
         _group(survivors, original, count, NEAR)
         | {
             "lowest_similarity": lowest[original].similarity,
-            "least_similar": survivors.text(lowest[original].document)[:_SHOWN_CHARACTERS],
+            "least_similar": survivors.text(lowest[original].document)[:SHOWN_CHARACTERS],
         }
         for original, count in largest
     ]
 
 
 def _group(survivors: Survivors, original: int, num_copies: int, kind: str) -> Facts:
-    return {"kind": kind, "copies": num_copies, "text": survivors.text(original)[:_SHOWN_CHARACTERS]}
+    return {"kind": kind, "copies": num_copies, "text": survivors.text(original)[:SHOWN_CHARACTERS]}
 
 
 def _evaluation_facts(facts: Facts, evaluation: EvaluationSet) -> Facts:

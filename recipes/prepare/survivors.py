@@ -4,7 +4,6 @@ Letters: N documents, B bands.
 """
 
 import json
-from collections import Counter
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
@@ -45,31 +44,32 @@ class Survivors:
     def __len__(self) -> int:
         return len(self.line_bytes)
 
+    def count_equal(self) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
+        """Return of each group of equal documents the first one and their number."""
+        as_one = np.ascontiguousarray(self.digests).view([("a", "<u8"), ("b", "<u8")]).reshape(-1)
+        _, firsts, counts = np.unique(as_one, return_index=True, return_counts=True)
+        return firsts, counts
+
     def find_first(self) -> Bools:
         """Return which documents have no equal one before them, [N]."""
-        as_one = np.ascontiguousarray(self.digests).view([("a", "<u8"), ("b", "<u8")]).reshape(-1)
-        _, firsts = np.unique(as_one, return_index=True)
         is_first = np.zeros(len(self), dtype=np.bool_)
-        is_first[firsts] = True
+        is_first[self.count_equal()[0]] = True
         return is_first
 
     def find_near_copies(self, is_candidate: Bools, *, threshold: float, max_compared: int) -> Copies:
         """Find the near copies among some documents, see `find_copies`."""
         return find_copies(
-            self._band_keys(), self._shingles, threshold=threshold, max_compared=max_compared, is_candidate=is_candidate
+            self._band_keys(),
+            lambda document: shingles(self.text(document)),
+            threshold=threshold,
+            max_compared=max_compared,
+            is_candidate=is_candidate,
         )
-
-    def fields(self, document: int) -> dict[str, Any]:
-        """Return the row of a document."""
-        chunk = int(np.searchsorted(self._firsts, document, side="right")) - 1
-        with chunk_path(self._folder, chunk, ".jsonl").open("rb") as file:
-            file.seek(int(self._offsets[document]))
-            found: dict[str, Any] = json.loads(file.read(int(self.line_bytes[document])))
-        return found
 
     def text(self, document: int) -> str:
         """Return the text of a document."""
-        return str(self.fields(document)[self._text_field])
+        [line] = self.lines(np.array([document]))
+        return str(json.loads(line)[self._text_field])
 
     def lines(self, documents: NDArray[np.int64]) -> Iterator[bytes]:
         """Yield the lines of documents, in ascending order."""
@@ -79,10 +79,6 @@ class Survivors:
                 for document in documents[chunks == chunk].tolist():
                     file.seek(int(self._offsets[document]))
                     yield file.read(int(self.line_bytes[document]))
-
-    def count(self, documents: Bools) -> Counter[str]:
-        """Return the number of documents of each domain."""
-        return Counter(self.domains[documents].tolist())
 
     def _load(self, number: int) -> dict[str, NDArray[Any]]:
         with np.load(chunk_path(self._folder, number, ".npz")) as arrays:
@@ -101,9 +97,6 @@ class Survivors:
             keys[start:stop] = part
         assert keys is not None, "there is a chunk"
         return keys
-
-    def _shingles(self, document: int) -> Hashes:
-        return shingles(self.text(document))
 
 
 def cut_shards(line_bytes: Sequence[int], max_bytes: int) -> list[tuple[int, int]]:
