@@ -7,11 +7,12 @@ import os
 import zlib
 from collections.abc import Iterator
 from dataclasses import dataclass
+from itertools import chain
 from pathlib import Path
 from typing import Any, BinaryIO, Protocol, cast
 
 from recipes.data.glob_files import expand_glob
-from recipes.data.text.corpus import Document, content_digests, unreadable
+from recipes.data.text.corpus import Document, content_digests, not_utf8, unreadable
 from recipes.errors import ConfigError
 
 HUB = "hf://"
@@ -117,8 +118,7 @@ class FileRows:
 
     def content_hash(self, cache_dir: Path) -> str:
         """Return a hash of all names and files, in order."""
-        states = [(document.path, document.num_bytes, document.mtime_ns) for document in self._documents]
-        digests = content_digests(states, cache_dir=cache_dir)
+        digests = content_digests(self._documents, cache_dir=cache_dir)
         return " ".join(f"{digest} {doc.name}" for digest, doc in zip(digests, self._documents, strict=True))
 
     def __iter__(self) -> Iterator[Row]:
@@ -131,12 +131,8 @@ class FileRows:
             try:
                 yield from self._rows_of(document)
             except (OSError, EOFError, zlib.error) as error:
-                known = isinstance(error, OSError) and error.strerror is not None
-                reason = error if known and isinstance(error, OSError) else OSError(0, str(error))
-                raise unreadable(document.path, reason) from error
-            if Document.of(document.path, name=document.name) != document:
-                fix = "the same command again, when nothing writes to it any more"
-                raise ConfigError(f"{self._setting}={document.path}", "the file changed while it was being read", fix)
+                raise unreadable(document.path, error) from error
+            document.check_unchanged(self._setting)
 
     @property
     def files(self) -> list[Path]:
@@ -222,9 +218,7 @@ def _text_row(document: Document, field: str) -> Iterator[Row]:
     try:
         text = data.decode("utf-8-sig")
     except UnicodeDecodeError as error:
-        reason = f"byte {error.start} is not UTF-8 text ({error.reason})"
-        fix = "data.path= of UTF-8 files; iconv -f latin1 -t utf-8 converts an old one"
-        raise ConfigError(f"data.path={document.path}", reason, fix) from error
+        raise not_utf8(document.path, error) from error
     yield Row(document.name, {field: text})
 
 
@@ -269,12 +263,11 @@ def _parquet_rows(document: Document) -> Iterator[Row]:
     except ImportError as error:
         reason = "parquet files need the package pyarrow, which is not installed"
         raise ConfigError(f"data.path={document.path}", reason, "pip install -e '.[datasets]'") from error
-    number = 0
     try:
-        for batch in parquet.ParquetFile(document.path).iter_batches(batch_size=_PARQUET_BATCH):
-            for fields in batch.to_pylist():
-                number += 1
-                yield Row(f"{document.name} row {number}", fields)
+        batches = parquet.ParquetFile(document.path).iter_batches(batch_size=_PARQUET_BATCH)
+        rows = chain.from_iterable(batch.to_pylist() for batch in batches)
+        for number, fields in enumerate(rows, start=1):
+            yield Row(f"{document.name} row {number}", fields)
     except ValueError as error:  # ArrowInvalid is one
         reason = str(error).strip().partition("\n")[0]
         raise ConfigError(

@@ -31,8 +31,6 @@ MIN_DOCUMENTS_TO_SPLIT = 20
 MIN_BYTES_TO_REMEMBER = 64 * 1024**2  # hashing less than this again takes no noticeable time
 _SETTLED_NS = 2_000_000_000  # a file changed more recently may change again within one clock tick
 
-FileState = tuple[Path, int, int]  # path, size in bytes, time of the last change in ns
-
 
 @dataclass(frozen=True)
 class Document:
@@ -55,6 +53,16 @@ class Document:
         except OSError as error:
             raise unreadable(path, error) from error
         return cls(name, path, status.st_size, status.st_mtime_ns)
+
+    def check_unchanged(self, setting: str = "data.path") -> None:
+        """Check that the file, whose path was typed as `setting`, is the one that was listed.
+
+        Raises:
+            ConfigError: It has changed since.
+        """
+        if Document.of(self.path, name=self.name) != self:
+            fix = "the same command again, when nothing writes to it any more"
+            raise ConfigError(f"{setting}={self.path}", "the file changed while it was being read", fix)
 
 
 @dataclass(frozen=True)
@@ -95,11 +103,7 @@ class Piece:
         try:
             return data.decode("utf-8")
         except UnicodeDecodeError as error:
-            raise ConfigError(
-                f"data.path={self.document.path}",
-                f"byte {self.start + error.start} is not UTF-8 text ({error.reason})",
-                "data.path= of UTF-8 files; iconv -f latin1 -t utf-8 converts an old one",
-            ) from error
+            raise not_utf8(self.document.path, error, start=self.start) from error
 
 
 class Corpus:
@@ -118,10 +122,7 @@ class Corpus:
     @cached_property
     def digests(self) -> list[str]:
         """Hash of each document's content."""
-        return content_digests(
-            [(document.path, document.num_bytes, document.mtime_ns) for document in self.documents],
-            cache_dir=self.cache_dir,
-        )
+        return content_digests(self.documents, cache_dir=self.cache_dir)
 
     @cached_property
     def content_hash(self) -> str:
@@ -186,12 +187,7 @@ class Corpus:
             ConfigError: A file has changed since.
         """
         for document in self.documents:
-            if Document.of(document.path, name=document.name) != document:
-                raise ConfigError(
-                    f"data.path={document.path}",
-                    "the file changed while it was being read",
-                    "the same command again, when nothing writes to it any more",
-                )
+            document.check_unchanged()
 
 
 def _cuts(document: Document) -> Iterator[int]:
@@ -225,26 +221,26 @@ def _best_cut(window: bytes, *, is_last: bool) -> int | None:
     return next(starts, len(window))  # first byte of a character; if there is none, it is not UTF-8 anyway
 
 
-def content_digests(files: Sequence[FileState], *, cache_dir: Path) -> list[str]:
+def content_digests(documents: Sequence[Document], *, cache_dir: Path) -> list[str]:
     """Return a hash of each file's content.
 
     If the files have 64 MiB or more together, hashes are cached under (path, size, time of change) to save time; a
     file that changed less than two seconds before it was hashed is hashed again the next time.
     """
-    if sum(num_bytes for _, num_bytes, _ in files) < MIN_BYTES_TO_REMEMBER:
-        return [file_digest(path) for path, _, _ in files]
-    names = "\n".join(sorted(str(path.absolute()) for path, _, _ in files))
+    if sum(document.num_bytes for document in documents) < MIN_BYTES_TO_REMEMBER:
+        return [file_digest(document.path) for document in documents]
+    names = "\n".join(sorted(str(document.path.absolute()) for document in documents))
     key = hashlib.blake2b(names.encode("utf-8", "surrogateescape"), digest_size=10).hexdigest()
     memory = cache_dir / "digests" / f"{key}.json"
     known = _read_digests(memory)
     started_ns = time.time_ns()
     digests: list[str] = []
     settled: dict[str, str] = {}
-    for path, num_bytes, mtime_ns in files:
-        state = f"{num_bytes} {mtime_ns} {path.absolute()}"
-        digest = known[state] if state in known else file_digest(path)
+    for document in documents:
+        state = f"{document.num_bytes} {document.mtime_ns} {document.path.absolute()}"
+        digest = known[state] if state in known else file_digest(document.path)
         digests.append(digest)
-        if mtime_ns < started_ns - _SETTLED_NS:
+        if document.mtime_ns < started_ns - _SETTLED_NS:
             settled[state] = digest
     if settled != known:
         _write(memory, json.dumps(settled))
@@ -272,11 +268,19 @@ def file_digest(path: Path) -> str:
         raise unreadable(path, error) from error
 
 
-def unreadable(path: Path, error: OSError) -> ConfigError:
+def not_utf8(path: Path, error: UnicodeDecodeError, *, start: int = 0) -> ConfigError:
+    """Return the error about a file that is no text; `start` is where the bytes begin that could not be decoded."""
+    reason = f"byte {start + error.start} is not UTF-8 text ({error.reason})"
+    fix = "data.path= of UTF-8 files; iconv -f latin1 -t utf-8 converts an old one"
+    return ConfigError(f"data.path={path}", reason, fix)
+
+
+def unreadable(path: Path, error: Exception) -> ConfigError:
     """Return the error about a file or folder of text that cannot be read."""
     reason = "it is a link to a file that does not exist" if path.is_symlink() and not path.exists() else None
     fix = "data.path=<text that can be read>, or the same command when this file is gone"
-    return ConfigError(f"data.path={path}", reason or f"it cannot be read: {error.strerror}", fix)
+    said = getattr(error, "strerror", None) or str(error)
+    return ConfigError(f"data.path={path}", reason or f"it cannot be read: {said}", fix)
 
 
 def _write(path: Path, text: str) -> None:

@@ -7,7 +7,7 @@ from itertools import pairwise
 import pytest
 
 from recipes.data.text import corpus as corpus_module
-from recipes.data.text.corpus import PIECE_BYTES, Corpus, content_digests
+from recipes.data.text.corpus import PIECE_BYTES, Corpus, Document, content_digests
 from recipes.errors import ConfigError
 
 
@@ -63,8 +63,7 @@ def test_cached_digests_equal_the_hash_of_the_content(tmp_path, monkeypatch):
     os.utime(path, (1000, 1000))
 
     def digest():
-        status = path.stat()
-        return content_digests([(path, status.st_size, status.st_mtime_ns)], cache_dir=tmp_path / "cache")[0]
+        return content_digests([Document.of(path, name="a.txt")], cache_dir=tmp_path / "cache")[0]
 
     first = digest()
     monkeypatch.setattr(corpus_module, "file_digest", lambda _: pytest.fail("read again"))
@@ -80,7 +79,7 @@ def test_the_digest_of_a_file_that_has_just_changed_is_not_cached(tmp_path, monk
     monkeypatch.setattr(corpus_module, "MIN_BYTES_TO_REMEMBER", 1)
     path = tmp_path / "a.txt"
     path.write_bytes(b"one")
-    state = [(path, 3, time.time_ns())]
+    state = [Document("a.txt", path, 3, time.time_ns())]
     first = content_digests(state, cache_dir=tmp_path)
     path.write_bytes(b"two")
     assert content_digests(state, cache_dir=tmp_path) != first
