@@ -3,7 +3,6 @@
 import sysconfig
 from collections.abc import Sequence
 from pathlib import Path
-from typing import ClassVar
 
 from recipes.data.text.corpus import Document
 from recipes.data.text.source import FileSource, list_files
@@ -20,8 +19,6 @@ class StdlibText(FileSource):
 
     Args: See `TextSource`.
     """
-
-    sample_kind: ClassVar[str] = "tokens"
 
     def list_documents(self) -> Sequence[Document]:
         """Return one document per module of the standard library.

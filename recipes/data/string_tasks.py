@@ -3,7 +3,7 @@
 import random
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
-from typing import Annotated, Any, ClassVar, Literal
+from typing import Annotated, Any, Literal
 
 from typing_extensions import override
 
@@ -21,8 +21,6 @@ _ANSWERS: dict[str, Callable[[str], str]] = {
 
 class StringTasks(Instructions):
     """Examples such as `rev:abcd>` with the answer `dcba`, as prompts and completions."""
-
-    sample_kind: ClassVar[str] = "tokens"
 
     def __init__(
         self,

@@ -4,13 +4,12 @@ import glob
 import os
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Annotated, ClassVar
+from typing import Any
 
 from recipes.data.glob_files import expand_glob
 from recipes.data.text.corpus import Document
 from recipes.data.text.source import FileSource, list_files
 from recipes.errors import ConfigError
-from recipes.tokenizer import TokenizerConfig
 
 # files of a folder that are read: prose and source code. Tables and markup dumps are more often data than text; a glob
 # reads every file that it matches.
@@ -22,38 +21,14 @@ TEXT_SUFFIXES = frozenset(f"{_PROSE} {_CODE}".split())
 class TextFiles(FileSource):
     """Reads `path`: a file; a folder, recursively, by suffix; or a glob, `**` included."""
 
-    sample_kind: ClassVar[str] = "tokens"
-
-    def __init__(
-        self,
-        *,
-        path: str,
-        tokenizer: TokenizerConfig,
-        seq_len: int,
-        val_fraction: Annotated[float, "> 0, < 0.9"],
-        cache_dir: str,
-        vocab_size: int | None = None,
-        num_processes: int | None = None,
-    ) -> None:
+    def __init__(self, *, path: str, **settings: Any) -> None:
         """Store the settings; nothing is read before `prepare`.
 
         Args:
             path: File, folder or glob; `~` stands for the home folder.
-            tokenizer: Makes the tokenizer, from this text if it has to be trained.
-            seq_len: Tokens per sample.
-            val_fraction: Fraction of the text for validation: complete files if there are 20 or more, else the tail.
-            cache_dir: Folder of cached tokens and tokenizers.
-            vocab_size: Number of ids that the model has; None: any number.
-            num_processes: Processes that tokenize; None: one per core.
+            **settings: As of `TextSource`.
         """
-        super().__init__(
-            tokenizer=tokenizer,
-            seq_len=seq_len,
-            val_fraction=val_fraction,
-            cache_dir=cache_dir,
-            vocab_size=vocab_size,
-            num_processes=num_processes,
-        )
+        super().__init__(**settings)
         self.path = path
 
     def list_documents(self) -> Sequence[Document]:

@@ -1,6 +1,6 @@
 """Training on documents that are rows of files or of a data set, and the rows themselves for `mode=prepare`."""
 
-from typing import Any, ClassVar
+from typing import Any
 
 from typing_extensions import override
 
@@ -13,8 +13,6 @@ from recipes.data.text.token_corpus import TokenCorpus
 
 class Documents(TextSource):
     """Rows of `path`: JSONL, JSON, parquet and text files, or a data set of the hub; one document each."""
-
-    sample_kind: ClassVar[str] = "tokens"
 
     def __init__(
         self, *, path: str, text_field: str, domain_field: str | None, hub_split: str, **settings: Any

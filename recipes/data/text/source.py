@@ -4,7 +4,7 @@ import os
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Annotated, Any, NoReturn
+from typing import Annotated, Any, ClassVar, NoReturn
 
 from typing_extensions import override
 
@@ -19,6 +19,8 @@ from recipes.tokenizer import TextCorpus, Tokenizer, TokenizerConfig
 
 class TextSource(ABC):
     """Documents -> windows of tokens; a subclass says where the documents are."""
+
+    sample_kind: ClassVar[str] = "tokens"
 
     def __init__(
         self,
