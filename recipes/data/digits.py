@@ -43,15 +43,11 @@ class Digits:
 
     sample_kind: ClassVar[str] = "images"
     fingerprint: str = "digits"
+    tokenizer: Tokenizer | None = None  # the samples are no text
 
     def describe(self) -> str:
         """Return the number of images."""
         return f"{len(self.train()):,} training and {len(self.val()):,} validation images of 8 x 8"
-
-    @property
-    def tokenizer(self) -> Tokenizer | None:
-        """None: the samples are no text."""
-        return None
 
     def prepare(self) -> None:
         """Load the images.

@@ -13,13 +13,5 @@ class FullWindows(Dataset[dict[str, Tensor]]):
 
     def __init__(self, seq_len: int) -> None:
         self.seq_len = seq_len
-
-    @property
-    def targets_per_sample(self) -> int:
-        """Every position has a target."""
-        return self.seq_len
-
-    @property
-    def tokens_per_sample(self) -> int:
-        """Every input is a token."""
-        return self.seq_len
+        self.targets_per_sample: int | None = seq_len
+        self.tokens_per_sample = seq_len

@@ -52,6 +52,7 @@ class RandomTokens:
     """Uniform noise over the vocabulary; the loss stays at log(vocab_size), by construction."""
 
     sample_kind: ClassVar[str] = "tokens"
+    tokenizer: Tokenizer | None = None  # the tokens have no meaning
 
     def __init__(
         self,
@@ -87,11 +88,6 @@ class RandomTokens:
         self.num_samples = num_samples
         self.num_val_samples = num_val_samples
         self.seed = seed
-
-    @property
-    def tokenizer(self) -> Tokenizer | None:
-        """None: the tokens have no meaning."""
-        return None
 
     def prepare(self) -> None:
         """Do nothing: there is no file."""

@@ -34,6 +34,7 @@ class TokenFile:
     """Training reads `path` from its start; validation reads its tail, or all of `val_path`."""
 
     sample_kind: ClassVar[str] = "tokens"
+    tokenizer: Tokenizer | None = None  # the file does not contain it
 
     def __init__(
         self,
@@ -75,11 +76,6 @@ class TokenFile:
         self.seq_len = seq_len
         self.cache_dir = cache_dir
         self._prepared: tuple[TokenWindows, TokenWindows] | None = None
-
-    @property
-    def tokenizer(self) -> Tokenizer | None:
-        """None: the file does not contain the tokenizer."""
-        return None
 
     def prepare(self) -> None:
         """Check the files; the tokens themselves only if the file is new or has changed.

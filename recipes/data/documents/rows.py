@@ -17,20 +17,17 @@ class RowPiece:
     Attributes:
         name: Where it stands.
         text: All of it.
+        ends_document: A document is one piece.
     """
 
     name: str
     text: str
+    ends_document: bool = True
 
     @property
     def num_bytes(self) -> int:
         """Size, roughly."""
         return len(self.text)
-
-    @property
-    def ends_document(self) -> bool:
-        """A document is one piece."""
-        return True
 
     def read(self) -> str:
         """Return the text."""

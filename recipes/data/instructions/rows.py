@@ -35,6 +35,8 @@ class ExampleRows(Dataset[dict[str, Tensor]]):
 
     def __init__(self, store: ExampleStore, examples: NDArray[np.int64], *, seq_len: int, packs: bool) -> None:
         self.seq_len = seq_len
+        self.targets_per_sample: int | None = None  # it varies
+        self.tokens_per_sample = seq_len  # of rows of one example, an upper limit
         self.packs = packs
         self._store = store
         lengths = store.lengths[examples] - 1  # inputs
@@ -49,15 +51,6 @@ class ExampleRows(Dataset[dict[str, Tensor]]):
         self.num_inputs = int(lengths.sum())
         order, self._starts = pack(lengths, row_length=seq_len) if packs else one_each(len(lengths))
         self._order = self.examples[order]
-
-    @property
-    def targets_per_sample(self) -> None:
-        """Unknown: it varies."""
-
-    @property
-    def tokens_per_sample(self) -> int:
-        """Every input is a token; of rows of one example, an upper limit."""
-        return self.seq_len
 
     def __len__(self) -> int:
         """Return the number of rows."""

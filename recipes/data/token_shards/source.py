@@ -110,6 +110,7 @@ class TokenShards:
     """Files of tokens in local or object storage: `.npy`, or `.bin` without a header."""
 
     sample_kind: ClassVar[str] = "tokens"
+    tokenizer: Tokenizer | None = None  # the files do not contain it
 
     def __init__(
         self,
@@ -144,11 +145,6 @@ class TokenShards:
         self.seq_len = seq_len
         self._cache_dir = cache_dir
         self._prepared: tuple[ShardWindows, ShardWindows] | None = None
-
-    @property
-    def tokenizer(self) -> Tokenizer | None:
-        """None: the files do not contain the tokenizer."""
-        return None
 
     def prepare(self) -> None:
         """List the files and read the headers of `.npy` files; a second call does nothing.
