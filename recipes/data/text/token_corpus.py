@@ -1,8 +1,9 @@
 """What can be tokenized: documents in order, in pieces, with a hash and a validation split."""
 
 from collections.abc import Callable, Iterator
-from pathlib import Path
 from typing import Any, Protocol
+
+from recipes.tokenizer import TextCorpus
 
 
 class TextPiece(Protocol):
@@ -17,16 +18,11 @@ class TextPiece(Protocol):
     def read(self) -> str: ...
 
 
-class TokenCorpus(Protocol):
+class TokenCorpus(TextCorpus, Protocol):
     """Documents that are tokenized in their order."""
 
     @property
-    def cache_dir(self) -> Path: ...
-    @property
-    def content_hash(self) -> str: ...
-    @property
     def num_bytes(self) -> int: ...
-    def texts(self, max_bytes: int) -> Iterator[str]: ...
     def pieces(self, *, cut: bool = True) -> Iterator[TextPiece]:
         """Yield all documents; with `cut=False`, one piece per document."""
 
