@@ -97,15 +97,16 @@ class MixedSamples(Dataset[dict[str, Tensor]]):
 
     def count_epochs(self, position: int) -> dict[str, float]:
         """Return how often the stream has gone through each source before a position."""
-        counts = self.stages.count_before(position).tolist()
-        return {name: count / len(part) for (name, part), count in zip(self.parts.items(), counts, strict=True)}
+        counts = self._count_before(position)
+        return {name: counts[name] / len(part) for name, part in self.parts.items()}
 
     def count_tokens(self, position: int) -> dict[str, int]:
         """Return the tokens of each source before a position; of samples that differ in length, an upper limit."""
-        counts = self.stages.count_before(position).tolist()
-        return {
-            name: count * part.tokens_per_sample for (name, part), count in zip(self.parts.items(), counts, strict=True)
-        }
+        counts = self._count_before(position)
+        return {name: counts[name] * part.tokens_per_sample for name, part in self.parts.items()}
+
+    def _count_before(self, position: int) -> dict[str, int]:
+        return dict(zip(self.parts, self.stages.count_before(position).tolist(), strict=True))
 
 
 class MixedValidation(Dataset[dict[str, Tensor]]):

@@ -3,6 +3,7 @@
 Letters: K sources, P positions of a period.
 """
 
+from bisect import bisect_left
 from collections.abc import Iterator, Sequence
 
 import numpy as np
@@ -104,13 +105,10 @@ class Stages:
         # after so many periods of the last stage, every source that has a share in it is beyond its limit
         shares = last.counts[last.counts > 0]
         enough = last.start + PERIOD * (int(limits.max()) // int(shares.min()) + 2)
-        if not (self.count_before(enough) > limits).any():
+
+        def is_beyond(position: int) -> bool:
+            return bool((self.count_before(position) > limits).any())
+
+        if not is_beyond(enough):
             return None
-        low, high = 0, enough  # within limits before `low`, beyond them before `high`
-        while high - low > 1:
-            middle = (low + high) // 2
-            if (self.count_before(middle) > limits).any():
-                high = middle
-            else:
-                low = middle
-        return low
+        return bisect_left(range(enough), True, key=is_beyond) - 1
