@@ -30,51 +30,42 @@ class _Layout:
     num_tokens: int
 
 
+@dataclass(kw_only=True)
 class TokenFile:
-    """Training reads `path` from its start; validation reads its tail, or all of `val_path`."""
+    """Training reads `path` from its start; validation reads its tail, or all of `val_path`.
+
+    Args:
+        path: File of tokens; `~` stands for the home folder.
+        dtype: Of a raw file, little-endian; a .npy file has its own.
+        val_path: File of validation tokens; None: the tail of `path`.
+        val_fraction: Length of that tail, as a fraction of all tokens.
+        vocab_size: Every token must be below it.
+        seq_len: Tokens per sample.
+        cache_dir: Folder that caches the largest token of a file.
+
+    Raises:
+        ConfigError: `dtype`, `seq_len` or `val_fraction` is out of range.
+    """
 
     sample_kind: ClassVar[str] = "tokens"
-    tokenizer: Tokenizer | None = None  # the file does not contain it
+    tokenizer: ClassVar[Tokenizer | None] = None  # the file does not contain it
 
-    def __init__(
-        self,
-        *,
-        path: str,
-        dtype: Literal["uint16", "uint32"],
-        val_path: str | None,
-        val_fraction: Annotated[float, "> 0, < 0.9"],
-        vocab_size: int,
-        seq_len: int,
-        cache_dir: str,
-    ) -> None:
-        """Check the settings; nothing is read before `prepare`.
+    path: str
+    dtype: Literal["uint16", "uint32"]
+    val_path: str | None
+    val_fraction: Annotated[float, "> 0, < 0.9"]
+    vocab_size: int
+    seq_len: int
+    cache_dir: str
 
-        Args:
-            path: File of tokens; `~` stands for the home folder.
-            dtype: Of a raw file, little-endian; a .npy file has its own.
-            val_path: File of validation tokens; None: the tail of `path`.
-            val_fraction: Length of that tail, as a fraction of all tokens.
-            vocab_size: Every token must be below it.
-            seq_len: Tokens per sample.
-            cache_dir: Folder that caches the largest token of a file.
-
-        Raises:
-            ConfigError: `dtype`, `seq_len` or `val_fraction` is out of range.
-        """
-        check_windows(seq_len=seq_len, val_fraction=val_fraction)
-        if dtype not in _DTYPES:
+    def __post_init__(self) -> None:
+        check_windows(seq_len=self.seq_len, val_fraction=self.val_fraction)
+        if self.dtype not in _DTYPES:
             raise ConfigError(
-                f"data.dtype={dtype}",
+                f"data.dtype={self.dtype}",
                 "tokens are unsigned integers",
                 "data.dtype=uint16 or uint32",
             )
-        self.path = path
-        self.dtype = dtype
-        self.val_path = val_path
-        self.val_fraction = val_fraction
-        self.vocab_size = vocab_size
-        self.seq_len = seq_len
-        self.cache_dir = cache_dir
         self._prepared: tuple[TokenWindows, TokenWindows] | None = None
 
     def prepare(self) -> None:

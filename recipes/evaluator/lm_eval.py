@@ -6,6 +6,7 @@ without an export. The package is imported when this option is chosen.
 
 import math
 from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import asdict, dataclass
 from difflib import get_close_matches
 from importlib.metadata import version
 from itertools import chain
@@ -24,6 +25,7 @@ _BOOTSTRAP = 1000  # replicates for the standard error of a metric without a for
 _INSTALL = "pip install -e '.[eval]'"
 
 
+@dataclass(kw_only=True)
 class LmEval:
     """Runs tasks of lm-evaluation-harness.
 
@@ -38,22 +40,14 @@ class LmEval:
 
     name = "lm_eval"
 
-    def __init__(
-        self,
-        *,
-        tasks: list[str],
-        task_folder: str | None,
-        num_fewshot: Annotated[int, ">= 0"] | None,
-        limit: Annotated[int, ">= 1"] | None,
-        batch_size: Annotated[int, ">= 1"],
-        chat: bool,
-    ) -> None:
-        self._tasks = tasks
-        self._task_folder = task_folder
-        self._num_fewshot = num_fewshot
-        self._limit = limit
-        self._batch_size = batch_size
-        self._chat = chat
+    tasks: list[str]
+    task_folder: str | None
+    num_fewshot: Annotated[int, ">= 0"] | None
+    limit: Annotated[int, ">= 1"] | None
+    batch_size: Annotated[int, ">= 1"]
+    chat: bool
+
+    def __post_init__(self) -> None:
         self._manager: Any = None
         self._loaded: list[Any] = []
 
@@ -68,11 +62,11 @@ class LmEval:
         except ImportError as error:
             reason = f"the package lm_eval cannot be imported: {error}"
             raise ConfigError("evaluator=lm_eval", reason, _INSTALL) from error
-        if self._task_folder is not None and not Path(self._task_folder).expanduser().is_dir():
-            setting = f"evaluator.task_folder={self._task_folder}"
+        if self.task_folder is not None and not Path(self.task_folder).expanduser().is_dir():
+            setting = f"evaluator.task_folder={self.task_folder}"
             raise ConfigError(setting, "there is no such folder", "evaluator.task_folder=<folder of YAML files>")
-        specs = [str(Path(name).expanduser()) if _is_file(name) else name for name in self._tasks]
-        folder = None if self._task_folder is None else str(Path(self._task_folder).expanduser())
+        specs = [str(Path(name).expanduser()) if _is_file(name) else name for name in self.tasks]
+        folder = None if self.task_folder is None else str(Path(self.task_folder).expanduser())
         # reading all its 14,000 tasks takes seconds
         self._manager = TaskManager(include_path=folder, include_defaults=not all(map(_is_file, specs)))
         for spec in specs:
@@ -119,33 +113,25 @@ class LmEval:
         scorer = Scorer(
             cast(LanguageModel, task.model),
             tokenizer,
-            batch_size=self._batch_size,
+            batch_size=self.batch_size,
             forward_context=task.trainer.precision_plugin.forward_context,
-            ends=_find_end_of_turn(tokenizer) if self._chat else [],
+            ends=_find_end_of_turn(tokenizer) if self.chat else [],
         )
         found = simple_evaluate(
             model=_make_harness_model(scorer, tokenizer),
             tasks=self._loaded,
-            num_fewshot=self._num_fewshot,
-            limit=self._limit,
+            num_fewshot=self.num_fewshot,
+            limit=self.limit,
             bootstrap_iters=_BOOTSTRAP,
             log_samples=False,
-            apply_chat_template=self._chat,
+            apply_chat_template=self.chat,
             task_manager=self._manager,
         )
         if scorer.num_cut:
             window = cast(LanguageModel, task.model).max_seq_len
             reason = f"are longer than the {window} tokens that the model reads: it read their ends"
             LOGGER.warning(f"{scorer.num_cut:,} contexts {reason}")
-        settings = {
-            "tasks": self._tasks,
-            "task_folder": self._task_folder,
-            "num_fewshot": self._num_fewshot,
-            "limit": self._limit,
-            "batch_size": self._batch_size,
-            "chat": self._chat,
-        }
-        record = {"lm_eval": version("lm_eval"), "settings": settings, "cut_contexts": scorer.num_cut}
+        record = {"lm_eval": version("lm_eval"), "settings": asdict(self), "cut_contexts": scorer.num_cut}
         return record | {"tasks": read_tasks(found)}
 
 

@@ -7,6 +7,7 @@ import hashlib
 import io
 import logging
 from collections.abc import Sequence
+from dataclasses import dataclass
 from functools import lru_cache
 from typing import Annotated, Any, ClassVar, Literal
 
@@ -106,44 +107,34 @@ class ShardWindows(FullWindows):
         self._open = lru_cache(maxsize=_OPEN_FILES)(self._open_file)
 
 
+@dataclass(kw_only=True)
 class TokenShards:
-    """Files of tokens in local or object storage: `.npy`, or `.bin` without a header."""
+    """Files of tokens in local or object storage: `.npy`, or `.bin` without a header.
+
+    Args:
+        path: File, folder or glob, perhaps with a protocol of fsspec.
+        val_path: The same for validation; None: the last file of `path`.
+        dtype: Of files without a header, little-endian.
+        files_at_a_time: Files that are read at once, among whose samples the order is random.
+        cache_gb: Most that copies of files from elsewhere take; None: no limit.
+        vocab_size: Every token must be below it.
+        seq_len: Tokens per sample.
+        cache_dir: Folder of copies.
+    """
 
     sample_kind: ClassVar[str] = "tokens"
-    tokenizer: Tokenizer | None = None  # the files do not contain it
+    tokenizer: ClassVar[Tokenizer | None] = None  # the files do not contain it
 
-    def __init__(
-        self,
-        *,
-        path: str,
-        val_path: str | None,
-        dtype: Literal["uint16", "uint32"],
-        files_at_a_time: Annotated[int, ">= 1"],
-        cache_gb: Annotated[float, "> 0"] | None,
-        vocab_size: int,
-        seq_len: Annotated[int, ">= 1"],
-        cache_dir: str,
-    ) -> None:
-        """Store the settings; nothing is read before `prepare`.
+    path: str
+    val_path: str | None
+    dtype: Literal["uint16", "uint32"]
+    files_at_a_time: Annotated[int, ">= 1"]
+    cache_gb: Annotated[float, "> 0"] | None
+    vocab_size: int
+    seq_len: Annotated[int, ">= 1"]
+    cache_dir: str
 
-        Args:
-            path: File, folder or glob, perhaps with a protocol of fsspec.
-            val_path: The same for validation; None: the last file of `path`.
-            dtype: Of files without a header, little-endian.
-            files_at_a_time: Files that are read at once, among whose samples the order is random.
-            cache_gb: Most that copies of files from elsewhere take; None: no limit.
-            vocab_size: Every token must be below it.
-            seq_len: Tokens per sample.
-            cache_dir: Folder of copies.
-        """
-        self._path = path
-        self._val_path = val_path
-        self._dtype = dtype
-        self._files_at_a_time = files_at_a_time
-        self._cache_gb = cache_gb
-        self._vocab_size = vocab_size
-        self.seq_len = seq_len
-        self._cache_dir = cache_dir
+    def __post_init__(self) -> None:
         self._prepared: tuple[ShardWindows, ShardWindows] | None = None
 
     def prepare(self) -> None:
@@ -154,16 +145,16 @@ class TokenShards:
         """
         if self._prepared is not None:
             return
-        storage = self._open("path", self._path)
+        storage = self._open("path", self.path)
         layouts = self._layouts("path", storage)
-        if self._val_path is not None:
-            val_storage = self._open("val_path", self._val_path)
+        if self.val_path is not None:
+            val_storage = self._open("val_path", self.val_path)
             val_layouts = self._layouts("val_path", val_storage)
         elif len(storage.names) == 1:
             reason = "it is a single file, and validation reads the last one"
-            raise ConfigError(f"data.path={self._path}", reason, "data.val_path=<file of tokens>, or data=token_file")
+            raise ConfigError(f"data.path={self.path}", reason, "data.val_path=<file of tokens>, or data=token_file")
         else:
-            val_storage, val_layouts = self._open("path", self._path), layouts[-1:]
+            val_storage, val_layouts = self._open("path", self.path), layouts[-1:]
             val_storage.names, val_storage.sizes = storage.names[-1:], storage.sizes[-1:]
             storage.names, storage.sizes, layouts = storage.names[:-1], storage.sizes[:-1], layouts[:-1]
         self._prepared = self._windows(storage, layouts), self._windows(val_storage, val_layouts)
@@ -178,13 +169,13 @@ class TokenShards:
         storages = [windows._storage for windows in self._ready()]
         names = " ".join(f"{n} {s}" for storage in storages for n, s in zip(storage.names, storage.sizes, strict=True))
         digest = hashlib.blake2b(names.encode("utf-8", "surrogateescape"), digest_size=12).hexdigest()
-        return f"{digest}/{self.seq_len}/{self._files_at_a_time}"
+        return f"{digest}/{self.seq_len}/{self.files_at_a_time}"
 
     def describe(self) -> str:
         """Return the number of files and samples."""
         train, val = self._ready()
         files = f"{len(train.counts):,} training and {len(val.counts):,} validation files"
-        return f"{files}; {len(train):,} and {len(val):,} samples of {self.seq_len} tokens in {self._path}"
+        return f"{files}; {len(train):,} and {len(val):,} samples of {self.seq_len} tokens in {self.path}"
 
     def describe_sample(self, sample: int) -> dict[str, Any]:
         """Return the file of a training sample, for the dump of a bad batch."""
@@ -207,8 +198,8 @@ class TokenShards:
             path,
             setting=f"data.{name}",
             suffixes=_SUFFIXES,
-            cache_dir=open_cache_dir(self._cache_dir),
-            cache_gb=self._cache_gb,
+            cache_dir=open_cache_dir(self.cache_dir),
+            cache_gb=self.cache_gb,
         )
 
     def _windows(self, storage: Storage, layouts: list[tuple[str, int]]) -> ShardWindows:
@@ -216,15 +207,15 @@ class TokenShards:
             storage,
             layouts,
             seq_len=self.seq_len,
-            vocab_size=self._vocab_size,
-            files_at_a_time=self._files_at_a_time,
+            vocab_size=self.vocab_size,
+            files_at_a_time=self.files_at_a_time,
         )
 
     def _layouts(self, name: str, storage: Storage) -> list[tuple[str, int]]:
         """Return type and first byte of the tokens of each file."""
         layouts: list[tuple[str, int]] = []
         for index, file in enumerate(storage.names):
-            layouts.append((self._dtype, 0))
+            layouts.append((self.dtype, 0))
             if file.endswith(".npy"):
                 try:
                     layouts[-1] = _npy_layout(storage.read_start(index, _HEADER_BYTES))
