@@ -7,7 +7,7 @@ every document; `documents.jsonl`, one line per document and split that has toke
 import hashlib
 import json
 import math
-from collections.abc import Iterator
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any, BinaryIO, Literal
@@ -16,7 +16,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from recipes.cache import build_once
-from recipes.data.text.token_corpus import TokenCorpus
+from recipes.data.text.token_corpus import TextPiece, TokenCorpus
 from recipes.data.text.tokenize import tokenize
 from recipes.tokenizer import Tokenizer
 
@@ -106,9 +106,30 @@ def cached_tokens(
     recipe = f"{FORMAT_VERSION} {corpus.content_hash} {tokenizer.fingerprint} {val_fraction!r}"
     key = hashlib.blake2b(recipe.encode(), digest_size=12).hexdigest()
     folder = corpus.cache_dir / "tokens" / key
+    dtype = "uint16" if tokenizer.vocab_size <= 1 << 16 else "uint32"
 
     def build(temporary: Path) -> None:
-        _build(temporary, corpus, tokenizer, val_fraction=val_fraction, num_processes=num_processes)
+        pieces = tokenize(corpus, tokenizer, dtype=dtype, num_processes=num_processes)
+        end = np.array([tokenizer.end_of_text], dtype=dtype)
+        num_documents, num_train, num_val = _write_tokens(
+            temporary, pieces, end=end, is_held_out=corpus.make_split(val_fraction), val_fraction=val_fraction
+        )
+        corpus.check_unchanged()
+        meta = TokenCacheMeta(
+            format_version=FORMAT_VERSION,
+            content_hash=corpus.content_hash,
+            tokenizer_fingerprint=tokenizer.fingerprint,
+            val_fraction=val_fraction,
+            dtype=dtype,
+            vocab_size=tokenizer.vocab_size,
+            end_of_text=tokenizer.end_of_text,
+            num_documents=num_documents,
+            num_bytes=corpus.num_bytes,
+            num_train_tokens=num_train,
+            num_val_tokens=num_val,
+            unigram_entropy_nats=_unigram_entropy(temporary, dtype=dtype, vocab_size=tokenizer.vocab_size),
+        )
+        (temporary / "meta.json").write_text(json.dumps(asdict(meta), indent=2) + "\n", "utf-8")
 
     build_once(folder, build, is_complete=is_complete)
     return TokenCache(folder)
@@ -149,58 +170,20 @@ class _SplitWriter:
         return row
 
 
-def _build(
-    folder: Path,
-    corpus: TokenCorpus,
-    tokenizer: Tokenizer,
-    *,
-    val_fraction: float,
-    num_processes: int | None,
-) -> None:
-    dtype = "uint16" if tokenizer.vocab_size <= 1 << 16 else "uint32"
-    num_documents, num_train, num_val = _write_tokens(
-        folder,
-        corpus,
-        tokenizer,
-        dtype=dtype,
-        val_fraction=val_fraction,
-        num_processes=num_processes,
-    )
-    corpus.check_unchanged()
-    meta = TokenCacheMeta(
-        format_version=FORMAT_VERSION,
-        content_hash=corpus.content_hash,
-        tokenizer_fingerprint=tokenizer.fingerprint,
-        val_fraction=val_fraction,
-        dtype=dtype,
-        vocab_size=tokenizer.vocab_size,
-        end_of_text=tokenizer.end_of_text,
-        num_documents=num_documents,
-        num_bytes=corpus.num_bytes,
-        num_train_tokens=num_train,
-        num_val_tokens=num_val,
-        unigram_entropy_nats=_unigram_entropy(folder, dtype=dtype, vocab_size=tokenizer.vocab_size),
-    )
-    (folder / "meta.json").write_text(json.dumps(asdict(meta), indent=2) + "\n", "utf-8")
-
-
 def _write_tokens(
     folder: Path,
-    corpus: TokenCorpus,
-    tokenizer: Tokenizer,
+    pieces: Iterable[tuple[TextPiece, NDArray[np.unsignedinteger]]],
     *,
-    dtype: str,
+    end: NDArray[np.unsignedinteger],
+    is_held_out: Callable[[TextPiece], bool],
     val_fraction: float,
-    num_processes: int | None,
 ) -> tuple[int, int, int]:
     """Write `train.bin`, `val.bin` and `documents.jsonl`; return the documents, and the tokens of both splits."""
-    is_held_out = corpus.make_split(val_fraction)
-    end = np.array([tokenizer.end_of_text], dtype=dtype)
     rows = []
     train_path, val_path = folder / "train.bin", folder / "val.bin"
     with train_path.open("wb") as train_file, val_path.open("wb") as val_file:
         train, val = _SplitWriter("train", train_file), _SplitWriter("val", val_file)
-        for piece, tokens in tokenize(corpus, tokenizer, dtype=dtype, num_processes=num_processes):
+        for piece, tokens in pieces:
             writer = val if is_held_out(piece) else train
             writer.write(tokens)
             if piece.ends_document:
@@ -210,7 +193,7 @@ def _write_tokens(
     if num_val == 0:
         num_val = round(num_train * val_fraction)
         num_train -= num_val
-        _move_tail(folder, num_bytes=num_train * np.dtype(dtype).itemsize)
+        _move_tail(folder, num_bytes=num_train * end.itemsize)
         rows = list(_split_rows(rows, num_train=num_train))
     _write_index(folder / "documents.jsonl", rows)
     return num_documents, num_train, num_val
