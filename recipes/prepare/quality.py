@@ -11,6 +11,7 @@ import re
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from difflib import get_close_matches
+from functools import partial
 from typing import Any
 
 from recipes.errors import ConfigError
@@ -217,7 +218,7 @@ def clean(text: str, rules: Mapping[str, Any]) -> tuple[str, dict[str, int]]:
     after_removal = False
     for line in text.split("\n") if checks else ():
         bare = line.strip()
-        broken = _find_broken(bare, checks) if bare else None
+        broken = next((name for name, breaks in checks.items() if breaks(bare)), None) if bare else None
         if broken is not None:
             removed[broken] += 1
             after_removal = True
@@ -241,21 +242,10 @@ def _line_checks(text: str, rules: Mapping[str, Any]) -> dict[str, Callable[[str
     for name, phrases in _PHRASES.items():
         present = [phrase for phrase in phrases if rules.get(name) and phrase in lowered]
         if present:
-            checks[name] = _mentions(present)
+            checks[name] = partial(_mentions, phrases=present)
     return checks
 
 
-def _mentions(phrases: list[str]) -> Callable[[str], bool]:
-    def mentions(line: str) -> bool:
-        lowered = line.lower()
-        return any(phrase in lowered for phrase in phrases)
-
-    return mentions
-
-
-def _find_broken(line: str, checks: Mapping[str, Callable[[str], bool]]) -> str | None:
-    """Return the first rule that a line breaks; None if it breaks none."""
-    for name, breaks in checks.items():
-        if breaks(line):
-            return name
-    return None
+def _mentions(line: str, *, phrases: list[str]) -> bool:
+    lowered = line.lower()
+    return any(phrase in lowered for phrase in phrases)
