@@ -25,7 +25,6 @@ from recipes.tokenizer import Tokenizer
 
 LOGGER = logging.getLogger("lightning_recipes")
 
-_SUFFIXES = (".npy", ".bin")
 _HEADER_BYTES = 4096
 _OPEN_FILES = 64  # of a process
 _DTYPES = {"<u2": "uint16", "<u4": "uint32"}
@@ -194,13 +193,8 @@ class TokenShards:
         return self._prepared
 
     def _open(self, name: str, path: str) -> Storage:
-        return Storage(
-            path,
-            setting=f"data.{name}",
-            suffixes=_SUFFIXES,
-            cache_dir=open_cache_dir(self.cache_dir),
-            cache_gb=self.cache_gb,
-        )
+        cache_dir = open_cache_dir(self.cache_dir)
+        return Storage(path, setting=f"data.{name}", cache_dir=cache_dir, cache_gb=self.cache_gb)
 
     def _windows(self, storage: Storage, layouts: list[tuple[str, int]]) -> ShardWindows:
         return ShardWindows(

@@ -16,6 +16,7 @@ from recipes.errors import ConfigError
 log = logging.getLogger(__name__)
 
 _PARTIAL = ".partial."
+_SUFFIXES = (".npy", ".bin")  # of the files of a folder
 
 
 class Storage:
@@ -26,7 +27,6 @@ class Storage:
     Args:
         path: File, folder or glob, perhaps with a protocol: `s3://bucket/tokens/*.npy`.
         setting: Where it was typed: "data.path".
-        suffixes: Of the files of a folder.
         cache_dir: Of copies.
         cache_gb: Most that copies take together; None: no limit.
 
@@ -34,9 +34,7 @@ class Storage:
         ConfigError: There is no file, or the package for the protocol is missing.
     """
 
-    def __init__(
-        self, path: str, *, setting: str, suffixes: tuple[str, ...], cache_dir: Path, cache_gb: float | None
-    ) -> None:
+    def __init__(self, path: str, *, setting: str, cache_dir: Path, cache_gb: float | None) -> None:
         self._setting = setting
         self._path = path
         self._cache_dir = cache_dir
@@ -47,13 +45,13 @@ class Storage:
             files, pattern = self._connect()
             self.is_local = "file" in files.protocol if isinstance(files.protocol, tuple) else files.protocol == "file"
             if files.isdir(pattern):
-                names = [name for name in files.find(pattern) if name.endswith(suffixes)]
+                names = [name for name in files.find(pattern) if name.endswith(_SUFFIXES)]
             else:
                 names = files.glob(pattern) if any(mark in pattern for mark in "*?[") else [pattern]
             self.names: list[str] = sorted(name for name in names if files.isfile(name))
             self.sizes: list[int] = [int(files.size(name)) for name in self.names]
         if not self.names:
-            raise ConfigError(f"{setting}={path}", f"no file there ends in {', '.join(suffixes)}", fix)
+            raise ConfigError(f"{setting}={path}", f"no file there ends in {', '.join(_SUFFIXES)}", fix)
 
     def open_local(self, index: int) -> Path:
         """Return the path of a file on this machine, copied there if it is elsewhere."""
