@@ -88,13 +88,13 @@ def main() -> None:
             assert not mistakes, mistakes
             plan = make_plan(composed.config, cluster, rates=rates)
             assert plan.flops is not None
-            assert plan.step_seconds is not None
+            assert plan.times is not None
             flops = plan.flops.palm * plan.accumulation.global_batch_size
-            planned = 100 * flops / plan.step_seconds / (rates.tflops["bf16"] * 1e12 * plan.num_ranks)
+            planned = 100 * flops / plan.times.step_seconds / (rates.tflops["bf16"] * 1e12 * plan.num_ranks)
             row |= {
                 f"planned MFU in {precision}, %": round(planned, 1),
                 f"planned GiB a rank in {precision}": round(gib(plan.peak.moment.total), 1),
-                "bubble, %": round(100 * (plan.bubble or 0.0), 1),
+                "bubble, %": round(100 * (plan.times.bubble or 0.0), 1),
             }
         row |= {"GiB usable": round(gib(get_limit(cluster)), 1), "differs": differs}
         print(row, flush=True)

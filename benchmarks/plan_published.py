@@ -149,9 +149,9 @@ def main() -> None:
             rates = as_of_torchtitan(rates)
         plan = make_plan(composed.config, cluster, rates=rates)
         assert plan.flops is not None
-        assert plan.step_seconds is not None
+        assert plan.times is not None
         flops = plan.flops.palm * plan.accumulation.global_batch_size
-        planned = 100 * flops / plan.step_seconds / (rates.tflops["bf16"] * 1e12 * plan.num_ranks)
+        planned = 100 * flops / plan.times.step_seconds / (rates.tflops["bf16"] * 1e12 * plan.num_ranks)
         rows.append(
             {
                 "run": f"{who}: {overrides[0].removeprefix('model=')}, {hardware}"

@@ -77,14 +77,14 @@ def main() -> None:
         run.trainer.callbacks.append(steps)  # type: ignore[attr-defined]
         run.trainer.fit(run.task, datamodule=run.data)
         measured = statistics.median(steps.seconds[WARMUP:])
-        planned = make_plan(config, cpu_cluster(1), rates=timer).step_seconds
-        assert planned is not None
+        times = make_plan(config, cpu_cluster(1), rates=timer).times
+        assert times is not None
         rows.append(
             {
                 "run": name,
-                "planned_milliseconds": round(1000 * planned, 1),
+                "planned_milliseconds": round(1000 * times.step_seconds, 1),
                 "measured_milliseconds": round(1000 * measured, 1),
-                "error_percent": round(100 * (planned / measured - 1), 1),
+                "error_percent": round(100 * (times.step_seconds / measured - 1), 1),
             }
         )
     errors = [abs(row["error_percent"]) for row in rows]

@@ -12,17 +12,15 @@ from recipes.model.weights.adapter import has_adapter
 from recipes.numerics.accumulation import Accumulation
 from recipes.numerics.grouped_linear import GroupedLinear
 from recipes.numerics.nf4 import get_parts
-from recipes.plan.activations import Transfer
-from recipes.plan.communication import Communication
 from recipes.plan.config_step import Engine
 from recipes.plan.hardware import GIB, Cluster
 from recipes.plan.measured import OperatorTimer
 from recipes.plan.memory import MASTER, Moment, Peak, find_peak, timeline, with_unsharded_gradients, with_zero
 from recipes.plan.pipeline import Pipeline
 from recipes.plan.recorded import Recorded, record_config
-from recipes.plan.roofline import Rates, StepSeconds
+from recipes.plan.roofline import Rates
 from recipes.plan.stages import Stages, divide_layers, stage_moments
-from recipes.plan.times import estimate_times, measure_times
+from recipes.plan.times import Times, estimate_times, measure_times
 from recipes.plan.trace import GRADIENTS, OFFLOADED, OPTIMIZER, WEIGHTS
 
 # kept free for what the allocator cannot use: blocks of other sizes than those asked for
@@ -48,13 +46,8 @@ class Plan:
         disk_bytes: Of all that are kept.
         flops: Of one sample by the model's own count; None: it has none.
         not_recorded: Why the forward pass could not be recorded, so that activations are missing; None: it was.
-        step: Seconds of the sections; None: no rates are known.
-        communication: In a step; None without rates.
-        transfer: Activations to host memory and back, in a micro-batch; None: there are none, or no rates.
         memory_budget: Of the activations; None: torch's own choice.
-        step_seconds: Of an optimizer step; None without rates.
-        forward_seconds: Of a micro-batch without gradients.
-        bubble: Share of a step in which a stage of the pipeline has nothing to do; None: there is none, or no rates.
+        times: Where the time of a step goes; None: no rates are known.
     """
 
     cluster: Cluster
@@ -71,13 +64,8 @@ class Plan:
     disk_bytes: int
     flops: Flops | None
     not_recorded: str | None = None
-    step: StepSeconds | None = None
-    communication: Communication | None = None
-    transfer: Transfer | None = None
     memory_budget: float | None = None
-    step_seconds: float | None = None
-    forward_seconds: float | None = None
-    bubble: float | None = None
+    times: Times | None = None
 
     @property
     def limit_bytes(self) -> int:
@@ -139,42 +127,9 @@ def make_plan(config: Config, cluster: Cluster, *, rates: Rates | OperatorTimer 
     )
     if rates is None or recorded.reason is not None:
         return plan
-    return _with_times(plan, config, recorded, rates, stages)
-
-
-def _with_times(
-    plan: Plan, config: Config, recorded: Recorded, rates: Rates | OperatorTimer, stages: Stages | None
-) -> Plan:
-    ops, num_micro_batches = recorded.ops, plan.accumulation.num_micro_batches
     if isinstance(rates, OperatorTimer):
-        times = measure_times(
-            ops,
-            recorded.step,
-            recorded.kinds,
-            rates,
-            num_ranks=plan.num_ranks,
-            num_micro_batches=num_micro_batches,
-        )
-    else:
-        times = estimate_times(
-            config,
-            plan.cluster,
-            ops,
-            recorded.engine,
-            rates,
-            num_parameters=plan.num_parameters,
-            num_micro_batches=num_micro_batches,
-            stages=stages,
-        )
-    return replace(
-        plan,
-        step=times.step,
-        communication=times.communication,
-        transfer=times.transfer,
-        step_seconds=times.step_seconds,
-        forward_seconds=times.forward_seconds,
-        bubble=times.bubble,
-    )
+        return replace(plan, times=measure_times(recorded, rates))
+    return replace(plan, times=estimate_times(config, cluster, recorded, rates, stages=stages))
 
 
 def _find_stages(recorded: Recorded) -> Stages | None:

@@ -65,16 +65,16 @@ def measure_run(
         evaluations=-(-steps // int(config["eval_every"])),
     )
     flops_per_second = None if peak_tflops is None else peak_tflops * 1e12 * plan.num_ranks
-    seconds = plan.step_seconds
+    seconds = None if plan.times is None else plan.times.step_seconds
     if expect_mfu is not None and plan.flops is not None and flops_per_second is not None:
         seconds = plan.flops.palm * batch / (expect_mfu * flops_per_second)
     if seconds is None:
         return length
     eval_seconds = None
     eval_samples = get_eval_samples(config)
-    if eval_samples is not None and plan.forward_seconds is not None:
+    if eval_samples is not None and plan.times is not None:
         share = -(-eval_samples // plan.mesh.data_size)
-        eval_seconds = -(-share // plan.accumulation.micro_batch_size) * plan.forward_seconds
+        eval_seconds = -(-share // plan.accumulation.micro_batch_size) * plan.times.forward_seconds
     training = steps * seconds
     validating = length.evaluations * (eval_seconds or 0.0)
     hours = (training + validating) / 3600

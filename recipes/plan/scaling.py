@@ -77,14 +77,15 @@ def _plan_point(config: Config, cluster: Cluster, rates: Rates) -> ScalePoint | 
         planned = make_plan(config | {"micro_batch_size": size, "trainer": trainer}, cluster, rates=rates)
     except ConfigError:  # the ranks do not divide into shards
         return None
-    if planned.step_seconds is None or planned.communication is None:
+    times = planned.times
+    if times is None:
         return None
     return ScalePoint(
         num_ranks=cluster.num_devices,
         peak_bytes=planned.peak.moment.total,
         fits=planned.fits,
-        samples_per_second=int(config["global_batch_size"]) / planned.step_seconds,
-        exposed_fraction=planned.communication.exposed_seconds / planned.step_seconds,
+        samples_per_second=int(config["global_batch_size"]) / times.step_seconds,
+        exposed_fraction=times.communication.exposed_seconds / times.step_seconds,
     )
 
 

@@ -9,8 +9,9 @@ from recipes.plan.communication import Communication
 from recipes.plan.hardware import GIB
 from recipes.plan.memory import Moment
 from recipes.plan.plan import Plan, gib
-from recipes.plan.roofline import Rates, Seconds
+from recipes.plan.roofline import Rates
 from recipes.plan.run_length import RunLength
+from recipes.plan.times import Times
 from recipes.plan.trace import CATEGORIES
 
 _POINTS = 400  # of the picture of a step
@@ -89,11 +90,12 @@ def describe_time(plan: Plan, length: RunLength, rates: Rates | None) -> Iterato
         yield "  and validation: eval_samples=null reads the whole split, whose size is known once it is prepared"
     if length.dollars is not None:
         yield f"price: ${length.dollars:,.2f}"
-    if plan.step is not None:
-        yield from _describe_parts(plan, plan.step.of(""), rates)
+    if plan.times is not None:
+        yield from _describe_parts(plan, plan.times, rates)
 
 
-def _describe_parts(plan: Plan, parts: Seconds, rates: Rates | None) -> Iterator[str]:
+def _describe_parts(plan: Plan, times: Times, rates: Rates | None) -> Iterator[str]:
+    parts = times.step.of("")
     total = parts.total or 1.0
     shares = ", ".join(
         f"{name} {value / total:.0%}"
@@ -106,15 +108,15 @@ def _describe_parts(plan: Plan, parts: Seconds, rates: Rates | None) -> Iterator
         if value > 0
     )
     yield f"  computing: {shares}"
-    if plan.communication is not None and plan.communication.num_bytes:
-        yield from _describe_communication(plan.communication)
-    if plan.bubble is not None:
+    if times.communication.num_bytes:
+        yield from _describe_communication(times.communication)
+    if times.bubble is not None:
         yield (
-            f"  pipeline: {plan.bubble:.1%} of a step in which a rank has no work"
+            f"  pipeline: {times.bubble:.1%} of a step in which a rank has no work"
             f" ({plan.pipeline.schedule}, {plan.pipeline.num_stages} ranks)"
         )
-    if plan.transfer is not None:
-        moved = plan.transfer
+    if times.transfer is not None:
+        moved = times.transfer
         yield (
             f"  offload: {gib(moved.num_bytes):.2f} GiB of activations to host memory and back in a micro-batch,"
             f" {moved.seconds:.3g} s at {PCIE_BYTES_PER_SECOND / 1e9:.0f} GB/s, of which {moved.exposed_seconds:.3g} s"
@@ -186,7 +188,7 @@ def as_json(plan: Plan, length: RunLength, flops: Flops | None) -> dict[str, Any
         "checkpoint_gib": round(gib(plan.checkpoint_bytes), 4),
         "disk_gib": round(gib(plan.disk_bytes), 4),
         "flops_per_sample": None if flops is None else flops.palm,
-        "bubble": plan.bubble,
+        "bubble": None if plan.times is None else plan.times.bubble,
     }
     known = {name: value for name, value in values.items() if value is not None}
     return known | {
@@ -202,7 +204,7 @@ def as_json(plan: Plan, length: RunLength, flops: Flops | None) -> dict[str, Any
                 "seconds": part.seconds,
                 "exposed_seconds": part.exposed_seconds,
             }
-            for part in (plan.communication.traffic if plan.communication is not None else ())
+            for part in (() if plan.times is None else plan.times.communication.traffic)
         ],
         "host_gib": {name: round(gib(size), 4) for name, size in plan.host.items()},
         "timeline": {

@@ -1,6 +1,5 @@
 """Seconds of an optimizer step of a plan: what a rank computes, what it waits for, and stages without work."""
 
-from collections.abc import Sequence
 from dataclasses import dataclass
 
 from recipes.config.compose import Config
@@ -8,13 +7,12 @@ from recipes.config.traits import get_compile_mode
 from recipes.errors import ConfigError
 from recipes.plan.activations import PCIE_BYTES_PER_SECOND, Transfer, time_transfers
 from recipes.plan.communication import Communication, Traffic, of_model_ranks, of_partitions, of_replicas, of_shards
-from recipes.plan.config_step import Engine
 from recipes.plan.hardware import Cluster
 from recipes.plan.measured import OperatorTimer, calibrate, time_operators
+from recipes.plan.recorded import Recorded
 from recipes.plan.roofline import Rates, StepSeconds, time_step
 from recipes.plan.stages import Stages, time_stages
-from recipes.plan.step import Step
-from recipes.plan.trace import GRADIENTS, Op
+from recipes.plan.trace import GRADIENTS
 
 _HOST_ADAM_BYTES_PER_SECOND = 20e9  # of one rank, weights and state in host memory; depends on the host
 
@@ -40,33 +38,27 @@ class Times:
     bubble: float | None = None
 
 
-def measure_times(
-    ops: list[Op], step: Step, kinds: Sequence[object], timer: OperatorTimer, *, num_ranks: int, num_micro_batches: int
-) -> Times:
+def measure_times(recorded: Recorded, timer: OperatorTimer) -> Times:
     """Return the times of a step whose operators are timed on this machine.
 
     Args:
-        ops: Of the step.
-        step: What was recorded.
-        kinds: The kind of each block.
+        recorded: The step, with its calls.
         timer: For the device.
-        num_ranks: Of the run.
-        num_micro_batches: Per optimizer step.
 
     Raises:
         ConfigError: There are several ranks.
     """
-    if num_ranks > 1:
+    if recorded.engine.num_ranks > 1:
         raise ConfigError(
-            f"plan.hardware=measured with {num_ranks} ranks",
+            f"plan.hardware=measured with {recorded.engine.num_ranks} ranks",
             "operators are timed on one device, and what ranks send each other is not",
             "strategy=single trainer.devices=1, or plan.hardware=<a device of the table>",
         )
-    times = time_operators(ops, timer, factor=calibrate(step, kinds, timer))
+    times = time_operators(recorded.ops, timer, factor=calibrate(recorded.step, recorded.kinds, timer))
     forward, backward = times.of("forward/").total, times.of("backward/").total
-    transfer = time_transfers(ops, times) if step.on_gpu else None  # on a CPU the copies were timed
+    transfer = time_transfers(recorded.ops, times) if recorded.step.on_gpu else None  # on a CPU the copies were timed
     exposed = transfer.exposed_seconds if transfer is not None else 0.0
-    seconds = num_micro_batches * (forward + backward + exposed)
+    seconds = recorded.accumulation.num_micro_batches * (forward + backward + exposed)
     seconds += times.of("clipping").total + times.of("optimizer").total
     return Times(
         step=times,
@@ -78,34 +70,24 @@ def measure_times(
 
 
 def estimate_times(
-    config: Config,
-    cluster: Cluster,
-    ops: list[Op],
-    engine: Engine,
-    rates: Rates,
-    *,
-    num_parameters: int,
-    num_micro_batches: int,
-    stages: Stages | None,
+    config: Config, cluster: Cluster, recorded: Recorded, rates: Rates, *, stages: Stages | None
 ) -> Times:
     """Return the times of a step by the rates of a device.
 
     Args:
         config: Of the run.
         cluster: The devices.
-        ops: Of the step.
-        engine: What its strategy does.
+        recorded: The step.
         rates: Of a device.
-        num_parameters: Of the unsharded model.
-        num_micro_batches: Per optimizer step.
         stages: Of the pipeline; None: there is none.
     """
+    ops, num_micro_batches = recorded.ops, recorded.accumulation.num_micro_batches
     on_gpu = cluster.device.full_name is not None
     step = time_step(ops, rates, is_compiled=get_compile_mode(config, on_gpu=on_gpu) is not None)
     transfer = time_transfers(ops, step)
-    optimizer = _optimizer_seconds(step, engine, rates, num_parameters=num_parameters)
+    optimizer = _optimizer_seconds(recorded, step, rates)
     if stages is not None:
-        staged = time_stages(ops, step, cluster, engine.mesh, stages, num_micro_batches=num_micro_batches)
+        staged = time_stages(ops, step, cluster, recorded.engine.mesh, stages, num_micro_batches=num_micro_batches)
         return Times(
             step=step,
             communication=staged.communication,
@@ -114,15 +96,8 @@ def estimate_times(
             forward_seconds=step.of("forward/").total,
             bubble=staged.bubble,
         )
-    communication = Communication(
-        traffic=tuple(
-            part
-            for part in _list_traffic(
-                cluster, ops, step, engine, num_parameters=num_parameters, num_micro_batches=num_micro_batches
-            )
-            if part.num_bytes
-        )
-    )
+    traffic = _list_traffic(recorded, step, cluster)
+    communication = Communication(traffic=tuple(part for part in traffic if part.num_bytes))
     exposed = transfer.exposed_seconds if transfer is not None else 0.0
     seconds = num_micro_batches * (step.of("forward/").total + step.of("backward/").total + exposed)
     return Times(
@@ -134,15 +109,9 @@ def estimate_times(
     )
 
 
-def _list_traffic(
-    cluster: Cluster,
-    ops: list[Op],
-    step: StepSeconds,
-    engine: Engine,
-    *,
-    num_parameters: int,
-    num_micro_batches: int,
-) -> list[Traffic]:
+def _list_traffic(recorded: Recorded, step: StepSeconds, cluster: Cluster) -> list[Traffic]:
+    ops, engine, num_parameters = recorded.ops, recorded.engine, recorded.num_parameters
+    num_micro_batches = recorded.accumulation.num_micro_batches
     divided = of_model_ranks(ops, cluster, engine.mesh, num_micro_batches=num_micro_batches)
     if engine.sharding is not None:
         shards = of_shards(
@@ -174,8 +143,9 @@ def _list_traffic(
     return [replicas, *divided]
 
 
-def _optimizer_seconds(step: StepSeconds, engine: Engine, rates: Rates, *, num_parameters: int) -> float:
-    share = 4.0 * num_parameters / engine.num_ranks
+def _optimizer_seconds(recorded: Recorded, step: StepSeconds, rates: Rates) -> float:
+    engine = recorded.engine
+    share = 4.0 * recorded.num_parameters / engine.num_ranks
     if engine.offloads:  # gradients go to the host, weights come back; 7 reads and writes of the state in between
         return 2 * share / PCIE_BYTES_PER_SECOND + 7 * share / _HOST_ADAM_BYTES_PER_SECOND
     if engine.zero is not None:

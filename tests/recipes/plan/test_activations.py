@@ -11,6 +11,7 @@ from recipes.plan.hardware import find_cluster
 from recipes.plan.plan import Plan, make_plan
 from recipes.plan.roofline import Rates, Seconds, StepSeconds
 from recipes.plan.table import describe_memory
+from recipes.plan.times import Times
 from recipes.plan.trace import ACTIVATIONS, OFFLOADED, TEMPORARY, Op
 
 RUN = ["mode=plan", "data=random_tokens", "recipe=single_bf16", "model=gpt2", "global_batch_size=16"]
@@ -33,8 +34,12 @@ def _kept(plan: Plan) -> int:
 
 
 def _seconds(plan: Plan) -> float:
-    assert plan.step_seconds is not None
-    return plan.step_seconds
+    return _times(plan).step_seconds
+
+
+def _times(plan: Plan) -> Times:
+    assert plan.times is not None
+    return plan.times
 
 
 def test_what_keeps_less_takes_longer(plans: dict[str, Plan]) -> None:
@@ -46,9 +51,9 @@ def test_what_keeps_less_takes_longer(plans: dict[str, Plan]) -> None:
 
 def test_selective_repeats_no_product(plans: dict[str, Plan]) -> None:
     for part in ("matmul", "attention"):
-        plain, selective = (getattr(plans[name].step.of("backward/"), part) for name in ("none", "selective"))  # type: ignore[union-attr]
+        plain, selective = (getattr(_times(plans[name]).step.of("backward/"), part) for name in ("none", "selective"))
         assert selective == pytest.approx(plain)
-    memory = [plans[name].step.of("backward/").memory for name in ("none", "selective")]  # type: ignore[union-attr]
+    memory = [_times(plans[name]).step.of("backward/").memory for name in ("none", "selective")]
     assert memory[1] > memory[0]
 
 
@@ -59,12 +64,12 @@ def test_offloaded_activations_are_in_host_memory(plans: dict[str, Plan]) -> Non
     assert OFFLOADED not in offloaded.peak.moment.held
     # with the copies of the weights that autocast makes, which blocks save too
     assert offloaded.host[OFFLOADED] >= left
-    transfer = offloaded.transfer
+    transfer = _times(offloaded).transfer
     assert transfer is not None
     assert transfer.num_bytes == 2 * offloaded.host[OFFLOADED]
     assert transfer.seconds == transfer.num_bytes / PCIE_BYTES_PER_SECOND
     assert _seconds(offloaded) > _seconds(plain) + 0.99 * transfer.exposed_seconds
-    assert plain.transfer is None
+    assert _times(plain).transfer is None
 
 
 def test_a_budget_of_nothing_keeps_what_every_block_keeps(plans: dict[str, Plan]) -> None:

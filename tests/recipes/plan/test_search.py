@@ -53,7 +53,8 @@ def test_the_first_can_be_typed_and_holds_when_it_is_recorded(searched: tuple[li
     assert config is not None
     plan = make_plan(config, CLUSTER, rates=RATES)
     assert plan.fits
-    assert plan.step_seconds == pytest.approx(first.estimate.step_seconds, rel=0.1)
+    assert plan.times is not None
+    assert plan.times.step_seconds == pytest.approx(first.estimate.step_seconds, rel=0.1)
     assert plan.peak.moment.total == pytest.approx(first.estimate.peak_bytes, rel=0.1)
 
 

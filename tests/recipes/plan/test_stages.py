@@ -42,20 +42,23 @@ def test_a_stage_has_its_share_of_the_state_and_the_activations_of_all_that_is_i
 
 
 def test_the_time_of_a_step_is_that_of_the_slowest_stage_and_its_bubble() -> None:
-    few, many = _plan(pipeline_parallel_size=4), _plan(batch=1024, pipeline_parallel_size=4)
-    assert few.bubble is not None
-    assert many.bubble is not None
-    assert few.bubble == pytest.approx(3 / 35, rel=0.15)  # less what is exposed
-    assert many.bubble == pytest.approx(3 / 515, rel=0.15)
-    interleaved = _plan(pipeline_parallel_size=4, pipeline_schedule="Interleaved1F1B")
-    assert interleaved.bubble is not None
-    assert interleaved.bubble < 0.6 * few.bubble
+    few, many = _bubble(pipeline_parallel_size=4), _bubble(batch=1024, pipeline_parallel_size=4)
+    assert few == pytest.approx(3 / 35, rel=0.15)  # less what is exposed
+    assert many == pytest.approx(3 / 515, rel=0.15)
+    assert _bubble(pipeline_parallel_size=4, pipeline_schedule="Interleaved1F1B") < 0.6 * few
+
+
+def _bubble(**settings: Any) -> float:
+    times = _plan(**settings).times
+    assert times is not None
+    assert times.bubble is not None
+    return times.bubble
 
 
 def test_stages_send_hidden_states_one_way_and_gradients_the_other() -> None:
     plan = _plan(pipeline_parallel_size=2)
-    assert plan.communication is not None
-    traffic = {part.dimension: part for part in plan.communication.traffic}
+    assert plan.times is not None
+    traffic = {part.dimension: part for part in plan.times.communication.traffic}
     assert set(traffic) == {"shard", "pipeline"}
     assert traffic["pipeline"].num_bytes == 2 * 16 * 1024 * 768 * 4  # both ways, micro-batches, tokens, channels
     assert traffic["shard"].num_ranks == 4
@@ -64,7 +67,7 @@ def test_stages_send_hidden_states_one_way_and_gradients_the_other() -> None:
 def test_stages_are_the_outermost_dimension() -> None:
     """Two nodes: each is a stage, whose shards send within it."""
     plan = _plan("h100x16", pipeline_parallel_size=2)
-    assert plan.communication is not None
-    traffic = {part.dimension: part for part in plan.communication.traffic}
+    assert plan.times is not None
+    traffic = {part.dimension: part for part in plan.times.communication.traffic}
     assert traffic["pipeline"].num_bytes / traffic["pipeline"].seconds < 50e9
     assert traffic["shard"].num_ranks == 8

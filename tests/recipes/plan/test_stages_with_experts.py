@@ -36,8 +36,8 @@ def test_a_rank_keeps_its_own_experts_gathered(plans: dict[int, Plan]) -> None:
 
 
 def _traffic(plan: Plan) -> dict[str, Any]:
-    assert plan.communication is not None
-    return {part.dimension: part for part in plan.communication.traffic}
+    assert plan.times is not None
+    return {part.dimension: part for part in plan.times.communication.traffic}
 
 
 def test_rows_of_experts_are_sent_by_the_layers_of_a_rank(plans: dict[int, Plan]) -> None:
