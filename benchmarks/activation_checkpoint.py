@@ -69,7 +69,7 @@ def main() -> None:
         rows.append(
             {
                 "option": name,
-                "planned_mib": round(plan.peak.moment.total / MIB, 1),
+                "planned_mib": round(plan.peak.total / MIB, 1),
                 "measured_mib": round(measure_peak(overrides) / MIB, 1),
                 "ms_per_step": round(1000 * shortest[name]) if name in shortest else None,
             }

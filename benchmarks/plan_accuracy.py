@@ -30,7 +30,7 @@ def main() -> None:
         for name, result in results.items():
             assert "error" not in result, f"{name}: {result['error']}"
             plan = make_plan(composed_config(*get_overrides(name)), cpu_cluster(num_ranks), rates=None)
-            planned, measured = plan.peak.moment.total, result["peak_bytes"]
+            planned, measured = plan.peak.total, result["peak_bytes"]
             rows.append(
                 {
                     "run": name,

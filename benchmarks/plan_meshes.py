@@ -93,7 +93,7 @@ def main() -> None:
             planned = 100 * flops / plan.times.step_seconds / (rates.tflops["bf16"] * 1e12 * plan.num_ranks)
             row |= {
                 f"planned MFU in {precision}, %": round(planned, 1),
-                f"planned GiB a rank in {precision}": round(gib(plan.peak.moment.total), 1),
+                f"planned GiB a rank in {precision}": round(gib(plan.peak.total), 1),
                 "bubble, %": round(100 * (plan.times.bubble or 0.0), 1),
             }
         row |= {"GiB usable": round(gib(get_limit(cluster)), 1), "differs": differs}

@@ -79,7 +79,7 @@ def advise(composed: Composed, ranks: Ranks) -> list[str]:
             )
         )
         planned = planner.plan(composed.config)
-        moment, limit = planned.peak.moment, planned.limit_bytes
+        moment, limit = planned.peak, planned.limit_bytes
         needed = f"{gib(moment.total):.2f} GiB ({describe_place(moment)}) and has {gib(limit):.2f}"
         if planned.fits:
             return [

@@ -180,7 +180,7 @@ def _estimate(config: Config, sizes: Sequence[int], planner: Planner, limit: flo
         middle = (low + high) // 2
         trainer = config["trainer"] | {"accumulate_grad_batches": None}
         planned = planner.plan(config | {"micro_batch_size": sizes[middle], "trainer": trainer})
-        if planned.peak.moment.total <= limit:
+        if planned.peak.total <= limit:
             low = middle
         else:
             high = middle

@@ -72,7 +72,7 @@ def advise_settings(composed: Composed, planner: Planner) -> Iterator[str]:
         yield "advice: nothing fits on these devices; what each measure alone saves, in GiB at the fullest moment:"
         yield from (f"  {line}" for line in measures(composed, planner))
         return
-    total = advice.plan.peak.moment.total
+    total = advice.plan.peak.total
     shown = " ".join(advice.overrides)
     yield f"advice: {shown}"
     yield f"  fills {gib(total):.2f} of {gib(advice.plan.limit_bytes):.2f} GiB, the least sharding that fits"
@@ -148,8 +148,8 @@ def _largest_micro_batch(config: Config, planner: Planner) -> tuple[int, Plan] |
         return 1, smallest
     # memory grows by the same amount with each sample, once the peak is where the activations are
     second = plan_with(sizes[1])
-    growth = max((second.peak.moment.total - smallest.peak.moment.total) / (sizes[1] - 1), 1.0)
-    room = 1 + (smallest.limit_bytes - smallest.peak.moment.total) / growth
+    growth = max((second.peak.total - smallest.peak.total) / (sizes[1] - 1), 1.0)
+    room = 1 + (smallest.limit_bytes - smallest.peak.total) / growth
     for size in reversed([size for size in sizes if size <= room]):
         plan = smallest if size == 1 else second if size == sizes[1] else plan_with(size)
         if plan.fits:
@@ -160,7 +160,7 @@ def _largest_micro_batch(config: Config, planner: Planner) -> tuple[int, Plan] |
 def measures(composed: Composed, planner: Planner) -> Iterator[str]:
     """Yield what each measure alone saves, the cheapest first."""
     planned = planner.plan(composed.config)
-    config, before = composed.config, planned.peak.moment.total
+    config, before = composed.config, planned.peak.total
     size, seq_len = planned.accumulation.micro_batch_size, config["seq_len"]
     candidates: list[list[str]] = []
     if size > 1:
@@ -179,7 +179,7 @@ def measures(composed: Composed, planner: Planner) -> Iterator[str]:
         if changed is None:
             continue
         try:
-            total = planner.plan(changed).peak.moment.total
+            total = planner.plan(changed).peak.total
         except ConfigError:  # the batch does not divide: no measure
             continue
         if total < before:

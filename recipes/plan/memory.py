@@ -144,20 +144,6 @@ def with_unsharded_gradients(moments: Sequence[Moment], *, num_bytes: int) -> It
         yield Moment(section=moment.section, op=moment.op, held=moment.held | changed)
 
 
-@dataclass(frozen=True, kw_only=True)
-class Peak:
-    """The moment of a step at which a rank holds most.
-
-    Attributes:
-        moment: What is live then.
-        index: Its number among the moments.
-    """
-
-    moment: Moment
-    index: int
-
-
-def find_peak(moments: Sequence[Moment]) -> Peak:
-    """Return the moment with the most bytes."""
-    index = max(range(len(moments)), key=lambda number: moments[number].total)
-    return Peak(moment=moments[index], index=index)
+def find_peak(moments: Iterable[Moment]) -> Moment:
+    """Return the moment with the most bytes, the first of several."""
+    return max(moments, key=lambda moment: moment.total)

@@ -15,7 +15,7 @@ from recipes.numerics.nf4 import get_parts
 from recipes.plan.config_step import Engine
 from recipes.plan.hardware import GIB, Cluster
 from recipes.plan.measured import OperatorTimer
-from recipes.plan.memory import MASTER, Moment, Peak, find_peak, timeline, with_unsharded_gradients, with_zero
+from recipes.plan.memory import MASTER, Moment, find_peak, timeline, with_unsharded_gradients, with_zero
 from recipes.plan.pipeline import Pipeline
 from recipes.plan.recorded import Recorded, record_config
 from recipes.plan.roofline import Rates
@@ -57,7 +57,7 @@ class Plan:
     accumulation: Accumulation
     num_parameters: int
     moments: list[Moment]
-    peak: Peak
+    peak: Moment
     optimizer_bytes: int
     host: dict[str, int]
     checkpoint_bytes: int
@@ -75,7 +75,7 @@ class Plan:
     @property
     def fits(self) -> bool:
         """Whether the fullest moment fits on the device."""
-        return self.peak.moment.total <= self.limit_bytes
+        return self.peak.total <= self.limit_bytes
 
 
 def get_limit(cluster: Cluster) -> int:

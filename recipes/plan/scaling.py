@@ -82,7 +82,7 @@ def _plan_point(config: Config, cluster: Cluster, rates: Rates) -> ScalePoint | 
         return None
     return ScalePoint(
         num_ranks=cluster.num_devices,
-        peak_bytes=planned.peak.moment.total,
+        peak_bytes=planned.peak.total,
         fits=planned.fits,
         samples_per_second=int(config["global_batch_size"]) / times.step_seconds,
         exposed_fraction=times.communication.exposed_seconds / times.step_seconds,

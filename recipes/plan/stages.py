@@ -138,7 +138,7 @@ def stage_moments(
                 )
             )
         )
-    return max(candidates, key=lambda candidate: find_peak(candidate).moment.total)
+    return max(candidates, key=lambda candidate: find_peak(candidate).total)
 
 
 def _move(

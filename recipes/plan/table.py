@@ -19,7 +19,7 @@ _POINTS = 400  # of the picture of a step
 
 def describe_memory(plan: Plan) -> Iterator[str]:
     """Yield the lines about what a rank holds at the fullest moment of a step."""
-    moment = plan.peak.moment
+    moment = plan.peak
     accumulation = plan.accumulation
     yield (
         f"batch: {accumulation.global_batch_size} samples per step, in {accumulation.num_micro_batches} micro-batch"
@@ -151,7 +151,7 @@ def _describe_communication(sent: Communication) -> Iterator[str]:
 
 def describe_rules(plan: Plan, config: Mapping[str, Any]) -> Iterator[str]:
     """Yield the rules of thumb beside what was computed."""
-    held = plan.peak.moment.held
+    held = plan.peak.held
     state = sum(held.get(name, 0) for name in ("weights", "gradients", "optimizer", "master weights"))
     rule = gib(16 * plan.num_parameters)
     yield f"rule of thumb: 16 bytes a parameter are {rule:.2f} GiB a copy; here {gib(state):.2f} on a rank"
@@ -177,7 +177,7 @@ def as_json(plan: Plan, length: RunLength, flops: Flops | None) -> dict[str, Any
         "samples": length.samples,
         "tokens": length.tokens,
         "global_batch_size": plan.accumulation.global_batch_size,
-        "peak_memory_gib": round(gib(plan.peak.moment.total), 4),
+        "peak_memory_gib": round(gib(plan.peak.total), 4),
         "tokens_per_second": length.tokens_per_second,
         "mfu": length.mfu,
         "step_seconds": length.step_seconds,
@@ -195,7 +195,7 @@ def as_json(plan: Plan, length: RunLength, flops: Flops | None) -> dict[str, Any
         "fits": plan.fits,
         "hardware": plan.cluster.device.name,
         "usable_gib": round(gib(plan.limit_bytes), 4),
-        "peak_gib": {name: round(gib(size), 4) for name, size in plan.peak.moment.held.items() if size > 0},
+        "peak_gib": {name: round(gib(size), 4) for name, size in plan.peak.held.items() if size > 0},
         "communication": [
             {
                 "dimension": part.dimension,

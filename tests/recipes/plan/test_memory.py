@@ -30,7 +30,7 @@ def _moments(*, weight_bytes: int = 4) -> list[Moment]:
 
 def _peak(stage: int, *, accumulates: bool = False) -> dict[str, int]:
     moments = list(with_zero(_moments(), _zero(stage), num_parameters=P, accumulates=accumulates))
-    return find_peak(moments).moment.held
+    return find_peak(moments).held
 
 
 def test_stage_1_partitions_the_optimizer_state_and_copies_a_share_of_the_gradients_to_step() -> None:

@@ -62,7 +62,7 @@ def _plan(overrides: list[str], num_ranks: int) -> Plan:
 @pytest.mark.parametrize("name", RUN)
 def test_the_planned_peak_is_what_the_run_holds(name: str, results: dict[str, Any]) -> None:
     assert "error" not in results[name], results[name]["error"]
-    planned = _plan(get_overrides(name), CASES[name][0]).peak.moment.total
+    planned = _plan(get_overrides(name), CASES[name][0]).peak.total
     tolerance = WORKSPACES if name == "resnet18" else TWO_RANKS if CASES[name][0] == 2 else EXACT
     assert planned == pytest.approx(results[name]["peak_bytes"], rel=tolerance)
 
@@ -75,7 +75,7 @@ def _gpu_plan(*overrides: str, hardware: str = "h100x8") -> Plan:
 def test_offloaded_state_is_in_host_memory() -> None:
     base = ["recipe=fsdp_bf16", "model=gpt2", "global_batch_size=64"]
     kept, offloaded = _gpu_plan(*base), _gpu_plan(*base, "strategy.cpu_offload=true")
-    assert not {"weights", "gradients", "optimizer"} & offloaded.peak.moment.held.keys()
+    assert not {"weights", "gradients", "optimizer"} & offloaded.peak.held.keys()
     state = sum(size for name, size in offloaded.host.items() if name.startswith("offloaded"))
     assert state == pytest.approx(16 * kept.num_parameters / 8, rel=0.01)
 
@@ -116,8 +116,8 @@ def _most(plan: Plan, category: str) -> int:
 def test_eight_billion_parameters_are_planned_without_storage() -> None:
     plan = _gpu_plan("recipe=fsdp_bf16", "model=llama_8b", "micro_batch_size=1", "global_batch_size=64")
     assert plan.num_parameters == 8_030_261_248
-    assert plan.peak.moment.held["weights"] == pytest.approx(4 * plan.num_parameters / 8, rel=0.01)
-    assert plan.peak.moment.total > 60 * GIB
+    assert plan.peak.held["weights"] == pytest.approx(4 * plan.num_parameters / 8, rel=0.01)
+    assert plan.peak.total > 60 * GIB
 
 
 def test_a_model_that_reads_values_is_planned_without_activations(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -132,7 +132,7 @@ def test_a_model_that_reads_values_is_planned_without_activations(monkeypatch: p
     monkeypatch.setattr(GPT2, "forward", reads)
     plan = _plan(get_overrides("gpt2"), 1)
     assert plan.not_recorded is not None
-    assert ACTIVATIONS not in plan.peak.moment.held
+    assert ACTIVATIONS not in plan.peak.held
     for name in ("weights", "gradients", "optimizer"):
         assert _most(plan, name) == _most(whole, name)
     assert any("without activations" in line for line in describe_memory(plan))
@@ -170,7 +170,7 @@ def test_divided_experts_have_as_much_state_on_a_rank_and_gather_less() -> None:
     for name in ("weights", "optimizer"):
         assert _most(divided, name) == pytest.approx(_most(whole, name), rel=0.03)
     assert whole.checkpoint_bytes == pytest.approx(alone.checkpoint_bytes, rel=0.03)
-    assert whole.peak.moment.total > divided.peak.moment.total > alone.peak.moment.total
+    assert whole.peak.total > divided.peak.total > alone.peak.total
     assert alone.mesh.sizes() == {"shard": 8, "expert": 8}
 
 

@@ -55,7 +55,7 @@ def test_the_first_can_be_typed_and_holds_when_it_is_recorded(searched: tuple[li
     assert plan.fits
     assert plan.times is not None
     assert plan.times.step_seconds == pytest.approx(first.estimate.step_seconds, rel=0.1)
-    assert plan.peak.moment.total == pytest.approx(first.estimate.peak_bytes, rel=0.1)
+    assert plan.peak.total == pytest.approx(first.estimate.peak_bytes, rel=0.1)
 
 
 def test_the_table_has_ten_rows_and_what_to_type(searched: tuple[list[Found], Found, float]) -> None:

@@ -28,7 +28,7 @@ def test_the_operator_that_frees_its_input_holds_both_for_a_moment() -> None:
         value = torch.zeros(KIB)
         for _ in range(3):
             value = value + 1
-    assert find_peak(list(timeline(tracer.ops()))).moment.total == 8 * KIB
+    assert find_peak(timeline(tracer.ops())).total == 8 * KIB
 
 
 def test_a_view_holds_nothing_of_its_own() -> None:
