@@ -43,6 +43,8 @@ class Estimator:
         self._cluster = cluster
         self._scaled: dict[tuple[int, float], dict[str, _Scaled]] = {}
         self._counts: dict[Pipeline, list[int]] = {}
+        self._num_blocks = recordings.one.num_blocks
+        self._whole = Pipeline().parts([self._num_blocks], 0)  # how often the model has each place
 
     def estimate(self, layout: Layout) -> Estimate:
         """Return what a layout needs."""
@@ -53,9 +55,9 @@ class Estimator:
         waits = {name: self._wait(place, name, mesh, samples) for name, place in places.items()}
         best = (0.0, 0.0, 0.0, 0.0)
         peak = share = 0.0
-        total = sum(times * places[name].num_parameters for times, name in _parts([self._num_blocks], 0, pipeline))
+        total = sum(times * places[name].num_parameters for times, name in self._whole)
         for rank in {0, len(counts) - 1, counts.index(max(counts))}:
-            parts = _parts(counts, rank, pipeline)
+            parts = pipeline.parts(counts, rank)
             forward = sum(n * (places[name].forward + waits[name][0]) for n, name in parts)
             backward = sum(n * (places[name].backward + waits[name][1]) for n, name in parts)
             if forward + backward > best[0] + best[1]:
@@ -83,10 +85,6 @@ class Estimator:
             exposed_seconds=exposed + num_micro * waited,
             bubble=idle / seconds,
         )
-
-    @property
-    def _num_blocks(self) -> int:
-        return self._recordings.one.num_blocks
 
     def _count_blocks(self, pipeline: Pipeline) -> list[int]:
         if pipeline not in self._counts:
@@ -215,19 +213,9 @@ class Estimator:
         waited += gather(
             first.num_parameters, shape.residual_itemsize + shape.reduce_itemsize
         )  # begins and ends a step
-        computed = sum(n * places[name].backward for n, name in _parts([self._num_blocks], 0, layout.pipeline))
+        computed = sum(n * places[name].backward for n, name in self._whole)
         waited += max(add_up(num_parameters) - computed, 0.0)
         return layout.num_micro_batches * waited
-
-
-def _parts(counts: list[int], rank: int, pipeline: Pipeline) -> list[tuple[int, str]]:
-    """Return how often a rank of the pipeline has each place."""
-    has_last = rank == (0 if pipeline.schedule == "ZBVZeroBubble" else len(counts) - 1) or len(counts) == 1
-    return [
-        *([(1, "first")] if rank == 0 else []),
-        (counts[rank], "block"),
-        *([(1, "last")] if has_last else []),
-    ]
 
 
 def _interpolate(one: float, two_samples: float, two_ranks: float, *, tensor: int, samples: float) -> float:

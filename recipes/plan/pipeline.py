@@ -4,7 +4,7 @@ P ranks each have a share of the layers, of v stages, and m micro-batches of a s
 and interleaved stages, arXiv 2104.04473; zero bubbles and the V-shaped schedule (ZBV), arXiv 2401.10241.
 """
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -58,6 +58,16 @@ class Pipeline:
         if self.schedule == "ZBVZeroBubble":
             return waits * max(forward + backward - 3 * weights, 0.0)
         return waits * (forward + backward) / self.num_chunks
+
+    def parts(self, counts: Sequence[int], rank: int) -> list[tuple[int, str]]:
+        """Return how often a rank has each place that it has: `first`, `block`, `last`.
+
+        Args:
+            counts: Blocks of each rank.
+            rank: Of the pipeline.
+        """
+        has_last = rank == (0 if self.schedule == "ZBVZeroBubble" else len(counts) - 1)
+        return [*([(1, "first")] if rank == 0 else []), (counts[rank], "block"), *([(1, "last")] if has_last else [])]
 
     def split(self, num_blocks: int, *, last: float) -> list[int]:
         """Return the blocks of each rank, as `recipes.parallel.stages` divides them.

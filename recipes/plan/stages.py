@@ -36,19 +36,13 @@ class Stages:
     places: Places
     boundary_bytes: float
 
-    def parts(self, stage: int) -> Iterator[tuple[int, str]]:
-        """Yield how often a stage has each place that it has."""
-        holds_both = self.pipeline.schedule == "ZBVZeroBubble"
-        if stage == 0:
-            yield 1, "first"
-        yield self.counts[stage], "block"
-        if stage == (0 if holds_both else len(self.counts) - 1):
-            yield 1, "last"
+    def parts(self, stage: int) -> list[tuple[int, str]]:
+        """Return how often a stage has each place that it has."""
+        return self.pipeline.parts(self.counts, stage)
 
     def num_parameters(self, stage: int) -> float:
         """Return those of a stage."""
-        sums = [times * float(getattr(self.places, name).num_parameters) for times, name in self.parts(stage)]
-        return sum(sums)
+        return sum(times * float(getattr(self.places, name).num_parameters) for times, name in self.parts(stage))
 
     @property
     def largest_share(self) -> float:
