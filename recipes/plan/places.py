@@ -115,10 +115,10 @@ def with_seconds(places: Places, step: StepSeconds) -> Places:
         seconds = {"forward": Seconds(), "backward": Seconds()}
         for section, part in step.sections.items():
             if _is_at(section, name):
-                direction = section.partition("/")[0]
-                seconds[direction] = add(seconds[direction], part, times=1 / place.num_copies)
+                seconds[section.partition("/")[0]].add(part, times=1 / place.num_copies)
         timed[key] = replace(place, forward=seconds["forward"], backward=seconds["backward"])
-    optimizer = add(step.of("clipping"), step.of("optimizer"))
+    optimizer = step.of("clipping")
+    optimizer.add(step.of("optimizer"))
     return replace(places, first=timed["first"], block=timed["block"], last=timed["last"], optimizer=optimizer)
 
 
@@ -133,17 +133,6 @@ def count_parameters(model: nn.Module) -> tuple[float, float, float]:
         else:
             sums[position] += _count(child)
     return sums[0], sums[1], sums[2]
-
-
-def add(first: Seconds, second: Seconds, *, times: float = 1.0) -> Seconds:
-    """Return the sum of two parts of a step, the second several times."""
-    return Seconds(
-        matmul=first.matmul + times * second.matmul,
-        attention=first.attention + times * second.attention,
-        memory=first.memory + times * second.memory,
-        waiting=first.waiting + times * second.waiting,
-        num_launches=first.num_launches + times * second.num_launches,  # type: ignore[arg-type]
-    )
 
 
 def _extra_bytes(ops: Sequence[Op]) -> dict[str, float]:

@@ -5,7 +5,7 @@ loading of data, the allocator.
 """
 
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, fields
 from typing import Literal
 
 import torch
@@ -90,6 +90,11 @@ class Seconds:
         """All of it."""
         return self.matmul + self.attention + self.memory + self.waiting
 
+    def add(self, other: "Seconds", *, times: float = 1.0) -> None:
+        """Add another part of a step, several times or a fraction of it."""
+        for part in fields(self):
+            setattr(self, part.name, getattr(self, part.name) + times * getattr(other, part.name))
+
 
 @dataclass
 class StepSeconds:
@@ -102,11 +107,7 @@ class StepSeconds:
         total = Seconds()
         for name, part in self.sections.items():
             if name.startswith(start):
-                total.matmul += part.matmul
-                total.attention += part.attention
-                total.memory += part.memory
-                total.waiting += part.waiting
-                total.num_launches += part.num_launches
+                total.add(part)
         return total
 
 
