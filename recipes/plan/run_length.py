@@ -1,7 +1,7 @@
 """How long a planned run takes: training, validation and price."""
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 from recipes.config.traits import get_eval_samples
@@ -79,11 +79,8 @@ def measure_run(
     validating = length.evaluations * (eval_seconds or 0.0)
     hours = (training + validating) / 3600
     known = plan.flops is not None and flops_per_second is not None
-    return RunLength(
-        steps=steps,
-        samples=length.samples,
-        tokens=length.tokens,
-        evaluations=length.evaluations,
+    return replace(
+        length,
         step_seconds=seconds,
         eval_seconds=eval_seconds,
         hours=hours,

@@ -108,7 +108,6 @@ class StepTracer(TorchDispatchMode):  # type: ignore[no-untyped-call]
         self.section = BEFORE
         self._keep_calls = keep_calls
         self._records: list[_Record] = [_Record("start", BEFORE, Cost(), None)]
-        self._blocks: weakref.WeakKeyDictionary[torch.UntypedStorage, _Block] = weakref.WeakKeyDictionary()
         self._refs: dict[int, tuple[Any, _Block]] = {}
 
     @override

@@ -6,12 +6,11 @@ settings can be compared. What the shallow copies do not confirm is recorded in 
 
 import itertools
 from collections import Counter
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import replace
 
 from torch import nn
 
-from recipes.plan.cost import Cost
 from recipes.plan.trace import Op
 
 _ATTEMPTS = 2  # the garbage collector may free something within one block of one copy
@@ -99,7 +98,7 @@ def _unroll(short: list[Op], long: list[Op], *, first: int, period: int, num_cop
     repeated = {name.partition("/")[0]: ops for name, ops in middle}
     for name, ops in [*short_parts, *long_parts]:
         direction, _, place = name.partition("/")
-        if place.startswith("middle") and not _are_alike(ops, repeated.get(direction, [])):
+        if place.startswith("middle") and _signatures(ops) != _signatures(repeated.get(direction, [])):
             return None
     extra = num_copies - 2
     result: list[Op] = []
@@ -136,12 +135,9 @@ def _index(section: str) -> int:
     return int(place.removeprefix("block ")) if place.startswith("block ") else -1
 
 
-def _are_alike(first: list[Op], second: list[Op]) -> bool:
-    return [_signature(op) for op in first] == [_signature(op) for op in second]
-
-
-def _signature(op: Op) -> tuple[object, ...]:
-    return op.name, op.cost, sum(op.allocated.values()), sum(op.freed.values())
+def _signatures(ops: Iterable[Op]) -> list[tuple[object, ...]]:
+    """Return what repeats of the same operators have in common."""
+    return [(op.name, op.cost, sum(op.allocated.values()), sum(op.freed.values())) for op in ops]
 
 
 def _extrapolated(
@@ -171,12 +167,9 @@ def _grow(op: Op, previous: Op, extra: int) -> Op:
         op,
         allocated=sums(op.allocated, previous.allocated),
         freed=sums(op.freed, previous.freed),
-        cost=Cost(
-            cost.kind,
-            old.flops + extra * (cost.flops - old.flops),
-            old.num_bytes + extra * (cost.num_bytes - old.num_bytes),
-            cost.dtype,
-            cost.num_launches,
-            cost.num_keys,
+        cost=replace(
+            cost,
+            flops=old.flops + extra * (cost.flops - old.flops),
+            num_bytes=old.num_bytes + extra * (cost.num_bytes - old.num_bytes),
         ),
     )

@@ -2,7 +2,7 @@
 
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 # the loss must fall by this share of its start, or the curve says nothing about the learning rate
 _MIN_FALL = 0.02
@@ -65,14 +65,7 @@ def read_range_test(learning_rates: Sequence[float], losses: Sequence[float], *,
         return found
     slopes = [smoothed[i + 1] - smoothed[i - 1] for i in range(1, bottom)]
     steepest = 1 + min(range(len(slopes)), key=slopes.__getitem__) if slopes else bottom
-    return RangeTest(
-        learning_rates=found.learning_rates,
-        losses=found.losses,
-        smoothed=smoothed,
-        steepest=learning_rates[steepest],
-        lowest=learning_rates[bottom],
-        diverges=found.diverges,
-    )
+    return replace(found, steepest=learning_rates[steepest], lowest=learning_rates[bottom])
 
 
 def smooth(values: Sequence[float], *, width: int) -> list[float]:

@@ -9,7 +9,7 @@ the step.
 import contextlib
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import lightning.pytorch as lightning
@@ -108,7 +108,7 @@ def estimate_noise_scale(steps: Sequence[StepNorms], *, small: int, large: int) 
     if left_out and all(map(math.isfinite, left_out)):
         mean = sum(left_out) / parts
         error = math.sqrt((parts - 1) / parts * sum((value - mean) ** 2 for value in left_out))
-    return NoiseScale(samples=whole.samples, standard_error=error, signal=whole.signal, noise=whole.noise)
+    return replace(whole, standard_error=error)
 
 
 def _estimate(steps: Sequence[StepNorms], *, small: int, large: int) -> NoiseScale:
