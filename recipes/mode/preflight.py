@@ -106,8 +106,8 @@ class Checklist:
         yield check_optimizer(gradients, run.task.optimized_parameters)
         size, num_ranks = run.accumulation.micro_batch_size, run.trainer.strategy.data_size  # type: ignore[attr-defined]
         num_new, position = run.data.count_new_samples(), run.data.position  # the three steps have taken the first
-        drawn = draw(run, num_batches=_DRAWN)
-        yield data_checks.check_repeats(drawn.digests, num_new - position % num_new)
+        loader_seconds, digests = draw(run, num_batches=_DRAWN)
+        yield data_checks.check_repeats(digests, num_new - position % num_new)
         num_workers = self._config["loader"]["num_workers"]
         del run
         sizes = {"micro_batch_size": size, "num_ranks": num_ranks}
@@ -115,7 +115,7 @@ class Checklist:
         yield check_precision(self._config, self._folder, **sizes)
         learned, step_seconds = overfit(self._config, self._folder, num_steps=self._overfit_steps, **sizes)
         yield learned
-        yield check_loader(drawn.seconds, step_seconds=step_seconds, num_workers=num_workers)
+        yield check_loader(loader_seconds, step_seconds=step_seconds, num_workers=num_workers)
         yield check_checkpoint(self._config, self._folder, **sizes)
 
     def _expected(self) -> Expected:

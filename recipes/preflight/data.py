@@ -15,7 +15,7 @@ from torch import Tensor
 
 from recipes.data import SampleDataset
 from recipes.numerics.loss import IGNORE_INDEX
-from recipes.preflight.result import Result
+from recipes.preflight.result import Result, judge
 
 Sample = Mapping[str, Tensor]
 
@@ -98,16 +98,13 @@ def check_dependence(samples: Sequence[Sample], *, is_text: bool) -> Result:
     if is_text:
         alone, given = _pair_entropies(samples)
         found = f"{alone:.2f} nats per target from frequencies alone, {given:.2f} from the input before it"
-        if alone - given >= _MIN_GAIN:
-            return Result(check=name, status="pass", found=found)
-        return Result(check=name, status="fail", found=found, remedy=remedy)
+        return judge(name, found, passes=alone - given >= _MIN_GAIN, remedy=remedy)
     accuracy, chance, error = _nearest_neighbour(samples)
     found = f"the nearest other image has the same class in {accuracy:.0%}, by chance {chance:.0%}"
-    if accuracy > chance + 4 * error:
-        return Result(check=name, status="pass", found=found)
-    if len({int(sample["targets"]) for sample in samples}) > len(samples) // 8:
+    passes = accuracy > chance + 4 * error
+    if not passes and len({int(sample["targets"]) for sample in samples}) > len(samples) // 8:
         return Result(check=name, status="skip", found=f"{found}: too few images of each class to tell")
-    return Result(check=name, status="fail", found=found, remedy=remedy)
+    return judge(name, found, passes=passes, remedy=remedy)
 
 
 def _pair_entropies(samples: Sequence[Sample]) -> tuple[float, float]:
@@ -162,18 +159,11 @@ def check_splits(train: Sequence[Sample], val: Sequence[Sample], *, is_complete:
         val: Validation samples.
         is_complete: Whether both are the whole splits.
     """
-    name = "validation samples are new"
     known = {digest(sample["inputs"]) for sample in train}
     common = sum(digest(sample["inputs"]) in known for sample in val)
     found = f"{common} of {len(val):,} are among {len(train):,} training samples{'' if is_complete else ' looked at'}"
-    if common == 0:
-        return Result(check=name, status="pass", found=found)
-    return Result(
-        check=name,
-        status="fail" if common > 0.1 * len(val) else "warn",
-        found=found,
-        remedy="the validation loss will look better than it is: split by document or by source",
-    )
+    remedy = "the validation loss will look better than it is: split by document or by source"
+    return judge("validation samples are new", found, passes=common == 0, fails=common > 0.1 * len(val), remedy=remedy)
 
 
 def check_repeats(digests: Sequence[bytes], num_samples: int) -> Result:
@@ -183,18 +173,12 @@ def check_repeats(digests: Sequence[bytes], num_samples: int) -> Result:
         digests: Of the inputs of consecutive samples over all ranks.
         num_samples: Left of the epoch in which they begin.
     """
-    name = "the stream brings new samples"
     drawn = digests[:num_samples]
     repeated = len(drawn) - len(set(drawn))
     found = f"{repeated} of {len(drawn):,} samples are repeats, before the {num_samples:,} left of an epoch are through"
-    if repeated <= 0.01 * len(drawn):
-        return Result(check=name, status="pass", found=found)
-    return Result(
-        check=name,
-        status="fail" if repeated > 0.1 * len(drawn) else "warn",
-        found=found,
-        remedy="the loader gives the same samples again, or several ranks the same ones; or the data holds duplicates",
-    )
+    passes, fails = repeated <= 0.01 * len(drawn), repeated > 0.1 * len(drawn)
+    remedy = "the loader gives the same samples again, or several ranks the same ones; or the data holds duplicates"
+    return judge("the stream brings new samples", found, passes=passes, fails=fails, remedy=remedy)
 
 
 def show_samples(samples: Sequence[Sample], decode: Any) -> list[str]:

@@ -12,7 +12,7 @@ from torch.distributed.tensor import DTensor
 from typing_extensions import override
 
 from recipes.adapter import is_adapter
-from recipes.preflight.result import Result
+from recipes.preflight.result import Result, judge
 
 _SHOWN = 4
 
@@ -72,31 +72,20 @@ class GradientProbe(Callback):
 
 def check_frozen(probe: GradientProbe) -> Result:
     """Check that every parameter is trained."""
-    name = "no parameter is frozen"
     found = f"{len(probe.names) - len(probe.frozen)} of {len(probe.names)} tensors are trained"
-    if not probe.frozen:
-        return Result(check=name, status="pass", found=found)
-    return Result(
-        check=name,
-        status="fail",
-        found=f"{found}, not {_shorten(probe.frozen)}",
-        remedy="something has set requires_grad to False",
-    )
+    if probe.frozen:
+        found += f", not {_shorten(probe.frozen)}"
+    remedy = "something has set requires_grad to False"
+    return judge("no parameter is frozen", found, passes=not probe.frozen, remedy=remedy)
 
 
 def check_gradients(probe: GradientProbe) -> Result:
     """Check that every trained parameter has a gradient other than zero."""
-    name = "every parameter has a gradient"
     trained = [each for each in probe.names if each not in probe.frozen]
     missing = [each for each in trained if each not in probe.reached]
-    if not missing:
-        return Result(check=name, status="pass", found=f"all of {len(trained)} tensors")
-    return Result(
-        check=name,
-        status="fail",
-        found=f"none, or zero throughout: {_shorten(missing)}",
-        remedy="the forward pass does not use them, or detaches what they made",
-    )
+    found = f"none, or zero throughout: {_shorten(missing)}" if missing else f"all of {len(trained)} tensors"
+    remedy = "the forward pass does not use them, or detaches what they made"
+    return judge("every parameter has a gradient", found, passes=not missing, remedy=remedy)
 
 
 def check_optimizer(probe: GradientProbe, optimized: Sequence[str]) -> Result:

@@ -14,7 +14,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from recipes.numerics.loss import IGNORE_INDEX
-from recipes.preflight.result import Result
+from recipes.preflight.result import Result, judge
 from recipes.task.base import Batch, TrainingTask
 
 # largest difference that rounding in bfloat16 makes between equal results, as a share of the largest logit
@@ -82,32 +82,27 @@ def _check_first_loss(loss: float, expected: Expected) -> Result:
     uniform = math.log(expected.num_classes)
     found = f"{loss:.3f}; a uniform guess has ln({expected.num_classes}) = {uniform:.3f}"
     if expected.starts_trained:
-        if loss < uniform:
-            return Result(check=name, status="pass", found=found)
         remedy = "trained weights guess no better than chance: another tokenizer, or weights that were not loaded"
-        return Result(check=name, status="fail", found=found, remedy=remedy)
+        return judge(name, found, passes=loss < uniform, remedy=remedy)
     if not math.isfinite(loss):
         return Result(check=name, status="fail", found=found, remedy="the first forward pass already overflows")
     if loss < 0.9 * uniform - 0.1:
         remedy = "the model knows the answer before it has learned: the targets leak into the inputs"
         return Result(check=name, status="fail", found=found, remedy=remedy)
     excess = loss - uniform
-    if excess <= 0.1 * uniform + 0.3:
-        return Result(check=name, status="pass", found=found)
+    passes, fails = excess <= 0.1 * uniform + 0.3, excess > 0.5 * uniform + 0.5
     remedy = "the first weights are too large: the model is sure of wrong answers, and unlearns that first"
-    return Result(check=name, status="warn" if excess <= 0.5 * uniform + 0.5 else "fail", found=found, remedy=remedy)
+    return judge(name, found, passes=passes, fails=fails, remedy=remedy)
 
 
 def _check_loss(loss: Tensor, logits: Tensor, batch: Batch, expected: Expected) -> Result:
     """Compare the task's loss with the cross-entropy of its logits over the real classes."""
-    name = "loss is the cross-entropy"
     real = logits[..., : expected.num_classes].flatten(0, -2)  # [B * T, V]
     own = float(F.cross_entropy(real, batch["targets"].flatten(), ignore_index=IGNORE_INDEX))
     found = f"{float(loss):.5f}; of the logits over {expected.num_classes} classes {own:.5f}"
-    if math.isclose(float(loss), own, rel_tol=1e-3, abs_tol=1e-5):
-        return Result(check=name, status="pass", found=found)
+    passes = math.isclose(float(loss), own, rel_tol=1e-3, abs_tol=1e-5)
     remedy = "the loss is divided by something else than its targets, or counts classes that do not exist"
-    return Result(check=name, status="fail", found=found, remedy=remedy)
+    return judge("loss is the cross-entropy", found, passes=passes, remedy=remedy)
 
 
 def _check_objective(
@@ -118,7 +113,6 @@ def _check_objective(
     expected: Expected,
 ) -> Result:
     """Compare what training minimizes with the formulas of label smoothing and z-loss over the real classes."""
-    name = "regularizers leave padding out"
     with torch.no_grad(), context():
         objective, loss_sum = (float(value) for value in task.objective_sum(batch))
     _, logits = forward(batch)
@@ -131,10 +125,11 @@ def _check_objective(
     each = each + expected.z_loss * real.logsumexp(dim=-1).square()
     own = float(each[carries].sum())
     found = f"objective {objective:.4f}, by the formulas over {expected.num_classes} classes {own:.4f}"
-    if math.isclose(objective, own, rel_tol=2e-3):
-        return Result(check=name, status="pass", found=f"{found} (loss {loss_sum:.4f})")
+    passes = math.isclose(objective, own, rel_tol=2e-3)
+    if passes:
+        found += f" (loss {loss_sum:.4f})"
     remedy = "label smoothing or z-loss counts the columns that pad the vocabulary: cut the logits at model.vocab_size"
-    return Result(check=name, status="fail", found=found, remedy=remedy)
+    return judge("regularizers leave padding out", found, passes=passes, remedy=remedy)
 
 
 def _check_future(batch: Batch, forward: Callable[[Batch], tuple[Tensor, Tensor]], expected: Expected) -> Result:
@@ -155,10 +150,8 @@ def _check_future(batch: Batch, forward: Callable[[Batch], tuple[Tensor, Tensor]
     found = f"changing token {place} moves logits before it by {earlier:.2g}, from it on by {later:.2g}"
     if later == 0.0:
         return Result(check=name, status="fail", found=found, remedy="the model does not read its inputs")
-    if earlier <= 1e-3 * later:
-        return Result(check=name, status="pass", found=found)
     remedy = "attention is not causal, or positions are mixed: the validation loss will be too good, generation bad"
-    return Result(check=name, status="fail", found=found, remedy=remedy)
+    return judge(name, found, passes=earlier <= 1e-3 * later, remedy=remedy)
 
 
 def _check_neighbours(batch: Batch, forward: Callable[[Batch], tuple[Tensor, Tensor]]) -> Result:
@@ -174,10 +167,8 @@ def _check_neighbours(batch: Batch, forward: Callable[[Batch], tuple[Tensor, Ten
         return Result(check=name, status="fail", found="no logit is finite", remedy="look at the first weights")
     moved, largest = float((whole - part)[finite].abs().max()), float(whole[finite].abs().max())
     found = f"without the other half of the batch, logits of up to {largest:.3g} move by {moved:.2g}"
-    if moved <= _ROUNDING * largest:
-        return Result(check=name, status="pass", found=found)
     remedy = "evaluation depends on what else is in the batch: batch norm in training mode, or a mixed-up dimension"
-    return Result(check=name, status="fail", found=found, remedy=remedy)
+    return judge(name, found, passes=moved <= _ROUNDING * largest, remedy=remedy)
 
 
 def _first_samples(batch: Batch, size: int) -> Batch:
@@ -185,13 +176,10 @@ def _first_samples(batch: Batch, size: int) -> Batch:
 
 
 def _check_repeatable(batch: Batch, forward: Callable[[Batch], tuple[Tensor, Tensor]]) -> Result:
-    name = "evaluation is repeatable"
     first, second = (float(forward(batch)[0]) for _ in range(2))
     found = f"loss {first:.6f}, and {second:.6f} for the same batch again"
-    if math.isclose(first, second, rel_tol=1e-5):
-        return Result(check=name, status="pass", found=found)
     remedy = "dropout or another source of noise stays on in evaluation: it must read self.training"
-    return Result(check=name, status="fail", found=found, remedy=remedy)
+    return judge("evaluation is repeatable", found, passes=math.isclose(first, second, rel_tol=1e-5), remedy=remedy)
 
 
 def _check_dropout(model: nn.Module, batch: Batch, forward: Callable[[Batch], tuple[Tensor, Tensor]]) -> Result:
@@ -201,9 +189,8 @@ def _check_dropout(model: nn.Module, batch: Batch, forward: Callable[[Batch], tu
     found = f"loss {first:.6f} and {second:.6f}, dropout {', '.join(f'{rate:g}' for rate in rates) or 'none'}"
     if rates and first == second:
         return Result(check=name, status="fail", found=found, remedy="dropout is set and has no effect in training")
-    if not rates and not math.isclose(first, second, rel_tol=1e-3):
-        return Result(check=name, status="warn", found=found, remedy="something else than dropout makes training noisy")
-    return Result(check=name, status="pass", found=found)
+    passes = bool(rates) or math.isclose(first, second, rel_tol=1e-3)
+    return judge(name, found, passes=passes, fails=False, remedy="something else than dropout makes training noisy")
 
 
 def _check_activations(model: nn.Module, run: Callable[[], Any], mean_over_ranks: Callable[[float], float]) -> Result:
@@ -241,7 +228,6 @@ def _check_activations(model: nn.Module, run: Callable[[], Any], mean_over_ranks
     found = f"{silent[worst]:.0%} silent units where most are ({worst}), scale of inputs {low:.2g} to {high:.2g}"
     if not math.isfinite(high):
         return Result(check=name, status="fail", found=found, remedy="activations overflow before the first step")
-    if silent[worst] > _SILENT or high > 1e3 * max(low, 1e-12):
-        remedy = "units that nothing reaches do not learn; a scale that grows with depth saturates what follows"
-        return Result(check=name, status="warn", found=found, remedy=f"{remedy}: look at the first weights")
-    return Result(check=name, status="pass", found=found)
+    passes = not (silent[worst] > _SILENT or high > 1e3 * max(low, 1e-12))
+    remedy = "units that nothing reaches do not learn; a scale that grows with depth saturates what follows"
+    return judge(name, found, passes=passes, fails=False, remedy=f"{remedy}: look at the first weights")

@@ -27,3 +27,18 @@ class Result:
         shown = self.status.upper() if self.status in ("warn", "fail") else self.status
         first = f"{shown:<4}  {self.check:<34}  {self.found}"
         return [first] if self.remedy is None else [first, f"      {self.remedy}"]
+
+
+def judge(check: str, found: str, *, passes: bool, fails: bool = True, remedy: str) -> Result:
+    """Return the outcome of a check that passes, or has a remedy.
+
+    Args:
+        check: Its name.
+        found: What was measured, against what was expected.
+        passes: Whether it is as it should be.
+        fails: Whether it has failed if not; else it is to be looked into.
+        remedy: What to do about it then.
+    """
+    if passes:
+        return Result(check=check, status="pass", found=found)
+    return Result(check=check, status="fail" if fails else "warn", found=found, remedy=remedy)

@@ -20,7 +20,7 @@ from recipes.checkpoint.writer import CheckpointWriter
 from recipes.config.compose import Config
 from recipes.numerics.collectives import gather_objects
 from recipes.preflight.data import digest
-from recipes.preflight.result import Result
+from recipes.preflight.result import Result, judge
 from recipes.trial.steps import LossRecorder, take_steps
 
 # relative differences that rounding explains: sums in another order, products of 8 and of 11 bits
@@ -68,7 +68,6 @@ def take_first_step(config: Config, folder: Path) -> FirstStep:
 
 def check_accumulation(config: Config, folder: Path, *, micro_batch_size: int, num_ranks: int) -> Result:
     """Compare a step in one micro-batch with the same samples in two."""
-    name = "accumulation equals one batch"
     half = max(micro_batch_size // 2, 1)
     whole, split = (
         take_first_step(
@@ -80,11 +79,9 @@ def check_accumulation(config: Config, folder: Path, *, micro_batch_size: int, n
         f"loss {whole.loss:.6g} and {split.loss:.6g}, gradient norm {whole.norm:.6g} and {split.norm:.6g},"
         f" in 1 and 2 micro-batches of the same {2 * half * num_ranks} samples"
     )
-    bound = _SAME[config["precision"]["name"]]
-    if _agree(whole, split, bound):
-        return Result(check=name, status="pass", found=found)
+    passes = _agree(whole, split, _SAME[config["precision"]["name"]])
     remedy = "the loss or the gradient is not divided by all targets of the step: with more micro-batches it grows"
-    return Result(check=name, status="fail", found=found, remedy=remedy)
+    return judge("accumulation equals one batch", found, passes=passes, remedy=remedy)
 
 
 def check_precision(config: Config, folder: Path, *, micro_batch_size: int, num_ranks: int) -> Result:
@@ -102,11 +99,9 @@ def check_precision(config: Config, folder: Path, *, micro_batch_size: int, num_
     if not math.isfinite(low.norm) and precision == "16-mixed":
         found += " (overflow at the first loss scale, which then halves)"
         low = FirstStep(loss=low.loss, norm=full.norm)
-    if _agree(low, full, _SAME[precision]):
-        return Result(check=name, status="pass", found=found)
+    passes, fails = _agree(low, full, _SAME[precision]), not _agree(low, full, 4 * _SAME[precision])
     remedy = "a norm, a softmax or the loss is computed in low precision; precision=32-true until it is found"
-    is_far = not _agree(low, full, 4 * _SAME[precision])
-    return Result(check=name, status="fail" if is_far else "warn", found=found, remedy=remedy)
+    return judge(name, found, passes=passes, fails=fails, remedy=remedy)
 
 
 def _agree(first: FirstStep, second: FirstStep, bound: float) -> bool:
@@ -120,20 +115,18 @@ def overfit(
     config: Config, folder: Path, *, num_steps: int, micro_batch_size: int, num_ranks: int
 ) -> tuple[Result, float]:
     """Train on one micro-batch with the run's optimizer at its peak learning rate; return also seconds per step."""
-    name = "one batch can be memorized"
     small = sized(config, micro_batch_size=micro_batch_size, num_micro_batches=1, num_ranks=num_ranks)
     small |= {"scheduler": _CONSTANT, "loader": config["loader"] | {"overfit_batches": 1}}
     recorder, clock = LossRecorder(), _Clock()
     take_steps(small, folder=folder, num_steps=num_steps, callbacks=[recorder, clock])
     first, last = recorder.losses[0], min(recorder.losses[-5:])
     found = f"loss {first:.3f} to {last:.3f} in {num_steps} steps at optimizer.lr={config['optimizer']['lr']:g}"
-    if last <= 0.7 * first:
-        return Result(check=name, status="pass", found=found), clock.seconds
     remedy = "it learns slowly: mode.overfit_steps=<more>, or mode=lr_find"
-    if not last <= 0.95 * first:  # NaN too
+    fails = not last <= 0.95 * first  # NaN too
+    if fails:
         remedy = "it does not learn even what it sees again and again: mode=lr_find, then the loss and the optimizer"
-        return Result(check=name, status="fail", found=found, remedy=remedy), clock.seconds
-    return Result(check=name, status="warn", found=found, remedy=remedy), clock.seconds
+    result = judge("one batch can be memorized", found, passes=last <= 0.7 * first, fails=fails, remedy=remedy)
+    return result, clock.seconds
 
 
 class _Clock(Callback):
@@ -163,21 +156,13 @@ class _Clock(Callback):
         return steps[len(steps) // 2] if steps else math.nan
 
 
-@dataclass(frozen=True, kw_only=True)
-class Drawn:
-    """What the training stream gave.
+def draw(run: Run, *, num_batches: int) -> tuple[float, list[bytes]]:
+    """Read the next micro-batches of the training stream, as training would. Collective.
 
-    Attributes:
-        seconds: Per micro-batch of a rank, the slowest rank's median.
-        digests: Of the inputs of its samples, over all ranks.
+    Returns:
+        Seconds per micro-batch of a rank, the slowest rank's median; digests of the inputs of its samples, over all
+        ranks.
     """
-
-    seconds: float
-    digests: list[bytes]
-
-
-def draw(run: Run, *, num_batches: int) -> Drawn:
-    """Read the next micro-batches of the training stream, as training would. Collective."""
     stream = iter(run.data.train_dataloader())
     seconds, own = [], []
     for _ in range(num_batches):
@@ -190,7 +175,7 @@ def draw(run: Run, *, num_batches: int) -> Drawn:
     times = [part[0] for part in parts]
     digests = dict(part[1:] for part in parts).values()  # ranks that divide matrices, tokens or layers have the same
     # in the order of the stream: sample by sample over the ranks
-    return Drawn(seconds=max(times), digests=[each for same_place in zip(*digests, strict=True) for each in same_place])
+    return max(times), [each for same_place in zip(*digests, strict=True) for each in same_place]
 
 
 def check_loader(seconds: float, *, step_seconds: float, num_workers: int | None) -> Result:
@@ -205,10 +190,9 @@ def check_loader(seconds: float, *, step_seconds: float, num_workers: int | None
     found = f"{1e3 * seconds:.2f} ms a micro-batch, and {1e3 * step_seconds:.2f} ms to train on it"
     if math.isnan(step_seconds):
         return Result(check=name, status="skip", found=found)
-    if seconds <= 0.5 * step_seconds or (seconds <= step_seconds and num_workers != 0):
-        return Result(check=name, status="pass", found=found)
+    passes = seconds <= 0.5 * step_seconds or (seconds <= step_seconds and num_workers != 0)
     remedy = "more loader processes, loader.num_workers=8, or data that needs less work per sample"
-    return Result(check=name, status="fail" if seconds > 4 * step_seconds else "warn", found=found, remedy=remedy)
+    return judge(name, found, passes=passes, fails=seconds > 4 * step_seconds, remedy=remedy)
 
 
 class LossAfterStep(Callback):
@@ -286,10 +270,8 @@ def check_checkpoint(config: Config, folder: Path, *, micro_batch_size: int, num
         if dist.is_initialized():
             dist.barrier()  # rank 0's folder is the one that is read
     found = f"{saved.loss:.7g} before it was saved, {loaded.loss:.7g} once it was loaded"
-    if saved.loss == loaded.loss:
-        return Result(check=name, status="pass", found=found)
     remedy = (
         "the loss depends on something that no checkpoint holds: a buffer that is not persistent, a plain attribute"
     )
     close = math.isclose(saved.loss, loaded.loss, rel_tol=1e-6)  # another kernel for the same product
-    return Result(check=name, status="warn" if close else "fail", found=found, remedy=remedy)
+    return judge(name, found, passes=saved.loss == loaded.loss, fails=not close, remedy=remedy)
