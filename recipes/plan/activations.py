@@ -4,6 +4,7 @@ import contextlib
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from itertools import groupby
+from unittest.mock import patch
 
 from torch import Tensor
 
@@ -25,11 +26,8 @@ def mark_host_copies(tracer: StepTracer) -> Iterator[None]:
         tracer.add(host, category=OFFLOADED)
         return host
 
-    host_offload.allocate_host = marked
-    try:
+    with patch.object(host_offload, "allocate_host", marked):
         yield
-    finally:
-        host_offload.allocate_host = allocate
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -57,8 +55,9 @@ def time_transfers(ops: Sequence[Op], step: StepSeconds) -> Transfer | None:
         ops: Of one micro-batch.
         step: Seconds of its sections.
     """
+    transfers = [op for op in ops if op.cost.kind == "transfer"]
     sent = {
-        direction: sum(op.cost.num_bytes for op in ops if _is_transfer(op) and op.section.startswith(direction))
+        direction: sum(op.cost.num_bytes for op in transfers if op.section.startswith(direction))
         for direction in ("forward/", "backward/")
     }
     if not any(sent.values()):
@@ -73,10 +72,6 @@ def time_transfers(ops: Sequence[Op], step: StepSeconds) -> Transfer | None:
         exposed += max(num_bytes / PCIE_BYTES_PER_SECOND - hidden_behind, 0.0)
     num_bytes = sum(sent.values())
     return Transfer(num_bytes=num_bytes, seconds=num_bytes / PCIE_BYTES_PER_SECOND, exposed_seconds=exposed)
-
-
-def _is_transfer(op: Op) -> bool:
-    return op.cost.kind == "transfer"
 
 
 def keep_budget(ops: Sequence[Op], fraction: float) -> list[Op]:

@@ -3,6 +3,8 @@
 import contextlib
 from collections.abc import Iterator
 from dataclasses import dataclass
+from typing import Any
+from unittest.mock import patch
 
 import torch
 import torch.distributed as dist
@@ -60,18 +62,14 @@ def make_groups(mesh: Mesh, *, shards: bool) -> MeshGroups:
 @contextlib.contextmanager
 def even_loads() -> Iterator[None]:
     """Let ranks that divide experts get as many rows as they send: fake tensors have no values to count."""
-    before = ExpertRanks.read_sizes
 
     def read_sizes(self: ExpertRanks, sizes: Tensor, *, num_rows: int) -> tuple[list[int], list[int]]:
         share, rest = divmod(num_rows, self.size)
         even = [share + (rank < rest) for rank in range(self.size)]
         return even, even
 
-    ExpertRanks.read_sizes = read_sizes  # type: ignore[method-assign]
-    try:
+    with patch.object(ExpertRanks, "read_sizes", read_sizes):
         yield
-    finally:
-        ExpertRanks.read_sizes = before  # type: ignore[method-assign]
 
 
 @contextlib.contextmanager
@@ -83,11 +81,8 @@ def real_meshes() -> Iterator[None]:
         with unset_fake_temporarily():
             return before(meshes)
 
-    DeviceMesh._concatenate = staticmethod(concatenate)  # type: ignore[method-assign, assignment]
-    try:
+    with patch.object(DeviceMesh, "_concatenate", staticmethod(concatenate)):
         yield
-    finally:
-        DeviceMesh._concatenate = staticmethod(before)  # type: ignore[method-assign, assignment]
 
 
 @contextlib.contextmanager
@@ -101,14 +96,11 @@ def default_dtype(dtype: torch.dtype) -> Iterator[None]:
         torch.set_default_dtype(before)
 
 
-@contextlib.contextmanager
-def autocast(precision: Precision, device_type: str = "cpu") -> Iterator[None]:
-    """Enter autocast as Lightning's plugin does; fake tensors lie on the CPU."""
+def autocast(precision: Precision, device_type: str = "cpu") -> contextlib.AbstractContextManager[Any]:
+    """Return autocast as Lightning's plugin enters it; fake tensors lie on the CPU."""
     if not precision.is_mixed:
-        yield
-        return
-    with torch.autocast(device_type, precision.compute_dtype, cache_enabled=False):
-        yield
+        return contextlib.nullcontext()
+    return torch.autocast(device_type, precision.compute_dtype, cache_enabled=False)
 
 
 @contextlib.contextmanager
@@ -132,16 +124,11 @@ def gpu_operators(on_gpu: bool) -> Iterator[None]:
     if not on_gpu:
         yield
         return
-    functional = nn.functional
-    dropout = functional.dropout
 
     def native(input: Tensor, p: float = 0.5, training: bool = True, inplace: bool = False) -> Tensor:
         if not training or p == 0.0:
             return input
         return torch.native_dropout(input, p, True)[0]
 
-    functional.dropout = native  # type: ignore[assignment]
-    try:
+    with patch.object(nn.functional, "dropout", native):
         yield
-    finally:
-        functional.dropout = dropout
