@@ -4,7 +4,7 @@ What a place takes is the sum of a part that belongs to weights, one that every 
 tokens, and one that these divide. Three recordings tell them apart: one rank with one sample, with two, and two ranks.
 """
 
-from dataclasses import dataclass, fields
+from dataclasses import dataclass
 
 from recipes.mesh import Mesh
 from recipes.plan.hardware import Cluster
@@ -106,23 +106,16 @@ class Estimator:
         divided: Place = one if recorded.two_ranks is None else getattr(recorded.two_ranks, name)
 
         def scale(a: float, b: float, c: float) -> float:
-            is_divided = recorded.two_ranks is not None
-            return _interpolate(a, b, c if is_divided else a, tensor=tensor, samples=samples)
+            return _interpolate(a, b, c, tensor=tensor, samples=samples)
 
         def scale_seconds(a: Seconds, b: Seconds, c: Seconds) -> Seconds:
             values = {
-                part.name: scale(getattr(a, part.name), getattr(b, part.name), getattr(c, part.name))
-                for part in fields(Seconds)
-                if part.name in ("matmul", "attention", "memory")
+                kind: scale(getattr(a, kind), getattr(b, kind), getattr(c, kind))
+                for kind in ("matmul", "attention", "memory")
             }
             launches = c.num_launches if tensor > 1 else a.num_launches
             waiting = max(launches * recorded.launch_seconds - sum(values.values()), 0.0)
-            return Seconds(
-                matmul=values["matmul"],
-                attention=values["attention"],
-                memory=values["memory"],
-                waiting=waiting,
-            )
+            return Seconds(**values, waiting=waiting)
 
         forward = scale_seconds(one.forward, more.forward, divided.forward)
         backward = scale_seconds(one.backward, more.backward, divided.backward)

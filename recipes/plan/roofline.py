@@ -76,14 +76,14 @@ class Seconds:
         attention: Fused attention.
         memory: Everything limited by memory traffic.
         waiting: The device waits for the host to start kernels.
-        num_launches: Kernels.
+        num_launches: Kernels; of the mean of several blocks no whole number.
     """
 
     matmul: float = 0.0
     attention: float = 0.0
     memory: float = 0.0
     waiting: float = 0.0
-    num_launches: int = 0
+    num_launches: float = 0
 
     @property
     def total(self) -> float:
