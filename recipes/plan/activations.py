@@ -10,9 +10,8 @@ from torch import Tensor
 
 from recipes.activation_checkpoint import host_offload
 from recipes.plan.roofline import StepSeconds
-from recipes.plan.trace import ACTIVATIONS, CASTS, OFFLOADED, TEMPORARY, Op, StepTracer
+from recipes.plan.trace import ACTIVATIONS, KEPT, OFFLOADED, TEMPORARY, Op, StepTracer
 
-_KEPT = (ACTIVATIONS, CASTS)  # for the backward pass
 PCIE_BYTES_PER_SECOND = 20e9  # each way, page-locked memory: fourth generation with 16 lanes; depends on the host
 
 
@@ -109,12 +108,12 @@ def keep_budget(ops: Sequence[Op], fraction: float) -> list[Op]:
 
 def _drop(part: list[Op], share: float) -> tuple[list[Op], int]:
     """Return the forward pass of a block that drops a share of what it keeps when it ends; and its bytes."""
-    makers = [number for number, op in enumerate(part) if any(op.allocated.get(name, 0) for name in _KEPT)]
+    makers = [number for number, op in enumerate(part) if any(op.allocated.get(name, 0) for name in KEPT)]
     total = 0
     kept = list(part)
     for number in makers[:-1]:  # the last one makes the block's output
         allocated = dict(part[number].allocated)
-        for name in _KEPT:
+        for name in KEPT:
             num_bytes = round(share * allocated.get(name, 0))
             if num_bytes:
                 allocated[name] -= num_bytes

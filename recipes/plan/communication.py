@@ -168,9 +168,9 @@ def of_model_ranks(ops: Sequence[Op], cluster: Cluster, mesh: Mesh, *, num_micro
         if num_ranks == 1:
             continue
         total = seconds = 0.0
+        stride = mesh.tensor if name == "context" else 1
         for op in ops:
             if op.cost.kind == "collective" and op.dimension == name:
-                stride = mesh.tensor if name == "context" else 1
                 repeats = num_micro_batches if "/" in op.section else 1
                 sent, took = cost_of_collective(op, cluster, num_ranks=num_ranks, stride=stride)
                 total, seconds = total + sent * repeats, seconds + took * repeats

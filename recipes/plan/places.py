@@ -6,6 +6,7 @@ With this a step need not be recorded again to know it with other ranks: `stages
 from collections import Counter
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
+from itertools import accumulate
 
 from torch import nn
 
@@ -14,9 +15,8 @@ from recipes.plan.communication import WAITED_FOR, cost_of_collective
 from recipes.plan.hardware import Cluster
 from recipes.plan.memory import timeline
 from recipes.plan.roofline import Seconds, StepSeconds
-from recipes.plan.trace import ACTIVATIONS, CASTS, GATHERED, GRADIENTS, OPTIMIZER, WEIGHTS, Op
+from recipes.plan.trace import GATHERED, GRADIENTS, KEPT, OPTIMIZER, WEIGHTS, Op
 
-KEPT = (ACTIVATIONS, CASTS)  # from the forward to the backward pass
 _STATE = (WEIGHTS, GRADIENTS, OPTIMIZER, GATHERED)
 
 
@@ -91,15 +91,15 @@ def describe_places(ops: Sequence[Op], model: nn.Module) -> Places:
     num_blocks = max(len(getattr(model, "blocks", ())), 1)
     before, within, after = count_parameters(model)
     parameters = {"first": before, "block": within / num_blocks, "last": after}
-    extra = _extra_bytes(ops)
+    extra, kept = _extra_bytes(ops), sum_kept(ops)
     places = {}
     for key, name in _NAMES.items():
         own = [op for op in ops if _is_at(op.section, name)]
         copies = num_blocks if name is None else 1
-        kept = sum(sum(op.allocated.get(c, 0) - op.freed.get(c, 0) for c in KEPT) for op in own if _is_forward(op))
+        kept_bytes = sum(sizes.total() for place, sizes in kept.items() if _is_at(f"forward/{place}", name))
         places[key] = Place(
             num_parameters=parameters[key],
-            kept_bytes=max(kept / copies, 0.0),
+            kept_bytes=max(kept_bytes / copies, 0.0),
             extra_bytes=extra.get(key, 0.0),
             collectives=tuple(op for op in own if op.cost.kind == "collective" and op.dimension in WAITED_FOR),
             num_copies=copies,
@@ -135,14 +135,22 @@ def count_parameters(model: nn.Module) -> tuple[float, float, float]:
     return sums[0], sums[1], sums[2]
 
 
+def sum_kept(ops: Sequence[Op]) -> dict[str, Counter[str]]:
+    """Return the bytes that each place keeps from the forward to the backward pass, by what they hold."""
+    kept: dict[str, Counter[str]] = {}
+    for op in ops:
+        direction, _, place = op.section.partition("/")
+        if direction == "forward":
+            sizes = kept.setdefault(place, Counter())
+            for name in KEPT:
+                sizes[name] += op.allocated.get(name, 0) - op.freed.get(name, 0)
+    return kept
+
+
 def _extra_bytes(ops: Sequence[Op]) -> dict[str, float]:
     """Return the most that each place holds beside state and what is kept for the backward pass of it and others."""
-    kept: Counter[str] = Counter()
-    for op in ops:
-        if _is_forward(op):
-            kept[op.section.partition("/")[2]] += sum(op.allocated.get(c, 0) - op.freed.get(c, 0) for c in KEPT)
-    order = list(kept)
-    until = {place: sum(kept[name] for name in order[: index + 1]) for index, place in enumerate(order)}
+    kept = {place: sizes.total() for place, sizes in sum_kept(ops).items()}
+    until = dict(zip(kept, accumulate(kept.values()), strict=True))
     extra: dict[str, float] = {}
     for moment in timeline(ops):
         place = moment.section.partition("/")[2]
@@ -156,10 +164,6 @@ def _extra_bytes(ops: Sequence[Op]) -> dict[str, float]:
 def _is_at(section: str, name: str | None) -> bool:
     place = section.partition("/")[2]
     return bool(place) and (place not in ("embedding", "head") if name is None else place == name)
-
-
-def _is_forward(op: Op) -> bool:
-    return op.section.startswith("forward/")
 
 
 def _count(module: nn.Module) -> float:

@@ -15,7 +15,7 @@ from recipes.plan.communication import WAITED_FOR, Communication, Traffic, cost_
 from recipes.plan.hardware import Cluster
 from recipes.plan.memory import Moment, find_peak
 from recipes.plan.pipeline import Pipeline
-from recipes.plan.places import KEPT, Place, Places, describe_places, with_seconds
+from recipes.plan.places import Place, Places, describe_places, sum_kept, with_seconds
 from recipes.plan.roofline import StepSeconds
 from recipes.plan.trace import GATHERED, GRADIENTS, OPTIMIZER, WEIGHTS, Op
 
@@ -49,21 +49,6 @@ class Stages:
         """Of all parameters, that a stage has at most."""
         total = sum(times * place.num_parameters for times, place in self.places.parts())
         return max(self.num_parameters(stage) for stage in range(len(self.counts))) / total
-
-
-@dataclass(frozen=True, kw_only=True)
-class StagedSeconds:
-    """The time of a step through a pipeline.
-
-    Attributes:
-        seconds: Of a step, without the optimizer.
-        bubble: Share of it in which a stage has nothing to do.
-        communication: Of a rank of the slowest stage.
-    """
-
-    seconds: float
-    bubble: float
-    communication: Communication
 
 
 def divide_layers(ops: Sequence[Op], model: nn.Module, pipeline: Pipeline, *, boundary_bytes: float) -> Stages:
@@ -102,12 +87,7 @@ def stage_moments(
         gradient_itemsize: Of a gradient until it is reduced.
         held_share: Share of a stage's weights that one rank holds when they are gathered.
     """
-    kept: dict[str, Counter[str]] = {}
-    for op in ops:
-        direction, _, place = op.section.partition("/")
-        if direction == "forward":
-            for name in KEPT:
-                kept.setdefault(place, Counter())[name] += op.allocated.get(name, 0) - op.freed.get(name, 0)
+    kept = sum_kept(ops)
     names = [place for place in kept if place not in ("embedding", "head")]
     per_name = stages.places.num_blocks / max(len(names), 1)  # of a period of different blocks
     total = sum(times * place.num_parameters for times, place in stages.places.parts())
@@ -172,7 +152,7 @@ def _is_before(place: str, other: str, kept: dict[str, Counter[str]]) -> bool:
 
 def time_stages(
     ops: Sequence[Op], step: StepSeconds, cluster: Cluster, mesh: Mesh, stages: Stages, *, num_micro_batches: int
-) -> StagedSeconds:
+) -> tuple[float, float, Communication]:
     """Return the seconds of a step whose layers are divided.
 
     Args:
@@ -182,6 +162,10 @@ def time_stages(
         mesh: Of a stage.
         stages: Of the pipeline.
         num_micro_batches: Per optimizer step.
+
+    Returns:
+        Seconds without the optimizer, the share of them in which a stage has nothing to do, and what a rank of the
+        slowest stage sends.
     """
     timed = with_seconds(stages.places, step)
     slowest = max(range(len(stages.counts)), key=lambda stage: sum(_seconds_of(stages, timed, stage, cluster, mesh)))
@@ -198,7 +182,7 @@ def time_stages(
     exposed = sum(part.exposed_seconds for part in (boundary, *shards))
     seconds = busy + idle + exposed
     traffic = tuple(part for part in (*shards, *model_ranks, boundary) if part.num_bytes)
-    return StagedSeconds(seconds=seconds, bubble=idle / seconds, communication=Communication(traffic=traffic))
+    return seconds, idle / seconds, Communication(traffic=traffic)
 
 
 def _seconds_of(stages: Stages, timed: Places, stage: int, cluster: Cluster, mesh: Mesh) -> tuple[float, float]:
@@ -265,24 +249,24 @@ def _of_shards(
     sizes, strides = measure_shards(mesh)
     result = []
     for name, num_ranks in sizes.items():
-        gathered, reduced, total = 0.0, 0.0, 0.0
+        gathered = reduced = total = 0.0
         for op in ops:
             is_gather = "gather" in op.name
             if op.dimension != name or "/" not in op.section or (is_gather and not op.section.startswith("forward")):
                 continue
             sent, seconds = cost_of_collective(op, cluster, num_ranks=num_ranks, stride=strides[name])
             total += share * sent
-            gathered, reduced = (
-                (gathered + share * seconds, reduced) if is_gather else (gathered, reduced + share * seconds)
-            )
+            if is_gather:
+                gathered += share * seconds
+            else:
+                reduced += share * seconds
         if num_ranks > 1 and total:
-            exposed = max(gathered - forward_seconds, 0.0) + reduced
             traffic = Traffic(
                 dimension=name,
                 num_ranks=num_ranks,
                 num_bytes=total,
                 seconds=gathered + reduced,
-                exposed_seconds=exposed,
+                exposed_seconds=max(gathered - forward_seconds, 0.0) + reduced,
             )
             result.append(traffic)
     return result

@@ -87,14 +87,16 @@ def estimate_times(
     transfer = time_transfers(ops, step)
     optimizer = _optimizer_seconds(recorded, step, rates)
     if stages is not None:
-        staged = time_stages(ops, step, cluster, recorded.engine.mesh, stages, num_micro_batches=num_micro_batches)
+        seconds, bubble, communication = time_stages(
+            ops, step, cluster, recorded.engine.mesh, stages, num_micro_batches=num_micro_batches
+        )
         return Times(
             step=step,
-            communication=staged.communication,
+            communication=communication,
             transfer=transfer,
-            step_seconds=staged.seconds + optimizer * stages.largest_share,
+            step_seconds=seconds + optimizer * stages.largest_share,
             forward_seconds=step.of("forward/").total,
-            bubble=staged.bubble,
+            bubble=bubble,
         )
     traffic = _list_traffic(recorded, step, cluster)
     communication = Communication(traffic=tuple(part for part in traffic if part.num_bytes))

@@ -27,6 +27,7 @@ WEIGHTS, GRADIENTS, OPTIMIZER, CASTS, ACTIVATIONS, OFFLOADED, LOSS, GATHERED, TE
     "communication",
     "temporary",
 )
+KEPT = (ACTIVATIONS, CASTS)  # from the forward to the backward pass
 _WAIT: Any = torch.ops._c10d_functional.wait_tensor.default
 BEFORE = "before"  # the section of what exists when the step begins
 # namespaces of operators that move no data

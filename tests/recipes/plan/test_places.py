@@ -9,10 +9,10 @@ from torch import nn
 from recipes.mesh import Mesh
 from recipes.plan.hardware import find_cluster
 from recipes.plan.memory import timeline
-from recipes.plan.places import KEPT, Places, count_parameters, describe_places, with_seconds
+from recipes.plan.places import Places, count_parameters, describe_places, with_seconds
 from recipes.plan.roofline import Seconds, StepSeconds
 from recipes.plan.step import record_step
-from recipes.plan.trace import Op
+from recipes.plan.trace import KEPT, Op
 
 SIZES = ["strategy=fsdp", "tensor_parallel_size=2", "trainer.devices=2"]
 
