@@ -86,28 +86,25 @@ def estimate_times(
     step = time_step(ops, rates, is_compiled=get_compile_mode(config, on_gpu=on_gpu) is not None)
     transfer = time_transfers(ops, step)
     optimizer = _optimizer_seconds(recorded, step, rates)
+    forward, backward = step.of("forward/").total, step.of("backward/").total
+    bubble = None
     if stages is not None:
         seconds, bubble, communication = time_stages(
             ops, step, cluster, recorded.engine.mesh, stages, num_micro_batches=num_micro_batches
         )
-        return Times(
-            step=step,
-            communication=communication,
-            transfer=transfer,
-            step_seconds=seconds + optimizer * stages.largest_share,
-            forward_seconds=step.of("forward/").total,
-            bubble=bubble,
-        )
-    traffic = _list_traffic(recorded, step, cluster)
-    communication = Communication(traffic=tuple(part for part in traffic if part.num_bytes))
-    exposed = transfer.exposed_seconds if transfer is not None else 0.0
-    seconds = num_micro_batches * (step.of("forward/").total + step.of("backward/").total + exposed)
+        seconds += optimizer * stages.largest_share
+    else:
+        traffic = _list_traffic(recorded, step, cluster)
+        communication = Communication(traffic=tuple(part for part in traffic if part.num_bytes))
+        exposed = transfer.exposed_seconds if transfer is not None else 0.0
+        seconds = num_micro_batches * (forward + backward + exposed) + optimizer + communication.exposed_seconds
     return Times(
         step=step,
         communication=communication,
         transfer=transfer,
-        step_seconds=seconds + optimizer + communication.exposed_seconds,
-        forward_seconds=step.of("forward/").total,
+        step_seconds=seconds,
+        forward_seconds=forward,
+        bubble=bubble,
     )
 
 
