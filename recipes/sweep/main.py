@@ -42,7 +42,9 @@ def run_sweep(overrides: list[str], folder: Path, name: str, run: Callable[..., 
     if command.mistakes and "sweep.skip_invalid=true" not in overrides:
         print(format_report(command.mistakes), file=sys.stderr)
         return ExitCode.INVALID_CONFIG
-    register(folder, name, keys=command.keys, command=sys.argv[1:])
+    MULTIRUN.config_folder, MULTIRUN.config_name = folder, name
+    MULTIRUN.keys, MULTIRUN.command, MULTIRUN.exit_code = command.keys, sys.argv[1:], 0
+    register()
     flags = ["--multirun"]
     if not any(override.startswith("hydra/launcher=") for override in overrides):
         flags.append(f"hydra/launcher={PLUGIN_NAME}")
