@@ -4,8 +4,8 @@ import logging
 import sys
 import time
 from collections import Counter
-from collections.abc import Callable, Mapping, Sequence
-from types import TracebackType
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 
 from rich.console import Console
 from rich.live import Live
@@ -49,20 +49,17 @@ class LiveTable:
         self._drawn_at = 0.0
         self._live = Live(console=console, auto_refresh=False) if console.is_terminal else None
 
-    def __enter__(self) -> "LiveTable":
-        if self._live is not None:
-            self._live.__enter__()
-            _log_to_stdout()
-        return self
-
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        trace: TracebackType | None,
-    ) -> None:
-        if self._live is not None:
-            self._live.__exit__(kind, error, trace)
+    @contextmanager
+    def updating(self) -> Iterator[None]:
+        """Keep the table on the terminal."""
+        if self._live is None:
+            yield
+            return
+        try:
+            with self._live:
+                _log_to_stdout()
+                yield
+        finally:
             _log_to_stdout()
 
     def show(self, progress: Mapping[int, Progress]) -> None:

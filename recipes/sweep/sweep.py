@@ -124,7 +124,7 @@ class Sweep:
         pool = Pool(self.launcher, source, on_change=self._log_job, show=self._table.show)
         stop_signal = None
         try:
-            with self._table:
+            with self._table.updating():
                 stop_signal = pool.run()
         finally:
             self._report.log_end()
