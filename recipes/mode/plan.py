@@ -15,7 +15,7 @@ from recipes.plan.assumptions import Assumptions
 from recipes.plan.hardware import MEASURED, Cluster, find_cluster
 from recipes.plan.measured import OperatorTimer
 from recipes.plan.plan import get_limit, make_plan
-from recipes.plan.roofline import Rates, get_rates
+from recipes.plan.roofline import Rates, get_rates, kind_of
 from recipes.plan.run_length import measure_run
 from recipes.plan.scaling import as_json as scaling_as_json
 from recipes.plan.scaling import describe_scaling, plan_scaling
@@ -27,7 +27,6 @@ from recipes.run_folder import PLAN_FILE, write_atomically
 from recipes.runtime.console import LOGGER
 
 PAGE = "plan.html"
-_KINDS = {"bfloat16": "bf16", "float16": "fp16", "float32": "fp32"}
 
 
 def plan(
@@ -61,7 +60,7 @@ def plan(
     precision: Precision = make(config["precision"])
     rates = _find_rates(cluster, find_peak, precision)
     timer = _make_timer() if assumed.hardware == MEASURED else None
-    kind = _KINDS[str(precision.compute_dtype).removeprefix("torch.")]
+    kind = kind_of(precision.compute_dtype)
     lines: list[str] = []
     found: list[Found] = []
     if assumed.search:

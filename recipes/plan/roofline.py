@@ -6,7 +6,6 @@ loading of data, the allocator.
 
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field, fields
-from typing import Literal
 
 import torch
 
@@ -153,7 +152,7 @@ def _add(part: Seconds, op: Op, rates: Rates) -> None:
         return
     part.num_launches += cost.num_launches
     traffic = cost.num_bytes / (rates.bandwidth * rates.memory) + rates.kernel_seconds
-    peak = rates.tflops[_kind_of(cost.dtype)] * 1e12
+    peak = rates.tflops[kind_of(cost.dtype)] * 1e12
     if cost.kind == "matmul":
         part.matmul += max(cost.flops / (peak * rates.matmul), traffic)
     elif cost.kind == "attention":
@@ -176,7 +175,6 @@ def _add_fused(part: Seconds, ops: Iterable[Op], rates: Rates) -> None:
     part.memory += traffic / (rates.bandwidth * rates.memory) + rates.kernel_seconds
 
 
-def _kind_of(dtype: torch.dtype) -> Literal["bf16", "fp16", "fp32"]:
-    if dtype == torch.bfloat16:
-        return "bf16"
-    return "fp16" if dtype == torch.float16 else "fp32"
+def kind_of(dtype: torch.dtype) -> str:
+    """Return the kind of arithmetic of a dtype, a key of `Rates.tflops`."""
+    return {torch.bfloat16: "bf16", torch.float16: "fp16"}.get(dtype, "fp32")
