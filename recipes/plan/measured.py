@@ -8,7 +8,6 @@ that depends on the model. A real step of a shallow copy of the model gives that
 import statistics
 import time
 from collections.abc import Sequence
-from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -27,14 +26,6 @@ _REAL_STEPS = 8
 _RUNS, _BUDGET_SECONDS = 7, 0.4  # of one operator: at most so many runs, and no further one after so long
 
 
-@dataclass(frozen=True)
-class _Timing:
-    """How long an operator takes, and the bytes that it then moves."""
-
-    seconds: float
-    num_bytes: float
-
-
 class OperatorTimer:
     """Times operators, each distinct one once.
 
@@ -44,7 +35,7 @@ class OperatorTimer:
 
     def __init__(self, device: torch.device) -> None:
         self.device = device
-        self._timings: dict[str, _Timing] = {}
+        self._timings: dict[str, tuple[float, float]] = {}  # seconds of an operator, and the bytes that it then moves
 
     def seconds_of(self, op: Op) -> float:
         """Return the seconds of a recorded operator.
@@ -60,13 +51,13 @@ class OperatorTimer:
         key = _describe_call(op.call)
         if key not in self._timings:
             self._timings[key] = self._measure(op.call)
-        timing = self._timings[key]
-        if timing.num_bytes == 0.0 or op.cost.num_bytes == 0.0:
-            return timing.seconds
-        return timing.seconds * op.cost.num_bytes / timing.num_bytes
+        seconds, num_bytes = self._timings[key]
+        if num_bytes == 0.0 or op.cost.num_bytes == 0.0:
+            return seconds
+        return seconds * op.cost.num_bytes / num_bytes
 
     @torch.no_grad()
-    def _measure(self, call: Any) -> _Timing:
+    def _measure(self, call: Any) -> tuple[float, float]:
         func, args, kwargs = call
         args, kwargs = tree_map(self._make_real, (args, kwargs))
         out = func(*args, **kwargs)  # also warms caches and the allocator
@@ -80,7 +71,7 @@ class OperatorTimer:
             func(*args, **kwargs)
             _wait(self.device)
             seconds.append(time.perf_counter() - start)
-        return _Timing(seconds=statistics.median(seconds), num_bytes=num_bytes)
+        return statistics.median(seconds), num_bytes
 
     def _make_real(self, leaf: Any) -> Any:
         """Return a tensor with storage for a fake one: small positive numbers, index 0, True; others as they are."""

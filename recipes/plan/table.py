@@ -27,13 +27,14 @@ def describe_memory(plan: Plan) -> Iterator[str]:
         f" {plan.mesh.data_size} {_name_data_ranks(plan)}"
     )
     yield from _describe_mesh(plan)
-    unit, size_of = ("GiB", gib) if moment.total >= GIB else ("MiB", _mib)
+    unit, unit_bytes = ("GiB", GIB) if moment.total >= GIB else ("MiB", 2**20)
     yield f"memory of a rank in {unit}, when it is fullest ({describe_place(moment)}):"
     shown = {name: moment.held[name] for name in sorted(moment.held, key=_order) if moment.held[name] > 0}
     for name, num_bytes in shown.items():
-        yield f"  {name:<17} {size_of(num_bytes):9.2f}"
+        yield f"  {name:<17} {num_bytes / unit_bytes:9.2f}"
     verdict = "fits" if plan.fits else "DOES NOT FIT"
-    yield f"  {'total':<17} {size_of(moment.total):9.2f}  of {size_of(plan.limit_bytes):,.2f} usable: {verdict}"
+    total, limit = moment.total / unit_bytes, plan.limit_bytes / unit_bytes
+    yield f"  {'total':<17} {total:9.2f}  of {limit:,.2f} usable: {verdict}"
     if plan.not_recorded is not None:
         yield (
             "  without activations and loss: the forward pass needs values, which a plan has not"
@@ -212,10 +213,6 @@ def as_json(plan: Plan, length: RunLength, flops: Flops | None) -> dict[str, Any
             "gib": {name: [round(gib(moment.held.get(name, 0)), 5) for moment in picked] for name in names},
         },
     }
-
-
-def _mib(num_bytes: float) -> float:
-    return num_bytes / 2**20
 
 
 def _order(name: str) -> tuple[int, str]:

@@ -17,6 +17,8 @@ from recipes.numerics.loss import IGNORE_INDEX
 from recipes.preflight.result import Result, judge
 from recipes.task.base import Batch, TrainingTask
 
+Forward = Callable[[Batch], tuple[Tensor, Tensor]]  # a micro-batch -> its loss and logits
+Context = Callable[[], contextlib.AbstractContextManager[Any]]
 # largest difference that rounding in bfloat16 makes between equal results, as a share of the largest logit
 _ROUNDING = 0.05
 _SILENT = 0.8  # of the units: half of them are in a ReLU after a small batch
@@ -40,12 +42,7 @@ class Expected:
 
 
 def check_model(
-    task: TrainingTask,
-    batch: Batch,
-    expected: Expected,
-    *,
-    context: Callable[[], contextlib.AbstractContextManager[Any]],
-    mean_over_ranks: Callable[[float], float],
+    task: TrainingTask, batch: Batch, expected: Expected, *, context: Context, mean_over_ranks: Callable[[float], float]
 ) -> Iterator[Result]:
     """Yield the results of all checks of a model. Collective: call it on every rank.
 
@@ -106,11 +103,7 @@ def _check_loss(loss: Tensor, logits: Tensor, batch: Batch, expected: Expected) 
 
 
 def _check_objective(
-    task: TrainingTask,
-    batch: Batch,
-    forward: Callable[[Batch], tuple[Tensor, Tensor]],
-    context: Callable[[], contextlib.AbstractContextManager[Any]],
-    expected: Expected,
+    task: TrainingTask, batch: Batch, forward: Forward, context: Context, expected: Expected
 ) -> Result:
     """Compare what training minimizes with the formulas of label smoothing and z-loss over the real classes."""
     with torch.no_grad(), context():
@@ -132,7 +125,7 @@ def _check_objective(
     return judge("regularizers leave padding out", found, passes=passes, remedy=remedy)
 
 
-def _check_future(batch: Batch, forward: Callable[[Batch], tuple[Tensor, Tensor]], expected: Expected) -> Result:
+def _check_future(batch: Batch, forward: Forward, expected: Expected) -> Result:
     """Change one token of the first sample: earlier logits must stay, later ones must not."""
     name = "no leak from the future"
     first = _first_samples(batch, 1)
@@ -154,7 +147,7 @@ def _check_future(batch: Batch, forward: Callable[[Batch], tuple[Tensor, Tensor]
     return judge(name, found, passes=earlier <= 1e-3 * later, remedy=remedy)
 
 
-def _check_neighbours(batch: Batch, forward: Callable[[Batch], tuple[Tensor, Tensor]]) -> Result:
+def _check_neighbours(batch: Batch, forward: Forward) -> Result:
     """Leave out the second half of the batch: the logits of the first must stay."""
     name = "samples do not see each other"
     size = len(batch["targets"])
@@ -175,14 +168,14 @@ def _first_samples(batch: Batch, size: int) -> Batch:
     return {key: value[:size] if isinstance(value, Tensor) and value.ndim else value for key, value in batch.items()}
 
 
-def _check_repeatable(batch: Batch, forward: Callable[[Batch], tuple[Tensor, Tensor]]) -> Result:
+def _check_repeatable(batch: Batch, forward: Forward) -> Result:
     first, second = (float(forward(batch)[0]) for _ in range(2))
     found = f"loss {first:.6f}, and {second:.6f} for the same batch again"
     remedy = "dropout or another source of noise stays on in evaluation: it must read self.training"
     return judge("evaluation is repeatable", found, passes=math.isclose(first, second, rel_tol=1e-5), remedy=remedy)
 
 
-def _check_dropout(model: nn.Module, batch: Batch, forward: Callable[[Batch], tuple[Tensor, Tensor]]) -> Result:
+def _check_dropout(model: nn.Module, batch: Batch, forward: Forward) -> Result:
     name = "training mode differs as set"
     rates = sorted({module.p for module in model.modules() if isinstance(module, nn.Dropout) and module.p > 0})
     first, second = (float(forward(batch)[0]) for _ in range(2))
