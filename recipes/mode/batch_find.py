@@ -24,7 +24,7 @@ from recipes.runtime.console import LOGGER
 from recipes.runtime.exit_codes import ExitCode
 from recipes.runtime.world import Ranks
 from recipes.trial.peak_memory import PeakMemory
-from recipes.trial.steps import reject_resume, take_steps
+from recipes.trial.steps import reject_resume, sized, take_steps
 
 _TRY = "recipes.mode.batch_find.try_size"
 _STEPS = 3  # the first creates the optimizer's state, the second is the first at full memory, the third is measured
@@ -167,12 +167,6 @@ def _find_sizes(config: Config, ranks: Ranks) -> list[int]:
     return [size for size in range(1, per_rank + 1) if per_rank % size == 0]
 
 
-def _with_size(config: Config, size: int, num_micro_batches: int, num_ranks: int) -> Config:
-    trainer = config["trainer"] | {"accumulate_grad_batches": None}
-    batch = size * num_micro_batches * num_ranks
-    return config | {"micro_batch_size": size, "global_batch_size": batch, "trainer": trainer}
-
-
 def _estimate(config: Config, sizes: Sequence[int], planner: Planner, limit: float) -> int:
     """Return the index of the largest size that the plan finds to fit; 0 where it finds none."""
     low, high = 0, len(sizes)
@@ -197,7 +191,8 @@ def _run_trial(composed: Composed, config: Config, ranks: Ranks, size: int, limi
     per_rank = int(config["global_batch_size"]) // num_ranks
     with tempfile.TemporaryDirectory(prefix="recipes_trial_") as folder:
         file = Path(folder) / "trial.json"
-        changed = _with_size(config, size, min(per_rank // size, _MICRO_BATCHES), num_ranks)
+        count = min(per_rank // size, _MICRO_BATCHES)
+        changed = sized(config, micro_batch_size=size, num_micro_batches=count, num_ranks=num_ranks)
         changed |= {"mode": config["mode"] | {"path": str(file)}}
         result = spawn_ranks(replace(composed, config=changed), ranks)
         # a host that is out of memory kills without a word

@@ -21,7 +21,7 @@ from recipes.config.compose import Config
 from recipes.numerics.collectives import gather_objects
 from recipes.preflight.data import digest
 from recipes.preflight.result import Result, judge
-from recipes.trial.steps import LossRecorder, take_steps
+from recipes.trial.steps import LossRecorder, sized, take_steps
 
 # relative differences that rounding explains: sums in another order, products of 8 and of 11 bits
 _SAME = {"32-true": 1e-3, "16-mixed": 0.02, "bf16-mixed": 0.03, "bf16-true": 0.06}
@@ -47,15 +47,6 @@ class InEvaluationMode(Callback):
     @override
     def on_train_batch_start(self, trainer: lightning.Trainer, pl_module: Any, batch: Any, batch_idx: int) -> None:
         pl_module.model.eval()
-
-
-def sized(config: Config, *, micro_batch_size: int, num_micro_batches: int, num_ranks: int) -> Config:
-    """Return the config with another division of a global batch."""
-    return config | {
-        "micro_batch_size": micro_batch_size,
-        "global_batch_size": micro_batch_size * num_micro_batches * num_ranks,
-        "trainer": config["trainer"] | {"accumulate_grad_batches": None},
-    }
 
 
 def take_first_step(config: Config, folder: Path) -> FirstStep:

@@ -49,6 +49,15 @@ def take_steps(config: Config, *, folder: Path, num_steps: int, callbacks: Seque
     return run
 
 
+def sized(config: Config, *, micro_batch_size: int, num_micro_batches: int, num_ranks: int) -> Config:
+    """Return the config with another division of a global batch."""
+    return config | {
+        "micro_batch_size": micro_batch_size,
+        "global_batch_size": micro_batch_size * num_micro_batches * num_ranks,
+        "trainer": config["trainer"] | {"accumulate_grad_batches": None},
+    }
+
+
 def reject_resume(composed: Composed) -> None:
     """Reject a checkpoint for a trial that starts from the first weights.
 
