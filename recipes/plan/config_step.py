@@ -1,8 +1,8 @@
 """What a config means for one step: what its strategy does to it, and everything that the step depends on."""
 
 import math
-from collections.abc import Callable
 from dataclasses import dataclass, field
+from functools import partial
 
 import torch
 from torch import Tensor, nn
@@ -149,11 +149,10 @@ def describe_step(
     return Step(
         make_model=lambda: make_model(config),
         objective=objective,
-        make_batch=_batch_maker(task.input_kind, shape, precision),
+        make_batch=partial(_make_batch, task.input_kind, accumulation.micro_batch_size, shape, precision),
         make_optimizer=make(config["optimizer"]),
         precision=precision,
         activation_checkpoint=make(config["activation_checkpoint"]),
-        micro_batch_size=accumulation.micro_batch_size,
         accumulates=accumulation.num_micro_batches > 1,
         frees_gradients=bool(read_signature(config["strategy"]["_target_"]).constants.get("frees_gradients", True)),
         engine_steps=engine.zero is not None,
@@ -175,12 +174,9 @@ def find_sample_shape(config: Config) -> tuple[int, ...]:
     return tuple(source.train()[0]["inputs"].shape)
 
 
-def _batch_maker(kind: str, shape: tuple[int, ...], precision: Precision) -> Callable[[int], Batch]:
-    def make_batch(size: int) -> Batch:
-        if kind == "tokens":
-            tokens = torch.zeros(size, *shape, dtype=torch.int64)  # [B, T]
-            return {"inputs": tokens, "targets": torch.zeros_like(tokens), "num_targets": size * shape[0]}
-        images = torch.zeros(size, *shape, dtype=precision.param_dtype)  # [B, C, H, W]
-        return {"inputs": images, "targets": torch.zeros(size, dtype=torch.int64), "num_targets": size}
-
-    return make_batch
+def _make_batch(kind: str, size: int, shape: tuple[int, ...], precision: Precision) -> Batch:
+    if kind == "tokens":
+        tokens = torch.zeros(size, *shape, dtype=torch.int64)  # [B, T]
+        return {"inputs": tokens, "targets": torch.zeros_like(tokens), "num_targets": size * shape[0]}
+    images = torch.zeros(size, *shape, dtype=precision.param_dtype)  # [B, C, H, W]
+    return {"inputs": images, "targets": torch.zeros(size, dtype=torch.int64), "num_targets": size}

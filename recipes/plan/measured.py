@@ -129,7 +129,7 @@ def time_real_steps(step: Step, *, blocks: Sequence[int] | None, device: torch.d
         optimizer = step.make_optimizer(model)
         parameters = [parameter for parameter in model.parameters() if parameter.requires_grad]
         for _ in range(num_steps + 1):
-            batch = step.make_batch(step.micro_batch_size)
+            batch = step.make_batch()
             # before the clock starts: a run zeroes them once a step, not for every micro-batch
             optimizer.zero_grad(set_to_none=not step.accumulates)
             _wait(device)

@@ -139,7 +139,8 @@ def _find_stages(recorded: Recorded) -> Stages | None:
         return None
     mesh = engine.mesh
     divided = mesh.context * (mesh.tensor if mesh.sequence_parallel else 1)
-    elements = step.micro_batch_size * recorded.shape[0] / divided * int(getattr(recorded.model, "hidden_size", 0))
+    tokens = recorded.accumulation.micro_batch_size * recorded.shape[0]
+    elements = tokens / divided * int(getattr(recorded.model, "hidden_size", 0))
     # hidden states have the dtype of the weights
     boundary_bytes = elements * step.precision.param_dtype.itemsize
     return divide_layers(recorded.ops, recorded.model, engine.pipeline, boundary_bytes=boundary_bytes)

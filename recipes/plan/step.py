@@ -68,11 +68,10 @@ class Step:
     Attributes:
         make_model: Returns the model, on the default device.
         objective: (model, batch) -> the sum that is minimized.
-        make_batch: Number of samples -> a micro-batch, on the current default device.
+        make_batch: Returns a micro-batch, on the current default device.
         make_optimizer: model -> optimizer.
         precision: Dtypes.
         activation_checkpoint: What blocks keep.
-        micro_batch_size: Samples per rank per forward pass.
         accumulates: Whether gradients of earlier micro-batches are there already.
         frees_gradients: Whether gradients are freed, not zeroed, before they are computed again.
         drops_gradients: Whether each gradient is taken away as soon as it is complete, as ZeRO 2 and 3 do.
@@ -86,11 +85,10 @@ class Step:
 
     make_model: Callable[[], nn.Module]
     objective: Callable[[nn.Module, Batch], Tensor]
-    make_batch: Callable[[int], Batch]
+    make_batch: Callable[[], Batch]
     make_optimizer: Callable[..., torch.optim.Optimizer]
     precision: Precision
     activation_checkpoint: ActivationCheckpoint
-    micro_batch_size: int
     accumulates: bool
     frees_gradients: bool = True
     drops_gradients: bool = False
@@ -163,7 +161,7 @@ def _compute(
     tracer: StepTracer,
 ) -> None:
     tracer.section = "forward/embedding"
-    batch = step.make_batch(step.micro_batch_size)
+    batch = step.make_batch()
     with autocast(step.precision):
         loss = step.objective(model, batch)
     tracer.end_forward()
