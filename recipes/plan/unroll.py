@@ -90,12 +90,11 @@ def _unroll(short: list[Op], long: list[Op], *, first: int, period: int, num_cop
         num_copies: Periods wanted.
     """
     short_parts, long_parts = (_split(ops, first=first, period=period) for ops in (short, long))
-    middle = [part for part in long_parts if part[0].endswith("/middle 1")]
     others = [part for part in long_parts if "/middle " not in part[0]]
     short_others = [part for part in short_parts if "/middle " not in part[0]]
     if [name for name, _ in others] != [name for name, _ in short_others]:
         return None
-    repeated = {name.partition("/")[0]: ops for name, ops in middle}
+    repeated = {name.partition("/")[0]: ops for name, ops in long_parts if name.endswith("/middle 1")}
     for name, ops in [*short_parts, *long_parts]:
         direction, _, place = name.partition("/")
         if place.startswith("middle") and _signatures(ops) != _signatures(repeated.get(direction, [])):

@@ -114,12 +114,10 @@ def _first_value(override: Override) -> str:
     if not override.is_sweep_override():
         return str(override.input_line)
     key, sweep = override.get_key_element(), override.value()
-    if isinstance(sweep, IntervalSweep):
+    if isinstance(sweep, IntervalSweep) or (isinstance(sweep, RangeSweep) and _is_empty(override)):
         return f"{key}={sweep.start}"
     if isinstance(sweep, Glob):
         return f"{key}={next(iter(_matching_options(override)), 'none')}"
-    if isinstance(sweep, RangeSweep) and _is_empty(override):
-        return f"{key}={sweep.start}"
     return f"{key}={next(iter(override.sweep_string_iterator()))}"
 
 

@@ -29,9 +29,14 @@ def run_sweep(overrides: list[str], folder: Path, name: str, run: Callable[..., 
     Returns:
         The exit code of the worst job, or 2 when the command is invalid.
     """
-    if started_by() is not None:
+    if started_by() is not None:  # torchrun, srun or the like
         if global_rank() == 0:
-            print(format_report([_launcher_error()]), file=sys.stderr)
+            mistake = ConfigError(
+                f"-m under {started_by()}",
+                "every rank would run the whole sweep",
+                "python train.py -m … launcher.devices_per_job=<ranks of each job>",
+            )
+            print(format_report([mistake]), file=sys.stderr)
         return ExitCode.INVALID_CONFIG
     from recipes.sweep.command_line import check_command
     from recipes.sweep.plugins import PLUGIN_NAME, register
@@ -50,12 +55,3 @@ def run_sweep(overrides: list[str], folder: Path, name: str, run: Callable[..., 
         flags.append(f"hydra/launcher={PLUGIN_NAME}")
     sys.argv[1:] = [*flags, *command.for_hydra]
     return run_through_hydra(folder, name, run, command.for_hydra) or MULTIRUN.exit_code
-
-
-def _launcher_error() -> ConfigError:
-    """Return the error of a sweep that was itself started by torchrun, srun or the like."""
-    return ConfigError(
-        f"-m under {started_by()}",
-        "every rank would run the whole sweep",
-        "python train.py -m … launcher.devices_per_job=<ranks of each job>",
-    )
