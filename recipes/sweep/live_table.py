@@ -51,7 +51,7 @@ class LiveTable:
 
     @contextmanager
     def updating(self) -> Iterator[None]:
-        """Keep the table on the terminal."""
+        """Show the table on the terminal until the block ends."""
         if self._live is None:
             yield
             return
