@@ -94,7 +94,8 @@ class FolderCheckpointIO(CheckpointIO):
         """
         candidates = [named, *get_fallbacks(named)] if self.falls_back else [named]
         # rank 0's: a shared file system may briefly show other ranks an older state
-        for folder in gather_objects(candidates)[0]:
+        folders: list[Path] = gather_objects(candidates)[0]
+        for folder in folders:
             reason = self._find_fault(folder)
             if reason is None:
                 return folder
