@@ -34,7 +34,8 @@ from recipes.config.traits import get_compile_mode, get_eval_samples, takes_step
 from recipes.data.datamodule import StreamDataModule
 from recipes.errors import ConfigError
 from recipes.lightning_internals import disable_signal_handling, skip_empty_hooks
-from recipes.logger.writers import RowWriter, SummaryWriter
+from recipes.logger.csv import RowWriter
+from recipes.logger.summary import SummaryWriter
 from recipes.mesh import Mesh
 from recipes.metrics import check_metric
 from recipes.model.decoder import choose_attention_kernel

@@ -9,7 +9,7 @@ from recipes.build import Run
 from recipes.checkpoint.resume import newest_checkpoint, read_step
 from recipes.checkpoint.saver import CheckpointSaver
 from recipes.entry.out_of_memory import write_error_report
-from recipes.logger.writers import SummaryWriter
+from recipes.logger.summary import SummaryWriter
 from recipes.mode.start import RunStartCallback, get_checkpoint_io, log_event
 from recipes.runtime.console import LOGGER
 from recipes.runtime.exit_codes import ExitCode

@@ -17,7 +17,6 @@ from recipes.clipping import Clipping
 from recipes.clipping.none import NoClipping
 from recipes.compile import compile_blocks
 from recipes.errors import ConfigError
-from recipes.lightning_internals import align_row_step
 from recipes.model.flops import CountsFlops
 from recipes.model.weights import await_checkpoint, initialize
 from recipes.numerics.ema import average_weights
@@ -164,7 +163,6 @@ class TrainingTask(CountsFlops, Validated, Resumable, ABC):
 
     @override
     def on_train_batch_start(self, batch: Batch, batch_idx: int) -> None:
-        align_row_step(self.trainer)
         if self._compile_mode == "reduce-overhead":  # a CUDA graph may overwrite what the last micro-batch left
             torch.compiler.cudagraph_mark_step_begin()  # type: ignore[no-untyped-call]
 

@@ -14,7 +14,7 @@ from callbacks.report.charts.series import Mark, get_marks
 from callbacks.report.run_record import read_run
 from recipes.build import build
 from recipes.config.check.ranges import check_ranges
-from recipes.logger.writers import collect_summary_fields
+from recipes.logger.summary import collect_summary_fields
 
 MODULE = """
 from typing import Annotated, Any, ClassVar

@@ -23,8 +23,7 @@ from recipes.logger.wandb.content import (
     validation_table,
 )
 from recipes.logger.wandb.init import open_run
-from recipes.logger.wandb.resume import STEP, SentRows
-from recipes.logger.wandb.session import WandbSession
+from recipes.logger.wandb.session import STEP, SentRows, WandbSession
 from recipes.run_folder import CHECKPOINTS, CONFIG_FILE, SAMPLES_FILE, read_summary
 
 # Events that are no marks on the curves. Of any other, `event/<name>` is 1 in the row where it happened, unless the

@@ -11,7 +11,7 @@ from slurm_cluster import Cluster
 from support import run_train, write_texts
 from sweeping import Sweeps, by_job, rows, wait_until
 
-from recipes.logger.wandb.resume import STEP
+from recipes.logger.wandb.session import STEP
 from tests.recipes.logger.test_wandb import find_rows, one_of, records_of
 
 DDP = ("launcher=slurm", "launcher.partition=low", "strategy=ddp", "trainer.devices=2")

@@ -21,7 +21,7 @@ from recipes.config import compose_and_check
 from recipes.entry.run import run_composed
 from recipes.logger.wandb.alerts import Alerts, WandbExit
 from recipes.logger.wandb.logger import WandbLogger
-from recipes.logger.wandb.resume import ID_FILE, STEP, SentRows
+from recipes.logger.wandb.session import ID_FILE, STEP, SentRows
 
 Record = dict[str, Any]
 WANDB_COLUMNS = ("_step", "_runtime", "_timestamp")

@@ -11,7 +11,7 @@ import pytest
 
 from recipes.build import Run
 from recipes.checkpoint.saver import CheckpointSaver
-from recipes.logger.writers import SummaryWriter
+from recipes.logger.summary import SummaryWriter
 from recipes.mode import fit as fit_module
 from recipes.mode.fit import fit
 from recipes.mode.start import RunStartCallback

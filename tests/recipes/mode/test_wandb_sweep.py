@@ -14,7 +14,7 @@ from support import ROOT, TINY, write_texts
 
 from recipes.config import compose_and_check
 from recipes.entry.run import run_composed
-from recipes.logger.wandb.resume import ID_FILE, STEP
+from recipes.logger.wandb.session import ID_FILE, STEP
 from tests.recipes.logger.test_wandb import find_rows, one_of, records_of, summary_of
 
 SPACE = (

@@ -1,7 +1,4 @@
-"""Write the row of each logged step and the final summary: one call per logger and row.
-
-A row costs about 0.2 ms; Lightning's `log` takes that for every metric.
-"""
+"""summary.json: how a run ended, by its own fields and those that callbacks declare."""
 
 import json
 import logging
@@ -11,7 +8,6 @@ from pathlib import Path
 from typing import Any
 
 import lightning.pytorch as lightning
-import torch
 from lightning.pytorch.callbacks import Callback
 from typing_extensions import override
 
@@ -22,33 +18,6 @@ from recipes.runtime.failure import is_out_of_memory, is_peer_failure, read_oom_
 from recipes.runtime.signals import Preempted
 
 LOGGER = logging.getLogger("lightning_recipes")
-
-
-class RowWriter(Callback):
-    """Hands the row that the task and the earlier callbacks have gathered to every logger.
-
-    It comes before the checkpoint saver, so that no checkpoint is ahead of its own row. A callback with an
-    `after_row(trainer, pl_module)` method is called once the row of a step is written and before the step is saved.
-    """
-
-    @override
-    def on_train_batch_end(
-        self, trainer: lightning.Trainer, pl_module: Any, outputs: Any, batch: Any, batch_idx: int
-    ) -> None:
-        row, pl_module.recipes_row = pl_module.recipes_row, {}
-        if row:
-            self._write(trainer, row)
-        for callback in trainer.callbacks:  # type: ignore[attr-defined]
-            if hasattr(callback, "after_row"):
-                callback.after_row(trainer, pl_module)
-
-    @staticmethod
-    def _write(trainer: lightning.Trainer, row: dict[str, Any]) -> None:
-        scalars = {name: float(value) for name, value in row.items()}  # waits for the device
-        for logger in trainer.loggers:
-            logger.log_metrics(scalars, step=trainer.global_step - 1)  # Lightning counts from 0
-        tensors = {name: torch.tensor(value, dtype=torch.float64) for name, value in scalars.items()}
-        trainer.callback_metrics.update(tensors)  # for callbacks that monitor a metric
 
 
 class SummaryWriter(Callback):
