@@ -13,7 +13,7 @@ from recipes.config.check.composition_errors import COMPOSITION_ERRORS, explain_
 from recipes.config.check.deepspeed import misplaced_offload
 from recipes.config.check.nodes import PROVIDED
 from recipes.config.check.renamed import answer_renamed_option, answer_renamed_setting
-from recipes.config.check.sections import CONF, NODES, SETTINGS, list_groups, suggest_value
+from recipes.config.check.sections import COMPOSING, CONF, NODES, SETTINGS, list_groups, suggest_value
 from recipes.config.check.suggestions import (
     get_choice,
     is_list_of_options,
@@ -226,7 +226,7 @@ def _correct(typed: str, override: Override, config: Any) -> str | ConfigError:
         provided = PROVIDED.get(path, set())
         names += [name for name in signature.parameters if name not in {*names, *provided}]
     elif not section:
-        names = [*SETTINGS, *names, *_list_groups()]
+        names = [*SETTINGS, *names, *list_groups(), *COMPOSING]
     if renamed := answer_renamed_setting(typed):
         return renamed
     fix = suggest_setting(override, decimal_point(typed), config, section, missing, list(dict.fromkeys(names)))
@@ -250,8 +250,3 @@ def _find_deepest(config: Any, parts: list[str]) -> tuple[Any, list[str], list[s
             return node, parts[:index], parts[index:]
         node = child
     return node, parts, []
-
-
-def _list_groups() -> list[str]:
-    """Return the names of all config groups."""
-    return sorted(path.name for path in CONF.iterdir() if path.is_dir())
