@@ -60,6 +60,14 @@ def read_signature(target: str) -> Signature:
     raise TargetNotFoundError(f"{target}: no class or function {name!r} in {module}")
 
 
+def find_signature(target: object) -> Signature:
+    """Return the signature of a dotted path; an empty one if it names nothing, which the check of nodes reports."""
+    try:
+        return read_signature(str(target))
+    except TargetNotFoundError:
+        return Signature(parameters={})
+
+
 def module_file(module: str) -> Path:
     root, *rest = module.split(".")
     try:

@@ -4,7 +4,7 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from recipes.config.signature import TargetNotFoundError, read_signature
+from recipes.config.signature import find_signature, read_signature
 from recipes.runtime.world import num_gpus
 
 _FIT = "recipes.mode.fit.fit"
@@ -59,12 +59,8 @@ def get_traits(strategy: Mapping[str, Any]) -> StrategyTraits:
     """Read the traits of a strategy's config node; ZeRO shards the weights from stage 3 on."""
     target = str(strategy["_target_"])
     declared: dict[str, Any] = {"option": target.rpartition(".")[2]}
-    try:
-        constants = read_signature(target).constants
-    except TargetNotFoundError:  # reported by the check of nodes
-        constants = {}
     names = StrategyTraits.__dataclass_fields__
-    declared |= {name: value for name, value in constants.items() if name in names}
+    declared |= {name: value for name, value in find_signature(target).constants.items() if name in names}
     if "stage" in strategy:
         declared["option"] = declared["option"].format(stage=strategy["stage"])
         declared["shards_weights"] = strategy["stage"] == 3
@@ -115,6 +111,14 @@ def tries_convolutions(config: Mapping[str, Any]) -> bool:
     return has_images and not config["trainer"].get("deterministic")
 
 
+def select(config: Mapping[str, Any], key: str) -> object:
+    """Return the value at a dotted key; None where a section is missing or null."""
+    value: object = config
+    for part in key.split("."):
+        value = value.get(part) if isinstance(value, Mapping) else None
+    return value
+
+
 def is_place_of_data(place: str) -> bool:
     """Return whether an option of data may stand at a dotted place: `data.sources.mine`, `eval_data.mine`."""
     group, _, name = place.rpartition(".")
@@ -123,22 +127,32 @@ def is_place_of_data(place: str) -> bool:
 
 def list_data(config: Mapping[str, Any]) -> Iterator[tuple[str, Mapping[str, Any]]]:
     """Yield every node of a data source with its section: of the run, of a mixture, and of further validations."""
-    data = config["data"]
-    yield "data", data
-    for group, nodes in zip(DATA_GROUPS, (data.get("sources"), config.get("eval_data")), strict=True):
+    yield "data", config["data"]
+    for group in DATA_GROUPS:
+        nodes = select(config, group)
         for name, node in nodes.items() if isinstance(nodes, Mapping) else ():
             if isinstance(node, Mapping) and isinstance(node.get("_target_"), str):
                 yield f"{group}.{name}", node
 
 
+def list_nodes(config: Mapping[str, Any], path: str = "") -> Iterator[tuple[str, Mapping[str, Any]]]:
+    """Yield every section with a `_target_`, before the sections in it, with its key.
+
+    Args:
+        config: Config or a section of it.
+        path: Key of that section; empty for the root.
+    """
+    for key, value in config.items():
+        if isinstance(value, Mapping):
+            here = f"{path}.{key}" if path else str(key)
+            if isinstance(value.get("_target_"), str):
+                yield here, value
+            yield from list_nodes(value, here)
+
+
 def runs_elsewhere(config: Mapping[str, Any]) -> bool:
     """Return whether the launcher gives the run to other machines, whose GPUs this one does not know."""
-    launcher = config.get("launcher")
-    target = launcher.get("_target_") if isinstance(launcher, Mapping) else None
-    try:
-        return isinstance(target, str) and read_signature(target).constants.get("runs_elsewhere") is True
-    except TargetNotFoundError:  # reported by the check of nodes
-        return False
+    return find_signature(select(config, "launcher._target_")).constants.get("runs_elsewhere") is True
 
 
 def trains(config: Mapping[str, Any]) -> bool:

@@ -8,6 +8,8 @@ import contextlib
 from collections.abc import Iterator, Mapping
 from typing import Any
 
+from recipes.config.traits import list_nodes
+
 _HIDDEN = frozenset({"scipy", "transformers", "matplotlib"})
 # constructors that need none of them from torchmetrics; whatever else a config names may
 _NEED_NONE = (
@@ -29,7 +31,7 @@ def without_unused_packages(config: Mapping[str, Any]) -> Iterator[None]:
     Args:
         config: Plain values.
     """
-    if not all(target.startswith(_NEED_NONE) for target in _find_targets(config)):
+    if not all(node["_target_"].startswith(_NEED_NONE) for _, node in list_nodes(config)):
         yield
         return
     from lightning_utilities.core import imports
@@ -47,11 +49,3 @@ def without_unused_packages(config: Mapping[str, Any]) -> Iterator[None]:
     finally:
         imports.RequirementCache.__bool__ = check  # type: ignore[assignment, method-assign]
         imports.package_available = is_available
-
-
-def _find_targets(config: Mapping[str, Any]) -> Iterator[str]:
-    for key, value in config.items():
-        if key == "_target_":
-            yield str(value)
-        elif isinstance(value, Mapping):
-            yield from _find_targets(value)

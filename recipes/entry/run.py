@@ -16,6 +16,7 @@ from recipes.checkpoint.retention import recover_interrupted
 from recipes.config.check.paths import check_run_folder
 from recipes.config.compose import Composed, claim_folder
 from recipes.config.ranks import get_ranks
+from recipes.config.traits import list_nodes
 from recipes.entry.light_import import without_unused_packages
 from recipes.entry.out_of_memory import advise, describe_out_of_memory, log_exit
 from recipes.entry.spawn import spawn_ranks
@@ -236,18 +237,10 @@ def _find_unwritable_path(error: OSError, mode: Mapping[str, Any]) -> ConfigErro
     return ConfigError(f"mode.path={path}", f"it cannot be written to: {error.strerror}", "mode.path=<another path>")
 
 
-def _find_section(config: Mapping[str, Any], target: str, path: str = "") -> str | None:
+def _find_section(config: Mapping[str, Any], target: str) -> str | None:
     """Return the key of the section whose target is built; a re-exported name ends alike."""
-    for key, node in config.items():
-        if not isinstance(node, Mapping):
-            continue
-        here = f"{path}.{key}" if path else str(key)
-        own = str(node.get("_target_"))
-        if own == target or own.rpartition(".")[2] == target.rpartition(".")[2]:
-            return here
-        if (found := _find_section(node, target, here)) is not None:
-            return found
-    return None
+    name = target.rpartition(".")[2]
+    return next((path for path, node in list_nodes(config) if node["_target_"].rpartition(".")[2] == name), None)
 
 
 def _describe_folder(composed: Composed) -> str:

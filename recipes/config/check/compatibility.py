@@ -8,7 +8,7 @@ from recipes.config.check.adapter import check_adapter
 from recipes.config.check.types import to_setting
 from recipes.config.compose import CONF
 from recipes.config.published import read_size
-from recipes.config.signature import TargetNotFoundError, read_signature
+from recipes.config.signature import find_signature, read_signature
 from recipes.errors import ConfigError
 
 # Trainer arguments controlled by a group or setting of this project: argument -> what to type instead
@@ -224,12 +224,8 @@ def check_kinds(
     if not all(isinstance(config.get(group), dict) for group in ("task", "model", "data")):
         return
     kinds = {
-        group: _read_kind(config[group]["_target_"], attribute)
-        for group, attribute in (
-            ("task", "input_kind"),
-            ("model", "input_kind"),
-            ("data", "sample_kind"),
-        )
+        group: find_signature(config[group]["_target_"]).constants.get(attribute)
+        for group, attribute in (("task", "input_kind"), ("model", "input_kind"), ("data", "sample_kind"))
     }
     if None in kinds.values():
         return  # a target that cannot be read is reported by the check of nodes
@@ -265,14 +261,6 @@ def _metrics_of_another_task(choices: Mapping[str, str]) -> Iterator[ConfigError
             f"they are computed from what task={metrics} predicts",
             f"metrics={task if fits else 'none'}",
         )
-
-
-def _read_kind(target: str, attribute: str) -> object:
-    try:
-        constants = read_signature(target).constants
-    except TargetNotFoundError:
-        return None
-    return constants[attribute] if attribute in constants else None
 
 
 def _get_option(config: Mapping[str, Any], choices: Mapping[str, str], group: str) -> str:

@@ -5,8 +5,8 @@ from collections.abc import Iterator, Mapping
 from typing import Any
 
 from recipes.config.check.types import to_setting
-from recipes.config.signature import TargetNotFoundError, read_signature
-from recipes.config.traits import DATA_GROUPS, list_data
+from recipes.config.signature import find_signature
+from recipes.config.traits import DATA_GROUPS, list_data, select
 from recipes.errors import ConfigError
 
 _NAME = re.compile(r"[\w-]+")
@@ -14,9 +14,12 @@ _NAME = re.compile(r"[\w-]+")
 
 def check_data(config: Mapping[str, Any]) -> Iterator[ConfigError]:
     """Check every named data source: its name is part of a metric, and it gives what the task reads."""
-    kinds = {section: _read_kind(node) for section, node in list_data(config)}
+    kinds = {
+        section: find_signature(node.get("_target_")).constants.get("sample_kind")
+        for section, node in list_data(config)
+    }
     for group in DATA_GROUPS:
-        members = _select(config, group)
+        members = select(config, group)
         for name, node in members.items() if isinstance(members, Mapping) else ():
             where = f"{group}.{name}"
             if not _NAME.fullmatch(str(name)):
@@ -29,7 +32,7 @@ def check_data(config: Mapping[str, Any]) -> Iterator[ConfigError]:
                 reason = f"it gives {kinds[where]}, and data= gives {kinds['data']}"
                 yield ConfigError(f"{where}=…", reason, f"another option: +data@{where}=<option of data>")
     yield from _check_tokenizers(config)
-    sources, further = (_select(config, group) for group in DATA_GROUPS)
+    sources, further = (select(config, group) for group in DATA_GROUPS)
     for name in {*_names(sources)} & {*_names(further)}:
         reason = f"the mixture has a source of this name, and both would be val/{name}/loss"
         yield ConfigError(f"eval_data.{name}=…", reason, f"+data@eval_data.<another name>={name}")
@@ -47,17 +50,3 @@ def _check_tokenizers(config: Mapping[str, Any]) -> Iterator[ConfigError]:
 
 def _names(members: object) -> list[str]:
     return [str(name) for name in members] if isinstance(members, Mapping) else []
-
-
-def _select(config: Mapping[str, Any], group: str) -> object:
-    value: object = config
-    for part in group.split("."):
-        value = value.get(part) if isinstance(value, Mapping) else None
-    return value
-
-
-def _read_kind(node: Mapping[str, Any]) -> object:
-    try:
-        return read_signature(str(node.get("_target_"))).constants.get("sample_kind")
-    except TargetNotFoundError:  # reported by the check of nodes
-        return None

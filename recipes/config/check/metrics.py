@@ -5,7 +5,7 @@ from difflib import get_close_matches
 from typing import Any
 
 from recipes.config.check.types import to_setting
-from recipes.config.traits import list_data
+from recipes.config.traits import list_data, select
 from recipes.errors import ConfigError
 
 _PREFIX = "val/"
@@ -41,10 +41,10 @@ def check_readers(config: Mapping[str, Any]) -> Iterator[ConfigError]:
         return
     computed = [*_list_computed(config)]
     for setting, switch in _READERS.items():
-        name = _select(config, setting)
+        name = select(config, setting)
         # other prefixes are those of callbacks, and of training
         is_of_validation = isinstance(name, str) and (name.startswith(_PREFIX) or "/" not in name)
-        if _select(config, switch) and is_of_validation and name not in computed:
+        if select(config, switch) and is_of_validation and name not in computed:
             near = (get_close_matches(str(name), computed, 1) or computed)[0]
             yield ConfigError(
                 f"{setting}={name}", f"validation computes {' '.join(computed)}", f"{setting}={near}, or +metrics.…"
@@ -66,11 +66,3 @@ def _list_computed(config: Mapping[str, Any]) -> Iterator[str]:
 def _count_classes(model: object) -> int | None:
     number = model.get("vocab_size", model.get("num_classes")) if isinstance(model, Mapping) else None
     return number if isinstance(number, int) else None
-
-
-def _select(config: Mapping[str, Any], key: str) -> object:
-    """Return the value at a dotted key; None where a section is missing or null."""
-    value: object = config
-    for part in key.split("."):
-        value = value.get(part) if isinstance(value, Mapping) else None
-    return value

@@ -7,6 +7,7 @@ from typing import Any
 from recipes.config.check.deepspeed import misplaced_offload
 from recipes.config.check.types import describe, matches_type, placeholder, to_setting
 from recipes.config.signature import Signature, TargetNotFoundError, list_names, read_signature
+from recipes.config.traits import list_nodes
 from recipes.errors import ConfigError
 
 # null means that build.py derives the value, whatever the annotation of the target says
@@ -46,26 +47,20 @@ PROVIDED: dict[str, set[str]] = {
     "sweep.compare": {"folders", "path", "sort", "dashboard"},
 }
 # sections that refer to another one, `evaluator: ${evaluator}`, where mistakes are reported
-REPEATED = ("mode.evaluator",)
+_REPEATED = ("mode.evaluator",)
 _INSTANTIATE = {"_target_", "_partial_", "_convert_", "_recursive_", "_args_"}
 
 
-def check_nodes(config: Mapping[str, Any], path: str = "") -> Iterator[ConfigError]:
-    """Check every node of a config that has a `_target_`, nested ones included.
+def check_nodes(config: Mapping[str, Any]) -> Iterator[ConfigError]:
+    """Check every node of a config that has a `_target_`, nested ones included."""
+    for path, node in list_nodes(config):
+        if not is_repeated(path):
+            yield from _check_node(path, node)
 
-    Args:
-        config: Config or a section of it.
-        path: Key of that section; empty for the root.
-    """
-    for key, value in config.items():
-        if not isinstance(value, dict):
-            continue
-        key_path = f"{path}.{key}" if path else str(key)
-        if key_path in REPEATED:
-            continue
-        if isinstance(value.get("_target_"), str):
-            yield from _check_node(key_path, value)
-        yield from check_nodes(value, key_path)
+
+def is_repeated(path: str) -> bool:
+    """Return whether a node is, or lies in, a section that refers to another one."""
+    return any(path == section or path.startswith(f"{section}.") for section in _REPEATED)
 
 
 def _check_node(path: str, node: Mapping[str, Any]) -> Iterator[ConfigError]:

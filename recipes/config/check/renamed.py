@@ -4,7 +4,8 @@ from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 from recipes.config.check.types import to_setting
-from recipes.config.signature import TargetNotFoundError, read_signature
+from recipes.config.signature import find_signature
+from recipes.config.traits import select
 from recipes.errors import ConfigError
 
 _LOSS_SPIKE = {
@@ -83,10 +84,8 @@ def check_renamed(config: Mapping[str, Any]) -> Iterator[RenamedError]:
     A key that the target of its section accepts is not an old one: a model of one's own may have a `width`.
     """
     for old in RENAMED_SETTINGS:
-        *sections, key = old.split(".")
-        node: Any = config
-        for section in sections:
-            node = node.get(section) if isinstance(node, Mapping) else None
+        section, _, key = old.rpartition(".")
+        node = select(config, section) if section else config
         if isinstance(node, Mapping) and key in node and not accepts(node, key):
             error = answer_renamed_setting(f"{old}={to_setting(node[key])}")
             assert error is not None
@@ -95,10 +94,7 @@ def check_renamed(config: Mapping[str, Any]) -> Iterator[RenamedError]:
 
 def accepts(node: Mapping[str, Any], key: str) -> bool:
     """Return whether the target of a config node takes an argument of this name."""
-    try:
-        signature = read_signature(str(node.get("_target_")))
-    except TargetNotFoundError:
-        return False
+    signature = find_signature(node.get("_target_"))
     return signature.takes_any or key in signature.parameters
 
 

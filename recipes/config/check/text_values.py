@@ -12,7 +12,7 @@ from hydra.errors import HydraException
 from recipes.config.check.sections import SETTINGS
 from recipes.config.check.types import annotation_from, matches_type
 from recipes.config.overrides import for_shell, parse_override, quote
-from recipes.config.signature import TargetNotFoundError, read_signature
+from recipes.config.signature import find_signature
 from recipes.errors import ConfigError
 
 _DECIMAL_COMMA = re.compile(r"-?\d+,0\d*")  # 0,001
@@ -31,13 +31,7 @@ def find_annotation(config: Any, key: str) -> ast.expr | None:
     node = config
     for section in sections:
         node = _get(node, section)
-    target = _get(node, "_target_")
-    if not isinstance(target, str):
-        return None
-    try:
-        parameters = read_signature(target).parameters
-    except TargetNotFoundError:
-        return None
+    parameters = find_signature(_get(node, "_target_")).parameters
     return parameters[name].annotation if name in parameters else None
 
 
