@@ -4,7 +4,7 @@ import re
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
-from recipes.config.check.adapter import check_adapter
+from recipes.config.check.strategy import check_adapter
 from recipes.config.check.types import to_setting
 from recipes.config.compose import CONF
 from recipes.config.published import read_size

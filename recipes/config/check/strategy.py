@@ -1,4 +1,4 @@
-"""Check that the chosen strategy supports these Trainer arguments, devices and ranks."""
+"""Check that the chosen strategy supports these Trainer arguments, devices and ranks, optimizer and adapter."""
 
 from collections.abc import Iterator, Mapping
 from typing import Any
@@ -33,20 +33,15 @@ def check_strategy(config: Mapping[str, Any], world_size: int | None) -> Iterato
     devices = trainer["devices"]
     is_list = isinstance(devices, list) and not traits.accepts_device_list
     if is_list and sorted(devices) != list(range(len(devices))):
-        yield _reject_device_list(devices, strategy)
+        ids = ",".join(str(device) for device in devices)
+        yield ConfigError(
+            f"trainer.devices=[{ids}] {traits.typed}",
+            "DeepSpeed counts the GPUs it sees from 0",  # it uses the one whose index is the local rank
+            f"CUDA_VISIBLE_DEVICES={ids} python train.py … trainer.devices={len(devices)}",
+        )
     if trainer.get("sync_batchnorm"):
         yield from _check_sync_batchnorm(strategy, to_setting(trainer["sync_batchnorm"]))
     yield from check_toolchain(strategy, config["optimizer"], accelerator=trainer.get("accelerator"))
-
-
-def _reject_device_list(devices: list[int], strategy: Mapping[str, Any]) -> ConfigError:
-    """DeepSpeed uses the GPU whose index is the local rank."""
-    ids = ",".join(str(device) for device in devices)
-    return ConfigError(
-        f"trainer.devices=[{ids}] {get_traits(strategy).typed}",
-        "DeepSpeed counts the GPUs it sees from 0",
-        f"CUDA_VISIBLE_DEVICES={ids} python train.py … trainer.devices={len(devices)}",
-    )
 
 
 def _check_sync_batchnorm(strategy: Mapping[str, Any], typed: str) -> Iterator[ConfigError]:
@@ -87,3 +82,39 @@ def check_optimizer(config: Mapping[str, Any], choices: Mapping[str, str]) -> It
         str(constants.get("why_no_partitions", one_by_one)),
         "strategy=fsdp strategy.cpu_offload=true" if offloads else "strategy=fsdp, or strategy=ddp",
     )
+
+
+def check_adapter(config: Mapping[str, Any]) -> Iterator[ConfigError]:
+    """Check that strategy and precision can hold an adapter and the frozen weights that it stands beside."""
+    adapter = config.get("adapter", {})
+    if adapter.get("dora") and config["strategy"].get("stage") == 3:
+        yield ConfigError(
+            "adapter.dora=true strategy=deepspeed_stage_3",
+            "DoRA measures the frozen weights themselves, of which each rank has a part",
+            "strategy=fsdp, or adapter=lora",
+        )
+    if adapter.get("base") is not None:
+        yield from _quantized_base(config, base=adapter["base"])
+
+
+def _quantized_base(config: Mapping[str, Any], *, base: str) -> Iterator[ConfigError]:
+    """Check that everything that would read the frozen weights themselves can read them in 4 bits."""
+    stage = config["strategy"].get("stage")
+    if stage is not None:
+        yield ConfigError(
+            f"adapter.base={base} strategy={get_traits(config['strategy']).option}",
+            "DeepSpeed broadcasts and partitions all weights as plain tensors, which weights in 4 bits are not",
+            "strategy=fsdp, or adapter=lora",
+        )
+    if config["adapter"].get("dora"):
+        yield ConfigError(
+            f"adapter.base={base} adapter.dora=true",
+            "DoRA measures the rows of the frozen weights in every step, which 4 bits do not hold as numbers",
+            "adapter=qlora, or adapter=dora",
+        )
+    if config["precision"]["name"] == "fp8-mixed":
+        yield ConfigError(
+            f"adapter.base={base} precision=fp8-mixed",
+            "float8 products cast weights of 16 or 32 bits, and these have 4",
+            "precision=bf16-mixed, or adapter=lora",
+        )
