@@ -2,7 +2,7 @@
 
 import os
 from collections.abc import Mapping
-from typing import Any, NoReturn
+from typing import Any
 
 from recipes.config.traits import get_traits, runs_elsewhere, takes_steps
 from recipes.errors import ConfigError
@@ -29,7 +29,11 @@ def get_ranks(config: Mapping[str, Any], environ: Mapping[str, str] = os.environ
     found = existing_ranks(environ)
     is_split = takes_steps(config)
     if not is_split and found is not None and found.world_size > 1:
-        _reject_mode(config["mode"], found)
+        raise ConfigError(
+            f"mode={config['mode']['_target_'].rpartition('.')[2]} with WORLD_SIZE={found.world_size}",
+            "only training is split over ranks: each of these would repeat all of it",
+            "python train.py … without torchrun or srun",
+        )
     single = not get_traits(config["strategy"]).needs_process_group
     if single:
         _reject_several_ranks(config["trainer"], found, environ)
@@ -48,9 +52,8 @@ def get_ranks(config: Mapping[str, Any], environ: Mapping[str, str] = os.environ
         return found
     num_nodes = int(config["trainer"]["num_nodes"])
     if runs_elsewhere(config):  # on a login node: the cluster has the nodes and the GPUs
-        return Ranks(
-            per_node=1 if single else _requested_devices(config["trainer"]), num_nodes=num_nodes, started_by=None
-        )
+        per_node = 1 if single else requested_devices(config["trainer"]) or 1
+        return Ranks(per_node=per_node, num_nodes=num_nodes, started_by=None)
     per_node = 1 if single else _per_node(config["trainer"])
     if num_nodes > 1:
         raise ConfigError(
@@ -71,7 +74,7 @@ def _reject_several_ranks(trainer: Mapping[str, Any], found: Ranks | None, envir
             "each of these ranks would train the same run in the same folder",
             f"strategy=ddp, or python train.py … without {starter}",
         )
-    if _requested_devices(trainer) * int(trainer["num_nodes"]) > 1:
+    if (requested_devices(trainer) or 1) * int(trainer["num_nodes"]) > 1:
         raise ConfigError(
             f"trainer.devices={trainer['devices']} trainer.num_nodes={trainer['num_nodes']}",
             "strategy=single trains on one device",
@@ -81,10 +84,7 @@ def _reject_several_ranks(trainer: Mapping[str, Any], found: Ranks | None, envir
 
 def _reject_contradiction(trainer: Mapping[str, Any], found: Ranks) -> None:
     devices, num_nodes = trainer["devices"], int(trainer["num_nodes"])
-    fits = devices in ("auto", -1) or (_requested_devices(trainer), num_nodes) == (
-        found.per_node,
-        found.num_nodes,
-    )
+    fits = devices in ("auto", -1) or (requested_devices(trainer), num_nodes) == (found.per_node, found.num_nodes)
     if not fits or num_nodes not in (1, found.num_nodes):
         assert found.started_by is not None
         nodes = "" if found.num_nodes == 1 else f" on {found.num_nodes} nodes"
@@ -113,18 +113,9 @@ def _reject_more_ranks_than_gpus(trainer: Mapping[str, Any], found: Ranks, envir
     )
 
 
-def _reject_mode(mode: Mapping[str, Any], found: Ranks) -> NoReturn:
-    """Reject several ranks for a mode that takes no steps: each would repeat all of it."""
-    raise ConfigError(
-        f"mode={mode['_target_'].rpartition('.')[2]} with WORLD_SIZE={found.world_size}",
-        "only training is split over ranks: each of these would repeat all of it",
-        "python train.py … without torchrun or srun",
-    )
-
-
 def _per_node(trainer: Mapping[str, Any]) -> int:
     """Return the devices requested on this machine; GPUs must exist."""
-    devices, requested = trainer["devices"], _requested_devices(trainer)
+    devices, requested = trainer["devices"], requested_devices(trainer) or 1
     may_be_cpus = not isinstance(devices, list) and devices not in ("auto", -1)
     if trainer["accelerator"] == "cpu" or (may_be_cpus and requested == 1):
         return requested
@@ -149,9 +140,9 @@ def _per_node(trainer: Mapping[str, Any]) -> int:
     return requested
 
 
-def _requested_devices(trainer: Mapping[str, Any]) -> int:
-    """Return the devices per node as typed; 1 if the machine or a launcher decides."""
+def requested_devices(trainer: Mapping[str, Any]) -> int | None:
+    """Return the devices per node as typed; None if the machine or a launcher decides."""
     devices = trainer["devices"]
     if isinstance(devices, list):
         return len(devices)
-    return devices if isinstance(devices, int) and devices > 0 else 1
+    return devices if isinstance(devices, int) and devices > 0 else None

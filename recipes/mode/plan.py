@@ -9,6 +9,7 @@ import torch
 
 from recipes.config.compose import Composed, Config
 from recipes.config.instantiate import make
+from recipes.config.ranks import requested_devices
 from recipes.errors import ConfigError
 from recipes.plan.advice import Planner, advise_settings, with_overrides
 from recipes.plan.assumptions import Assumptions
@@ -59,7 +60,8 @@ def plan(
     cluster = _find_cluster(config, assumed)
     precision: Precision = make(config["precision"])
     rates = _find_rates(cluster, find_peak, precision)
-    timer = _make_timer() if assumed.hardware == MEASURED else None
+    own_device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
+    timer = OperatorTimer(own_device) if assumed.hardware == MEASURED else None
     kind = kind_of(precision.compute_dtype)
     lines: list[str] = []
     found: list[Found] = []
@@ -96,15 +98,11 @@ def plan(
 def _find_cluster(config: Config, assumed: Assumptions) -> Cluster:
     return find_cluster(
         assumed.hardware,
-        per_node=_requested_per_node(config["trainer"]["devices"]),
+        per_node=requested_devices(config["trainer"]),  # None: as many as a node has
         num_nodes=int(config["trainer"]["num_nodes"]),
         interconnect=assumed.interconnect,
         memory_gib=assumed.memory_gib,
     )
-
-
-def _make_timer() -> OperatorTimer:
-    return OperatorTimer(torch.device("cuda" if torch.cuda.is_available() else "cpu"))
 
 
 def _search(
@@ -160,13 +158,6 @@ def _describe(precision: Precision) -> str:
     """Return the name of a precision, and what the plan takes its products for if it has no model of them."""
     is_float8 = precision.name == "fp8-mixed"
     return f"{precision.name}, its products planned as bfloat16" if is_float8 else precision.name
-
-
-def _requested_per_node(devices: Any) -> int | None:
-    """Return the ranks per node that `trainer.devices` asks for; None: as many as a node has devices."""
-    if isinstance(devices, list):
-        return len(devices)
-    return devices if isinstance(devices, int) and devices > 0 else None
 
 
 def _find_rates(cluster: Cluster, find_peak: Callable[[str, str], Any], precision: Precision) -> Rates | None:
