@@ -82,7 +82,7 @@ def _divide_experts(config: Mapping[str, Any], num_ranks: int) -> int:
         raise ConfigError(
             f"expert_parallel_size={size}",
             f"{_count(num_ranks)} not divide into groups of {size}",
-            f"expert_parallel_size={_nearest_below(size, num_ranks)}, or another trainer.devices",
+            f"expert_parallel_size={largest_divisor(num_ranks, most=size)}, or another trainer.devices",
         )
     return size
 
@@ -109,7 +109,7 @@ def _divide_data(config: Mapping[str, Any], data_size: int, *, per_node: int) ->
         raise ConfigError(
             typed[0],
             f"{_count(data_size)} not divide over {replicate} copies",
-            f"data_parallel_replicate={_nearest_below(replicate, data_size)}",
+            f"data_parallel_replicate={largest_divisor(data_size, most=replicate)}",
         )
     if replicate * shard != data_size:
         raise ConfigError(
@@ -117,7 +117,7 @@ def _divide_data(config: Mapping[str, Any], data_size: int, *, per_node: int) ->
             f"{_count(data_size)} not divide into groups of {shard}"
             if len(typed) < 2
             else f"{data_size} ranks have samples",
-            f"data_parallel_shard={_nearest_below(shard, data_size)} data_parallel_replicate=null",
+            f"data_parallel_shard={largest_divisor(data_size, most=shard)} data_parallel_replicate=null",
         )
     return replicate, shard
 
@@ -127,14 +127,14 @@ def _suggest_sizes(world_size: int, sizes: Mapping[str, int]) -> str:
     left, fits = world_size, []
     for name, size in sizes.items():
         if size > 1:
-            fits.append(f"{name}={_nearest_below(size, left)}")
-            left //= _nearest_below(size, left)
+            fits.append(f"{name}={largest_divisor(left, most=size)}")
+            left //= largest_divisor(left, most=size)
     return f"{' '.join(fits)}, or another trainer.devices"
 
 
-def _nearest_below(wanted: int, number: int) -> int:
-    """Return the largest divisor of a number that is not above another."""
-    return next(size for size in range(min(wanted, number), 0, -1) if number % size == 0)
+def largest_divisor(number: int, *, most: int) -> int:
+    """Return the largest divisor of a number that is at most another."""
+    return next(size for size in range(min(most, number), 0, -1) if number % size == 0)
 
 
 def _count(number: int) -> str:

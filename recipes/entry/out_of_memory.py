@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from recipes.config.compose import Composed
-from recipes.config.mesh import count_data_ranks
+from recipes.config.mesh import count_data_ranks, largest_divisor
 from recipes.config.traits import get_traits, takes_steps
 from recipes.entry.light_import import without_unused_packages
 from recipes.numerics.accumulation import divide
@@ -110,7 +110,8 @@ def remedies(composed: Composed, *, world_size: int, of_host: bool = False) -> I
         num_devices=count_data_ranks(config, world_size),
         accumulate_grad_batches=config["trainer"]["accumulate_grad_batches"],
     )
-    if (smaller := _next_smaller_divisor(plan.micro_batch_size)) is not None:
+    if plan.micro_batch_size > 1:
+        smaller = largest_divisor(plan.micro_batch_size, most=plan.micro_batch_size // 2)
         override = f"micro_batch_size={smaller}"
         if config["trainer"]["accumulate_grad_batches"] is not None:
             override += " trainer.accumulate_grad_batches=null"
@@ -152,12 +153,6 @@ def _next_strategy(strategy: str, node: dict[str, Any], *, of_host: bool) -> Ite
         yield override, "shard more of weights, gradients and optimizer state: same curve"
     elif not of_host:
         yield override, "weights and optimizer state in host memory or on disk: same curve, slower"
-
-
-def _next_smaller_divisor(micro_batch_size: int) -> int | None:
-    """Return the largest proper divisor; None for 1."""
-    candidates = range(micro_batch_size // 2, 0, -1)
-    return next((size for size in candidates if micro_batch_size % size == 0), None)
 
 
 def write_error_report(run_folder: Path, *, rank: int, step: int, error: str) -> None:
