@@ -1,6 +1,7 @@
 """Read constructor signatures from source, without importing: what a config node may set. A few ms per file, once."""
 
 import ast
+import contextlib
 import importlib.util
 import re
 from dataclasses import dataclass, field
@@ -190,20 +191,13 @@ def _function_signature(node: ast.FunctionDef, *, skip_first: bool) -> Signature
 
 
 def _literals(body: Scope) -> list[tuple[str, object]]:
-    """Return class attributes whose value is a plain literal, or a tuple or dict of them."""
+    """Return class attributes whose value is a literal."""
     found: list[tuple[str, object]] = []
     for node in body:
-        if not isinstance(node, ast.AnnAssign | ast.Assign) or not _is_literal(node.value):
+        if not isinstance(node, ast.AnnAssign | ast.Assign) or node.value is None:
             continue
         target = node.target if isinstance(node, ast.AnnAssign) else node.targets[0]
-        if isinstance(target, ast.Name) and node.value is not None:
-            found.append((target.id, ast.literal_eval(node.value)))
+        if isinstance(target, ast.Name):
+            with contextlib.suppress(ValueError):  # an expression
+                found.append((target.id, ast.literal_eval(node.value)))
     return found
-
-
-def _is_literal(node: ast.expr | None) -> bool:
-    if isinstance(node, ast.Tuple):
-        return all(_is_literal(element) for element in node.elts)
-    if isinstance(node, ast.Dict):
-        return all(_is_literal(element) for element in [*node.keys, *node.values])
-    return isinstance(node, ast.Constant)
