@@ -42,7 +42,9 @@ def compose_on_rank_zero(
     Returns:
         The result of `compose`; on ranks other than 0, None and no mistakes if rank 0 found some.
     """
-    if started_by() != "torchrun" or not (_has_peers() or _may_be_restarted()):
+    has_peers = os.environ.get("WORLD_SIZE") != "1"
+    may_be_restarted = os.environ.get("TORCHELASTIC_MAX_RESTARTS", "0") != "0"
+    if started_by() != "torchrun" or not (has_peers or may_be_restarted):
         return compose()
     store = open_torchrun_store()
     if (rank := global_rank()) > 0:
@@ -61,14 +63,6 @@ def compose_on_rank_zero(
         store.set(_COMPOSED, text)
     rendezvous_at(port)
     return composed, mistakes
-
-
-def _has_peers() -> bool:
-    return os.environ["WORLD_SIZE"] != "1"
-
-
-def _may_be_restarted() -> bool:
-    return os.environ.get("TORCHELASTIC_MAX_RESTARTS", "0") != "0"
 
 
 def _resume_composed(store: "TCPStore") -> tuple[Composed | None, Sequence[ConfigError]]:
