@@ -4,13 +4,11 @@ import os
 import re
 from collections.abc import Iterator, Mapping
 from difflib import get_close_matches
-from pathlib import Path
 from typing import Any
 
 from recipes.config.check.types import annotation_from, describe, matches_type, placeholder, to_setting
+from recipes.config.trust import CONF as CONF
 from recipes.errors import ConfigError
-
-CONF = Path(__file__).parents[3] / "conf"
 
 SETTINGS: dict[str, str] = {
     "name": "str",

@@ -87,9 +87,7 @@ def includes(group: str, option: str, chosen: str) -> bool:
 
 def is_list_of_options(group: str) -> bool:
     """Return whether several options of a group can be chosen at a time: each has one section, with its own name."""
-    contents = [_read_option(group, option) for option in list_options(group)]
-    pairs = zip(list_options(group), contents, strict=True)
-    return any(set(content) - {"defaults"} == {option} for option, content in pairs)
+    return any(set(_read_option(group, option)) - {"defaults"} == {option} for option in list_options(group))
 
 
 def suggest_setting(
