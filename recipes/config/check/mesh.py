@@ -16,24 +16,24 @@ _ELEMENTWISE = ("adam", "adamw", "lion", "sgd", "schedule_free")
 
 
 def check_mesh(config: Mapping[str, Any], world_size: int | None) -> Iterator[ConfigError]:
-    """Check the mesh of a run that takes steps; every other mode runs on one device.
+    """Check the mesh of a run that takes or plans steps; every other mode runs on one device.
 
     Args:
         config: Composed config whose nodes match their signatures.
         world_size: Ranks of the run; None if they are a mistake of their own.
     """
-    if plans_steps(config):
-        yield from _check_plan(config)
-    if not takes_steps(config) or world_size is None:
+    is_planned = plans_steps(config)  # a plan reads its number of ranks from the planned hardware
+    if not is_planned and (not takes_steps(config) or world_size is None):
         return
-    sizes = (config.get(name, 1) for name in (*MODEL_SIZES, "expert_parallel_size"))
-    if any(not isinstance(size, int) or size < 1 for size in sizes):
-        return  # reported by the checks of types and ranges
-    try:
-        make_mesh(config, get_ranks(config))
-    except ConfigError as mistake:
-        yield mistake
-        return
+    names = MODEL_SIZES if is_planned else (*MODEL_SIZES, "expert_parallel_size")
+    if any(config.get(name, 1) < 1 for name in names):
+        return  # reported by the check of ranges
+    if not is_planned:
+        try:
+            make_mesh(config, get_ranks(config))
+        except ConfigError as mistake:
+            yield mistake
+            return
     tensor, context, pipeline = (config.get(name, 1) for name in MODEL_SIZES)
     if tensor == context == pipeline == 1:
         return
@@ -48,20 +48,8 @@ def check_mesh(config: Mapping[str, Any], world_size: int | None) -> Iterator[Co
         )
     if tensor > 1:
         yield from _check_tensor(config, tensor)
-    if pipeline > 1:
+    if pipeline > 1 and not is_planned:
         yield from check_pipeline(config, pipeline)
-
-
-def _check_plan(config: Mapping[str, Any]) -> Iterator[ConfigError]:
-    """Check what ranks divide in a plan, which reads its number of ranks from the planned hardware."""
-    sizes = [config.get(name, 1) for name in MODEL_SIZES]
-    if any(not isinstance(size, int) or size < 1 for size in sizes) or max(sizes) == 1:
-        return
-    tensor, context, pipeline = sizes
-    yield from _check_model(config, (tensor, context, pipeline))
-    yield from _check_sequence(config, tensor, context)
-    if tensor > 1:
-        yield from _check_tensor(config, tensor)
 
 
 def _check_model(config: Mapping[str, Any], sizes: tuple[int, int, int]) -> Iterator[ConfigError]:
