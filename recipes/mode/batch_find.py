@@ -40,26 +40,14 @@ class Trial:
         peak_bytes: Of the fullest rank; None: it ran out of memory.
         samples_per_second: Of all ranks; None: it ran out of memory.
         fits: Within the limit, less the margin.
+        failure: How it ended for another reason than memory.
     """
 
     size: int
     peak_bytes: int | None = None
     samples_per_second: float | None = None
     fits: bool = False
-
-
-class TrialError(Exception):
-    """A trial ended for another reason than memory.
-
-    Args:
-        size: That was tried.
-        result: How it ended.
-    """
-
-    def __init__(self, size: int, result: ProcessExit) -> None:
-        super().__init__(result.report or f"exit code {result.exit_code}")
-        self.size = size
-        self.result = result
+    failure: ProcessExit | None = None
 
 
 def batch_find(
@@ -94,15 +82,14 @@ def batch_find(
     )
     first = _estimate(config, sizes, Planner(cluster), limit)
     trials: list[Trial] = []
-    try:
-        for trial in search(sizes, first, lambda size: _run_trial(composed, config, ranks, size, limit)):
-            trials.append(trial)
-            LOGGER.info(_line(trial, limit))
-    except TrialError as error:
-        if error.result.report is not None:
-            LOGGER.error(error.result.report)
-        LOGGER.error(f"The trial of micro_batch_size={error.size} failed for another reason than memory")
-        return error.result.exit_code
+    for trial in search(sizes, first, lambda size: _run_trial(composed, config, ranks, size, limit)):
+        if trial.failure is not None:
+            if trial.failure.report is not None:
+                LOGGER.error(trial.failure.report)
+            LOGGER.error(f"The trial of micro_batch_size={trial.size} failed for another reason than memory")
+            return trial.failure.exit_code
+        trials.append(trial)
+        LOGGER.info(_line(trial, limit))
     lines = describe(trials, global_batch_size=int(config["global_batch_size"]), limit=limit)
     for line in lines:
         LOGGER.info(line)
@@ -182,11 +169,7 @@ def _estimate(config: Config, sizes: Sequence[int], planner: Planner, limit: flo
 
 
 def _run_trial(composed: Composed, config: Config, ranks: Ranks, size: int, limit: float) -> Trial:
-    """Try a size in fresh processes.
-
-    Raises:
-        TrialError: It failed for another reason than memory.
-    """
+    """Try a size in fresh processes."""
     num_ranks = count_data_ranks(config, ranks.world_size)
     per_rank = int(config["global_batch_size"]) // num_ranks
     with tempfile.TemporaryDirectory(prefix="recipes_trial_") as folder:
@@ -199,7 +182,7 @@ def _run_trial(composed: Composed, config: Config, ranks: Ranks, size: int, limi
         if result.exit_code == ExitCode.OUT_OF_MEMORY or "SIGKILL" in (result.report or ""):
             return Trial(size=size)
         if result.exit_code != ExitCode.FINISHED:
-            raise TrialError(size, result)
+            return Trial(size=size, failure=result)
         found = json.loads(file.read_text(encoding="utf-8"))
     return Trial(
         size=size,
