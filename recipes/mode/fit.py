@@ -17,19 +17,6 @@ from recipes.runtime.failure import is_out_of_memory, is_peer_failure, read_oom_
 from recipes.runtime.signals import Preempted
 
 
-class GaveUpError(Exception):
-    """A callback has ended the run on purpose.
-
-    Args:
-        reason: One line.
-        exit_code: Exit code of the process.
-    """
-
-    def __init__(self, reason: str, exit_code: int) -> None:
-        super().__init__(reason)
-        self.exit_code = exit_code
-
-
 def fit(run: Run) -> int:
     """Train from the beginning or from a checkpoint, to `trainer.max_steps`.
 
@@ -54,8 +41,12 @@ def fit(run: Run) -> int:
         _fit(run)
     except Preempted as stop:
         return _end_preempted(run, stop)
-    except GaveUpError as error:
-        return _end_given_up(run, error)
+    except Exception as error:
+        if (exit_code := getattr(error, "exit_code", None)) is not None:
+            return _end_given_up(run, error, exit_code)
+        _log_crash(run, error)
+        raise
+    log_event(run, "end", run.trainer.global_step, status="finished")
     [writer] = [
         callback
         for callback in run.trainer.callbacks  # type: ignore[attr-defined]
@@ -72,7 +63,7 @@ def fit(run: Run) -> int:
 
 
 def _fit(run: Run) -> None:
-    """Train, and log the event that says how training ended."""
+    """Train, and let Ctrl-C be what it is."""
     try:
         run.trainer.fit(run.task, datamodule=run.data, ckpt_path=run.checkpoint, weights_only=True)
     except SystemExit as exit_request:
@@ -81,12 +72,6 @@ def _fit(run: Run) -> None:
         if run.trainer.interrupted:
             raise KeyboardInterrupt from exit_request
         raise
-    except Exception as error:
-        if (exit_code := getattr(error, "exit_code", None)) is not None:
-            raise GaveUpError(str(error), exit_code) from error
-        _log_crash(run, error)
-        raise
-    log_event(run, "end", run.trainer.global_step, status="finished")
 
 
 def _log_crash(run: Run, error: Exception) -> None:
@@ -129,14 +114,14 @@ def _end_preempted(run: Run, stop: Preempted) -> int:
     return ExitCode.PREEMPTED if stop.saved else ExitCode.TERMINATED
 
 
-def _end_given_up(run: Run, error: GaveUpError) -> int:
-    """Report that a callback ended the run; every rank decided so from the same all-reduced values."""
+def _end_given_up(run: Run, error: Exception, exit_code: int) -> int:
+    """Report that a callback ended the run on purpose; every rank decided so from the same all-reduced values."""
     log_event(run, "end", run.trainer.global_step, status="diverged", error=str(error))
     newest = newest_checkpoint(run.folder)
     good = "nothing was saved" if newest is None else f"the last good checkpoint is {newest}"
     LOGGER.error(f"{error}; {good}")
     run.trainer.strategy.barrier()  # the launcher kills all ranks as soon as one has ended
-    return error.exit_code
+    return exit_code
 
 
 def _exit_code_of_last_save(run: Run) -> int:
