@@ -7,7 +7,6 @@ from typing import Any, Literal
 from lightning.pytorch.callbacks import Callback
 
 from recipes.build import Run
-from recipes.errors import ConfigError
 from recipes.evaluator import Evaluator
 from recipes.mode.load import load_task, load_tokenizer
 from recipes.run_folder import add_evaluations, write_atomically
@@ -74,10 +73,7 @@ def _evaluate_split(run: Run, split: Literal["train", "val"], weights: Weights, 
 
 def _evaluate_tasks(run: Run, evaluator: Evaluator, weights: Weights) -> None:
     evaluator.prepare()
-    tokenizer = load_tokenizer(run)
-    if tokenizer is None:
-        reason = "the data of that run is not text: it has no tokenizer"
-        raise ConfigError(f"evaluator={evaluator.name} resume={run.folder}", reason, "resume=<a run on text>")
+    tokenizer = load_tokenizer(run, f"evaluator={evaluator.name}")
     task, checkpoint = load_task(run, weights)
     assert isinstance(task, LanguageModeling), "the config check admits only language models"
     record = evaluator.evaluate(task, tokenizer)

@@ -65,6 +65,17 @@ def _averaged_state_dict(state: dict[str, Any]) -> dict[str, Any]:
     return state_dict
 
 
-def load_tokenizer(run: Run) -> Tokenizer | None:
-    """Return the tokenizer that the run was started with, from its folder; None if its data is not text."""
-    return Tokenizer.load(run.tokenizer_folder) if run.tokenizer_folder.is_dir() else None
+def load_tokenizer(run: Run, typed: str) -> Tokenizer:
+    """Return the tokenizer that the run was started with, from its folder.
+
+    Args:
+        run: A run with a checkpoint.
+        typed: What needs it, `mode=sample`, to name it in the message.
+
+    Raises:
+        ConfigError: Its data is not text.
+    """
+    if not run.tokenizer_folder.is_dir():
+        reason = "the data of that run is not text: it has no tokenizer"
+        raise ConfigError(f"{typed} resume={run.folder}", reason, "resume=<a run on text>")
+    return Tokenizer.load(run.tokenizer_folder)

@@ -46,14 +46,8 @@ def sample(
     """
     task, _ = load_task(run, weights)
     assert isinstance(task, LanguageModeling), "the config check admits only language models"
-    task.tokenizer = load_tokenizer(run)
-    if task.tokenizer is None:
-        raise ConfigError(
-            f"mode=sample resume={run.folder}",
-            "the data of that run is not text: it has no tokenizer",
-            "resume=<a run on text>",
-        )
-    tokens, ends = (task.tokenizer.encode(prompt), []) if not chat else _ask(prompt, task.tokenizer)
+    task.tokenizer = tokenizer = load_tokenizer(run, "mode=sample")
+    tokens, ends = (tokenizer.encode(prompt), []) if not chat else _ask(prompt, tokenizer)
     for number in range(num_samples):
         text = task.generate_text(
             tokens,
