@@ -11,7 +11,7 @@ from typing import Any
 from .curve import Curve
 
 _MISSING = object()
-_STATUS_OF_EVENT = {"end": "finished", "stop": "stopped", "preempted": "preempted"}
+STATUS_OF_EVENT = {"end": "finished", "stop": "stopped", "preempted": "preempted"}
 
 Points = Mapping[str, Sequence[tuple[int, float]]]  # by column
 
@@ -158,7 +158,7 @@ def make_run(
     curves = {role: curve for role in ROLES if (curve := _find_curve(points, ROLES[role])) is not None}
     run = Run(curves=curves, folder=folder, config=config or {}, events=events, notes=notes)
     if status is None and events:
-        status = _STATUS_OF_EVENT.get(str(events[-1].get("event")))
+        status = STATUS_OF_EVENT.get(str(events[-1].get("event")))
     return replace(run, status=status, epoch_starts=_find_epoch_starts(run, steps_per_epoch))
 
 

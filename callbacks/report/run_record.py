@@ -1,7 +1,6 @@
 """Read the files of a run folder as plain values: each file once, no Lightning."""
 
 import csv
-import json
 import math
 import re
 from collections.abc import Mapping
@@ -9,13 +8,11 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-import yaml
+from ..diagnosis.read import parse_yaml, read_json, read_lines, read_object, read_text
+from ..diagnosis.run import STATUS_OF_EVENT
 
 Point = tuple[int, float]  # step, value
 Series = dict[str, list[Point]]  # by metric name, in the order of the file
-
-_YAML = getattr(yaml, "CSafeLoader", yaml.SafeLoader)  # where it was built: ten times as fast
-_STATUS_BY_EVENT = {"end": "finished", "stop": "stopped", "preempted": "preempted"}
 
 
 @dataclass(frozen=True)
@@ -72,7 +69,7 @@ def get_status(run: RunRecord) -> str | None:
         return str(run.summary["status"])
     if not run.events:
         return None
-    return _STATUS_BY_EVENT.get(str(run.events[-1].get("event")), "running")
+    return STATUS_OF_EVENT.get(str(run.events[-1].get("event")), "running")
 
 
 def read_run(folder: Path, *, needs_metrics: bool = True) -> RunRecord:
@@ -86,21 +83,21 @@ def read_run(folder: Path, *, needs_metrics: bool = True) -> RunRecord:
         FileNotFoundError: There is no `metrics.csv`.
         ValueError: `metrics.csv` has no column `step`.
     """
-    metrics = folder / "metrics.csv"
-    text = _read_text(folder / "config.yaml") or _read_text(folder / "hparams.yaml")
+    metrics, operators = folder / "metrics.csv", read_json(folder / "profile" / "operators.json")
+    text = read_text(folder / "config.yaml") or read_text(folder / "hparams.yaml")
     return RunRecord(
         folder=folder.resolve(),
         series=read_metrics(metrics) if needs_metrics else _read_metrics_if_any(metrics),
-        events=_read_lines(folder / "events.jsonl"),
-        samples=_read_lines(folder / "samples.jsonl"),
-        summary=_read_object(folder / "summary.json"),
-        environment=_read_object(folder / "environment.json"),
+        events=read_lines(folder / "events.jsonl"),
+        samples=read_lines(folder / "samples.jsonl"),
+        summary=read_object(folder / "summary.json"),
+        environment=read_object(folder / "environment.json"),
         config_text=text,
-        config=_parse_config(text),
-        plan=_read_object(folder / "plan.json"),
-        operators=_read_list(folder / "profile" / "operators.json"),
+        config=parse_yaml(text),
+        plan=read_object(folder / "plan.json"),
+        operators=[item for item in operators if isinstance(item, dict)] if isinstance(operators, list) else [],
         spikes=[
-            {**_read_object(path), "folder": str(path.parent.relative_to(folder))}
+            {**read_object(path), "folder": str(path.parent.relative_to(folder))}
             for path in sorted(folder.glob("spikes/step_*/spike.json"))
         ],
         rolled_back=[_read_metrics_if_any(path) for path in sorted(folder.glob("rolled_back/*.csv"))],
@@ -162,47 +159,3 @@ def _parse_number(cell: str) -> float:
         return float(cell)
     except ValueError:
         return math.nan
-
-
-def _parse_config(text: str) -> dict[str, Any]:
-    """Parse a config; empty if it has tags that only the program that wrote it can read."""
-    try:
-        value = yaml.load(text, Loader=_YAML)
-    except yaml.YAMLError:
-        return {}
-    return value if isinstance(value, dict) else {}
-
-
-def _read_text(path: Path) -> str:
-    return path.read_text(encoding="utf-8", errors="replace") if path.is_file() else ""
-
-
-def _read_json(path: Path) -> Any:
-    """Return the content of a JSON file; None if it is missing or incomplete."""
-    try:
-        return json.loads(_read_text(path))
-    except json.JSONDecodeError:
-        return None
-
-
-def _read_object(path: Path) -> dict[str, Any]:
-    value = _read_json(path)
-    return value if isinstance(value, dict) else {}
-
-
-def _read_list(path: Path) -> list[dict[str, Any]]:
-    value = _read_json(path)
-    return [item for item in value if isinstance(item, dict)] if isinstance(value, list) else []
-
-
-def _read_lines(path: Path) -> list[dict[str, Any]]:
-    """Read a file of JSON objects, one per line; skip a line that is cut off, usually the last."""
-    found = []
-    for line in _read_text(path).split("\n")[:-1]:
-        try:
-            value = json.loads(line)
-        except json.JSONDecodeError:
-            continue
-        if isinstance(value, dict):
-            found.append(value)
-    return found
