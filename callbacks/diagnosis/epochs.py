@@ -26,7 +26,7 @@ def find_memorizing(run: Run) -> Finding | None:
     boundary = _compare_boundaries(run)
     if boundary is None or boundary[0] > -STEP_OF_LOSS:
         return None
-    step, inside, starts = boundary
+    (step, inside), starts = boundary, run.epoch_starts
     if inside > STEP_OF_LOSS / 2 or _is_repeated(run)[0]:  # it is the order, see below
         return None
     return Finding(
@@ -123,8 +123,8 @@ def _around_median(values: Sequence[float], first: int, end: int, reach: int) ->
     return [max(-CLIP, min(CLIP, (distance - center) / width)) if width else 0.0 for distance in distances]
 
 
-def _compare_boundaries(run: Run) -> tuple[float, float, Sequence[int]] | None:
-    """Return the median step of the loss at boundaries and inside epochs, as fractions of it, and the boundaries.
+def _compare_boundaries(run: Run) -> tuple[float, float] | None:
+    """Return the median step of the loss at boundaries and inside epochs, as fractions of it.
 
     None if there are too few, or the two do not differ beyond noise.
     """
@@ -150,7 +150,7 @@ def _compare_boundaries(run: Run) -> tuple[float, float, Sequence[int]] | None:
     agreeing = sum((step - usual) * (center - usual) > 0 for step in at_boundaries) / len(at_boundaries)
     if abs(center - usual) <= ERRORS * error or agreeing < AGREEING or abs(center - usual) < STEP_OF_LOSS:
         return None
-    return center, usual, run.epoch_starts
+    return center, usual
 
 
 def _step_at(values: Sequence[float], edge: int, width: int) -> float | None:

@@ -1,9 +1,11 @@
 """What a symptom looks like once it is found: evidence as numbers, its meaning, and causes with what tests them."""
 
+import math
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from typing import Any, Literal
 
+from .curve import Block, Curve
 from .run import Run
 
 Severity = Literal["critical", "warning", "note"]
@@ -31,6 +33,12 @@ class Evidence:
         if self.last_step != self.first_step:
             where = f"steps {self.first_step:,} to {self.last_step:,}"
         return f"{self.what} {self.value:.4g} at {where}"
+
+
+def medians(curve: Curve, *blocks: Block) -> tuple[Evidence, ...]:
+    """Return the medians of parts of a curve as evidence."""
+    name = f"median of {curve.name}"
+    return tuple(Evidence(name, block.median, block.first_step, block.last_step) for block in blocks)
 
 
 @dataclass(frozen=True)
@@ -61,21 +69,11 @@ class Finding:
 
     def as_dict(self) -> dict[str, Any]:
         """Return plain values, as JSON holds them; a number that is not finite becomes text."""
-        return {
-            "name": self.name,
-            "severity": self.severity,
-            "meaning": self.meaning,
-            "evidence": [
-                {
-                    "what": item.what,
-                    "value": item.value if abs(item.value) < float("inf") else str(item.value),
-                    "first_step": item.first_step,
-                    "last_step": item.last_step,
-                }
-                for item in self.evidence
-            ],
-            "causes": [{"text": cause.text, "test": cause.test} for cause in self.causes],
-        }
+        evidence = [
+            asdict(item) | {"value": item.value if math.isfinite(item.value) else str(item.value)}
+            for item in self.evidence
+        ]
+        return asdict(self) | {"evidence": evidence, "causes": [asdict(cause) for cause in self.causes]}
 
 
 @dataclass(frozen=True)

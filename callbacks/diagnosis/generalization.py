@@ -4,8 +4,8 @@ import math
 from bisect import bisect_right
 from statistics import median
 
-from .curve import Curve, standard_error
-from .finding import Cause, Evidence, Finding
+from .curve import SIGMA_PER_MAD, Curve, standard_error
+from .finding import Cause, Evidence, Finding, medians
 from .run import Run
 
 MIN_VALIDATIONS = 4
@@ -30,11 +30,11 @@ def find_overfitting(run: Run) -> Finding | None:
     last = min(val.values[-2:])
     if last - best <= max(RISE * abs(best), NOISE * _noise(val)):
         return None
-    before, after = _near(train, best_step), _near(train, val.steps[-1])
-    error = standard_error(train.noise, len(before), len(after))
-    before_loss, after_loss = median(before.values), median(after.values)
+    before, after = _near(train, best_step).block(), _near(train, val.steps[-1]).block()
+    error = standard_error(train.noise, before.num_points, after.num_points)
+    won = before.median - after.median
     # what training still wins may be less than its noise at the end, where the loss is near zero
-    if after_loss >= before_loss or (before_loss - after_loss < error and after_loss > 0.5 * best):
+    if won <= 0 or (won < error and after.median > 0.5 * best):
         return None
     return Finding(
         name="overfitting",
@@ -43,8 +43,7 @@ def find_overfitting(run: Run) -> Finding | None:
         evidence=(
             Evidence(f"lowest {val.name}", best, best_step, best_step),
             Evidence(f"last {val.name}", val.values[-1], val.steps[-1], val.steps[-1]),
-            Evidence(f"median of {train.name}", before_loss, before.steps[0], before.steps[-1]),
-            Evidence(f"median of {train.name}", after_loss, after.steps[0], after.steps[-1]),
+            *medians(train, before, after),
         ),
         causes=(
             Cause(
@@ -84,13 +83,12 @@ def find_easier_validation(run: Run) -> Finding | None:
         steps.append(step)
     if not gaps or min(gaps) <= EASIER:
         return None
-    last = _near(train, val.steps[-1])
     return Finding(
         name="easier_validation",
         severity="warning",
         meaning="validation is better than training by more than noise: the two losses do not measure the same thing",
         evidence=(
-            Evidence(f"median of {train.name}", median(last.values), last.steps[0], last.steps[-1]),
+            *medians(train, _near(train, val.steps[-1]).block()),
             Evidence(f"last {val.name}", val.values[-1], val.steps[-1], val.steps[-1]),
             Evidence("smallest gap, of the training loss,", min(gaps), steps[0], steps[-1]),
         ),
@@ -146,7 +144,7 @@ def _noise(val: Curve) -> float:
     """Return the noise of single validations: from second differences, which a curved course does not change."""
     values = val.values
     seconds = [abs(a - 2 * b + c) for a, b, c in zip(values, values[1:], values[2:], strict=False)]
-    return 1.4826 * median(seconds) / 6**0.5 if seconds else 0.0
+    return SIGMA_PER_MAD * median(seconds) / 6**0.5 if seconds else 0.0
 
 
 def _near(train: Curve, step: int) -> Curve:

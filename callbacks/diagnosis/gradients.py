@@ -4,7 +4,7 @@ import math
 from statistics import mean, median
 
 from .curve import Curve, standard_error, trend
-from .finding import Cause, Evidence, Finding
+from .finding import Cause, Evidence, Finding, medians
 from .run import Run
 
 MIN_POINTS = 30
@@ -31,8 +31,8 @@ def find_constant_clipping(run: Run) -> Finding | None:
     threshold, norms = _get_threshold(run), run.curves["grad_norm"].finite
     if threshold is None or not len(norms):
         return None
-    last = norms.part(0.5, 1)
-    norm = median(last.values)
+    last = norms.part(0.5, 1).block()
+    norm = last.median
     if norm < ABOVE_THRESHOLD * threshold:
         return None
     limit = f"{2 * norm:.2g}"
@@ -42,8 +42,8 @@ def find_constant_clipping(run: Run) -> Finding | None:
         meaning="every step is clipped far below its norm: the length of the gradient, and with SGD the rate, is lost",
         evidence=(
             Evidence(f"mean of {fractions.name}", clipped, half.steps[0], half.steps[-1]),
-            Evidence(f"median of {norms.name}", norm, last.steps[0], last.steps[-1]),
-            Evidence("clipped to", threshold, last.steps[0], last.steps[-1]),
+            *medians(norms, last),
+            Evidence("clipped to", threshold, last.first_step, last.last_step),
         ),
         causes=(
             Cause(
@@ -90,12 +90,7 @@ def find_rising_norm(run: Run) -> Finding | None:
         name="gradient_norm_rising",
         severity="warning",
         meaning="the gradient norm grows and the loss does not fall: divergence is near",
-        evidence=(
-            Evidence(f"median of {norms.name}", first.median, first.first_step, first.last_step),
-            Evidence(f"median of {norms.name}", last.median, last.first_step, last.last_step),
-            Evidence(f"median of {loss.name}", before.median, before.first_step, before.last_step),
-            Evidence(f"median of {loss.name}", after.median, after.first_step, after.last_step),
-        ),
+        evidence=(*medians(norms, first, last), *medians(loss, before, after)),
         causes=(
             Cause("the learning rate is too high", run.test(run.scaled("optimizer.lr", 0.3), "a third of the rate")),
             Cause(

@@ -4,7 +4,7 @@ import math
 from statistics import median
 
 from .curve import Curve, standard_error
-from .finding import Cause, Evidence, Finding
+from .finding import Cause, Evidence, Finding, Severity, medians
 from .run import Run
 
 MIN_POINTS = 30  # fewer have no blocks to compare
@@ -99,11 +99,9 @@ def find_stuck_loss(run: Run) -> Finding | None:
     first, last = loss.part(0, num_first / len(loss)).block(), loss.part(0.5, 1).block()
     error = standard_error(loss.noise, first.num_points, last.num_points)
     is_still = abs(first.median - last.median) + 2 * error < STUCK * abs(first.median)
-    evidence = [
-        Evidence(f"median of {loss.name}", first.median, first.first_step, first.last_step),
-        Evidence(f"median of {loss.name}", last.median, last.first_step, last.last_step),
-    ]
-    severity, at_chance = "critical", False
+    evidence = [*medians(loss, first, last)]
+    severity: Severity = "critical"
+    at_chance = False
     if run.num_classes is not None:
         chance = math.log(run.num_classes)
         at_chance = abs(last.median - chance) + 2 * error < AT_CHANCE * chance
@@ -122,7 +120,7 @@ def find_stuck_loss(run: Run) -> Finding | None:
         meaning = f"the loss stays at ln({run.num_classes:,}), that of a uniform guess: nothing is learned"
     return Finding(
         name="nothing_learned",
-        severity="critical" if severity == "critical" else "warning",
+        severity=severity,
         meaning=meaning,
         evidence=tuple(evidence),
         causes=_causes_of_stuck_loss(run),

@@ -1,10 +1,10 @@
 """Symptoms of time and memory: slower and slower, waiting for data, memory that grows."""
 
 from itertools import pairwise
-from statistics import median, quantiles
+from statistics import quantiles
 
 from .curve import Curve, scatter_around_line, trend
-from .finding import Cause, Evidence, Finding
+from .finding import Cause, Evidence, Finding, medians
 from .run import Run
 
 MIN_POINTS = 40
@@ -32,20 +32,15 @@ def find_slowdown(run: Run) -> Finding | None:
     largest = max(before - after for before, after in pairwise(speeds)) / speeds[0]
     if lost < SLOWER or trend(speeds) > -STEADY or lost < ABOVE_SCATTER * scatter or largest > ONE_STEP * lost:
         return None
-    first, last = blocks[0], blocks[-1]
-    evidence = [
-        Evidence(f"median of {curve.name}", first.median, first.first_step, first.last_step),
-        Evidence(f"median of {curve.name}", last.median, last.first_step, last.last_step),
-    ]
+    evidence = medians(curve, blocks[0], blocks[-1])
     wait = run.curves.get("data_wait")
     if wait is not None and len(wait.finite) >= MIN_POINTS:
-        late = wait.finite.part(0.9, 1).block()
-        evidence.append(Evidence(f"median of {wait.name}", late.median, late.first_step, late.last_step))
+        evidence += medians(wait, wait.finite.part(0.9, 1).block())
     return Finding(
         name="slowing_down",
         severity="warning",
         meaning=f"the run lost {lost:.0%} of its speed, little by little: something grows with its length",
-        evidence=tuple(evidence),
+        evidence=evidence,
         causes=(
             Cause(
                 "the data source becomes slower: a list that is searched, a file read from its start, a full cache",
@@ -78,14 +73,14 @@ def find_data_wait(run: Run) -> Finding | None:
     lower = quantiles(half.values, n=4)[0]
     if lower < WAITING:
         return None
-    typical = median(half.values)
+    typical = half.block()
     workers = run.number("loader.num_workers")
     return Finding(
         name="waiting_for_data",
         severity="warning",
-        meaning=f"{typical:.0%} of a step is spent waiting for data: the device is idle for so long",
+        meaning=f"{typical.median:.0%} of a step is spent waiting for data: the device is idle for so long",
         evidence=(
-            Evidence(f"median of {wait.name}", typical, half.steps[0], half.steps[-1]),
+            *medians(wait, typical),
             Evidence(f"lower quartile of {wait.name}", lower, half.steps[0], half.steps[-1]),
         ),
         causes=(
@@ -121,10 +116,7 @@ def find_growing_memory(run: Run) -> Finding | None:
             name="memory_growing",
             severity="warning",
             meaning="memory grows all through the run: it will run out",
-            evidence=(
-                Evidence(f"median of {curve.name}", first.median, first.first_step, first.last_step),
-                Evidence(f"median of {curve.name}", last.median, last.first_step, last.last_step),
-            ),
+            evidence=medians(curve, first, last),
             causes=(
                 Cause(
                     "a list of losses or outputs that keeps their graphs",
