@@ -5,7 +5,7 @@ from collections.abc import Mapping, Sequence
 from html import escape
 
 from .axis import linear_ticks, log_ticks, tick_label
-from .svg import UNITS, get_colors
+from .svg import UNITS, axis_labels, figure, get_colors, grid_path
 
 Points = Sequence[tuple[float, float]]
 
@@ -29,7 +29,7 @@ def lines_figure(
     if not xs:
         return f'<figure class="chart span6"><figcaption><b>{escape(title)}</b></figcaption></figure>'
     across, up = _Axis(xs, is_log=log_x), _Axis(ys, is_log=log_y)
-    drawn, keys = [], []
+    drawn, keys = [grid_path(UNITS - up.place(tick) for tick in up.ticks())], []
     for (name, points), color in zip(finite.items(), get_colors(len(finite)), strict=True):
         path = "L".join(f"{across.place(x)} {round(UNITS - up.place(y), 1)}" for x, y in points)
         single = ("curve dots", "h0") if len(points) == 1 else ("curve", "")  # round caps make it a dot
@@ -38,20 +38,11 @@ def lines_figure(
     for name, x in marks.items():
         drawn.append(f'<path class="mark" d="M{across.place(x)} 0V{UNITS}"/>')
         keys.append(f'<span class="note">{escape(name)} {tick_label(float(f"{x:.2g}"))}</span>')
-    grid = "".join(f"M0 {round(UNITS - up.place(tick), 1)}H{UNITS}" for tick in up.ticks())
-    y_labels = "".join(
-        f'<span class="y" style="top:{100 - up.place(tick) / 10:.1f}%">{tick_label(tick)}</span>' for tick in up.ticks()
+    axes = (
+        axis_labels("y", ((1 - up.place(tick) / UNITS, tick_label(tick)) for tick in up.ticks())),
+        axis_labels("x", ((across.place(tick) / UNITS, tick_label(tick)) for tick in across.ticks())),
     )
-    x_labels = "".join(
-        f'<span class="x" style="left:{across.place(tick) / 10:.1f}%">{tick_label(tick)}</span>'
-        for tick in across.ticks()
-    )
-    return (
-        f'<figure class="chart span6"><figcaption><b>{escape(title)}</b>{"".join(keys)}</figcaption>'
-        f'<div class="plot"><div class="ys">{y_labels}</div><div class="xs">{x_labels}</div>'
-        f'<svg viewBox="0 0 {UNITS} {UNITS}" preserveAspectRatio="none" role="img" aria-label="{escape(title)}">'
-        f'<path class="grid" d="{grid}"/>{"".join(drawn)}</svg></div></figure>'
-    )
+    return figure(title, "".join(keys), drawing="".join(drawn), axes=axes)
 
 
 class _Axis:

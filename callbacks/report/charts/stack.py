@@ -1,11 +1,11 @@
 """Draw values that add up as stacked areas: inline SVG that stretches with the page, as the other charts."""
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from html import escape
 from itertools import groupby
 
 from .axis import linear_ticks, tick_label
-from .svg import UNITS, get_colors
+from .svg import UNITS, axis_labels, figure, get_colors, grid_path
 
 
 def stack_figure(
@@ -39,16 +39,9 @@ def stack_figure(
         line = f'<path class="limit" d="M0 {height}H{UNITS}"/>'
         keys.append(f'<span class="note">dashed: {tick_label(limit)} usable</span>')
     ticks = linear_ticks(0.0, top)
-    grid = "".join(f"M0 {_y(tick, top)}H{UNITS}" for tick in ticks)
-    y_labels = "".join(
-        f'<span class="y" style="top:{_y(tick, top) / 10:.1f}%">{escape(tick_label(tick))}</span>' for tick in ticks
-    )
-    return (
-        f'<figure class="chart span6"><figcaption><b>{escape(unit)}</b>{"".join(keys)}</figcaption>'
-        f'<div class="plot"><div class="ys">{y_labels}</div><div class="xs">{_x_labels(places)}</div>'
-        f'<svg viewBox="0 0 {UNITS} {UNITS}" preserveAspectRatio="none" role="img" aria-label="{escape(unit)}">'
-        f'<path class="grid" d="{grid}"/>{"".join(areas)}{line}</svg></div></figure>'
-    )
+    y_labels = axis_labels("y", ((_y(tick, top) / UNITS, tick_label(tick)) for tick in ticks))
+    drawing = f"{grid_path(_y(tick, top) for tick in ticks)}{''.join(areas)}{line}"
+    return figure(unit, "".join(keys), drawing=drawing, axes=(y_labels, axis_labels("x", _x_labels(places))))
 
 
 def _outline(below: Sequence[float], above: Sequence[float], top: float) -> str:
@@ -65,13 +58,11 @@ def _y(value: float, top: float) -> float:
     return round(UNITS * (1 - value / top), 1)
 
 
-def _x_labels(places: Sequence[str]) -> str:
-    """Label each stretch of the step in its middle, by its first word."""
-    labels, start = [], 0
+def _x_labels(places: Sequence[str]) -> Iterator[tuple[float, str]]:
+    """Yield a label for each stretch of the step, in its middle: its first word."""
+    start = 0
     for word, group in groupby(places, key=lambda place: place.partition(",")[0]):
         length = len(list(group))
-        middle = 100 * (start + length / 2) / len(places)
         if length / len(places) > 0.05:  # narrower ones would overlap
-            labels.append(f'<span class="x" style="left:{middle:.1f}%">{escape(word)}</span>')
+            yield (start + length / 2) / len(places), word
         start += length
-    return "".join(labels)

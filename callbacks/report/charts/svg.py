@@ -6,7 +6,7 @@ readout and the zoom.
 """
 
 import math
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from html import escape
 
@@ -82,8 +82,11 @@ def chart_html(
         f"{_legend(chart, colors)}{_notes(chart)}",
         index=index,
         span=span,
-        drawing=f"{_draw_grid(chart, scale)}{_draw_marks(marks, scale)}{curves}",
-        axes=(_y_axis(chart, scale), _x_axis(chart, scale)),
+        drawing=f"{grid_path(map(scale.y, y_ticks(chart)))}{_draw_marks(marks, scale)}{curves}",
+        axes=(
+            axis_labels("y", ((scale.y(tick) / UNITS, tick_label(tick)) for tick in y_ticks(chart))),
+            axis_labels("x", ((scale.x(tick) / UNITS, tick_label(tick)) for tick in _x_ticks(chart))),
+        ),
     )
 
 
@@ -91,8 +94,8 @@ def figure(
     title: str,
     caption: str,
     *,
-    index: int,
-    span: int,
+    index: int | None = None,
+    span: int = 6,
     drawing: str = "",
     axes: tuple[str, str] = ("", ""),
 ) -> str:
@@ -101,20 +104,39 @@ def figure(
     Args:
         title: Plain text.
         caption: Escaped HTML after the title.
-        index: Where the page's script finds the points of this chart.
+        index: Where the page's script finds the points of this chart, whose steps are its x axis; None: the drawing is
+            all there is.
         span: Width in columns of six.
         drawing: SVG elements.
         axes: Escaped HTML of the labels of the y axis and the x axis.
     """
+    data, label, tools = "", f'aria-label="{escape(title)}"', ""
+    if index is not None:
+        data, label = f' data-chart="{index}"', f'tabindex="0" aria-label="{escape(title)} by step"'
+        tools = "".join(f'<div class="{name}" hidden></div>' for name in ("cursor", "brush", "readout"))
     return (
-        f'<figure class="chart span{span}" data-chart="{index}">'
+        f'<figure class="chart span{span}"{data}>'
         f"<figcaption><b>{escape(title)}</b>{caption}</figcaption>"
         f'<div class="plot"><div class="ys">{axes[0]}</div><div class="xs">{axes[1]}</div>'
-        f'<svg viewBox="0 0 {UNITS} {UNITS}" preserveAspectRatio="none" role="img" tabindex="0"'
-        f' aria-label="{escape(title)} by step">{drawing}</svg>'
-        '<div class="cursor" hidden></div><div class="brush" hidden></div>'
-        '<div class="readout" hidden></div></div></figure>'
+        f'<svg viewBox="0 0 {UNITS} {UNITS}" preserveAspectRatio="none" role="img" {label}>'
+        f"{drawing}</svg>{tools}</div></figure>"
     )
+
+
+def axis_labels(css: str, labels: Iterable[tuple[float, str]]) -> str:
+    """Return the labels of an axis as escaped HTML.
+
+    Args:
+        css: `y` or `x`.
+        labels: Place from the top or from the left, from 0 to 1, and text.
+    """
+    side = {"y": "top", "x": "left"}[css]
+    return "".join(f'<span class="{css}" style="{side}:{place:.2%}">{escape(text)}</span>' for place, text in labels)
+
+
+def grid_path(heights: Iterable[float]) -> str:
+    """Return horizontal lines at these heights, in SVG units from the top."""
+    return f'<path class="grid" d="{"".join(f"M0 {height:g}H{UNITS}" for height in heights)}"/>'
 
 
 class _Scale:
@@ -176,11 +198,6 @@ def _paths(segments_: list[list[Point]], scale: _Scale) -> tuple[str, str]:
     return "".join(lines), "".join(dots)
 
 
-def _draw_grid(chart: Chart, scale: _Scale) -> str:
-    path = "".join(f"M0 {scale.y(tick):g}H{UNITS}" for tick in y_ticks(chart))
-    return f'<path class="grid" d="{path}"/>'
-
-
 def _draw_marks(marks: Sequence[Mark], scale: _Scale) -> str:
     """Return a path per kind of event: a line at each step, and a band over steps that were rolled back."""
     drawn = []
@@ -197,18 +214,9 @@ def _draw_marks(marks: Sequence[Mark], scale: _Scale) -> str:
     return "".join(drawn)
 
 
-def _y_axis(chart: Chart, scale: _Scale) -> str:
-    return "".join(
-        f'<span class="y" style="top:{scale.y(tick) / UNITS:.2%}">{tick_label(tick)}</span>' for tick in y_ticks(chart)
-    )
-
-
-def _x_axis(chart: Chart, scale: _Scale) -> str:
+def _x_ticks(chart: Chart) -> list[float]:
     first, last = chart.x_range
-    ticks = [t for t in linear_ticks(first, last) if t == int(t)] if last > first else [first]
-    return "".join(
-        f'<span class="x" style="left:{scale.x(tick) / UNITS:.2%}">{tick_label(tick)}</span>' for tick in ticks
-    )
+    return [t for t in linear_ticks(first, last) if t == int(t)] if last > first else [first]
 
 
 def _legend(chart: Chart, colors: list[Color]) -> str:
