@@ -3,7 +3,7 @@
 import os
 import re
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -46,15 +46,6 @@ class ComparedRun:
     parameters: dict[str, Any] = field(default_factory=dict)
 
 
-@dataclass(frozen=True)
-class _ThinRun:
-    """A run with thin curves, and what had to be computed from all points."""
-
-    record: RunRecord
-    best_val_loss: float | None
-    best: dict[str, float | None]
-
-
 def read_runs(folders: Sequence[Path], sections: Sequence[Section], *, sort: str) -> list[ComparedRun]:
     """Read every run, those with the best value of `sort` first and those without one last.
 
@@ -66,17 +57,14 @@ def read_runs(folders: Sequence[Path], sections: Sequence[Section], *, sort: str
     total_weight = sum(len(having) * weight for having, weight in metrics.values())
     buckets_per_weight = MAX_POINTS / 4 / max(1, total_weight)
     named = [name for panel in panels for name in panel.parameters]
-    runs = [_read_thin(folder, metrics, panels, buckets_per_weight) for folder in folders]
-    evaluated = [measure for run in runs for measure in get_evaluations(run.record)]
+    runs = [_read_thin(folder, metrics, buckets_per_weight) for folder in folders]
+    evaluated = [measure for run in runs for measure in get_evaluations(run)]
     measures = list(dict.fromkeys([sort, *METRICS_BY_MEASURE, *evaluated]))
-    values = [
-        {measure: get_value(run.record, measure) for measure in measures} | {"best_val_loss": run.best_val_loss}
-        for run in runs
-    ]
+    values = [{measure: get_value(run, measure) for measure in measures} for run in runs]
     known = {m for measured in values for m, value in measured.items() if value is not None}
     if sort not in known and known - {"steps"}:
         raise LookupError(f"no run has it; they have {', '.join(sorted(known))}")
-    parameters = differing_parameters([run.record for run in runs], named)
+    parameters = differing_parameters(runs, named)
     order = sorted(range(len(runs)), key=lambda i: sort_key(values[i][sort], sort))
     names = run_names(folders)
     return [
@@ -84,11 +72,11 @@ def read_runs(folders: Sequence[Path], sections: Sequence[Section], *, sort: str
             name=names[i],
             folder=folders[i],
             # a folder without a row and without an event is of a run that never began
-            status=get_status(runs[i].record) or ("unknown" if runs[i].record.series else "did not start"),
+            status=get_status(runs[i]) or ("unknown" if runs[i].series else "did not start"),
             color=get_color(rank, values[i][sort], len(order)),
             values=values[i],
-            best=runs[i].best,
-            curves=runs[i].record.series,
+            best=_find_best_of_bars(runs[i], panels),
+            curves=runs[i].series,
             parameters={name: by_run[i] for name, by_run in parameters.items()},
         )
         for rank, i in enumerate(order)
@@ -109,35 +97,27 @@ def get_weights(folders: Sequence[Path], panels: Sequence[Panel]) -> dict[str, t
     return found
 
 
-def _read_thin(
-    folder: Path,
-    metrics: dict[str, tuple[list[Path], int]],
-    panels: Sequence[Panel],
-    buckets_per_weight: float,
-) -> _ThinRun:
-    """Read a run and thin its curves at once, so that many runs are never in memory in full."""
+def _read_thin(folder: Path, metrics: dict[str, tuple[list[Path], int]], buckets_per_weight: float) -> RunRecord:
+    """Read a run and thin its curves at once, so that many runs are never in memory in full.
+
+    The lowest, the highest and the last value of a curve are among the points that are kept.
+    """
     record = read_run(folder, needs_metrics=False)
-    best_val_loss = get_value(record, "best_val_loss")
-    best = {
-        name: find_best([value for _, value in record.series[name]], name)
-        for panel in panels
-        if panel.kind == "bar"
-        for name in panel.metrics_among(record.series)
-    }
+    budgets = {name: int(weight * buckets_per_weight) for name, (_, weight) in metrics.items()}
     thinned = {
-        name: thin(
-            points,
-            max_buckets=_num_buckets(metrics[name][1] * buckets_per_weight) if name in metrics else 1,
-        )
+        name: thin(points, max_buckets=max(_MIN_BUCKETS, min(MAX_BUCKETS, budgets[name])) if name in budgets else 1)
         for name, points in record.series.items()
     }
-    record.series.clear()
-    record.series.update(thinned)
-    return _ThinRun(record, best_val_loss, best)
+    return replace(record, series=thinned)
 
 
-def _num_buckets(budget: float) -> int:
-    return max(_MIN_BUCKETS, min(MAX_BUCKETS, int(budget)))
+def _find_best_of_bars(run: RunRecord, panels: Sequence[Panel]) -> dict[str, float | None]:
+    return {
+        name: find_best([value for _, value in run.series[name]], name)
+        for panel in panels
+        if panel.kind == "bar"
+        for name in panel.metrics_among(run.series)
+    }
 
 
 def sort_key(value: float | None, measure: str) -> tuple[bool, float]:
