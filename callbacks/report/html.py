@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import Any
 from urllib.parse import quote
 
+from ..progress.text import clock_text
 from .charts.axis import value_label
 from .charts.json_data import as_json
 
@@ -131,6 +132,15 @@ def value_text(value: Any) -> str:
         counts = Counter(map(str, value)).items()
         return ", ".join(f"{count} x {name}" if count > 1 else name for name, count in counts)
     return str(value)
+
+
+def measure_text(value: float, measure: str) -> str:
+    """Return a value of the summary as a person reads it."""
+    if measure == "seconds":
+        return clock_text(value)
+    if measure == "mfu":
+        return f"{value:.1%}"
+    return f"{value:.3g}" if measure == "peak_memory_gib" else value_text(value)
 
 
 def flatten(values: dict[str, Any], prefix: str = "") -> Iterable[tuple[str, Any]]:

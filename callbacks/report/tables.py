@@ -5,8 +5,7 @@ import statistics
 from html import escape
 from typing import Any, TypeGuard
 
-from ..progress.text import clock_text
-from .html import flatten, folded, quoted_link, section, table, value_text
+from .html import flatten, folded, measure_text, quoted_link, section, table, value_text
 from .run_record import RunRecord
 
 MAX_EVENT_ROWS = 200
@@ -86,13 +85,7 @@ def _is_number(value: Any) -> TypeGuard[float]:
 
 
 def _plan_cell(name: str, value: float) -> str:
-    if name == "seconds":
-        return clock_text(value)
-    if name == "step_seconds":
-        return f"{value:.4g} s"
-    if name == "mfu":
-        return f"{value:.1%}"
-    return f"{value:.3g}" if name == "peak_memory_gib" else escape(value_text(value))
+    return f"{value:.4g} s" if name == "step_seconds" else escape(measure_text(value, name))
 
 
 def sample_texts(run: RunRecord) -> str:

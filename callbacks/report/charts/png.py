@@ -60,7 +60,7 @@ def _draw_curve(axes: Axes, curve: Curve, color: str) -> None:
     """Draw a curve; if it has a trend, its points faintly below the trend."""
     label: str | None = curve.metric
     faint: dict[str, Any] = {"lw": 0.7, "alpha": 0.35} if curve.trend else {"lw": 1.4}
-    for lines, style in ((segments(curve.trend), {"lw": 1.5}), (curve.segments(), faint)):
+    for lines, style in ((segments(curve.trend), {"lw": 1.5}), (segments(curve.points), faint)):
         for line in lines:
             steps, values = zip(*line, strict=True)
             dot = "o" if len(line) == 1 else None
@@ -86,5 +86,5 @@ def _style_axes(axes: Axes, chart: Chart) -> None:
     axes.set_axisbelow(True)
     for side in ("top", "right", "left", "bottom"):
         axes.spines[side].set_visible(False)
-    if 1 < len(chart.curves) <= MAX_LEGEND_NAMES and any(c.segments() for c in chart.curves):
+    if 1 < len(chart.curves) <= MAX_LEGEND_NAMES and any(segments(curve.points) for curve in chart.curves):
         axes.legend(frameon=False, fontsize=8)

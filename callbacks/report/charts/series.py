@@ -7,7 +7,7 @@ from typing import Any
 
 from ..dashboard import Panel, Section
 from ..run_record import Point, RunRecord
-from .downsample import MAX_BUCKETS, segments, thin, trend
+from .downsample import MAX_BUCKETS, thin, trend
 
 # Events of the run itself that charts do not mark. Any other kind is marked unless its record says otherwise in a
 # field `mark`, which the callback that logs it declares, see `callbacks.events.EventKind`.
@@ -37,10 +37,6 @@ class Curve:
     first_not_finite: int | None
     rolled_back: list[list[Point]] = field(default_factory=list)
     trend: list[Point] = field(default_factory=list)
-
-    def segments(self) -> list[list[Point]]:
-        """Return the points as lines, split at gaps."""
-        return segments(self.points)
 
 
 @dataclass(frozen=True)

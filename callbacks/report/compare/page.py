@@ -11,11 +11,11 @@ from ..charts.json_data import packed
 from ..charts.series import step_range, value_range
 from ..charts.svg import column_spans, figure, padded_range
 from ..dashboard import Panel, Section, get_sections, sections_for
-from ..html import anchor_id, render_page, value_text, write_page, zoom_bar
+from ..html import anchor_id, measure_text, render_page, value_text, write_page, zoom_bar
 from ..run_record import metric_names
 from .parallel import parallel_html
 from .runs import ComparedRun, common_parent, in_natural_order, read_runs
-from .table import bars_html, differences_table, get_title, measure_text, runs_table
+from .table import bars_html, differences_table, get_title, runs_table
 from .values import short_names
 
 STYLES = ("page.css", "charts.css", "compare.css")

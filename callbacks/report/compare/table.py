@@ -7,9 +7,8 @@ from html import escape
 from pathlib import Path
 from typing import Any
 
-from ...progress.text import clock_text
 from ..header import status_class
-from ..html import folded, quoted_link, table, value_text
+from ..html import folded, measure_text, quoted_link, table, value_text
 from .runs import ComparedRun, sort_key
 from .values import (
     METRICS_BY_MEASURE,
@@ -122,15 +121,6 @@ def _value_cell(value: float | None, measure: str, best: float | None) -> str:
     shown = escape(measure_text(value, measure))
     text = f"<b>{shown}</b>" if value == best else shown
     return f'<td data-v="{value!r}">{text}</td>'
-
-
-def measure_text(value: float, measure: str) -> str:
-    """Return a measure's value as text."""
-    if measure == "seconds":
-        return clock_text(value)
-    if measure == "mfu":
-        return f"{value:.1%}"
-    return f"{value:.3g}" if measure == "peak_memory_gib" else value_text(value)
 
 
 def _parameter_cell(value: Any) -> str:

@@ -6,6 +6,7 @@ from pathlib import Path
 import pytest
 
 from callbacks.report.charts.axis import linear_ticks, log_ticks, tick_label, value_label
+from callbacks.report.charts.downsample import segments
 from callbacks.report.charts.series import get_groups, get_marks, make_curve, metrics_not_drawn
 from callbacks.report.dashboard import Panel, Section, sections_for
 from callbacks.report.run_record import read_metrics, read_run
@@ -33,14 +34,14 @@ def test_two_thousand_points_are_all_kept() -> None:
 def test_a_nan_is_a_gap_and_is_counted_before_thinning() -> None:
     points = [(step, math.nan if step == 5000 else 1.0) for step in range(10_000)]
     curve = make_curve("train/loss", points)
-    before, after = curve.segments()
+    before, after = segments(curve.points)
     assert before[-1][0] < 5000 < after[0][0]
     assert (curve.num_not_finite, curve.first_not_finite) == (1, 5000)
 
 
 def test_a_rollback_breaks_the_line_and_keeps_both_branches() -> None:
     curve = make_curve("train/loss", [(1, 3.0), (2, 9.0), (1, 3.0), (2, 2.5)])
-    assert curve.segments() == [[(1, 3.0), (2, 9.0)], [(1, 3.0), (2, 2.5)]]
+    assert segments(curve.points) == [[(1, 3.0), (2, 9.0)], [(1, 3.0), (2, 2.5)]]
 
 
 def write_metrics(folder: Path, metrics: str) -> Path:
