@@ -1,4 +1,4 @@
-"""The top of a run's page: name, status, where it ran, diagnosis and key figures. No Lightning."""
+"""The top of a run's page: name, status, where it ran, findings, diagnosis and key figures. No Lightning."""
 
 import math
 from collections.abc import Iterable
@@ -6,18 +6,17 @@ from datetime import UTC, datetime
 from html import escape
 from typing import Any
 
+from ..diagnosis.diagnose import examine
+from ..diagnosis.finding import Finding
+from ..diagnosis.run import make_run
 from ..progress.text import TRAIN_LOSS, VAL_LOSS, clock_text
-from .html import value_text
+from .html import section, value_text
 from .run_record import RunRecord, get_status
 
-_STATUS_CLASSES = {
-    "finished": "good",
-    "preempted": "warn",
-    "stopped": "warn",
-    "interrupted": "warn",
-    "running": "warn",
-    "unknown": "warn",
-}
+_STATUS_CLASSES = {"finished": "good"} | dict.fromkeys(
+    ("preempted", "stopped", "interrupted", "running", "unknown"), "warn"
+)
+_SEVERITY_CLASSES = {"critical": "bad", "warning": "warn", "note": "warn"}
 
 
 def head(run: RunRecord) -> str:
@@ -51,6 +50,25 @@ def _start_time(run: RunRecord) -> list[str]:
     if not isinstance(seconds, (int, float)) or not seconds:
         return []
     return [datetime.fromtimestamp(seconds, UTC).strftime("%Y-%m-%d %H:%M UTC")]
+
+
+def findings_section(run: RunRecord) -> str:
+    """Return a card of findings with their steps, or one line that there is none; empty without a training loss."""
+    found = make_run(run.series, folder=run.folder, config=run.config, status=get_status(run), events=run.events)
+    if "loss" not in found.curves:
+        return ""
+    examined = examine(found)
+    if not examined.findings:
+        return f'<p class="legend">No finding among {len(examined.examined)} symptoms looked for</p>'
+    return section("Findings", "".join(map(_describe, examined.findings)), id_="findings")
+
+
+def _describe(finding: Finding) -> str:
+    evidence = "".join(f"<li>{escape(str(item))}</li>" for item in finding.evidence)
+    causes = "".join(f"<li>{escape(cause.text)}: <code>{escape(cause.test)}</code></li>" for cause in finding.causes)
+    title = escape(finding.name.replace("_", " "))
+    pill = f'<span class="status {_SEVERITY_CLASSES[finding.severity]}">{escape(finding.severity)}</span>'
+    return f"<p>{pill} <b>{title}</b>: {escape(finding.meaning)}</p><ul>{evidence}</ul><ol>{causes}</ol>"
 
 
 def diagnosis(run: RunRecord) -> str:

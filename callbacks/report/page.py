@@ -25,8 +25,7 @@ from .charts.svg import (
 )
 from .config import command_line_overrides, config_text
 from .dashboard import get_sections, sections_for
-from .findings import findings_section
-from .header import diagnosis, head, tiles
+from .header import diagnosis, findings_section, head, tiles
 from .html import anchor_id, facts_table, render_page, write_page, zoom_bar
 from .plan_page import memory_section
 from .run_record import RunRecord, as_series, read_run
