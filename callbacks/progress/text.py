@@ -42,7 +42,7 @@ def _speed(metrics: Mapping[str, float]) -> list[str]:
 
 def val_text(metrics: Mapping[str, float]) -> str:
     """Return `val loss 3.2100  perplexity 24.7791`: every metric of a validation, by its short name."""
-    parts = [f"{_without_prefix(name)} {_number(value)}" for name, value in metrics.items()]
+    parts = [f"{name.removeprefix('val/').removeprefix('val_')} {_number(value)}" for name, value in metrics.items()]
     return "val " + "  ".join(parts) if parts else ""
 
 
@@ -76,12 +76,6 @@ def position_text(name: str, done: int, total: float) -> str:
 def find_val_loss(metrics: Mapping[str, float]) -> float | None:
     """Return the validation loss under any of its usual names; None if it was not logged."""
     return next((metrics[name] for name in VAL_LOSS if name in metrics), None)
-
-
-def _without_prefix(name: str) -> str:
-    for prefix in ("val/", "val_"):
-        name = name.removeprefix(prefix)
-    return name
 
 
 def _number(value: float) -> str:
