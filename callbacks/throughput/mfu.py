@@ -17,11 +17,9 @@ from .peak_flops import Kind, Peak, get_peak
 from .stopwatch import Snapshot
 
 log = logging.getLogger("lightning_recipes")
-_KINDS: dict[torch.dtype, Kind] = {
-    torch.bfloat16: "bf16",
-    torch.float16: "fp16",
-    torch.float32: "fp32",
-}
+_KINDS: dict[torch.dtype, Kind] = {torch.bfloat16: "bf16", torch.float16: "fp16", torch.float32: "fp32"}
+# by the beginning of Lightning's name of a precision; transformer: of transformer-engine
+_KINDS_BY_PRECISION: dict[str, Kind] = {"bf16": "bf16", "16": "fp16", "32": "fp32", "transformer": "fp8"}
 _DTYPES = {
     "bf16": torch.bfloat16,
     "fp16": torch.float16,
@@ -206,17 +204,10 @@ def get_kind(trainer: Trainer, pl_module: LightningModule) -> Kind | None:
     if any(_is_fp8(module) for module in pl_module.modules()):
         return "fp8"
     dtype = getattr(trainer.precision_plugin, "compute_dtype", None)
-    if not isinstance(dtype, torch.dtype):
-        dtypes = {"bf16": torch.bfloat16, "16": torch.float16, "32": torch.float32}
-        precision = str(trainer.precision).partition("-")[0]
-        if precision == "transformer":  # transformer-engine
-            return "fp8"
-        if precision not in dtypes:
-            return None
-        dtype = dtypes[precision]
-    if dtype not in _KINDS:
-        return None
-    kind = _KINDS[dtype]
+    if isinstance(dtype, torch.dtype):
+        kind = _KINDS.get(dtype)
+    else:
+        kind = _KINDS_BY_PRECISION.get(str(trainer.precision).partition("-")[0])
     if kind == "fp32" and torch.backends.cuda.matmul.fp32_precision == "tf32":
         return "tf32"
     return kind

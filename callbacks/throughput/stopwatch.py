@@ -2,7 +2,7 @@
 
 import operator
 from collections.abc import Callable
-from dataclasses import dataclass, fields
+from dataclasses import dataclass
 from typing import Any
 
 from torch._dynamo.callback import callback_handler
@@ -24,15 +24,10 @@ class Snapshot:
     uncounted: int = 0  # micro-batches of unknown FLOPs
 
     def __add__(self, other: "Snapshot") -> "Snapshot":
-        return _combined(self, other, operator.add)
+        return Snapshot(*map(operator.add, vars(self).values(), vars(other).values()))
 
     def __sub__(self, other: "Snapshot") -> "Snapshot":
-        return _combined(self, other, operator.sub)
-
-
-def _combined(first: Snapshot, second: Snapshot, combine: Callable[[Any, Any], Any]) -> Snapshot:
-    names = [field.name for field in fields(Snapshot)]
-    return Snapshot(**{name: combine(getattr(first, name), getattr(second, name)) for name in names})
+        return Snapshot(*map(operator.sub, vars(self).values(), vars(other).values()))
 
 
 def get_rates(window: Snapshot, *, world_size: int) -> dict[str, float]:
