@@ -12,8 +12,9 @@ pre-training of a language model. Elsewhere hard batches, warm restarts or anoth
 import math
 import sys
 from collections import deque
-from collections.abc import Iterable, Sequence
+from collections.abc import Collection
 from dataclasses import dataclass
+from statistics import median
 from typing import Any, Literal
 
 # 1.4826 MAD is the standard deviation of a normal distribution
@@ -22,6 +23,7 @@ _MAD_TO_SD = 1.4826
 _SMALLEST_SD = 1e-3
 _SMALLEST = sys.float_info.min  # above zero also where denormal numbers are flushed to it
 _LARGEST_LOG = 709.0  # its exponential is still a float
+_DRIFT_PATIENCE = 20  # consecutive values above `drift_threshold` before a drift is reported
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -51,7 +53,6 @@ class SpikeDetector:
         drift_threshold: Robust standard deviations by which the median of the newer half of a full window may exceed
             its lowest so far. None disables drift detection: norms of a healthy run rise for thousands of steps,
             losses do not.
-        drift_patience: Consecutive values above `drift_threshold` before a drift is reported.
         logarithmic: Compare logarithms, for a series in which ratios matter, such as gradient norms.
         min_rise: How far above the median a spike or a drift must be in addition, as a multiple of the distance from
             the median to the largest normal value of the run. 0 judges by spread alone.
@@ -67,7 +68,6 @@ class SpikeDetector:
         warmup_steps: int = 64,
         spike_score: float = 8.0,
         drift_threshold: float | None = 1.75,
-        drift_patience: int = 20,
         logarithmic: bool = False,
         min_rise: float = 0.0,
     ) -> None:
@@ -76,7 +76,6 @@ class SpikeDetector:
         self._warmup_steps = warmup_steps
         self._spike_score = spike_score
         self._drift_threshold = drift_threshold
-        self._drift_patience = drift_patience
         self._logarithmic = logarithmic
         self._min_rise = min_rise
         self._peak: float | None = None  # the largest normal value so far
@@ -170,7 +169,7 @@ class SpikeDetector:
         score = (center - lowest) / spread_there
         is_above = score > self._drift_threshold and self._unscale(center) >= self._least_spike(self._unscale(lowest))
         self._num_above = self._num_above + 1 if is_above else 0
-        if self._num_above < self._drift_patience:
+        if self._num_above < _DRIFT_PATIENCE:
             return None
         return Alarm(kind="drift", value=self._unscale(center), expected=self._unscale(lowest), score=score)
 
@@ -192,13 +191,8 @@ class SpikeDetector:
         return math.exp(scaled) if self._logarithmic else scaled
 
 
-def _center_and_spread(values: Iterable[float]) -> tuple[float, float]:
+def _center_and_spread(values: Collection[float]) -> tuple[float, float]:
     """Return the median, and the standard deviation estimated from the median absolute deviation."""
-    ordered = sorted(values)
-    center = _median(ordered)
-    deviation = _median(sorted(abs(value - center) for value in ordered))
+    center = median(values)
+    deviation = median(abs(value - center) for value in values)
     return center, max(_MAD_TO_SD * deviation, _SMALLEST_SD * abs(center), _SMALLEST)
-
-
-def _median(ordered: Sequence[float]) -> float:
-    return (ordered[(len(ordered) - 1) // 2] + ordered[len(ordered) // 2]) / 2
