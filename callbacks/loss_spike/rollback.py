@@ -10,7 +10,7 @@ from lightning.fabric.utilities.exceptions import MisconfigurationException
 from lightning.pytorch import Trainer
 from torch import Tensor
 
-from ..logged_step import run_folder
+from ..logged_step import output_folder
 from ..memory.host_memory import available_bytes
 from ..ranks import all_ranks
 from .checkpoint_list import checkpoint_lists, restore_checkpoint_lists
@@ -179,8 +179,8 @@ def _get_copy_bytes(tensor: Tensor) -> int:
 
 
 def _get_folder(trainer: Trainer) -> Path:
-    parent = run_folder(trainer) or Path(trainer.default_root_dir)
-    return Path(trainer.strategy.broadcast(str(parent))) / FOLDER / f"rank_{trainer.global_rank}"
+    parent = trainer.strategy.broadcast(str(output_folder(trainer)))
+    return Path(parent) / FOLDER / f"rank_{trainer.global_rank}"
 
 
 def _count_node_ranks(trainer: Trainer) -> int:
