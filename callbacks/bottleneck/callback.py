@@ -16,7 +16,7 @@ from ..events import EventKind, log_event
 from ..logged_step import StepCounter, is_logged_step
 from ..ranks import gather_values
 from ..throughput.callback import SpeedMonitor
-from .phase_timer import PhaseTimes
+from .phase_timer import PhaseTimes, read_phases
 from .rules import KINDS, NUM_SAMPLES, Bottleneck, BottleneckSample, find_bottlenecks, median_sample
 
 log = logging.getLogger("lightning_recipes")
@@ -84,11 +84,11 @@ class BottleneckMonitor(Callback):
 
     @override
     def on_before_backward(self, trainer: Trainer, pl_module: LightningModule, loss: torch.Tensor) -> None:
-        self._phases.end_forward()
+        self._phases.end_pass()
 
     @override
     def on_after_backward(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        self._phases.end_backward()
+        self._phases.end_pass()
 
     @override
     def on_train_batch_end(
@@ -96,10 +96,10 @@ class BottleneckMonitor(Callback):
     ) -> None:
         if not self._steps.stepped(trainer):
             return
-        phases = self._phases.end_step()
+        instants = self._phases.end_step()
         if self._speed is None or not is_logged_step(trainer):
             return
-        sample = self._measure(trainer, self._speed.row, phases.read())
+        sample = self._measure(trainer, self._speed.row, read_phases(instants))
         if sample is None:
             return
         self._samples = [*self._samples[-NUM_SAMPLES:], sample]

@@ -8,18 +8,6 @@ Instant = float | torch.cuda.Event
 _MAX_PASSES = 256  # newest micro-batches kept: an optimizer stepped by hand may never end a step here
 
 
-class Phases:
-    """The instants of one optimizer step: start, end of forward and end of backward of each micro-batch."""
-
-    def __init__(self, instants: list[list[Instant]]) -> None:
-        self._instants = instants
-
-    def read(self) -> list[tuple[float, float]]:
-        """Return (forward, backward) seconds of each micro-batch; on a GPU its work must have finished."""
-        complete = [instants for instants in self._instants if len(instants) == 3]
-        return [(_seconds_between(a, b), _seconds_between(b, c)) for a, b, c in complete]
-
-
 class PhaseTimes:
     """Records the instants of the current step.
 
@@ -37,20 +25,15 @@ class PhaseTimes:
         """Record the start of a micro-batch."""
         self._instants = [*self._instants[-_MAX_PASSES:], [self._now()]]
 
-    def end_forward(self) -> None:
-        """Record the end of its forward pass."""
+    def end_pass(self) -> None:
+        """Record the end of its forward pass, then that of its backward pass."""
         if self._instants:
             self._instants[-1].append(self._now())
 
-    def end_backward(self) -> None:
-        """Record the end of its backward pass."""
-        if self._instants:
-            self._instants[-1].append(self._now())
-
-    def end_step(self) -> Phases:
-        """Return what was recorded since the last call."""
-        phases, self._instants = Phases(self._instants), []
-        return phases
+    def end_step(self) -> list[list[Instant]]:
+        """Return start, end of forward and end of backward of each micro-batch since the last call."""
+        instants, self._instants = self._instants, []
+        return instants
 
     def _now(self) -> Instant:
         if not self._is_cuda:
@@ -58,6 +41,12 @@ class PhaseTimes:
         event = torch.cuda.Event(enable_timing=True)  # type: ignore[no-untyped-call]
         event.record()
         return event
+
+
+def read_phases(instants: list[list[Instant]]) -> list[tuple[float, float]]:
+    """Return (forward, backward) seconds of each micro-batch; on a GPU its work must have finished."""
+    complete = [of_batch for of_batch in instants if len(of_batch) == 3]
+    return [(_seconds_between(a, b), _seconds_between(b, c)) for a, b, c in complete]
 
 
 def _seconds_between(start: Instant, end: Instant) -> float:
