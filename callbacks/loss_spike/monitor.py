@@ -2,6 +2,7 @@
 
 import math
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 from .detector import Alarm, SpikeDetector
@@ -99,22 +100,10 @@ class SpikeMonitor:
         if min_rise < 0:
             raise ValueError(f"min_rise={min_rise}: it is a multiple of a distance; type 0 or more")
         self._skips_outliers = skips_outliers
+        make_detector = partial(SpikeDetector, window=window, warmup_steps=warmup_steps, min_rise=min_rise)
         self.detectors = {
-            "loss": SpikeDetector(
-                window=window,
-                warmup_steps=warmup_steps,
-                spike_score=loss_threshold,
-                drift_threshold=drift_threshold,
-                min_rise=min_rise,
-            ),
-            "norm": SpikeDetector(
-                window=window,
-                warmup_steps=warmup_steps,
-                spike_score=norm_threshold,
-                drift_threshold=None,
-                logarithmic=True,
-                min_rise=min_rise,
-            ),
+            "loss": make_detector(spike_score=loss_threshold, drift_threshold=drift_threshold),
+            "norm": make_detector(spike_score=norm_threshold, drift_threshold=None, logarithmic=True),
         }
 
     def judge(self, measurement: StepMeasurement, *, overflowed: bool) -> Verdict:
