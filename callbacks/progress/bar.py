@@ -22,13 +22,10 @@ class LiveBar:
     While it is live, `sys.stdout` and `sys.stderr` write through its console, and so does every logging handler that
     was writing to one of them: a handler keeps the stream object it was created with, so replacing `sys.stderr` does
     not reach it. A stream that goes to a file or a pipe is left alone.
-
-    Args:
-        console: Where to draw; None: stderr.
     """
 
-    def __init__(self, console: Console | None = None) -> None:
-        self._console = console if console is not None else Console(stderr=True)
+    def __init__(self) -> None:
+        self._console = Console(stderr=True)
         self._live = Live(console=self._console, auto_refresh=False, redirect_stdout=sys.stdout.isatty())
         self._redirected: list[tuple[logging.StreamHandler[TextIO], TextIO]] = []
 
