@@ -84,27 +84,24 @@ def diagnosis(run: RunRecord) -> str:
 def tiles(run: RunRecord) -> str:
     """Return the key figures, from the summary or, before there is one, from the last row."""
     summary = run.summary
-    best = _finite(summary.get("best_val_loss"))
-    best_note = "" if best is None else f"best {best:.4g}"
-    figures = [
-        ("train loss", _summary_or_row(run, "train_loss", TRAIN_LOSS), ""),
-        ("val loss", _summary_or_row(run, "val_loss", VAL_LOSS), best_note),
-        ("val accuracy", run.last("val/accuracy"), ""),
-        (
-            "tokens/s",
-            _summary_or_row(run, "tokens_per_second", ("throughput/tokens_per_second",)),
-            "",
-        ),
-        ("MFU", summary.get("mfu"), ""),
-        ("steps", summary.get("steps") or run.last_step, ""),
-        ("tokens", summary.get("tokens"), ""),
-        ("time", summary.get("seconds"), ""),
-        ("peak memory", summary.get("peak_memory_gib"), "GiB"),
-    ]
+    figures = {
+        "train loss": _summary_or_row(run, "train_loss", TRAIN_LOSS),
+        "val loss": _summary_or_row(run, "val_loss", VAL_LOSS),
+        "val accuracy": run.last("val/accuracy"),
+        "tokens/s": _summary_or_row(run, "tokens_per_second", ("throughput/tokens_per_second",)),
+        "MFU": summary.get("mfu"),
+        "steps": summary.get("steps") or run.last_step,
+        "tokens": summary.get("tokens"),
+        "time": summary.get("seconds"),
+        "peak memory": summary.get("peak_memory_gib"),
+    }
+    notes = {"peak memory": " <small>GiB</small>"}
+    best = summary.get("best_val_loss")
+    if isinstance(best, (int, float)) and math.isfinite(best):
+        notes["val loss"] = f" <small>best {best:.4g}</small>"
     items = "".join(
-        f'<div class="tile"><dt>{name}</dt><dd>{_tile_value(name, value)}'
-        f"{f' <small>{escape(note)}</small>' if note else ''}</dd></div>"
-        for name, value, note in figures
+        f'<div class="tile"><dt>{name}</dt><dd>{_tile_value(name, value)}{notes.get(name, "")}</dd></div>'
+        for name, value in figures.items()
         if value is not None
     )
     return f'<dl class="tiles">{items}</dl>'
@@ -132,7 +129,3 @@ def _summary_or_row(run: RunRecord, key: str, metrics: Iterable[str]) -> Any:
     if value is not None:
         return value
     return next((last for name in metrics if (last := run.last(name)) is not None), None)
-
-
-def _finite(value: Any) -> float | None:
-    return value if isinstance(value, (int, float)) and math.isfinite(value) else None

@@ -98,8 +98,7 @@ def table(heads: Sequence[str], rows: Iterable[Sequence[str]], *, css: str = "fi
         rows: Cells as escaped HTML.
         css: `figures` aligns all columns but the first to the right; `list` all to the left.
     """
-    first, *others = heads
-    line = f"<th>{escape(first)}</th>" + "".join(f"<th>{escape(head)}</th>" for head in others)
+    line = "".join(f"<th>{escape(head)}</th>" for head in heads)
     body = "".join(f"<tr>{''.join(f'<td>{cell}</td>' for cell in row)}</tr>" for row in rows)
     return f'<table class="{css}"><thead><tr>{line}</tr></thead><tbody>{body}</tbody></table>'
 

@@ -58,8 +58,8 @@ def _scaling_section(plan: Mapping[str, Any]) -> str:
     curves = plan.get("scaling")
     if not isinstance(curves, Mapping):
         return ""
-    speed = "samples_per_second" if plan.get("tokens") is None else "tokens_per_second"
-    pictures = (("samples/s" if plan.get("tokens") is None else "tokens/s", speed), ("GiB a rank", "memory_gib"))
+    counted = "samples" if plan.get("tokens") is None else "tokens"
+    pictures = ((f"{counted}/s", f"{counted}_per_second"), ("GiB a rank", "memory_gib"))
     drawn = []
     for title, key in pictures:
         lines = {
