@@ -13,7 +13,7 @@ from torch import Tensor
 
 from ..protocols import SupportsFlops, SupportsMetaForward
 from .flop_counter import FlopCounter, count_flops_on_meta, get_shapes, has_sharded_parameters, is_compiled
-from .peak_flops import Kind, Peak, get_peak
+from .peak_flops import Kind, get_peak
 from .stopwatch import Snapshot
 
 log = logging.getLogger("lightning_recipes")
@@ -49,7 +49,7 @@ class FlopMeter:
         self._num_watched = 0
         self._watches_next = True
         self._why_not: str | None = None  # why there are no FLOPs; None: there are
-        self._peak: Peak | None = None
+        self._peak: float | None = None  # TFLOP/s, published or set
         self._measured: float | None = None  # TFLOP/s
 
     def start(self, trainer: Trainer, pl_module: LightningModule) -> None:
@@ -64,7 +64,7 @@ class FlopMeter:
                 self._measured = measure_peak_tflops(device, _DTYPES[kind])
                 message = f"a matmul in {kind} reaches {self._measured:.4g} TFLOP/s here"
         elif self._peak_tflops is not None:
-            self._peak = Peak(self._peak_tflops, "peak_tflops, as set")
+            self._peak = self._peak_tflops
             message = f"MFU is relative to {self._peak_tflops:g} TFLOP/s, as set by peak_tflops"
         elif kind is None:
             message = "no MFU: the precision of this run has no published peak"
@@ -74,8 +74,8 @@ class FlopMeter:
                 " measure_peak=True logs the fraction of a measured matmul"
             )
         else:
-            self._peak = get_peak(torch.cuda.get_device_name(device), kind)
-            message = self._peak.description
+            published = get_peak(torch.cuda.get_device_name(device), kind)
+            self._peak, message = published.tflops, published.description
         if trainer.is_global_zero:
             log.info(message)
 
@@ -187,12 +187,11 @@ class FlopMeter:
         }
         if self._measured is not None:
             row["throughput/matmul_fraction"] = row["throughput/tflops"] / self._measured
-        peak = None if self._peak is None else self._peak.tflops
-        if peak is not None:
-            row["throughput/mfu"] = row["throughput/tflops"] / peak
+        if self._peak is not None:
+            row["throughput/mfu"] = row["throughput/tflops"] / self._peak
             if window.causal_flops > 0:
                 causal = window.causal_flops / window.device_seconds / 1e12
-                row["throughput/mfu_causal"] = causal / peak
+                row["throughput/mfu_causal"] = causal / self._peak
         return row
 
 
