@@ -30,7 +30,6 @@ def find_memorizing(run: Run) -> Finding | None:
     if inside > STEP_OF_LOSS / 2 or _is_repeated(run)[0]:  # it is the order, see below
         return None
     return Finding(
-        name="memorizing",
         severity="warning",
         meaning="the loss falls by a step whenever an epoch begins: the model memorizes the samples it has seen",
         evidence=(
@@ -68,7 +67,6 @@ def find_repeated_order(run: Run) -> Finding | None:
     if is_stepped and boundary is not None:
         evidence.append(Evidence("median step at a boundary, of the loss,", boundary[0], first, last))
     return Finding(
-        name="not_shuffled",
         severity="critical",
         meaning="the loss repeats its course in every epoch: the batches come in the same order, or sorted",
         evidence=tuple(evidence),

@@ -54,18 +54,18 @@ class Finding:
     """One thing that is wrong with a run.
 
     Attributes:
-        name: Of the symptom in the catalogue.
         severity: `critical`, the run is lost or wasted; `warning`, it costs quality or time; `note`, worth a look.
         meaning: One sentence.
         evidence: The numbers that raised it.
         causes: The most probable first.
+        name: Of its symptom in the catalogue, which the examination fills in.
     """
 
-    name: str
     severity: Severity
     meaning: str
     evidence: tuple[Evidence, ...]
     causes: tuple[Cause, ...]
+    name: str = ""
 
     def as_dict(self) -> dict[str, Any]:
         """Return plain values, as JSON holds them; a number that is not finite becomes text."""
@@ -73,7 +73,11 @@ class Finding:
             asdict(item) | {"value": item.value if math.isfinite(item.value) else str(item.value)}
             for item in self.evidence
         ]
-        return asdict(self) | {"evidence": evidence, "causes": [asdict(cause) for cause in self.causes]}
+        return (
+            {"name": self.name}
+            | asdict(self)
+            | {"evidence": evidence, "causes": [asdict(cause) for cause in self.causes]}
+        )
 
 
 @dataclass(frozen=True)

@@ -37,7 +37,6 @@ def find_overfitting(run: Run) -> Finding | None:
     if won <= 0 or (won < error and after.median > 0.5 * best):
         return None
     return Finding(
-        name="overfitting",
         severity="critical",
         meaning=f"since step {best_step:,} the validation loss rises and the training loss falls: it memorizes",
         evidence=(
@@ -84,7 +83,6 @@ def find_easier_validation(run: Run) -> Finding | None:
     if not gaps or min(gaps) <= EASIER:
         return None
     return Finding(
-        name="easier_validation",
         severity="warning",
         meaning="validation is better than training by more than noise: the two losses do not measure the same thing",
         evidence=(
@@ -127,7 +125,6 @@ def find_no_validation(run: Run) -> Finding | None:
     else:
         evidence = Evidence("eval_every", every or 0.0, run.first_step, run.last_step)
     return Finding(
-        name="never_validated",
         severity="warning" if is_empty else "note",
         meaning="there is no validation loss: overfitting and the best checkpoint remain unknown",
         evidence=(evidence,),

@@ -37,7 +37,6 @@ def find_constant_clipping(run: Run) -> Finding | None:
         return None
     limit = f"{2 * norm:.2g}"
     return Finding(
-        name="clipped_every_step",
         severity="warning",
         meaning="every step is clipped far below its norm: the length of the gradient, and with SGD the rate, is lost",
         evidence=(
@@ -87,7 +86,6 @@ def find_rising_norm(run: Run) -> Finding | None:
     if before.median - after.median > max(2 * error, FALL_OF_LOSS * abs(before.median)):
         return None
     return Finding(
-        name="gradient_norm_rising",
         severity="warning",
         meaning="the gradient norm grows and the loss does not fall: divergence is near",
         evidence=(*medians(norms, first, last), *medians(loss, before, after)),
@@ -128,7 +126,6 @@ def find_collapsing_scale(run: Run) -> Finding | None:
     if lost is not None:
         evidence.append(Evidence("steps lost to overflow", lost, run.first_step, run.last_step))
     return Finding(
-        name="loss_scale_collapsing",
         severity="critical",
         meaning="gradients overflow float16 again and again: the loss scale is halved each time, and the step is lost",
         evidence=tuple(evidence),
@@ -169,7 +166,6 @@ def find_skipped_steps(run: Run) -> Finding | None:
     if not evidence:
         return None
     return Finding(
-        name="steps_lost",
         severity="warning",
         meaning="steps were skipped, rolled back or had no finite loss: the run goes on, but something is wrong",
         evidence=tuple(evidence),

@@ -45,7 +45,6 @@ def find_divergence(run: Run) -> Finding | None:
         Evidence(f"last median of {loss.name}", after[-1].median, after[-1].first_step, after[-1].last_step),
     )
     return Finding(
-        name="diverged",
         severity="critical",
         meaning="the loss fell, then rose far above its minimum and stayed there: the weights were damaged",
         evidence=evidence,
@@ -61,7 +60,6 @@ def _found_not_finite(run: Run, loss: Curve) -> Finding:
     if number:
         evidence.insert(0, Evidence(f"last finite {loss.name}", loss.values[number - 1], *[loss.steps[number - 1]] * 2))
     return Finding(
-        name="diverged",
         severity="critical",
         meaning="the loss became NaN or inf and stayed so: nothing after that step is of use",
         evidence=tuple(evidence),
@@ -119,7 +117,6 @@ def find_stuck_loss(run: Run) -> Finding | None:
     if at_chance:
         meaning = f"the loss stays at ln({run.num_classes:,}), that of a uniform guess: nothing is learned"
     return Finding(
-        name="nothing_learned",
         severity=severity,
         meaning=meaning,
         evidence=tuple(evidence),
@@ -173,7 +170,6 @@ def find_early_decay(run: Run) -> Finding | None:
         return None
     last_rate = rates.values[-1]
     return Finding(
-        name="decayed_too_early",
         severity="critical",
         meaning=f"the learning rate is near zero for the last {left_over:,} steps, and the loss was still falling",
         evidence=(
@@ -221,7 +217,6 @@ def find_short_warmup(run: Run) -> Finding | None:
     if top - low <= least or end.median >= low:
         return None
     return Finding(
-        name="warmup_too_short",
         severity="warning",
         meaning="the loss rises when the learning rate reaches its peak, and recovers: steps were lost",
         evidence=(
@@ -267,7 +262,6 @@ def find_unfinished_decay(run: Run) -> Finding | None:
     if last < 0.5 * peak:
         return None
     return Finding(
-        name="ended_before_decay",
         severity="note",
         meaning=f"the schedule has {int(planned):,} steps and the run {ran:,}: it ended at a high learning rate",
         evidence=(

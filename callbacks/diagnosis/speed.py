@@ -37,7 +37,6 @@ def find_slowdown(run: Run) -> Finding | None:
     if wait is not None and len(wait.finite) >= MIN_POINTS:
         evidence += medians(wait, wait.finite.part(0.9, 1).block())
     return Finding(
-        name="slowing_down",
         severity="warning",
         meaning=f"the run lost {lost:.0%} of its speed, little by little: something grows with its length",
         evidence=evidence,
@@ -76,7 +75,6 @@ def find_data_wait(run: Run) -> Finding | None:
     typical = half.block()
     workers = run.number("loader.num_workers")
     return Finding(
-        name="waiting_for_data",
         severity="warning",
         meaning=f"{typical.median:.0%} of a step is spent waiting for data: the device is idle for so long",
         evidence=(
@@ -113,7 +111,6 @@ def find_growing_memory(run: Run) -> Finding | None:
         if growth < max(GROWTH * first.median, GROWTH_GIB) or steps_up < GROWING_PARTS:
             continue
         return Finding(
-            name="memory_growing",
             severity="warning",
             meaning="memory grows all through the run: it will run out",
             evidence=medians(curve, first, last),

@@ -43,7 +43,6 @@ def find_unstable_spikes(run: Run) -> Finding | None:
     if not spikes:
         return None
     return Finding(
-        name="unstable_spikes",
         severity="warning",
         meaning=f"{_count(spikes)} with a large gradient, and the steps after it are worse: an update was too large",
         evidence=_describe(run.curves["loss"], spikes),
@@ -78,7 +77,6 @@ def find_bad_batches(run: Run) -> Finding | None:
         return None
     step = max(spikes, key=lambda spike: spike.value).step
     return Finding(
-        name="bad_batches",
         severity="warning",
         meaning=f"{_count(spikes)}, and the loss is normal again at once: those batches are unlike the others",
         evidence=_describe(run.curves["loss"], spikes),
