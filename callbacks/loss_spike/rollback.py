@@ -140,7 +140,8 @@ class Rollback:
 
     def _make_ring(self, trainer: Trainer) -> SnapshotRing:
         """Choose memory or disk; all ranks choose the same, since those of a node share its memory."""
-        folder = _get_folder(trainer)
+        parent = Path(trainer.strategy.broadcast(str(output_folder(trainer))))
+        folder = parent / FOLDER / f"rank_{trainer.global_rank}"
         in_memory = self._snapshot_storage != "disk" and self._fits(trainer, folder)
         self._folder = None if in_memory else folder
         return SnapshotRing(
@@ -150,7 +151,8 @@ class Rollback:
         )
 
     def _fits(self, trainer: Trainer, folder: Path) -> bool:
-        available, of_node, ranks = available_bytes(), 0, _count_node_ranks(trainer)
+        available, of_node = available_bytes(), 0
+        ranks = max(1, trainer.world_size // max(1, trainer.num_nodes))  # of a node
         for name, tensor in live_tensors(trainer, writes_back=False):
             is_kept_once = self._replicas is not None and is_shared(name, tensor, trainer.strategy.root_device)
             of_node += _get_copy_bytes(tensor) * self._num_snapshots * (1 if is_kept_once else ranks)
@@ -176,12 +178,3 @@ class Rollback:
 def _get_copy_bytes(tensor: Tensor) -> int:
     """Return the host memory of a copy: the pinned memory of a GPU tensor's copy comes in powers of two."""
     return 1 << (tensor.nbytes - 1).bit_length() if tensor.is_cuda and tensor.nbytes else tensor.nbytes
-
-
-def _get_folder(trainer: Trainer) -> Path:
-    parent = trainer.strategy.broadcast(str(output_folder(trainer)))
-    return Path(parent) / FOLDER / f"rank_{trainer.global_rank}"
-
-
-def _count_node_ranks(trainer: Trainer) -> int:
-    return max(1, trainer.world_size // max(1, trainer.num_nodes))
