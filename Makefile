@@ -1,6 +1,6 @@
 # make train   set up what is missing, then train the quickstart recipe
 # make test    set up what is missing, then lint, types and tests: what CI runs
-# make test-fast   what starts no process: the inner loop
+# make test-fast   most of what starts no process: the inner loop, a minute
 # make kill-test   200 kills of real runs, each resumed and compared: six minutes on two cores
 # make bench   a step of a recipe against others' trainings, which it installs into .venv-peers: half an hour
 # make gpu-check   on a machine with a GPU: every check that needs one, without a network, ten minutes
@@ -31,7 +31,7 @@ test: $(VENV)/.installed-test lint types
 	  --no-loadscope-reorder
 
 test-fast: $(VENV)/.installed-test
-	$(RUN) -m pytest -q -m "not slow and not processes"
+	$(RUN) -m pytest -q -m "not slow and not processes and not heavy" --numprocesses $(JOBS)
 
 test-long: $(VENV)/.installed-test
 	LONG_TESTS=1 $(RUN) -m pytest

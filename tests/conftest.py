@@ -53,6 +53,8 @@ _LONGEST = (
     "recipes/entry/test_torchrun_restart.py",
 )
 
+_HEAVY = {line for line in (Path(__file__).parent / "heavy.txt").read_text().splitlines() if not line.startswith("#")}
+
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     """Mark what `make test-fast` leaves out, and begin with the longest files."""
@@ -63,6 +65,8 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
             starts[item.path] = bool(_STARTS_PROCESSES.search(item.path.read_text()))
         if starts[item.path] or _STARTERS & set(getattr(item, "fixturenames", ())):
             item.add_marker("processes")
+        if item.path.relative_to(tests).as_posix() in _HEAVY:
+            item.add_marker("heavy")
     longest = [tests / name for name in _LONGEST]
     items.sort(key=lambda item: longest.index(item.path) if item.path in longest else len(longest))
 

@@ -101,3 +101,8 @@ def _opens_text(call: ast.Call) -> bool:
         return False
     mode = call.args[0 if isinstance(function, ast.Attribute) else 1 :][:1]
     return not mode or (isinstance(mode[0], ast.Constant) and "b" not in str(mode[0].value))
+
+
+def test_every_heavy_test_file_is_there() -> None:
+    lines = (ROOT / "tests/heavy.txt").read_text().splitlines()[1:]
+    assert [line for line in lines if not (ROOT / "tests" / line).is_file()] == []

@@ -39,14 +39,14 @@ def find_memorizing(run: Run) -> Finding | None:
         causes=(
             Cause(
                 "too little data for this model, or too many epochs",
-                run.test(
+                run.suggest(
                     run.setting("callbacks.early_stop.patience", 3),
                     "compare the validation loss at the end of each epoch",
                 ),
             ),
             Cause(
                 "no regularization",
-                run.test(run.setting("model.dropout", 0.1), "dropout, weight decay, augmentation"),
+                run.suggest(run.setting("model.dropout", 0.1), "dropout, weight decay, augmentation"),
             ),
         ),
     )
@@ -73,11 +73,11 @@ def find_repeated_order(run: Run) -> Finding | None:
         causes=(
             Cause(
                 "the order of the samples is not shuffled, or they lie sorted by class, length or source",
-                run.test("seed=2", "`shuffle=True` in the DataLoader; print the classes of ten batches in a row"),
+                run.suggest("seed=2", "`shuffle=True` in the DataLoader; print the classes of ten batches in a row"),
             ),
             Cause(
                 "each epoch is shuffled with the same seed",
-                run.test("seed=3", "call `sampler.set_epoch(epoch)`; print the first sample of each epoch"),
+                run.suggest("seed=3", "call `sampler.set_epoch(epoch)`; print the first sample of each epoch"),
             ),
         ),
     )

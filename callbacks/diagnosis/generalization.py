@@ -47,20 +47,20 @@ def find_overfitting(run: Run) -> Finding | None:
         causes=(
             Cause(
                 "more steps than the data is good for",
-                run.test(
+                run.suggest(
                     f"trainer.max_steps={best_step}",
                     f"stop at the lowest validation loss, about step {best_step:,}",
                 ),
             ),
             Cause(
                 "too little data or regularization for a model of this size",
-                run.test(
+                run.suggest(
                     run.setting("model.dropout", 0.1), "dropout, weight decay, augmentation, more data, a smaller model"
                 ),
             ),
             Cause(
                 "validation data of another kind than the training data",
-                run.test("debug=overfit", "validate on a part of the training files that is held out at random"),
+                run.suggest("debug=overfit", "validate on a part of the training files that is held out at random"),
             ),
         ),
     )
@@ -93,15 +93,17 @@ def find_easier_validation(run: Run) -> Finding | None:
         causes=(
             Cause(
                 "dropout, augmentation, noise or label smoothing in training only: harmless",
-                run.test("label_smoothing=0", "validate on training samples: with the same gap, it is this"),
+                run.suggest("label_smoothing=0", "validate on training samples: with the same gap, it is this"),
             ),
             Cause(
                 "the validation split is easier, or too small",
-                run.test("eval_samples=null", "split at random, by source and date; compare two halves of the split"),
+                run.suggest(
+                    "eval_samples=null", "split at random, by source and date; compare two halves of the split"
+                ),
             ),
             Cause(
                 "validation samples are among the training samples",
-                run.test(
+                run.suggest(
                     f"mode=evaluate resume={run.folder}",
                     "search the training data for exact and near copies of ten of them",
                 ),
@@ -131,7 +133,7 @@ def find_no_validation(run: Run) -> Finding | None:
         causes=(
             Cause(
                 "the interval is longer than the run, or the split is empty",
-                run.test(f"eval_every={max(1, run.last_step // 10)}", "validate ten times a run"),
+                run.suggest(f"eval_every={max(1, run.last_step // 10)}", "validate ten times a run"),
             ),
         ),
     )

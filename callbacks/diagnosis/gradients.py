@@ -1,4 +1,4 @@
-"""Symptoms of gradients: clipped at every step, growing, lost to float16, steps skipped."""
+"""Gradient symptoms: clipping at every step, a rising norm, overflow in float16, skipped steps."""
 
 import math
 from statistics import mean, median
@@ -8,15 +8,16 @@ from .finding import Cause, Evidence, Finding, medians
 from .run import Run
 
 MIN_POINTS = 30
-CLIPPED = 0.95  # of the steps of the second half: runs that clip outliers stay below a half
-# Times the norm is above the threshold: a ResNet that is clipped to a fifth of its norm at every step learns as usual
-ABOVE_THRESHOLD = 10.0
-# Of the norm over the last two thirds, and Kendall's tau over ten parts: chance gives such a tau once in 300 runs
-GROWTH, RISING = 3.0, 0.7
-FALL_OF_LOSS = 0.01  # a loss that falls by more is worth a growing norm
+CLIPPED = 0.95  # fraction of steps in the second half of the run; clipping only outliers stays below 0.5
+# Least ratio of norm to threshold: a ResNet clipped to a fifth of its norm at every step still learns normally
+MIN_NORM_RATIO = 10.0
+GROWTH = 3.0  # factor by which the norm grows over the last two thirds of the run
+RISING = 0.7  # Kendall's tau of ten block medians: noise alone exceeds it in one run of 300
+FALL_OF_LOSS = 0.01  # relative; if the loss falls by more, a growing norm is no reason for a warning
 HALVINGS = 6  # of the loss scale, net: 65,536 settles after two or three
-OVERFLOWS = 0.05  # of the steps: one in 2,000 is usual, when the scale is doubled
-SKIPPED = 0.01  # of the steps
+MIN_OVERFLOWS = 6
+OVERFLOWS = 0.05  # fraction of steps: GradScaler doubles its scale every 2,000 steps, so one in 2,000 is normal
+SKIPPED = 0.01  # fraction of steps
 
 
 def find_constant_clipping(run: Run) -> Finding | None:
@@ -24,38 +25,41 @@ def find_constant_clipping(run: Run) -> Finding | None:
     fractions = run.curves["clipped_fraction"].finite
     if len(fractions) < MIN_POINTS:
         return None
-    half = fractions.part(0.5, 1)
-    clipped = mean(half.values)
+    late_fractions = fractions.part(0.5, 1)
+    clipped = mean(late_fractions.values)
     if clipped < CLIPPED:
         return None
     threshold, norms = _get_threshold(run), run.curves["grad_norm"].finite
     if threshold is None or not len(norms):
         return None
-    last = norms.part(0.5, 1).block()
-    norm = last.median
-    if norm < ABOVE_THRESHOLD * threshold:
+    late_norms = norms.part(0.5, 1).block()
+    norm = late_norms.median
+    if norm < MIN_NORM_RATIO * threshold:
         return None
     limit = f"{2 * norm:.2g}"
     return Finding(
         severity="warning",
-        meaning="every step is clipped far below its norm: the length of the gradient, and with SGD the rate, is lost",
+        meaning=(
+            "almost every gradient is clipped to a small fraction of its norm: its magnitude is lost,"
+            " and with SGD the threshold, not the gradient, sets the step size"
+        ),
         evidence=(
-            Evidence(f"mean of {fractions.name}", clipped, half.steps[0], half.steps[-1]),
-            *medians(norms, last),
-            Evidence("clipped to", threshold, last.first_step, last.last_step),
+            Evidence(f"mean of {fractions.name}", clipped, late_fractions.steps[0], late_fractions.steps[-1]),
+            *medians(norms, late_norms),
+            Evidence("clipped to", threshold, late_norms.first_step, late_norms.last_step),
         ),
         causes=(
             Cause(
                 "the threshold is below the usual norm",
-                run.test(f"trainer.gradient_clip_val={limit}", f"clip at {limit}, twice the median norm"),
+                run.suggest(f"trainer.gradient_clip_val={limit}", f"clip at {limit}, twice the median norm"),
             ),
             Cause(
                 "the threshold was chosen for another model or batch size",
-                run.test("clipping=quantile trainer.gradient_clip_val=null", "clip at a quantile of recent norms"),
+                run.suggest("clipping=quantile trainer.gradient_clip_val=null", "clip at a quantile of recent norms"),
             ),
             Cause(
-                "the norm is that of a sum over tokens, not of a mean",
-                run.test("debug=overfit", "check what the loss is divided by: samples, tokens, micro-batches"),
+                "the loss is summed over tokens instead of averaged",
+                run.suggest("debug=overfit", "check what the loss is divided by: samples, tokens, micro-batches"),
             ),
         ),
     )
@@ -78,10 +82,10 @@ def find_rising_norm(run: Run) -> Finding | None:
     first, last = blocks[0], blocks[-1]
     if first.median <= 0 or last.median < GROWTH * first.median or trend([block.median for block in blocks]) < RISING:
         return None
-    ends = loss.between(late.steps[0], late.steps[-1])
-    if len(ends) < MIN_POINTS:
+    late_loss = loss.between(late.steps[0], late.steps[-1])
+    if len(late_loss) < MIN_POINTS:
         return None
-    before, after = ends.part(0, 0.2).block(), ends.part(0.8, 1).block()
+    before, after = late_loss.part(0, 0.2).block(), late_loss.part(0.8, 1).block()
     error = standard_error(loss.noise, before.num_points, after.num_points)
     if before.median - after.median > max(2 * error, FALL_OF_LOSS * abs(before.median)):
         return None
@@ -90,33 +94,36 @@ def find_rising_norm(run: Run) -> Finding | None:
         meaning="the gradient norm grows and the loss does not fall: divergence is near",
         evidence=(*medians(norms, first, last), *medians(loss, before, after)),
         causes=(
-            Cause("the learning rate is too high", run.test(run.scaled("optimizer.lr", 0.3), "a third of the rate")),
             Cause(
-                "weights or logits grow without a limit",
-                run.test("z_loss=1e-4", "weight decay; log the norm of the logits"),
+                "the learning rate is too high",
+                run.suggest(run.scaled_override("optimizer.lr", 0.3), "a third of the learning rate"),
             ),
             Cause(
-                "numbers of too few bits",
-                run.test("precision=32-true", "repeat the last steps in float32"),
+                "weights or logits grow without bound",
+                run.suggest("z_loss=1e-4", "add a z-loss of 1e-4; log the norm of the logits"),
+            ),
+            Cause(
+                "the precision is too low",
+                run.suggest("precision=32-true", "repeat the last steps in float32"),
             ),
         ),
     )
 
 
 def find_collapsing_scale(run: Run) -> Finding | None:
-    """Find a loss scale of float16 that is halved again and again: gradients are not finite, steps are lost."""
+    """Find a float16 loss scale that keeps being halved: gradients overflow and steps are skipped."""
     scale = run.curves["loss_scale"].finite
     positive = [value for value in scale.values if value > 0]
     if len(positive) < 3:
         return None
     halvings = math.log2(max(positive) / positive[-1])
     late = scale.part(0.5, 1)
-    still = late.values[-1] < late.values[0]
+    still_falling = late.values[-1] < late.values[0]
     lost = _count_lost(run.curves.get("overflow_steps"))
     steps = run.last_step - run.first_step + 1
-    is_low = halvings >= HALVINGS and (still or positive[-1] <= 2)
-    is_often = lost is not None and lost > max(HALVINGS, OVERFLOWS * steps)
-    if not (is_low or is_often):
+    has_collapsed = halvings >= HALVINGS and (still_falling or positive[-1] <= 2)
+    overflows_often = lost is not None and lost > max(MIN_OVERFLOWS, OVERFLOWS * steps)
+    if not (has_collapsed or overflows_often):
         return None
     largest = scale.values.index(max(positive))
     evidence = [
@@ -132,22 +139,22 @@ def find_collapsing_scale(run: Run) -> Finding | None:
         causes=(
             Cause(
                 "the model needs the range of bfloat16 or float32",
-                run.test("precision=bf16-mixed", "bfloat16, or float32 for a hundred steps"),
+                run.suggest("precision=bf16-mixed", "bfloat16, or float32 for a hundred steps"),
             ),
             Cause(
                 "one operation gives NaN or inf, whatever the scale",
-                run.test("precision=32-true debug=nan", "torch.autograd.set_detect_anomaly(True) in float32"),
+                run.suggest("precision=32-true debug=nan", "torch.autograd.set_detect_anomaly(True) in float32"),
             ),
             Cause(
                 "the loss is a sum, or multiplied by a large weight",
-                run.test("z_loss=0", "divide the loss by its number of targets"),
+                run.suggest("z_loss=0", "remove the extra term; divide the loss by its number of targets"),
             ),
         ),
     )
 
 
 def find_skipped_steps(run: Run) -> Finding | None:
-    """Find steps that a callback skipped or rolled back, and losses that are not finite but not the last."""
+    """Find steps that a callback skipped or rolled back, and non-finite losses that the run recovered from."""
     loss = run.curves["loss"]
     steps = run.last_step - run.first_step + 1
     evidence = []
@@ -172,15 +179,18 @@ def find_skipped_steps(run: Run) -> Finding | None:
         causes=(
             Cause(
                 "a batch that gives NaN, inf or an extreme loss",
-                run.test(
+                run.suggest(
                     f"mode=replay resume={run.folder}", "save such a batch and repeat its forward pass in float32"
                 ),
             ),
-            Cause("the learning rate is too high", run.test(run.scaled("optimizer.lr", 0.5), "half the rate")),
+            Cause(
+                "the learning rate is too high",
+                run.suggest(run.scaled_override("optimizer.lr", 0.5), "half the learning rate"),
+            ),
         ),
     )
 
 
 def _count_lost(curve: Curve | None) -> float | None:
-    """Return the last value of a count since the beginning; None if it is not logged."""
+    """Return the last value of a cumulative counter; None if it is not logged."""
     return None if curve is None or not len(curve.finite) else curve.finite.values[-1]

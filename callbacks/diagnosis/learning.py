@@ -69,21 +69,24 @@ def _found_not_finite(run: Run, loss: Curve) -> Finding:
 
 def _causes_of_divergence(run: Run) -> tuple[Cause, ...]:
     return (
-        Cause("the learning rate is too high", run.test(run.scaled("optimizer.lr", 0.3), "a third of the rate")),
+        Cause(
+            "the learning rate is too high",
+            run.suggest(run.scaled_override("optimizer.lr", 0.3), "a third of the learning rate"),
+        ),
         Cause(
             "large gradients are not clipped",
-            run.test(
+            run.suggest(
                 "trainer.gradient_clip_val=1.0",
                 "clip the gradient norm near its median of the healthy part",
             ),
         ),
         Cause(
             "warm-up too short for Adam's first estimates",
-            run.test(run.scaled("warmup_steps", 4, at_least=100), "four times as many steps of warm-up"),
+            run.suggest(run.scaled_override("warmup_steps", 4, at_least=100), "four times as many steps of warm-up"),
         ),
         Cause(
             "an operation overflows: log or division by zero, float16",
-            run.test("debug=nan", "torch.autograd.set_detect_anomaly(True) from a checkpoint before the step"),
+            run.suggest("debug=nan", "torch.autograd.set_detect_anomaly(True) from a checkpoint before the step"),
         ),
     )
 
@@ -128,18 +131,20 @@ def _causes_of_stuck_loss(run: Run) -> tuple[Cause, ...]:
     """Return the causes; one that the curves prove comes first."""
     rate = Cause(
         "the learning rate is zero or far too low",
-        run.test("optimizer.lr=1e-3 scheduler=constant", "a constant rate of 1e-3 with Adam for 100 steps"),
+        run.suggest("optimizer.lr=1e-3 scheduler=constant", "a constant rate of 1e-3 with Adam for 100 steps"),
     )
     frozen = Cause(
         "no gradient reaches the weights: frozen, detached, or not given to the optimizer",
-        run.test(
+        run.suggest(
             "+callbacks.grad_norm.per_block=true trainer.max_steps=20",
             "print the gradient norm of every parameter after backward()",
         ),
     )
     targets = Cause(
         "inputs and targets do not belong together: shuffled labels, a wrong shift, random data",
-        run.test("debug=overfit", "train on one batch until its loss is zero; print five samples with their targets"),
+        run.suggest(
+            "debug=overfit", "train on one batch until its loss is zero; print five samples with their targets"
+        ),
     )
     norm = run.curves.get("grad_norm")
     rates = run.curves.get("learning_rate")
@@ -180,14 +185,14 @@ def find_early_decay(run: Run) -> Finding | None:
         causes=(
             Cause(
                 "the schedule is shorter than the run",
-                run.test(
+                run.suggest(
                     f"scheduler.num_steps={int(run.number('trainer.max_steps') or run.last_step)}",
                     f"a schedule of {run.last_step:,} steps; check whether it counts steps or epochs",
                 ),
             ),
             Cause(
                 "the scheduler is stepped more often than once per optimizer step",
-                run.test("scheduler=constant", "call it once per optimizer step: `interval`, accumulation, ranks"),
+                run.suggest("scheduler=constant", "call it once per optimizer step: `interval`, accumulation, ranks"),
             ),
         ),
     )
@@ -227,13 +232,16 @@ def find_short_warmup(run: Run) -> Finding | None:
         causes=(
             Cause(
                 "too few steps of warm-up",
-                run.test(
+                run.suggest(
                     f"warmup_steps={max(5 * warmup, int(length // 20), 20)}",
                     f"{max(5 * warmup, int(length // 20), 20):,} steps of linear warm-up; it took {warmup:,}",
                 ),
             ),
-            Cause("the peak is too high", run.test(run.scaled("optimizer.lr", 0.3), f"a peak of {0.3 * peak:.2g}")),
-            Cause("no clipping", run.test("trainer.gradient_clip_val=1.0", "clip the gradient norm at 1")),
+            Cause(
+                "the peak is too high",
+                run.suggest(run.scaled_override("optimizer.lr", 0.3), f"a peak of {0.3 * peak:.2g}"),
+            ),
+            Cause("no clipping", run.suggest("trainer.gradient_clip_val=1.0", "clip the gradient norm at 1")),
         ),
     )
 
@@ -271,11 +279,11 @@ def find_unfinished_decay(run: Run) -> Finding | None:
         causes=(
             Cause(
                 "the schedule was not shortened with the run",
-                run.test(f"scheduler.num_steps={ran}", f"a schedule of {ran:,} steps"),
+                run.suggest(f"scheduler.num_steps={ran}", f"a schedule of {ran:,} steps"),
             ),
             Cause(
                 "the run is the first part of a longer one",
-                run.test(f"resume={run.folder} trainer.max_steps={int(planned)}", "resume it"),
+                run.suggest(f"resume={run.folder} trainer.max_steps={int(planned)}", "resume it"),
             ),
         ),
     )

@@ -104,7 +104,7 @@ class Run:
         value = self._find(key)
         return float(value) if isinstance(value, (int, float)) and not isinstance(value, bool) else None
 
-    def test(self, override: str | None, plain: str) -> str:
+    def suggest(self, override: str | None, plain: str) -> str:
         """Return what to type in a run of train.py, and plain words for any other.
 
         Args:
@@ -117,7 +117,7 @@ class Run:
         """Return an override of a setting that the run has; None if it has not."""
         return f"{key}={value}" if self._find(key) is not _MISSING else None
 
-    def scaled(self, key: str, factor: float, *, at_least: float = 0.0) -> str | None:
+    def scaled_override(self, key: str, factor: float, *, at_least: float = 0.0) -> str | None:
         """Return an override of a setting times a factor, whole if it was; None if it is no positive number."""
         value = self.number(key)
         if value is None or not value * factor > 0:

@@ -43,11 +43,11 @@ def find_slowdown(run: Run) -> Finding | None:
         causes=(
             Cause(
                 "the data source becomes slower: a list that is searched, a file read from its start, a full cache",
-                run.test("loader.num_workers=4", "time the loader alone, over as many batches"),
+                run.suggest("loader.num_workers=4", "time the loader alone, over as many batches"),
             ),
             Cause(
                 "something is kept from every step: graphs, losses with their graph, logs",
-                run.test("profile=3", "profile a step at the start and one at the end; log `.item()`"),
+                run.suggest("profile=3", "profile a step at the start and one at the end; log `.item()`"),
             ),
             Cause("the device gets hot, or other work begins", "watch its clock and temperature: `nvidia-smi dmon`"),
         ),
@@ -84,14 +84,14 @@ def find_data_wait(run: Run) -> Finding | None:
         causes=(
             Cause(
                 "too few loader processes",
-                run.test(
+                run.suggest(
                     f"loader.num_workers={int(2 * workers) if workers else 4}",
                     "num_workers=4 or more, persistent_workers=True",
                 ),
             ),
             Cause(
                 "samples are decoded, tokenized or augmented at every use",
-                run.test("data=random_tokens", "random tensors as data: with the wait gone, it is the source"),
+                run.suggest("data=random_tokens", "random tensors as data: with the wait gone, it is the source"),
             ),
             Cause("a slow disk or network", "copy the data to a local disk"),
         ),
@@ -117,14 +117,14 @@ def find_growing_memory(run: Run) -> Finding | None:
             causes=(
                 Cause(
                     "a list of losses or outputs that keeps their graphs",
-                    run.test(
+                    run.suggest(
                         "callbacks=[grad_norm,memory] callbacks.memory.record_history=true",
                         "append `loss.item()`, not `loss`; clear lists at the end of an epoch",
                     ),
                 ),
                 Cause(
                     "loader processes copy a large Python list, page by page",
-                    run.test("loader.num_workers=0", "num_workers=0; hold the list as an array"),
+                    run.suggest("loader.num_workers=0", "num_workers=0; hold the list as an array"),
                 ),
             ),
         )

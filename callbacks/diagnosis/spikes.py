@@ -47,14 +47,17 @@ def find_unstable_spikes(run: Run) -> Finding | None:
         meaning=f"{_count(spikes)} with a large gradient, and the steps after it are worse: an update was too large",
         evidence=_describe(run.curves["loss"], spikes),
         causes=(
-            Cause("the learning rate is too high", run.test(run.scaled("optimizer.lr", 0.5), "half the rate")),
+            Cause(
+                "the learning rate is too high",
+                run.suggest(run.scaled_override("optimizer.lr", 0.5), "half the learning rate"),
+            ),
             Cause(
                 "rare large gradients are not clipped",
-                run.test("trainer.gradient_clip_val=1.0", "clip at twice the median of the gradient norm"),
+                run.suggest("trainer.gradient_clip_val=1.0", "clip at twice the median of the gradient norm"),
             ),
             Cause(
                 "Adam's second moment is too slow to follow",
-                run.test(run.setting("optimizer.betas", "[0.9,0.95]"), "beta2 of 0.95 instead of 0.999"),
+                run.suggest(run.setting("optimizer.betas", "[0.9,0.95]"), "beta2 of 0.95 instead of 0.999"),
             ),
             Cause(
                 "data, targets or objective changed at that step, on purpose: harmless",
@@ -83,14 +86,14 @@ def find_bad_batches(run: Run) -> Finding | None:
         causes=(
             Cause(
                 "wrong targets, broken files or text of another kind in these batches",
-                run.test(
+                run.suggest(
                     f"mode=replay resume={run.folder} mode.step={step}",
                     f"print the samples of step {step:,} by their loss",
                 ),
             ),
             Cause(
                 "the loss of a batch is divided by too few targets",
-                run.test("global_batch_size=64", "print the number of targets that are not masked at that step"),
+                run.suggest("global_batch_size=64", "print the number of targets that are not masked at that step"),
             ),
         ),
     )

@@ -17,7 +17,7 @@ MAX_BAR_CELLS = 40
 
 
 class LiveBar:
-    """A bar between `start` and `stop`.
+    """A progress bar that is drawn from `start` to `stop`.
 
     While it is live, `sys.stdout` and `sys.stderr` write through its console, and so does every logging handler that
     was writing to one of them: a handler keeps the stream object it was created with, so replacing `sys.stderr` does
@@ -56,13 +56,13 @@ def bar_line(width: int, *, fraction: float | None, before: str, after: str) -> 
     """Return `before ━━━━━─── after` in at most `width` cells; the bar is dropped first where space is short.
 
     Args:
-        width: Of the terminal, in cells.
+        width: Width of the terminal, in cells.
         fraction: Completed part of the run, 0 to 1; None draws no bar.
         before: Text left of the bar.
         after: Text right of the bar.
     """
     line = Text(before, no_wrap=True, overflow="ellipsis")
-    width -= 1  # some terminals wrap a line as wide as they are
+    width -= 1  # some terminals wrap a line that fills the full width
     cells = min(MAX_BAR_CELLS, width - len(before) - len(after) - 4)
     if fraction is not None and cells >= MIN_BAR_CELLS:
         done = round(min(1.0, max(0.0, fraction)) * cells)

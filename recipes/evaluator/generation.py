@@ -59,7 +59,7 @@ class Generation:
         )
 
 
-class Ending:
+class StopStrings:
     """Finds where an answer ends.
 
     Args:

@@ -127,11 +127,11 @@ class LmEval:
             apply_chat_template=self.chat,
             task_manager=self._manager,
         )
-        if scorer.num_cut:
+        if scorer.num_truncated:
             window = cast(LanguageModel, task.model).max_seq_len
             reason = f"are longer than the {window} tokens that the model reads: it read their ends"
-            LOGGER.warning(f"{scorer.num_cut:,} contexts {reason}")
-        record = {"lm_eval": version("lm_eval"), "settings": asdict(self), "cut_contexts": scorer.num_cut}
+            LOGGER.warning(f"{scorer.num_truncated:,} contexts {reason}")
+        record = {"lm_eval": version("lm_eval"), "settings": asdict(self), "cut_contexts": scorer.num_truncated}
         return record | {"tasks": read_tasks(found)}
 
 

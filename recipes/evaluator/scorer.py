@@ -18,7 +18,7 @@ import torch
 from torch import Tensor
 
 from recipes.errors import ConfigError
-from recipes.evaluator.generation import Ending, Generation
+from recipes.evaluator.generation import Generation, StopStrings
 from recipes.evaluator.prompt_tokens import Pair, PromptTokens
 from recipes.model import LanguageModel
 from recipes.model.generate import generate_batch
@@ -43,7 +43,7 @@ class Scorer:
         ends: Tokens that end a generated text, in addition to end-of-text.
 
     Attributes:
-        num_cut: Contexts that were longer than the window of the model, and lost their beginning.
+        num_truncated: Contexts that were longer than the window of the model, and lost their beginning.
     """
 
     def __init__(
@@ -62,8 +62,8 @@ class Scorer:
         self._forward_context = forward_context
         self._ends = {tokenizer.end_of_text, *ends}
         takes_reduce = "reduce" in inspect.signature(model.forward).parameters
-        self._computes_head = takes_reduce and getattr(model, "computes_loss_in_chunks", True)
-        self.num_cut = 0
+        self._can_select_logits = takes_reduce and getattr(model, "computes_loss_in_chunks", True)
+        self.num_truncated = 0
 
     def score(self, requests: Sequence[tuple[str, str]]) -> list[Score]:
         """Score the continuation in each pair of context and continuation.
@@ -95,9 +95,9 @@ class Scorer:
         report = _Progress(len(requests), "texts are generated")
         for settings, chosen in by_settings.items():
             num_read = self._room_for_prompt(settings.num_tokens)
-            self.num_cut += sum(len(prompts[index]) > num_read for index in chosen)
+            self.num_truncated += sum(len(prompts[index]) > num_read for index in chosen)
             chosen.sort(key=lambda index: -len(prompts[index]))
-            ending = Ending(settings.until, self._tokenizer)
+            ending = StopStrings(settings.until, self._tokenizer)
             for batch in _batches(chosen, self._batch_size):
                 with self._forward_context():
                     answers = generate_batch(
@@ -121,7 +121,7 @@ class Scorer:
         if num_tokens >= window:
             raise ConfigError(
                 f"generation_kwargs.max_gen_toks={num_tokens}",
-                f"the task asks for so many new tokens, and the model reads {window} with the prompt",
+                f"the task asks for so many new tokens, and the model's window is {window} tokens, prompt included",
                 f"generation_kwargs: {{max_gen_toks: {window // 2}}} in a YAML file of your own",
             )
         return window - num_tokens
@@ -133,7 +133,7 @@ class Scorer:
         for index, (context, continuation) in enumerate(pairs):
             if not 0 < len(continuation) <= window:
                 raise _cannot_score(self._tokenizer.decode(continuation), len(continuation), window)
-            self.num_cut += len(context) + len(continuation) > window + 1
+            self.num_truncated += len(context) + len(continuation) > window + 1
             # the last token is scored and not read, so that window + 1 of them fit
             rows.setdefault(tuple([*context, *continuation][-window - 1 : -1]), []).append(index)
         scores: dict[int, Score] = {}
@@ -185,7 +185,7 @@ class Scorer:
             tokens: [B, T].
             is_scored: [B, T] bool.
         """
-        if not self._computes_head:
+        if not self._can_select_logits:
             logits: Tensor = self._model(tokens)[is_scored]  # [N, V']
             return logits[:, : self._model.vocab_size]
 
@@ -201,9 +201,7 @@ def _cannot_score(text: str, num_tokens: int, window: int) -> ConfigError:
     shown = f"a continuation of {num_tokens} tokens, {text[:40]!r}"
     if num_tokens:
         return ConfigError(shown, f"the model reads {window}", "another task, or a model with a longer window")
-    return ConfigError(
-        shown, "together with its context it has no token of its own", "a task whose choices begin with a blank"
-    )
+    return ConfigError(shown, "it adds no token to its context", "a task whose choices begin with a blank")
 
 
 def _batches(items: Sequence[Any], size: int) -> Iterator[Sequence[Any]]:

@@ -13,12 +13,12 @@ class Launcher(Protocol):
     Attributes:
         max_jobs: Jobs at a time; None runs as many as fit.
         waits: Whether a sweep follows its jobs until they have ended.
-        is_bounded: Whether `is_full` is ever true, so that the next jobs are chosen only once others have ended.
+        limits_concurrency: Whether `is_full` is ever true: the next jobs are then chosen once others have ended.
     """
 
     max_jobs: int | None
     waits: bool
-    is_bounded: bool
+    limits_concurrency: bool
 
     def num_devices(self, job: Job) -> int:
         """Return the devices that a job needs here.

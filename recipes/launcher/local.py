@@ -40,7 +40,7 @@ class Local:
         max_jobs: Annotated[int, ">= 1"] | None,
     ) -> None:
         self.max_jobs = max_jobs
-        self.waits = self.is_bounded = True
+        self.waits = self.limits_concurrency = True
         self._devices_per_job = devices_per_job
         self._running: list[_Process] = []
         self._gpus = _visible_gpus(os.environ)  # as CUDA names them

@@ -53,7 +53,7 @@ class Slurm:
     ) -> None:
         self.max_jobs = max_jobs
         self.waits = wait
-        self.is_bounded = wait and max_jobs is not None
+        self.limits_concurrency = wait and max_jobs is not None
         self._gpus_per_node = gpus_per_node
         self._options: dict[str, Any] = {
             "signal": f"USR1@{signal_seconds}",

@@ -7,8 +7,8 @@ from recipes.build import Run
 from recipes.checkpoint.shards import load_module
 from recipes.errors import ConfigError
 from recipes.mode.start import get_checkpoint_io
-from recipes.numerics.ema import ITERATE_AVERAGE
 from recipes.numerics.ema import NAME as EMA_KEY
+from recipes.numerics.ema import OPTIMIZER_AVERAGE
 from recipes.runtime.console import LOGGER
 from recipes.task.base import TrainingTask
 from recipes.tokenizer import Tokenizer
@@ -35,23 +35,24 @@ def load_task(run: Run, weights: Literal["trained", "ema"]) -> tuple[TrainingTas
     with run.trainer.precision_plugin.module_init_context():
         task.configure_model()
     state = run.trainer.strategy.load_checkpoint(run.checkpoint)
-    if weights == "trained" and any(ITERATE_AVERAGE in each for each in state["optimizer_states"][0]["state"].values()):
-        LOGGER.info("The result of this run's optimizer is an average of the weights: mode.weights=ema")
+    optimizer_state = state["optimizer_states"][0]["state"]
+    if weights == "trained" and any(OPTIMIZER_AVERAGE in of_parameter for of_parameter in optimizer_state.values()):
+        LOGGER.info("This run's optimizer averages the weights; to use that average, set mode.weights=ema")
     state_dict = state["state_dict"] if weights == "trained" else _averaged_state_dict(state)
     task.on_load_checkpoint(state)
     load_module(task, state_dict)
-    loaded = get_checkpoint_io(run).loaded
-    assert loaded is not None
-    return task.eval(), loaded
+    loaded_path = get_checkpoint_io(run).loaded  # may be an older one: a damaged checkpoint is passed over
+    assert loaded_path is not None
+    return task.eval(), loaded_path
 
 
 def _averaged_state_dict(state: dict[str, Any]) -> dict[str, Any]:
-    """Return the model's state dict with averaged weights; buffers and frozen weights, which have none, as saved."""
+    """Return the model's state dict with averaged weights; buffers and frozen weights have no average."""
     optimizer_state = state["optimizer_states"][0]["state"]
     average = {
         name: optimizer_state[index][key]
         for index, name in enumerate(state["parameters"])
-        for key in (ITERATE_AVERAGE, EMA_KEY)  # a moving average that was asked for replaces the optimizer's
+        for key in (OPTIMIZER_AVERAGE, EMA_KEY)  # the last one wins: that of ema_decay
         if key in optimizer_state.get(index, {})
     }
     if not average:

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 NAME = "ema"
-ITERATE_AVERAGE = "average"  # state of an optimizer that averages by itself
+OPTIMIZER_AVERAGE = "average"  # state of an optimizer that averages by itself
 
 
 def average_weights(optimizer: torch.optim.Optimizer, *, decay: float, step: Callable[[], int]) -> None:

@@ -10,7 +10,7 @@ import torch
 from torch import nn
 from typing_extensions import override
 
-from recipes.numerics.ema import ITERATE_AVERAGE as AVERAGE
+from recipes.numerics.ema import OPTIMIZER_AVERAGE as AVERAGE
 from recipes.optimizer.groupwise import GroupwiseOptimizer
 from recipes.optimizer.param_groups import decay_groups
 from recipes.optimizer.shards import in_chunks, local

@@ -38,7 +38,7 @@ class OptunaSweeper(Sweeper):
         pruner: The Optuna pruner that stops bad trials early; None disables pruning.
         prune_on: The metric that the pruner compares whenever it is logged.
         prune_direction: Whether that metric is minimized or maximized.
-        seed: The same seed and results propose the same trials, also after a kill; None: different ones each time.
+        seed: Of the sampler: the same seed and earlier results give the same trials, even after a kill; None: random.
         storage: Optuna's storage URL; None: `study.db` in the sweep's folder.
     """
 
@@ -65,14 +65,14 @@ class OptunaSweeper(Sweeper):
         self._prune_direction = prune_direction
         self._seed = seed
         self._storage = storage
-        self._launcher: SubprocessLauncher | None = None
+        self._hydra_launcher: SubprocessLauncher | None = None
         self._context: HydraContext | None = None
         self._config = DictConfig({})
 
     @override
     def setup(self, *, hydra_context: HydraContext, task_function: TaskFunction, config: DictConfig) -> None:
         self._context, self._config = hydra_context, config
-        if self._prune_direction not in get_args(Direction):  # Hydra's own section is not checked with the run's
+        if self._prune_direction not in get_args(Direction):  # no check of the run's config covers `hydra:`
             raise ConfigError(
                 f"hydra.sweeper.prune_direction={self._prune_direction}",
                 f"it takes {' or '.join(get_args(Direction))}",
@@ -84,10 +84,10 @@ class OptunaSweeper(Sweeper):
         if not isinstance(launcher, SubprocessLauncher):
             raise ConfigError(
                 "hydra/launcher=…",
-                "a study follows its runs, which only the default launcher allows",
-                "no hydra/launcher=",
+                "a study reads the metrics of its trials while they run, which only the default launcher supports",
+                "the same command without hydra/launcher=…",
             )
-        self._launcher = launcher
+        self._hydra_launcher = launcher
 
     @override
     def sweep(self, arguments: list[str]) -> None:
@@ -98,7 +98,7 @@ class OptunaSweeper(Sweeper):
             ConfigError: The study cannot run with this launcher, sampler, storage or folder.
             KeyboardInterrupt: On Ctrl-C, after all runs have ended.
         """
-        assert self._launcher is not None, "Hydra calls setup first"
+        assert self._hydra_launcher is not None, "Hydra calls setup first"
         assert self._context is not None, "Hydra calls setup first"
         overrides = [*to_overrides(self._params), *arguments]
         space, mistakes = read_space(overrides, config_loader=self._context.config_loader)
@@ -112,13 +112,13 @@ class OptunaSweeper(Sweeper):
             ]
         if mistakes:
             raise ConfigErrors(mistakes, "The search space is invalid; nothing was started.")
-        folder = self._launcher.create_folder()
+        folder = self._hydra_launcher.create_folder()
         with lock_run_folder(folder, setting="hydra.sweep.dir"):
             OmegaConf.save(self._config, folder / "multirun.yaml")
-            sweep = self._launcher.open_sweep()
-            if not sweep.launcher.is_bounded:
+            sweep = self._hydra_launcher.open_sweep()
+            if not sweep.launcher.limits_concurrency:
                 raise ConfigError(
-                    "hydra/sweeper=optuna on a cluster without launcher.max_jobs, or launcher.wait=false",
+                    "hydra/sweeper=optuna on a cluster, with launcher.wait=false or no launcher.max_jobs",
                     "all trials would be submitted at once, before there is any result to learn from",
                     "launcher.max_jobs=4 launcher.wait=true",
                 )
@@ -127,7 +127,7 @@ class OptunaSweeper(Sweeper):
                 sweep=sweep,
                 distributions=make_distributions(space),
                 make_overrides=lambda params: trial_overrides(space, params),
-                get_folder_name=self._launcher.get_folder_name,
+                get_folder_name=self._hydra_launcher.get_folder_name,
                 num_trials=self._num_trials,
                 make_sampler=self._make_sampler,
                 prune_on=self._prune_on if self._pruner is not None else None,
@@ -156,7 +156,7 @@ class OptunaSweeper(Sweeper):
                 pruner=pruner,
                 load_if_exists=True,
             )
-        except Exception as error:  # those of every kind of storage: SQLAlchemy's, Redis', gRPC's, Optuna's
+        except Exception as error:  # each storage backend raises its own: SQLAlchemy, Redis, gRPC, Optuna
             what = f"hydra.sweeper.storage={self._storage}" if self._storage else f"hydra.sweep.dir={folder}"
             fix = (
                 "hydra.sweeper.storage=<another one>"
@@ -167,7 +167,7 @@ class OptunaSweeper(Sweeper):
             raise ConfigError(what, f"the study cannot be opened: {reason}", fix) from error
 
     def _make_sampler(self, trial: int) -> Any:
-        """Return a sampler whose state depends only on the seed and the trial's number, as after a restart."""
+        """Return a sampler seeded by seed and trial number alone: a resumed study proposes the same trials."""
         import numpy
 
         options: dict[str, Any] = {}
@@ -183,7 +183,7 @@ class OptunaSweeper(Sweeper):
 
 
 def make_distributions(space: SearchSpace) -> dict[str, "BaseDistribution"]:
-    """Return the search space as Optuna's distributions; the categories of a choice are its options as text."""
+    """Return the search space as Optuna's distributions; a choice becomes a categorical of strings."""
     from optuna.distributions import (
         CategoricalDistribution,
         FloatDistribution,

@@ -1,4 +1,4 @@
-"""Start the ranks of a group of cases and collect their results."""
+"""Run a worker script on several ranks and collect its results."""
 
 import json
 import os
@@ -19,8 +19,16 @@ def run_on_ranks(
     folder: Path,
     timeout_seconds: float = 580.0,
     worker: Path = WORKER,
-) -> dict[str, Any]:
-    """Run every case in one process group of `world_size` real processes; return rank 0's results by name."""
+) -> Any:
+    """Run `worker` on `world_size` real processes in one process group; return the JSON that it wrote on rank 0.
+
+    Args:
+        cases: What the worker reads.
+        world_size: Number of ranks.
+        folder: For input, result and logs.
+        timeout_seconds: Of all ranks.
+        worker: The script.
+    """
     folder.mkdir(parents=True, exist_ok=True)
     cases_file, results_file = folder / "cases.json", folder / "results.json"
     cases_file.write_text(json.dumps(cases))
@@ -31,7 +39,7 @@ def run_on_ranks(
         "MASTER_ADDR": "127.0.0.1",
         "MASTER_PORT": str(port),
         "OMP_NUM_THREADS": "1",
-        "RECIPES_RANK_FILE": str(cases_file),  # marks these processes as ranks: no further spawn
+        "RECIPES_RANK_FILE": str(cases_file),  # any value marks the process as a rank, which spawns no others
         "WORLD_SIZE": str(world_size),
         "LOCAL_WORLD_SIZE": str(world_size),
     }
@@ -52,23 +60,22 @@ def run_on_ranks(
         for process in processes:
             process.kill()
     assert not any(codes), f"exit statuses {codes}\n" + "\n".join(log.read_text()[-3000:] for log in logs)
-    results: dict[str, Any] = json.loads(results_file.read_text())
-    return results
+    return json.loads(results_file.read_text())
 
 
 def _wait(processes: list[subprocess.Popen[bytes]], *, timeout_seconds: float) -> list[int | None]:
-    """Return the exit statuses; None: the rank still waits for another one, which has died.
+    """Return the exit statuses; None for a rank that was still running, usually blocked on one that died.
 
     Raises:
-        TimeoutError: No rank has died, and some still run.
+        TimeoutError: Some ranks are still running, and none has failed.
     """
-    ends = time.monotonic() + timeout_seconds
-    while time.monotonic() < ends:
+    deadline = time.monotonic() + timeout_seconds
+    while time.monotonic() < deadline:
         codes = [process.poll() for process in processes]
         if None not in codes:
             return codes
         if any(codes):
-            ends = min(ends, time.monotonic() + 5)  # the others may be about to say why
+            deadline = min(deadline, time.monotonic() + 5)  # the others may be about to say why
         time.sleep(0.05)
     if any(codes):
         return codes

@@ -1,4 +1,4 @@
-"""The cached composition equals Hydra's own, is independent of its earlier results, and sees changed files."""
+"""The cached composition equals Hydra's own, is unaffected by changes to what it returned, and sees changed files."""
 
 import shlex
 from pathlib import Path
@@ -23,7 +23,7 @@ COMMANDS = [
     "callbacks=[default,stop_at_nan] hydra.verbose=true",
     "~callbacks",
 ]
-MISTAKES = ["optimizer.lrr=1", "modle=gpt2", "model=gpt3", "seed=1,2", "model=gpt2,llama_nano", "x"]
+INVALID_OVERRIDES = ["optimizer.lrr=1", "modle=gpt2", "model=gpt3", "seed=1,2", "model=gpt2,llama_nano", "x"]
 
 
 @pytest.fixture(autouse=True)
@@ -46,7 +46,7 @@ def test_a_cached_composition_equals_that_of_hydra(command: str) -> None:
         assert OmegaConf.to_container(node) == expected
 
 
-@pytest.mark.parametrize("override", MISTAKES)
+@pytest.mark.parametrize("override", INVALID_OVERRIDES)
 def test_what_hydra_rejects_is_rejected_with_its_message(override: str) -> None:
     with pytest.raises(HydraException) as expected:
         compose_with_hydra([override])
@@ -63,23 +63,23 @@ def test_a_result_may_be_changed_without_changing_the_next_one() -> None:
     assert (again.seed, again.trainer.max_steps) == (1234, 700)
 
 
-def test_only_other_options_or_changed_files_are_read_again(tmp_path: Path) -> None:
+def test_only_a_different_option_or_a_changed_file_misses_the_cache(tmp_path: Path) -> None:
     (tmp_path / "group").mkdir()
     (tmp_path / "config.yaml").write_text("defaults: [_self_, {group: one}]\nseed: 1\n")
     (tmp_path / "group/one.yaml").write_text("x: 1\n")
     (tmp_path / "group/two.yaml").write_text("x: 2\n")
     cached_compose._compose_cached.cache_clear()
 
-    def compose_x(*overrides: str) -> tuple[int, int]:
+    def compose_x_and_count_misses(*overrides: str) -> tuple[int, int]:
         node = compose_overrides(overrides, tmp_path, "config")
         return node.group.x, cached_compose._compose_cached.cache_info().misses
 
-    assert compose_x() == (1, 1)
-    assert compose_x("seed=3") == (1, 1)
-    assert compose_x("group.x=5", "seed=4") == (5, 1)
-    assert compose_x("group=two") == (2, 2)
+    assert compose_x_and_count_misses() == (1, 1)
+    assert compose_x_and_count_misses("seed=3") == (1, 1)
+    assert compose_x_and_count_misses("group.x=5", "seed=4") == (5, 1)
+    assert compose_x_and_count_misses("group=two") == (2, 2)
     (tmp_path / "group/one.yaml").write_text("x: 10\n")
-    assert compose_x() == (10, 3)
+    assert compose_x_and_count_misses() == (10, 3)
 
 
 def test_a_search_path_on_the_command_line_adds_its_groups(tmp_path: Path) -> None:

@@ -1,6 +1,6 @@
 """Write `lm_eval_results.json`: what lm-evaluation-harness computes by its own class for transformers.
 
-It loads the exported models of `tests/harness.py`. Needs `pip install -e '.[eval]'`, which CI does not have:
+It loads the exported models of `tests/scorer_cases.py`. Needs `pip install -e '.[eval]'`, which CI does not have:
 
     python tests/recipes/evaluator/make_lm_eval_results.py
 """
@@ -16,7 +16,7 @@ from typing import Any
 ROOT = Path(__file__).parents[3]
 sys.path[:0] = [str(ROOT), str(ROOT / "tests")]
 
-from harness import GENERATED, ROLLED, SCORED, make_case  # noqa: E402
+from scorer_cases import GENERATE_REQUESTS, ROLLING_TEXTS, SCORE_REQUESTS, make_case  # noqa: E402
 
 
 def main() -> None:
@@ -33,8 +33,10 @@ def main() -> None:
             reference = HFLM(
                 pretrained=f"{folder}/model", device="cpu", dtype="float32", batch_size=3, logits_cache=False
             )
-        ask = [[SimpleNamespace(args=request) for request in requests] for requests in (SCORED, GENERATED)]
-        rolled = [SimpleNamespace(args=(text,)) for text in ROLLED]
+        ask = [
+            [SimpleNamespace(args=request) for request in requests] for requests in (SCORE_REQUESTS, GENERATE_REQUESTS)
+        ]
+        rolled = [SimpleNamespace(args=(text,)) for text in ROLLING_TEXTS]
         found["models"][name] = {
             "scored": reference.loglikelihood(ask[0], disable_tqdm=True),
             "rolled": reference.loglikelihood_rolling(rolled, disable_tqdm=True),

@@ -19,7 +19,9 @@ EVAL_EVERY = 40
 LONG_SECONDS = 5.0  # enough for many exchanges
 
 
-def random_requests(rank: int, requests: dict[str, list[int]], *, steps: int, rested: int) -> dict[str, Any]:
+def random_requests(
+    rank: int, requests: dict[str, list[int]], *, steps: int, long_validation_step: int
+) -> dict[str, Any]:
     """Train at a speed of this rank's own; a collective ties fast ranks to slow ones every other step, and the last.
 
     Requests come from another thread, at any time, as signals do.
@@ -37,7 +39,7 @@ def random_requests(rank: int, requests: dict[str, list[int]], *, steps: int, re
         validates = step % EVAL_EVERY == 0
         due = agreement.take_due(step, in_validation=validates, wait=step < steps)
         if validates:
-            due |= _validate(agreement, step, is_long=step == rested, requests=rank == 1)
+            due |= _validate(agreement, step, is_long=step == long_validation_step, requests=rank == 1)
         done += [(what, step) for what in sorted(due)]
     agreement.close()
     dist.barrier()  # like the last of training: no rank may be left in an exchange
@@ -48,9 +50,9 @@ def _validate(agreement: StepAgreement, step: int, *, is_long: bool, requests: b
     """Run batches without a collective; after each of them the ranks may agree on this very step."""
     due = set()
     if is_long and requests:
-        agreement.ask("rested")
+        agreement.ask("during_validation")
     deadline = time.monotonic() + (LONG_SECONDS if is_long else 0.01)
-    while time.monotonic() < deadline and "rested" not in due:
+    while time.monotonic() < deadline and "during_validation" not in due:
         time.sleep(0.02)
         due |= agreement.take_due(step, in_validation=True)
     return due | agreement.take_due(step, in_validation=False)
@@ -98,7 +100,9 @@ def main() -> None:
     dist.init_process_group("gloo")
     rank = int(os.environ["RANK"])
     results = {
-        "random": random_requests(rank, cases["requests"], steps=cases["steps"], rested=cases["rested"]),
+        "random": random_requests(
+            rank, cases["requests"], steps=cases["steps"], long_validation_step=cases["long_validation_step"]
+        ),
         "no_requests": no_requests(rank),
         "last": around_the_last_step(rank, cases["rounds"]),
     }

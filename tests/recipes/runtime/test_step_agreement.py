@@ -1,4 +1,4 @@
-"""Three real processes at different speeds agree on steps, and do not slow each other down without a request."""
+"""Three real processes at different speeds agree on steps, and wait for each other only after a request."""
 
 import itertools
 import math
@@ -14,7 +14,7 @@ from recipes.runtime.step_agreement import StepAgreement
 WORKER = Path(__file__).parent / "agreement_ranks.py"
 ROUNDS = 12
 STEPS = 301
-RESTED_STEP = 80  # requested in the validation after it
+LONG_VALIDATION_STEP = 80  # its validation is long, and rank 1 makes a request during it
 _CHOICE = random.Random(0)
 # what: (rank that requests it, in which step)
 REQUESTS = {
@@ -26,36 +26,37 @@ REQUESTS = {
 @pytest.fixture(scope="module")
 def ranks(tmp_path_factory: pytest.TempPathFactory) -> Any:
     """Run all cases on three ranks and return what each rank did."""
-    cases = {"requests": REQUESTS, "rounds": ROUNDS, "steps": STEPS, "rested": RESTED_STEP}
+    counts = {"rounds": ROUNDS, "steps": STEPS, "long_validation_step": LONG_VALIDATION_STEP}
     folder = tmp_path_factory.mktemp("agreement")
-    return run_on_ranks(cases, world_size=3, folder=folder, worker=WORKER, timeout_seconds=120)
+    return run_on_ranks(
+        counts | {"requests": REQUESTS}, world_size=3, folder=folder, worker=WORKER, timeout_seconds=120
+    )
 
 
-def test_forty_requests_of_three_ranks_are_each_due_once_on_every_rank_after_the_same_step(
-    ranks: Any,
-) -> None:
+def test_all_ranks_act_on_each_request_once_and_after_the_same_step(ranks: Any) -> None:
     first, *others = (rank["random"]["done"] for rank in ranks)
     assert others == [first, first]
     done = dict(first)
     assert len(done) == len(first)
-    del done["rested"]
+    del done["during_validation"]
     assert all(step >= REQUESTS[what][1] for what, step in done.items())
-    # the last second of training may be too late to agree
+    # in the last 100 steps, about a second, a request may come too late
     assert set(done) >= {what for what, (_, step) in REQUESTS.items() if step < STEPS - 100}
 
 
 def test_ranks_in_a_validation_agree_on_the_step_before_it(ranks: Any) -> None:
     for rank in ranks:
-        assert ["rested", RESTED_STEP] in rank["random"]["done"]
+        assert ["during_validation", LONG_VALIDATION_STEP] in rank["random"]["done"]
 
 
 def test_ten_thousand_steps_without_a_request_wait_for_no_rank_and_call_no_collective(
     ranks: Any,
 ) -> None:
-    calls = [rank["no_requests"] for rank in ranks]
-    assert [rank["collectives"] for rank in calls] == [0, 0, 0]
-    for before, after in itertools.pairwise(calls):
-        assert before["ended"] < after["began"]  # 10,000 steps within the second between two ranks
+    results = [rank["no_requests"] for rank in ranks]
+    assert [rank["collectives"] for rank in results] == [0, 0, 0]
+    for earlier, later in itertools.pairwise(results):
+        # ranks start one second apart: each finishes its 10,000 steps before the next one begins
+        assert earlier["ended"] < later["began"]
 
 
 def test_a_request_around_the_last_step_is_due_on_all_ranks_or_on_none(ranks: Any) -> None:
@@ -75,10 +76,11 @@ def test_a_single_process_gets_a_request_at_once_and_only_once() -> None:
     assert agreement.take_due(6) == set()
 
 
-def test_a_request_repeated_before_the_slower_rank_has_come_to_its_step_is_due_once_on_both() -> None:
+def test_a_request_repeated_before_the_slower_rank_reaches_the_agreed_step_is_due_once_on_both() -> None:
     # rank 0 asks by its clock after every step until it has saved; rank 1 is one step ahead and has saved already
     slow, fast = StepAgreement(step=3), StepAgreement(step=3)
-    slow._alone = fast._alone = False  # the exchanges are those below
+    slow._alone = fast._alone = False  # no real process group: the test calls `_agree` itself
+    # inf: after every check within the step's validation
     end_of = {step: (step, math.inf) for step in range(3, 8)}
     for rank in (slow, fast):
         rank._agree([(end_of[3], ["save"]), (end_of[3], [])])
@@ -106,7 +108,7 @@ def _simulate(rng: random.Random, num_ranks: int) -> list[list[tuple[str, int]]]
     """Let ranks, at most three steps apart, request at random; return what each did, and after which step."""
     ranks = [StepAgreement(step=0) for _ in range(num_ranks)]
     for rank in ranks:
-        rank._alone = False  # the exchanges are those below
+        rank._alone = False  # no real process group: the test calls `_agree` itself
     done: list[list[tuple[str, int]]] = [[] for _ in ranks]
     requested: list[set[str]] = [set() for _ in ranks]
     completed = [0] * num_ranks

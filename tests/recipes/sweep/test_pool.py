@@ -47,7 +47,7 @@ class FakeHandle:
 class FakeLauncher:
     """Starts at most `max_jobs` scripted jobs at a time."""
 
-    waits = is_bounded = True
+    waits = limits_concurrency = True
 
     def __init__(
         self,

@@ -23,7 +23,7 @@ WINDOW = 48
 MERGES = ["Ġ t", "h e", "Ġt he", "i n", "Ġ a", "a t", "Ġ c", "Ġc at", "o n", "s t"]
 _LONG = "the cat sat on the mat, and then it sat in the sun on the hill; " * 3
 
-SCORED = [
+SCORE_REQUESTS = [
     ("The cat", " sat"),
     ("The cat", " slept on the mat"),
     ("The cat ", "sat"),  # the blank goes to the continuation
@@ -40,8 +40,8 @@ SCORED = [
     ("a", "___"),  # what one model says itself
     ("The cat", "\\A"),  # and the other
 ]
-ROLLED = ["the cat", _LONG, _LONG + "in the", "ü", "a" * (2 * WINDOW), "on the mat"]
-GENERATED: list[tuple[str, dict[str, Any]]] = [
+ROLLING_TEXTS = ["the cat", _LONG, _LONG + "in the", "ü", "a" * (2 * WINDOW), "on the mat"]
+GENERATE_REQUESTS: list[tuple[str, dict[str, Any]]] = [
     ("The cat", {"until": ["\n"], "max_gen_toks": 12}),
     ("2 + 2 =", {"until": ["e", "a"], "max_gen_toks": 12}),
     (_LONG, {"until": [], "max_gen_toks": 12}),
