@@ -1,19 +1,23 @@
-"""What every decoder shares: causal attention in one fused kernel, and the padded vocabulary.
+"""What every decoder shares: its forward pass, causal attention in one fused kernel, and the padded vocabulary.
 
 Shapes: B sequences, H query heads, G key-value heads (G divides H), T new tokens, L tokens held in the cache after
-them, Q head size.
+them, Q head size, W hidden size, V padded vocabulary.
 """
 
+from abc import abstractmethod
 from collections.abc import Callable
-from typing import Any
+from typing import Any, Self
 
 import torch
 import torch.nn.functional as F
-from torch import Tensor
+from torch import Tensor, nn
 from typing_extensions import override
 
+from recipes.errors import ConfigError
 from recipes.model.documents import Documents, attend_blocks
-from recipes.model.kv_cache import LayerCache
+from recipes.model.flops import Flops, decoder_flops_per_token
+from recipes.model.init import init_decoder
+from recipes.model.kv_cache import KeyValueCache, LayerCache
 from recipes.numerics.linear import Linear, linear
 from recipes.parallel.context import ContextRanks
 from recipes.parallel.tensor import TensorRanks
@@ -55,6 +59,115 @@ class Head(Linear):
         if self.ranks is not None:
             logits = self.ranks.join_columns(logits)
         return hide_padding(logits, vocab_size=self.vocab_size)
+
+
+class Decoder(nn.Module):
+    """Tokens -> logits, through the blocks that a subclass builds between `embedding` and `head`, which may be tied.
+
+    Attributes:
+        attention_dropout: Probability that an attention weight is dropped in training.
+        context: Ranks that divide the sequence; None: this rank has all of it.
+        ranks: That divide the matrices; None: this rank has all of them.
+    """
+
+    vocab_size: int
+    max_seq_len: int
+    num_layers: int
+    tie_embeddings: bool
+    hidden_size: int
+    embedding: nn.Embedding
+    blocks: nn.ModuleList
+    norm: nn.Module
+    head: Head
+    attention_dropout: float = 0.0
+    context: ContextRanks | None = None
+    ranks: TensorRanks | None = None
+
+    def _tie(self) -> None:
+        if self.tie_embeddings and None not in (self.embedding, self.head):  # two stages of a pipeline have copies
+            self.head.weight = self.embedding.weight
+
+    def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> Self:
+        """Move or convert the parameters; tie again, because `to_empty` gives each module its own parameter."""
+        super()._apply(fn, recurse)  # type: ignore[no-untyped-call]
+        self._tie()
+        return self
+
+    def forward(
+        self,
+        tokens: Tensor,
+        cache: KeyValueCache | None = None,
+        reduce: Callable[[Tensor, Tensor], Any] | None = None,
+        positions: Tensor | None = None,
+    ) -> Any:
+        """Return the logits of the next token.
+
+        Args:
+            tokens: [B, T] int64; hidden states [B, T, W] for a later stage of a pipeline, which has no embedding.
+            cache: Earlier tokens of the same sequences, extended by this call; None: no earlier tokens.
+            reduce: Called with the last hidden states [B, T, W] and the weight of the head [V, W] instead of computing
+                logits; what it returns is returned.
+            positions: [B, T] of each token in its document, 0 begins one; None: a row is one document. Of all tokens
+                also where ranks divide the sequence and `tokens` are a part of it.
+
+        Returns:
+            [B, T, V] in the compute dtype, -inf in padded columns; with a cache only the last position, [B, 1, V].
+            Hidden states [B, T, W] for an earlier stage of a pipeline, which has no head.
+        """
+        num_tokens = tokens.shape[1] if self.ranks is None else self.ranks.count_tokens(tokens)
+        first = 0 if self.context is None or cache is not None else self.context.rank * num_tokens
+        end = first + num_tokens if cache is None else cache.end(num_tokens)
+        assert end <= self.max_seq_len, f"{end} tokens > max_seq_len {self.max_seq_len}"
+        documents = None
+        rows: Tensor | slice = slice(first, end)
+        if positions is not None:
+            documents = Documents(positions, dropout=self.attention_dropout if self.training else 0.0)
+            rows = positions[:, first:end]
+        elif cache is not None:
+            rows = cache.positions(num_tokens, device=tokens.device)  # [T] or [B, T]
+        x = self._compute_hidden(tokens, rows, cache, documents)
+        if self.head is None:
+            return x
+        last = x if cache is None else cache.last(x)  # [B, T, W] or [B, 1, W]
+        return self.head(self.norm(last), reduce)
+
+    @abstractmethod
+    def _compute_hidden(
+        self, tokens: Tensor, rows: Tensor | slice, cache: KeyValueCache | None, documents: Documents | None
+    ) -> Tensor:
+        """Return what the blocks make of tokens at positions `rows`, [B, T, W]; tokens as for `forward`."""
+
+    def init_weights(self, seed: int) -> None:
+        """Set every parameter and buffer in place, from (seed, name, shape); see `init_decoder`."""
+        init_decoder(self, seed=seed, num_layers=self.num_layers, vocab_size=self.vocab_size)
+        self.init_buffers()
+
+    def init_buffers(self) -> None:
+        """Set every buffer in place: here there are none."""
+
+    @property
+    def attention_width(self) -> int:
+        """Query heads times head size."""
+        return self.hidden_size
+
+    def flops_per_token(self, seq_len: int) -> Flops:
+        """Return the FLOPs per trained token at `seq_len`, forward and backward."""
+        return decoder_flops_per_token(
+            self,
+            embedding=None if self.tie_embeddings else self.embedding,
+            attention_width=len(self.blocks) * self.attention_width,
+            seq_len=seq_len,
+        )
+
+
+def check_heads(num_heads: int, *, hidden_size: int) -> None:
+    """Raise a ConfigError unless heads divide the hidden size."""
+    if hidden_size % num_heads != 0:
+        raise ConfigError(
+            f"model.num_heads={num_heads}",
+            f"heads split model.hidden_size={hidden_size} evenly and {hidden_size} / {num_heads} is no integer",
+            f"model.hidden_size={-(-hidden_size // num_heads) * num_heads}",
+        )
 
 
 _flash_is_allowed = True  # as `torch.backends.cuda` knows, which the compiler (torch 2.13) cannot ask

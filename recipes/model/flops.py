@@ -48,30 +48,27 @@ def flops_per_sample(model: nn.Module, shape: Sequence[int]) -> Flops | None:
     return None
 
 
-def decoder_flops_per_token(model: nn.Module, *, embedding: nn.Embedding, attention_width: int, seq_len: int) -> Flops:
-    """Return the FLOPs per trained token of a decoder with `model.blocks` and `model.tie_embeddings`.
+def decoder_flops_per_token(
+    model: nn.Module, *, embedding: nn.Module | None, attention_width: int, seq_len: int
+) -> Flops:
+    """Return the FLOPs per trained token of a decoder.
 
     Args:
         model: The unsharded decoder, on any device, meta included.
-        embedding: Its input embedding, excluded from N unless it is the head as well.
-        attention_width: H Q, query heads times head size; equal to hidden_size in most models.
+        embedding: Its input embedding, excluded from N; None: it is the head as well.
+        attention_width: L H Q, query heads times head size, of all layers; H Q is hidden_size in most models.
         seq_len: T, tokens per sample.
     """
     products = flops_of_products(model)
-    if not model.tie_embeddings:
-        products -= _flops_of(embedding.weight)
-    assert isinstance(model.blocks, nn.ModuleList)
-    attention = 6.0 * len(model.blocks) * attention_width * seq_len
+    if embedding is not None:
+        products -= flops_of_products(embedding)
+    attention = 6.0 * attention_width * seq_len
     return Flops(palm=products + 2.0 * attention, causal=products + attention)
 
 
 def flops_of_products(model: nn.Module) -> float:
     """Return the FLOPs per token of all weights: 6 each, and 4 of frozen ones, which have no gradient of their own."""
-    return sum(_flops_of(parameter) for parameter in model.parameters())
-
-
-def _flops_of(parameter: Tensor) -> float:
-    return (6.0 if parameter.requires_grad else 4.0) * parameter.numel()
+    return sum((6.0 if parameter.requires_grad else 4.0) * parameter.numel() for parameter in model.parameters())
 
 
 class CountsFlops:

@@ -3,23 +3,19 @@
 Shapes: B sequences, T tokens, W hidden_size, H heads, Q = W / H head size, V padded vocabulary.
 """
 
-import math
-from collections.abc import Callable
-from typing import Annotated, Any, ClassVar, Self
+from typing import Annotated, ClassVar
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
+from typing_extensions import override
 
-from recipes.errors import ConfigError
-from recipes.model.decoder import Head, attend, padded_vocab_size
+from recipes.model.decoder import Decoder, Head, attend, check_heads, padded_vocab_size
 from recipes.model.documents import Documents
-from recipes.model.flops import Flops, decoder_flops_per_token
-from recipes.model.init import init_decoder
 from recipes.model.kv_cache import KeyValueCache, LayerCache
 from recipes.numerics.linear import Linear
 from recipes.parallel.context import ContextRanks
-from recipes.parallel.tensor import Cut, TensorRanks
+from recipes.parallel.tensor import Cut
 
 
 class Attention(nn.Module):
@@ -98,7 +94,7 @@ class Block(nn.Module):
         return out
 
 
-class GPT2(nn.Module):
+class GPT2(Decoder):
     """Decoder-only transformer with learned positions; weights interchange with `GPT2LMHeadModel`.
 
     Args:
@@ -125,7 +121,6 @@ class GPT2(nn.Module):
     }
     pipeline_ends: ClassVar[tuple[tuple[str, ...], ...]] = (("embedding", "position"), ("norm", "head"))
     context: ContextRanks | None = None
-    ranks: TensorRanks | None = None
 
     def __init__(
         self,
@@ -141,7 +136,7 @@ class GPT2(nn.Module):
         pretrained: str | None = None,
     ) -> None:
         super().__init__()
-        _check_heads(num_heads, hidden_size=hidden_size)
+        check_heads(num_heads, hidden_size=hidden_size)
         self.vocab_size = vocab_size
         self.max_seq_len = max_seq_len
         self.num_layers = num_layers
@@ -149,6 +144,7 @@ class GPT2(nn.Module):
         self.hidden_size = hidden_size
         self.tie_embeddings = tie_embeddings
         self.pretrained = pretrained
+        self.attention_dropout = dropout
         num_rows = padded_vocab_size(vocab_size, multiple=vocab_pad_multiple)
         self.embedding = nn.Embedding(num_rows, hidden_size)
         self.position = nn.Embedding(max_seq_len, hidden_size)
@@ -160,78 +156,15 @@ class GPT2(nn.Module):
         self.head = Head(hidden_size, num_rows, vocab_size=vocab_size)
         self._tie()
 
-    def _tie(self) -> None:
-        if self.tie_embeddings and None not in (self.embedding, self.head):  # two stages of a pipeline have copies
-            self.head.weight = self.embedding.weight
-
-    def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> Self:
-        """Move or convert the parameters; tie again, because `to_empty` gives each module its own parameter."""
-        super()._apply(fn, recurse)  # type: ignore[no-untyped-call]
-        self._tie()
-        return self
-
-    def forward(
-        self,
-        tokens: Tensor,
-        cache: KeyValueCache | None = None,
-        reduce: Callable[[Tensor, Tensor], Any] | None = None,
-        positions: Tensor | None = None,
-    ) -> Any:
-        """Return the logits of the next token.
-
-        Args:
-            tokens: [B, T] int64; hidden states [B, T, W] for a later stage of a pipeline, which has no embedding.
-            cache: Earlier tokens of the same sequences, extended by this call; None: no earlier tokens.
-            reduce: Called with the last hidden states [B, T, W] and the weight of the head [V, W] instead of computing
-                logits; what it returns is returned.
-            positions: [B, T] of each token in its document, 0 begins one; None: a row is one document. Of all tokens
-                also where ranks divide the sequence and `tokens` are a part of it.
-
-        Returns:
-            [B, T, V] in the compute dtype, -inf in padded columns; with a cache only the last position, [B, 1, V].
-            Hidden states [B, T, W] for an earlier stage of a pipeline, which has no head.
-        """
-        num_tokens = tokens.shape[1] if self.ranks is None else self.ranks.count_tokens(tokens)
-        first = 0 if self.context is None or cache is not None else self.context.rank * num_tokens
-        end = first + num_tokens if cache is None else cache.end(num_tokens)
-        assert end <= self.max_seq_len, f"{end} tokens > max_seq_len {self.max_seq_len}"
-        documents = None
-        if positions is not None:
-            documents = Documents(positions, dropout=self.dropout.p if self.training else 0.0)
-            positions = positions[:, first:end]
-        elif cache is not None:
-            positions = cache.positions(num_tokens, device=tokens.device)  # [T] or [B, T]
-        else:
-            positions = torch.arange(first, end, device=tokens.device)  # [T]
+    @override
+    def _compute_hidden(
+        self, tokens: Tensor, rows: Tensor | slice, cache: KeyValueCache | None, documents: Documents | None
+    ) -> Tensor:
         x = tokens  # [B, T, W]
         if self.embedding is not None:
-            x = self.dropout(self.embedding(tokens) + self.position(positions))
+            if isinstance(rows, slice):
+                rows = torch.arange(rows.start, rows.stop, device=tokens.device)  # [T]
+            x = self.dropout(self.embedding(tokens) + self.position(rows))
         for index, block in self.blocks.named_children():
             x = block(x, None if cache is None else cache.layers[int(index)], documents)
-        if self.head is None:
-            return x
-        if cache is not None:
-            x = cache.last(x)  # [B, 1, W]
-        return self.head(self.norm(x), reduce)
-
-    def init_weights(self, seed: int) -> None:
-        """Set every parameter in place, from (seed, name, shape); see `init_decoder`."""
-        init_decoder(self, seed=seed, num_layers=self.num_layers, vocab_size=self.vocab_size)
-
-    def init_buffers(self) -> None:
-        """Do nothing: GPT-2 has no buffers."""
-
-    def flops_per_token(self, seq_len: int) -> Flops:
-        """Return the FLOPs per trained token at `seq_len`, forward and backward."""
-        return decoder_flops_per_token(
-            self, embedding=self.embedding, attention_width=self.hidden_size, seq_len=seq_len
-        )
-
-
-def _check_heads(num_heads: int, *, hidden_size: int) -> None:
-    if hidden_size % num_heads != 0:
-        raise ConfigError(
-            f"model.num_heads={num_heads}",
-            f"heads split model.hidden_size={hidden_size} evenly and {hidden_size} / {num_heads} is no integer",
-            f"model.hidden_size={math.ceil(hidden_size / num_heads) * num_heads}",
-        )
+        return x

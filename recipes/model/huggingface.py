@@ -3,7 +3,6 @@
 Shapes: B sequences, T new tokens, W hidden size, V vocabulary.
 """
 
-import hashlib
 import inspect
 from collections.abc import Callable, Iterator
 from typing import Any, ClassVar, Self
@@ -11,8 +10,8 @@ from typing import Any, ClassVar, Self
 import torch
 from torch import Tensor, nn
 
-from recipes.model.flops import Flops, flops_of_products
-from recipes.model.init import fill, named_parameters
+from recipes.model.flops import Flops, decoder_flops_per_token
+from recipes.model.init import fill, generator_for, named_parameters
 from recipes.model.transformers_models import (
     COMPARED,
     check_kind,
@@ -160,13 +159,15 @@ class HuggingFace(nn.Module):
         config = self.inner.config.get_text_config()
         if any(getattr(config, key, None) for key in _HAVE_EXPERTS):
             return None
-        products = flops_of_products(self.inner)
         embedding = self.inner.get_input_embeddings()
-        if self.inner.get_output_embeddings().weight is not embedding.weight:
-            products -= flops_of_products(embedding)
+        is_tied = self.inner.get_output_embeddings().weight is embedding.weight
         head_dim = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
-        attention = 6.0 * len(self.blocks) * config.num_attention_heads * head_dim * seq_len
-        return Flops(palm=products + 2.0 * attention, causal=products + attention)
+        return decoder_flops_per_token(
+            self.inner,
+            embedding=None if is_tied else embedding,
+            attention_width=len(self.blocks) * config.num_attention_heads * head_dim,
+            seq_len=seq_len,
+        )
 
     def _drawn(self, seed: int, *, only: set[str] | None = None) -> Iterator[tuple[str, Tensor]]:
         """Yield first values of parameters and buffers by name, drawn on the CPU unit by unit.
@@ -188,8 +189,7 @@ class HuggingFace(nn.Module):
                 continue
             module.to_empty(device="cpu", recurse=is_block)
             with torch.random.fork_rng(devices=[]):
-                digest = hashlib.sha256(f"{seed}/{name}".encode()).digest()
-                torch.manual_seed(int.from_bytes(digest[:4], "big"))
+                torch.manual_seed(generator_for(name, seed=seed).initial_seed())
                 for part in reversed(list(module.modules())) if is_block else [module]:
                     fresh._init_weights(part)  # transformers calls it itself for models that are not on the meta device
             found = [*module.named_parameters(recurse=is_block), *module.named_buffers(recurse=is_block)]

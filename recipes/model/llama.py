@@ -5,25 +5,24 @@ Shapes: B sequences, T tokens, W hidden_size, H query heads, Q head size, V padd
 
 import math
 from collections.abc import Callable
-from typing import Annotated, Any, ClassVar, Self
+from typing import Annotated, ClassVar, Self
 
 import torch
 from torch import Tensor, nn
+from typing_extensions import override
 
 from recipes.errors import ConfigError
-from recipes.model.decoder import Head, padded_vocab_size
+from recipes.model.decoder import Decoder, Head, check_heads, padded_vocab_size
 from recipes.model.documents import Documents
-from recipes.model.flops import Flops, decoder_flops_per_token
-from recipes.model.init import init_decoder
 from recipes.model.kv_cache import KeyValueCache
 from recipes.model.llama_block import Attention, Block, Mlp
 from recipes.model.rope import Rotation, rope_tables
 from recipes.numerics.rms_norm import RMSNorm
 from recipes.parallel.context import ContextRanks
-from recipes.parallel.tensor import Cut, TensorRanks
+from recipes.parallel.tensor import Cut
 
 
-class Llama(nn.Module):
+class Llama(Decoder):
     """Decoder-only transformer; weights interchange with `LlamaForCausalLM` (`qk_norm`: Qwen3's).
 
     Args:
@@ -51,7 +50,6 @@ class Llama(nn.Module):
     tensor_parallel: ClassVar[dict[str, Cut]] = {"embedding": "vocabulary", "norm": "norm", "head": "vocabulary"}
     pipeline_ends: ClassVar[tuple[tuple[str, ...], ...]] = (("embedding",), ("norm", "head"))
     context: ContextRanks | None = None
-    ranks: TensorRanks | None = None
     rope_cos: Tensor  # [max_seq_len, Q / 2] float32
     rope_sin: Tensor  # [max_seq_len, Q / 2] float32
 
@@ -118,6 +116,7 @@ class Llama(nn.Module):
         return self.head_dim
 
     @property
+    @override
     def attention_width(self) -> int:
         """Mean of the query-key width and the value width, summed over heads."""
         return self.num_heads * self.head_dim
@@ -132,69 +131,29 @@ class Llama(nn.Module):
             qk_norm=self.qk_norm,
         )
 
-    def _tie(self) -> None:
-        if self.tie_embeddings and None not in (self.embedding, self.head):  # two stages of a pipeline have copies
-            self.head.weight = self.embedding.weight
-
     def _allocate_tables(self, *, device: torch.device) -> None:
         for name in ("rope_cos", "rope_sin"):
             table = torch.empty(self.max_seq_len, self.rotated_dim // 2, dtype=torch.float32, device=device)
             self.register_buffer(name, table, persistent=False)
 
     def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> Self:
-        """Move or convert the parameters; tie again, because `to_empty` gives each module its own parameter.
-
-        The rotary tables stay float32: bfloat16 cannot distinguish positions above 256.
-        """
-        super()._apply(fn, recurse)  # type: ignore[no-untyped-call]
-        self._tie()
+        """Move or convert the parameters; rotary tables stay float32: bfloat16 has no distinct positions above 256."""
+        super()._apply(fn, recurse)
         if self.rope_cos.dtype != torch.float32:
             self._allocate_tables(device=self.rope_cos.device)
-            self._fill_tables()
+            Llama.init_buffers(self)  # what a subclass has beside the tables keeps its values
         return self
 
-    def forward(
-        self,
-        tokens: Tensor,
-        cache: KeyValueCache | None = None,
-        reduce: Callable[[Tensor, Tensor], Any] | None = None,
-        positions: Tensor | None = None,
-    ) -> Any:
-        """Return the logits of the next token.
-
-        Args:
-            tokens: [B, T] int64; hidden states [B, T, W] for a later stage of a pipeline, which has no embedding.
-            cache: Earlier tokens of the same sequences, extended by this call; None: no earlier tokens.
-            reduce: Called with the last hidden states [B, T, W] and the weight of the head [V, W] instead of computing
-                logits; what it returns is returned.
-            positions: [B, T] of each token in its document, 0 begins one; None: a row is one document. Of all tokens
-                also where ranks divide the sequence and `tokens` are a part of it.
-
-        Returns:
-            [B, T, V] in the compute dtype, -inf in padded columns; with a cache only the last position, [B, 1, V].
-            Hidden states [B, T, W] for an earlier stage of a pipeline, which has no head.
-        """
-        num_tokens = tokens.shape[1] if self.ranks is None else self.ranks.count_tokens(tokens)
-        first = 0 if self.context is None or cache is not None else self.context.rank * num_tokens
-        end = first + num_tokens if cache is None else cache.end(num_tokens)
-        assert end <= self.max_seq_len, f"{end} tokens > max_seq_len {self.max_seq_len}"
-        documents = None
-        rows: Tensor | slice = slice(first, end)
-        if positions is not None:
-            documents, rows = Documents(positions, dropout=0.0), positions[:, first:end]
-        elif cache is not None:
-            rows = cache.positions(num_tokens, device=tokens.device)  # [T] or [B, T]
+    @override
+    def _compute_hidden(
+        self, tokens: Tensor, rows: Tensor | slice, cache: KeyValueCache | None, documents: Documents | None
+    ) -> Tensor:
         rotation = Rotation(
             cos=self.rope_cos[rows].unsqueeze(-2),  # [T, 1, Q / 2], or [B, T, 1, Q / 2]
             sin=self.rope_sin[rows].unsqueeze(-2),
         )
         x = tokens if self.embedding is None else self.embedding(tokens)  # [B, T, W]
-        x = self._run_blocks(x, rotation, cache, documents)
-        if self.head is None:
-            return x
-        if cache is not None:
-            x = cache.last(x)  # [B, 1, W]
-        return self.head(self.norm(x), reduce)
+        return self._run_blocks(x, rotation, cache, documents)
 
     def _run_blocks(
         self, x: Tensor, rotation: Rotation, cache: KeyValueCache | None, documents: Documents | None
@@ -203,17 +162,10 @@ class Llama(nn.Module):
             x = block(x, rotation, None if cache is None else cache.layers[int(index)], documents)
         return x
 
-    def init_weights(self, seed: int) -> None:
-        """Set every parameter and buffer in place, from (seed, name, shape); see `init_decoder`."""
-        init_decoder(self, seed=seed, num_layers=self.num_layers, vocab_size=self.vocab_size)
-        self.init_buffers()
-
+    @override
+    @torch.no_grad()
     def init_buffers(self) -> None:
         """Fill the rotary tables in place; do nothing on the meta device."""
-        self._fill_tables()
-
-    @torch.no_grad()
-    def _fill_tables(self) -> None:
         if self.rope_cos.is_meta:
             return
         cos, sin = rope_tables(
@@ -225,23 +177,10 @@ class Llama(nn.Module):
         self.rope_cos.copy_(cos)
         self.rope_sin.copy_(sin)
 
-    def flops_per_token(self, seq_len: int) -> Flops:
-        """Return the FLOPs per trained token at `seq_len`, forward and backward."""
-        return decoder_flops_per_token(
-            self,
-            embedding=self.embedding,
-            attention_width=self.attention_width,
-            seq_len=seq_len,
-        )
-
 
 def _check_heads(num_heads: int, *, num_kv_heads: int, hidden_size: int, head_dim: int | None) -> None:
-    if head_dim is None and hidden_size % num_heads != 0:
-        raise ConfigError(
-            f"model.num_heads={num_heads}",
-            f"heads split model.hidden_size={hidden_size} evenly and {hidden_size} / {num_heads} is no integer",
-            f"model.hidden_size={math.ceil(hidden_size / num_heads) * num_heads}",
-        )
+    if head_dim is None:
+        check_heads(num_heads, hidden_size=hidden_size)
     if num_heads % num_kv_heads != 0:
         raise ConfigError(
             f"model.num_kv_heads={num_kv_heads}",
