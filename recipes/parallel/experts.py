@@ -22,7 +22,7 @@ from recipes.mesh import Mesh
 from recipes.numerics.collectives import ExchangeRows, exchange_rows
 from recipes.numerics.grouped_linear import GroupedLinear, grouped_linear
 from recipes.numerics.linear import get_product_dtype
-from recipes.numerics.permutation import find_opposite, permute_rows
+from recipes.numerics.permutation import Order, permute_rows, sort_rows
 
 
 class ExpertRanks:
@@ -52,9 +52,9 @@ class ExpertRanks:
         sizes = torch.stack([counts.view(self.size, -1).sum(dim=1), theirs.sum(dim=1)])  # [2, N]
         num_sent, num_received = self.read_sizes(sizes, num_rows=len(rows))
         received = self._exchange(rows, num_sent, num_received)  # [S, W], by rank and then by expert
-        by_expert, by_rank = _sort_by_expert(theirs, num_rows=len(received))
-        out = experts(permute_rows(received, by_expert, by_rank), theirs.sum(dim=0))
-        return self._exchange(permute_rows(out, by_rank, by_expert), num_received, num_sent)
+        order = _sort_by_expert(theirs, num_rows=len(received))
+        out = experts(permute_rows(received, order.forward, order.backward), theirs.sum(dim=0))
+        return self._exchange(permute_rows(out, order.backward, order.forward), num_received, num_sent)
 
     def read_sizes(self, sizes: Tensor, *, num_rows: int) -> tuple[list[int], list[int]]:
         """Return rows for each rank, and from each rank, on the host, which waits for them.
@@ -74,17 +74,15 @@ class ExpertRanks:
         return out
 
 
-def _sort_by_expert(counts: Tensor, *, num_rows: int) -> tuple[Tensor, Tensor]:
-    """Return the order by expert, and within an expert by rank, of rows by rank and expert, and the opposite one.
+def _sort_by_expert(counts: Tensor, *, num_rows: int) -> Order:
+    """Return the order by expert, and within an expert by rank, of rows by rank and expert.
 
     Args:
         counts: [N, e], rows of each rank for each expert.
         num_rows: S, their sum.
     """
     experts = torch.arange(counts.shape[1], device=counts.device).repeat(len(counts))  # [N e]
-    of_rows = experts.repeat_interleave(counts.flatten(), output_size=num_rows)  # [S]
-    by_expert = of_rows.argsort(stable=True)
-    return by_expert, find_opposite(by_expert)
+    return sort_rows(experts.repeat_interleave(counts.flatten(), output_size=num_rows))  # [S]
 
 
 class DividedGroupedLinear(GroupedLinear):

@@ -5,9 +5,9 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from typing_extensions import override
 
-from recipes.model.moe.dispatch import combine_rows, gather_rows, sort_by_expert
 from recipes.model.moe.router import Router
 from recipes.numerics.grouped_linear import GroupedLinear
+from recipes.numerics.permutation import Order, permute_rows, sort_rows
 from recipes.parallel.experts import ExpertRanks
 
 
@@ -59,11 +59,23 @@ class MoeMlp(nn.Module):
     def forward(self, x: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         """Return [B, T, W], and counts [E] and terms [3, B] of `Routing`."""
         routing = self.router(x)
-        order = sort_by_expert(routing.chosen.flatten(0, 1))
-        rows = gather_rows(x.flatten(0, 1), order)  # [N K, W], by expert
+        order = sort_rows(routing.chosen.flatten())  # [N K], within an expert in the order of tokens
+        rows = permute_rows(x.flatten(0, 1), order.forward, order.backward)  # [N K, W], by expert
         rows = self.experts(rows, routing.counts)
         out = combine_rows(rows, order, routing.weights.flatten(0, 1))  # [N, W]
         out = out.view(x.shape)
         if self.shared is not None:
             out = out + self.shared(x)
         return out, routing.counts, routing.terms
+
+
+def combine_rows(rows: Tensor, order: Order, weights: Tensor) -> Tensor:
+    """Return the weighted sum of what the experts made of each token, [N, W].
+
+    Args:
+        rows: [N K, W], by expert.
+        order: Of the rows.
+        weights: [N, K] float32; the sum is in float32, and rounded once.
+    """
+    by_token = permute_rows(rows, order.backward, order.forward).unflatten(0, weights.shape)  # [N, K, W]
+    return (by_token * weights.unsqueeze(-1)).sum(dim=1).to(rows.dtype)
