@@ -117,7 +117,7 @@ class Block(nn.Module):
 
     tensor_parallel: ClassVar[dict[str, Cut]] = {"attention_norm": "norm", "mlp_norm": "norm"}
 
-    def __init__(self, *, attention: nn.Module, mlp: Mlp, hidden_size: int, rms_eps: float) -> None:
+    def __init__(self, *, attention: nn.Module, mlp: nn.Module, hidden_size: int, rms_eps: float) -> None:
         super().__init__()
         self.attention_norm = RMSNorm(hidden_size, eps=rms_eps)
         self.attention = attention

@@ -19,7 +19,6 @@ from recipes.model.moe.mlp import Experts, MoeMlp
 from recipes.model.moe.router import Router, Scores, find_bias_steps
 from recipes.model.rope import Rotation
 from recipes.numerics.grouped_linear import ALIGNMENT
-from recipes.numerics.rms_norm import RMSNorm
 
 
 class RoutedBatch(NamedTuple):
@@ -36,18 +35,11 @@ class RoutedBatch(NamedTuple):
     terms: Tensor
 
 
-class MoeBlock(nn.Module):
+class MoeBlock(Block):
     """Attention, then the experts, each on a normalized copy of the residual stream."""
 
-    def __init__(self, *, attention: nn.Module, mlp: MoeMlp, hidden_size: int, rms_eps: float) -> None:
-        super().__init__()
-        self.attention_norm = RMSNorm(hidden_size, eps=rms_eps)
-        self.attention = attention
-        self.mlp_norm = RMSNorm(hidden_size, eps=rms_eps)
-        self.mlp = mlp
-
     @override
-    def forward(
+    def forward(  # type: ignore[override]
         self, x: Tensor, rotation: Rotation, cache: LayerCache | None = None, documents: Documents | None = None
     ) -> tuple[Tensor, Tensor, Tensor]:
         """Return [B, T, W], and counts [E] and terms [3, B] of the routing.
