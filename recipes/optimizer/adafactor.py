@@ -15,7 +15,7 @@ from typing_extensions import override
 
 from recipes.optimizer.groupwise import GroupwiseOptimizer
 from recipes.optimizer.param_groups import decay_groups
-from recipes.optimizer.shards import Layout, get_layout, in_chunks, local
+from recipes.optimizer.shards import Layout, get_layout, local
 
 
 class Adafactor(GroupwiseOptimizer):
@@ -56,11 +56,7 @@ class Adafactor(GroupwiseOptimizer):
         super().__init__(decay_groups(model, weight_decay=weight_decay), defaults)
 
     @override
-    def step_group(self, group: dict[str, Any], parameters: list[nn.Parameter]) -> None:
-        for chunk in in_chunks(parameters):
-            self._update(chunk, group)
-
-    def _update(self, parameters: list[nn.Parameter], group: dict[str, Any]) -> None:
+    def step_chunk(self, parameters: list[nn.Parameter], group: dict[str, Any]) -> None:
         layout, (eps1, eps2) = get_layout(parameters[0]), group["eps"]
         states = [self._count(parameter) for parameter in parameters]
         grads = [_as_matrix(parameter.grad) for parameter in parameters if parameter.grad is not None]

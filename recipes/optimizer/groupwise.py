@@ -1,12 +1,13 @@
 """What the optimizers of this package share: a step is that of its groups, one after the other."""
 
-from abc import abstractmethod
 from collections.abc import Callable
 from typing import Any
 
 import torch
 from torch import nn
 from typing_extensions import override
+
+from recipes.optimizer.shards import in_chunks
 
 
 class GroupwiseOptimizer(torch.optim.Optimizer):
@@ -24,6 +25,11 @@ class GroupwiseOptimizer(torch.optim.Optimizer):
             self.step_group(group, [parameter for parameter in group["params"] if parameter.grad is not None])
         return loss
 
-    @abstractmethod
     def step_group(self, group: dict[str, Any], parameters: list[nn.Parameter]) -> None:
         """Update the parameters of a group that have a gradient; autograd is off."""
+        for chunk in in_chunks(parameters):
+            self.step_chunk(chunk, group)
+
+    def step_chunk(self, parameters: list[nn.Parameter], group: dict[str, Any]) -> None:
+        """Update some parameters of a group at once, for a subclass that does not replace `step_group`."""
+        raise NotImplementedError

@@ -12,7 +12,7 @@ from typing_extensions import override
 
 from recipes.optimizer.groupwise import GroupwiseOptimizer
 from recipes.optimizer.param_groups import decay_groups
-from recipes.optimizer.shards import in_chunks, local
+from recipes.optimizer.shards import local
 
 
 class Lion(GroupwiseOptimizer):
@@ -37,11 +37,7 @@ class Lion(GroupwiseOptimizer):
         super().__init__(decay_groups(model, weight_decay=weight_decay), defaults)
 
     @override
-    def step_group(self, group: dict[str, Any], parameters: list[nn.Parameter]) -> None:
-        for chunk in in_chunks(parameters):
-            self._update(chunk, group)
-
-    def _update(self, parameters: list[nn.Parameter], group: dict[str, Any]) -> None:
+    def step_chunk(self, parameters: list[nn.Parameter], group: dict[str, Any]) -> None:
         beta1, beta2 = group["betas"]
         weights = [local(parameter) for parameter in parameters]
         grads = [local(parameter.grad) for parameter in parameters if parameter.grad is not None]
