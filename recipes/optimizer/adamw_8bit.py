@@ -6,7 +6,6 @@ zero, over seven decades. The arithmetic is AdamW's in float32; between steps th
 Shapes: E elements of a rank's part of a parameter, B = ceil(E / 256) blocks.
 """
 
-from dataclasses import dataclass
 from typing import Annotated, Any, ClassVar
 
 import torch
@@ -22,14 +21,6 @@ BLOCK = 256
 _MIN_ELEMENTS = 4096  # of a parameter; below, moments stay float32: norms and biases weigh little and matter much
 _AT_ONCE = 2**22  # elements that are updated together, which bounds temporaries to 100 MiB
 _MOMENTS = ("exp_avg", "exp_avg_sq")
-
-
-@dataclass(frozen=True, kw_only=True)
-class _Table:
-    """The values of the 256 codes of a moment, ascending, and the 255 middles between them."""
-
-    values: Tensor
-    middles: Tensor
 
 
 class AdamW8bit(GroupwiseOptimizer):
@@ -78,7 +69,7 @@ class AdamW8bit(GroupwiseOptimizer):
         for start in range(0, len(grad), _AT_ONCE):
             part = slice(start, min(start + _AT_ONCE, len(grad)))
             first, second = (self._read(state, name, part) for name in _MOMENTS)  # [e], float32
-            _step(weight[part], grad[part].float(), first, second, step=step, **_hyperparameters(group))
+            _step(weight[part], grad[part].float(), first, second, step=step, group=group)
             for name, moment in zip(_MOMENTS, (first, second), strict=True):
                 self._write(state, name, part, moment)
 
@@ -134,8 +125,8 @@ class AdamW8bit(GroupwiseOptimizer):
         codes = state[f"{name}_codes"][part]  # [e]
         scales = state[f"{name}_scales"][_blocks(part)]  # [b]
         of_elements = scales.repeat_interleave(BLOCK, output_size=len(scales) * BLOCK)[: len(codes)]  # [e]
-        values = self._get_table(name, codes.device).values[codes.int()]
-        return values.mul_(of_elements)
+        table, _ = self._get_table(name, codes.device)
+        return table[codes.int()].mul_(of_elements)
 
     def _write(self, state: dict[str, Any], name: str, part: slice, values: Tensor) -> None:
         """Round elements of a moment [e] to their codes; small parameters were updated in place."""
@@ -144,46 +135,35 @@ class AdamW8bit(GroupwiseOptimizer):
         padded = torch.nn.functional.pad(values, (0, -len(values) % BLOCK)).view(-1, BLOCK)  # [b, 256]
         # of the largest magnitude, with its sign: its code is 1.0, and reading and writing again gives the same codes
         scales = padded.gather(1, padded.abs().argmax(dim=1, keepdim=True))  # [b, 1]
-        table = self._get_table(name, values.device)
+        _, middles = self._get_table(name, values.device)
         relative = padded / torch.where(scales == 0, 1.0, scales)  # [b, 256], from -1 to 1
-        codes = torch.bucketize(relative, table.middles, out_int32=True)  # [b, 256], the nearest
+        codes = torch.bucketize(relative, middles, out_int32=True)  # [b, 256], the nearest
         if name == "exp_avg_sq":
             # a small second moment stays one: divided by the root of 0, its first moment would move a weight far
             codes = torch.where(relative > 0, codes.clamp(min=1), 0)
         state[f"{name}_codes"][part] = codes.view(-1)[: len(values)].to(torch.uint8)
         state[f"{name}_scales"][_blocks(part)] = scales.squeeze(1)
 
-    def _get_table(self, name: str, device: torch.device) -> _Table:
-        """Return the codes of a moment, made once for a device, so that no later step waits for a copy."""
-        tables: dict[tuple[str, torch.device], _Table] = self.__dict__.setdefault("_tables", {})
+    def _get_table(self, name: str, device: torch.device) -> tuple[Tensor, Tensor]:
+        """Return the values of the 256 codes of a moment, ascending, and the 255 middles between them.
+
+        They are made once for a device, so that no later step waits for a copy.
+        """
+        tables: dict[tuple[str, torch.device], tuple[Tensor, Tensor]] = self.__dict__.setdefault("_tables", {})
         if (name, device) not in tables:
             values = _make_codes(is_signed=name == "exp_avg").to(device, torch.float32)
-            tables[name, device] = _Table(values=values, middles=(values[1:] + values[:-1]) / 2)
+            tables[name, device] = values, (values[1:] + values[:-1]) / 2
         return tables[name, device]
 
 
-def _hyperparameters(group: dict[str, Any]) -> dict[str, Any]:
-    return {name: group[name] for name in ("lr", "betas", "eps", "weight_decay")}
-
-
-def _step(
-    weight: Tensor,
-    grad: Tensor,
-    first: Tensor,
-    second: Tensor,
-    *,
-    step: float,
-    lr: float,
-    betas: tuple[float, float],
-    eps: float,
-    weight_decay: float,
-) -> None:
+def _step(weight: Tensor, grad: Tensor, first: Tensor, second: Tensor, *, step: float, group: dict[str, Any]) -> None:
     """Take AdamW's step in place; all tensors [e], moments and gradient in float32."""
-    first.lerp_(grad, 1 - betas[0])
-    second.lerp_(grad.square(), 1 - betas[1])
-    denominator = second.div(1 - betas[1] ** step).sqrt_().add_(eps)  # [e]
-    weight.mul_(1 - lr * weight_decay)
-    weight.sub_((first / denominator).mul_(lr / (1 - betas[0] ** step)))
+    lr, (beta1, beta2) = group["lr"], group["betas"]
+    first.lerp_(grad, 1 - beta1)
+    second.lerp_(grad.square(), 1 - beta2)
+    denominator = second.div(1 - beta2**step).sqrt_().add_(group["eps"])  # [e]
+    weight.mul_(1 - lr * group["weight_decay"])
+    weight.sub_((first / denominator).mul_(lr / (1 - beta1**step)))
 
 
 def _blocks(part: slice) -> slice:
@@ -207,6 +187,6 @@ def _make_codes(*, is_signed: bool) -> Tensor:
 def _shape_as(values: Tensor, parameter: Tensor) -> Tensor:
     """Return this rank's elements [E] shaped and sharded as their parameter."""
     shaped = torch.empty_like(parameter.detach(), dtype=values.dtype)
-    part: Tensor = shaped.to_local() if isinstance(shaped, DTensor) else shaped
+    part = local(shaped)
     part.copy_(values.view(part.shape))
     return shaped
