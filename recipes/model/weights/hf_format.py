@@ -2,12 +2,13 @@
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import Any, ClassVar, Protocol
 
 import torch
 from torch import Tensor, nn
 
-from recipes.model.init import pad_rows
+from recipes.model.decoder import Decoder
+from recipes.model.init import named_parameters, pad_rows
 
 HFConfig = Mapping[str, Any]  # config.json
 
@@ -97,10 +98,42 @@ def _yaml(value: object) -> str:
 
 
 class Format(Protocol):
-    """The published form of one architecture."""
+    """The published form of one architecture.
+
+    Attributes:
+        model: Ours.
+        outside: Published names of our modules outside of blocks.
+        blocks: Published name of the blocks.
+    """
+
+    model: Decoder
+    outside: ClassVar[dict[str, str]]
+    blocks: ClassVar[str]
 
     def entries(self) -> list[Entry]:
         """Return every parameter, tied ones once, and the buffers that are published."""
+        entries = []
+        for name, parameter in named_parameters(self.model):
+            module, _, kind = name.rpartition(".")
+            if module in self.outside:
+                # the others have one row per token, which ours pads
+                rows = parameter.shape[0] if module in ("norm", "position") else self.model.vocab_size
+                entry = Entry(name, (f"{self.outside[module]}.{kind}",), (rows,))
+            else:
+                _, index, inner = module.split(".", 2)
+                entry = self.block_entry(name, inner, parameter=parameter, block=f"{self.blocks}.{index}")
+            entries.append(entry)
+        return entries
+
+    def block_entry(self, name: str, inner: str, *, parameter: nn.Parameter, block: str) -> Entry:
+        """Return the entry of a parameter of a block.
+
+        Args:
+            name: Of the parameter.
+            inner: Of its module in the block.
+            parameter: Ours.
+            block: Published name of the block.
+        """
 
     def settings(self, config: HFConfig) -> list[Setting]:
         """Return the values that `config`, completed by `with_defaults`, must have."""
@@ -113,11 +146,6 @@ class Format(Protocol):
 
     def config(self) -> dict[str, Any]:
         """Return config.json of the model, without dtype and special tokens."""
-
-
-def vocab_entry(name: str, *, published: str, vocab_size: int) -> Entry:
-    """Return the entry of a parameter with one row per token, which ours pads."""
-    return Entry(name, (published,), (vocab_size,))
 
 
 def plain_entry(name: str, *, published: str, parameter: nn.Parameter, transposed: bool = False) -> Entry:

@@ -1,11 +1,13 @@
 """GPT-2 in the format of `GPT2LMHeadModel`, whose matrices are transposed (Conv1D)."""
 
 import re
-from typing import Any
+from typing import Any, ClassVar
+
+from torch import nn
+from typing_extensions import override
 
 from recipes.model.gpt2 import GPT2
-from recipes.model.init import named_parameters
-from recipes.model.weights.hf_format import Entry, HFConfig, Setting, plain_entry, vocab_entry
+from recipes.model.weights.hf_format import Entry, Format, HFConfig, Setting, plain_entry
 
 # within block i: our name -> published name; the matrices among them are transposed
 _IN_BLOCK = {
@@ -16,7 +18,6 @@ _IN_BLOCK = {
     "mlp.up": "mlp.c_fc",
     "mlp.out": "mlp.c_proj",
 }
-_OUTSIDE = {"position": "transformer.wpe", "norm": "transformer.ln_f"}
 _MASKS = re.compile(r"transformer\.h\.\d+\.attn\.(bias|masked_bias)")  # old files save the mask
 _DEFAULTS = {  # transformers' GPT2Config
     "activation_function": "gelu_new",
@@ -29,32 +30,24 @@ _DEFAULTS = {  # transformers' GPT2Config
 }
 
 
-class GPT2Format:
+class GPT2Format(Format):
     """The published form of a `GPT2`; see `hf_format.Format`."""
 
-    def __init__(self, model: GPT2) -> None:
-        self.model = model
+    outside: ClassVar[dict[str, str]] = {
+        "embedding": "transformer.wte",
+        "position": "transformer.wpe",
+        "norm": "transformer.ln_f",
+        "head": "lm_head",
+    }
+    blocks: ClassVar[str] = "transformer.h"
 
-    def entries(self) -> list[Entry]:
-        """Return every parameter, a tied head once."""
-        size = self.model.vocab_size
-        entries = []
-        for name, parameter in named_parameters(self.model):
-            module, kind = name.rsplit(".", 1)
-            if name == "embedding.weight":
-                entry = vocab_entry(name, published="transformer.wte.weight", vocab_size=size)
-            elif name == "head.weight":
-                entry = vocab_entry(name, published="lm_head.weight", vocab_size=size)
-            elif module in _OUTSIDE:
-                published = f"{_OUTSIDE[module]}.{kind}"
-                entry = plain_entry(name, published=published, parameter=parameter)
-            else:
-                _, index, inner = module.split(".", 2)
-                published = f"transformer.h.{index}.{_IN_BLOCK[inner]}.{kind}"
-                matrix = parameter.dim() == 2
-                entry = plain_entry(name, published=published, parameter=parameter, transposed=matrix)
-            entries.append(entry)
-        return entries
+    def __init__(self, model: GPT2) -> None:
+        self.model: GPT2 = model
+
+    @override
+    def block_entry(self, name: str, inner: str, *, parameter: nn.Parameter, block: str) -> Entry:
+        published = f"{block}.{_IN_BLOCK[inner]}.{name.rpartition('.')[2]}"
+        return plain_entry(name, published=published, parameter=parameter, transposed=parameter.dim() == 2)
 
     def settings(self, config: HFConfig) -> list[Setting]:
         """Return the values that a completed config.json must have."""

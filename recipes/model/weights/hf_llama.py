@@ -3,11 +3,11 @@
 from typing import Any, ClassVar
 
 from torch import nn
+from typing_extensions import override
 
-from recipes.model.init import named_parameters
 from recipes.model.llama import Llama
 from recipes.model.rope import HIGH_FREQ_FACTOR, LOW_FREQ_FACTOR, ORIGINAL_CONTEXT
-from recipes.model.weights.hf_format import Entry, HFConfig, Setting, plain_entry, vocab_entry
+from recipes.model.weights.hf_format import Entry, Format, HFConfig, Setting, plain_entry
 
 _IN_BLOCK = {  # our name -> published name, one to one
     "attention_norm": "input_layernorm",
@@ -44,46 +44,26 @@ _LLAMA3_ROPE = {  # the rotary scaling that `rope_scaling_factor` means, factor 
 }
 
 
-class LlamaFormat:
+class LlamaFormat(Format):
     """The published form of a `Llama`; see `hf_format.Format`.
 
     Attributes:
         known_kinds: Values of `model_type` that it is for.
     """
 
+    outside: ClassVar[dict[str, str]] = {
+        "embedding": "model.embed_tokens",
+        "norm": "model.norm",
+        "head": "lm_head",
+    }
+    blocks: ClassVar[str] = "model.layers"
     known_kinds: ClassVar[str] = "llama or qwen3"
 
     def __init__(self, model: Llama) -> None:
-        self.model = model
+        self.model: Llama = model
 
-    def entries(self) -> list[Entry]:
-        """Return every parameter, a tied head once."""
-        model = self.model
-        size = model.vocab_size
-        entries = []
-        for name, parameter in named_parameters(model):
-            module = name.rpartition(".")[0]
-            if name == "embedding.weight":
-                entry = vocab_entry(name, published="model.embed_tokens.weight", vocab_size=size)
-            elif name == "head.weight":
-                entry = vocab_entry(name, published="lm_head.weight", vocab_size=size)
-            elif name == "norm.weight":
-                entry = plain_entry(name, published="model.norm.weight", parameter=parameter)
-            else:
-                _, index, inner = module.split(".", 2)
-                entry = self.block_entry(name, inner, parameter=parameter, block=f"model.layers.{index}")
-            entries.append(entry)
-        return entries
-
+    @override
     def block_entry(self, name: str, inner: str, *, parameter: nn.Parameter, block: str) -> Entry:
-        """Return the entry of a parameter of a block.
-
-        Args:
-            name: Of the parameter.
-            inner: Of its module in the block.
-            parameter: Ours.
-            block: Published name of the block.
-        """
         if inner == "attention.qkv":
             return self._fused_entry(name, block=block)
         return plain_entry(name, published=f"{block}.{_IN_BLOCK[inner]}.weight", parameter=parameter)
