@@ -73,13 +73,12 @@ def run_through_hydra(folder: Path, name: str, run: Callable[..., int], override
     except ConfigErrors as error:
         print(format_report(error.mistakes, error.head), file=sys.stderr)
         return ExitCode.INVALID_CONFIG
-    except ConfigError as mistake:
-        print(format_report([mistake]), file=sys.stderr)
-        return ExitCode.INVALID_CONFIG
-    except (HydraException, OmegaConfBaseException) as error:
-        _, mistakes = compose_overrides(overrides, config_folder=folder, config_name=name) if overrides else (None, [])
+    except (ConfigError, HydraException, OmegaConfBaseException) as error:
         named = find_mistake(error) or explain_typed(error, overrides)
-        print(format_report([named] if named else mistakes or [explain_broken_file(error)]), file=sys.stderr)
+        mistakes = [named] if named else []
+        if overrides and not named:
+            _, mistakes = compose_overrides(overrides, config_folder=folder, config_name=name)
+        print(format_report(mistakes or [explain_broken_file(error)]), file=sys.stderr)
         return ExitCode.INVALID_CONFIG
     except BrokenPipeError:  # `--help | head` has seen enough
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
