@@ -7,10 +7,9 @@ from typing import Any
 
 from recipes.config.check.activation_checkpoint import check_activation_checkpoint
 from recipes.config.check.batch_size import check_batch_size, count_ranks
-from recipes.config.check.compatibility import check_compatibility, check_kinds
+from recipes.config.check.compatibility import check_compatibility, check_evaluator, check_kinds
 from recipes.config.check.data import check_data
 from recipes.config.check.devices import check_devices
-from recipes.config.check.evaluator import check_evaluator
 from recipes.config.check.loss_spike import check_loss_spike
 from recipes.config.check.lr_scaling import check_lr_scaling
 from recipes.config.check.mesh import check_mesh

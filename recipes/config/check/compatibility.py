@@ -209,6 +209,23 @@ def _schedule(config: Mapping[str, Any]) -> Iterator[ConfigError]:
             )
 
 
+def check_evaluator(config: Mapping[str, Any]) -> Iterator[ConfigError]:
+    """Check the evaluator of a composed config; the configs of older runs have none."""
+    evaluator = config.get("evaluator")
+    if not evaluator:
+        return
+    name = str(evaluator["_target_"]).split(".")[-2]
+    if config["mode"]["_target_"] != "recipes.mode.evaluate.evaluate":
+        reason = "no other mode than evaluate reads it"
+        yield ConfigError(f"evaluator={name}", reason, f"mode=evaluate evaluator={name} resume=<run folder>")
+        return
+    if not config["task"]["_target_"].endswith("LanguageModeling"):
+        reason = "its tasks are for language models, and this run has another task"
+        yield ConfigError(f"evaluator={name}", reason, "evaluator=none")
+    if evaluator.get("tasks") == []:
+        yield ConfigError("evaluator.tasks=[]", "there is nothing to evaluate on", "evaluator.tasks=[hellaswag]")
+
+
 def _nearest_divisor(number: int, wanted: int) -> int:
     """Return the divisor closest to a number, the smaller of two; looks no further than the distance to 1."""
     if wanted >= number:
