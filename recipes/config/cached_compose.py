@@ -43,11 +43,10 @@ def compose_overrides(overrides: Sequence[str], folder: Path, name: str | None) 
     return node
 
 
-def split_overrides(overrides: Sequence[str], folder: Path, name: str | None) -> tuple[list[str], list[str]]:
-    """Split overrides into options of groups, which choose the files that are read, and values."""
-    parsed: list[Override] = OverridesParser.create().parse_overrides(list(overrides))
-    options, values = _split(parsed, folder, name)
-    return options, [str(override.input_line) for override in values]
+def select_options(overrides: Sequence[str], folder: Path, name: str | None) -> list[str]:
+    """Return the overrides that are options of groups, which choose the files that are read; the others are values."""
+    options, _ = _split(OverridesParser.create().parse_overrides(list(overrides)), folder, name)
+    return options
 
 
 def compose_options(options: Sequence[str], folder: Path, name: str | None) -> DictConfig:

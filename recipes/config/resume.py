@@ -10,7 +10,7 @@ from hydra.core.override_parser.types import Override
 from hydra.errors import HydraException
 from omegaconf import DictConfig, OmegaConf
 
-from recipes.config.cached_compose import compose_options, split_overrides
+from recipes.config.cached_compose import compose_options, select_options
 from recipes.config.overrides import parse_override, unescape_interpolations
 from recipes.config.trust import find_resumed_run
 from recipes.errors import ConfigError
@@ -80,8 +80,8 @@ def select_inherited(
         for override in resumed.overrides
         if override not in repeated and _get_place(parse_override(override)) not in overridden
     ]
-    before = compose_options(split_overrides(resumed.overrides, folder, name)[0], folder, name)
-    now = compose_options(split_overrides([*candidates, *typed], folder, name)[0], folder, name)
+    before = compose_options(select_options(resumed.overrides, folder, name), folder, name)
+    now = compose_options(select_options([*candidates, *typed], folder, name), folder, name)
     dropped = [override for override in candidates if not _still_applies(override, candidates, before, now)]
     return [override for override in candidates if override not in dropped], dropped
 
@@ -130,7 +130,8 @@ def _still_applies(override: str, others: Sequence[str], before: DictConfig, now
     parts = _get_place(parsed).split(".")
     if parsed.is_delete():
         is_added = any(other.startswith(f"+{parsed.key_or_group}{end}") for other in others for end in "=.")
-        return len(parts) == 1 or is_added or _has(now, parts)
+        _, _, missing = find_deepest(now, parts)
+        return len(parts) == 1 or is_added or not missing
     return _nearest_target(before, parts[:-1]) == _nearest_target(now, parts[:-1])
 
 
@@ -140,13 +141,17 @@ def _get_place(override: Override) -> str:
     return place
 
 
-def _has(config: DictConfig, parts: Sequence[str]) -> bool:
-    node: Any = config
-    for part in parts:
-        if not OmegaConf.is_dict(node) or part not in node:
-            return False
-        node = node._get_node(part)
-    return True
+def find_deepest(config: Any, parts: list[str]) -> tuple[Any, list[str], list[str]]:
+    """Return the deepest section on the way to a key, the parts that lead to it, and those that do not exist."""
+    node = config
+    for index, part in enumerate(parts):
+        if part not in node:
+            return node, parts[:index], parts[index:]
+        child = node._get_node(part)
+        if index + 1 < len(parts) and not OmegaConf.is_dict(child):
+            return node, parts[:index], parts[index:]
+        node = child
+    return node, parts, []
 
 
 def _nearest_target(config: DictConfig, parts: Sequence[str]) -> object:

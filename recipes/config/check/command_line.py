@@ -8,7 +8,7 @@ from hydra.core.override_parser.types import Override
 from hydra.errors import HydraException
 from omegaconf import OmegaConf
 
-from recipes.config.cached_compose import compose_options, split_overrides
+from recipes.config.cached_compose import compose_options, select_options
 from recipes.config.check.composition_errors import COMPOSITION_ERRORS, explain_broken_file, explain_override
 from recipes.config.check.deepspeed import misplaced_offload
 from recipes.config.check.nodes import PROVIDED
@@ -26,7 +26,7 @@ from recipes.config.check.text_values import answer_sweep, decimal_point, find_a
 from recipes.config.check.types import matches_type
 from recipes.config.compose import MODE_OF_SWEEPS, Composed, compose_run, quote_options
 from recipes.config.overrides import parse_override, quote
-from recipes.config.resume import read_resumed_run, select_inherited
+from recipes.config.resume import find_deepest, read_resumed_run, select_inherited
 from recipes.config.signature import TargetNotFoundError, read_signature
 from recipes.config.traits import is_place_of_data
 from recipes.errors import ConfigError
@@ -160,7 +160,7 @@ def _inherit_options(values: Sequence[str], options: Sequence[str], folder: Path
     if resumed is None:
         return []
     inherited, _ = select_inherited(resumed, options, folder, name)
-    return split_overrides(inherited, folder, name)[0]
+    return select_options(inherited, folder, name)
 
 
 def _find_unknown_option(
@@ -198,7 +198,7 @@ def _answer_added_option(
 
 def _correct(typed: str, override: Override, config: Any) -> str | ConfigError:
     """Return the override, with `+` where the target accepts the argument, or the mistake in it."""
-    node, section, missing = _find_deepest(config, override.key_or_group.split("."))
+    node, section, missing = find_deepest(config, override.key_or_group.split("."))
     if override.is_force_add():
         return typed
     if override.is_add():
@@ -237,16 +237,3 @@ def _is_free_form(section: list[str], config: Any) -> bool:
     """Return whether a section is an argument that takes any keys, such as `launcher.directives`."""
     annotation = find_annotation(config, ".".join(section)) if len(section) > 1 else None
     return annotation is not None and matches_type({}, annotation)
-
-
-def _find_deepest(config: Any, parts: list[str]) -> tuple[Any, list[str], list[str]]:
-    """Return the deepest section on the way to a key, the parts that lead to it, and those that do not exist."""
-    node = config
-    for index, part in enumerate(parts):
-        if part not in node:
-            return node, parts[:index], parts[index:]
-        child = node._get_node(part)
-        if index + 1 < len(parts) and not OmegaConf.is_dict(child):
-            return node, parts[:index], parts[index:]
-        node = child
-    return node, parts, []
