@@ -50,7 +50,8 @@ def dashboard(
         return 0
     api, reason = _connect()
     if api is None:
-        file = _default_file(composed)
+        folder = composed.run_folder  # which this command may not have created
+        file = (folder if folder.is_dir() else folder.parent) / DASHBOARD_FILE
         _write(make(entity or ""), file)
         LOGGER.info(
             f"Nothing was sent: {reason}; the workspace's JSON is in {file};"
@@ -114,12 +115,6 @@ def _send(make: Callable[[str], Any], api: Any, entity: str | None, project: str
             "mode.entity=<yours> mode.project=<one that has a run with logger=wandb>",
         ) from error
     return str(workspace.url)
-
-
-def _default_file(composed: Composed) -> Path:
-    """Return a file in the run folder, or in its parent if this command has not created a run folder."""
-    folder = composed.run_folder
-    return (folder if folder.is_dir() else folder.parent) / DASHBOARD_FILE
 
 
 def _write(workspace: Any, path: Path) -> None:
