@@ -6,10 +6,10 @@ from argparse import Namespace
 from collections.abc import Callable, Sequence
 from pathlib import Path
 
+from recipes.config.trust import CONF
 from recipes.errors import ConfigError, ConfigErrors, find_mistake, format_report
 from recipes.runtime.exit_codes import ExitCode
 
-CONF = Path(__file__).parents[2] / "conf"
 _FLAGS = ("help", "hydra_help", "cfg", "info", "shell_completion")
 
 
