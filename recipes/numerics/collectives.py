@@ -6,7 +6,7 @@ its way (torch 2.13: `AsyncCollectiveTensor`).
 """
 
 from collections.abc import Iterable, Sequence
-from typing import Any, Literal
+from typing import Any, Literal, TypeVar
 
 import torch
 import torch.distributed as dist
@@ -15,6 +15,7 @@ from typing_extensions import override
 
 _OPS: Any = torch.ops._c10d_functional
 Reduction = Literal["sum", "max"]
+T = TypeVar("T")
 
 
 def sum_over_ranks(value: Tensor, device: torch.device, group: dist.ProcessGroup | None = None) -> Tensor:
@@ -42,11 +43,11 @@ def average_over_ranks(tensors: Iterable[Tensor], group: dist.ProcessGroup | Non
         tensor.div_(dist.get_world_size(group))
 
 
-def gather_objects(own: Any, group: dist.ProcessGroup | None = None) -> list[Any]:
+def gather_objects(own: T, group: dist.ProcessGroup | None = None) -> list[T]:
     """Return what each rank of a group has, anything that can be pickled, in the order of ranks; None: of all."""
     if not dist.is_initialized() or dist.get_world_size(group) == 1:
         return [own]
-    gathered: list[Any] = [None] * dist.get_world_size(group)
+    gathered = [own] * dist.get_world_size(group)
     dist.all_gather_object(gathered, own, group=group)
     return gathered
 
