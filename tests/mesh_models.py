@@ -50,8 +50,10 @@ EXPERTS: dict[str, Callable[[], Any]] = {
     "experts": lambda: MoeLlama(**_LLAMA, num_heads=4, num_kv_heads=2, num_experts=4, num_experts_per_token=2),
 }
 
-# float32 sums in another order, over the largest value of a tensor; a gradient passes through more of them
-LOSS_TOLERANCE, GRADIENT_TOLERANCE = 5e-7, 3e-6
+# float32 sums in another order, over the largest value of a tensor; a gradient passes through more of them: on one
+# device alone it is up to 3.7e-6 off float64 (the query norm of "llama", MKL on a Zen 2), so two orders may differ by
+# twice that
+LOSS_TOLERANCE, GRADIENT_TOLERANCE = 5e-7, 8e-6
 
 
 class ThreadStrategy(FSDP2Strategy):
