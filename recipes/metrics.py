@@ -61,32 +61,17 @@ class Perplexity(MeanLoss):
         return super().compute().clamp(max=_MAX_LOSS).exp()
 
 
-class SourceLosses(Metric):
-    """Mean loss over the targets of each source of a mixture.
+class SourceLosses(MeanLoss):
+    """Mean loss over the targets of each source of a mixture, [K] float64; NaN without a target.
 
     Args:
         num_sources: K.
     """
 
-    is_differentiable = False
-    higher_is_better = False
-    full_state_update = False
-
-    totals: Tensor
-
     def __init__(self, num_sources: int) -> None:
         super().__init__()
-        self.add_state("totals", torch.zeros(2, num_sources, dtype=torch.float64), dist_reduce_fx="sum")
-
-    @override
-    def update(self, totals: Tensor) -> None:
-        """Add loss and number of targets of each source, [2, K]."""
-        self.totals += totals
-
-    @override
-    def compute(self) -> Tensor:
-        """Return the mean loss of each source, [K] float64, in nats; NaN without a target."""
-        return self.totals[0] / self.totals[1]
+        for name in ("loss_sum", "num_targets"):
+            self.add_state(name, torch.zeros(num_sources, dtype=torch.float64), dist_reduce_fx="sum")
 
 
 class ValidationMetrics:
@@ -156,7 +141,7 @@ class ValidationMetrics:
 
     def update_sources(self, losses: Tensor, targets: Tensor, sources: Tensor) -> None:
         """Add the loss of each target [B, T] of samples of several sources [B]."""
-        self._by_source.update(sum_by_source(losses, targets, sources, num_sources=len(self._sources)))
+        self._by_source.update(*sum_by_source(losses, targets, sources, num_sources=len(self._sources)))
 
     def compute(self) -> dict[str, float]:
         """Return `val/loss` and the metrics over all batches and ranks; called on every rank."""

@@ -160,7 +160,7 @@ class GPT2(Decoder):
     def _compute_hidden(
         self, tokens: Tensor, rows: Tensor | slice, cache: KeyValueCache | None, documents: Documents | None
     ) -> Tensor:
-        x = tokens  # [B, T, W]
+        x: Tensor = tokens  # [B, T, W]
         if self.embedding is not None:
             if isinstance(rows, slice):
                 rows = torch.arange(rows.start, rows.stop, device=tokens.device)  # [T]

@@ -16,7 +16,7 @@ from torch.autograd.function import once_differentiable
 from recipes.numerics.collectives import gather_parts
 from recipes.numerics.divided_vocabulary import Gradients, loss_and_gradients_of_columns
 from recipes.numerics.linear import get_product_dtype, linear, weight_gradient
-from recipes.numerics.loss import IGNORE_INDEX
+from recipes.numerics.loss import IGNORE_INDEX, token_losses
 
 
 class HeadLoss:
@@ -89,15 +89,8 @@ class HeadLoss:
         """Return the plain loss of each target, [B, T] float32; 0 where there is none. Arguments: as above."""
         flat, flat_targets = hidden.flatten(0, -2), targets.flatten()  # [N, W], [N]
         weight = cast_weight(weight)
-        losses = [
-            F.cross_entropy(
-                self.logits(flat[part], weight).float(),
-                flat_targets[part],
-                ignore_index=IGNORE_INDEX,
-                reduction="none",
-            )  # [n]
-            for part in split(len(flat), self.chunk_tokens)
-        ]
+        parts = split(len(flat), self.chunk_tokens)
+        losses = [token_losses(self.logits(flat[part], weight), flat_targets[part]) for part in parts]  # [n] each
         return torch.cat(losses).view_as(targets)
 
     def run_chunks(

@@ -52,4 +52,6 @@ class _Permute(torch.autograd.Function):
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
         (opposite,) = ctx.saved_tensors
         grad = grad[opposite]
-        return grad if ctx.num_copies == 1 else grad.unflatten(0, (-1, ctx.num_copies)).sum(dim=1), None, None
+        if ctx.num_copies > 1:
+            grad = grad.view(-1, ctx.num_copies, grad.shape[1]).sum(dim=1)
+        return grad, None, None

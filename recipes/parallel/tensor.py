@@ -10,7 +10,7 @@ local part, so that every kernel, the compiler and the losses in chunks work as 
 Shapes: B sequences, T tokens, t = T / N tokens of a rank, W hidden size, V padded vocabulary.
 """
 
-from typing import Any, Literal
+from typing import Any, ClassVar, Literal
 
 import torch
 import torch.nn.functional as F
@@ -48,16 +48,17 @@ class TensorRanks:
         self.rank = mesh.get_local_rank()
         self.splits_sequence = self.sequence_parallel = sequence_parallel
 
-    def begin(self, x: Tensor, *, has_cache: bool) -> None:
-        """Decide for a forward pass whether it divides the sequence.
+    def begin(self, model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        """Decide before a forward pass of a model, as its hook, whether it divides the sequence.
 
         Args:
-            x: Tokens [B, T], or hidden states [B, t, W] of an earlier stage, which has decided.
-            has_cache: Whether it generates text.
+            model: Whose forward pass it is.
+            args: Tokens [B, T], or hidden states [B, t, W] of an earlier stage, which has decided; then a cache.
+            kwargs: `cache`, if it is not among these; with one, the model generates text.
         """
-        self.splits_sequence = self.sequence_parallel and not has_cache
-        if x.ndim == 2 and x.shape[1] % self.size:
-            self.splits_sequence = False
+        x, cache = args[0], kwargs.get("cache", args[1] if len(args) > 1 else None)
+        divides = x.ndim != 2 or x.shape[1] % self.size == 0
+        self.splits_sequence = self.sequence_parallel and cache is None and divides
 
     def count_tokens(self, x: Tensor) -> int:
         """Return T of tokens [B, T] or hidden states [B, t, W]."""
@@ -74,6 +75,10 @@ class TensorRanks:
         else:
             out = UseOnAll.apply(x, self.group)  # type: ignore[no-untyped-call]
         return out
+
+    def enter_module(self, module: nn.Module, args: tuple[Any, ...]) -> tuple[Any, ...]:
+        """Gather what enters an attention or an MLP, as its hook, once for all of its matrices."""
+        return self.enter(args[0]), *args[1:]
 
     def leave(self, x: Tensor) -> Tensor:
         """Return the sum of what a matrix cut by rows gives: [B, T, W] -> [B, t, W]."""
@@ -174,20 +179,17 @@ class ReplicatedRMSNorm(RMSNorm):
     """An RMS norm of this rank's tokens."""
 
     ranks: TensorRanks
+    of_heads: ClassVar[bool] = False
 
     @override
     def forward(self, x: Tensor) -> Tensor:
-        return rms_norm(x, self.ranks.local(self.weight), eps=self.eps)
+        return rms_norm(x, self.ranks.local(self.weight, of_heads=self.of_heads), eps=self.eps)
 
 
-class HeadRMSNorm(RMSNorm):
+class HeadRMSNorm(ReplicatedRMSNorm):
     """An RMS norm of this rank's heads."""
 
-    ranks: TensorRanks
-
-    @override
-    def forward(self, x: Tensor) -> Tensor:
-        return rms_norm(x, self.ranks.local(self.weight, of_heads=True), eps=self.eps)
+    of_heads: ClassVar[bool] = True
 
 
 _PLACEMENTS: dict[Cut, Placement] = {
@@ -234,13 +236,13 @@ def divide_tensors(model: nn.Module, mesh: DeviceMesh, *, sequence_parallel: boo
             if child is not None:
                 _divide(child, cut, ranks)
         if "columns" in plan.values():
-            module.register_forward_pre_hook(_Enter(ranks))
+            module.register_forward_pre_hook(ranks.enter_module)
         if hasattr(module, "split_heads"):
             _divide_heads(module, ranks)
     divided: Any = model
     divided._tie()  # the weight of an embedding is another object now
     divided.ranks = ranks
-    model.register_forward_pre_hook(_Begin(ranks), with_kwargs=True)
+    model.register_forward_pre_hook(ranks.begin, with_kwargs=True)
 
 
 def _divide(module: nn.Module, cut: Cut, ranks: TensorRanks) -> None:
@@ -263,27 +265,6 @@ def _divide_heads(module: Any, ranks: TensorRanks) -> None:
         layer = module.get_submodule(name.rpartition(".")[0])
         layer.row_order = RowOrder(sizes=sizes, num_ranks=ranks.size)
     module.split_heads(ranks.size)
-
-
-class _Begin:
-    """Decides before each forward pass of a model whether it divides the sequence."""
-
-    def __init__(self, ranks: TensorRanks) -> None:
-        self._ranks = ranks
-
-    def __call__(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-        cache = kwargs.get("cache", args[1] if len(args) > 1 else None)
-        self._ranks.begin(args[0], has_cache=cache is not None)
-
-
-class _Enter:
-    """Gathers what enters an attention or an MLP, once for all of its matrices."""
-
-    def __init__(self, ranks: TensorRanks) -> None:
-        self._ranks = ranks
-
-    def __call__(self, module: nn.Module, args: tuple[Any, ...]) -> tuple[Any, ...]:
-        return self._ranks.enter(args[0]), *args[1:]
 
 
 def mark_row_orders(model: nn.Module) -> None:

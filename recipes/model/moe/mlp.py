@@ -77,5 +77,5 @@ def combine_rows(rows: Tensor, order: Order, weights: Tensor) -> Tensor:
         order: Of the rows.
         weights: [N, K] float32; the sum is in float32, and rounded once.
     """
-    by_token = permute_rows(rows, order.backward, order.forward).unflatten(0, weights.shape)  # [N, K, W]
+    by_token = permute_rows(rows, order.backward, order.forward).view(*weights.shape, -1)  # [N, K, W]
     return (by_token * weights.unsqueeze(-1)).sum(dim=1).to(rows.dtype)

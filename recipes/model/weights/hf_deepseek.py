@@ -7,7 +7,7 @@ from typing_extensions import override
 
 from recipes.errors import ConfigError
 from recipes.model.moe.deepseek import DeepSeekV3
-from recipes.model.weights.hf_format import Entry, HFConfig, Setting, plain_entry
+from recipes.model.weights.hf_format import Entry, HFConfig, Setting
 from recipes.model.weights.hf_llama import LlamaFormat
 
 _IN_BLOCK = {  # our name -> published name, one to one
@@ -71,11 +71,10 @@ class DeepSeekV3Format(LlamaFormat):
 
     @override
     def block_entry(self, name: str, inner: str, *, parameter: nn.Parameter, block: str) -> Entry:
-        if inner == "attention.query":
-            published = "q_proj" if self.moe.query_rank is None else "q_b_proj"
-            return plain_entry(name, published=f"{block}.self_attn.{published}.weight", parameter=parameter)
         if inner not in _OF_EXPERTS:
-            return plain_entry(name, published=f"{block}.{_IN_BLOCK[inner]}.weight", parameter=parameter)
+            of_query = "self_attn.q_proj" if self.moe.query_rank is None else "self_attn.q_b_proj"
+            published = of_query if inner == "attention.query" else _IN_BLOCK[inner]
+            return Entry(name, (f"{block}.{published}.weight",), (parameter.shape[0],))
         experts = range(self.moe.num_experts)
         names = tuple(f"{block}.mlp.experts.{index}.{_OF_EXPERTS[inner]}.weight" for index in experts)
         num_rows = self.moe.hidden_size if inner.endswith("out") else self.moe.ffn_hidden_size

@@ -146,8 +146,3 @@ class Format(Protocol):
 
     def config(self) -> dict[str, Any]:
         """Return config.json of the model, without dtype and special tokens."""
-
-
-def plain_entry(name: str, *, published: str, parameter: nn.Parameter, transposed: bool = False) -> Entry:
-    """Return the entry of a parameter that is one published tensor."""
-    return Entry(name, (published,), (parameter.shape[0],), transposed)

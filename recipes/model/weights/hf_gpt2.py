@@ -7,7 +7,7 @@ from torch import nn
 from typing_extensions import override
 
 from recipes.model.gpt2 import GPT2
-from recipes.model.weights.hf_format import Entry, Format, HFConfig, Setting, plain_entry
+from recipes.model.weights.hf_format import Entry, Format, HFConfig, Setting
 
 # within block i: our name -> published name; the matrices among them are transposed
 _IN_BLOCK = {
@@ -47,7 +47,7 @@ class GPT2Format(Format):
     @override
     def block_entry(self, name: str, inner: str, *, parameter: nn.Parameter, block: str) -> Entry:
         published = f"{block}.{_IN_BLOCK[inner]}.{name.rpartition('.')[2]}"
-        return plain_entry(name, published=published, parameter=parameter, transposed=parameter.dim() == 2)
+        return Entry(name, (published,), (parameter.shape[0],), transposed=parameter.dim() == 2)
 
     def settings(self, config: HFConfig) -> list[Setting]:
         """Return the values that a completed config.json must have."""

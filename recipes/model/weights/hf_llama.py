@@ -7,7 +7,7 @@ from typing_extensions import override
 
 from recipes.model.llama import Llama
 from recipes.model.rope import HIGH_FREQ_FACTOR, LOW_FREQ_FACTOR, ORIGINAL_CONTEXT
-from recipes.model.weights.hf_format import Entry, Format, HFConfig, Setting, plain_entry
+from recipes.model.weights.hf_format import Entry, Format, HFConfig, Setting
 
 _IN_BLOCK = {  # our name -> published name, one to one
     "attention_norm": "input_layernorm",
@@ -51,11 +51,7 @@ class LlamaFormat(Format):
         known_kinds: Values of `model_type` that it is for.
     """
 
-    outside: ClassVar[dict[str, str]] = {
-        "embedding": "model.embed_tokens",
-        "norm": "model.norm",
-        "head": "lm_head",
-    }
+    outside: ClassVar[dict[str, str]] = {"embedding": "model.embed_tokens", "norm": "model.norm", "head": "lm_head"}
     blocks: ClassVar[str] = "model.layers"
     known_kinds: ClassVar[str] = "llama or qwen3"
 
@@ -65,16 +61,11 @@ class LlamaFormat(Format):
     @override
     def block_entry(self, name: str, inner: str, *, parameter: nn.Parameter, block: str) -> Entry:
         if inner == "attention.qkv":
-            return self._fused_entry(name, block=block)
-        return plain_entry(name, published=f"{block}.{_IN_BLOCK[inner]}.weight", parameter=parameter)
-
-    def _fused_entry(self, name: str, *, block: str) -> Entry:
-        model = self.model
-        rows = tuple(
-            num_heads * model.head_dim for num_heads in (model.num_heads, model.num_kv_heads, model.num_kv_heads)
-        )
-        published = tuple(f"{block}.self_attn.{letter}_proj.weight" for letter in "qkv")
-        return Entry(name, published, rows)
+            model = self.model
+            heads = (model.num_heads, model.num_kv_heads, model.num_kv_heads)
+            published = tuple(f"{block}.self_attn.{letter}_proj.weight" for letter in "qkv")
+            return Entry(name, published, tuple(num_heads * model.head_dim for num_heads in heads))
+        return Entry(name, (f"{block}.{_IN_BLOCK[inner]}.weight",), (parameter.shape[0],))
 
     def settings(self, config: HFConfig) -> list[Setting]:
         """Return the values that a completed config.json must have."""

@@ -7,7 +7,7 @@ from typing_extensions import override
 
 from recipes.errors import ConfigError
 from recipes.model.moe.llama import MoeLlama
-from recipes.model.weights.hf_format import Entry, HFConfig, Setting, plain_entry
+from recipes.model.weights.hf_format import Entry, HFConfig, Setting
 from recipes.model.weights.hf_llama import LlamaFormat
 
 _OF_EXPERTS = {"mlp.experts.gate": "w1", "mlp.experts.up": "w3", "mlp.experts.out": "w2"}
@@ -27,7 +27,7 @@ class MixtralFormat(LlamaFormat):
     @override
     def block_entry(self, name: str, inner: str, *, parameter: nn.Parameter, block: str) -> Entry:
         if inner == "mlp.router":
-            return plain_entry(name, published=f"{block}.block_sparse_moe.gate.weight", parameter=parameter)
+            return Entry(name, (f"{block}.block_sparse_moe.gate.weight",), (parameter.shape[0],))
         if inner not in _OF_EXPERTS:
             return super().block_entry(name, inner, parameter=parameter, block=block)
         experts = f"{block}.block_sparse_moe.experts"
