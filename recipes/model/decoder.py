@@ -52,7 +52,7 @@ class Head(Linear):
         if self.ranks is None:
             weight: Tensor = self.weight
         else:
-            x, weight = self.ranks.enter(x), self.ranks.local(self.weight)
+            x, weight = self.ranks.gather_input(x), self.ranks.local(self.weight)
         if reduce is not None:
             return reduce(x, weight)
         logits = linear(x, weight)

@@ -15,7 +15,7 @@ from recipes.model.documents import Documents
 from recipes.model.kv_cache import KeyValueCache, LayerCache
 from recipes.numerics.linear import Linear
 from recipes.parallel.context import ContextRanks
-from recipes.parallel.tensor import Cut
+from recipes.parallel.tensor import ParallelStyle
 
 
 class Attention(nn.Module):
@@ -25,7 +25,7 @@ class Attention(nn.Module):
         context: Ranks that divide the sequence; None: this rank has all of it.
     """
 
-    tensor_parallel: ClassVar[dict[str, Cut]] = {"qkv": "columns", "out": "rows"}
+    tensor_parallel: ClassVar[dict[str, ParallelStyle]] = {"qkv": "columns", "out": "rows"}
     context: ContextRanks | None = None
 
     def __init__(self, *, hidden_size: int, num_heads: int, dropout: float) -> None:
@@ -61,7 +61,7 @@ class Attention(nn.Module):
 class Mlp(nn.Module):
     """Two linear layers with 4 W units between them."""
 
-    tensor_parallel: ClassVar[dict[str, Cut]] = {"up": "columns", "out": "rows"}
+    tensor_parallel: ClassVar[dict[str, ParallelStyle]] = {"up": "columns", "out": "rows"}
 
     def __init__(self, *, hidden_size: int) -> None:
         super().__init__()
@@ -77,7 +77,7 @@ class Mlp(nn.Module):
 class Block(nn.Module):
     """Attention, then the MLP, each on a normalized copy of the residual stream."""
 
-    tensor_parallel: ClassVar[dict[str, Cut]] = {"attention_norm": "norm", "mlp_norm": "norm"}
+    tensor_parallel: ClassVar[dict[str, ParallelStyle]] = {"attention_norm": "norm", "mlp_norm": "norm"}
 
     def __init__(self, *, hidden_size: int, num_heads: int, dropout: float) -> None:
         super().__init__()
@@ -113,7 +113,7 @@ class GPT2(Decoder):
     """
 
     input_kind: ClassVar[str] = "tokens"
-    tensor_parallel: ClassVar[dict[str, Cut]] = {
+    tensor_parallel: ClassVar[dict[str, ParallelStyle]] = {
         "embedding": "vocabulary",
         "position": "positions",
         "norm": "norm",

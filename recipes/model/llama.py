@@ -19,7 +19,7 @@ from recipes.model.llama_block import Attention, Block, Mlp
 from recipes.model.rope import Rotation, rope_tables
 from recipes.numerics.rms_norm import RMSNorm
 from recipes.parallel.context import ContextRanks
-from recipes.parallel.tensor import Cut
+from recipes.parallel.tensor import ParallelStyle
 
 
 class Llama(Decoder):
@@ -47,7 +47,11 @@ class Llama(Decoder):
     """
 
     input_kind: ClassVar[str] = "tokens"
-    tensor_parallel: ClassVar[dict[str, Cut]] = {"embedding": "vocabulary", "norm": "norm", "head": "vocabulary"}
+    tensor_parallel: ClassVar[dict[str, ParallelStyle]] = {
+        "embedding": "vocabulary",
+        "norm": "norm",
+        "head": "vocabulary",
+    }
     pipeline_ends: ClassVar[tuple[tuple[str, ...], ...]] = (("embedding",), ("norm", "head"))
     context: ContextRanks | None = None
     rope_cos: Tensor  # [max_seq_len, Q / 2] float32

@@ -16,7 +16,7 @@ from recipes.model.rope import Rotation, rotate
 from recipes.numerics.linear import Linear
 from recipes.numerics.rms_norm import RMSNorm
 from recipes.parallel.context import ContextRanks
-from recipes.parallel.tensor import Cut
+from recipes.parallel.tensor import ParallelStyle
 
 
 class Attention(nn.Module):
@@ -34,7 +34,7 @@ class Attention(nn.Module):
         context: Ranks that divide the sequence; None: this rank has all of it.
     """
 
-    tensor_parallel: ClassVar[dict[str, Cut]] = {
+    tensor_parallel: ClassVar[dict[str, ParallelStyle]] = {
         "qkv": "columns",
         "out": "rows",
         "query_norm": "head_norm",
@@ -98,7 +98,7 @@ class Attention(nn.Module):
 class Mlp(nn.Module):
     """SwiGLU (Shazeer 2020, arXiv:2002.05202)."""
 
-    tensor_parallel: ClassVar[dict[str, Cut]] = {"gate": "columns", "up": "columns", "out": "rows"}
+    tensor_parallel: ClassVar[dict[str, ParallelStyle]] = {"gate": "columns", "up": "columns", "out": "rows"}
 
     def __init__(self, *, hidden_size: int, ffn_hidden_size: int) -> None:
         super().__init__()
@@ -115,7 +115,7 @@ class Mlp(nn.Module):
 class Block(nn.Module):
     """Attention, then the MLP, each on a normalized copy of the residual stream."""
 
-    tensor_parallel: ClassVar[dict[str, Cut]] = {"attention_norm": "norm", "mlp_norm": "norm"}
+    tensor_parallel: ClassVar[dict[str, ParallelStyle]] = {"attention_norm": "norm", "mlp_norm": "norm"}
 
     def __init__(self, *, attention: nn.Module, mlp: nn.Module, hidden_size: int, rms_eps: float) -> None:
         super().__init__()

@@ -142,7 +142,7 @@ class ScatterSum(torch.autograd.Function):
         return gather_parts(grad, ctx.group, dim=ctx.dim), None, None
 
 
-class UseOnAll(torch.autograd.Function):
+class CopyToRanks(torch.autograd.Function):
     """Every rank uses the same tensor for another part of the result: its gradient is summed. `apply(x, group)`."""
 
     @staticmethod
@@ -157,7 +157,7 @@ class UseOnAll(torch.autograd.Function):
         return reduce_parts(grad, ctx.group), None
 
 
-class SumParts(torch.autograd.Function):
+class ReduceFromRanks(torch.autograd.Function):
     """Every rank uses the same sum in the same way: each addend has its gradient. `apply(x, group)`."""
 
     @staticmethod

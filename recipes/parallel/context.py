@@ -77,7 +77,7 @@ class ContextRanks:
         return torch.arange(num_own * self.size, device=device) <= rows[:, None]
 
 
-def divide_sequences(model: nn.Module, group: dist.ProcessGroup) -> None:
+def apply_context_parallel(model: nn.Module, group: dist.ProcessGroup) -> None:
     """Let a model compute a part of every sequence, in place.
 
     Args:

@@ -114,7 +114,7 @@ def make_expert_mesh(mesh: Mesh, device_type: str) -> DeviceMesh | None:
     return init_device_mesh(device_type, tuple(shape.values()), mesh_dim_names=tuple(shape))
 
 
-def divide_experts(model: nn.Module, mesh: DeviceMesh) -> None:
+def apply_expert_parallel(model: nn.Module, mesh: DeviceMesh) -> None:
     """Divide the experts of a model over the ranks of a mesh, in place.
 
     Args:

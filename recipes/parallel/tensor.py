@@ -1,11 +1,11 @@
-"""Tensor parallelism (Megatron-LM, arXiv 1909.08053): N ranks divide every matrix, and the sequence between matrices.
+"""Tensor parallelism (Megatron-LM, arXiv 1909.08053): N ranks shard every matrix, and optionally the sequence.
 
-The first matrix of an MLP or an attention is cut by columns of its output, the second by those of its input: one
-all-gather before and one reduce-scatter after both (sequence parallelism, arXiv 2205.05198), or, without it, one
-all-reduce after them. The vocabulary is cut by tokens.
+The first matrices of an MLP or attention block are column-parallel (sharded by output features), the second is
+row-parallel (by input features): one all-gather before and one reduce-scatter after the block (sequence parallelism,
+arXiv 2205.05198), or, without it, one all-reduce after it. Embedding and LM head are sharded by vocabulary.
 
-Parameters are DTensors, so that FSDP2, the gradient norm and checkpoints know what a rank holds; products take their
-local part, so that every kernel, the compiler and the losses in chunks work as on one device.
+Parameters are DTensors, so that FSDP2, the gradient norm and checkpoints know what a rank holds; matmuls use the local
+shards, so that every kernel, the compiler and the chunked loss work as on one device.
 
 Shapes: B sequences, T tokens, t = T / N tokens of a rank, W hidden size, V padded vocabulary.
 """
@@ -20,25 +20,25 @@ from torch.distributed.tensor import DTensor, Partial, Placement, Replicate, Sha
 from typing_extensions import override
 
 from recipes.errors import ConfigError
-from recipes.numerics.collectives import GatherParts, JoinColumns, ScatterSum, SumParts, UseOnAll
+from recipes.numerics.collectives import CopyToRanks, GatherParts, JoinColumns, ReduceFromRanks, ScatterSum
 from recipes.numerics.linear import Linear, get_product_dtype, linear
 from recipes.numerics.rms_norm import RMSNorm, rms_norm
 from recipes.parallel.placement import RowOrder
 
-Cut = Literal["columns", "rows", "vocabulary", "positions", "norm", "head_norm"]
+ParallelStyle = Literal["columns", "rows", "vocabulary", "positions", "norm", "head_norm"]
 
 
 class TensorRanks:
-    """The ranks that divide the matrices of a model; one object for all of its layers.
+    """The tensor-parallel ranks of a model, one object shared by all of its layers.
 
     Args:
         mesh: One-dimensional.
-        sequence_parallel: Divide the sequence between matrices, too.
+        sequence_parallel: Also shard activations along the sequence outside attention and MLP.
 
     Attributes:
         sequence_parallel: As given.
         group: The ranks.
-        splits_sequence: Whether the forward pass under way does: that of generated text has single tokens.
+        splits_sequence: Whether the forward pass under way shards the sequence; generation, token by token, does not.
     """
 
     def __init__(self, mesh: DeviceMesh, *, sequence_parallel: bool) -> None:
@@ -49,11 +49,11 @@ class TensorRanks:
         self.splits_sequence = self.sequence_parallel = sequence_parallel
 
     def begin(self, model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-        """Decide before a forward pass of a model, as its hook, whether it divides the sequence.
+        """Decide before a forward pass of a model, as its hook, whether it shards the sequence.
 
         Args:
             model: Whose forward pass it is.
-            args: Tokens [B, T], or hidden states [B, t, W] of an earlier stage, which has decided; then a cache.
+            args: Tokens [B, T], or hidden states [B, t, W] in a later stage, sharded already; then a cache.
             kwargs: `cache`, if it is not among these; with one, the model generates text.
         """
         x, cache = args[0], kwargs.get("cache", args[1] if len(args) > 1 else None)
@@ -64,59 +64,60 @@ class TensorRanks:
         """Return T of tokens [B, T] or hidden states [B, t, W]."""
         return x.shape[1] * (self.size if x.ndim == 3 and self.splits_sequence else 1)
 
-    def enter(self, x: Tensor) -> Tensor:
-        """Return what every rank needs before a matrix cut by columns: [B, t, W] -> [B, T, W].
+    def gather_input(self, x: Tensor) -> Tensor:
+        """Gather the input of column-parallel layers: [B, t, W] -> [B, T, W].
 
-        It is sent as the product rounds it. It stays in its own dtype all the same: the gradients of several products
-        are added in that, as on one device.
+        `x` is sent in the dtype of the matmul (autocast's) and cast back to its own afterwards, so that the gradients
+        of the matmuls that use it are summed in that dtype, as on one device.
         """
         if self.splits_sequence:
             out: Tensor = GatherParts.apply(x, self.group, 1, get_product_dtype(x))  # type: ignore[no-untyped-call]
         else:
-            out = UseOnAll.apply(x, self.group)  # type: ignore[no-untyped-call]
+            out = CopyToRanks.apply(x, self.group)  # type: ignore[no-untyped-call]
         return out
 
-    def enter_module(self, module: nn.Module, args: tuple[Any, ...]) -> tuple[Any, ...]:
-        """Gather what enters an attention or an MLP, as its hook, once for all of its matrices."""
-        return self.enter(args[0]), *args[1:]
+    def gather_module_input(self, module: nn.Module, args: tuple[Any, ...]) -> tuple[Any, ...]:
+        """Gather the input of an attention block or MLP, as its hook, once for all of its matrices."""
+        return self.gather_input(args[0]), *args[1:]
 
-    def leave(self, x: Tensor) -> Tensor:
-        """Return the sum of what a matrix cut by rows gives: [B, T, W] -> [B, t, W]."""
+    def reduce_output(self, x: Tensor) -> Tensor:
+        """Sum the partial outputs of a row-parallel layer over the ranks: [B, T, W] -> [B, t, W]."""
         if self.splits_sequence:
             out: Tensor = ScatterSum.apply(x, self.group, 1)  # type: ignore[no-untyped-call]
         else:
-            out = SumParts.apply(x, self.group)  # type: ignore[no-untyped-call]
+            out = ReduceFromRanks.apply(x, self.group)  # type: ignore[no-untyped-call]
         return out
 
     def join_columns(self, x: Tensor) -> Tensor:
-        """Return the columns of all ranks."""
+        """Concatenate the output features of all ranks."""
         out: Tensor = JoinColumns.apply(x, self.group)  # type: ignore[no-untyped-call]
         return out
 
     def own_tokens(self, x: Tensor, *, dim: int) -> Tensor:
-        """Return this rank's part of something along the sequence; all of it where the sequence is not divided."""
-        own: Tensor = x.chunk(self.size, dim=dim)[self.rank] if self.splits_sequence else x
-        return own
+        """Return this rank's shard of `x` along the sequence, which is `dim`; all of it without sequence sharding."""
+        shard: Tensor = x.chunk(self.size, dim=dim)[self.rank] if self.splits_sequence else x
+        return shard
 
     def local(self, parameter: Tensor | None, *, of_heads: bool = False) -> Any:
         """Return this rank's part of a parameter.
 
-        One that every rank has whole gets a part of its gradient from each where the ranks have other tokens.
+        The gradient of a replicated parameter is partial on each rank wherever ranks process different tokens or
+        heads; it is then summed over the ranks.
 
         Args:
-            parameter: Of a layer; None: it has none of the name.
-            of_heads: It is applied to heads, of which the ranks have others whether they divide the sequence or not.
+            parameter: A layer's parameter; None, such as a missing bias, is returned as it is.
+            of_heads: Whether it is applied to each head; ranks hold different heads in any case.
         """
         if not isinstance(parameter, DTensor):
             return parameter
-        has_whole = all(placement.is_replicate() for placement in parameter.placements)
-        is_partial = has_whole and (self.splits_sequence or of_heads)
+        is_replicated = all(placement.is_replicate() for placement in parameter.placements)
+        is_partial = is_replicated and (self.splits_sequence or of_heads)
         placements = [Partial()] if is_partial else parameter.placements
         return parameter.to_local(grad_placements=placements)
 
 
 class ColumnLinear(Linear):
-    """A linear layer of which each rank has some outputs; its input is whole."""
+    """Column-parallel linear layer: each rank computes some output features from the full input."""
 
     ranks: TensorRanks
 
@@ -126,20 +127,20 @@ class ColumnLinear(Linear):
 
 
 class RowLinear(Linear):
-    """A linear layer of which each rank has some inputs; the outputs of all are added."""
+    """Row-parallel linear layer: each rank holds some input features; partial outputs are summed over ranks."""
 
     ranks: TensorRanks
 
     @override
     def forward(self, input: Tensor) -> Tensor:
-        out: Tensor = self.ranks.leave(linear(input, self.ranks.local(self.weight)))
+        out: Tensor = self.ranks.reduce_output(linear(input, self.ranks.local(self.weight)))
         if self.bias is not None:  # after the sum, or every rank would add it
             out = out + self.ranks.local(self.bias).to(out.dtype)
         return out
 
 
 class VocabularyEmbedding(nn.Embedding):
-    """An embedding of which each rank has some tokens."""
+    """Vocabulary-parallel embedding: each rank holds some rows."""
 
     ranks: TensorRanks
 
@@ -150,11 +151,11 @@ class VocabularyEmbedding(nn.Embedding):
         rows = input - self.ranks.rank * len(weight)  # [B, T]
         is_own = (rows >= 0) & (rows < len(weight))
         embedded = F.embedding(torch.where(is_own, rows, 0), weight)  # [B, T, W]
-        return self.ranks.leave(torch.where(is_own[..., None], embedded, 0.0))
+        return self.ranks.reduce_output(torch.where(is_own[..., None], embedded, 0.0))
 
 
 class PositionEmbedding(nn.Embedding):
-    """An embedding of positions, which every rank has whole."""
+    """Embedding of positions, replicated on every rank."""
 
     ranks: TensorRanks
 
@@ -192,7 +193,7 @@ class HeadRMSNorm(ReplicatedRMSNorm):
     of_heads: ClassVar[bool] = True
 
 
-_PLACEMENTS: dict[Cut, Placement] = {
+_PLACEMENTS: dict[ParallelStyle, Placement] = {
     "columns": Shard(0),
     "rows": Shard(1),
     "vocabulary": Shard(0),
@@ -200,7 +201,7 @@ _PLACEMENTS: dict[Cut, Placement] = {
     "norm": Replicate(),
     "head_norm": Replicate(),
 }
-_LAYERS: dict[tuple[Cut, type[nn.Module]], type[nn.Module]] = {
+_LAYERS: dict[tuple[ParallelStyle, type[nn.Module]], type[nn.Module]] = {
     ("columns", Linear): ColumnLinear,
     ("rows", Linear): RowLinear,
     ("vocabulary", nn.Embedding): VocabularyEmbedding,
@@ -211,56 +212,56 @@ _LAYERS: dict[tuple[Cut, type[nn.Module]], type[nn.Module]] = {
 }
 
 
-def divide_tensors(model: nn.Module, mesh: DeviceMesh, *, sequence_parallel: bool) -> None:
-    """Divide the matrices of a model over the ranks of a mesh, in place.
+def apply_tensor_parallel(model: nn.Module, mesh: DeviceMesh, *, sequence_parallel: bool) -> None:
+    """Shard the matrices of a model over the ranks of a mesh, in place.
 
     Args:
         model: Not yet sharded, on the meta device.
         mesh: One-dimensional.
-        sequence_parallel: Divide the sequence between matrices, too.
+        sequence_parallel: Also shard activations along the sequence outside attention and MLP.
 
     Raises:
-        ConfigError: The model does not declare how it is divided.
+        ConfigError: The model has no `tensor_parallel` plan.
     """
     if not hasattr(model, "tensor_parallel"):
         raise ConfigError(
             f"tensor_parallel_size={mesh.size()}",
-            f"{type(model).__name__} does not declare how its matrices are divided",
-            "tensor_parallel_size=1, or model=gpt2 or a Llama",
+            f"{type(model).__name__} has no plan that shards its matrices",
+            "tensor_parallel_size=1, or model=gpt2, or model=llama_1b",
         )
     ranks = TensorRanks(mesh, sequence_parallel=sequence_parallel)
     for module in list(model.modules()):
-        plan: dict[str, Cut] = getattr(module, "tensor_parallel", {})
-        for name, cut in plan.items():
+        plan: dict[str, ParallelStyle] = getattr(module, "tensor_parallel", {})
+        for name, style in plan.items():
             child = getattr(module, name, None)
             if child is not None:
-                _divide(child, cut, ranks)
+                _shard_layer(child, style, ranks)
         if "columns" in plan.values():
-            module.register_forward_pre_hook(ranks.enter_module)
+            module.register_forward_pre_hook(ranks.gather_module_input)
         if hasattr(module, "split_heads"):
-            _divide_heads(module, ranks)
-    divided: Any = model
-    divided._tie()  # the weight of an embedding is another object now
-    divided.ranks = ranks
+            _shard_heads(module, ranks)
+    sharded: Any = model
+    sharded._tie()  # the weight of an embedding is another object now
+    sharded.ranks = ranks
     model.register_forward_pre_hook(ranks.begin, with_kwargs=True)
 
 
-def _divide(module: nn.Module, cut: Cut, ranks: TensorRanks) -> None:
-    """Replace the parameters of one layer by DTensors, and its forward pass by that of a part."""
+def _shard_layer(module: nn.Module, style: ParallelStyle, ranks: TensorRanks) -> None:
+    """Replace the parameters of one layer with DTensors, and its class with the tensor-parallel one."""
     for name, parameter in list(module.named_parameters(recurse=False)):
-        # the bias of a matrix cut by rows is added once, after the sum
-        placement = Replicate() if cut == "rows" and parameter.ndim == 1 else _PLACEMENTS[cut]
-        divided = distribute_tensor(parameter.detach(), ranks.mesh, [placement], src_data_rank=None)
-        module.register_parameter(name, nn.Parameter(divided, requires_grad=parameter.requires_grad))
+        # the bias of a row-parallel layer is added once, after the sum
+        placement = Replicate() if style == "rows" and parameter.ndim == 1 else _PLACEMENTS[style]
+        sharded = distribute_tensor(parameter.detach(), ranks.mesh, [placement], src_data_rank=None)
+        module.register_parameter(name, nn.Parameter(sharded, requires_grad=parameter.requires_grad))
     module.ranks = ranks  # type: ignore[assignment]
-    if (cut, type(module)) in _LAYERS:
-        module.__class__ = _LAYERS[cut, type(module)]
-    elif not hasattr(type(module), "ranks"):  # a head knows itself that ranks divide it
-        raise TypeError(f"a {type(module).__name__} cannot be divided by {cut}")
+    if (style, type(module)) in _LAYERS:
+        module.__class__ = _LAYERS[style, type(module)]
+    elif not hasattr(type(module), "ranks"):  # the LM head uses `ranks` by itself
+        raise TypeError(f"{type(module).__name__} has no tensor-parallel version for {style!r}")
 
 
-def _divide_heads(module: Any, ranks: TensorRanks) -> None:
-    """Let an attention compute its share of the heads, of which it has queries, keys and values."""
+def _shard_heads(module: Any, ranks: TensorRanks) -> None:
+    """Make an attention block compute only this rank's heads, whose queries, keys and values it holds."""
     for name, sizes in module.stacked_rows().items():
         layer = module.get_submodule(name.rpartition(".")[0])
         layer.row_order = RowOrder(sizes=sizes, num_ranks=ranks.size)

@@ -23,9 +23,9 @@ from recipes.mesh import Mesh
 from recipes.numerics.ema import average_weights
 from recipes.numerics.nf4 import get_parts
 from recipes.optimizer import DividesWork
-from recipes.parallel.context import divide_sequences
-from recipes.parallel.experts import divide_experts
-from recipes.parallel.tensor import divide_tensors
+from recipes.parallel.context import apply_context_parallel
+from recipes.parallel.experts import apply_expert_parallel
+from recipes.parallel.tensor import apply_tensor_parallel
 from recipes.plan.activations import mark_host_copies
 from recipes.plan.fake_rank import (
     MeshGroups,
@@ -214,9 +214,9 @@ def build_model(step: Step, blocks: Sequence[int] | None, groups: MeshGroups) ->
     mesh = groups.device_mesh
     if step.mesh.tensor > 1:
         assert mesh is not None
-        divide_tensors(model, mesh["tensor"], sequence_parallel=step.mesh.sequence_parallel)
+        apply_tensor_parallel(model, mesh["tensor"], sequence_parallel=step.mesh.sequence_parallel)
     if groups.context is not None:
-        divide_sequences(model, groups.context)
+        apply_context_parallel(model, groups.context)
     if step.sharding is not None and mesh is not None:
         policy = ShardPolicy(
             precision=step.precision,
@@ -226,7 +226,7 @@ def build_model(step: Step, blocks: Sequence[int] | None, groups: MeshGroups) ->
         )
         experts = None
         if groups.expert_mesh is not None:
-            divide_experts(model, groups.expert_mesh["expert"])
+            apply_expert_parallel(model, groups.expert_mesh["expert"])
             experts = ExpertSharding(mesh=get_data_axes(groups.expert_mesh), num_averaged=step.mesh.averaged_size)
         shard_model(model, mesh=get_data_axes(mesh), policy=policy, option="fsdp", experts=experts)
     return model.train()

@@ -16,7 +16,7 @@ from recipes.checkpoint.shards import ShardSavingMixin
 from recipes.mesh import Mesh
 from recipes.numerics.nf4 import list_nf4
 from recipes.optimizer import DividesWork
-from recipes.parallel.context import divide_sequences
+from recipes.parallel.context import apply_context_parallel
 from recipes.precision import Precision
 from recipes.strategy.precision_plugin import to_lightning_plugin
 from recipes.strategy.torch_native import TorchNativeMixin
@@ -68,7 +68,7 @@ class DDP(TorchNativeMixin, ShardSavingMixin, DDPStrategy):
     @override
     def materialize(self, model: nn.Module, initialize: Callable[[nn.Module], None]) -> nn.Module:
         if self.groups.context is not None:
-            divide_sequences(model, self.groups.context)
+            apply_context_parallel(model, self.groups.context)
         return super().materialize(model, initialize)
 
     @override

@@ -17,12 +17,12 @@ from typing_extensions import override
 from recipes.checkpoint.shards import ShardSavingMixin
 from recipes.lightning_internals import set_up_mesh
 from recipes.mesh import Mesh
-from recipes.parallel.context import divide_sequences
-from recipes.parallel.experts import divide_experts, make_expert_mesh
+from recipes.parallel.context import apply_context_parallel
+from recipes.parallel.experts import apply_expert_parallel, make_expert_mesh
 from recipes.parallel.schedule import PipelineSchedule
 from recipes.parallel.stage_plan import plan_stages
 from recipes.parallel.stages import PipelineRanks, StagedModel, cut_stage, mark_copies
-from recipes.parallel.tensor import divide_tensors, mark_row_orders
+from recipes.parallel.tensor import apply_tensor_parallel, mark_row_orders
 from recipes.precision import Precision
 from recipes.strategy import get_blocks
 from recipes.strategy.precision_plugin import to_lightning_plugin
@@ -126,12 +126,12 @@ class FSDP2Strategy(TorchNativeMixin, ShardSavingMixin, ModelParallelStrategy):
     def _materialize_part(self, model: nn.Module, initialize: Callable[[nn.Module], None]) -> None:
         """Do so with a whole model, or with one stage of it."""
         if self.mesh.tensor > 1:
-            divide_tensors(model, self.device_mesh["tensor"], sequence_parallel=self.mesh.sequence_parallel)
+            apply_tensor_parallel(model, self.device_mesh["tensor"], sequence_parallel=self.mesh.sequence_parallel)
         if self.groups.context is not None:
-            divide_sequences(model, self.groups.context)
+            apply_context_parallel(model, self.groups.context)
         experts = None
         if self._expert_mesh is not None:
-            divide_experts(model, self._expert_mesh["expert"])
+            apply_expert_parallel(model, self._expert_mesh["expert"])
             experts = ExpertSharding(mesh=get_data_axes(self._expert_mesh), num_averaged=self.averaged_size)
         shard_model(
             model, mesh=get_data_axes(self.device_mesh), policy=self._get_policy(), option=self.option, experts=experts

@@ -26,7 +26,7 @@ from recipes.lightning_internals import (
     state_left_on_device,
 )
 from recipes.mesh import Mesh
-from recipes.parallel.context import divide_sequences
+from recipes.parallel.context import apply_context_parallel
 from recipes.precision import Precision, to_deepspeed_config
 from recipes.strategy import get_blocks
 from recipes.strategy.deepspeed.checkpoint import ZeroState
@@ -159,7 +159,7 @@ class DeepSpeedZero(StepGuardMixin, TrainStateMixin, PerRankSavingMixin, MeshRan
     def materialize(self, model: nn.Module, initialize: Callable[[nn.Module], None]) -> nn.Module:
         """Give the model storage and weights; at stage 3 one parameter at a time, so that no rank holds the model."""
         if self.groups.context is not None:
-            divide_sequences(model, self.groups.context)
+            apply_context_parallel(model, self.groups.context)
         if self._uses_disk:
             from deepspeed.ops.op_builder import AsyncIOBuilder
 

@@ -12,13 +12,13 @@ from torch import Tensor
 
 from recipes.numerics import collectives
 from recipes.numerics.collectives import (
+    CopyToRanks,
     ExchangeParts,
     ExchangeRows,
     GatherParts,
     JoinColumns,
+    ReduceFromRanks,
     ScatterSum,
-    SumParts,
-    UseOnAll,
     average_over_ranks,
     reduce_parts,
     sum_over_ranks,
@@ -73,9 +73,9 @@ CASES = {
     **_case_along(1),
     **_case_along(2),
     # of what all ranks have: the first's, here
-    "use on all": Case(lambda x, group: UseOnAll.apply(x, group), lambda parts: [parts[0]] * len(parts)),
+    "use on all": Case(lambda x, group: CopyToRanks.apply(x, group), lambda parts: [parts[0]] * len(parts)),
     "sum": Case(
-        lambda x, group: SumParts.apply(x, group),
+        lambda x, group: ReduceFromRanks.apply(x, group),
         lambda parts: [torch.stack(parts).sum(0)] * len(parts),
         is_shared=True,
     ),

@@ -23,7 +23,7 @@ from recipes.model.decoder import attend
 from recipes.model.documents import Documents
 from recipes.model.generate import generate
 from recipes.model.kv_cache import KeyValueCache
-from recipes.parallel.context import ContextRanks, divide_sequences
+from recipes.parallel.context import ContextRanks, apply_context_parallel
 
 NUM_TOKENS, HEAD_SIZE = 16, 8
 # query heads, key-value heads -> what ranks exchange, by their number
@@ -203,7 +203,7 @@ def test_a_model_that_does_not_say_how_is_rejected() -> None:
     def work(rank: int) -> str:
         group: Any = dist.group.WORLD
         with pytest.raises(ConfigError) as caught:
-            divide_sequences(nn.Linear(4, 4), group)
+            apply_context_parallel(nn.Linear(4, 4), group)
         return str(caught.value)
 
     first, second = run_on_threads(work, num_ranks=2)

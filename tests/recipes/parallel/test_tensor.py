@@ -25,7 +25,7 @@ from recipes.errors import ConfigError
 from recipes.mesh import Mesh
 from recipes.model.generate import generate
 from recipes.parallel.placement import cut_box, find_box, find_row_orders
-from recipes.parallel.tensor import divide_tensors
+from recipes.parallel.tensor import apply_tensor_parallel
 
 SMALL = [name for name in MODELS if name not in ("llama, 2 groups", "llama, 3 heads")]
 MESHES = {
@@ -209,14 +209,14 @@ def test_a_model_that_does_not_say_how_is_rejected() -> None:
     def work(rank: int) -> str:
         mesh = init_device_mesh("cpu", (2,))
         try:
-            divide_tensors(nn.Linear(4, 4), mesh, sequence_parallel=True)
+            apply_tensor_parallel(nn.Linear(4, 4), mesh, sequence_parallel=True)
         except ConfigError as mistake:
             return str(mistake)
         return ""
 
     [first, second] = run_on_threads(work, num_ranks=2)
     assert first == second
-    assert first.startswith("tensor_parallel_size=2: Linear does not declare how its matrices are divided; type ")
+    assert first.startswith("tensor_parallel_size=2: Linear has no plan that shards its matrices; type ")
 
 
 def test_a_layer_of_another_kind_is_rejected() -> None:
@@ -230,9 +230,9 @@ def test_a_layer_of_another_kind_is_rejected() -> None:
     def work(rank: int) -> str:
         mesh = init_device_mesh("cpu", (2,))
         try:
-            divide_tensors(Other(), mesh, sequence_parallel=True)
+            apply_tensor_parallel(Other(), mesh, sequence_parallel=True)
         except TypeError as error:
             return str(error)
         return ""
 
-    assert run_on_threads(work, num_ranks=2) == ["a Conv1d cannot be divided by columns"] * 2
+    assert run_on_threads(work, num_ranks=2) == ["Conv1d has no tensor-parallel version for 'columns'"] * 2

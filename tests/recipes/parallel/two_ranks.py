@@ -17,8 +17,8 @@ from torch.distributed.pipelining import PipelineStage, Schedule1F1B  # noqa: E4
 
 from recipes.model.gpt2 import GPT2  # noqa: E402
 from recipes.numerics import collectives  # noqa: E402
-from recipes.parallel.context import divide_sequences  # noqa: E402
-from recipes.parallel.tensor import divide_tensors, mark_row_orders  # noqa: E402
+from recipes.parallel.context import apply_context_parallel  # noqa: E402
+from recipes.parallel.tensor import apply_tensor_parallel, mark_row_orders  # noqa: E402
 
 
 def find_dropped(divided: str) -> list[list[list[bool]]]:
@@ -28,9 +28,9 @@ def find_dropped(divided: str) -> list[list[list[bool]]]:
     with torch.device("meta"):
         model = GPT2(vocab_size=50, max_seq_len=16, num_layers=2, num_heads=4, hidden_size=32, dropout=0.5)
     if divided == "tensor":
-        divide_tensors(model, init_device_mesh("cpu", (2,)), sequence_parallel=True)
+        apply_tensor_parallel(model, init_device_mesh("cpu", (2,)), sequence_parallel=True)
     else:
-        divide_sequences(model, group)
+        apply_context_parallel(model, group)
         tokens = tokens.chunk(2, dim=1)[group.rank()]
     model.to_empty(device="cpu")
     mark_row_orders(model)
