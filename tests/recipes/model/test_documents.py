@@ -9,7 +9,7 @@ from torch._dynamo.utils import counters
 from torch.nn.attention.flex_attention import flex_attention
 
 from recipes.compile import compile_blocks
-from recipes.model import llama
+from recipes.model import decoder
 from recipes.model.decoder import attend
 from recipes.model.documents import Documents, block_mask, dense_mask, number_documents
 from recipes.model.gpt2 import GPT2
@@ -111,7 +111,7 @@ def test_a_compiled_block_is_one_graph_whatever_the_documents(monkeypatch: pytes
     tokens = packed()[0]
     with torch.no_grad():
         expected = [model(tokens, positions=positions) for positions in (packed()[1], packed()[1].flip(0))]
-        monkeypatch.setattr(llama, "Documents", Blocked)
+        monkeypatch.setattr(decoder, "Documents", Blocked)
         compile_blocks(model.blocks, mode="default")
         for block in model.blocks:
             block.compile(backend=backend, dynamic=False)
