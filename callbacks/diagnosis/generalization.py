@@ -115,11 +115,11 @@ def find_easier_validation(run: Run) -> Finding | None:
 def find_no_validation(run: Run) -> Finding | None:
     """Find a run with validations planned or logged, and not one value."""
     val = run.curves.get("val_loss")
-    every, ended = run.number("eval_every"), run.status is not None
+    every, has_ended = run.number("eval_every"), run.status not in (None, "running")
     loss = run.curves.get("loss")
     is_lost = loss is not None and not math.isfinite(loss.values[-1])  # it diverged: no validation would be finite
     is_empty = val is not None and not len(val.finite) and not is_lost
-    is_late = val is None and ended and every is not None and every > run.last_step
+    is_late = val is None and has_ended and every is not None and every > run.last_step
     if not (is_empty or is_late):
         return None
     if val is not None:

@@ -55,6 +55,7 @@ class FlopMeter:
     def start(self, trainer: Trainer, pl_module: LightningModule) -> None:
         """Forget the module before; find the peak, and log which it is or why there is none."""
         self._flops.clear()
+        self._peak = self._measured = None
         self._num_watched, self._watches_next, self._why_not = 0, True, None
         device, kind = trainer.strategy.root_device, get_kind(trainer, pl_module)
         if self._measure_peak:

@@ -73,6 +73,20 @@ def test_a_gpu_is_known_by_its_name_and_the_precision_of_the_run(
     assert text in line
 
 
+def test_a_second_run_without_a_peak_has_no_mfu_of_the_first_one(monkeypatch, caplog) -> None:
+    meter = meter_on(monkeypatch, "NVIDIA H200", precision="bf16-true", caplog=caplog)
+    window = Snapshot(flops=8 * TERA, seconds=1.0, device_seconds=1.0)
+    assert "throughput/mfu" in meter.row(window)
+    trainer: Any = SimpleNamespace(
+        strategy=SimpleNamespace(root_device=torch.device("cpu")),
+        precision_plugin=None,
+        precision="32-true",
+        is_global_zero=False,
+    )
+    meter.start(trainer, nn.Linear(1, 1))
+    assert "throughput/mfu" not in meter.row(window)
+
+
 def meter_on(monkeypatch: Any, device: str, *, precision: str, caplog: Any, module: Any = None) -> FlopMeter:
     """Make a meter that has started on a GPU of this name."""
     monkeypatch.setattr(torch.cuda, "get_device_name", lambda *_: device)
