@@ -20,6 +20,8 @@ for _strategy in ("ddp", "fsdp", "hsdp", "ZeRO-1", "ZeRO-2, offload", "ZeRO-3"):
     _add(f"{_strategy}, all logits", _strategy, "loss_chunk_tokens=null")
 _add("16-mixed, chunks", "fsdp", CHUNKS, precision="16-mixed")
 _add("16-mixed, all logits", "fsdp", "loss_chunk_tokens=null", precision="16-mixed")
+_add("32-true, chunks", "ddp", CHUNKS, precision="32-true")
+_add("32-true, all logits", "ddp", "loss_chunk_tokens=null", precision="32-true")
 _UNTIED = ["model.tie_embeddings=false", "model.vocab_size=512"]  # an embedding larger than a block
 _add("untied, fsdp", "fsdp", *_UNTIED, model="llama")
 _add("untied, ddp", "ddp", *_UNTIED, model="llama")
@@ -46,10 +48,17 @@ def on_two(rows: Any) -> Any:
 @pytest.mark.parametrize("name", ["ddp", "fsdp", "hsdp", "ZeRO-1", "ZeRO-2, offload", "ZeRO-3", "16-mixed"])
 def test_a_loss_in_chunks_is_the_loss_of_all_logits(name: str, on_two: Any) -> None:
     # bfloat16 and float16: the head's gradient is rounded for each chunk, not once; a run differs from itself by 2e-5
-    # when only the order of its sums changes
+    # when only the order of its sums changes. Norms: with all logits they are 1.1e-3 off those of float32 on a Zen 2,
+    # in chunks 0.7e-3
     difference = largest_difference(on_two(f"{name}, chunks"), on_two(f"{name}, all logits"))
     assert difference["train/loss"] < 5e-5
-    assert difference["grad/norm"] < 1e-3
+    assert difference["grad/norm"] < 2e-3
+
+
+def test_a_loss_in_chunks_is_that_of_all_logits_to_float32s_last_digits(on_two: Any) -> None:
+    difference = largest_difference(on_two("32-true, chunks"), on_two("32-true, all logits"))
+    assert difference["train/loss"] < 1e-6  # sums in another order: measured 1.2e-7
+    assert difference["grad/norm"] < 1e-6  # likewise 3.2e-7
 
 
 def test_an_untied_head_and_embedding_have_groups_of_their_own_and_the_numbers_of_ddp(on_two: Any) -> None:
