@@ -125,6 +125,7 @@ class Checklist:
             starts_trained=model.get("pretrained") is not None,
             label_smoothing=float(self._config["label_smoothing"]),
             z_loss=float(self._config["z_loss"]),
+            in_float8=self._config["precision"]["name"] == "fp8-mixed",
         )
 
     def _check_data(self, source: DataSource) -> Iterator[Result]:

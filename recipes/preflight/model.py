@@ -33,12 +33,14 @@ class Expected:
         starts_trained: Whether its first weights are trained ones.
         label_smoothing: Of the objective.
         z_loss: Of the objective.
+        in_float8: Whether its matmuls are in float8, whose scales are those of whole tensors.
     """
 
     num_classes: int
     starts_trained: bool
     label_smoothing: float
     z_loss: float
+    in_float8: bool
 
 
 def check_model(
@@ -133,6 +135,8 @@ def _check_future(batch: Batch, forward: Forward, expected: Expected) -> Result:
     length = inputs.shape[1]
     if length < 2:
         return Result(check=name, status="skip", found="the samples have one token")
+    if expected.in_float8:  # one token may set the scale that rounds all others
+        return Result(check=name, status="skip", found="float8 scales depend on all tokens: try precision=bf16-mixed")
     place = length // 2
     changed = inputs.clone()
     changed[0, place] = (changed[0, place] + 1) % expected.num_classes

@@ -23,8 +23,9 @@ from recipes.preflight.data import digest
 from recipes.preflight.result import Result, judge
 from recipes.trial.steps import LossRecorder, sized, take_steps
 
-# relative differences that rounding explains: sums in another order, products of 8 and of 11 bits
-_SAME = {"32-true": 1e-3, "16-mixed": 0.02, "bf16-mixed": 0.03, "bf16-true": 0.06}
+# relative differences that rounding explains: sums in another order, products of 4, 8 and 11 bits; emulated float8
+# differs by 0.004 in the first step of gpt2_nano
+_SAME = {"32-true": 1e-3, "tf32": 0.02, "16-mixed": 0.02, "bf16-mixed": 0.03, "bf16-true": 0.06, "fp8-mixed": 0.06}
 _CONSTANT = {"_target_": "recipes.scheduler.constant", "_partial_": True, "warmup_steps": 0}
 
 

@@ -102,6 +102,15 @@ def test_a_learning_rate_that_learns_nothing_is_found(tmp_path: Path, text_folde
     assert found["one batch can be memorized"] == "fail"
 
 
+def test_a_sound_recipe_in_float8_passes(tmp_path: Path, text_folder: str) -> None:
+    float8 = ("precision=fp8-mixed", "precision.emulate=true", "model.vocab_pad_multiple=16")
+    code, found = run_preflight(tmp_path, *TINY, f"data.path={text_folder}", *TEXT, *float8)
+    assert [check for check, status in found.items() if status == "fail"] == []
+    assert found["low precision agrees with float32"] == "pass"
+    assert found["no leak from the future"] == "skip"
+    assert code == ExitCode.FINISHED
+
+
 def test_a_resumed_run_is_rejected(tmp_path: Path) -> None:
     composed, _ = compose_and_check([*TINY[:1], "mode=preflight"])
     assert composed is not None
