@@ -59,7 +59,7 @@ benchmark: $(VENV)/.installed-test
 	$(RUN) benchmarks/sweep.py
 	$(RUN) benchmarks/optimizers.py
 	$(RUN) benchmarks/fine_tuning.py
-	$(RUN) benchmarks/replay.py
+	$(RUN) benchmarks/forgetting.py
 	$(RUN) benchmarks/prepare.py
 	$(RUN) benchmarks/parity.py
 	$(RUN) benchmarks/memory.py

@@ -118,7 +118,7 @@ def test_the_command_in_an_options_comment_composes(path: Path, monkeypatch: pyt
         assert not serious, (command, serious)
 
 
-SET_DATA = ("sft", "replay")
+SET_DATA = ("sft", "mixture")
 # recipes whose ranks divide a model -> their smallest number; models that cannot be divided over two
 DIVIDED = {"tp_bf16": 2, "fsdp_tp_bf16": 2, "cp_bf16": 2, "ep_bf16": 2, "pp_bf16": 2, "fsdp_tp_pp_bf16": 4}
 WITH_EXPERTS = {"moe_nano", "moe_8x7b", "deepseek_nano", "deepseek_v3"}
@@ -135,7 +135,7 @@ ONCE = {*zip(RECIPES, itertools.cycle(MODELS), strict=False), *zip(itertools.cyc
         for pair in itertools.product(RECIPES, MODELS)
         # these recipes set the data: text, and two of them its tokenizer
         if not (pair[0].startswith(SET_DATA) and pair[1] == "resnet18")
-        and not (pair[0] in ("sft_strings", "replay") and pair[1] == "huggingface")
+        and not (pair[0] in ("sft_strings", "mixture") and pair[1] == "huggingface")
         and (pair[1] in WITH_EXPERTS or pair[0] != "ep_bf16")
         and not (pair[0] in DIVIDED and pair[1] in (UNDIVIDED - WITH_EXPERTS if pair[0] in BY_EXPERTS else UNDIVIDED))
     ],

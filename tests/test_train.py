@@ -53,7 +53,7 @@ def shortened(command: list[str]) -> list[str]:
     typed = {override.split("=")[0] for override in command}
     overrides = [override for override in SHORT if override.split("=")[0] not in typed]
     if "callbacks.sample_text" in typed or any(
-        override.startswith(("recipe=sft", "recipe=replay")) for override in command
+        override.startswith(("recipe=sft", "recipe=mixture")) for override in command
     ):
         overrides.remove("callbacks.sample_text.num_tokens=8")
     if any(override in ("model=gpt2", "model=llama_160m") for override in command):

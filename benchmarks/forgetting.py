@@ -1,4 +1,4 @@
-"""What a model forgets while it learns something new, with more or less of the old among the new: `recipe=replay`."""
+"""What a model forgets while it learns something new, with more or less of the old among the new: `recipe=mixture`."""
 
 import sys
 import tempfile
@@ -19,7 +19,7 @@ def train(share: float, seed: int) -> dict[str, Any]:
     with tempfile.TemporaryDirectory() as folder:
         cache = [f"{place}.cache_dir={Path(folder) / 'cache'}" for place in _PLACES]
         more = [f"data.stages=[{stage}]", f"seed={seed}", f"eval_every={OLD_STEPS}", "save_every=null"]
-        run = build_run(["recipe=replay", "~callbacks.report", *cache, *more])
+        run = build_run(["recipe=mixture", "~callbacks.report", *cache, *more])
         before: dict[str, float] = {}
 
         def remember(trainer: Any, *_: Any) -> None:
@@ -43,7 +43,7 @@ _PLACES = ("data.sources.code", "data.sources.letters", "eval_data.old")
 
 
 def main() -> None:
-    report("replay", [train(share, seed) for share in SHARES for seed in SEEDS])
+    report("forgetting", [train(share, seed) for share in SHARES for seed in SEEDS])
 
 
 if __name__ == "__main__":
