@@ -3,6 +3,7 @@
 import logging
 import os
 import re
+import signal
 import sys
 from collections.abc import Iterator
 from pathlib import Path
@@ -20,6 +21,9 @@ from support import write_texts
 
 torch.set_num_threads(1)
 warm_python.patch()
+# a shell starts background jobs with Ctrl-C ignored, and every rank that a test starts would inherit that
+if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
+    signal.signal(signal.SIGINT, signal.default_int_handler)
 
 # DeepSpeed compiles with the ninja of this environment, everywhere: another one would compile all of it once more
 os.environ["PATH"] = os.pathsep.join([str(Path(sys.executable).parent), os.environ["PATH"]])
