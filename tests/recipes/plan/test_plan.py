@@ -46,12 +46,20 @@ RUN = [
 ]
 
 
+# products in half precision are emulated where a CPU has no instructions for them, ten times as slow as in float32
+FEWER_TOKENS = ["seq_len=32"]
+
+
+def _overrides(name: str) -> list[str]:
+    return [*get_overrides(name), *(FEWER_TOKENS if "16-mixed" in name else [])]
+
+
 @pytest.fixture(scope="module")
 def results(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
     """The measured peak of each run."""
     measured: dict[str, Any] = {}
     for num_ranks in (1, 2):
-        cases = {name: {"overrides": get_overrides(name)} for name in RUN if CASES[name][0] == num_ranks}
+        cases = {name: {"overrides": _overrides(name)} for name in RUN if CASES[name][0] == num_ranks}
         folder = tmp_path_factory.mktemp("ranks")
         measured |= run_on_ranks(cases, world_size=num_ranks, folder=folder, worker=PEAK_RANKS)
     return measured
@@ -64,7 +72,7 @@ def _plan(overrides: list[str], num_ranks: int) -> Plan:
 @pytest.mark.parametrize("name", RUN)
 def test_the_planned_peak_is_what_the_run_holds(name: str, results: dict[str, Any]) -> None:
     assert "error" not in results[name], results[name]["error"]
-    planned = _plan(get_overrides(name), CASES[name][0]).peak.total
+    planned = _plan(_overrides(name), CASES[name][0]).peak.total
     tolerance = WORKSPACES if name == "resnet18" else TWO_RANKS if CASES[name][0] == 2 else EXACT
     assert planned == pytest.approx(results[name]["peak_bytes"], rel=tolerance)
 
