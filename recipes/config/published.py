@@ -2,8 +2,11 @@
 
 import functools
 import json
+import socket
 from pathlib import Path
 from typing import Any
+from urllib.parse import urlsplit
+from urllib.request import getproxies
 
 from recipes.errors import ConfigError
 
@@ -48,18 +51,34 @@ def read_size(name: str, key: str) -> int:
     return found
 
 
-@functools.cache  # offline, the hub's library tries for half a minute
+@functools.cache
 def _find_on_hub(name: str) -> Path | ConfigError:
     """Return the file of a repository, or why there is none."""
     if name.startswith((".", "/", "~")):
         return ConfigError(f"model.name={name}", "there is no such folder", _FIX)
     try:
-        from huggingface_hub import hf_hub_download
+        from huggingface_hub import constants, hf_hub_download
     except ImportError:
         reason = "it is no folder here, and the hub needs huggingface-hub, which is not installed"
         return ConfigError(f"model.name={name}", reason, "pip install -e '.[huggingface]'")
+    host = str(urlsplit(constants.ENDPOINT).hostname)
+    is_found = _is_found(host)  # else the hub's library tries for half a minute
     try:
-        return Path(hf_hub_download(name, _FILE))
+        return Path(hf_hub_download(name, _FILE, local_files_only=not is_found))
     except (OSError, ValueError) as error:  # offline, unknown, gated, or no name of a repository
+        if not is_found:
+            reason = f"it is no folder here, not downloaded yet, and {host} is not found: is this machine offline?"
+            return ConfigError(f"model.name={name}", reason, _FIX)
         reason = str(error).strip().partition("\n")[0]
         return ConfigError(f"model.name={name}", f"it is no folder here, and the hub says: {reason}", _FIX)
+
+
+def _is_found(host: str) -> bool:
+    """Return whether the host's name is known here, or a proxy may know it."""
+    if getproxies():
+        return True
+    try:
+        socket.getaddrinfo(host, None)
+    except OSError:
+        return False
+    return True

@@ -1,0 +1,62 @@
+"""Sizes of a published model that is no folder here: of the hub's cache while the hub cannot be reached."""
+
+import json
+import socket
+from pathlib import Path
+from typing import Any
+
+import huggingface_hub
+import pytest
+
+from recipes.config import published
+from recipes.errors import ConfigError
+
+
+@pytest.fixture(autouse=True)
+def cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """An empty cache of the hub, on a machine that knows no host and no proxy."""
+
+    def find_no_host(*_: Any) -> None:
+        raise socket.gaierror(-2, "Name or service not known")
+
+    for name in ("http_proxy", "https_proxy", "all_proxy"):
+        monkeypatch.delenv(name, raising=False)
+        monkeypatch.delenv(name.upper(), raising=False)
+    monkeypatch.setattr(socket, "getaddrinfo", find_no_host)
+    monkeypatch.setattr(huggingface_hub.constants, "HF_HUB_CACHE", str(tmp_path))
+    published._find_on_hub.cache_clear()
+    return tmp_path
+
+
+def test_a_machine_that_is_offline_is_told_so_without_one_request(monkeypatch: pytest.MonkeyPatch) -> None:
+    def refuse(*_: Any, **__: Any) -> None:
+        raise AssertionError("a request, which the hub's library would repeat for half a minute")
+
+    monkeypatch.setattr("huggingface_hub.file_download.get_hf_file_metadata", refuse)
+    with pytest.raises(ConfigError, match=r"huggingface\.co is not found: is this machine offline\?"):
+        published.read_size("somebody/model", "vocab_size")
+    assert published.published_size("somebody/model", "vocab_size") is None
+
+
+def test_what_was_downloaded_once_is_read_offline(cache: Path) -> None:
+    revision = "0" * 40
+    folder = cache / "models--somebody--model"
+    (folder / "snapshots" / revision).mkdir(parents=True)
+    (folder / "snapshots" / revision / "config.json").write_text(json.dumps({"vocab_size": 49152}))
+    (folder / "refs").mkdir()
+    (folder / "refs" / "main").write_text(revision)
+    assert published.read_size("somebody/model", "vocab_size") == 49152
+
+
+def test_behind_a_proxy_the_hub_is_asked_although_its_name_is_unknown(monkeypatch: pytest.MonkeyPatch) -> None:
+    asked: list[bool] = []
+
+    def download(*_: Any, local_files_only: bool) -> str:
+        asked.append(local_files_only)
+        raise OSError("404: no such repository\nmore lines")
+
+    monkeypatch.setenv("https_proxy", "http://proxy:3128")
+    monkeypatch.setattr(huggingface_hub, "hf_hub_download", download)
+    with pytest.raises(ConfigError, match="the hub says: 404: no such repository; type"):
+        published.read_size("somebody/model", "vocab_size")
+    assert asked == [False]
