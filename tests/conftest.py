@@ -79,6 +79,8 @@ def pytest_configure(config: pytest.Config) -> None:
     """Import beside the collection what the started processes need; the workers of pytest-xdist share one server."""
     if hasattr(config, "workerinput"):
         warm_python.State.address = config.workerinput["warm_python_address"]
+        # threads of two workers that wait for each other on the same cores take up to nine times as long as one thread
+        os.environ.setdefault("OMP_NUM_THREADS", "1")
     elif "not processes" not in config.option.markexpr:
         warm_python.start()
 
