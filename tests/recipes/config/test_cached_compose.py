@@ -5,8 +5,10 @@ from pathlib import Path
 
 import pytest
 from hydra import compose, initialize_config_dir
+from hydra._internal.core_plugins.file_config_source import FileConfigSource
 from hydra.core.global_hydra import GlobalHydra
 from hydra.errors import HydraException
+from hydra.plugins.config_source import ConfigResult
 from omegaconf import OmegaConf
 
 from recipes.config import cached_compose
@@ -80,6 +82,26 @@ def test_only_a_different_option_or_a_changed_file_misses_the_cache(tmp_path: Pa
     assert compose_x_and_count_misses("group=two") == (2, 2)
     (tmp_path / "group/one.yaml").write_text("x: 10\n")
     assert compose_x_and_count_misses() == (10, 3)
+
+
+def test_another_option_parses_only_the_files_that_it_adds(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "group").mkdir()
+    (tmp_path / "config.yaml").write_text("defaults: [_self_, {group: one}]\nseed: 1\n")
+    for option, x in (("one", 1), ("two", 2)):
+        (tmp_path / f"group/{option}.yaml").write_text(f"x: {x}\n")
+    parsed: list[str] = []
+    load = FileConfigSource.load_config
+
+    def load_and_note(source: FileConfigSource, config_path: str) -> ConfigResult:
+        parsed.append(config_path)
+        return load(source, config_path)
+
+    monkeypatch.setattr(FileConfigSource, "load_config", load_and_note)
+    assert compose_overrides([], tmp_path, "config").group.x == 1
+    assert sorted(set(parsed)) == ["config", "group/one"]
+    parsed.clear()
+    first = compose_overrides(["group=two"], tmp_path, "config")
+    assert (first.group.x, parsed) == (2, ["group/two"])
 
 
 def test_a_search_path_on_the_command_line_adds_its_groups(tmp_path: Path) -> None:

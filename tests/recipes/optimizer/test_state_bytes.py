@@ -8,6 +8,7 @@ from support import ROOT, composed_config
 from torch import nn
 from torch._subclasses import FakeTensorMode
 
+import recipes.plan.fake_rank  # noqa: F401  # a kernel of SGD that allocates nothing
 from recipes.config.instantiate import make
 
 PAGE = ROOT / "docs/guides/optimizers.md"

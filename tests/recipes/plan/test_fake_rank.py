@@ -1,0 +1,29 @@
+"""Every operator of a plan runs without storage."""
+
+from typing import Any
+
+import pytest
+import torch
+from plan_cases import COMMON, GPT, cpu_cluster
+from support import ROOT, composed_config
+from torch._subclasses import fake_tensor
+
+from recipes.plan.plan import make_plan
+
+OPTIMIZERS = sorted(path.stem for path in (ROOT / "conf/optimizer").glob("*.yaml") if not path.stem.endswith("_nano"))
+
+
+@pytest.mark.parametrize("option", OPTIMIZERS)
+def test_no_operator_of_a_plan_is_run_on_real_tensors(option: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    def refuse(_: Any, func: Any, *__: Any) -> None:
+        raise AssertionError(f"{func} has no kernel for tensors without storage, and would allocate its arguments")
+
+    monkeypatch.setattr(fake_tensor, "run_fallback_kernel", refuse)
+    assert make_plan(composed_config(*COMMON, *GPT, f"optimizer={option}"), cpu_cluster(1), rates=None).peak.total > 0
+
+
+def test_torch_still_has_no_kernel_of_fused_sgd_for_tensors_without_storage() -> None:
+    """If this fails, `recipes/plan/fake_rank.py` need not register one."""
+    registered = torch._C._dispatch_dump("aten::_fused_sgd_").splitlines()
+    [ours] = [line for line in registered if line.startswith("Meta")]
+    assert "fake_rank.py" in ours
