@@ -41,6 +41,9 @@ SHORTER = {
     "trainer.max_steps=200": "trainer.max_steps=10",
     "save_every=20": "save_every=1",
     "checkpoint.keep_every=100": "checkpoint.keep_every=5",
+    "global_batch_size=128": "global_batch_size=4",
+    "global_batch_size=32": "global_batch_size=4",
+    "micro_batch_size=8": "micro_batch_size=1",
 }
 
 

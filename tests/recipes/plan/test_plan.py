@@ -54,12 +54,19 @@ def _overrides(name: str) -> list[str]:
     return [*get_overrides(name), *(FEWER_TOKENS if "16-mixed" in name else [])]
 
 
+def _case(name: str) -> dict[str, Any]:
+    """A run, of two ranks repeated only while what gloo has not freed yet hides what it holds."""
+    num_ranks, overrides = CASES[name][0], _overrides(name)
+    planned = 0 if num_ranks == 1 else _plan(overrides, num_ranks).peak.total
+    return {"overrides": overrides, "enough_bytes": planned * (1 + TWO_RANKS)}
+
+
 @pytest.fixture(scope="module")
 def results(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
     """The measured peak of each run."""
     measured: dict[str, Any] = {}
     for num_ranks in (1, 2):
-        cases = {name: {"overrides": _overrides(name)} for name in RUN if CASES[name][0] == num_ranks}
+        cases = {name: _case(name) for name in RUN if CASES[name][0] == num_ranks}
         folder = tmp_path_factory.mktemp("ranks")
         measured |= run_on_ranks(cases, world_size=num_ranks, folder=folder, worker=PEAK_RANKS)
     return measured
