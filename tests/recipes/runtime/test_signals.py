@@ -175,10 +175,7 @@ def test_torchrun_forwards_its_signal_to_both_ranks_of_a_run_saved_by_time_and_t
     assert_equals(folder, undisturbed)
 
 
-@pytest.mark.fresh_python  # the imports are what is interrupted
-def test_a_signal_before_training_ends_the_run_as_does_a_second_one_in_a_long_step(
-    start: Start, workplace: Path
-) -> None:
+def test_a_second_signal_ends_a_long_step_and_a_run_that_saves_nothing_says_so(start: Start, workplace: Path) -> None:
     unsaved = start("unsaved", "save_every=null", signals=["step_3_SIGTERM_0"])
     again = start("again", signals=["step_3_SIGTERM_again"])
     output = assert_ends(unsaved, 143)
@@ -189,6 +186,9 @@ def test_a_signal_before_training_ends_the_run_as_does_a_second_one_in_a_long_st
     assert again.end() is not None
     assert again.process.returncode == 128 + signal.SIGUSR1
 
+
+@pytest.mark.fresh_python  # the imports are what is interrupted
+def test_a_signal_before_training_ends_the_run(start: Start, workplace: Path) -> None:
     built = start("built", signals=["start_0_SIGTERM_0"])
     importing = start("importing")
     log = workplace / "importing" / "train.log"
