@@ -74,14 +74,13 @@ def hook_milliseconds(overrides: list[str]) -> dict[str, float]:
     run, timer = build_run([*OVERRIDES, *overrides]), Timer()
     for callback in run.trainer.callbacks:  # type: ignore[attr-defined]
         name = type(callback).__name__
-        if name not in WATCHING:
-            continue
-        if name == "RowWriter":  # its hook also calls callbacks that act after the row is written
-            callback._write = timer.around(name, callback._write)
+        if name not in WATCHING or name == "RowWriter":  # whose hook also calls callbacks that act after the row
             continue
         for hook in HOOKS:
             if getattr(type(callback), hook) is not getattr(Callback, hook):
                 setattr(callback, hook, timer.around(name, getattr(callback, hook)))
+    for logger in run.trainer.loggers:
+        logger.log_metrics = timer.around("RowWriter", logger.log_metrics)  # type: ignore[method-assign]
     run.trainer.callbacks.insert(0, TurnOn(timer))  # type: ignore[attr-defined]
     run.trainer.fit(run.task, datamodule=run.data)
     for logger in run.trainer.loggers:
