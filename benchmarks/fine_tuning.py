@@ -1,4 +1,4 @@
-"""Answers to questions that a model has not seen: `recipe=sft_strings`, its controls, and rows without packing."""
+"""Exact match of `recipe=sft_strings` on held-out prompts, beside its controls and a run without packing."""
 
 import statistics
 import sys
@@ -10,42 +10,42 @@ from typing import Any
 from lightning.pytorch.callbacks import Callback
 from measure import build_run, report
 
-EVERY, STEPS = 100, 500
-EXAMPLES_A_ROW = 9  # that fit into 128 tokens, on average
-UNPACKED = ["data.packing=false", f"global_batch_size={8 * EXAMPLES_A_ROW}", f"eval_samples={64 * EXAMPLES_A_ROW}"]
+EVERY = 100
+EXAMPLES_PER_ROW = 9  # that fit into 128 tokens, on average
+UNPACKED = ["data.packing=false", f"global_batch_size={8 * EXAMPLES_PER_ROW}", f"eval_samples={64 * EXAMPLES_PER_ROW}"]
 CASES: dict[str, list[str]] = {
-    "one step": ["trainer.max_steps=1", "warmup_steps=1"],
-    "answers learned, packed": [],
-    "answers learned, a row each": UNPACKED,
-    "control: prompts learned, too": ["data.train_on=all"],
-    "control: answers of other questions": ["data.shuffles_answers=true"],
+    "untrained (one step)": ["trainer.max_steps=1", "warmup_steps=1"],
+    "recipe (packed rows)": [],
+    "one example per row": UNPACKED,
+    "control: loss on prompts too": ["data.train_on=all"],
+    "control: shuffled answers": ["data.shuffles_answers=true"],
 }
 
 
 class _Clock(Callback):
-    """The seconds of each step, its tokens that are not padding, and the right answers at each validation."""
+    """Records the seconds and the non-padding tokens of each step, and exact match at each validation."""
 
     def __init__(self) -> None:
-        self.right: list[float] = []
+        self.exact_match: list[float] = []
         self.seconds: list[float] = []
         self.tokens: list[int] = []
-        self.places = 0
+        self.num_positions = 0
         self._began = 0.0
 
     def on_train_batch_start(self, trainer: Any, pl_module: Any, batch: Any, batch_idx: int) -> None:
         self.tokens.append(int((batch["inputs"] != 0).sum()))
-        self.places += batch["inputs"].numel()
+        self.num_positions += batch["inputs"].numel()
         self._began = time.perf_counter()
 
     def on_train_batch_end(self, *_: Any) -> None:
         self.seconds.append(time.perf_counter() - self._began)
 
     def on_validation_end(self, trainer: Any, pl_module: Any) -> None:
-        self.right.append(float(trainer.callback_metrics["val/exact_match"]))
+        self.exact_match.append(float(trainer.callback_metrics["val/exact_match"]))
 
 
 def train(case: str) -> dict[str, Any]:
-    """Train and answer; return the row of a case."""
+    """Train, answer the held-out prompts, and return the row of a case."""
     print(case, file=sys.stderr)
     clock = _Clock()
     with tempfile.TemporaryDirectory() as folder:
@@ -58,12 +58,12 @@ def train(case: str) -> dict[str, Any]:
     per_second = sum(clock.tokens) / sum(clock.seconds)
     return {
         "case": case,
-        f"right of 200 unseen after {EVERY}, {2 * EVERY}, … steps": " ".join(f"{share:.3f}" for share in clock.right),
+        f"exact match on 200 held-out prompts after {EVERY}, {2 * EVERY}, … steps": " ".join(f"{share:.3f}" for share in clock.exact_match),
         "val/loss": f"{float(run.trainer.callback_metrics['val/loss']):.3f}",
-        "padding": f"{1 - sum(clock.tokens) / clock.places:.0%}",
-        "tokens/s without padding": f"{per_second:,.0f}",
+        "padding": f"{1 - sum(clock.tokens) / clock.num_positions:.0%}",
+        "tokens/s, padding excluded": f"{per_second:,.0f}",
         "step, ms": f"{1e3 * statistics.median(clock.seconds):.1f}",
-        "seconds in all": f"{seconds:.0f}",
+        "total, s": f"{seconds:.0f}",
     }
 
 

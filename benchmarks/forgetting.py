@@ -1,4 +1,4 @@
-"""What a model forgets while it learns something new, with more or less of the old among the new: `recipe=mixture`."""
+"""Measure how much `recipe=mixture` forgets its first data, by the share of it that is replayed."""
 
 import sys
 import tempfile
@@ -13,8 +13,8 @@ SEEDS = (1234, 7)
 
 
 def train(share: float, seed: int) -> dict[str, Any]:
-    """Train on code, then on letters with a share of code; return the row."""
-    print(f"{share:.0%} of the old, seed {seed}", file=sys.stderr)
+    """Train on code, then on string tasks with a share of code; return the row."""
+    print(f"{share:.0%} replayed, seed {seed}", file=sys.stderr)
     stage = f"{{from: {8 * OLD_STEPS}, weights: {{code: {share}, letters: {1 - share}}}}}"
     with tempfile.TemporaryDirectory() as folder:
         cache = [f"{place}.cache_dir={Path(folder) / 'cache'}" for place in _PLACES]
@@ -30,12 +30,12 @@ def train(share: float, seed: int) -> dict[str, Any]:
         run.trainer.fit(run.task, datamodule=run.data)
         found = run.trainer.callback_metrics
     return {
-        "share of the old": f"{share:.0%}",
+        "replayed share": f"{share:.0%}",
         "seed": seed,
-        "loss on the old, before": f"{before['old']:.3f}",
-        "and after": f"{float(found['val/old/loss']):.3f}",
-        "right of 200 new questions": f"{float(found['val/exact_match']):.3f}",
-        "samples of the new": f"{int(8 * OLD_STEPS * (1 - share)):,}",
+        "loss on code after the first stage": f"{before['old']:.3f}",
+        "after the second": f"{float(found['val/old/loss']):.3f}",
+        "exact match on 200 held-out prompts": f"{float(found['val/exact_match']):.3f}",
+        "new samples": f"{int(8 * OLD_STEPS * (1 - share)):,}",
     }
 
 
